@@ -87,25 +87,38 @@ class Observation:
 class Segment:
     """A run of stored tokens in one storage format, ascending in position.
 
-    ``positions`` is [H, L], or [1, L] where all heads keep the same tokens. ``lengths`` marks ragged heads: head h
-    holds its first ``lengths[h]`` slots, the rest is padding. ``state`` tensors have leading axes [H, L] and are
-    gathered with their tokens.
+    ``positions`` is [H, L], or [1, L] where all heads keep the same tokens. ``state`` tensors have leading axes
+    [H, L] and are gathered with their tokens. ``lengths`` marks ragged heads, which are stored one after the other
+    without padding: every leading [H, L] is then [1, N] with N = sum of ``lengths``.
     """
 
     k: Tensor  # [H, L, D or T]
     v: Tensor  # [H, L, D]
     positions: Tensor  # [H or 1, L] int32
-    lengths: Tensor | None = None  # [H] int32
+    lengths: Tensor | None = None  # [H] int32; None: all heads hold L tokens
     key_channels: Tensor | None = None  # [H, T] int16, ascending
     state: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def heads(self) -> int:
-        return self.k.shape[0]
+        return self.k.shape[0] if self.lengths is None else self.lengths.shape[0]
 
     @property
     def tokens(self) -> int:
-        return self.k.shape[1]
+        """Tokens held by the head that holds most."""
+        return self.k.shape[1] if self.lengths is None else int(self.lengths.max())
+
+    def head(self, h: int) -> Segment:
+        """One stored head's tokens, a view: [1, its tokens, ...]."""
+        end = self.tokens if self.lengths is None else int(self.lengths[: h + 1].sum())
+        start = 0 if self.lengths is None else end - int(self.lengths[h])
+
+        def at(t: Tensor) -> Tensor:
+            return t[min(h, t.shape[0] - 1), start:end][None]
+
+        channels = None if self.key_channels is None else self.key_channels[h : h + 1]
+        state = {name: at(t) for name, t in self.state.items()}
+        return Segment(at(self.k), at(self.v), at(self.positions), None, channels, state)
 
     def payload(self) -> Iterator[Tensor]:
         """The tensors that hold keys and values as stored."""
@@ -142,7 +155,7 @@ class LayerCache:
 
     @property
     def tokens(self) -> int:
-        """Slots held per stored head, padding of ragged heads included."""
+        """Tokens held per stored head, at most."""
         return sum(s.tokens for s in self.segments)
 
     def kept_positions(self) -> list[Tensor]:
@@ -150,10 +163,12 @@ class LayerCache:
         heads = max([self.heads, *(s.heads for s in self.segments)])
         kept: list[list[Tensor]] = [[] for _ in range(heads)]
         for segment in self.segments:
-            positions = per_head(segment.positions, heads)
-            lengths = None if segment.lengths is None else per_head(segment.lengths, heads).tolist()
+            if segment.lengths is None:
+                parts = per_head(segment.positions, heads).unbind()
+            else:
+                parts = segment.positions[0].split(segment.lengths.tolist())
             for h in range(heads):
-                kept[h].append(positions[h] if lengths is None else positions[h, : lengths[h]])
+                kept[h].append(parts[h])
         return [torch.cat(parts) for parts in kept]
 
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ squares are exact and a tie here is a tie there.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -81,14 +82,41 @@ def h2o(attn, heads: int, size: int, window: int, variant: str) -> list[list[int
 
 def snapkv(attn, heads: int, size: int, window: int, kernel: int, pooling: str) -> list[list[int]]:
     n = len(attn[0])
+    scores = pooled_window(attn, heads, window, kernel, pooling)
+    return [top(s, size - window) + list(range(n - window, n)) for s in scores]
+
+
+def pooled_window(attn, heads: int, window: int, kernel: int, pooling: str) -> list[list[float]]:
     result = []
-    for s in stored([r[: n - window] for r in row_sums(attn, window)], heads):
+    for s in stored([r[: len(r) - window] for r in row_sums(attn, window)], heads):
         half, pooled = kernel // 2, []
         for j in range(len(s)):
             near = [s[i] for i in range(j - half, j + half + 1) if 0 <= i < len(s)]
             pooled.append(max(near) if pooling == "max" else sum(near) / kernel)
-        result.append(top(pooled, size - window) + list(range(n - window, n)))
+        result.append(pooled)
     return result
+
+
+def adakv(attn, heads, size, window, kernel, pooling, floor, floor_rule) -> list[list[int]]:
+    """Joint ranking of (head, token) pairs of one layer; what the even floor leaves open follows it."""
+    n, free = len(attn[0]), size - window
+    one_more = [snapkv(attn, heads, window + m, window, kernel, pooling) for m in range(n - window + 1)]
+    ranked = [[t for a, b in itertools.pairwise(o[h] for o in one_more) for t in b if t not in a] for h in range(heads)]
+    scores = pooled_window(attn, heads, window, kernel, pooling)
+    if floor_rule == "safe":
+        sure = max(0, int(floor * size) - window)
+        kept_of = [ranked[h][:sure] for h in range(heads)]
+        rest = sorted((-scores[h][t], h, t) for h in range(heads) for t in ranked[h][sure:])
+        for _, h, t in rest[: free * heads - sure * heads]:
+            kept_of[h].append(t)
+        counts = [len(x) for x in kept_of]
+    else:
+        best = sorted((-scores[h][t], h, t) for h in range(heads) for t in range(n - window))[: free * heads]
+        shares = [(1 - floor) * sum(x[1] == h for x in best) + floor * free for h in range(heads)]
+        counts = [int(x) for x in shares]
+        for h in sorted(range(heads), key=lambda h: int(shares[h]) - shares[h])[: free * heads - sum(counts)]:
+            counts[h] += 1
+    return [sorted(ranked[h][: counts[h]]) + list(range(n - window, n)) for h in range(heads)]
 
 
 def keynorm(k: torch.Tensor, heads: int, size: int, protect_recent: int) -> list[list[int]]:

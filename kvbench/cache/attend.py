@@ -22,7 +22,7 @@ class RowSegment:
 
     k: Tensor  # [B, H, L, D or C]
     v: Tensor  # [B, H, L, D]
-    valid: Tensor | None = None  # [B, H, L] bool; None if no slot is padding
+    valid: Tensor | None = None  # [B, 1, L] bool; None if no slot is padding
     key_channels: Tensor | None = None  # [B, H, C] int64
     positions: Tensor | None = None  # [B, H or 1, L] int32; kept only where a sliding window needs them
 
@@ -38,15 +38,15 @@ class RowSegment:
 
 
 def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
-    """Put segments of equal format, one a row, into one padded batch. A single row is a view, never a copy.
+    """Put segments of equal format and even heads, one a row, into one padded batch. A single row is a view.
 
     ``positions``: keep them too, which attention under a sliding window needs.
     """
     longest = max(s.tokens for s in segments)
-    lengths = torch.stack([_lengths(s) for s in segments])  # [B, H]
     valid = None
-    if bool((lengths < longest).any()):
-        valid = torch.arange(longest, device=lengths.device) < lengths[..., None]
+    if any(s.tokens < longest for s in segments):
+        lengths = torch.tensor([s.tokens for s in segments], device=segments[0].k.device)
+        valid = (torch.arange(longest, device=lengths.device) < lengths[:, None])[:, None]
     channels = [s.key_channels for s in segments if s.key_channels is not None]
     return RowSegment(
         _pad_stack([s.k for s in segments], longest),
@@ -144,9 +144,7 @@ def _all_logits(
     for s in segments:
         part = logits(query, estimate(s.k), scale, s.key_channels)
         if s.valid is not None:
-            b, hq, t, length = part.shape
-            shape = (b, s.valid.shape[1], -1, t, length)
-            part = part.view(shape).masked_fill(~s.valid[:, :, None, None], -torch.inf).view(b, hq, t, length)
+            part = part.masked_fill(~s.valid[:, :, None], -torch.inf)
         if floor is not None:
             assert s.positions is not None
             part = _hide_before(part, s.positions, floor)
@@ -171,12 +169,6 @@ def _hide_before(part: Tensor, positions: Tensor, floor: Tensor) -> Tensor:
 
 def _padded_positions(s: Segment, longest: int) -> Tensor:
     return F.pad(s.positions, (0, longest - s.positions.shape[1]))
-
-
-def _lengths(s: Segment) -> Tensor:
-    if s.lengths is not None:
-        return s.lengths.to(torch.int64)
-    return torch.full((s.heads,), s.tokens, device=s.k.device)
 
 
 def _pad_stack(tensors: Sequence[Tensor], longest: int) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvbench.errors import KvbenchError
+from kvbench.methods.base import Block
 from kvbench.types import Cache, LayerCache, Segment, storage_bytes
 
 
@@ -63,14 +64,14 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         check_storages(chain.name, layer, i, storages)
         held_payload = storage_bytes(t for s in layer.segments for t in s.payload())
         held_overhead = storage_bytes(t for s in layer.segments for t in s.overhead())
-        blocks = chain.layout(max(kept), head_dim, item)
-        want_payload = heads * sum(b.slots * (b.key_bytes + b.value_bytes) for b in blocks)
+        blocks = [chain.layout(k, head_dim, item) for k in kept]
+        want_payload = sum(b.slots * (b.key_bytes + b.value_bytes) for head in blocks for b in head)
         if held_payload != want_payload:
             raise Refused(
                 f"{chain.name}: layer {i} holds {held_payload} payload bytes for {_list(kept)} tokens per head, "
                 f"the formula says {want_payload:g}"
             )
-        want_overhead = _overhead_formula(layer, blocks, heads)
+        want_overhead = _overhead_formula(layer, blocks)
         if held_overhead != want_overhead:
             raise Refused(f"{chain.name}: layer {i} holds {held_overhead} overhead bytes, declared {want_overhead}")
         payload += held_payload
@@ -103,7 +104,9 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
     if len(kept) != heads:
         raise Refused(f"{name}: layer {index} stores {len(kept)} heads, the chain declares {heads}")
     for segment in layer.segments:
-        if segment.k.shape[:2] != segment.v.shape[:2] or segment.positions.shape[1] != segment.tokens:
+        slots = segment.k.shape[1]
+        ragged = segment.lengths is not None and int(segment.lengths.sum()) != slots
+        if segment.v.shape[:2] != segment.k.shape[:2] or segment.positions.shape[1] != slots or ragged:
             raise Refused(f"{name}: layer {index} holds keys, values and positions of different lengths")
     for head, positions in enumerate(kept):
         if len(positions) == 0:
@@ -141,12 +144,17 @@ def _named(segments: tuple[Segment, ...]) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"an overhead tensor of segment {i}", t
 
 
-def _overhead_formula(layer: LayerCache, blocks: list, heads: int) -> int:  # type: ignore[type-arg]
-    """Positions (4 bytes a slot, once where all heads share them), lengths of ragged heads, and channel ids."""
-    shared = all(s.positions.shape[0] == 1 for s in layer.segments)
+def _overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
+    """Positions (4 bytes a slot, once where all heads share them), lengths of ragged heads, channel ids and state.
+
+    ``blocks`` are those of each head. What is held once a head is held by every head, even one too short to need it.
+    """
+    heads, most = len(blocks), max(blocks, key=len)
+    shared = all(s.positions.shape[0] == 1 and s.lengths is None for s in layer.segments)
+    placed = sum(4 * b.slots for head in (blocks[:1] if shared else blocks) for b in head)
     ragged = 4 * heads * sum(s.lengths is not None for s in layer.segments)
-    per_head = sum(b.fixed_overhead + b.slot_overhead * b.slots for b in blocks)
-    return sum(4 * b.slots * (1 if shared else heads) for b in blocks) + heads * per_head + ragged
+    state = sum(b.slot_overhead * b.slots for head in blocks for b in head)
+    return placed + ragged + state + heads * sum(b.fixed_overhead for b in most)
 
 
 def _list(values: list[int]) -> str:

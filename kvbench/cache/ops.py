@@ -39,6 +39,8 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
     ``lengths`` [heads] makes the result ragged: head h keeps only its first ``lengths[h]`` entries of ``index``.
     """
     old = only_segment(cache)
+    if lengths is not None and bool((lengths != index.shape[1]).any()):
+        return replace(cache, segments=(_select_ragged(old, index, lengths),))
     per_row = per_head(index, cache.heads)
     rows = max(index.shape[0], old.positions.shape[0])
 
@@ -49,26 +51,51 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
         k=at(old.k),
         v=at(old.v),
         positions=gather(per_head(old.positions, rows), per_head(index, rows)),
-        lengths=None if lengths is None else lengths.to(torch.int32),
         state={name: at(t) for name, t in old.state.items()},
     )
     return replace(cache, segments=(new,))
+
+
+def _select_ragged(old: Segment, index: Tensor, lengths: Tensor) -> Segment:
+    """Head h's first ``lengths[h]`` of ``index`` [heads, m], the heads one after the other."""
+    heads = len(lengths)
+    chosen = torch.arange(index.shape[1], device=index.device) < lengths[:, None]
+    head = torch.arange(heads, device=index.device)[:, None].expand_as(index)[chosen]
+    slot = index[chosen]
+
+    def at(t: Tensor) -> Tensor:
+        return t[head // (heads // t.shape[0]), slot][None]
+
+    return Segment(
+        at(old.k),
+        at(old.v),
+        at(old.positions),
+        lengths.to(torch.int32),
+        state={name: at(t) for name, t in old.state.items()},
+    )
+
+
+def by_head(t: Tensor, lengths: Tensor) -> Tensor:
+    """Ragged heads side by side: t [1, N, ...] -> [H, longest, ...] with zeros as padding."""
+    padded = t.new_zeros(len(lengths), int(lengths.max()), *t.shape[2:])
+    padded[torch.arange(padded.shape[1], device=t.device) < lengths[:, None]] = t[0]
+    return padded
 
 
 def expand(cache: LayerCache) -> LayerCache:
     """Repeat the kv heads until every segment has ``cache.heads`` of them (what ``per=query_head`` stores)."""
 
     def widen(s: Segment) -> Segment:
-        if s.heads == cache.heads:
+        # ragged heads were chosen one by one, under the heads that are stored
+        if s.heads == cache.heads or s.lengths is not None:
             return s
         h = cache.heads
-        return Segment(
-            per_head(s.k, h),
-            per_head(s.v, h),
-            s.positions,
-            None if s.lengths is None else per_head(s.lengths, h),
-            None if s.key_channels is None else per_head(s.key_channels, h),
-            {name: per_head(t, h) for name, t in s.state.items()},
+        return replace(
+            s,
+            k=per_head(s.k, h),
+            v=per_head(s.v, h),
+            key_channels=None if s.key_channels is None else per_head(s.key_channels, h),
+            state={name: per_head(t, h) for name, t in s.state.items()},
         )
 
     return replace(cache, segments=tuple(widen(s) for s in cache.segments))
@@ -77,33 +104,51 @@ def expand(cache: LayerCache) -> LayerCache:
 def split_recent(cache: LayerCache, recent: int) -> tuple[Segment, Segment]:
     """The single segment as (older, last ``recent`` slots of every head); both own their storage."""
     s = only_segment(expand(cache))
-    device = s.k.device
-    full = s.lengths if s.lengths is not None else torch.full((s.heads,), s.tokens, device=device, dtype=torch.int32)
-    old_lengths = (full - recent).clamp(min=0)
-    m_old, m_new = int(old_lengths.max()), int((full - old_lengths).max())
-    start = old_lengths.long()[:, None]
-    shared = s.positions.shape[0] == 1 and s.lengths is None
+    if s.lengths is not None:
+        return _split_ragged(s, s.lengths, recent)
+    cut = max(s.tokens - recent, 0)
 
-    def cut(index: Tensor, lengths: Tensor) -> Segment:
-        ragged = s.lengths is not None and bool((lengths != index.shape[1]).any())
-        index = index.clamp(max=max(s.tokens - 1, 0))
+    def part(at: slice) -> Segment:
         return Segment(
-            gather(s.k, index),
-            gather(s.v, index),
-            gather(s.positions, index[:1]) if shared else gather(per_head(s.positions, s.heads), index),
-            lengths.to(torch.int32) if ragged else None,
-            state={name: gather(t, index) for name, t in s.state.items()},
+            s.k[:, at].clone(),
+            s.v[:, at].clone(),
+            s.positions[:, at].clone(),
+            state={name: t[:, at].clone() for name, t in s.state.items()},
         )
 
-    older = cut(torch.arange(m_old, device=device).expand(s.heads, m_old), old_lengths)
-    newer = cut(start + torch.arange(m_new, device=device), full - old_lengths)
-    return older, newer
+    return part(slice(0, cut)), part(slice(cut, None))
+
+
+def _split_ragged(s: Segment, lengths: Tensor, recent: int) -> tuple[Segment, Segment]:
+    older = (lengths - recent).clamp(min=0)
+    slot = torch.cat([torch.arange(m, device=s.k.device) for m in lengths.tolist()])
+    old = slot < older.repeat_interleave(lengths)
+
+    def part(at: Tensor, left: Tensor) -> Segment:
+        even = bool((left == left[0]).all())
+        shape = (len(left), int(left[0])) if even else (1, int(left.sum()))
+
+        def take(t: Tensor) -> Tensor:
+            return t[0, at].view(*shape, *t.shape[2:])
+
+        return Segment(
+            take(s.k),
+            take(s.v),
+            take(s.positions),
+            None if even else left.to(torch.int32),
+            state={name: take(t) for name, t in s.state.items()},
+        )
+
+    return part(old, older), part(~old, lengths - older)
 
 
 def prune_keys(cache: LayerCache, channels: Tensor, recent: int) -> LayerCache:
     """Keep only the key ``channels`` [heads, T] (ascending) of all tokens but the last ``recent`` slots."""
     older, newer = split_recent(cache, recent)
-    index = channels.long()[:, None, :].expand(-1, older.tokens, -1)
+    if older.lengths is None:
+        index = channels.long()[:, None, :].expand(-1, older.tokens, -1)
+    else:
+        index = channels.long().repeat_interleave(older.lengths, dim=0)[None]
     thin = replace(older, k=torch.gather(older.k, 2, index), key_channels=channels.to(torch.int16))
     return replace(cache, segments=tuple(s for s in (thin, newer) if s.tokens))
 

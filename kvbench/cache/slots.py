@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.attend import logits, weigh
-from kvbench.cache.ops import gather
+from kvbench.cache.ops import by_head, only_segment, select
 from kvbench.errors import UsageError
 from kvbench.types import LayerCache, Segment, per_head
 
@@ -101,13 +101,17 @@ class SlotRows:
             self._load(i, s)
 
     def _load(self, row: int, s: Segment) -> None:
-        m = s.tokens
-        self.k[row, :, :m], self.v[row, :, :m] = s.k, s.v
-        self.positions[row, :, :m] = per_head(s.positions, s.heads)
+        m, lengths = s.tokens, s.lengths
         held = torch.arange(m, device=s.k.device)
-        self.valid[row, :, :m] = True if s.lengths is None else held < s.lengths[:, None]
+        self.valid[row, :, :m] = True if lengths is None else held < lengths[:, None]
+
+        def side_by_side(t: Tensor) -> Tensor:
+            return per_head(t, s.heads) if lengths is None else by_head(t, lengths)
+
+        self.k[row, :, :m], self.v[row, :, :m] = side_by_side(s.k), side_by_side(s.v)
+        self.positions[row, :, :m] = side_by_side(s.positions)
         for name, t in s.state.items():
-            self.state[name][row, :, :m] = t
+            self.state[name][row, :, :m] = side_by_side(t)
 
     def view(self, now: Tensor) -> Slots:
         """The slots as a method sees them when the newest token is at ``now`` [B]."""
@@ -178,14 +182,9 @@ class SlotRows:
     def segment(self, row: int) -> Segment:
         """One row's tokens as a segment, ascending in position; ragged if its heads hold different numbers."""
         counts = self.held()[row]
-        longest = int(counts.max())
         hidden = self.positions[row].masked_fill(~self.valid[row], torch.iinfo(torch.int32).max)
-        index = hidden.sort(dim=-1, stable=True).indices[:, :longest]
-        ragged = bool((counts < longest).any())
-        return Segment(
-            gather(self.k[row], index),
-            gather(self.v[row], index),
-            gather(self.positions[row], index),
-            counts.to(torch.int32) if ragged else None,
-            state={name: gather(s[row], index) for name, s in self.state.items()},
-        )
+        index = hidden.sort(dim=-1, stable=True).indices[:, : int(counts.max())]
+        state = {name: s[row] for name, s in self.state.items()}
+        slots = Segment(self.k[row], self.v[row], self.positions[row], state=state)
+        held = LayerCache((slots,), seen=0, heads=slots.heads, query_heads=slots.heads)
+        return only_segment(select(held, index, counts))

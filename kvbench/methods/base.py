@@ -266,6 +266,10 @@ class Selector(TokenSelector):
             scores = modifier.modify(scores, cache, obs)
         scores[:, : capacity.sinks] = torch.inf
         scores[:, obs.n - capacity.window :] = torch.inf
+        return self.pick(cache, scores, budget)
+
+    def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
+        """The cache with the ``budget`` best tokens of every head by scores [heads, n]; +inf stays."""
         return ops.select(cache, top_indices(scores, budget))
 
 

@@ -12,6 +12,7 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.slots import Slots
 from kvbench.methods.base import Block, Expected, Selector, group_mean, top_indices
+from kvbench.methods.shares import shares, whole_shares
 from kvbench.methods.statistics import pool, window_rows
 from kvbench.types import LayerCache, Needs, Observation
 
@@ -151,31 +152,3 @@ class Cake(Selector):
     def fold(self, slots: Slots, probs: torch.Tensor, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         b, heads, size = slots.positions.shape
         return {"row": probs[:, :, -1].view(b, heads, -1, size).mean(dim=2)}
-
-
-def shares(weights: Sequence[float], total: int, room: int) -> list[float]:
-    """``total`` divided in proportion to ``weights``, none above ``room``; equally where all weights are 0.
-
-    What full ones leave over goes to the others in proportion: no share grows when another weight joins.
-    """
-    found, free, left = [0.0] * len(weights), list(range(len(weights))), float(total)
-    while free:
-        mass = sum(weights[i] for i in free)
-        given = {i: left * (weights[i] / mass if mass > 0 else 1 / len(free)) for i in free}
-        full = [i for i in free if given[i] >= room]
-        for i in full or free:
-            found[i] = min(given[i], float(room))
-        if not full:
-            break
-        left -= room * len(full)
-        free = [i for i in free if given[i] < room]
-    return found
-
-
-def whole_shares(wanted: Sequence[float], total: int) -> list[int]:
-    """Whole numbers that add up to ``total``: rounded down, the rest to the largest fractions, ties to the first."""
-    sizes = [math.floor(x) for x in wanted]
-    by_fraction = sorted(range(len(wanted)), key=lambda i: (sizes[i] - wanted[i], i))
-    for i in by_fraction[: total - sum(sizes)]:
-        sizes[i] += 1
-    return sizes

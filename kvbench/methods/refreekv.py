@@ -96,8 +96,7 @@ class ReFreeKV(TokenSelector):
         chosen = order.expand(len(counts), -1).clone()
         unkept = torch.arange(obs.n, device=order.device) >= counts[:, None]
         index = chosen.masked_fill(unkept, obs.n).sort(dim=-1).values[:, : int(counts.max())]
-        ragged = bool((counts < index.shape[1]).any())
-        kept = ops.select(cache, index.clamp(max=obs.n - 1), counts if ragged else None)
+        kept = ops.select(cache, index.clamp(max=obs.n - 1), counts if len(counts) > 1 else None)
         return replace(kept, decided=tuple(counts.expand(cache.heads).tolist()))
 
     def _order(self, obs: Observation, device: torch.device) -> torch.Tensor:

@@ -55,10 +55,8 @@ class ChannelPruner(Stage):
         kept = self.kept_channels(segment.k.shape[2])
         if kept == segment.k.shape[2] or segment.tokens <= self.recent:
             return cache
-        keys = per_head(segment.k, cache.heads).float()
-        if segment.lengths is not None:
-            valid = torch.arange(segment.tokens, device=keys.device) < per_head(segment.lengths, cache.heads)[:, None]
-            keys = keys * valid[..., None]
+        lengths = segment.lengths
+        keys = (per_head(segment.k, cache.heads) if lengths is None else ops.by_head(segment.k, lengths)).float()
         channels = top_indices(self.channel_scores(keys, cache, obs), kept)
         return ops.prune_keys(cache, channels, self.recent)
 

@@ -10,141 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
-from kvbench.cache import ops
-from kvbench.cache.attend import Masker, RowSegment, attend, format_of, stack
-from kvbench.cache.slots import Evictor, Rotary, SlotRows
+from kvbench.cache.slots import Rotary
 from kvbench.errors import UsageError
-from kvbench.model.interface import KvbenchLayer, attached, sliding_window
+from kvbench.model.interface import attached, sliding_window
 from kvbench.model.prefill import as_prompt, check_capacity, check_window
-from kvbench.types import Cache, LayerCache
+from kvbench.model.rows import RowLayer
+from kvbench.types import Cache
 
-PADDING_LIMIT = 1.25
 FINISHED_SHARE = 0.25
-
-
-class RowLayer(KvbenchLayer):
-    """One layer of a decode batch.
-
-    Rows that only grow are grouped by storage format and share a preallocated dense tail; rows whose method evicts
-    while decoding are grouped by method into reusable slots. ``attended`` [B] is the mean number of tokens that the
-    last step attended in rows whose method masks (else nan); None if no row does.
-    """
-
-    def __init__(
-        self,
-        caches: Sequence[LayerCache],
-        capacity: int,
-        windowed: bool = False,
-        evictors: Sequence[Evictor | None] = (),
-        layer: int = 0,
-        rotary: Rotary | None = None,
-        maskers: Sequence[Masker | None] = (),
-    ) -> None:
-        super().__init__()
-        device = caches[0].segments[0].k.device
-        evicting = list(evictors) or [None] * len(caches)
-        growing = [i for i, e in enumerate(evicting) if e is None]
-        masking = list(maskers) or [None] * len(caches)
-        self.groups = [
-            (rows, _stack_rows([caches[r] for r in rows.tolist()], windowed), masking[int(rows[0])])
-            for rows in _groups(caches, growing, masking)
-        ]
-        self.attended: Tensor | None = None
-        self.slots: list[tuple[Tensor, SlotRows]] = []
-        by_stage: dict[object, list[int]] = {}
-        for i, evictor in enumerate(evicting):
-            if evictor is not None:
-                by_stage.setdefault((evictor, *(format_of(s) for s in caches[i].segments)), []).append(i)
-        for rows in by_stage.values():
-            stage = evicting[rows[0]]
-            assert stage is not None
-            held = [caches[r] for r in rows]
-            budgets = [min(stage.hold(c, layer), c.seen + capacity) for c in held]
-            turn = rotary if stage.rolled else None
-            self.slots.append((torch.tensor(rows, device=device), SlotRows(held, budgets, stage, turn)))
-        self.capacity, self.used, self.new = capacity, 0, 0
-        self.seen = max(c.seen for c in caches)
-        self.starts = torch.tensor([c.seen for c in caches], device=device)
-
-    def add(self, k: Tensor, v: Tensor) -> None:
-        b, h, t, _ = k.shape
-        if self.groups:
-            if self.keys is None:
-                self.keys = k.new_empty(b, h, self.capacity, k.shape[3])
-                self.values = v.new_empty(b, h, self.capacity, v.shape[3])
-            assert self.values is not None
-            self.keys[:, :, self.used : self.used + t] = k
-            self.values[:, :, self.used : self.used + t] = v
-        for rows, slots in self.slots:
-            slots.add(k[rows], v[rows], self.starts[rows] + self.used)
-        self.used += t
-        self.new = t
-        self.seen += t
-
-    def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        before = self.used - self.new
-        if not self.groups and len(self.slots) == 1:
-            return self.slots[0][1].attend(query, scale, self.starts + before)
-        floor = None
-        if window is not None:
-            floor = self.starts[:, None] + torch.arange(before, self.used, device=query.device) - window + 1
-        sizes: list[Tensor] = []
-        if not self.slots and len(self.groups) == 1:
-            _, segments, masker = self.groups[0]
-            out = attend(query, segments, self.tail(), scale, floor, self.starts, masker, sizes)
-            self.attended = sizes[0] if sizes else None
-            return out
-        out = torch.empty_like(query)
-        self.attended = None
-        for rows, segments, masker in self.groups:
-            tail_k, tail_v = self.tail()
-            below = None if floor is None else floor[rows]
-            tail = (tail_k[rows], tail_v[rows])
-            out[rows] = attend(query[rows], segments, tail, scale, below, self.starts[rows], masker, sizes)
-            if masker is not None:
-                if self.attended is None:
-                    self.attended = torch.full((len(query),), torch.nan, device=query.device)
-                self.attended[rows] = sizes[-1]
-        for rows, slots in self.slots:
-            out[rows] = slots.attend(query[rows], scale, self.starts[rows] + before)
-        return out
-
-    def tail(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Hk, used, D] of the tokens added since the batch was built, of rows that only grow."""
-        assert self.keys is not None and self.values is not None
-        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with ``rows`` (ascending) only."""
-        rows = rows.to(self.starts.device)
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
-        self.starts = self.starts[rows]
-        new_index = {old: new for new, old in enumerate(rows.tolist())}
-
-        def moved(old_rows: Tensor) -> tuple[Tensor, Tensor]:
-            at = [i for i, old in enumerate(old_rows.tolist()) if old in new_index]
-            places = [new_index[int(old_rows[i])] for i in at]
-            return torch.tensor(at, device=rows.device), torch.tensor(places, device=rows.device)
-
-        groups, slot_groups = [], []
-        for old_rows, segments, masker in self.groups:
-            at, places = moved(old_rows)
-            if len(at):
-                groups.append((places, [s.rows(at) for s in segments], masker))
-        for old_rows, slots in self.slots:
-            at, places = moved(old_rows)
-            if len(at):
-                slots.keep(at)
-                slot_groups.append((places, slots))
-        self.groups, self.slots = groups, slot_groups
-
-    def continued(self, cache: LayerCache) -> LayerCache:
-        """The only row's cache with the tokens added since: a dense tail, or what its slots hold now."""
-        if self.slots:
-            return replace(cache, segments=(self.slots[0][1].segment(0),), seen=cache.seen + self.used)
-        k, v = self.tail()
-        return ops.append(cache, k[0], v[0])
 
 
 @dataclass(frozen=True)
@@ -313,29 +186,3 @@ def check_continuation(model: PreTrainedModel, cache: Cache, new_tokens: int) ->
         raise UsageError("this cache was made by another model object; prefill the prompt with this one")
     check_capacity(model, cache.seen + new_tokens)
     check_window(model, cache.seen + new_tokens, [cache.chain])
-
-
-def _groups(caches: Sequence[LayerCache], which: Sequence[int], maskers: Sequence[Masker | None]) -> list[Tensor]:
-    """The rows ``which`` by storage format and mask, split so that padding to the longest keeps to PADDING_LIMIT."""
-    by_format: dict[tuple[object, ...], list[int]] = {}
-    for i in which:
-        by_format.setdefault((maskers[i], *(format_of(s) for s in caches[i].segments)), []).append(i)
-    groups: list[list[int]] = []
-    for rows in by_format.values():
-        rows.sort(key=lambda i: caches[i].tokens)
-        current: list[int] = []
-        for i in rows:
-            if current and any(
-                s.tokens > PADDING_LIMIT * max(f.tokens, 1)
-                for s, f in zip(caches[i].segments, caches[current[0]].segments, strict=True)
-            ):
-                groups.append(current)
-                current = []
-            current.append(i)
-        groups.append(current)
-    device = caches[0].segments[0].k.device
-    return [torch.tensor(sorted(g), device=device) for g in groups]
-
-
-def _stack_rows(caches: Sequence[LayerCache], positions: bool) -> list[RowSegment]:
-    return [stack([c.segments[i] for c in caches], positions) for i in range(len(caches[0].segments))]

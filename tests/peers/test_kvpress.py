@@ -98,6 +98,25 @@ def test_pyramidkv_keeps_snapkvs_tokens_at_each_layers_size(model):
     assert mine[0] > mine[1] > mine[2]
 
 
+@pytest.mark.parametrize("removed", [0.3, 0.5, 0.75])
+@pytest.mark.parametrize("floor", [0.2, 0.5])
+def test_adakv_with_its_safe_floor(model, removed, floor):
+    """kvpress masks what AdaKV drops instead of dropping it, and says so on the attention module."""
+    model.set_attn_implementation("sdpa")
+    press = kvpress.AdaKVPress(kvpress.SnapKVPress(removed, window_size=16, kernel_size=5), alpha_safeguard=floor)
+    with torch.no_grad(), press(model):
+        model(prompt(N)[None], past_key_values=DynamicCache())
+    kept = []
+    for layer in model.model.layers:
+        _, heads, tokens = layer.self_attn.masked_key_indices
+        dropped = set(zip(heads.tolist(), tokens.tolist(), strict=True))
+        kv_heads = model.config.num_key_value_heads
+        kept.append([[t for t in range(N) if (h, t) not in dropped] for h in range(kv_heads)])
+        layer.self_attn.masked_key_indices = None
+    knobs = {"window": 16, "kernel": 5, "pooling": "avg", "floor": floor, "floor_rule": "safe"}
+    assert ours(model, prompt(N), {"method": "adakv", "kv_size": int(N * (1 - removed)), **knobs}) == kept
+
+
 @dataclass(frozen=True, kw_only=True)
 class Probe(Stage):
     """Sees the column sums that H2O sees."""
