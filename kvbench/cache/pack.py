@@ -1,0 +1,240 @@
+"""Bits and groups: codes of b bits in bytes, and the min-max quantisers of KIVI, FlexGen and Q-Hitter.
+
+Shapes: L tokens, C channels of a token (D, or T after pruning), G elements that share one scale; ``...`` are leading
+axes (heads, or rows and heads).
+
+Layout of w bytes that hold m codes of 1, 2 or 4 bits: byte j holds codes j, j + w, j + 2w, ... from its lowest bits up.
+Codes so come apart in 8 / bits contiguous runs, never interleaved, and w = ceil(m bits / 8). Codes of 3 bits are their
+lower 2 bits in that layout, then their upper bit in that layout: ceil(m / 4) + ceil(m / 8) bytes, which is 3 bits a
+code wherever 8 divides m. Codes of 8 bits are bytes. Bits that no code fills are zero, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvbench.errors import KvbenchError
+
+BITS = (1, 2, 3, 4, 8)
+SCALE_BYTES = 4  # of a group: its scale and its minimum (or zero point), fp16 each
+
+_PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+
+
+def packed_bytes(m: int, bits: int) -> int:
+    """Bytes that hold m codes of ``bits`` bits."""
+    return sum(-(-m * part // 8) for part in _parts(bits))
+
+
+def run_bytes(m: int, bits: int, group: int) -> int:
+    """Bytes of m consecutive quantised elements: their packed codes, and scale and minimum of every group."""
+    return packed_bytes(m, bits) + SCALE_BYTES * -(-m // group)
+
+
+def pack(codes: Tensor, bits: int, dim: int = -1) -> Tensor:
+    """Pack uint8 codes [..., m] below 2^bits into bytes [..., packed_bytes(m, bits)], along ``dim`` (-1, -2, ...).
+
+    The result owns its storage. Bits above the lowest ``bits`` of a code would spill: callers keep codes in range.
+    """
+    m, packed, below = codes.shape[dim], [], 0
+    for part in _parts(bits):
+        per = 8 // part
+        piece = codes if len(_parts(bits)) == 1 else (codes >> below) & (2**part - 1)
+        width = -(-m // per)
+        piece = F.pad(piece, (*[0, 0] * (-dim - 1), 0, width * per - m)).unflatten(dim, (per, width))
+        byte = piece.select(dim - 1, 0).clone(memory_format=torch.contiguous_format)
+        for i in range(1, per):
+            byte |= piece.select(dim - 1, i) << (i * part)
+        packed.append(byte)
+        below += part
+    return packed[0] if len(packed) == 1 else torch.cat(packed, dim)
+
+
+def unpack(packed: Tensor, bits: int, m: int, dim: int = -1) -> Tensor:
+    """The m codes [..., m] uint8 that ``pack`` put into bytes along ``dim``. A view only of 8-bit codes."""
+    if bits == 8:
+        return packed
+    codes, start, below = None, 0, 0
+    for part in _parts(bits):
+        per = 8 // part
+        width = -(-m // per)
+        byte = packed.narrow(dim, start, width)
+        shape = list(packed.shape)
+        shape[dim : packed.dim() + dim + 1] = [per, width]
+        out = packed.new_empty(shape)
+        for i in range(per):
+            plane = out.select(dim - 1, i)
+            # the uppermost codes of a byte need no mask, the lowest no shift
+            if i == 0:
+                torch.bitwise_and(byte, 2**part - 1, out=plane)
+            else:
+                torch.bitwise_right_shift(byte, i * part, out=plane)
+                if i < per - 1:
+                    plane &= 2**part - 1
+        piece = out.flatten(packed.dim() + dim, packed.dim() + dim + 1).narrow(dim, 0, m)
+        codes = piece if codes is None else codes | (piece << below)
+        start, below = start + width, below + part
+    assert codes is not None
+    return codes
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Quantised keys or values [..., L, C] as stored: value = scale * code + minimum, per group.
+
+    ``axis="token"``: a group is ``group`` consecutive channels of one token (the last one shorter where ``group`` does
+    not divide C); codes [..., L, bytes], scale and low [..., L, groups]. ``axis="channel"``: a group is ``group``
+    consecutive tokens of one channel; codes [..., L / G, bytes, C], packed along tokens with channels innermost so that
+    they unpack into token order; scale and low [..., L / G, C].
+    ``low`` is the minimum, or under ``zero_point`` the code whose value is 0: then value = scale * (code - low).
+    """
+
+    codes: Tensor  # uint8
+    scale: Tensor  # fp16
+    low: Tensor  # fp16
+    bits: int
+    group: int
+    axis: Literal["token", "channel"]
+    size: int  # codes in one packed run: the channels of a token, or the tokens of a group
+    zero_point: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape [..., L, C] of what this stands for."""
+        lead, last = self.codes.shape[:-1], self.codes.shape[-1]
+        if self.axis == "token":
+            return torch.Size((*lead, self.size))
+        return torch.Size((*lead[:-2], lead[-2] * self.size, last))
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def payload(self) -> Iterator[Tensor]:
+        """The tensors held."""
+        yield from (self.codes, self.scale, self.low)
+
+    def nbytes_formula(self) -> int:
+        """Bytes that the format declares for this shape, bits and group; equals the storages of ``payload()``."""
+        *lead, tokens, channels = self.shape
+        runs = tokens if self.axis == "token" else tokens // self.size * channels
+        return int(torch.Size(lead).numel()) * runs * run_bytes(self.size, self.bits, self.group)
+
+    def minimum(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What code 0 stands for, in the shape of ``low``, rounded to ``dtype`` once."""
+        low = -self.scale.float() * self.low.float() if self.zero_point else self.low
+        return low.to(dtype)
+
+    def tokens(self, start: int | None = None, stop: int | None = None) -> Packed:
+        """Tokens ``start`` to ``stop`` as views; with ``axis="channel"`` both must lie on group borders."""
+        first, last, _ = slice(start, stop).indices(self.shape[-2])
+        last = max(first, last)
+        dim = -2
+        if self.axis == "channel":
+            if first % self.group or last % self.group:
+                raise ValueError(f"tokens {first}..{last} are not whole groups of {self.group}")
+            first, last, dim = first // self.group, last // self.group, -3
+        codes = self.codes.narrow(dim, first, last - first)
+        scale, low = (t.narrow(-2, first, last - first) for t in (self.scale, self.low))
+        return replace(self, codes=codes, scale=scale, low=low)
+
+    def dequantise(self, dtype: torch.dtype, start: int | None = None, stop: int | None = None) -> Tensor:
+        """Values [..., L, C] of tokens ``start`` to ``stop`` only (see ``tokens``): fp32 sums, rounded once."""
+        if start is not None or stop is not None:
+            return self.tokens(start, stop).dequantise(dtype)
+        scale, low = self.scale.float(), self.minimum()
+        if self.axis == "channel":
+            x = unpack(self.codes, self.bits, self.size, dim=-2).float()
+            x.mul_(scale[..., None, :]).add_(low[..., None, :])
+            return x.flatten(-3, -2).to(dtype)
+        x = unpack(self.codes, self.bits, self.size).float()
+        whole = self.size // self.group
+        for part, s, m in (
+            (x[..., : whole * self.group].unflatten(-1, (-1, self.group)), scale[..., :whole], low[..., :whole]),
+            (x[..., whole * self.group :].unsqueeze(-2), scale[..., whole:], low[..., whole:]),
+        ):
+            if part.numel():
+                part.mul_(s[..., None]).add_(m[..., None])
+        return x.to(dtype)
+
+
+def quantise_tokens(x: Tensor, bits: int, group: int, constant_scale: float = 0.0) -> Packed:
+    """x [..., L, C] in groups of ``group`` channels of a token, asymmetric min-max; the last group may be shorter.
+
+    scale = (max - min) / (2^bits - 1) and code = round((x - min) / scale), both against the fp16 numbers that are
+    stored. Then |x - value| <= max(scale / 2, 2^-11 |min|) + 2^(bits - 25), plus the rounding of fp32 sums. The second
+    is the rounding of the stored minimum (none for fp16 input), the last that of numbers below fp16's normal range.
+    A group of one value has codes 0 and scale ``constant_scale``: 0 (KIVI, arXiv 2402.02750), or 1 (FlexGen, arXiv
+    2303.06865). Raises KvbenchError if values, minimum or scale are not finite in fp16.
+    """
+    m = x.shape[-1]
+    groups = -(-m // group)
+    if m < groups * group:  # repeating the last element changes no minimum or maximum
+        x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], groups * group - m)], dim=-1)
+    codes, scale, low = _min_max(x.float().unflatten(-1, (groups, group)), bits, -1, constant_scale)
+    return Packed(pack(codes.flatten(-2)[..., :m], bits), scale, low, bits, group, "token", m)
+
+
+def quantise_channels(x: Tensor, bits: int, group: int) -> Packed:
+    """x [..., L, C] in groups of ``group`` consecutive tokens of a channel (keys of KIVI, arXiv 2402.02750).
+
+    Arithmetic, error bound and refusals are those of ``quantise_tokens``; L must be a multiple of ``group``, C is free.
+    """
+    if x.shape[-2] % group:
+        raise ValueError(f"{x.shape[-2]} tokens are not whole groups of {group}")
+    codes, scale, low = _min_max(x.float().unflatten(-2, (-1, group)), bits, -2, 0.0)
+    return Packed(pack(codes, bits, dim=-2), scale, low, bits, group, "channel", group)
+
+
+def quantise_zero_point(x: Tensor, bits: int) -> Packed:
+    """x [..., L, C], each token one group with an integer zero point (the quantiser of Q-Hitter's code).
+
+    scale = max(1e-5, (max - min) / (2^bits - 1)); zero = round(-min / scale) and code = round(x / scale) + zero, both
+    clamped to 0 ... 2^bits - 1. The clamp means that tokens whose range excludes 0 are stored badly: a constant c != 0
+    comes back as nearly 0. Scale and zero are fp16. Raises KvbenchError as ``quantise_tokens`` does.
+    """
+    top = 2**bits - 1
+    x32 = x.float()
+    low, high = x32.aminmax(dim=-1, keepdim=True)
+    scale = ((high - low) / top).clamp(min=1e-5).half()
+    zero = (-low / scale.float()).round().clamp(0, top)
+    _check_finite(x, bits, scale, zero)
+    codes = ((x32 / scale.float()).round() + zero).clamp(0, top).to(torch.uint8)
+    return Packed(pack(codes, bits), scale, zero.half(), bits, x.shape[-1], "token", x.shape[-1], zero_point=True)
+
+
+def _min_max(x: Tensor, bits: int, dim: int, constant_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes in the shape of fp32 x; scale and minimum fp16 of its groups along ``dim``, that axis dropped."""
+    low, high = x.aminmax(dim=dim, keepdim=True)
+    low16 = low.half()
+    # from the stored minimum up, so that the largest value is reached although the minimum was rounded
+    reach = torch.where(high > low, high - low16.float(), 0.0).clamp(min=0.0)
+    scale16 = (reach / (2**bits - 1)).half()
+    _check_finite(x, bits, scale16, low16)
+    flat = scale16 == 0
+    step = scale16.float().masked_fill(flat, torch.inf)
+    codes = x.sub(low16).div_(step).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+    return codes, scale16.masked_fill(flat, constant_scale).squeeze(dim), low16.squeeze(dim)
+
+
+def _check_finite(x: Tensor, bits: int, *stored: Tensor) -> None:
+    if all(bool(t.isfinite().all()) for t in stored):
+        return
+    if not bool(x.isfinite().all()):
+        raise KvbenchError(f"cannot quantise to {bits} bits: a key or value is infinite or not a number")
+    raise KvbenchError(
+        f"cannot quantise to {bits} bits: a group's minimum or scale exceeds fp16 (65504), in which it is stored; "
+        f"the values reach from {x.min():.4g} to {x.max():.4g}"
+    )
+
+
+def _parts(bits: int) -> tuple[int, ...]:
+    if bits not in _PLANES:
+        raise ValueError(f"codes of {bits} bits: must be one of {', '.join(map(str, BITS))}")
+    return _PLANES[bits]
