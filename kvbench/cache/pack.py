@@ -69,14 +69,8 @@ def unpack(packed: Tensor, bits: int, m: int, dim: int = -1) -> Tensor:
         shape[dim : packed.dim() + dim + 1] = [per, width]
         out = packed.new_empty(shape)
         for i in range(per):
-            plane = out.select(dim - 1, i)
-            # the uppermost codes of a byte need no mask, the lowest no shift
-            if i == 0:
-                torch.bitwise_and(byte, 2**part - 1, out=plane)
-            else:
-                torch.bitwise_right_shift(byte, i * part, out=plane)
-                if i < per - 1:
-                    plane &= 2**part - 1
+            # shifted in one contiguous run, then placed: masking in short strided runs takes several times as long
+            out.select(dim - 1, i).copy_((byte >> (i * part)) & (2**part - 1))
         piece = out.flatten(packed.dim() + dim, packed.dim() + dim + 1).narrow(dim, 0, m)
         codes = piece if codes is None else codes | (piece << below)
         start, below = start + width, below + part
@@ -201,7 +195,7 @@ def quantise_zero_point(x: Tensor, bits: int) -> Packed:
     """
     top = 2**bits - 1
     x32 = x.float()
-    low, high = x32.aminmax(dim=-1, keepdim=True)
+    low, high = x32.amin(dim=-1, keepdim=True), x32.amax(dim=-1, keepdim=True)
     scale = ((high - low) / top).clamp(min=1e-5).half()
     zero = (-low / scale.float()).round().clamp(0, top)
     _check_finite(x, bits, scale, zero)
@@ -211,7 +205,7 @@ def quantise_zero_point(x: Tensor, bits: int) -> Packed:
 
 def _min_max(x: Tensor, bits: int, dim: int, constant_scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Codes in the shape of fp32 x; scale and minimum fp16 of its groups along ``dim``, that axis dropped."""
-    low, high = x.aminmax(dim=dim, keepdim=True)
+    low, high = x.amin(dim=dim, keepdim=True), x.amax(dim=dim, keepdim=True)
     low16 = low.half()
     # from the stored minimum up, so that the largest value is reached although the minimum was rounded
     reach = torch.where(high > low, high - low16.float(), 0.0).clamp(min=0.0)
