@@ -23,6 +23,7 @@ from kvbench.errors import KvbenchError
 
 BITS = (1, 2, 3, 4, 8)
 SCALE_BYTES = 4  # of a group: its scale and its minimum (or zero point), fp16 each
+BLOCK = 2**20  # elements dequantised at once: 4 MiB in fp32, in the last-level cache; smaller ones cost calls
 
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 
@@ -120,6 +121,10 @@ class Packed:
         runs = tokens if self.axis == "token" else tokens // self.size * channels
         return int(torch.Size(lead).numel()) * runs * run_bytes(self.size, self.bits, self.group)
 
+    def __getitem__(self, index: slice | Tensor) -> Packed:
+        """The entries ``index`` of the first leading axis; a slice gives views."""
+        return replace(self, codes=self.codes[index], scale=self.scale[index], low=self.low[index])
+
     def minimum(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """What code 0 stands for, in the shape of ``low``, rounded to ``dtype`` once."""
         low = -self.scale.float() * self.low.float() if self.zero_point else self.low
@@ -137,6 +142,25 @@ class Packed:
         codes = self.codes.narrow(dim, first, last - first)
         scale, low = (t.narrow(-2, first, last - first) for t in (self.scale, self.low))
         return replace(self, codes=codes, scale=scale, low=low)
+
+    def blocks(self, elements: int = BLOCK) -> Iterator[tuple[slice, slice, Packed]]:
+        """[..., L, C] as [H, L, C], all leading axes (at least one) in one, in parts of up to ``elements`` values.
+
+        Yields (entries of H, tokens, that part); a part is never less than one token or, by channels, one group.
+        Dequantised and used part by part, dense values stay in the processor's cache: several times faster than whole.
+        """
+        end = -3 if self.axis == "token" else -4
+        codes, scale, low = self.codes.flatten(0, end), self.scale.flatten(0, -3), self.low.flatten(0, -3)
+        flat = replace(self, codes=codes, scale=scale, low=low)
+        heads, tokens, channels = flat.shape
+        unit = self.group if self.axis == "channel" else 1
+        span = max(min(tokens, elements // max(channels, 1)) // unit * unit, unit)
+        count = max(elements // max(span * channels, 1), 1)
+        for h in range(0, heads, count):
+            rows = slice(h, min(h + count, heads))
+            for t in range(0, tokens, span):
+                columns = slice(t, min(t + span, tokens))
+                yield rows, columns, flat[rows].tokens(columns.start, columns.stop)
 
     def dequantise(self, dtype: torch.dtype, start: int | None = None, stop: int | None = None) -> Tensor:
         """Values [..., L, C] of tokens ``start`` to ``stop`` only (see ``tokens``): fp32 sums, rounded once."""

@@ -1,20 +1,17 @@
 """Packing loses no code and no byte; quantisers keep their bounds, against references written as loops."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 from kvbench.cache.pack import (
     BITS,
-    Packed,
     pack,
     packed_bytes,
     quantise_channels,
     quantise_tokens,
     quantise_zero_point,
-    run_bytes,
     unpack,
 )
 from kvbench.errors import KvbenchError
@@ -216,90 +213,6 @@ def test_minimum_makes_both_kinds_one_formula(bits):
 def test_dequantising_rounds_once(dtype):
     for q in (quantise_tokens(random(2, 8, 10), 4, 4), quantise_channels(random(2, 8, 10), 2, 4)):
         assert torch.equal(q.dequantise(dtype), q.dequantise(torch.float32).to(dtype))
-
-
-def records(n=64, d=20):
-    x = random(2, n, d, seed=3)
-    return [quantise_tokens(x, 4, 8), quantise_channels(x, 3, 8), quantise_zero_point(x, 2)]
-
-
-def test_slices_of_tokens_equal_slices_of_the_whole():
-    for q in records():
-        whole = q.dequantise(torch.float32)
-        for start, stop in ((0, 8), (8, 40), (56, None), (None, 16), (16, 16), (-8, None), (None, None), (16, 999)):
-            part = q.dequantise(torch.float32, start, stop)
-            assert torch.equal(part, whole[:, start:stop])
-        assert q.tokens(8, 24).shape == (2, 16, 20)
-        assert q.tokens(8, 24).codes.data_ptr() == (q.codes[:, 8:] if q.axis == "token" else q.codes[:, 1:]).data_ptr()
-    with pytest.raises(ValueError, match=r"4\.\.16 are not whole groups of 8"):
-        records()[1].dequantise(torch.float32, 4, 16)
-
-
-def test_a_slice_reads_no_other_token():
-    for q in records():
-        first = 1 if q.axis == "channel" else 8
-        scale = q.scale.clone()
-        scale[:, first:] = torch.nan
-        assert torch.equal(replace(q, scale=scale).dequantise(torch.float32, 0, 8), q.dequantise(torch.float32, 0, 8))
-
-
-def test_leading_axes_are_free():
-    x = random(3, 2, 16, 12, seed=9)
-    for make in (
-        lambda t: quantise_tokens(t, 4, 5),
-        lambda t: quantise_channels(t, 2, 8),
-        lambda t: quantise_zero_point(t, 8),
-    ):
-        together = make(x)
-        assert together.shape == x.shape
-        assert torch.equal(
-            together.dequantise(torch.float32), torch.stack([make(row).dequantise(torch.float32) for row in x])
-        )
-
-
-def test_no_tokens():
-    x = torch.zeros(2, 0, 12)
-    for q in (quantise_tokens(x, 4, 8), quantise_channels(x, 2, 8), quantise_zero_point(x, 4)):
-        assert q.shape == q.dequantise(torch.float16).shape == (2, 0, 12)
-        assert q.nbytes_formula() == storage_bytes(q.payload()) == 0
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_bytes_held_equal_the_formula(bits):
-    x = random(3, 32, 77)
-    formulas = [
-        (quantise_channels(x, bits, 32), 3 * 77 * (packed_bytes(32, bits) + 4)),
-        (quantise_tokens(x, bits, 32), 3 * 32 * (packed_bytes(77, bits) + 4 * 3)),
-        (quantise_zero_point(x, bits), 3 * 32 * (packed_bytes(77, bits) + 4)),
-    ]
-    for q, want in formulas:
-        assert q.nbytes_formula() == storage_bytes(q.payload()) == sum(t.nbytes for t in q.payload()) == want
-
-
-def kivi_bytes(n, bits, group, recent, d, kept):
-    """Storages of KIVI's keys (``kept`` channels where quantised) and values of one head, residuals fp16."""
-    k, v = random(1, n, d, dtype=torch.float16), random(1, n, d, seed=1, dtype=torch.float16)
-    flushed, old = n // recent * recent, max(n - recent, 0)
-    keys = quantise_channels(k[:, :flushed, :kept], bits, group)
-    values = quantise_tokens(v[:, :old], bits, group)
-    held: list[Packed | torch.Tensor] = [keys, k[:, flushed:].clone(), values, v[:, old:].clone()]
-    sizes = [storage_bytes(t.payload() if isinstance(t, Packed) else [t]) for t in held]
-    return sizes[0] + sizes[1], sizes[2] + sizes[3]
-
-
-@pytest.mark.parametrize(
-    ("bits", "kept", "keys", "values"), [(2, 128, 69632, 74624), (4, 128, 98304, 102528), (2, 77, 52496, 74624)]
-)
-def test_kivi_bytes_of_a_thousand_tokens(bits, kept, keys, values):
-    assert kivi_bytes(1000, bits, 32, 128, 128, kept) == (keys, values)
-
-
-def test_flexgen_and_qhitter_bytes():
-    assert run_bytes(64, 4, 64) == storage_bytes(quantise_tokens(random(1, 1, 64), 4, 64, 1.0).payload()) == 36
-    # 4 bits at D = 128: a ratio of 3.76 to fp16
-    held = storage_bytes(quantise_zero_point(random(1, 1, 128), 4).payload())
-    assert held == run_bytes(128, 4, 128) == 68
-    assert 256 / held == pytest.approx(3.76, abs=0.005)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
