@@ -192,7 +192,9 @@ def test_zero_point_by_hand():
     assert (
         clamped.dequantise(torch.float32).tolist() == [[15 * half(1 / 15)] * 3] == [[pytest.approx(1, abs=2**-11)] * 3]
     )
-    assert quantise_zero_point(torch.zeros(2, 3, 8), 4).dequantise(torch.float32).count_nonzero() == 0
+    nothing = quantise_zero_point(torch.zeros(2, 3, 8), 4)
+    assert nothing.scale.unique().tolist() == [half(1e-5)]
+    assert nothing.dequantise(torch.float32).count_nonzero() == 0
     for c in (0.7, -3.0):
         x = torch.full((1, 1, 64), c)
         error = (quantise_zero_point(x, 4).dequantise(torch.float32) - x).norm().item()
