@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench import presets
+from kvbench.cli.rewrite import entries
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
@@ -26,23 +28,39 @@ Entry = str | Mapping[str, Any] | Chain
 
 
 def prefill(
-    model: PreTrainedModel, input_ids: Tensor | Sequence[int], methods: Sequence[Entry], **knobs: Any
+    model: PreTrainedModel,
+    input_ids: Tensor | Sequence[int],
+    methods: Sequence[Entry],
+    preset: str | None = None,
+    **knobs: Any,
 ) -> list[Cache]:
     """Read one prompt once and keep what each method keeps of it.
 
     ``input_ids`` is one unpadded prompt, [n] or [1, n]. An entry of ``methods`` is a string such as
     ``"snapkv+think"``, a dict such as ``{"method": "snapkv", "kv_size": 512}``, or a Chain. ``knobs`` are defaults
     for all entries that own them (``kv_ratio=0.5``, ``per="query_head"``, ``**{"snapkv.window": 16}``); a knob that
-    no entry owns is an error. Returns one cache per entry, in order. The model's own attention setting is restored.
+    no entry owns is an error. ``preset`` names a paper of conf/preset whose knobs and ``per`` stand in for the plain
+    defaults (the prompt is yours); what it sets for one model alone is found by the model's hub id. Returns one cache
+    per entry, in order. The model's own attention setting is restored.
     """
     if isinstance(methods, (str, Mapping, Chain)):
         raise UsageError("methods is a list of entries, e.g. methods=['full', 'snapkv+think']")
     if not methods:
         return []
+    base = presets.values(preset, _entry(model)) if preset is not None else {}
     named = [m for m in methods if not isinstance(m, Chain)]
-    parsed = iter(registry.parse_all(named, knobs) if named or knobs else [])
+    try:
+        parsed = iter(registry.parse_all(named, knobs, base) if named or knobs else [])
+    except UsageError as error:
+        raise presets.explain(error, preset) from None
     chains = [m if isinstance(m, Chain) else next(parsed) for m in methods]
     return prefill_chains(model, input_ids, chains)  # type: ignore[arg-type]
+
+
+def _entry(model: PreTrainedModel) -> str:
+    """The entry of conf/model with the model's hub id, or ''."""
+    path = str(getattr(model.config, "_name_or_path", ""))
+    return next((name for name, entry in entries("model").items() if entry["path"] == path), "")
 
 
 def generate(

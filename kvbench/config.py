@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbench import presets
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
@@ -132,6 +133,7 @@ class RunConfig:
     data_root: str | None = runtime(default=None)
     shard: int = runtime(default=0)
     shards: int = runtime(default=1)
+    preset: str | None = runtime(default=None)
 
     def __post_init__(self) -> None:
         for name in ("baseline", "mix"):
@@ -169,7 +171,7 @@ def parse(cfg: DictConfig) -> RunConfig:
         _prompt(raw, model),
         Sampling(raw["temperature"], raw["top_p"], raw["sample_seed"]),
     )
-    rest["data_root"] = raw["data"]["root"]
+    rest["data_root"], rest["preset"] = raw["data"]["root"], raw["preset"]["name"]
     for key in ("batch_rows", "threads"):
         rest[key] = None if rest[key] == "auto" else rest[key]
     return RunConfig(model=model, chains=chains, datasets=datasets, **rest)
@@ -186,7 +188,11 @@ def _chains(raw: Mapping[str, Any]) -> Iterator[ChainConfig]:
             settled = {m: dict(entries.get(m) or {}) for m in parts}
             for (m, k, _), value in zip(axes, chosen, strict=True):
                 settled[m][k] = value
-            chain = registry.make_chain(settled, str(per))
+            settled = {m: registry.by_size(e) for m, e in settled.items()}
+            try:
+                chain = registry.make_chain(settled, str(per))
+            except UsageError as error:
+                raise presets.explain(error, raw["preset"]["name"]) from None
             key = (chain.name, repr(chain.identity()))
             if key not in seen:
                 seen.add(key)

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from kvbench import presets
 from kvbench.errors import UsageError
 from kvbench.methods.registry import conf_dir
 from kvbench.metrics import METRICS
@@ -22,7 +23,7 @@ test compares it with them. Where a dataset's files were not at hand when it was
 
 def page(data: str | None, tokenizer: Any) -> str:
     """The whole page as Markdown; ``data`` is the data folder, ``tokenizer`` cuts datasets that count tokens."""
-    parts = [HEAD, *_datasets(data, tokenizer), *_longbench(), *_prompts(), *_metrics(), *_models()]
+    parts = [HEAD, *_datasets(data, tokenizer), *_longbench(), *_prompts(), *_presets(), *_metrics(), *_models()]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -117,6 +118,15 @@ def _prompts() -> Iterator[str]:
             for _, about, e in _entries("prompt")
         ],
     )
+
+
+def _presets() -> Iterator[str]:
+    yield "## Presets (`preset=`)\n"
+    yield "In place of the plain defaults; knobs that are typed win. Budgets that are not named here are the user's.\n"
+    for name in presets.available():
+        yield f"### {name}\n\n{presets.about(name)}\n"
+        rows = [(s.key, _plain(s.value), s.model or "any", s.source) for s in presets.settings(name)]
+        yield _table(("key", "value", "model", "where it comes from"), rows)
 
 
 def _metrics() -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
+from kvbench import presets
 from kvbench.cli.rewrite import entries
 from kvbench.config import RunConfig
 from kvbench.model import load
@@ -137,6 +138,9 @@ def settings(prepared: Prepared) -> str:
     """One line that tells apart two tables with the same rows and columns."""
     cfg, plain = prepared.cfg, entries("dataset")
     parts = [f"Model {cfg.model.name if cfg.model.name != 'hf' else cfg.model.path}, {prepared.dtype}"]
+    if cfg.preset:
+        plainly = presets.untouched(cfg.preset, cfg.model.name, (s.id for c in cfg.chains for s in c.chain.stages))
+        parts.append(f"preset {cfg.preset}" + (f" (sets nothing of {', '.join(plainly)})" if plainly else ""))
     for d in cfg.datasets:
         changed = {k: v for k, v in d.knobs.items() if k in plain[d.name] and v != plain[d.name][k] and k[0] != "_"}
         knobs = " ".join(f"{k}={v}" for k, v in changed.items())

@@ -8,14 +8,16 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from kvbench import presets
 from kvbench.errors import unknown
 from kvbench.methods import registry
 
 EXAMPLES = """examples:
   python -m kvbench list
   python -m kvbench list methods --json
+  python -m kvbench list presets            (every value with where it comes from)
   python -m kvbench list runs"""
-KINDS = ("methods", "datasets", "models", "metrics", "runs")
+KINDS = ("methods", "datasets", "models", "metrics", "presets", "runs")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +47,8 @@ def main(args: argparse.Namespace) -> int:
             knobs = " ".join(f"{k}={_short(v)}" for k, v in item.get("knobs", {}).items())
             for text in filter(None, (f"{item['id']:<18} {item['about']}", f"{'':18} {knobs}" if knobs else "")):
                 print(fill(text, 100, initial_indent="  ", subsequent_indent=" " * 21, break_long_words=False))
+            for line in item.get("settings", ()) if kind in args.kind else ():
+                print(_setting(line))
         if not items:
             print("  none yet" if kind == "runs" else "  none")
     return 0
@@ -67,6 +71,22 @@ def _metrics(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"id": m.name, "about": m.description} for m in METRICS.values()]
 
 
+def _presets(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    return [
+        {"id": name, "about": presets.about(name), "settings": [asdict(s) for s in presets.settings(name)]}
+        for name in presets.available()
+    ]
+
+
+def _setting(setting: dict[str, Any]) -> str:
+    """One value of a preset with its source, and the model that it is for."""
+    what = f"{setting['key'].removeprefix('method.')}={_short(setting['value'])}"
+    text = f"{what:<30} {setting['source']}" + (f" ({setting['model']} only)" if setting["model"] else "")
+    return fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False)
+
+
 def _runs(args: argparse.Namespace) -> list[dict[str, Any]]:
     from kvbench.store import ResultStore, read_json
 
@@ -85,6 +105,8 @@ def _runs(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict) and value:
+        return "{" + ", ".join(f"{k}: {_short(v)}" for k, v in value.items()) + "}"
     return "null" if value is None else json.dumps(value) if not isinstance(value, str) else value
 
 
@@ -93,5 +115,6 @@ _LISTS = {
     "datasets": lambda args: _yaml("dataset"),
     "models": lambda args: _yaml("model"),
     "metrics": _metrics,
+    "presets": _presets,
     "runs": _runs,
 }

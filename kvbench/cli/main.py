@@ -16,7 +16,7 @@ VERBS = {
     "show": "print the table of what was measured, or one cell, without running anything",
     "score": "score answers that were generated elsewhere, beside what papers print",
     "data": "which datasets are there, and fetch them with checksums",
-    "list": "what there is: methods, datasets, models, metrics, runs",
+    "list": "what there is: methods, datasets, models, metrics, presets, runs",
 }
 
 

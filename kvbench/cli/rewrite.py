@@ -4,23 +4,27 @@ method=full,snapkv+think kv_size=64,128   ->  method=[full,snapkv,think] chains=
                                               method.snapkv.kv_size=[64,128] method.snapkv.kv_ratio=null
 model=../my/checkpoint                    ->  model=hf model.path='../my/checkpoint'
 dataset=tiny/needle,file path=x.jsonl     ->  dataset=[tiny,file] tasks=[tiny/needle,file] dataset.file.path='x.jsonl'
+preset=think method=snapkv                ->  preset.name=think prompt=think per=query_head method.snapkv.window=32 ...
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import yaml
 
+from kvbench import presets
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 
 GROUPS = ("model", "method", "dataset", "prompt")
 MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates")
+HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
 PLAIN = re.compile(r"[\w./+%@:-]+")
 
 
@@ -44,7 +48,8 @@ def rewrite(arguments: Sequence[str], multirun: bool = False) -> Command:
     chains = [registry.split(m) for m in methods]
     datasets = split_list(given.get("dataset", "tiny"))
     names = _datasets(datasets)
-    models = [_model(m) for m in split_list(given.get("model", "tiny"))]
+    wanted = split_list(given.get("model", "tiny"))
+    models = [_model(m) for m in wanted]
     overrides: list[str] = []
     if "prompt" in given:
         if given["prompt"] not in entries("prompt"):
@@ -58,7 +63,7 @@ def rewrite(arguments: Sequence[str], multirun: bool = False) -> Command:
     sweep: list[str] = []
     launcher: list[str] = []
     for key, value in pairs:
-        if key in GROUPS:
+        if key in GROUPS or key == "preset":
             continue
         if key.startswith(("hydra.", "hydra/", "+hydra.", "++hydra.")):
             launcher.append(f"{key}={value}")
@@ -73,7 +78,10 @@ def rewrite(arguments: Sequence[str], multirun: bool = False) -> Command:
     if launcher and not multirun:
         raise UsageError(f"{launcher[0]} sets up a launcher and needs -m, as in: -m shard=0,1 {launcher[0]}")
     explicit = any(k == "model" or k.startswith("model.") for k in given)
-    runs = [(*(model if explicit else ()), *overrides) for model in models]
+    runs = [
+        (*(model if explicit else ()), *overrides, *_preset(given.get("preset"), name, chains, overrides))
+        for name, model in zip(wanted, models, strict=True)
+    ]
     return Command(tuple(tuple(_settle(r)) for r in runs), (*sweep, *launcher))
 
 
@@ -99,7 +107,7 @@ def split_list(value: str) -> list[str]:
 def top_level() -> dict[str, Any]:
     """The keys of conf/config.yaml with their defaults."""
     text = (registry.conf_dir() / "config.yaml").read_text(encoding="utf-8")
-    return {k: v for k, v in yaml.safe_load(text).items() if k not in ("defaults", "hydra", "chains", "tasks", "data")}
+    return {k: v for k, v in yaml.safe_load(text).items() if k not in HIDDEN}
 
 
 @cache
@@ -144,6 +152,25 @@ def _model(wanted: str) -> tuple[str, ...]:
     if wanted == "hf":
         return ("model=hf",)
     return ("model=hf", f"model.path={quote(wanted)}")
+
+
+def _preset(name: str | None, model: str, chains: Sequence[Sequence[str]], overrides: Sequence[str]) -> Iterator[str]:
+    """The plain overrides of a preset for this model, but for what the user's own say."""
+    if name is None:
+        return
+    yield f"preset.name={name}"
+    typed = {o.partition("=")[0] for o in overrides if not o.startswith("?")}
+    for key, value in registry.yielding(presets.values(name, model), {m for c in chains for m in c}, typed).items():
+        yield f"{key}={_written_value(value)}"
+
+
+def _written_value(value: Any) -> str:
+    """A YAML value as Hydra reads it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_written_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_written_value, value)) + "]"
+    return quote(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _sweep(value: str) -> list[str]:
@@ -224,7 +251,7 @@ def _known_knobs(chains: Sequence[Sequence[str]], datasets: Sequence[str]) -> li
     knobs = {k for c in chains for m in c for k in registry.knob_names(m)} | set(top_level())
     knobs |= {k for k in entries("prompt")["plain"] if k != "name"}
     knobs |= {k for d in datasets for k in entries("dataset")[d] if not k.startswith("_")}
-    return sorted(knobs | {k for k in entries("model")["hf"] if k not in MODEL_FACTS})
+    return sorted({"preset"} | knobs | {k for k in entries("model")["hf"] if k not in MODEL_FACTS})
 
 
 def _written(chains: Sequence[Sequence[str]]) -> str:

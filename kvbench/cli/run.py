@@ -16,11 +16,15 @@ EXAMPLES = """examples:
   python -m kvbench run method=full,snapkv,snapkv+think kv_size=64,128 dataset=tiny/needle,tiny/code limit=4
   python -m kvbench run method=snapkv per=kv_head,query_head limit=4 --plan
   python -m kvbench run method=streamingllm,snapkv kv_ratio=0.125 limit=4 --json
+  python -m kvbench run preset=think method=snapkv,snapkv+think kv_size=64 limit=4
   python -m kvbench run -m shard=0,1 method=snapkv limit=4
   python -m kvbench run method=snapkv --config
 
 keys: method= (joined by +, listed by ,), dataset=, model=, any knob of a method (kv_ratio=, kv_size=, ratio=,
-window=, ...; method.snapkv.window= by full name), per=, limit=, results=, baseline=false. Comma lists are grids."""
+window=, ...; method.snapkv.window= by full name), per=, limit=, results=, baseline=false. Comma lists are grids.
+
+preset=think|refreekv|uncomp|vatp|qhitter sets the variants, windows, prompt and per of a paper's tables in place of
+the plain defaults; what you type wins. What each sets, and where that comes from: python -m kvbench list presets."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +57,8 @@ def main(args: argparse.Namespace) -> int:
         return 0
     prepared = [experiment.prepare(config.parse(config.compose_config(o))) for o in command.runs]
     if args.plan:
-        return _print_plan([{"model": p.cfg.model.path, "groups": p.todo()} for p in prepared], args.json)
+        plans = [{"model": p.cfg.model.path, "preset": p.cfg.preset, "groups": p.todo()} for p in prepared]
+        return _print_plan(plans, args.json)
     if command.sweep:
         from kvbench.cli.sweep import sweep
 
@@ -86,7 +91,7 @@ def _print_plan(plans: list[dict[str, Any]], as_json: bool) -> int:
         print(json.dumps(plans, indent=1, ensure_ascii=False))
         return 0
     for plan in plans:
-        print(f"model {plan['model']}")
+        print(f"model {plan['model']}" + (f", preset {plan['preset']}" if plan["preset"] else ""))
         for g in plan["groups"]:
             text = (
                 f"{g['task']}: {g['examples']} of {g['of']} examples x {len(g['methods'])} methods; "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 CHAIN_KNOBS = ("per",)
 BUDGET_KNOBS = ("kv_size", "kv_ratio")
+BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio")
 
 
 def conf_dir() -> Path:
@@ -107,8 +109,46 @@ def route(chains: Sequence[Sequence[str]], knob: str) -> list[str]:
     return owners
 
 
-def parse(entry: str | Mapping[str, Any], knobs: Mapping[str, Any] | None = None) -> Chain:
-    """One chain from a method string, or from ``{"method": ..., knob: value}``; its own knobs must be its own."""
+def yielding(preset: Mapping[str, Any], methods: Collection[str], typed: Collection[str]) -> dict[str, Any]:
+    """What a preset (values by full key) still sets in a run of ``methods`` whose ``typed`` full keys are the user's.
+
+    A typed budget replaces the preset's budget of that method, also where that is written as fractions of its parts.
+    """
+    left = {}
+    for key, value in preset.items():
+        method, knob = _method(key), _knob(key)
+        budget = knob in BUDGET_KNOBS + BUDGET_PARTS and any(f"method.{method}.{b}" in typed for b in BUDGET_KNOBS)
+        if key not in typed and not budget and (not method or method in methods):
+            left[key] = value
+    return left
+
+
+def by_size(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry with its values that depend on the budget settled.
+
+    Of ``{kv_size: value, ...}`` the value of the nearest kv_size on a log scale, or of the largest where the budget is
+    a fraction (our choice).
+    """
+    size = entry.get("kv_size")
+    size = size if isinstance(size, int) and size > 0 else None
+
+    def settle(value: Any) -> Any:
+        if not isinstance(value, Mapping) or not value or not all(isinstance(s, int) and s > 0 for s in value):
+            return value
+        if size is None:
+            return value[max(value)]
+        return value[min(sorted(value), key=lambda s: abs(math.log(s / size)))]
+
+    return {k: settle(v) for k, v in entry.items()}
+
+
+def parse(
+    entry: str | Mapping[str, Any], knobs: Mapping[str, Any] | None = None, preset: Mapping[str, Any] | None = None
+) -> Chain:
+    """One chain from a method string, or from ``{"method": ..., knob: value}``; its own knobs must be its own.
+
+    ``preset`` holds values by full key that stand in for the plain defaults.
+    """
     given = dict(entry) if isinstance(entry, Mapping) else {"method": entry}
     if "method" not in given:
         raise UsageError(f"the entry {entry!r} names no method: write {{'method': 'snapkv', 'kv_size': 512}}")
@@ -116,17 +156,19 @@ def parse(entry: str | Mapping[str, Any], knobs: Mapping[str, Any] | None = None
     fallback = {k: v for k, v in (knobs or {}).items() if _owned(parts, k)}
     if any(_knob(k) in BUDGET_KNOBS and v is not None for k, v in given.items()):
         fallback = {k: v for k, v in fallback.items() if _knob(k) not in BUDGET_KNOBS}
-    return _chain(parts, {**fallback, **given})
+    return _chain(parts, {**fallback, **given}, preset or {})
 
 
-def parse_all(entries: Sequence[str | Mapping[str, Any]], knobs: Mapping[str, Any]) -> list[Chain]:
+def parse_all(
+    entries: Sequence[str | Mapping[str, Any]], knobs: Mapping[str, Any], preset: Mapping[str, Any] | None = None
+) -> list[Chain]:
     """Chains from entries; bare ``knobs`` go to every chain that owns them, and to at least one."""
     strings = [str(e["method"]) if isinstance(e, Mapping) and "method" in e else e for e in entries]
     parts = [split(s) for s in strings if isinstance(s, str)]
     for knob in knobs:
         if knob not in CHAIN_KNOBS:
             _owners(parts, knob)
-    return [parse(e, knobs) for e in entries]
+    return [parse(e, knobs, preset) for e in entries]
 
 
 def _method(key: str) -> str:
@@ -156,16 +198,21 @@ def _owners(chains: Sequence[Sequence[str]], key: str) -> list[str]:
     return [method]
 
 
-def _chain(parts: Sequence[str], knobs: Mapping[str, Any]) -> Chain:
+def _chain(parts: Sequence[str], knobs: Mapping[str, Any], preset: Mapping[str, Any]) -> Chain:
+    owned = {k: _owners([parts], k) for k in knobs if k not in CHAIN_KNOBS}
+    typed = {k if k in CHAIN_KNOBS else f"method.{m}.{_knob(k)}" for k in knobs for m in owned.get(k, [""])}
+    base = yielding(preset, parts, typed)
     entries = {m: dict(defaults(m)) for m in parts}
-    for key, value in knobs.items():
-        if key in CHAIN_KNOBS:
-            continue
-        knob = _knob(key)
-        for owner in _owners([parts], key):
+    for key, value in base.items():
+        if _method(key):
+            entries[_method(key)][_knob(key)] = value
+    for key, owners in owned.items():
+        knob, value = _knob(key), knobs[key]
+        for owner in owners:
             entries[owner][knob] = value
             if knob in BUDGET_KNOBS and value is not None:
                 other = BUDGET_KNOBS[1 - BUDGET_KNOBS.index(knob)]
                 if not any(_knob(k) == other for k in knobs) and other in entries[owner]:
                     entries[owner][other] = None
-    return make_chain(entries, str(knobs.get("per", "kv_head")))
+    settled = {m: by_size(e) for m, e in entries.items()}
+    return make_chain(settled, str({"per": "kv_head", **base, **knobs}["per"]))

@@ -40,6 +40,13 @@ BAD = {
     "run frozen_layers=99": "layers 0 to",
     "run length=10": "dataset.tiny.length=10",
     "run bogus.key=1": "unknown key",
+    "run preset=thonk": "Did you mean think",
+    "run preset=": "Available: qhitter, refreekv, think, uncomp, vatp",
+    "run preset=think,vatp": "One preset a run",
+    "run preset=think preset=vatp": "2 times",
+    "run preset.name=think": "unknown key",
+    "run preset=vatp method=h2o variant=all": "preset=vatp sets it",
+    "show preset=thonk": "unknown preset",
     "show abcdef --results {tmp}": "unknown cell",
 }
 

@@ -7,6 +7,17 @@ from kvbench.cli.rewrite import Command, quote, rewrite, split_list
 from kvbench.errors import UsageError
 
 SIZE = ("method.snapkv.kv_size=64", "method.snapkv.kv_ratio=null")
+VATP = (
+    "method=[h2o,vatp]",
+    "chains=[h2o+vatp]",
+    "preset.name=vatp",
+    "prompt=vatp",
+    "method.h2o.variant=orig",
+    "method.h2o.kv_ratio=null",
+    "method.h2o.heavy_ratio=0.25",
+    "method.h2o.recent_ratio=0.25",
+    "method.vatp.norm=l1",
+)
 GOLDEN = {
     "": [()],
     "limit=3": [("limit=3",)],
@@ -69,6 +80,65 @@ GOLDEN = {
     ],
     "results=runs/a baseline=false": [("results=runs/a", "baseline=false")],
     "shard=0": [("shard=0",)],
+    "preset=think method=snapkv,think kv_size=64 window=16 per=kv_head": [
+        (
+            "method=[snapkv,think]",
+            "chains=[snapkv,think]",
+            *SIZE,
+            "method.snapkv.window=16",
+            "per=kv_head",
+            "preset.name=think",
+            "prompt=think",
+            "method.snapkv.kernel=7",
+            "method.snapkv.pooling=max",
+            "method.think.ratio=0.4",
+            "method.think.recent=32",
+            "method.think.observed=32",
+            "method.think.rounding=code",
+        ),
+    ],
+    "preset=vatp method=h2o+vatp model=vicuna-7b-v1.5-16k,tiny": [
+        ("model=vicuna-7b-v1.5-16k", *VATP, "method.vatp.sinks=40"),
+        ("model=tiny", *(o.replace("prompt=vatp", "prompt=plain") for o in VATP), "method.vatp.sinks=20"),
+    ],
+    "preset=vatp method=h2o kv_ratio=0.2 prompt=chat": [
+        (
+            "prompt=chat",
+            "method=[h2o]",
+            "chains=[h2o]",
+            "method.h2o.kv_ratio=0.2",
+            "preset.name=vatp",
+            "method.h2o.variant=orig",
+        ),
+    ],
+    "preset=refreekv method=cake model=mistral-7b-instruct-v0.3 cake.gamma=1 window=8 kernel=1 decode_evict=false": [
+        (
+            "model=mistral-7b-instruct-v0.3",
+            "method=[cake]",
+            "chains=[cake]",
+            "method.cake.gamma=1",
+            "method.cake.window=8",
+            "method.cake.kernel=1",
+            "method.cake.decode_evict=false",
+            "preset.name=refreekv",
+            "prompt=refreekv",
+            "per=query_head",
+            "method.cake.tau1={128:1.0,1024:0.8}",
+            "method.cake.tau2={128:0.8,1024:0.5}",
+        ),
+    ],
+    "preset=refreekv method=twilight": [
+        (
+            "method=[twilight]",
+            "chains=[twilight]",
+            "preset.name=refreekv",
+            "prompt=plain",
+            "per=query_head",
+            "method.twilight.p=0.85",
+            "method.twilight.bits=4",
+            "method.twilight.exempt_layers=[0,1]",
+        ),
+    ],
 }
 
 

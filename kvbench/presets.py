@@ -1,0 +1,90 @@
+"""Presets: what reproduces a paper's tables, beside the plain defaults. The YAML files in conf/preset, one per paper.
+
+Keys are ``prompt`` (a policy of conf/prompt), ``per``, and knobs below ``method``; those below ``models`` hold for one
+entry of conf/model only. Every value stands on a line of its own, with its source behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+from typing import Any
+
+import yaml
+
+from kvbench.errors import UsageError, unknown
+from kvbench.methods.registry import conf_dir
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value of a preset: its full key (``method.snapkv.window``), where it comes from, and for which model."""
+
+    key: str
+    value: Any
+    source: str
+    model: str = ""  # '': every model that has no value of its own
+
+
+@cache
+def available() -> tuple[str, ...]:
+    """The names of all presets."""
+    return tuple(sorted(p.stem for p in (conf_dir() / "preset").glob("*.yaml")))
+
+
+def about(name: str) -> str:
+    """What a preset is: the comment at the head of its file."""
+    return " ".join(line[1:].strip() for line in takewhile(lambda x: x.startswith("#"), _text(name).splitlines()))
+
+
+@cache
+def settings(name: str) -> tuple[Setting, ...]:
+    """Every value of a preset as written; raises UsageError for a name that is not one."""
+    text = _text(name)
+    lines = text.splitlines()
+    found = []
+    root = yaml.compose(text, yaml.SafeLoader)
+    for path, node in _leaves(root) if root else ():
+        if path[:1] == ("models",):
+            model, key = path[1], ".".join(path[2:])
+        else:
+            model, key = "", ".".join(path)
+        source = lines[node.end_mark.line].partition(" #")[2].strip()
+        found.append(Setting(key, yaml.safe_load(text[node.start_mark.index : node.end_mark.index]), source, model))
+    return tuple(found)
+
+
+def values(name: str, model: str = "") -> dict[str, Any]:
+    """The values of a preset by full key, for the model of that entry of conf/model; '' is any other model."""
+    written = settings(name)
+    return {s.key: s.value for of in ("", model) for s in written if s.model == of}
+
+
+def untouched(name: str, model: str, methods: Iterable[str]) -> list[str]:
+    """Those of ``methods`` of which the preset sets nothing: they run with their plain defaults."""
+    keys = values(name, model)
+    return [m for m in dict.fromkeys(methods) if not any(k.startswith(f"method.{m}.") for k in keys)]
+
+
+def explain(error: UsageError, name: str | None) -> UsageError:
+    """The error, with where the value comes from if it is about a knob that the preset sets."""
+    if name is None or not any(s.key.startswith("method.") and f"{s.key}=" in str(error) for s in settings(name)):
+        return error
+    return UsageError(f"{error}; preset={name} sets it (python -m kvbench list presets), and what you type wins")
+
+
+def _text(name: str) -> str:
+    if name not in available():
+        raise unknown("preset", name, available(), "One preset a run." if "," in name else "")
+    return (conf_dir() / "preset" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _leaves(node: yaml.Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], yaml.Node]]:
+    """(path, node) of every value; a mapping written in braces is a value."""
+    if not isinstance(node, yaml.MappingNode) or node.flow_style:
+        yield path, node
+        return
+    for key, value in node.value:
+        yield from _leaves(value, (*path, key.value))
