@@ -27,7 +27,8 @@ FORMATS = ("text", "md", "csv", "latex")
 ENDS = ((0, "low"), (1, "high"))
 CSV_FIELDS = (
     *("method", "task", "status", "metric", "score", "ci_low", "ci_high", "delta", "delta_ci_low", "delta_ci_high"),
-    *("n", "of", "unscored", "prompt_tokens", "kept", "nominal", "payload", "overhead", "full_bytes", "cell", "reason"),
+    *("n", "of", "unscored", "prompt_tokens", "kept", "nominal", "payload", "overhead", "full_bytes"),
+    *("payload_kv_head", "payload_query_head", "cell", "reason"),
 )
 STORAGE = ("method", "kept %", "payload", "overhead", "% of full", "prefill ms", "compress ms", "ms/token")
 
@@ -49,6 +50,8 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> dict[str, Any]:
         "nominal": fmean(s["nominal"] for s in samples),
         "payload": fmean(s["payload"] for s in samples),
         "overhead": fmean(s["overhead"] for s in samples),
+        "payload_kv_head": _mean(samples, "payload_kv_head"),
+        "payload_query_head": _mean(samples, "payload_query_head"),
         "full_bytes": fmean(s["full_bytes"] for s in samples),
         "cut": sum(s["cut"] > 0 for s in samples),
         "shrunk": sum(bool(s["shrunk"]) for s in samples),
@@ -61,6 +64,12 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> dict[str, Any]:
             / max(1, sum(s["new_tokens"] for s in samples)),
         },
     }
+
+
+def _mean(samples: Sequence[Sample], key: str) -> float | None:
+    """The mean over samples; None where one has no such number."""
+    values = [s[key] for s in samples if s.get(key) is not None]
+    return fmean(values) if len(values) == len(samples) else None
 
 
 def collect(groups: Sequence[Group], store: ResultStore, notes: Sequence[str] = ()) -> dict[str, Any]:
@@ -145,6 +154,9 @@ def _storage(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def mean(key: str, of: str = "") -> float:
         return sum((c[of][key] if of else c[key]) * c["n"] for c in cells) / total
 
+    def both(key: str) -> float | None:
+        return None if any(c[key] is None for c in cells) else mean(key)
+
     held = mean("payload") + mean("overhead")
     return {
         "score_mean": _mean_score(cells),
@@ -152,6 +164,8 @@ def _storage(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "nominal_percent": 100 * mean("nominal") / mean("prompt_tokens"),
         "payload": mean("payload"),
         "overhead": mean("overhead"),
+        "payload_kv_head": both("payload_kv_head"),
+        "payload_query_head": both("payload_query_head"),
         "percent_of_full": 100 * held / mean("full_bytes"),
         "payload_percent_of_full": 100 * mean("payload") / mean("full_bytes"),
         "prefill_ms": 1000 * mean("prefill_s", "timing"),
@@ -242,7 +256,7 @@ def _storage_text(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         _wrap(row["method"]),
         _kept(row),
-        _bytes(row["payload"]),
+        _payload(row),
         _bytes(row["overhead"]),
         f"{row['percent_of_full']:.1f}",
         f"{row['prefill_ms']:.1f}",
@@ -255,6 +269,14 @@ def _kept(row: Mapping[str, Any]) -> str:
     """Tokens kept in per cent, and the budget asked for where it differs."""
     kept, asked = f"{row['kept_percent']:.1f}", f"{row['nominal_percent']:.1f}"
     return kept if kept == asked else f"{kept}\nasked {asked}"
+
+
+def _payload(row: Mapping[str, Any]) -> str:
+    """The payload held and, where it differs, what the other kind of heads would hold."""
+    held, kv, query = row["payload"], row["payload_kv_head"], row["payload_query_head"]
+    if kv is None or query is None or kv == query:
+        return _bytes(held)
+    return f"{_bytes(held)}\nkv {_bytes(kv)}" if held == query else f"{_bytes(held)}\nq {_bytes(query)}"
 
 
 def _number(value: float | None, sign: bool = False) -> str:
@@ -286,6 +308,10 @@ def legend(report: Mapping[str, Any]) -> list[str]:
         lines.append(
             "Bytes are held after prefill, mean per prompt; % of full counts payload and overhead. ms/token is a "
             "share of the decode batch that all methods ran in; speed claims come from `make bench-overhead`."
+        )
+    if any("\n" in _payload(r) for r in report["rows"] if "payload" in r):
+        lines.append(
+            "q, kv: payload of as many tokens under per=query_head or kv_head, by formula; % of full is what is held."
         )
     for key, text in (
         ("cut", "prompts were cut in the middle to fit the model"),

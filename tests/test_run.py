@@ -65,6 +65,31 @@ def test_run_measures_what_it_says(tmp_path, capsys):
     assert {"id", "prediction", "score", "kept", "payload", "overhead", "new_tokens", "timing"} <= set(sample)
 
 
+def test_both_byte_counts_stand_in_lines_metrics_and_table(tmp_path, capsys):
+    arguments = ["dataset=tiny/needle", "length=256", "examples=2", "method=snapkv", "per=kv_head,query_head"]
+    _, report = run_json(capsys, *arguments, f"results={tmp_path}")
+    full, native, expanded = report["rows"]
+    one = 6 * 64 * 2 * 32 * 4
+    for row, held in ((native, 4 * one), (expanded, 8 * one)):
+        cell = row["cells"][0]
+        lines = ResultStore(tmp_path).samples(cell["cell"]).values()
+        for record in (row, cell, metrics_of(tmp_path)[cell["cell"]], *lines):
+            assert record["payload"] == held
+            assert (record["payload_kv_head"], record["payload_query_head"]) == (4 * one, 8 * one)
+    assert expanded["payload_percent_of_full"] == 2 * native["payload_percent_of_full"] == 50
+    assert full["payload_query_head"] == 2 * full["payload"]
+    assert main(["show", *arguments, f"results={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "q 768.0 KiB" in out and "kv 384.0 KiB" in out and "by formula" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_heads_that_share_nothing_need_no_second_count():
+    from kvbench.report import _payload
+
+    assert _payload({"payload": 8.0, "payload_kv_head": 8.0, "payload_query_head": 8.0}) == "8 B"
+
+
 def test_table_shows_scores_bytes_n_and_where_results_lie(tmp_path, capsys):
     assert main(["run", *SMALL, "method=snapkv", "limit=3", f"results={tmp_path}"]) == 0
     out = capsys.readouterr().out

@@ -21,6 +21,8 @@ class Measured:
     """One audited cache. Bytes are those of the storages held; ``full_bytes`` is the same prompt kept whole.
 
     ``kept`` is the mean of tokens held over layers and heads; ``nominal`` the budget that was asked for.
+    ``payload_kv_head`` and ``payload_query_head`` are the payload under both kinds of ``per``: measured for the heads
+    stored, else by formula, the mean bytes of a stored head times the heads of the other kind.
     """
 
     n: int
@@ -29,6 +31,8 @@ class Measured:
     payload: int
     overhead: int
     full_bytes: int
+    payload_kv_head: int
+    payload_query_head: int
 
 
 def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Measured:
@@ -41,7 +45,7 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
     n_layers = len(cache.layers)
     item = dtype.itemsize
     kept_sum = 0
-    payload = overhead = head_count = 0
+    payload = overhead = head_count = query_heads = 0
     storages: set[int] = set()
     for i, layer in enumerate(cache.layers):
         heads = chain.heads(kv_heads, layer.query_heads)
@@ -78,6 +82,7 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         overhead += held_overhead
         kept_sum += sum(kept)
         head_count += heads
+        query_heads += layer.query_heads
     declared = chain.expected_sum(n, n_layers, head_count // n_layers)
     if declared is not None and kept_sum != declared:
         raise Refused(f"{chain.name}: keeps {kept_sum} tokens over all layers and heads, declared were {declared}")
@@ -88,6 +93,8 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         payload=payload,
         overhead=overhead,
         full_bytes=full_bytes(n, n_layers, kv_heads, head_dim, item),
+        payload_kv_head=round(payload * n_layers * kv_heads / head_count),
+        payload_query_head=round(payload * query_heads / head_count),
     )
 
 

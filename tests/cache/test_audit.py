@@ -41,13 +41,27 @@ def test_bytes_equal_the_spec_formula(family, per):
     assert m.payload + m.overhead == cache.nbytes()
     assert m.full_bytes == layers * 2 * kv * n * d * 4
     assert m.kept == m.nominal == size
+    one = layers * 4 * ((size - recent) * t + recent * d + size * d)
+    assert (m.payload_kv_head, m.payload_query_head) == (kv * one, model.config.num_attention_heads * one)
+
+
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+def test_ragged_heads_count_their_mean_under_the_other_kind(per):
+    model = build("llama")
+    ragged = {"method": "refreekv", "mode": "eq1", "reduce": "per_head", "T": 0.2, "frozen_layers": []}
+    (cache,) = kvbench.prefill(model, prompt(60, 1), [ragged], per=per)
+    assert len({len(p) for layer in cache.layers for p in layer.kept_positions()}) > 1
+    m = measured(model, cache)
+    assert m.payload == getattr(m, f"payload_{per}")
+    assert m.payload_query_head == 2 * m.payload_kv_head
 
 
 def test_full_cache_bytes_on_bf16():
     model = build("llama", torch.bfloat16)
     (cache,) = kvbench.prefill(model, prompt(64), ["full"])
     m = measured(model, cache)
-    assert m.payload == m.full_bytes == 3 * 2 * 2 * 64 * 16 * 2
+    assert m.payload == m.full_bytes == m.payload_kv_head == 3 * 2 * 2 * 64 * 16 * 2
+    assert m.payload_query_head == 2 * m.full_bytes
     assert m.overhead == 3 * 4 * 64
 
 
