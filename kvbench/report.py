@@ -47,7 +47,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> dict[str, Any]:
         "ci": [show(x) for x in interval] if interval else None,
         "prompt_tokens": fmean(s["n"] for s in samples),
         "kept": fmean(s["kept"] for s in samples),
-        "nominal": fmean(s["nominal"] for s in samples),
+        "nominal": _mean(samples, "nominal"),
         "payload": fmean(s["payload"] for s in samples),
         "overhead": fmean(s["overhead"] for s in samples),
         "payload_kv_head": _mean(samples, "payload_kv_head"),
@@ -154,18 +154,18 @@ def _storage(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def mean(key: str, of: str = "") -> float:
         return sum((c[of][key] if of else c[key]) * c["n"] for c in cells) / total
 
-    def both(key: str) -> float | None:
+    def known(key: str) -> float | None:
         return None if any(c[key] is None for c in cells) else mean(key)
 
-    held = mean("payload") + mean("overhead")
+    held, nominal = mean("payload") + mean("overhead"), known("nominal")
     return {
         "score_mean": _mean_score(cells),
         "kept_percent": 100 * mean("kept") / mean("prompt_tokens"),
-        "nominal_percent": 100 * mean("nominal") / mean("prompt_tokens"),
+        "nominal_percent": None if nominal is None else 100 * nominal / mean("prompt_tokens"),
         "payload": mean("payload"),
         "overhead": mean("overhead"),
-        "payload_kv_head": both("payload_kv_head"),
-        "payload_query_head": both("payload_query_head"),
+        "payload_kv_head": known("payload_kv_head"),
+        "payload_query_head": known("payload_query_head"),
         "percent_of_full": 100 * held / mean("full_bytes"),
         "payload_percent_of_full": 100 * mean("payload") / mean("full_bytes"),
         "prefill_ms": 1000 * mean("prefill_s", "timing"),
@@ -266,9 +266,12 @@ def _storage_text(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _kept(row: Mapping[str, Any]) -> str:
-    """Tokens kept in per cent, and the budget asked for where it differs."""
-    kept, asked = f"{row['kept_percent']:.1f}", f"{row['nominal_percent']:.1f}"
-    return kept if kept == asked else f"{kept}\nasked {asked}"
+    """Tokens kept in per cent, and the budget asked for where it differs or there is none."""
+    kept, asked = row["kept_percent"], row["nominal_percent"]
+    if asked is None:
+        return f"{kept:.1f}\nasked —"
+    digits = next((d for d in (1, 2, 3) if f"{kept:.{d}f}" != f"{asked:.{d}f}"), None)
+    return f"{kept:.1f}" if digits is None else f"{kept:.{digits}f}\nasked {asked:.{digits}f}"
 
 
 def _payload(row: Mapping[str, Any]) -> str:

@@ -84,6 +84,30 @@ def test_both_byte_counts_stand_in_lines_metrics_and_table(tmp_path, capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_a_nominal_budget_is_shown_where_it_is_not_what_was_kept_and_missing_where_there_is_none(tmp_path, capsys):
+    arguments = ["dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}"]
+    methods = ["method=snapkv,pyramidkv,refreekv,twilight", "kv_size=65", "exact_total=false"]
+    _, report = run_json(capsys, *arguments, *methods)
+    full, snap, pyramid, free, mask = report["rows"]
+    assert (full["nominal_percent"], snap["nominal_percent"]) == (100, snap["kept_percent"])
+    assert pyramid["nominal_percent"] == 100 * 65 / 256 < pyramid["kept_percent"]
+    for row in (free, mask):
+        assert row["nominal_percent"] is None
+        assert all(s["nominal"] is None for s in ResultStore(tmp_path).samples(row["cells"][0]["cell"]).values())
+    assert free["kept_percent"] < 100 == mask["kept_percent"]
+    assert main(["show", *arguments, *methods]) == 0
+    out = capsys.readouterr().out
+    assert f"asked {pyramid['nominal_percent']:.1f}" in out
+    assert out.count("asked —") == 2
+
+
+def test_a_difference_of_less_than_a_tenth_of_a_per_cent_is_shown():
+    from kvbench.report import _kept
+
+    assert _kept({"kept_percent": 25.04, "nominal_percent": 25.0}) == "25.04\nasked 25.00"
+    assert _kept({"kept_percent": 25.0, "nominal_percent": 25.0}) == "25.0"
+
+
 def test_heads_that_share_nothing_need_no_second_count():
     from kvbench.report import _payload
 

@@ -20,14 +20,15 @@ class Refused(KvbenchError):
 class Measured:
     """One audited cache. Bytes are those of the storages held; ``full_bytes`` is the same prompt kept whole.
 
-    ``kept`` is the mean of tokens held over layers and heads; ``nominal`` the budget that was asked for.
+    ``kept`` is the mean of tokens held over layers and heads; ``nominal`` the budget that was asked for,
+    None for a method without one.
     ``payload_kv_head`` and ``payload_query_head`` are the payload under both kinds of ``per``: measured for the heads
     stored, else by formula, the mean bytes of a stored head times the heads of the other kind.
     """
 
     n: int
     kept: float
-    nominal: int
+    nominal: int | None
     payload: int
     overhead: int
     full_bytes: int

@@ -145,6 +145,10 @@ class TokenSelector(Stage):
         """The budget for a prompt of n tokens: all of it where the data alone decide what goes."""
         return Capacity(n, 0, 0)
 
+    def nominal(self, n: int) -> int | None:
+        """The budget asked for, in tokens of a prompt of n; None where there is none."""
+        return None
+
     @property
     def evicts(self) -> bool:
         """Whether tokens are evicted while decoding, too."""
@@ -228,6 +232,9 @@ class Selector(TokenSelector):
         if tokens > sinks + window:
             return Capacity(tokens, sinks, window)
         return Capacity(tokens, min(sinks, tokens // 2), min(window, tokens // 2), shrunk=True)
+
+    def nominal(self, n: int) -> int | None:
+        return self.capacity(n).tokens
 
     def budget(self, n: int, layer: int, n_layers: int) -> int:
         """Tokens kept per head in this layer."""

@@ -154,9 +154,11 @@ class Chain:
             merged = merged | stage.needs(n)
         return merged
 
-    def nominal(self, n: int) -> int:
-        """The budget asked for, in tokens of a prompt of n; all n where nothing selects."""
-        return self.selector.capacity(n).tokens if self.selector else n
+    def nominal(self, n: int) -> int | None:
+        """The budget asked for, in tokens of a prompt of n: all n where nothing chooses, None where the data do."""
+        if self.selector is None:
+            return None if self.masks else n
+        return self.selector.nominal(n)
 
     def check_model(self, family: str, n_layers: int) -> None:
         """Raise UsageError if a stage does not support the model's family, or names layers that it does not have."""

@@ -121,3 +121,21 @@ def test_the_same_stage_twice_is_refused(method):
 def test_order_is_canonical_whatever_was_written():
     assert [s.id for s in registry.parse("think+snapkv").stages] == ["snapkv", "think"]
     assert registry.parse("think+snapkv").name == "snapkv+think"
+
+
+@pytest.mark.parametrize(
+    ("method", "nominal"),
+    [
+        ("full", 100),
+        ("think", 100),
+        ("snapkv+think", 40),
+        ("pyramidkv", 40),
+        ("snapkv+twilight", 40),
+        ("twilight", None),
+        ("refreekv", None),
+        ("refreekv+think", None),
+    ],
+)
+def test_only_methods_that_are_given_a_budget_have_a_nominal_one(method, nominal):
+    (chain,) = registry.parse_all([method], {"kv_size": 40} if nominal == 40 else {})
+    assert chain.nominal(100) == nominal

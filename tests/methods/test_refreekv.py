@@ -154,7 +154,7 @@ def test_it_decodes_in_a_batch_as_alone_and_passes_the_audit(mode, per):
             n = cache.prompt_tokens
             assert [min(map(len, ref.kept(layer))) for layer in cache.layers[:2]] == [n, n]
             assert min(cache.layers[2].decided) < n
-            assert measured.nominal == n and measured.kept < n
+            assert measured.nominal is None and measured.kept < n
     together = kvbench.generate(model, caches, 8)
     assert together == [kvbench.generate(model, [c], 8)[0] for c in caches]
 
