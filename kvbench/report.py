@@ -53,6 +53,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> dict[str, Any]:
         "payload_kv_head": _mean(samples, "payload_kv_head"),
         "payload_query_head": _mean(samples, "payload_query_head"),
         "full_bytes": fmean(s["full_bytes"] for s in samples),
+        "decode_peak": max((s["decode_peak"] for s in samples if "decode_peak" in s), default=None),
         "cut": sum(s["cut"] > 0 for s in samples),
         "shrunk": sum(bool(s["shrunk"]) for s in samples),
         **({"attended": fmean(s["attended"] for s in samples)} if all("attended" in s for s in samples) else {}),

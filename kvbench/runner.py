@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 import kvbench
 from kvbench.cache.audit import Measured, Refused, audit
+from kvbench.cache.peak import check_peak
 from kvbench.config import Sampling
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.metrics import score
@@ -107,7 +108,6 @@ class GroupRun:
         for cell, cache in zip(active, caches, strict=True):
             try:
                 measured = audit(cache, *self.host.shape())
-                self.store.clear_refusal(cell.id, example.id)
                 if encoded.question:
                     cache = extend_cache(self.host.model, cache, encoded.question)
                 self.rows.append(Row(cell, example, cache, measured, encoded.cut))
@@ -122,14 +122,28 @@ class GroupRun:
         rest = torch.tensor(example.tokens[int(example.meta["prefix"]) :])
         synchronise(self.host.model.device)
         start = time.perf_counter()
-        losses = teacher_force(self.host.model, [r.cache for r in rows], rest, int(example.meta["chunk"]))
+        held: dict[int, list[int]] = {}
+        losses = teacher_force(self.host.model, [r.cache for r in rows], rest, int(example.meta["chunk"]), held)
         synchronise(self.host.model.device)
         share = (time.perf_counter() - start) / max(1, len(rows) * len(rest))
-        for row, loss in zip(rows, losses, strict=True):
-            divisor = float(example.meta["divisor"])
-            sample = self._line(row, len(rest), share, len(rows))
-            self.writers[row.cell.id].append({**sample, "prediction": "", "score": float(loss.sum()) / divisor})
-            self.tick(row.cell.label, 1)
+        for i, (row, loss) in enumerate(zip(rows, losses, strict=True)):
+            score = float(loss.sum()) / float(example.meta["divisor"])
+            line = {**self._line(row, len(rest), share, len(rows)), "prediction": "", "score": score}
+            self.add(row, line, held[i], len(rest) - 1)
+
+    def add(self, row: Row, line: Sample, held: Sequence[int], fed: int) -> None:
+        """Store the line of a row that held ``held`` tokens in each layer while it read ``fed``, or refuse its cell."""
+        cell, example = row.cell, row.example
+        if cell.id in self.refused:
+            return
+        try:
+            line["decode_peak"] = check_peak(row.cache, held, fed)
+        except Refused as reason:
+            self.refuse(cell, str(reason), example)
+            return
+        self.store.clear_refusal(cell.id, example.id)
+        self.writers[cell.id].append(line)
+        self.tick(cell.label, 1)
 
     def refuse(self, cell: Cell, reason: str, example: Example) -> None:
         """Take the cell out of the run and record why; its rows that wait are dropped."""
@@ -167,14 +181,15 @@ class GroupRun:
         synchronise(device)
         start = time.perf_counter()
         attended: dict[int, float] = {}
-        tokens = generate_rows(self.host.model, [r.cache for r in rows], [self._ending(r) for r in rows], attended)
+        held: dict[int, list[int]] = {}
+        endings = [self._ending(r) for r in rows]
+        tokens = generate_rows(self.host.model, [r.cache for r in rows], endings, attended, held)
         synchronise(device)
         share = (time.perf_counter() - start) / sum(len(t) for t in tokens)
         for i, (row, answer) in enumerate(zip(rows, tokens, strict=True)):
-            sample = self._sample(row, answer, share, len(rows))
+            line = self._sample(row, answer, share, len(rows))
             # of methods that mask: what they hold says nothing about how little they read
-            self.writers[row.cell.id].append({**sample, **({"attended": attended[i]} if i in attended else {})})
-            self.tick(row.cell.label, 1)
+            self.add(row, {**line, **({"attended": attended[i]} if i in attended else {})}, held[i], len(answer) - 1)
 
     def _ending(self, row: Row) -> Ending:
         task = row.cell.task

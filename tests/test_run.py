@@ -19,6 +19,7 @@ from kvbench.config import ChainConfig
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
+from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.store import ResultStore, line_of, parse_line
 
 SMALL = ["dataset=tiny/needle,tiny/code", "length=256", "examples=6"]
@@ -227,6 +228,47 @@ def test_broken_method_is_refused_in_the_table_and_others_go_on(tmp_path, capsys
     text = render(report)
     assert "✗ refused" in text
     assert "declares exactly 32" in text.replace("\n", " ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hoards(StreamingLLM):
+    """Keeps its budget of the prompt, then one token more while decoding than it declares."""
+
+    id: ClassVar[str] = "hoards"
+
+    def hold(self, cache, layer):
+        return super().hold(cache, layer) + 1
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_method_that_holds_too_much_while_decoding_is_refused_and_others_tell_their_peak(scored, tmp_path):
+    from kvbench.report import render
+
+    if scored:
+        (tmp_path / "wikitext2").mkdir()
+        (tmp_path / "wikitext2" / "test.txt").write_text("The river was cold. We walked home. " * 80)
+        dataset = ["dataset=wikitext2", "length=128", "prefix=96", "limit=2", f"data.root={tmp_path}"]
+        prompt, new = 96, 32
+    else:
+        dataset, prompt, new = ["dataset=tiny/listing", "length=256", "examples=3"], 256, None
+    knobs = {"mode": "mask", "kv_size": 40}
+    chains = (
+        ChainConfig(Chain(()), "full"),
+        ChainConfig(Chain((Hoards(**knobs),)), "hoards"),
+        ChainConfig(Chain((StreamingLLM(**knobs),)), "streamingllm"),
+    )
+    prepared = prepare(*dataset, f"results={tmp_path / 'r'}", "baseline=false", chains=chains)
+    report = experiment.measure(prepared, quiet=True)
+    full, hoards, stream = (r["cells"][0] for r in report["rows"])
+    assert hoards["status"] == "refused"
+    assert "layer 0 holds 41 tokens per head while decoding, declared are at most 40" in hoards["reason"]
+    assert "✗ refused" in render(report)
+    assert (full["status"], stream["status"], stream["decode_peak"]) == ("measured", "measured", 40)
+    lines = prepared.store.samples(full["cell"]).values()
+    assert {s["decode_peak"] - s["new_tokens"] for s in lines} == {prompt - 1}
+    assert all(new in (None, s["new_tokens"]) for s in lines)
+    assert full["decode_peak"] == max(s["decode_peak"] for s in lines)
+    assert len(prepared.store.samples(hoards["cell"])) == 0
 
 
 def test_full_disk_is_one_message_and_keeps_what_was_written(tmp_path, monkeypatch):

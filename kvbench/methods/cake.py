@@ -134,10 +134,13 @@ class Cake(Selector):
         state = {name: t for name, t in held.state.items() if name != "score"}
         return replace(cache, segments=(replace(held, state=state),), decided=(held.tokens,) * cache.heads)
 
+    def decode_budget(self, n: int, layer: int) -> int:
+        if layer in self.frozen_layers or not self.whole(n, layer):
+            return super().decode_budget(n, layer)
+        return self.trigger(n)
+
     def hold(self, cache: LayerCache, layer: int) -> int:
-        if layer in self.frozen_layers:
-            return super().hold(cache, layer)
-        return self.trigger(cache.seen) if self.whole(cache.seen, layer) else cache.tokens
+        return super().hold(cache, layer) if self.whole(cache.seen, layer) else cache.tokens
 
     def row(self, n: int) -> Mapping[str, int]:
         return {"window": self.window if self.kv_size is not None else self.capacity(n).window}

@@ -48,11 +48,16 @@ class Ending:
 
 
 def generate_rows(
-    model: PreTrainedModel, caches: Sequence[Cache], endings: Sequence[Ending], attended: dict[int, float] | None = None
+    model: PreTrainedModel,
+    caches: Sequence[Cache],
+    endings: Sequence[Ending],
+    attended: dict[int, float] | None = None,
+    held: dict[int, list[int]] | None = None,
 ) -> list[list[int]]:
     """Greedy tokens of each cache, as one batch, until each row's own ending.
 
     ``attended`` is filled for rows whose method masks: tokens attended, the mean over steps, heads and masked layers.
+    ``held`` is filled for all rows: the most tokens that a head of each layer held until the row's own ending.
     """
     outputs: list[list[int]] = [[] for _ in caches]
     live = list(range(len(caches)))
@@ -76,6 +81,10 @@ def generate_rows(
                 if not endings[row].over(outputs[row]):
                     outputs[row].append(token)
             going = [i for i, r in enumerate(live) if not endings[r].over(outputs[r])]
+            ended = [(i, r) for i, r in enumerate(live) if held is not None and r not in held and i not in going]
+            if held is not None and ended:
+                peaks = torch.stack([layer.held() for layer in batch]).T.tolist() if batch else None
+                held.update({r: peaks[i] if peaks else [c.tokens for c in caches[r].layers] for i, r in ended})
             if not going:
                 if attended is not None:
                     attended.update({r: float(torch.stack(t).mean()) for r, t in enumerate(tally) if t})

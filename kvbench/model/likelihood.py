@@ -16,11 +16,18 @@ from kvbench.model.prefill import as_prompt
 from kvbench.types import Cache
 
 
-def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor, chunk: int) -> list[Tensor]:
+def teacher_force(
+    model: PreTrainedModel,
+    caches: Sequence[Cache],
+    tokens: Tensor,
+    chunk: int,
+    held: dict[int, list[int]] | None = None,
+) -> list[Tensor]:
     """Negative log likelihood of each of ``tokens`` [T] after each cache, fed ``chunk`` tokens at a time.
 
     All caches have read equally many tokens (methods of one prompt); they are rows of one batch and are not changed.
-    Returns one fp32 tensor [T] per cache, on the CPU.
+    Returns one fp32 tensor [T] per cache, on the CPU. ``held`` is filled with the most tokens that a head of each layer
+    of each cache held.
     """
     if not caches:
         return []
@@ -41,6 +48,8 @@ def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tenso
                 use_cache=True,
             )
             losses.append(_loss(out.logits, ids[start + 1 : start + 1 + len(fed)]))
+    if held is not None:
+        held.update(enumerate(torch.stack([layer.held() for layer in batch]).T.tolist()))
     return list(torch.cat(losses, dim=1).cpu())
 
 

@@ -58,7 +58,7 @@ class RowLayer(KvbenchLayer):
 
     Rows that only grow are grouped by storage format and share a preallocated dense tail; rows whose method evicts
     while decoding are grouped by method into reusable slots. ``attended`` [B] is the mean number of tokens that the
-    last step attended in rows whose method masks (else nan); None if no row does.
+    last step attended in rows whose method masks (else nan); None if no row does. ``held`` is the peak of each row.
     """
 
     def __init__(
@@ -95,6 +95,8 @@ class RowLayer(KvbenchLayer):
         self.capacity, self.used, self.new = capacity, 0, 0
         self.seen = max(c.seen for c in caches)
         self.starts = torch.tensor([c.seen for c in caches], device=device)
+        self.grows = torch.tensor([e is None for e in evicting], device=device)
+        self.most = torch.tensor([c.tokens for c in caches], device=device)
 
     def add(self, k: Tensor, v: Tensor) -> None:
         b, h, t, _ = k.shape
@@ -107,6 +109,7 @@ class RowLayer(KvbenchLayer):
             self.values[:, :, self.used : self.used + t] = v
         for rows, slots in self.slots:
             slots.add(k[rows], v[rows], self.starts[rows] + self.used)
+            self.most[rows] = torch.maximum(self.most[rows], slots.held().amax(dim=1))
         self.used += t
         self.new = t
         self.seen += t
@@ -144,9 +147,14 @@ class RowLayer(KvbenchLayer):
         assert self.keys is not None and self.values is not None
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
+    def held(self) -> Tensor:
+        """The most tokens that any head of each row has held so far [B]."""
+        return self.most + self.used * self.grows
+
     def keep(self, rows: Tensor) -> None:
         """Go on with ``rows`` (ascending) only."""
         rows = rows.to(self.starts.device)
+        self.grows, self.most = self.grows[rows], self.most[rows]
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
         self.starts = self.starts[rows]

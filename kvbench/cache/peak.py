@@ -1,0 +1,41 @@
+"""What a cache held at most while decoding, against what its chain declares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvbench.cache.audit import Refused
+from kvbench.types import Cache
+
+
+def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
+    """The most tokens that a head of any layer held while decoding; raises Refused with the reason if too many.
+
+    ``cache`` is as it was before ``fed`` new tokens, ``held`` the most that a head of each layer held since. A cache
+    that grows holds what it held before and the new tokens; one that evicts never more than its selector's
+    ``decode_budget``, which is a sum over layers where the method divides its budget among them by the data.
+    """
+    chain, total = cache.chain, None
+    limits = [layer.tokens + fed for layer in cache.layers]
+    selector = chain.selector if chain.evicts else None
+    if selector is not None:
+        # a budget that is a fraction also counts a question that was read after the prompt
+        lengths = (cache.prompt_tokens, cache.seen)
+        budgets = [max(selector.decode_budget(n, i) for n in lengths) for i in range(len(limits))]
+        if chain.rebalancer is None:
+            limits = [min(limit, b) for limit, b in zip(limits, budgets, strict=True)]
+        else:
+            shares = [selector.hold(layer, i) for i, layer in enumerate(cache.layers)]
+            limits = [min(limit, s) for limit, s in zip(limits, shares, strict=True)]
+            total = sum(min(b, cache.seen + fed) for b in budgets)
+    for i, (most, limit) in enumerate(zip(held, limits, strict=True)):
+        if most > limit:
+            raise Refused(
+                f"{chain.name}: layer {i} holds {most} tokens per head while decoding, declared are at most {limit}"
+            )
+    if total is not None and sum(held) > total:
+        raise Refused(
+            f"{chain.name}: holds {sum(held)} tokens per head over all layers while decoding, "
+            f"declared are at most {total}"
+        )
+    return max(held)

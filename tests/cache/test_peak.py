@@ -1,0 +1,135 @@
+"""The most tokens held while decoding: counted per row to its own end, and held against what chains declare."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+from families import build, prompt
+
+import kvbench
+from kvbench.cache.audit import Refused
+from kvbench.cache.peak import check_peak
+from kvbench.methods.cake import Cake
+from kvbench.methods.chain import Chain
+from kvbench.methods.streamingllm import StreamingLLM
+from kvbench.model.decode import Ending, extend_cache, generate_rows
+from kvbench.model.likelihood import teacher_force
+
+RAGGED = {"method": "refreekv", "mode": "eq1", "reduce": "per_head", "T": 0.2}
+METHODS = [
+    "full",
+    {"method": "snapkv+think", "kv_size": 10, "window": 4, "recent": 4},
+    {"method": "h2o", "variant": "orig", "kv_size": 12},
+    {"method": "h2o", "variant": "orig", "kv_size": 36, "frozen_layers": [1]},
+    {"method": "tova", "kv_ratio": 0.5},
+    {"method": "vatp+scissorhands", "kv_size": 20, "recent": 4},
+    {"method": "cake", "kv_size": 20, "window": 4, "decode_evict": True},
+    {"method": "cake", "kv_size": 29, "window": 4, "decode_evict": True},
+    RAGGED,
+    "twilight",
+]
+FED = [11, 3, 11, 11, 7, 11, 11, 11, 5, 0]
+
+
+def caches(model, n=33, seed=1):
+    return kvbench.prefill(model, prompt(n, seed), METHODS)
+
+
+def check(cache, held, fed):
+    assert check_peak(cache, held, fed) == max(held)
+
+
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+def test_peaks_are_those_of_each_row_to_its_own_end(per):
+    model = build("llama")
+    rows = kvbench.prefill(model, prompt(33, 1), METHODS, per=per)
+    held = {}
+    answers = generate_rows(model, rows, [Ending(fed + 1) for fed in FED], held=held)
+    assert [len(a) - 1 for a in answers] == FED
+    cake = [layer.tokens for layer in rows[6].layers]
+    assert len(set(cake)) > 1 and sum(cake) == 60
+    ragged = [max(map(len, layer.kept_positions())) + 5 for layer in rows[8].layers]
+    wanted = [[44] * 3, [13] * 3, [12] * 3, [36, 44, 36], [16] * 3, [20] * 3, cake, [33] * 3, ragged, [33] * 3]
+    assert [held[r] for r in range(len(rows))] == wanted
+    for r, row in enumerate(rows):
+        check(row, held[r], FED[r])
+        alone = {}
+        generate_rows(model, [row], [Ending(FED[r] + 1)], held=alone)
+        assert alone == {0: held[r]}
+
+
+def test_peaks_after_a_withheld_question_and_over_a_text_that_is_scored():
+    model = build("llama")
+    for row in caches(model):
+        longer = extend_cache(model, row, prompt(6, 9))
+        held = {}
+        generate_rows(model, [longer], [Ending(8)], held=held)
+        check(longer, held[0], 7)
+        found = {}
+        teacher_force(model, [row], prompt(20, 2), 3, found)
+        check(row, found[0], 19)
+        if row.chain.name == "full":
+            assert held == {0: [46] * 3} and found == {0: [52] * 3}
+        if row.chain.name == "vatp+scissorhands":
+            assert held == found == {0: [20] * 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hoards(StreamingLLM):
+    """Declares a budget and holds one token more."""
+
+    id: ClassVar[str] = "hoards"
+
+    def hold(self, cache, layer):
+        return super().hold(cache, layer) + (layer == 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoardsShare(Cake):
+    id: ClassVar[str] = "hoardsshare"
+
+    def hold(self, cache, layer):
+        return super().hold(cache, layer) + (layer == 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "reason"),
+    [
+        (Hoards(mode="mask", kv_size=12), "hoards: layer 1 holds 13 tokens per head while decoding, .* at most 12"),
+        (Hoards(mode="mask", kv_ratio=0.4), "hoards: layer 1 holds 14 tokens .* at most 13"),
+        (HoardsShare(kv_size=12, window=4, decode_evict=True), "holds 37 tokens .* over all layers .* at most 36"),
+    ],
+)
+def test_a_selector_that_holds_more_than_it_declares_is_refused(stage, reason):
+    model = build("llama")
+    (cache,) = kvbench.prefill(model, prompt(33, 1), [Chain((stage,))])
+    held = {}
+    generate_rows(model, [cache], [Ending(9)], held=held)
+    with pytest.raises(Refused, match=reason):
+        check_peak(cache, held[0], 8)
+    generate_rows(model, [cache], [Ending(1)], held=(short := {}))
+    check(cache, short[0], 0)
+
+
+def test_a_growing_cache_with_more_than_its_new_tokens_is_refused():
+    (cache,) = kvbench.prefill(build("llama"), prompt(33, 1), [{"method": "snapkv", "kv_size": 10, "window": 4}])
+    check(cache, [15, 15, 15], 5)
+    with pytest.raises(Refused, match="layer 2 holds 16 tokens per head while decoding, declared are at most 15"):
+        check_peak(cache, [15, 15, 16], 5)
+
+
+def test_slots_that_are_not_given_back_are_refused(monkeypatch):
+    from kvbench.cache.slots import SlotRows
+
+    model = build("llama")
+    (cache,) = kvbench.prefill(model, prompt(33, 1), [{"method": "h2o", "variant": "orig", "kv_size": 12}])
+    made = SlotRows.__init__
+
+    def roomier(self, caches, budgets, *rest):
+        made(self, caches, [b + 2 for b in budgets], *rest)
+
+    monkeypatch.setattr(SlotRows, "__init__", roomier)
+    held = {}
+    generate_rows(model, [cache], [Ending(9)], held=held)
+    with pytest.raises(Refused, match="layer 0 holds 14 tokens per head"):
+        check_peak(cache, held[0], 8)
