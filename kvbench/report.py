@@ -28,15 +28,18 @@ ENDS = ((0, "low"), (1, "high"))
 CSV_FIELDS = (
     *("method", "task", "status", "metric", "score", "ci_low", "ci_high", "delta", "delta_ci_low", "delta_ci_high"),
     *("n", "of", "unscored", "prompt_tokens", "kept", "nominal", "payload", "overhead", "full_bytes"),
-    *("payload_kv_head", "payload_query_head", "cell", "reason"),
+    *("payload_kv_head", "payload_query_head", "attended", "decode_peak", "cell", "reason"),
 )
-STORAGE = ("method", "kept %", "payload", "overhead", "% of full", "prefill ms", "compress ms", "ms/token")
+ATTENDED = "attended\n%"
+STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", "% of\nfull", "prefill\nms", "compress\nms", "ms/token")
 
 
 def summarise(samples: Sequence[Sample], name: str, of: int) -> dict[str, Any]:
     """The metrics of one cell: mean score in printed units, 95 % interval, tokens kept, bytes, and times apart."""
     show = metric(name).show
     scored = [float(s["score"]) for s in samples if s["score"] is not None]
+    # an answer of one token attends nothing while decoding
+    attended = [s["attended"] for s in samples if "attended" in s]
     interval = stats.bootstrap_ci(scored, bounds=_bounds(name)) if len(scored) >= FEWEST else None
     return {
         "metric": name,
@@ -56,7 +59,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> dict[str, Any]:
         "decode_peak": max((s["decode_peak"] for s in samples if "decode_peak" in s), default=None),
         "cut": sum(s["cut"] > 0 for s in samples),
         "shrunk": sum(bool(s["shrunk"]) for s in samples),
-        **({"attended": fmean(s["attended"] for s in samples)} if all("attended" in s for s in samples) else {}),
+        "attended": fmean(attended) if attended else None,
         **by_bucket(samples, show),
         "timing": {
             "prefill_s": fmean(s["timing"]["prefill_s"] for s in samples),
@@ -158,11 +161,16 @@ def _storage(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def known(key: str) -> float | None:
         return None if any(c[key] is None for c in cells) else mean(key)
 
-    held, nominal = mean("payload") + mean("overhead"), known("nominal")
+    def percent(key: str) -> float | None:
+        value = known(key)
+        return None if value is None else 100 * value / mean("prompt_tokens")
+
+    held = mean("payload") + mean("overhead")
     return {
         "score_mean": _mean_score(cells),
         "kept_percent": 100 * mean("kept") / mean("prompt_tokens"),
-        "nominal_percent": None if nominal is None else 100 * nominal / mean("prompt_tokens"),
+        "nominal_percent": percent("nominal"),
+        "attended_percent": percent("attended"),
         "payload": mean("payload"),
         "overhead": mean("overhead"),
         "payload_kv_head": known("payload_kv_head"),
@@ -192,7 +200,7 @@ class Sheet:
 
 
 def sheets(report: Mapping[str, Any]) -> list[Sheet]:
-    """The score sheets, folded to fit 100 columns, and the storage sheet."""
+    """The score sheets and the storage sheets, each folded to fit 100 columns."""
     columns, rows = report["columns"], report["rows"]
     tasks = [c["task"] for c in columns]
     prefix = tasks[0].partition("/")[0] + "/"
@@ -205,13 +213,25 @@ def sheets(report: Mapping[str, Any]) -> list[Sheet]:
     if len(columns) > 1:
         whole = [all(c["status"] == "measured" for c in r["cells"]) for r in rows]
         table.append(("mean", *(_number(r["score_mean"]) if ok else "—" for r, ok in zip(rows, whole, strict=True))))
-    out = []
-    for part in _fold(table, WIDTH - _width(names)):
-        header, *body = zip(names, *part, strict=True)
-        out.append(Sheet("scores", header, tuple(body)))
+    out = list(_sheets("scores", names, table))
     measured = [r for r in rows if "payload" in r]
-    out.append(Sheet("storage", STORAGE, tuple(_storage_text(r) for r in measured)))
-    return out
+    storage = list(zip(STORAGE, *(_storage_text(r) for r in measured), strict=True))
+    if not _masks(report):
+        storage = [c for c in storage if c[0] != ATTENDED]
+    names = ("method", *(_wrap(r["method"]) for r in measured))
+    return [*out, *_sheets("storage", names, storage)]
+
+
+def _sheets(title: str, names: tuple[str, ...], columns: Sequence[tuple[str, ...]]) -> Iterator[Sheet]:
+    """Columns beside the rows' ``names``, in as many sheets as it takes to fit WIDTH."""
+    for part in _fold(columns, WIDTH - _width(names)):
+        header, *body = zip(names, *part, strict=True)
+        yield Sheet(title, header, tuple(body))
+
+
+def _masks(report: Mapping[str, Any]) -> bool:
+    """Whether any method attends less than it holds."""
+    return any(r.get("attended_percent") is not None for r in report["rows"])
 
 
 def _fold(columns: Sequence[tuple[str, ...]], room: int) -> Iterator[list[tuple[str, ...]]]:
@@ -255,8 +275,8 @@ def _score_text(cell: Mapping[str, Any]) -> str:
 
 def _storage_text(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
-        _wrap(row["method"]),
         _kept(row),
+        _number(row["attended_percent"]),
         _payload(row),
         _bytes(row["overhead"]),
         f"{row['percent_of_full']:.1f}",
@@ -317,6 +337,8 @@ def legend(report: Mapping[str, Any]) -> list[str]:
         lines.append(
             "q, kv: payload of as many tokens under per=query_head or kv_head, by formula; % of full is what is held."
         )
+    if _masks(report):
+        lines.append("attended %: what a decode step attends where a method masks, new tokens too, against the prompt.")
     for key, text in (
         ("cut", "prompts were cut in the middle to fit the model"),
         ("shrunk", "prompts were too short for the window of a method and shrank it"),
@@ -345,7 +367,7 @@ def compose(tables: Sequence[Sheet], notes: Sequence[str], style: str) -> str:
 
 
 def _text(sheet: Sheet) -> str:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     for i, header in enumerate(sheet.headers):
         table.add_column(header, justify="left" if i == 0 else "right")
     for i, row in enumerate(sheet.rows):

@@ -102,6 +102,28 @@ def test_a_nominal_budget_is_shown_where_it_is_not_what_was_kept_and_missing_whe
     assert out.count("asked —") == 2
 
 
+def test_what_masks_shows_what_it_attends_and_only_tables_with_such_a_method_have_the_column(tmp_path, capsys):
+    arguments = ["dataset=tiny/needle,tiny/listing", "length=256", "examples=3", f"results={tmp_path}"]
+    _, report = run_json(capsys, *arguments, "method=twilight,snapkv+think+twilight", "per=kv_head,query_head")
+    full, *masked = report["rows"]
+    assert full["attended_percent"] is None and full["cells"][0]["attended"] is None
+    for row in masked:
+        lines = [s for c in row["cells"] for s in ResultStore(tmp_path).samples(c["cell"]).values()]
+        assert len(lines) == 6
+        assert row["attended_percent"] == pytest.approx(100 * sum(s["attended"] for s in lines) / 6 / 256)
+        assert 0 < row["attended_percent"] < row["kept_percent"]
+    for method, shown in (("twilight,snapkv+think+twilight", True), ("snapkv", False)):
+        per = ["per=kv_head,query_head"] if shown else []
+        assert main(["show", *arguments, f"method={method}", *per, "--format", "text"]) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 100
+        assert ("attended" in out) == shown
+        assert not shown or f"{masked[0]['attended_percent']:.1f}" in out
+        assert "…" not in out
+    assert main(["show", *arguments, "method=twilight", "--format", "md"]) == 0
+    assert "| method | kept % | attended % | payload | overhead | % of full |" in capsys.readouterr().out
+
+
 def test_a_difference_of_less_than_a_tenth_of_a_per_cent_is_shown():
     from kvbench.report import _kept
 
