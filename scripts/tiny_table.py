@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvbench import archive, config, experiment, report
+from kvbench import archive, config, experiment, render
 from kvbench.cli.rewrite import rewrite
 from kvbench.errors import KvbenchError
 from kvbench.experiment import Prepared
@@ -39,7 +39,7 @@ def prepare(table: str, results: str) -> Prepared:
 def rendered(prepared: Prepared, table: str) -> str:
     """The table as Markdown, with the command that makes it."""
     content = {**experiment.report(prepared), "results": "results"}
-    return f"# {table}\n\n`python -m kvbench run {' '.join(TABLES[table])}`\n\n{report.render(content, 'md')}"
+    return f"# {table}\n\n`python -m kvbench run {' '.join(TABLES[table])}`\n\n{render.render(content, 'md')}"
 
 
 def measure(table: str, results: str) -> None:

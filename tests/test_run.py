@@ -125,14 +125,14 @@ def test_what_masks_shows_what_it_attends_and_only_tables_with_such_a_method_hav
 
 
 def test_a_difference_of_less_than_a_tenth_of_a_per_cent_is_shown():
-    from kvbench.report import _kept
+    from kvbench.render import _kept
 
     assert _kept({"kept_percent": 25.04, "nominal_percent": 25.0}) == "25.04\nasked 25.00"
     assert _kept({"kept_percent": 25.0, "nominal_percent": 25.0}) == "25.0"
 
 
 def test_heads_that_share_nothing_need_no_second_count():
-    from kvbench.report import _payload
+    from kvbench.render import _payload
 
     assert _payload({"payload": 8.0, "payload_kv_head": 8.0, "payload_query_head": 8.0}) == "8 B"
 
@@ -245,7 +245,7 @@ def test_broken_method_is_refused_in_the_table_and_others_go_on(tmp_path, capsys
     assert status == {"full": {"measured"}, "liar": {"refused"}, "snapkv kv_ratio=0.25": {"measured"}}
     liar = next(r for r in report["rows"] if r["method"] == "liar")
     assert "keeps 256 tokens per head of 256, but the method declares exactly 32" in liar["cells"][0]["reason"]
-    from kvbench.report import render
+    from kvbench.render import render
 
     text = render(report)
     assert "✗ refused" in text
@@ -264,7 +264,7 @@ class Hoards(StreamingLLM):
 
 @pytest.mark.parametrize("scored", [False, True])
 def test_a_method_that_holds_too_much_while_decoding_is_refused_and_others_tell_their_peak(scored, tmp_path):
-    from kvbench.report import render
+    from kvbench.render import render
 
     if scored:
         (tmp_path / "wikitext2").mkdir()

@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
 
 def print_reports(reports: list[dict[str, Any]], args: argparse.Namespace) -> int:
     """Print reports as asked for; the status is 1 if any cell was refused."""
-    from kvbench import report
+    from kvbench import render
 
     if args.json:
         print(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1, ensure_ascii=False))
@@ -79,7 +79,7 @@ def print_reports(reports: list[dict[str, Any]], args: argparse.Namespace) -> in
         for r in reports:
             if len(reports) > 1:
                 print(f"model {r['model']}\n")
-            print(report.render(r, args.format), end="")
+            print(render.render(r, args.format), end="")
     refused = [c for r in reports for row in r["rows"] for c in row["cells"] if c["status"] == "refused"]
     if refused:
         print(f"kvbench: {len(refused)} of the cells were refused; the reasons stand in the table", file=sys.stderr)

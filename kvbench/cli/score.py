@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     """Score and print; the status is 1 if a file could not be scored, 2 if there is nothing to score."""
     start = time.perf_counter()
     given = _given(args)
-    from kvbench import imports, metrics, report
+    from kvbench import imports, metrics, render
     from kvbench.imports import scoring, stored, table, verdict
     from kvbench.store import ResultStore
     from kvbench.tasks import longbench
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
         notes = table.notes(records, verdicts)
         if cells:
             notes.append(f"Imported as {len(cells)} cells of {given['results']}/cells (python -m kvbench list runs).")
-        print(report.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
+        print(render.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
     _report_time(records, timing, time.perf_counter() - start)
     for error in errors:
         print(f"kvbench: {error['error']}", file=sys.stderr)

@@ -1,0 +1,250 @@
+"""A report on the page: sheets of strings, what the reader must know, and text, Markdown, CSV or LaTeX of both."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import fill
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.report import FEWEST
+
+WIDTH = 100
+FORMATS = ("text", "md", "csv", "latex")
+ENDS = ((0, "low"), (1, "high"))
+CSV_FIELDS = (
+    *("method", "task", "status", "metric", "score", "ci_low", "ci_high", "delta", "delta_ci_low", "delta_ci_high"),
+    *("n", "of", "unscored", "prompt_tokens", "kept", "nominal", "payload", "overhead", "full_bytes"),
+    *("payload_kv_head", "payload_query_head", "attended", "decode_peak", "cell", "reason"),
+)
+ATTENDED = "attended\n%"
+STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", "% of\nfull", "prefill\nms", "compress\nms", "ms/token")
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of strings, ready for any format. Lines of a cell are separated by newlines."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def sheets(report: Mapping[str, Any]) -> list[Sheet]:
+    """The score sheets and the storage sheets, each folded to fit 100 columns."""
+    columns, rows = report["columns"], report["rows"]
+    tasks = [c["task"] for c in columns]
+    prefix = tasks[0].partition("/")[0] + "/"
+    short = [t.removeprefix(prefix) for t in tasks] if all(t.startswith(prefix) for t in tasks) else tasks
+    names = ("method", *(_wrap(r["method"]) for r in rows))
+    table = [
+        (f"{name}\n{c['metric']}", *(_score_text(r["cells"][i]) for r in rows))
+        for i, (name, c) in enumerate(zip(short, columns, strict=True))
+    ]
+    if len(columns) > 1:
+        whole = [all(c["status"] == "measured" for c in r["cells"]) for r in rows]
+        table.append(("mean", *(_number(r["score_mean"]) if ok else "—" for r, ok in zip(rows, whole, strict=True))))
+    out = list(_sheets("scores", names, table))
+    measured = [r for r in rows if "payload" in r]
+    storage = list(zip(STORAGE, *(_storage_text(r) for r in measured), strict=True))
+    if not _masks(report):
+        storage = [c for c in storage if c[0] != ATTENDED]
+    names = ("method", *(_wrap(r["method"]) for r in measured))
+    return [*out, *_sheets("storage", names, storage)]
+
+
+def _sheets(title: str, names: tuple[str, ...], columns: Sequence[tuple[str, ...]]) -> Iterator[Sheet]:
+    """Columns beside the rows' ``names``, in as many sheets as it takes to fit WIDTH."""
+    for part in _fold(columns, WIDTH - _width(names)):
+        header, *body = zip(names, *part, strict=True)
+        yield Sheet(title, header, tuple(body))
+
+
+def _masks(report: Mapping[str, Any]) -> bool:
+    """Whether any method attends less than it holds."""
+    return any(r.get("attended_percent") is not None for r in report["rows"])
+
+
+def _fold(columns: Sequence[tuple[str, ...]], room: int) -> Iterator[list[tuple[str, ...]]]:
+    """Runs of columns that fit into ``room`` characters each; at least one column a run."""
+    part: list[tuple[str, ...]] = []
+    used = 0
+    for column in columns:
+        if part and used + _width(column) > room:
+            yield part
+            part, used = [], 0
+        part.append(column)
+        used += _width(column)
+    yield part
+
+
+def _width(column: Sequence[str]) -> int:
+    """Characters that a column takes, with the space between columns."""
+    return max(len(line) for text in column for line in text.split("\n")) + 2
+
+
+def _wrap(label: str) -> str:
+    """Method on the first line, its knobs below."""
+    return label.replace(" ", "\n")
+
+
+def _score_text(cell: Mapping[str, Any]) -> str:
+    if cell["status"] == "refused":
+        return "✗ refused"
+    if cell["status"] == "missing" or cell.get("score") is None:
+        return "—"
+    lines = [_number(cell["score"])]
+    if cell.get("ci"):
+        lines.append(f"[{cell['ci'][0]:.0f}, {cell['ci'][1]:.0f}]")
+    if "delta" in cell:
+        interval = cell["delta_ci"]
+        sure = "*" if interval and (interval[0] > 0 or interval[1] < 0) else ""
+        lines.append(f"Δ {_number(cell['delta'], sign=True)}{sure}")
+    lines += [f"{name} {_number(b['score'])}" for name, b in cell.get("buckets", {}).items()]
+    return "\n".join(lines)
+
+
+def _storage_text(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        _kept(row),
+        _number(row["attended_percent"]),
+        _payload(row),
+        _bytes(row["overhead"]),
+        f"{row['percent_of_full']:.1f}",
+        f"{row['prefill_ms']:.1f}",
+        f"{row['compress_ms']:.1f}",
+        f"{row['decode_ms_per_token']:.2f}",
+    )
+
+
+def _kept(row: Mapping[str, Any]) -> str:
+    """Tokens kept in per cent, and the budget asked for where it differs or there is none."""
+    kept, asked = row["kept_percent"], row["nominal_percent"]
+    if asked is None:
+        return f"{kept:.1f}\nasked —"
+    digits = next((d for d in (1, 2, 3) if f"{kept:.{d}f}" != f"{asked:.{d}f}"), None)
+    return f"{kept:.1f}" if digits is None else f"{kept:.{digits}f}\nasked {asked:.{digits}f}"
+
+
+def _payload(row: Mapping[str, Any]) -> str:
+    """The payload held and, where it differs, what the other kind of heads would hold."""
+    held, kv, query = row["payload"], row["payload_kv_head"], row["payload_query_head"]
+    if kv is None or query is None or kv == query:
+        return _bytes(held)
+    return f"{_bytes(held)}\nkv {_bytes(kv)}" if held == query else f"{_bytes(held)}\nq {_bytes(query)}"
+
+
+def _number(value: float | None, sign: bool = False) -> str:
+    if value is None:
+        return "—"
+    text = f"{value:+.1f}" if sign else f"{value:.1f}"
+    return text.replace("-", "−")
+
+
+def _bytes(n: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n:.0f} B"
+
+
+def legend(report: Mapping[str, Any]) -> list[str]:
+    """What the reader must know: n, intervals, refusals with reasons, caveats, where the results lie."""
+    cells = [c for r in report["rows"] for c in r["cells"]]
+    counts = sorted({(c["n"], c["of"]) for c in cells if c["status"] == "measured"})
+    lines = [report["settings"]] if report.get("settings") else []
+    if counts:
+        n = "; ".join(f"{a} of {b}" if a < b else f"all {b}" for a, b in counts)
+        lines.append(
+            f"n = {n} examples per cell. [a, b]: 95 % bootstrap interval. Δ: paired difference to full; "
+            "* its 95 % interval excludes 0."
+            + (f" Below {FEWEST} examples no interval is shown." if counts[0][0] < FEWEST else "")
+        )
+        lines.append(
+            "Bytes are held after prefill, mean per prompt; % of full counts payload and overhead. ms/token is a "
+            "share of the decode batch that all methods ran in; speed claims come from `make bench-overhead`."
+        )
+    if any("\n" in _payload(r) for r in report["rows"] if "payload" in r):
+        lines.append(
+            "q, kv: payload of as many tokens under per=query_head or kv_head, by formula; % of full is what is held."
+        )
+    if _masks(report):
+        lines.append("attended %: what a decode step attends where a method masks, new tokens too, against the prompt.")
+    for key, text in (
+        ("cut", "prompts were cut in the middle to fit the model"),
+        ("shrunk", "prompts were too short for the window of a method and shrank it"),
+    ):
+        many = max([c[key] for c in cells if c["status"] == "measured"] or [0])
+        if many:
+            lines.append(f"Up to {many} {text}.")
+    lines += [f"✗ {c['task']}: {c['reason']}" for c in cells if c["status"] == "refused"]
+    lines += [str(note) for note in report["notes"]]
+    lines.append(f"Samples and metrics: {report['results']}/cells/<cell>/ ({len(cells)} cells; ids with --json).")
+    return lines
+
+
+def render(report: Mapping[str, Any], style: str = "text") -> str:
+    """The whole report in one of FORMATS."""
+    return _csv(report) if style == "csv" else compose(sheets(report), legend(report), style)
+
+
+def compose(tables: Sequence[Sheet], notes: Sequence[str], style: str) -> str:
+    """Tables with what the reader must know below them, as text, md or latex."""
+    parts = [_RENDERERS[style](s) for s in tables]
+    if style == "latex":
+        return "\n".join([*parts, *(f"% {n}" for n in notes)]) + "\n"
+    lines = [f"- {n}" for n in notes] if style == "md" else [fill(n, WIDTH, break_long_words=False) for n in notes]
+    return "\n".join([*parts, *lines]) + "\n"
+
+
+def _text(sheet: Sheet) -> str:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    for i, header in enumerate(sheet.headers):
+        table.add_column(header, justify="left" if i == 0 else "right")
+    for i, row in enumerate(sheet.rows):
+        table.add_row(*row, end_section=i == len(sheet.rows) - 1)
+        if sheet.title == "scores" and i < len(sheet.rows) - 1:
+            table.add_section()
+    console = Console(width=WIDTH, file=io.StringIO(), color_system=None, legacy_windows=False)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"  # type: ignore[attr-defined]
+
+
+def _markdown(sheet: Sheet) -> str:
+    head = [h.replace("\n", " ") for h in sheet.headers]
+    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(['---', *['---:'] * (len(head) - 1)])}|"]
+    lines += [f"| {' | '.join(c.replace(chr(10), ' ') for c in row)} |" for row in sheet.rows]
+    return "\n".join(lines) + "\n"
+
+
+def _latex(sheet: Sheet) -> str:
+    def escape(text: str) -> str:
+        for a, b in (("%", r"\%"), ("_", r"\_"), ("Δ", r"$\Delta$"), ("−", "$-$"), ("✗", r"$\times$"), ("\n", " ")):
+            text = text.replace(a, b)
+        return text
+
+    lines = [rf"\begin{{tabular}}{{l{'r' * (len(sheet.headers) - 1)}}}", r"\toprule"]
+    lines += [" & ".join(map(escape, sheet.headers)) + r" \\", r"\midrule"]
+    lines += [" & ".join(map(escape, row)) + r" \\" for row in sheet.rows]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _csv(report: Mapping[str, Any]) -> str:
+    """One line per cell, numbers as they are."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, CSV_FIELDS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in report["rows"]:
+        for cell in row["cells"]:
+            ends = {f"{k}_{end}": (cell.get(k) or [None, None])[i] for k in ("ci", "delta_ci") for i, end in ENDS}
+            writer.writerow({"method": row["method"], **cell, **ends})
+    return out.getvalue()
+
+
+_RENDERERS = {"text": _text, "md": _markdown, "latex": _latex}
