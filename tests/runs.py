@@ -1,0 +1,30 @@
+"""Runs as a user starts them, for tests."""
+
+import json
+from pathlib import Path
+
+from kvbench import config, experiment
+from kvbench.cli.main import main
+from kvbench.cli.rewrite import rewrite
+
+SMALL = ["dataset=tiny/needle,tiny/code", "length=256", "examples=6"]
+
+
+def prepare(*overrides, **changes):
+    cfg = config.parse(config.compose_config(rewrite(list(overrides)).runs[0]))
+    return experiment.prepare(type(cfg)(**{**cfg.__dict__, **changes}))
+
+
+def metrics_of(results):
+    """Every cell's metrics without what depends on the clock."""
+    found = {}
+    for path in sorted(Path(results).glob("cells/*/metrics.json")):
+        metrics = json.loads(path.read_text())
+        metrics.pop("timing")
+        found[path.parent.name] = metrics
+    return found
+
+
+def run_json(capsys, *arguments):
+    status = main(["run", *arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
