@@ -237,6 +237,24 @@ def masked_pass(model, tokens: torch.Tensor, n: int, seen):
     return rows, out.logits[0, -1]
 
 
+def h2o_decoding(model, ids, new, heavy, recent):
+    """Greedy decoding with H2O by loops over explicit attention, and the tokens held at its end."""
+    n = len(ids)
+
+    def mass(attn):
+        return stored(row_sums(attn, len(attn[0])), 2)
+
+    def kept_after_prompt(attn):
+        return [top(s[: n - recent], heavy) + list(range(n - recent, n)) for s in mass(attn)]
+
+    def leaves(attn, held, head, now):
+        received = mass(attn)[head]
+        old = sorted((j for j in held if j <= now - recent), key=lambda j: (received[j], -j))
+        return set(old[: len(held) - (heavy + recent - 1)])
+
+    return evicting(model, ids, new, kept_after_prompt, leaves)
+
+
 def scissorhands(attn, heads: int, size: int, window: int, recent: int, variant: str) -> list[list[int]]:
     n = len(attn[0])
     scores = stored(row_sums(attn, window), heads)

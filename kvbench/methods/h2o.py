@@ -13,7 +13,9 @@ from kvbench.methods.base import Block, Capacity, Selector, group_mean
 from kvbench.methods.statistics import window_rows
 from kvbench.types import LayerCache, Needs, Observation
 
-VARIANTS = ("all", "win", "orig")
+VARIANTS = ("all", "win", "orig", "uncomp")
+EVICTING = ("orig", "uncomp")
+UNCOMP_HEAVY, UNCOMP_RECENT, UNCOMP_TOTAL = 4, 508, 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +25,13 @@ class H2O(Selector):
     Under ``per=kv_head`` a group's query heads are averaged before the top-k. window: last tokens, always kept.
     variant: ``all`` sums over all n queries and evicts once after the prompt; ``win`` sums over the last ``window``
     queries only (SnapKV without pooling), as ThinK's and ReFreeKV's code does; ``orig`` is the paper's: all queries,
-    and after every step the new row is added and the budget held, half heavy hitters, half recent tokens.
+    and after every step the new row is added and the budget held, half heavy hitters, half recent tokens; ``uncomp``
+    is UNComp's baseline (its released code, arXiv 2410.03090): ``orig`` with floor(4 C / 512) heavy hitters and
+    floor(508 C / 512) recent tokens of a budget of C, nearly a sliding window. C below 128 leaves no heavy hitter: a
+    kv_size is refused, a fraction of a short prompt keeps recent tokens alone.
     heavy_ratio: with ``orig``, the heavy hitters as a fraction of the prompt, instead of half a budget.
     recent_ratio: the recent tokens likewise; the two come together.
-    positions: with ``orig``, ``true`` keeps original positions, ``rolled`` gives keys those of their slots.
+    positions: with ``orig`` and ``uncomp``, ``true`` keeps original positions, ``rolled`` gives keys those of slots.
     """
 
     id: ClassVar[str] = "h2o"
@@ -41,8 +46,8 @@ class H2O(Selector):
         self.require("window", isinstance(self.window, int) and self.window >= 1, "a whole number of tokens, 1 or more")
         self.require("variant", self.variant in VARIANTS, " or ".join(VARIANTS))
         object.__setattr__(self, "positions", str(self.positions).lower())
-        allowed = self.positions == "true" or (self.positions == "rolled" and self.variant == "orig")
-        self.require("positions", allowed, "true, or rolled with variant=orig")
+        allowed = self.positions == "true" or (self.positions == "rolled" and self.evicts)
+        self.require("positions", allowed, "true, or rolled with variant=orig or uncomp")
         both = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", both, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
@@ -51,39 +56,45 @@ class H2O(Selector):
             fits = 0 < self.recent_ratio <= 1 - self.heavy_ratio
             self.require("recent_ratio", fits, "a fraction of the prompt, above 0, at most 1 together with heavy_ratio")
         super().__post_init__()
+        if self.variant == "uncomp" and self.kv_size is not None:
+            least = -(-UNCOMP_TOTAL // UNCOMP_HEAVY)
+            self.require("kv_size", self.kv_size >= least, f"at least {least} with variant=uncomp, for a heavy hitter")
 
     @property
     def evicts(self) -> bool:
-        return self.variant == "orig"
+        return self.variant in EVICTING
 
     @property
     def rolled(self) -> bool:
         return self.positions == "rolled"
 
     def window_size(self) -> int:
-        return 1 if self.variant == "orig" else self.window
+        return 1 if self.evicts else self.window
 
     def needs(self, n: int) -> Needs:
         return Needs(last_q=self.window) if self.variant == "win" else Needs(colsums=True)
 
     def capacity(self, n: int) -> Capacity:
-        if self.variant != "orig":
+        if not self.evicts:
             return super().capacity(n)
         heavy, recent = self.parts(n)
-        return Capacity(min(heavy + recent, n), 0, min(recent, n))
+        missing = self.variant == "uncomp" and heavy == 0 and recent < n
+        return Capacity(min(heavy + recent, n), 0, min(recent, n), shrunk=missing)
 
     def parts(self, n: int) -> tuple[int, int]:
-        """(heavy hitters, recent tokens) held under ``orig`` after a prompt of n tokens."""
+        """(heavy hitters, recent tokens) held while decoding after a prompt of n tokens."""
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             return int(self.heavy_ratio * n), max(1, int(self.recent_ratio * n))
         total = self.kv_size if self.kv_size is not None else super().capacity(n).tokens
+        if self.variant == "uncomp":
+            return total * UNCOMP_HEAVY // UNCOMP_TOTAL, total * UNCOMP_RECENT // UNCOMP_TOTAL
         return total // 2, total - total // 2
 
     def decode_budget(self, n: int, layer: int) -> int:
         return super().decode_budget(n, layer) if layer in self.frozen_layers else sum(self.parts(n))
 
     def carry(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
-        if self.variant != "orig":
+        if not self.evicts:
             return {}
         return {"mass": group_mean(self.received(cache, obs, obs.n), cache.heads)}
 
@@ -91,7 +102,7 @@ class H2O(Selector):
         return {"recent": self.parts(n)[1]}
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        return [replace(b, slot_overhead=4) for b in blocks] if self.variant == "orig" else blocks
+        return [replace(b, slot_overhead=4) for b in blocks] if self.evicts else blocks
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
         young = slots.positions > slots.now - slots.row["recent"]

@@ -52,28 +52,10 @@ def test_enough_budget_gives_the_full_caches_answers(rule, family):
     assert answers[0] == answers[1]
 
 
-def slow_h2o(model, ids, new, heavy, recent):
-    """Greedy decoding with H2O by loops over explicit attention, and the tokens held at its end."""
-    n = len(ids)
-
-    def mass(attn):
-        return ref.stored(ref.row_sums(attn, len(attn[0])), 2)
-
-    def kept(attn):
-        return [ref.top(s[: n - recent], heavy) + list(range(n - recent, n)) for s in mass(attn)]
-
-    def leaves(attn, held, head, now):
-        received = mass(attn)[head]
-        old = sorted((j for j in held if j <= now - recent), key=lambda j: (received[j], -j))
-        return set(old[: len(held) - (heavy + recent - 1)])
-
-    return ref.evicting(model, ids, new, kept, leaves)
-
-
 def test_h2o_orig_equals_a_slow_simulation_with_masks():
     model, ids = build("llama"), prompt(26, 8)
     (cache,) = kvbench.prefill(model, ids, [{"method": "h2o", "variant": "orig", "kv_size": 10}])
-    answer, held = slow_h2o(model, ids, 14, 5, 5)
+    answer, held = ref.h2o_decoding(model, ids, 14, 5, 5)
     assert kvbench.generate(model, [cache], 14) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
     assert [ref.kept(layer) for layer in longer.layers] == held

@@ -5,10 +5,14 @@ from dataclasses import replace
 import method_reference as ref
 import pytest
 import torch
+from families import build, prompt
 
+import kvbench
 from kvbench.cache import ops
+from kvbench.cache.audit import audit
 from kvbench.errors import UsageError
 from kvbench.methods import registry
+from kvbench.methods.base import Capacity
 from kvbench.methods.h2o import H2O
 from kvbench.types import Needs, Observation
 
@@ -68,6 +72,48 @@ def test_missing_column_sums_are_an_error():
     dense, obs = ref.make_layer(ref.grid(2, 20, 8), ref.grid(2, 20, 8))
     with pytest.raises(ValueError, match="column sums"):
         H2O(kv_size=8, window=2).compress(dense, replace(obs, colsums=None))
+
+
+@pytest.mark.parametrize(
+    ("size", "parts"), [(384, (3, 381)), (512, (4, 508)), (128, (1, 127)), (130, (1, 128)), (2048, (16, 2032))]
+)
+def test_uncomps_baseline_keeps_few_heavy_hitters(size, parts):
+    stage = H2O(variant="uncomp", kv_size=size)
+    assert stage.parts(5000) == parts
+    assert stage.capacity(5000) == Capacity(sum(parts), 0, parts[1])
+    assert stage.decode_budget(5000, 0) == sum(parts) and stage.evicts
+
+
+def test_uncomps_baseline_by_hand():
+    dense, obs = layer_with_colsums([[float(j) for j in range(200)]], heads=1)
+    (held,) = ref.kept(H2O(kv_size=130, variant="uncomp").compress(dense, obs))
+    assert held == [71, *range(72, 200)]
+    dense, obs = layer_with_colsums([[200.0 - j for j in range(200)]], heads=1)
+    (held,) = ref.kept(H2O(kv_size=130, variant="uncomp").compress(dense, obs))
+    assert held == [0, *range(72, 200)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_uncomps_baseline_decodes_as_a_slow_simulation_with_masks(family):
+    model, ids = build(family), prompt(150, 8)
+    (cache,) = kvbench.prefill(model, ids, [{"method": "h2o", "variant": "uncomp", "kv_size": 130}])
+    assert audit(cache, 2, 16, model.dtype).kept == 129
+    answer, held = ref.h2o_decoding(model, ids, 6, 1, 128)
+    assert kvbench.generate(model, [cache], 6) == [answer]
+    longer = kvbench.extend(model, cache, torch.tensor(answer))
+    assert [ref.kept(layer) for layer in longer.layers] == held
+
+
+def test_uncomps_baseline_needs_room_for_a_heavy_hitter():
+    with pytest.raises(UsageError, match=r"method\.h2o\.kv_size=127 .*at least 128 with variant=uncomp"):
+        H2O(variant="uncomp", kv_size=127)
+    with pytest.raises(UsageError, match=r"method\.h2o\.heavy_ratio=0\.25 .*variant=orig only"):
+        H2O(variant="uncomp", heavy_ratio=0.25, recent_ratio=0.25)
+    short = H2O(variant="uncomp", kv_ratio=0.25)
+    assert short.capacity(200) == Capacity(49, 0, 49, shrunk=True)
+    assert short.capacity(512) == Capacity(128, 0, 127)
+    (held,) = ref.kept(short.compress(*layer_with_colsums([[1.0] * 200], heads=1)))
+    assert held == list(range(151, 200))
 
 
 @pytest.mark.parametrize(("knob", "value"), [("variant", "half"), ("window", 0), ("window", 2.5)])
