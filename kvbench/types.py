@@ -41,12 +41,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a stage must see of a layer: the last and first queries (counts), column sums, hidden states."""
+    """What a stage must see of a layer: the last and first queries (counts), column sums, hidden states.
+
+    ``colsums_bits`` are the widths at which column sums are wanted of keys that were quantised per token.
+    """
 
     last_q: int = 0
     first_q: int = 0
     colsums: bool = False
     hidden: bool = False
+    colsums_bits: frozenset[int] = frozenset()
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -54,6 +58,7 @@ class Needs:
             max(self.first_q, other.first_q),
             self.colsums or other.colsums,
             self.hidden or other.hidden,
+            self.colsums_bits | other.colsums_bits,
         )
 
 
@@ -73,6 +78,7 @@ class Observation:
     last_q: Tensor | None = None  # [Hq, W, D], after RoPE, W = min(needs.last_q, n)
     first_q: Tensor | None = None  # [Hq, w0, D], after RoPE
     colsums: Tensor | None = None  # [Hq, n] fp32, attention received by each token from all queries
+    colsums_q: Mapping[int, Tensor] = field(default_factory=dict)  # the same by bit width, of quantised keys
     hidden: Tensor | None = None  # [n, d], input of the attention module
     inv_freq: Tensor | None = None  # [r / 2], the model's rotary frequencies; None where positions are learned
 

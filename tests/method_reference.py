@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 
@@ -23,14 +24,25 @@ def grid(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_layer(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None, *, per: str = "kv_head", scale: float = 0.5, **obs
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None = None,
+    *,
+    per: str = "kv_head",
+    scale: float = 0.5,
+    bits: tuple[int, ...] = (),
+    **obs,
 ) -> tuple[LayerCache, Observation]:
-    """The dense cache and the complete observation of one layer: q [Hq, n, D], k and v [Hk, n, D]."""
+    """The dense cache and the complete observation of one layer: q [Hq, n, D], k and v [Hk, n, D].
+
+    ``bits`` are the widths of quantised keys whose column sums are observed, too.
+    """
     n = q.shape[1]
     v = k.flip(1).clone() if v is None else v
     heads = q.shape[0] if per == "query_head" else k.shape[0]
     freq = torch.tensor([10_000 ** (-2 * i / q.shape[2]) for i in range(q.shape[2] // 2)])
     seen = {"layer": 0, "n_layers": 2, "prompt": 7, "inv_freq": freq, **obs}
+    seen["colsums_q"] = {b: column_sums(q, rounded(k, b), scale) for b in bits}
     observation = Observation(n=n, scale=scale, last_q=q, first_q=q, colsums=column_sums(q, k, scale), **seen)
     return ops.dense(k, v, heads=heads, query_heads=q.shape[0]), observation
 
@@ -53,6 +65,18 @@ def attention(q: torch.Tensor, k: torch.Tensor, scale: float = 0.5) -> list[list
             rows.append([e / sum(exps) for e in exps] + [0.0] * (len(head) - i - 1))
         result.append(rows)
     return result
+
+
+def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Every vector of x [..., D] rounded alone to 2^bits steps with an integer zero point, in single precision."""
+    result = []
+    for vector in x.reshape(-1, x.shape[-1]).float().numpy():
+        last = 2**bits - 1
+        scale = max((vector.max() - vector.min()) / np.float32(last), np.float32(1e-5))
+        zero = min(max(int(np.rint(-vector.min() / scale)), 0), last)
+        codes = [min(max(int(np.rint(value / scale)) + zero, 0), last) for value in vector]
+        result.append([(code - zero) * float(scale) for code in codes])
+    return torch.tensor(result).view(x.shape)
 
 
 def top(scores: list[float], count: int) -> list[int]:
@@ -181,12 +205,13 @@ def tova(attn, heads: int, size: int, per_head: bool) -> list[list[int]]:
     return [[*top(s[: n - 1], size - 1), n - 1] for s in scores]
 
 
-def evicting(model, ids: torch.Tensor, new: int, kept, leaves) -> tuple[list[int], list[list[list[int]]]]:
+def evicting(model, ids: torch.Tensor, new: int, kept, leaves, bits=None) -> tuple[list[int], list[list[list[int]]]]:
     """Greedy decoding of a small Llama under eviction, one whole pass with an explicit mask per token.
 
     ``kept(attn)`` are a layer's tokens per stored head after the prompt, by its A[h][i][j]. ``leaves(attn, held, head,
     now)`` is the set that leaves the tokens ``held`` by one stored head before the token at ``now`` joins them; attn
-    then has all rows so far, under the masks that were used. Returns the answer and what is held at its end.
+    then has all rows so far, under the masks that were used; with ``bits``, over keys rounded to them. Returns the
+    answer and what is held at its end.
     """
     config = model.config
     heads = config.num_key_value_heads
@@ -194,7 +219,7 @@ def evicting(model, ids: torch.Tensor, new: int, kept, leaves) -> tuple[list[int
     answer: list[int] = []
     seen: list[list[list[set[int]]]] = []  # by generated token, layer, stored head
     for _ in range(new):
-        layers, logits = masked_pass(model, torch.tensor(tokens), n, seen)
+        layers, logits = masked_pass(model, torch.tensor(tokens), n, seen, bits)
         if not seen:
             held = [[set(h) for h in kept(attn)] for attn in layers]
         answer.append(int(logits.argmax()))
@@ -208,8 +233,11 @@ def evicting(model, ids: torch.Tensor, new: int, kept, leaves) -> tuple[list[int
     return answer, [[sorted(h) for h in layer] for layer in held]
 
 
-def masked_pass(model, tokens: torch.Tensor, n: int, seen):
-    """Attention A[h][i][j] per layer and the last logits, where generated token n+t sees only seen[t] of the past."""
+def masked_pass(model, tokens: torch.Tensor, n: int, seen, bits=None):
+    """Attention A[h][i][j] per layer and the last logits, where generated token n+t sees only seen[t] of the past.
+
+    With ``bits``, A is what keys rounded to them would give; the logits are exact all the same.
+    """
     rows = []
 
     def eager(module, query, key, value, mask, scaling, **_):
@@ -223,7 +251,11 @@ def masked_pass(model, tokens: torch.Tensor, n: int, seen):
                 visible = seen[t][module.layer_idx][h // group]
                 hidden[h, n + t] = torch.tensor([j not in visible for j in range(length)])
         probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        rows.append(probs.double().tolist())
+        if bits is None:
+            rows.append(probs.double().tolist())
+        else:
+            coarse = (query @ rounded(key, bits).transpose(2, 3) * scaling)[0]
+            rows.append(coarse.masked_fill(hidden, -torch.inf).softmax(-1).double().tolist())
         return (probs @ value[0]).transpose(0, 1)[None], None
 
     AttentionInterface.register("slow_masked", eager)
@@ -237,7 +269,7 @@ def masked_pass(model, tokens: torch.Tensor, n: int, seen):
     return rows, out.logits[0, -1]
 
 
-def h2o_decoding(model, ids, new, heavy, recent):
+def h2o_decoding(model, ids, new, heavy, recent, bits=None):
     """Greedy decoding with H2O by loops over explicit attention, and the tokens held at its end."""
     n = len(ids)
 
@@ -252,7 +284,7 @@ def h2o_decoding(model, ids, new, heavy, recent):
         old = sorted((j for j in held if j <= now - recent), key=lambda j: (received[j], -j))
         return set(old[: len(held) - (heavy + recent - 1)])
 
-    return evicting(model, ids, new, kept_after_prompt, leaves)
+    return evicting(model, ids, new, kept_after_prompt, leaves, bits)
 
 
 def scissorhands(attn, heads: int, size: int, window: int, recent: int, variant: str) -> list[list[int]]:

@@ -53,6 +53,10 @@ class Evictor(Protocol):
         """How much each slot matters [B, H, S], before the new tokens come; the lowest are evicted, +inf never."""
         ...
 
+    def estimate(self, keys: Tensor) -> Tensor | None:
+        """Stand-ins in fp32 for keys [B, H, S, D] whose attention ``fold`` reads; None: that of the keys themselves."""
+        ...
+
     def fold(self, slots: Slots, probs: Tensor, values: Tensor) -> Mapping[str, Tensor]:
         """The state after attention ``probs`` [B, Hq, T, S] over slots with ``values`` [B, H, S, D]."""
         ...
@@ -150,7 +154,6 @@ class SlotRows:
     def attend(self, query: Tensor, scale: float, start: Tensor) -> Tensor:
         """Attention of the tokens just added, query [B, Hq, T, D] at ``start`` [B] and on, then the fold."""
         b, hq, t, _ = query.shape
-        h = self.k.shape[1]
         places = start[:, None] + torch.arange(t, device=query.device)
         keys = self.k
         if self.rotary is not None:
@@ -160,12 +163,21 @@ class SlotRows:
             keys = self.rotary.turn(self.k, rank - self.positions)
             last = self.valid.sum(dim=-1).amax(dim=1)[:, None] - t + torch.arange(t, device=query.device)
             query = self.rotary.turn(query, (last - places)[:, None].expand(b, hq, t))
-        part = logits(query, keys, scale).view(b, h, hq // h, t, -1)
-        hidden = ~self.valid[:, :, None, None] | (self.positions[:, :, None, None] > places[:, None, None, :, None])
-        probs = part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1).float().softmax(dim=-1)
+        probs = self._probs(query, keys, scale, places)
         out = weigh(probs.to(query.dtype), self.v)
+        estimated = self.evictor.estimate(keys)
+        if estimated is not None:
+            probs = self._probs(query.float(), estimated, scale, places)
         self.state = dict(self.evictor.fold(self.view(places[:, -1]), probs, self.v))
         return out
+
+    def _probs(self, query: Tensor, keys: Tensor, scale: float, places: Tensor) -> Tensor:
+        """Attention [B, Hq, T, S] in fp32 of query [B, Hq, T, D] at ``places`` [B, T] over the slots' ``keys``."""
+        b, hq, t, _ = query.shape
+        h = keys.shape[1]
+        part = logits(query, keys, scale).view(b, h, hq // h, t, -1)
+        hidden = ~self.valid[:, :, None, None] | (self.positions[:, :, None, None] > places[:, None, None, :, None])
+        return part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1).float().softmax(dim=-1)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""

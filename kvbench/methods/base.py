@@ -179,6 +179,10 @@ class TokenSelector(Stage):
         """How much each slot matters while decoding [B, H, S]; the lowest go, +inf stays."""
         raise TypeError(f"{type(self).__name__} does not say what it evicts while decoding")
 
+    def estimate(self, keys: torch.Tensor) -> torch.Tensor | None:
+        """Stand-ins in fp32 for keys [..., D], whose attention ``fold`` reads; None: the attention of the keys."""
+        return None
+
     def fold(self, slots: Slots, probs: torch.Tensor, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """The running state after attention probs [B, Hq, T, S] over values [B, H, S, D]; unchanged by default."""
         return slots.state

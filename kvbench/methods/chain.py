@@ -46,6 +46,9 @@ class Modified:
     def row(self, n: int) -> Mapping[str, int]:
         return {**self.selector.row(n), "sinks": protect(self.selector.capacity(n), self.modifiers, n).sinks}
 
+    def estimate(self, keys: torch.Tensor) -> torch.Tensor | None:
+        return self.selector.estimate(keys)
+
     def keep_scores(self, slots: Slots) -> torch.Tensor:
         scores = self.selector.keep_scores(slots)
         for modifier in self.modifiers:
@@ -266,6 +269,7 @@ class Layers:
             last_q=obs.queries(needs.last_q).clone() if needs.last_q else None,
             first_q=obs.first_q if needs.first_q else None,
             colsums=obs.colsums if needs.colsums else None,
+            colsums_q={bits: t for bits, t in obs.colsums_q.items() if bits in needs.colsums_bits},
             hidden=obs.hidden if needs.hidden else None,
         )
 

@@ -8,13 +8,16 @@ from typing import ClassVar
 
 import torch
 
+from kvbench.cache import ops
 from kvbench.cache.slots import Slots
+from kvbench.cache.zero_point import round_tokens
 from kvbench.methods.base import Block, Capacity, Selector, group_mean
 from kvbench.methods.statistics import window_rows
 from kvbench.types import LayerCache, Needs, Observation
 
 VARIANTS = ("all", "win", "orig", "uncomp")
 EVICTING = ("orig", "uncomp")
+SCORE_BITS = (8, 3, 2)
 UNCOMP_HEAVY, UNCOMP_RECENT, UNCOMP_TOTAL = 4, 508, 512
 
 
@@ -32,6 +35,8 @@ class H2O(Selector):
     heavy_ratio: with ``orig``, the heavy hitters as a fraction of the prompt, instead of half a budget.
     recent_ratio: the recent tokens likewise; the two come together.
     positions: with ``orig`` and ``uncomp``, ``true`` keeps original positions, ``rolled`` gives keys those of slots.
+    score_bits: the attention that decides is that over keys quantised to 8, 3 or 2 bits, per token and head, as
+    in Q-Hitter (MLSys 2024, table 1 and figure 2); stored keys and values stay exact.
     """
 
     id: ClassVar[str] = "h2o"
@@ -41,6 +46,7 @@ class H2O(Selector):
     heavy_ratio: float | None = None
     recent_ratio: float | None = None
     positions: str = "true"
+    score_bits: int | None = None
 
     def __post_init__(self) -> None:
         self.require("window", isinstance(self.window, int) and self.window >= 1, "a whole number of tokens, 1 or more")
@@ -48,6 +54,7 @@ class H2O(Selector):
         object.__setattr__(self, "positions", str(self.positions).lower())
         allowed = self.positions == "true" or (self.positions == "rolled" and self.evicts)
         self.require("positions", allowed, "true, or rolled with variant=orig or uncomp")
+        self.require("score_bits", self.score_bits in (None, *SCORE_BITS), "null, 8, 3 or 2")
         both = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", both, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
@@ -72,7 +79,9 @@ class H2O(Selector):
         return 1 if self.evicts else self.window
 
     def needs(self, n: int) -> Needs:
-        return Needs(last_q=self.window) if self.variant == "win" else Needs(colsums=True)
+        if self.variant == "win":
+            return Needs(last_q=self.window)
+        return Needs(colsums=True) if self.score_bits is None else Needs(colsums_bits=frozenset({self.score_bits}))
 
     def capacity(self, n: int) -> Capacity:
         if not self.evicts:
@@ -108,6 +117,9 @@ class H2O(Selector):
         young = slots.positions > slots.now - slots.row["recent"]
         return slots.state["mass"].masked_fill(young, torch.inf)
 
+    def estimate(self, keys: torch.Tensor) -> torch.Tensor | None:
+        return None if self.score_bits is None else round_tokens(keys, self.score_bits)
+
     def fold(self, slots: Slots, probs: torch.Tensor, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         mass = slots.state["mass"]
         b, heads, size = mass.shape
@@ -119,7 +131,8 @@ class H2O(Selector):
     def received(self, cache: LayerCache, obs: Observation, window: int) -> torch.Tensor:
         """Attention [Hq, n] that each token received from the queries that the variant counts."""
         if self.variant == "win":
-            return window_rows(cache, obs, window).sum(dim=1)
-        if obs.colsums is None:
+            return window_rows(cache, obs, window, self.estimate(ops.only_segment(cache).k)).sum(dim=1)
+        found = obs.colsums if self.score_bits is None else obs.colsums_q.get(self.score_bits)
+        if found is None:
             raise ValueError("h2o reads column sums that were not observed")
-        return obs.colsums
+        return found

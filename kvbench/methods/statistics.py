@@ -10,9 +10,9 @@ from kvbench.model.attention_rows import causal_softmax
 from kvbench.types import LayerCache, Observation
 
 
-def window_rows(cache: LayerCache, obs: Observation, window: int) -> torch.Tensor:
-    """Attention rows [Hq, w, n] of the last ``w = min(window, n)`` prompt tokens."""
-    return causal_softmax(obs.queries(window), ops.only_segment(cache).k, obs.scale)
+def window_rows(cache: LayerCache, obs: Observation, window: int, keys: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention rows [Hq, w, n] of the last ``w = min(window, n)`` prompt tokens, over those held or ``keys``."""
+    return causal_softmax(obs.queries(window), ops.only_segment(cache).k if keys is None else keys, obs.scale)
 
 
 def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 64) -> torch.Tensor:

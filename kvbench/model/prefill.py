@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
 from kvbench.cache import ops
+from kvbench.cache.zero_point import round_tokens
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain, Layers
 from kvbench.model.attention_rows import attend_rows, column_sums
@@ -31,6 +32,7 @@ from kvbench.model.interface import (
 )
 from kvbench.types import Cache, Needs, Observation
 
+EXACT = 0
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
 
 
@@ -43,7 +45,8 @@ class PromptLayer(KvbenchLayer):
         self.last_q: Tensor | None = None
         self.first_q: Tensor | None = None
         self.colsums: Tensor | None = None
-        self.colsums_s = 0.0
+        self.colsums_q: dict[int, Tensor] = {}
+        self.colsums_s: dict[int, float] = {}  # seconds by bit width of the keys, EXACT for those as they are
         self.scale = 1.0
 
     def add(self, k: Tensor, v: Tensor) -> None:
@@ -57,18 +60,25 @@ class PromptLayer(KvbenchLayer):
             self.last_q = q[:, -self.needs.last_q :].clone()
         if self.needs.first_q:
             self.first_q = q[:, : self.needs.first_q].clone()
+        keys = self.keys[0]
         if self.needs.colsums:
-            synchronise(query.device)
-            start = time.perf_counter()
-            self.colsums = column_sums(q, self.keys[0], scale)
-            synchronise(query.device)
-            self.colsums_s = time.perf_counter() - start
+            self.colsums = self._column_sums(q, keys, EXACT)
+        for bits in sorted(self.needs.colsums_bits):
+            self.colsums_q[bits] = self._column_sums(q, round_tokens(keys, bits), bits)
         if self.plain or window is not None:
             return attend_rows(q, self.keys[0], self.values[0], scale, window)[None]
         gqa = query.shape[1] != self.keys.shape[1]
         return F.scaled_dot_product_attention(
             query, self.keys, self.values, is_causal=True, scale=scale, enable_gqa=gqa
         )
+
+    def _column_sums(self, query: Tensor, keys: Tensor, bits: int) -> Tensor:
+        synchronise(query.device)
+        start = time.perf_counter()
+        found = column_sums(query, keys, self.scale)
+        synchronise(query.device)
+        self.colsums_s[bits] = time.perf_counter() - start
+        return found
 
     def take(self) -> tuple[Tensor, Tensor]:
         """The dense keys and values [Hk, n, D], each alone in its storage; the layer forgets them."""
@@ -80,11 +90,11 @@ class PromptLayer(KvbenchLayer):
 
 def observe(
     model: PreTrainedModel, input_ids: Tensor, needs: Needs, on_layer: OnLayer, plain: bool = False
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, dict[int, float]]:
     """Read ``input_ids`` [n] once and hand every finished layer to ``on_layer``.
 
-    Returns the next token's logits [V] and the seconds that column sums took. ``plain`` attends by fp32 softmax rows
-    instead of PyTorch's fused attention.
+    Returns the next token's logits [V] and the seconds that column sums took, by bit width of the keys. ``plain``
+    attends by fp32 softmax rows instead of PyTorch's fused attention.
     """
     n_layers = int(model.config.num_hidden_layers)
     layers = [PromptLayer(needs, plain) for _ in range(n_layers)]
@@ -105,10 +115,12 @@ def observe(
             last_q=layer.last_q,
             first_q=layer.first_q,
             colsums=layer.colsums,
+            colsums_q=layer.colsums_q,
             hidden=hidden[0].clone() if needs.hidden else None,
             inv_freq=inv_freq,
         )
         layer.last_q = layer.first_q = layer.colsums = None
+        layer.colsums_q = {}
         on_layer(observation, k, v)
 
     with torch.no_grad(), attached(model), layer_hooks(model, finished):
@@ -119,7 +131,8 @@ def observe(
             use_cache=True,
             logits_to_keep=1,
         )
-    return out.logits[0, -1].clone(), sum(layer.colsums_s for layer in layers)
+    seconds = {bits: sum(layer.colsums_s[bits] for layer in layers) for bits in layers[0].colsums_s}
+    return out.logits[0, -1].clone(), seconds
 
 
 def prefill_chains(
@@ -180,11 +193,12 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
     with _clock(ids.device, total, 0):
         logits, colsums_s = observe(model, ids, needs, on_layer, plain)
     n = ids.shape[0]
-    forward = max(total[0] - sum(spent) - colsums_s, 0.0)
+    forward = max(total[0] - sum(spent) - sum(colsums_s.values()), 0.0)
     owner = weakref.ref(model)
     caches = []
     for chain, held, seconds in zip(chains, layers, spent, strict=True):
-        own = seconds + (colsums_s if chain.needs(n).colsums else 0.0)
+        asked = chain.needs(n)
+        own = seconds + sum(colsums_s[b] for b in {*asked.colsums_bits, *([EXACT] if asked.colsums else [])})
         caches.append(Cache(tuple(held.caches), logits, chain, n, forward, own, owner))
     return caches
 

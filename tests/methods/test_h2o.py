@@ -66,6 +66,10 @@ def test_a_window_of_all_queries_makes_win_equal_to_all():
 def test_each_variant_asks_only_for_what_it_reads():
     assert H2O().needs(100) == Needs(colsums=True)
     assert H2O(variant="win", window=8).needs(100) == Needs(last_q=8)
+    assert H2O(score_bits=3).needs(100) == Needs(colsums_bits=frozenset({3}))
+    assert H2O(variant="win", window=8, score_bits=3).needs(100) == Needs(last_q=8)
+    merged = H2O(score_bits=3).needs(9) | H2O(score_bits=2, variant="orig").needs(9) | H2O().needs(9)
+    assert merged == Needs(colsums=True, colsums_bits=frozenset({2, 3}))
 
 
 def test_missing_column_sums_are_an_error():
@@ -116,7 +120,69 @@ def test_uncomps_baseline_needs_room_for_a_heavy_hitter():
     assert held == list(range(151, 200))
 
 
-@pytest.mark.parametrize(("knob", "value"), [("variant", "half"), ("window", 0), ("window", 2.5)])
+@pytest.mark.parametrize("bits", [8, 3, 2])
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+def test_quantised_keys_decide_and_exact_ones_are_stored_and_attended(bits, per):
+    """Spec 2.3, ``score_bits``: from a real prefill, where every width is observed in one pass."""
+    model, ids = build("llama"), prompt(60, 3)
+    entries = [
+        {"method": "h2o", "kv_size": 20, "window": 4, "variant": v, "score_bits": b}
+        for v in ("all", "win")
+        for b in (bits, None, 2)
+    ]
+    full, *together = kvbench.prefill(model, ids, ["full", *entries], per=per)
+    for i in (0, 3):
+        made, exact = together[i : i + 2]
+        (alone,) = kvbench.prefill(model, ids, [entries[i]], per=per)
+        held = [ref.kept(layer) for layer in made.layers]
+        assert held == [ref.kept(layer) for layer in alone.layers]
+        assert held != [ref.kept(layer) for layer in exact.layers] or bits == 8
+        audit(made, 2, 16, model.dtype)
+        for layer, whole in zip(made.layers, full.layers, strict=True):
+            (a,), (b,) = layer.segments, whole.segments
+            for h, positions in enumerate(ref.kept(layer)):
+                source = h // (len(a.k) // len(b.k))
+                assert torch.equal(a.k[h], b.k[source, positions]) and torch.equal(a.v[h], b.v[source, positions])
+
+
+@pytest.mark.parametrize(("bits", "seed"), [(8, 8), (3, 8), (2, 8), (2, 9)])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_decoding_by_quantised_keys_equals_a_slow_simulation(bits, seed, family):
+    model, ids = build(family), prompt(26, seed)
+    (cache,) = kvbench.prefill(model, ids, [{"method": "h2o", "variant": "orig", "kv_size": 10, "score_bits": bits}])
+    answer, held = ref.h2o_decoding(model, ids, 12, 5, 5, bits)
+    assert kvbench.generate(model, [cache], 12) == [answer]
+    longer = kvbench.extend(model, cache, torch.tensor(answer))
+    assert [ref.kept(layer) for layer in longer.layers] == held
+    _, exactly = ref.h2o_decoding(model, ids, 12, 5, 5)
+    assert (held != exactly) or bits == 8
+
+
+def test_under_vatp_quantised_keys_decide_too():
+    model = build("llama")
+    entries = [{"method": "vatp+h2o", "variant": "orig", "kv_size": 12, "score_bits": b} for b in (None, 2)]
+    exact, coarse = kvbench.prefill(model, prompt(60, 3), entries)
+    new = prompt(20, 4)
+    held = [[ref.kept(x) for x in kvbench.extend(model, c, new).layers] for c in (exact, coarse)]
+    assert held[0] != held[1] and all(len(h) == 12 for x in held[1] for h in x)
+
+
+def test_an_unset_width_is_not_part_of_what_a_result_is_stored_under():
+    (plain,) = registry.parse("h2o").identity()["stages"]
+    assert "score_bits" not in plain["knobs"] and plain["revision"] == 1
+    (set_,) = registry.parse({"method": "h2o", "score_bits": 3}).identity()["stages"]
+    assert set_["knobs"] == {**plain["knobs"], "score_bits": 3}
+
+
+def test_column_sums_of_another_width_are_an_error():
+    dense, obs = ref.make_layer(ref.grid(2, 20, 8), ref.grid(2, 20, 8), bits=(3,))
+    with pytest.raises(ValueError, match="column sums"):
+        H2O(kv_size=8, window=2, score_bits=2).compress(dense, obs)
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"), [("variant", "half"), ("window", 0), ("window", 2.5), ("score_bits", 4), ("score_bits", "two")]
+)
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.h2o\.{knob}"):
         registry.parse({"method": "h2o", knob: value})

@@ -22,6 +22,7 @@ SELECTORS = [
     ("pyramidkv", {"window": 4, "kernel": 3, "pooling": "max", "beta": 5}),
     ("h2o", {"window": 4, "variant": "win"}),
     ("h2o", {"window": 4, "variant": "all"}),
+    *(("h2o", {"window": 4, "variant": v, "score_bits": b}) for v in ("win", "all") for b in (8, 3, 2)),
     ("scissorhands", {"window": 7, "recent": 4, "variant": "code"}),
     ("scissorhands", {"window": 400, "recent": 4, "variant": "paper"}),
     ("tova", {"per_head": False}),
@@ -30,6 +31,7 @@ SELECTORS = [
     ("keynorm", {"protect_recent": 4}),
     ("streamingllm", {"sinks": 4}),
 ]
+EXACT = [s for s in SELECTORS if s[0] in ("snapkv", "h2o") and "score_bits" not in s[1]]
 PRUNERS = [("think", {"observed": 5}), ("l1", {}), ("l2", {})]
 
 
@@ -48,6 +50,9 @@ def expected_tokens(method, knobs, q, k, heads):
         return ref.keynorm(k, heads, SIZE, **knobs)
     if method == "streamingllm":
         return ref.streamingllm(N, heads, SIZE, **knobs)
+    bits = knobs.get("score_bits")
+    if bits:
+        k, knobs = ref.rounded(k, bits), {name: v for name, v in knobs.items() if name != "score_bits"}
     return getattr(ref, method)(ref.attention(q, k), heads, SIZE, **knobs)
 
 
@@ -63,7 +68,7 @@ def expected_channels(method, q, k, tokens, count):
 @pytest.mark.parametrize(("method", "knobs"), SELECTORS)
 def test_selectors_keep_the_tokens_of_their_reference(method, knobs, shape, per, data):
     q, k = tensors(shape, data)
-    dense, obs = ref.make_layer(q, k, per=per)
+    dense, obs = ref.make_layer(q, k, per=per, bits=(8, 3, 2))
     cache = registry.parse({"method": method, "kv_size": SIZE, "per": per, **knobs}).compress(dense, obs)
     wanted = expected_tokens(method, knobs, q, k, dense.heads)
     assert ref.kept(cache) == wanted
@@ -112,7 +117,9 @@ def test_the_constructed_ties_decide_at_the_cut():
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("per", PER)
-@pytest.mark.parametrize(("method", "knobs"), [s for s in SELECTORS if s[0] in ("snapkv", "h2o")])
+@pytest.mark.parametrize(
+    ("method", "knobs"), [s for s in SELECTORS if s[0] in ("snapkv", "h2o") and "score_bits" not in s[1]]
+)
 def test_selectors_agree_with_the_attention_that_transformers_reports(method, knobs, per, family):
     model, ids = build(family), prompt(40, 4)
     (cache,) = kvbench.prefill(model, ids, [{"method": method, "kv_size": SIZE, **knobs}], per=per)
