@@ -122,8 +122,7 @@ class TokenSelector(Stage):
 
     frozen_layers: layers that keep everything.
 
-    A selector that also evicts while decoding returns True from ``evicts`` and implements ``keep_scores`` and, if it
-    keeps a running state, ``carry`` and ``fold``; it then holds its budget for the whole generation.
+    Those that also evict while decoding are in methods.evicting.
     """
 
     role: ClassVar[Role] = "selector"
@@ -156,36 +155,12 @@ class TokenSelector(Stage):
 
     @property
     def rolled(self) -> bool:
-        """Whether cached keys take the positions of their slots (``positions=rolled``) instead of their own."""
+        """Whether cached keys take the positions of their slots instead of their own."""
         return False
-
-    def decode_budget(self, n: int, layer: int) -> int:
-        """Tokens that an evicting selector holds per head while decoding after a prompt of n tokens."""
-        return 2**31 - 1 if layer in self.frozen_layers else self.capacity(n).tokens
-
-    def hold(self, cache: LayerCache, layer: int) -> int:
-        """Tokens that an evicting selector goes on holding per head of this layer."""
-        return self.decode_budget(cache.seen, layer)
-
-    def row(self, n: int) -> Mapping[str, int]:
-        """Numbers that decoding needs and that depend on the prompt's length, for ``Slots.row``."""
-        return {}
 
     def carry(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         """The running state that decoding goes on from, per prompt token: [heads, n, ...] each."""
         return {}
-
-    def keep_scores(self, slots: Slots) -> torch.Tensor:
-        """How much each slot matters while decoding [B, H, S]; the lowest go, +inf stays."""
-        raise TypeError(f"{type(self).__name__} does not say what it evicts while decoding")
-
-    def estimate(self, keys: torch.Tensor) -> torch.Tensor | None:
-        """Stand-ins in fp32 for keys [..., D], whose attention ``fold`` reads; None: the attention of the keys."""
-        return None
-
-    def fold(self, slots: Slots, probs: torch.Tensor, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The running state after attention probs [B, Hq, T, S] over values [B, H, S, D]; unchanged by default."""
-        return slots.state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,11 +225,6 @@ class Selector(TokenSelector):
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         """How much each prompt token matters, [heads, n] or [1, n] if ``shared``; larger is kept."""
         raise TypeError(f"{type(self).__name__} does not say how it scores tokens")
-
-    def decode_budget(self, n: int, layer: int) -> int:
-        if layer in self.frozen_layers or self.kv_size is None:
-            return super().decode_budget(n, layer)
-        return self.kv_size
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         return self.choose(cache, obs, ())

@@ -11,7 +11,8 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.slots import Slots
-from kvbench.methods.base import Block, Expected, Selector, group_mean, top_indices
+from kvbench.methods.base import Block, Expected, group_mean, top_indices
+from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.shares import shares, whole_shares
 from kvbench.methods.statistics import pool, window_rows
 from kvbench.types import LayerCache, Needs, Observation
@@ -21,7 +22,7 @@ NOISE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cake(Selector):
+class Cake(EvictingSelector):
     """Layer l keeps its last w tokens and B_l others, with B_l in proportion to P_l = disp^(1/tau1) * var^(1/tau2).
 
     Over the attention A of the last w queries to the tokens before them, disp = -sum of A log(A) and var = sum over

@@ -23,6 +23,7 @@ from kvbench.methods.base import (
     TokenSelector,
     protect,
 )
+from kvbench.methods.evicting import EvictingSelector
 from kvbench.types import LayerCache, Needs, Observation
 
 ROLES: tuple[Role, ...] = ("selector", "modifier", "prune", "quantise", "mask")
@@ -33,7 +34,7 @@ PER = ("kv_head", "query_head")
 class Modified:
     """A selector that evicts while decoding, under its modifiers."""
 
-    selector: TokenSelector
+    selector: EvictingSelector
     modifiers: tuple[Modifier, ...]
 
     @property
@@ -130,7 +131,7 @@ class Chain:
     def evictor(self) -> Evictor | None:
         """What decides over slots while decoding; None for a chain whose cache grows."""
         selector = self.selector
-        if selector is None or not selector.evicts:
+        if not isinstance(selector, EvictingSelector) or not selector.evicts:
             return None
         return Modified(selector, self.modifiers) if self.modifiers else selector
 

@@ -11,7 +11,8 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.slots import Slots
 from kvbench.cache.zero_point import round_tokens
-from kvbench.methods.base import Block, Capacity, Selector, group_mean
+from kvbench.methods.base import Block, Capacity, group_mean
+from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import window_rows
 from kvbench.types import LayerCache, Needs, Observation
 
@@ -22,7 +23,7 @@ UNCOMP_HEAVY, UNCOMP_RECENT, UNCOMP_TOTAL = 4, 508, 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2O(Selector):
+class H2O(EvictingSelector):
     """Score of token j = attention it received, S[h, j] = sum over queries i >= j of A[h, i, j]; no pooling.
 
     Under ``per=kv_head`` a group's query heads are averaged before the top-k. window: last tokens, always kept.
@@ -34,7 +35,7 @@ class H2O(Selector):
     kv_size is refused, a fraction of a short prompt keeps recent tokens alone.
     heavy_ratio: with ``orig``, the heavy hitters as a fraction of the prompt, instead of half a budget.
     recent_ratio: the recent tokens likewise; the two come together.
-    positions: with ``orig`` and ``uncomp``, ``true`` keeps original positions, ``rolled`` gives keys those of slots.
+    positions: ``rolled`` with ``orig`` and ``uncomp`` only.
     score_bits: the attention that decides is that over keys quantised to 8, 3 or 2 bits, per token and head, as
     in Q-Hitter (MLSys 2024, table 1 and figure 2); stored keys and values stay exact.
     """
@@ -45,15 +46,12 @@ class H2O(Selector):
     variant: str = "all"
     heavy_ratio: float | None = None
     recent_ratio: float | None = None
-    positions: str = "true"
+    positions: str | None = "true"
     score_bits: int | None = None
 
     def __post_init__(self) -> None:
         self.require("window", isinstance(self.window, int) and self.window >= 1, "a whole number of tokens, 1 or more")
         self.require("variant", self.variant in VARIANTS, " or ".join(VARIANTS))
-        object.__setattr__(self, "positions", str(self.positions).lower())
-        allowed = self.positions == "true" or (self.positions == "rolled" and self.evicts)
-        self.require("positions", allowed, "true, or rolled with variant=orig or uncomp")
         self.require("score_bits", self.score_bits in (None, *SCORE_BITS), "null, 8, 3 or 2")
         both = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", both, "given together with recent_ratio")
@@ -70,10 +68,6 @@ class H2O(Selector):
     @property
     def evicts(self) -> bool:
         return self.variant in EVICTING
-
-    @property
-    def rolled(self) -> bool:
-        return self.positions == "rolled"
 
     def window_size(self) -> int:
         return 1 if self.evicts else self.window

@@ -13,7 +13,8 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.slots import Slots
-from kvbench.methods.base import Block, Capacity, Selector, group_mean
+from kvbench.methods.base import Block, Capacity, group_mean
+from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import window_rows, window_sums
 from kvbench.types import LayerCache, Needs, Observation
 
@@ -21,7 +22,7 @@ VARIANTS = ("code", "paper")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scissorhands(Selector):
+class Scissorhands(EvictingSelector):
     """Score of token j = attention that it received from the last ``window`` queries; the budget holds while decoding.
 
     The first tokens are not protected. Under ``per=kv_head`` a group's query heads are averaged.
@@ -49,10 +50,6 @@ class Scissorhands(Selector):
             self.require("half_ratio", 0 < self.half_ratio <= 0.5, "a fraction of the prompt, above 0 and at most 0.5")
             self.require("half_ratio", self.kv_size is None, "a budget of its own: not given together with kv_size")
         super().__post_init__()
-
-    @property
-    def evicts(self) -> bool:
-        return True
 
     def window_size(self) -> int:
         return self.recent

@@ -8,20 +8,22 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache.slots import Slots
-from kvbench.methods.base import Capacity, Selector
+from kvbench.methods.base import Capacity
+from kvbench.methods.evicting import EvictingSelector
 from kvbench.types import LayerCache, Observation
 
 MODES = ("static", "mask", "rolled")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingLLM(Selector):
+class StreamingLLM(EvictingSelector):
     """Keeps tokens {0 .. S-1} and the last C-S, the same in every head.
 
     sinks: first tokens S that are always kept. mode: ``static`` evicts once after the prompt, keeps original positions
     and lets the cache grow while decoding (as KVCache-Factory does); ``mask`` keeps C tokens at their original
     positions while decoding, so that the recent ones slide (as VATP's code does); ``rolled`` does so with slot
-    indices as positions, the query at the last slot (the paper's own).
+    indices as positions, the query at the last slot (the paper's own): ``mask`` with ``positions=rolled`` is another
+    way to write it.
     """
 
     id: ClassVar[str] = "streamingllm"
@@ -34,7 +36,12 @@ class StreamingLLM(Selector):
     def __post_init__(self) -> None:
         self.require("sinks", isinstance(self.sinks, int) and self.sinks >= 0, "a whole number of tokens, 0 or more")
         self.require("mode", self.mode in MODES, " or ".join(MODES))
+        contradiction = self.mode == "rolled" and str(self.positions).lower() == "true"
+        self.require("positions", not contradiction, "mode=rolled is rolled positions, mode=mask keeps true ones")
         super().__post_init__()
+        if self.rolled:
+            object.__setattr__(self, "mode", "rolled")
+            object.__setattr__(self, "positions", None)
 
     @property
     def evicts(self) -> bool:
@@ -42,7 +49,7 @@ class StreamingLLM(Selector):
 
     @property
     def rolled(self) -> bool:
-        return self.mode == "rolled"
+        return self.mode == "rolled" or super().rolled
 
     def sink_size(self) -> int:
         return self.sinks

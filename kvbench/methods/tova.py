@@ -10,13 +10,14 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.slots import Slots
-from kvbench.methods.base import Block, Capacity, Selector
+from kvbench.methods.base import Block, Capacity
+from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import window_rows
 from kvbench.types import LayerCache, Needs, Observation
 
 
 @dataclass(frozen=True, kw_only=True)
-class TOVA(Selector):
+class TOVA(EvictingSelector):
     """Score of token j = attention of the newest query to it; the lowest goes, after the prompt and at every step.
 
     Attention is averaged over all heads of a layer, which keep the same tokens. The newest token always stays: the
@@ -32,10 +33,6 @@ class TOVA(Selector):
     def __post_init__(self) -> None:
         self.require("per_head", isinstance(self.per_head, bool), "true or false")
         super().__post_init__()
-
-    @property
-    def evicts(self) -> bool:
-        return True
 
     def window_size(self) -> int:
         return 1

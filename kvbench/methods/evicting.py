@@ -1,0 +1,73 @@
+"""Selectors that also evict while decoding: they hold their budget for the whole generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvbench.cache.slots import Slots
+from kvbench.methods.base import Selector
+from kvbench.types import LayerCache
+
+POSITIONS = (None, "true", "rolled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictingSelector(Selector):
+    """A selector whose ``evicts`` may be True; it implements ``keep_scores`` and, with a running state, ``carry`` and
+    ``fold``. The knob common to all of them:
+
+    positions: ``true`` leaves cached keys at their own positions, and so does null; ``rolled`` gives them those of
+    their slots and the query that of the last (for unbounded streams; needs rotary positions).
+    """
+
+    positions: str | None = None
+
+    def __post_init__(self) -> None:
+        written = None if self.positions is None else str(self.positions).lower()
+        self.require("positions", written in POSITIONS, "true or rolled")
+        # what is not set and what is set to the default are one method, under one identity
+        object.__setattr__(self, "positions", written if written == "rolled" else type(self).positions)
+        super().__post_init__()
+        self.require(
+            "positions",
+            self.evicts or not self.rolled,
+            f"rolled positions are those of a cache that evicts while decoding, and {self.id} set so evicts only after "
+            "the prompt",
+        )
+
+    @property
+    def evicts(self) -> bool:
+        return True
+
+    @property
+    def rolled(self) -> bool:
+        return self.positions == "rolled"
+
+    def decode_budget(self, n: int, layer: int) -> int:
+        """Tokens held per head while decoding after a prompt of n tokens."""
+        if layer in self.frozen_layers:
+            return 2**31 - 1
+        return self.kv_size if self.kv_size is not None else self.capacity(n).tokens
+
+    def hold(self, cache: LayerCache, layer: int) -> int:
+        """Tokens that go on being held per head of this layer."""
+        return self.decode_budget(cache.seen, layer)
+
+    def row(self, n: int) -> Mapping[str, int]:
+        """Numbers that decoding needs and that depend on the prompt's length, for ``Slots.row``."""
+        return {}
+
+    def keep_scores(self, slots: Slots) -> torch.Tensor:
+        """How much each slot matters while decoding [B, H, S]; the lowest go, +inf stays."""
+        raise TypeError(f"{type(self).__name__} does not say what it evicts while decoding")
+
+    def estimate(self, keys: torch.Tensor) -> torch.Tensor | None:
+        """Stand-ins in fp32 for keys [..., D], whose attention ``fold`` reads; None: the attention of the keys."""
+        return None
+
+    def fold(self, slots: Slots, probs: torch.Tensor, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The running state after attention probs [B, Hq, T, S] over values [B, H, S, D]; unchanged by default."""
+        return slots.state

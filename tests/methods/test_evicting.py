@@ -1,0 +1,172 @@
+"""What holds for every selector that evicts while decoding, found by its ``positions`` knob (spec G11)."""
+
+import itertools
+
+import method_reference as ref
+import pytest
+import torch
+from families import build, prompt
+
+import kvbench
+from kvbench.errors import UsageError
+from kvbench.methods import registry
+from kvbench.methods.base import Selector
+from kvbench.methods.evicting import EvictingSelector
+from kvbench.model.decode import build as build_batch
+from kvbench.model.decode import step
+from kvbench.model.interface import attached
+
+SELECTORS = [
+    m
+    for m in registry.available()
+    if m != "full" and isinstance(registry.make_stage(m, registry.defaults(m)), EvictingSelector)
+]
+# how to set those that by default evict only after the prompt, and further ways to evict
+SETTINGS = {
+    "h2o": [{"variant": "orig"}, {"variant": "uncomp"}, {"variant": "orig", "score_bits": 2}],
+    "streamingllm": [{"mode": "mask"}],
+    "scissorhands": [{"variant": "code"}, {"variant": "paper", "window": 9}],
+    "tova": [{}, {"per_head": True}],
+}
+ENTRIES = {
+    "-".join([m, *map(str, s.values())]): {"method": m, **s} for m in SELECTORS for s in SETTINGS.get(m, [{}])
+} | {"vatp+h2o": {"method": "vatp+h2o", "variant": "orig"}}
+SMALL = {"kv_size": 14, "window": 6, "recent": 4}
+each = pytest.mark.parametrize("name", ENTRIES)
+
+
+def entry(name, **more):
+    """The entry ``name``, with those of SMALL that its methods own and it does not set."""
+    own = {f"{m}.{k}" for m in ENTRIES[name]["method"].split("+") for k in registry.knob_names(m)}
+    small = {k: v for k, v in SMALL.items() if any(o.endswith(f".{k}") for o in own)}
+    if ENTRIES[name].get("variant") == "uncomp":
+        small["kv_size"] = 130
+    return {**small, **ENTRIES[name], **more}
+
+
+def length(name):
+    """A prompt's length that the entry's budget cuts."""
+    return entry(name)["kv_size"] + 26
+
+
+def test_every_selector_that_can_evict_has_the_knob():
+    assert {"h2o", "scissorhands", "cake", "tova", "streamingllm"} <= set(SELECTORS)
+    for m in registry.available():
+        if m != "full" and isinstance(registry.make_stage(m, registry.defaults(m)), Selector):
+            assert ("positions" in registry.knob_names(m)) == (m in SELECTORS)
+    assert all(registry.parse(entry(name)).evicts for name in ENTRIES)
+
+
+@each
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
+def test_rolled_with_budget_for_all_answers_as_the_full_cache(name, per, family):
+    model, ids = build(family), prompt(40, 3)
+    made = entry(name, positions="rolled", kv_size=2000)
+    full, rolled = kvbench.prefill(model, ids, ["full", made], per=per)
+    answers = kvbench.generate(model, [full, rolled], 12)
+    assert answers[0] == answers[1]
+    longer = [kvbench.extend(model, c, prompt(5, 4)).logits for c in (full, rolled)]
+    torch.testing.assert_close(longer[0], longer[1], atol=1e-4, rtol=1e-4)
+
+
+@each
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_rolled_first_layer_attends_as_a_fresh_pass_over_what_each_head_keeps(name, family):
+    """In layer 0 keys and values depend on token and position alone: a head attends as over its kept text alone."""
+    model, n = build(family), length(name)
+    ids, new = prompt(n, 3), prompt(6, 4)
+    (cache,) = kvbench.prefill(model, ids, [entry(name, positions="rolled")])
+    text = torch.cat([ids, new])
+    batch = build_batch(model, [cache], len(new))
+    with torch.no_grad(), attached(model):
+        for t in range(len(new)):
+            with heads_of_layer_0(model, family) as mixed:
+                step(model, batch, new[t].view(1, 1), torch.tensor([[n + t]]))
+    held = ref.kept(batch[0].continued(cache.layers[0]))
+    budget, group = sum(map(len, held)) // len(held), 4 // len(held)
+    assert budget < n and all(p[-1] == n + len(new) - 1 for p in held)
+    for h, positions in enumerate(held):
+        with torch.no_grad(), heads_of_layer_0(model, family) as fresh:
+            model(text[positions][None])
+        for q in range(h * group, (h + 1) * group):
+            torch.testing.assert_close(mixed[0][0, -1, q], fresh[0][0, -1, q], atol=1e-5, rtol=1e-4)
+
+
+class heads_of_layer_0:
+    """Collects what layer 0's heads [1, T, Hq, D] hand to the output projection."""
+
+    def __init__(self, model, family):
+        layer = (
+            model.model.layers[0].self_attn.o_proj if family == "llama" else model.gpt_neox.layers[0].attention.dense
+        )
+        self.found = []
+        self.hook = layer.register_forward_pre_hook(lambda _, x: self.found.append(x[0].unflatten(-1, (4, -1))))
+
+    def __enter__(self):
+        return self.found
+
+    def __exit__(self, *_):
+        self.hook.remove()
+
+
+@each
+def test_rolled_and_true_positions_differ_once_tokens_are_gone(name):
+    model, n = build("llama"), length(name)
+    made = kvbench.prefill(model, prompt(n, 3), [entry(name, positions=p) for p in ("true", "rolled")])
+    assert torch.equal(made[0].logits, made[1].logits)
+    true, rolled = (kvbench.extend(model, c, prompt(6, 4)).logits for c in made)
+    assert not torch.allclose(true, rolled, atol=1e-2)
+
+
+@each
+def test_unset_and_true_are_one_method(name):
+    plain = registry.parse(entry(name)).identity()
+    assert all(registry.parse(entry(name, positions=p)).identity() == plain for p in ("true", True, "True", None))
+    knobs = plain["stages"][0]["knobs"]
+    assert knobs.get("positions") == ("true" if "h2o" in name else None)
+    assert registry.parse(entry(name, positions="rolled")).identity() != plain
+
+
+def test_the_two_ways_to_write_a_rolled_streamingllm_are_one():
+    one = registry.parse({"method": "streamingllm", "mode": "rolled", "kv_size": 12})
+    two = registry.parse({"method": "streamingllm", "mode": "mask", "positions": "rolled", "kv_size": 12})
+    assert one == two and one.identity() == two.identity() and one.evictor.rolled
+    assert "positions" not in one.identity()["stages"][0]["knobs"]
+    with pytest.raises(UsageError, match=r"method\.streamingllm\.positions='true' .*mode=mask keeps true ones"):
+        registry.parse({"method": "streamingllm", "mode": "rolled", "positions": "true"})
+
+
+STATIC = [{"method": "h2o"}, {"method": "h2o", "variant": "win"}, {"method": "cake", "decode_evict": False}]
+
+
+@pytest.mark.parametrize("made", [*STATIC, {"method": "streamingllm"}], ids=str)
+def test_rolled_is_refused_where_nothing_is_evicted_while_decoding(made):
+    with pytest.raises(UsageError, match=rf"method\.{made['method']}\.positions='rolled' .*only after the prompt"):
+        registry.parse({**made, "positions": "rolled"})
+
+
+@each
+def test_other_positions_are_refused(name):
+    with pytest.raises(UsageError, match=r"\.positions='slots' is not possible: true or rolled"):
+        registry.parse(entry(name, positions="slots"))
+
+
+@each
+def test_rolled_is_refused_for_learned_positions(name):
+    model = build("opt")
+    caches = kvbench.prefill(model, prompt(30), [entry(name, positions="rolled")])
+    with pytest.raises(UsageError, match="learns its positions"):
+        kvbench.generate(model, caches, 3)
+
+
+@each
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+def test_budget_holds_and_a_batch_answers_as_each_row_alone(name, per):
+    """Rolled and true positions, prompts above and below the budget, in one batch."""
+    model = build("llama")
+    sizes = (length(name), 9, length(name) - 13)
+    pairs = itertools.product(sizes, ("true", "rolled"))
+    caches = [kvbench.prefill(model, prompt(n, n), [entry(name, positions=p)], per=per)[0] for n, p in pairs]
+    together = kvbench.generate(model, caches, 12)
+    assert together == [kvbench.generate(model, [c], 12)[0] for c in caches]
