@@ -1,5 +1,6 @@
 """Decode-time eviction: against a loop that recomputes everything, flat in memory, alone as in a batch."""
 
+import decoding_reference as decoding
 import method_reference as ref
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_enough_budget_gives_the_full_caches_answers(rule, family):
 def test_h2o_orig_equals_a_slow_simulation_with_masks():
     model, ids = build("llama"), prompt(26, 8)
     (cache,) = kvbench.prefill(model, ids, [{"method": "h2o", "variant": "orig", "kv_size": 10}])
-    answer, held = ref.h2o_decoding(model, ids, 14, 5, 5)
+    answer, held = decoding.h2o_decoding(model, ids, 14, 5, 5)
     assert kvbench.generate(model, [cache], 14) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
     assert [ref.kept(layer) for layer in longer.layers] == held

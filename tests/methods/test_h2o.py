@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import decoding_reference as decoding
 import method_reference as ref
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_uncomps_baseline_decodes_as_a_slow_simulation_with_masks(family):
     model, ids = build(family), prompt(150, 8)
     (cache,) = kvbench.prefill(model, ids, [{"method": "h2o", "variant": "uncomp", "kv_size": 130}])
     assert audit(cache, 2, 16, model.dtype).kept == 129
-    answer, held = ref.h2o_decoding(model, ids, 6, 1, 128)
+    answer, held = decoding.h2o_decoding(model, ids, 6, 1, 128)
     assert kvbench.generate(model, [cache], 6) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
     assert [ref.kept(layer) for layer in longer.layers] == held
@@ -150,11 +151,11 @@ def test_quantised_keys_decide_and_exact_ones_are_stored_and_attended(bits, per)
 def test_decoding_by_quantised_keys_equals_a_slow_simulation(bits, seed, family):
     model, ids = build(family), prompt(26, seed)
     (cache,) = kvbench.prefill(model, ids, [{"method": "h2o", "variant": "orig", "kv_size": 10, "score_bits": bits}])
-    answer, held = ref.h2o_decoding(model, ids, 12, 5, 5, bits)
+    answer, held = decoding.h2o_decoding(model, ids, 12, 5, 5, bits)
     assert kvbench.generate(model, [cache], 12) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
     assert [ref.kept(layer) for layer in longer.layers] == held
-    _, exactly = ref.h2o_decoding(model, ids, 12, 5, 5)
+    _, exactly = decoding.h2o_decoding(model, ids, 12, 5, 5)
     assert (held != exactly) or bits == 8
 
 

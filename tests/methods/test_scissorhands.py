@@ -1,5 +1,6 @@
 """Scissorhands: attention from the last w queries, held to the budget while decoding."""
 
+import decoding_reference as decoding
 import method_reference as ref
 import pytest
 import torch
@@ -100,7 +101,9 @@ def simulated(model, ids, new, size, window, recent, variant):
         old = sorted((j for j in held if j <= now - recent), key=lambda j: (score[j], -j))
         return set(old[: max(0, len(held) - (size - 1))])
 
-    return ref.evicting(model, ids, new, lambda attn: ref.scissorhands(attn, 2, size, window, recent, variant), leaves)
+    return decoding.evicting(
+        model, ids, new, lambda attn: ref.scissorhands(attn, 2, size, window, recent, variant), leaves
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

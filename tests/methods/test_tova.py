@@ -1,5 +1,6 @@
 """TOVA: the newest query decides, for all heads of a layer, after the prompt and at every step."""
 
+import decoding_reference as decoding
 import method_reference as ref
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_decoding_equals_a_slow_simulation_with_masks(per_head, seed):
         old = sorted(held - {now - 1}, key=lambda j: (row[j], -j))
         return set(old[: len(held) - (size - 1)])
 
-    answer, held = ref.evicting(model, ids, new, lambda attn: ref.tova(attn, 2, size, per_head), leaves)
+    answer, held = decoding.evicting(model, ids, new, lambda attn: ref.tova(attn, 2, size, per_head), leaves)
     assert kvbench.generate(model, [cache], new) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
     assert [ref.kept(layer) for layer in longer.layers] == held
