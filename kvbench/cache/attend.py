@@ -78,10 +78,18 @@ def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = 
 
 
 def weigh(probs: Tensor, values: Tensor) -> Tensor:
-    """Weighted values: probs [B, Hq, T, L] with values [B, H, L, D] -> [B, Hq, T, D]."""
+    """Weighted values: probs [B, Hq, T, L] with values [B, H, L, D] -> [B, Hq, T, D] in fp32.
+
+    Half precision is summed up in fp32, so that neither the order of tokens nor how they are cut into segments counts.
+    """
     b, hq, t, length = probs.shape
     h = values.shape[1]
-    return (probs.reshape(b, h, hq // h * t, length) @ values).reshape(b, hq, t, values.shape[3])
+    p, v = probs.reshape(b * h, hq // h * t, length), values.flatten(0, 1)
+    if p.is_cuda and v.dtype != torch.float32:
+        out = torch.bmm(p.to(v.dtype), v, out_dtype=torch.float32)
+    else:
+        out = p.float() @ v.float()
+    return out.reshape(b, hq, t, values.shape[3])
 
 
 class Masker(Protocol):
@@ -121,13 +129,13 @@ def attend(
         if sizes is not None:
             sizes.append(seen.sum(dim=-1).float().mean(dim=(1, 2)))
     probs = exact.float().softmax(dim=-1).to(query.dtype)
-    out = torch.zeros((), dtype=query.dtype, device=query.device)
+    out = torch.zeros((), device=query.device)
     start = 0
     for values in (*(s.v for s in segments), tail[1]):
         end = start + values.shape[2]
         out = out + weigh(probs[..., start:end], values)
         start = end
-    return out
+    return out.to(query.dtype)
 
 
 def _all_logits(

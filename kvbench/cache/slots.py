@@ -164,7 +164,7 @@ class SlotRows:
             last = self.valid.sum(dim=-1).amax(dim=1)[:, None] - t + torch.arange(t, device=query.device)
             query = self.rotary.turn(query, (last - places)[:, None].expand(b, hq, t))
         probs = self._probs(query, keys, scale, places)
-        out = weigh(probs.to(query.dtype), self.v)
+        out = weigh(probs.to(query.dtype), self.v).to(query.dtype)
         estimated = self.evictor.estimate(keys)
         if estimated is not None:
             probs = self._probs(query.float(), estimated, scale, places)

@@ -71,6 +71,20 @@ def test_rolled_with_budget_for_all_answers_as_the_full_cache(name, per, family)
 
 
 @each
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gpt_neox", "opt"])
+def test_bf16_with_budget_for_all_stays_near_the_full_cache_when_teacher_forced(name, family):
+    """Half precision is summed up in fp32: how slots are ordered and cut does not show."""
+    model = build(family, torch.bfloat16)
+    kinds = ("true",) if family == "opt" else ("true", "rolled")
+    entries = [entry(name, positions=p, kv_size=2000) for p in kinds]
+    whole, *caches = kvbench.prefill(model, prompt(50, 3), ["full", *entries])
+    for chunk in prompt(6, 4).split([1, 1, 4]):
+        whole, *caches = (kvbench.extend(model, c, chunk) for c in (whole, *caches))
+        for cache in caches:
+            torch.testing.assert_close(cache.logits, whole.logits, atol=3e-2, rtol=3e-2)
+
+
+@each
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_rolled_first_layer_attends_as_a_fresh_pass_over_what_each_head_keeps(name, family):
     """In layer 0 keys and values depend on token and position alone: a head attends as over its kept text alone."""

@@ -215,16 +215,9 @@ def test_bf16_statistics_are_deterministic_and_those_of_fp32(chain, per):
 def test_bf16_neutral_settings_stay_near_the_full_cache_when_teacher_forced(family, chain, per):
     model = build(family, torch.bfloat16)
     cache, whole = kvbench.prefill(model, prompt(50, 3), [neutral(chain), "full"], per=per)
-    (exact,) = kvbench.prefill(build(family), prompt(50, 3), ["full"])
     for chunk in prompt(6, 4).split([1, 1, 4]):
         cache, whole = kvbench.extend(model, cache, chunk), kvbench.extend(model, whole, chunk)
-        exact = kvbench.extend(build(family), exact, chunk)
-        if cache.chain.evicts:
-            # slots add values up in another order: that may round differently, but within what bf16 costs anyway
-            apart = (cache.logits.float() - whole.logits.float()).abs()
-            assert apart.mean() < (whole.logits.float() - exact.logits).abs().mean()
-        else:
-            torch.testing.assert_close(cache.logits, whole.logits, atol=3e-2, rtol=3e-2)
+        torch.testing.assert_close(cache.logits, whole.logits, atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize("chain", CHAINS)
