@@ -67,11 +67,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, scale: float = 0.5) -> list[list
 
 
 def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Every vector of x [..., D] rounded alone to 2^bits steps with an integer zero point, in single precision."""
+    """Every vector of x [..., D] rounded alone to 2^bits steps of a half-precision scale with an integer zero."""
     result = []
     for vector in x.reshape(-1, x.shape[-1]).float().numpy():
         last = 2**bits - 1
-        scale = max((vector.max() - vector.min()) / np.float32(last), np.float32(1e-5))
+        scale = np.float32(np.float16(max((vector.max() - vector.min()) / np.float32(last), np.float32(1e-5))))
         zero = min(max(int(np.rint(-vector.min() / scale)), 0), last)
         codes = [min(max(int(np.rint(value / scale)) + zero, 0), last) for value in vector]
         result.append([(code - zero) * float(scale) for code in codes])

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.pack import quantise_zero_point
 from kvbench.cache.slots import Slots
-from kvbench.cache.zero_point import round_tokens
 from kvbench.methods.base import Block, Capacity, group_mean
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import window_rows
@@ -112,7 +112,9 @@ class H2O(EvictingSelector):
         return slots.state["mass"].masked_fill(young, torch.inf)
 
     def estimate(self, keys: torch.Tensor) -> torch.Tensor | None:
-        return None if self.score_bits is None else round_tokens(keys, self.score_bits)
+        if self.score_bits is None:
+            return None
+        return quantise_zero_point(keys, self.score_bits).dequantise(torch.float32)
 
     def fold(self, slots: Slots, probs: torch.Tensor, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         mass = slots.state["mass"]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
 from kvbench.cache import ops
-from kvbench.cache.zero_point import round_tokens
+from kvbench.cache.pack import quantise_zero_point
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain, Layers
 from kvbench.model.attention_rows import attend_rows, column_sums
@@ -64,7 +64,8 @@ class PromptLayer(KvbenchLayer):
         if self.needs.colsums:
             self.colsums = self._column_sums(q, keys, EXACT)
         for bits in sorted(self.needs.colsums_bits):
-            self.colsums_q[bits] = self._column_sums(q, round_tokens(keys, bits), bits)
+            coarse = quantise_zero_point(keys, bits).dequantise(torch.float32)
+            self.colsums_q[bits] = self._column_sums(q, coarse, bits)
         if self.plain or window is not None:
             return attend_rows(q, self.keys[0], self.values[0], scale, window)[None]
         gqa = query.shape[1] != self.keys.shape[1]
