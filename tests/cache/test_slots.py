@@ -74,6 +74,7 @@ def test_turning_keys_equals_rotating_them_at_their_new_position():
     assert torch.equal(once[..., 2 * len(inv) :], k[..., 2 * len(inv) :])
 
 
+# spec 5, StreamingLLM: rolled
 def test_rolled_first_layer_attends_as_a_fresh_pass_over_the_kept_tokens():
     """In layer 0 a key depends on its token and position alone: rolled attention is that of the kept text alone."""
     model, ids = build("llama"), prompt(40, 3)
@@ -126,6 +127,7 @@ def test_memory_of_the_slots_is_flat_over_many_tokens():
     assert layer.keys is None
 
 
+# spec 5, H2O: n=1001
 def test_h2o_parts_by_hand():
     from kvbench.methods.h2o import H2O
 

@@ -146,12 +146,14 @@ def test_shares_by_hand():
     assert whole_shares([3.5, 3.5, 3.0], 10) == [4, 3, 3]
 
 
+# spec 5, CAKE: equal P
 def test_equal_preferences_give_every_layer_the_same():
     _, _, dense, obs = next(layers("gqa"))
     same = [(None, None, dense, replace(obs, layer=i)) for i in range(LAYERS)]
     assert [c.tokens for c in cascade(chain_of(), same)] == [12] * LAYERS
 
 
+# spec 5, CAKE: identical window rows
 def test_identical_rows_have_no_variance_and_layers_share_equally():
     q, k = torch.zeros(2, N, D), torch.zeros(2, N, D)
     q[:, -W:, 0] = k[:, 5, 0] = 40
@@ -174,6 +176,7 @@ def test_frozen_layers_take_no_part():
     assert sum(caches[i].tokens for i in (0, 2, 4)) == 36
 
 
+# spec 5, CAKE: the budgets add up to (C - w) L
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 @pytest.mark.parametrize("evict", [True, False])
 def test_the_audit_holds_the_sum_over_layers(per, evict):

@@ -15,6 +15,9 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity
 from kvbench.methods.h2o import H2O
+from kvbench.model.decode import build as build_batch
+from kvbench.model.decode import step
+from kvbench.model.interface import attached
 from kvbench.types import Needs, Observation
 
 
@@ -45,6 +48,7 @@ def test_early_tokens_weigh_more_because_more_queries_see_them():
     assert ref.kept(H2O(kv_size=6, window=2).compress(dense, obs)) == [[0, 1, 2, 3, 10, 11]] * 2
 
 
+# spec 5, H2O: win = SnapKV with kernel 1
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 @pytest.mark.parametrize("seed", range(5))
 def test_win_is_snapkv_without_pooling(per, seed):
@@ -56,6 +60,7 @@ def test_win_is_snapkv_without_pooling(per, seed):
     assert ref.kept(win) == ref.kept(snap) != ref.kept(pooled)
 
 
+# spec 5, H2O: a scoring window of n
 def test_a_window_of_all_queries_makes_win_equal_to_all():
     dense, obs = ref.make_layer(ref.grid(4, 40, 8, seed=1), ref.grid(2, 40, 8, seed=2))
     win, every = (H2O(variant=v).received(dense, obs, 40) for v in ("win", "all"))
@@ -77,6 +82,46 @@ def test_missing_column_sums_are_an_error():
     dense, obs = ref.make_layer(ref.grid(2, 20, 8), ref.grid(2, 20, 8))
     with pytest.raises(ValueError, match="column sums"):
         H2O(kv_size=8, window=2).compress(dense, replace(obs, colsums=None))
+
+
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+def test_a_quarter_of_heavy_hitters_and_a_quarter_of_recent_tokens(per):
+    """Spec 5, H2O: n = 1001, 0.25 / 0.25 -> 250 + 250."""
+    n, knobs = 1001, {"variant": "orig", "heavy_ratio": 0.25, "recent_ratio": 0.25}
+    dense, obs = ref.make_layer(ref.grid(4, n, 8, seed=1), ref.grid(2, n, 8, seed=2), per=per)
+    cache = registry.parse({"method": "h2o", "per": per, **knobs}).compress(dense, obs)
+    sums = obs.colsums if per == "query_head" else obs.colsums.view(2, 2, n).mean(dim=1)
+    for scores, held in zip(sums.tolist(), ref.kept(cache), strict=True):
+        assert held == ref.top(scores[: n - 250], 250) + list(range(n - 250, n))
+
+
+@pytest.mark.parametrize("variant", ["orig", "uncomp"])
+def test_scores_of_evicted_tokens_stay_0(variant):
+    """Spec 5, H2O: what left never returns, free slots gather nothing, and a new token starts from nothing."""
+    size = 12 if variant == "orig" else 130
+    model, n = build("llama"), size + 20
+    entry = {"method": "h2o", "variant": variant, "kv_size": size}
+    caches = [kvbench.prefill(model, prompt(m, m), [entry])[0] for m in (n, 5)]
+    batch = build_batch(model, caches, 20)
+    gone = [[[set() for _ in range(2)] for _ in caches] for _ in batch]
+    held = [[[set(p) for p in ref.kept(c.layers[i])] for c in caches] for i in range(len(batch))]
+    with torch.no_grad(), attached(model):
+        for t in range(20):
+            step(model, batch, torch.tensor([[5], [6]]), torch.tensor([[n + t], [5 + t]]))
+            for i, layer in enumerate(batch):
+                slots = layer.slots[0][1]
+                mass, valid, positions = slots.state["mass"], slots.valid, slots.positions
+                assert (mass[~valid] == 0).all()
+                newest = positions == torch.tensor([n + t, 5 + t])[:, None, None]
+                # its own row alone, averaged over a group
+                assert ((newest & valid).sum(dim=-1) == 1).all() and (mass[newest & valid] <= 1).all()
+                for b in range(2):
+                    for h in range(2):
+                        now = set(positions[b, h][valid[b, h]].tolist())
+                        gone[i][b][h] |= held[i][b][h] - now
+                        assert not now & gone[i][b][h]
+                        held[i][b][h] = now
+    assert all(len(gone[i][0][h]) == 20 for i in range(len(batch)) for h in range(2))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def test_rotating_the_keys_does_not_change_the_choice():
     assert not torch.allclose(plain.segments[0].k, rotated.segments[0].k)
 
 
+# spec 5, KeyNorm: with RoPE and without
 def test_the_choice_equals_that_of_the_keys_before_rope():
     model = build("llama")
     ids = 3 + torch.randperm(125, generator=torch.Generator().manual_seed(0))[:50]  # distinct: equal tokens would tie

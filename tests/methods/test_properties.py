@@ -94,6 +94,12 @@ def full(family, n, seed):
 
 
 @cache
+def full_logits(family, n, seed):
+    """The full cache's after two tokens more."""
+    return kvbench.extend(build(family), full(family, n, seed)[0], prompt(2, 8)).logits
+
+
+@cache
 def together(family, per):
     """All chains on all prompts: one prefill per prompt, one batch for all answers -> {(chain, prompt): ...}."""
     model, caches = build(family), {}
@@ -110,6 +116,7 @@ matrix = pytest.mark.parametrize(("family", "chain"), PAIRS, ids=[f"{f}-{c}" for
 per_heads = pytest.mark.parametrize("per", PER)
 
 
+# spec 5, all evictors: budget >= n + new tokens gives the logits of the full cache
 @matrix
 @per_heads
 def test_neutral_settings_answer_as_the_full_cache(family, chain, per):
@@ -117,6 +124,8 @@ def test_neutral_settings_answer_as_the_full_cache(family, chain, per):
     for n, seed in PROMPTS:
         (cache,) = kvbench.prefill(model, prompt(n, seed), [neutral(chain)], per=per)
         assert kvbench.generate(model, [cache], NEW) == [full(family, n, seed)[1]]
+        logits = kvbench.extend(model, cache, prompt(2, 8)).logits
+        torch.testing.assert_close(logits, full_logits(family, n, seed), atol=1e-4, rtol=1e-4)
 
 
 @matrix
@@ -151,6 +160,7 @@ def test_company_in_prefill_and_batch_changes_nothing(family, chain, per):
         assert kvbench.generate(model, [own], NEW) == [answer]
 
 
+# spec 5, all evictors: the first token is that of the full cache (G2)
 @matrix
 @per_heads
 def test_the_first_token_is_that_of_the_full_cache_if_the_prefill_is_exact(family, chain, per):
@@ -171,6 +181,7 @@ def test_small_budgets_do_change_answers(family):
         assert len(changed) >= 3
 
 
+# spec 5, all evictors: expanded = native when g=1
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("family", ["gpt_neox", "opt"])
 def test_expanded_equals_native_without_grouped_heads(family, chain):

@@ -17,6 +17,7 @@ def budgets(n, layers, **knobs):
     return [stage.budget(n, i, layers) for i in range(layers)]
 
 
+# spec 5, PyramidKV: the schedules of 2.6
 @pytest.mark.parametrize(
     ("size", "window", "first", "last", "mean"), [(2048, 32, 3964, 151, 2057.5), (128, 8, 242, 25, 133.5)]
 )
@@ -25,6 +26,7 @@ def test_the_schedule_of_the_code_by_hand(size, window, first, last, mean):
     assert (held[0], held[-1], sum(held) / 32) == (first, last, mean)
 
 
+# spec 5, PyramidKV: n=200, C=128, w=8 -> uniform
 @pytest.mark.parametrize("exact_total", [False, True])
 def test_prompts_near_the_budget_get_it_everywhere(exact_total):
     knobs = {"kv_size": 128, "window": 8, "exact_total": exact_total}

@@ -26,6 +26,7 @@ def test_the_papers_budget_by_hand():
     assert Scissorhands(kv_ratio=0.5).capacity(1003).tokens == 501
 
 
+# spec 5, Scissorhands: n=1000 -> 490 + 10
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_recent_tokens_stay_and_the_rest_competes(variant):
     n = 1000
@@ -36,6 +37,7 @@ def test_recent_tokens_stay_and_the_rest_competes(variant):
     assert held == [*range(300, 790), *range(990, 1000)]
 
 
+# spec 5, Scissorhands: n <= 400
 @pytest.mark.parametrize("n", [30, 400])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prompts_within_the_window_are_ranked_as_by_h2o(n, variant):

@@ -19,6 +19,7 @@ def attends_only(p):
     return ref.make_layer(q, k)
 
 
+# spec 5, SnapKV: one-hot
 @pytest.mark.parametrize("pooling", ["max", "avg"])
 @pytest.mark.parametrize("p", [3, 11, 22])
 def test_one_attended_token_keeps_its_pooling_neighbourhood(p, pooling):
@@ -41,6 +42,7 @@ def test_attention_to_the_window_itself_does_not_pull_its_neighbours_in():
     assert held == [4, 5, 6, *range(N - W, N)]
 
 
+# spec 5, SnapKV: the last w always stay
 @pytest.mark.parametrize("size", [9, 16, 29])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_window_always_stays(size, seed):

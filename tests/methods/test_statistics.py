@@ -17,10 +17,12 @@ def qk(request):
     return ref.grid(hq, N, 8, seed=3), ref.grid(hk, N, 8, seed=4)
 
 
+# spec 5, Obs: the column sums of a head add up to n
 def test_column_sums_add_up_to_the_number_of_queries(qk):
     torch.testing.assert_close(column_sums(*qk, SCALE).sum(dim=1), torch.full((4,), float(N)))
 
 
+# spec 5, Obs: blockwise = dense to 1e-5
 @pytest.mark.parametrize("rows", [1, 7, 49, 50, 1000])
 def test_blockwise_column_sums_equal_the_dense_ones(qk, rows):
     dense = causal_softmax(*qk, SCALE).sum(dim=1)
@@ -33,12 +35,14 @@ def test_causal_softmax_equals_the_explicit_attention_matrix(qk):
     torch.testing.assert_close(causal_softmax(*qk, SCALE), explicit, atol=1e-6, rtol=0)
 
 
+# spec 5, Obs: uniform causal attention
 def test_column_sums_of_uniform_attention_are_harmonic():
     sums = column_sums(torch.zeros(2, N, 8), ref.grid(1, N, 8), SCALE, block_bytes=4 * 2 * N * 8)
     by_hand = [sum(1 / (i + 1) for i in range(j, N)) for j in range(N)]
     torch.testing.assert_close(sums, torch.tensor([by_hand] * 2), atol=1e-5, rtol=0)
 
 
+# spec 5, Obs: the sums of w rows add up to w
 @pytest.mark.parametrize("window", [1, 8, N, 400])
 def test_window_rows_are_the_last_rows_of_the_attention_matrix(qk, window):
     cache, obs = ref.make_layer(*qk, scale=SCALE)

@@ -14,6 +14,7 @@ def compress(n, per="kv_head", method="streamingllm", **knobs):
     return registry.parse({"method": method, "per": per, **knobs}).compress(dense, obs)
 
 
+# spec 5, StreamingLLM: n=20, C=8, S=4
 @pytest.mark.parametrize(
     ("sinks", "wanted"),
     [

@@ -22,6 +22,7 @@ def masked(weights, p):
     return Twilight(p=p).mask(torch.tensor(weights)[None, None, None])[0, 0, 0].tolist()
 
 
+# spec 5, Twilight: [.5, .3, .15, .05], and p=1
 @pytest.mark.parametrize(
     ("weights", "p", "kept"),
     [

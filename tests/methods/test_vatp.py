@@ -61,6 +61,7 @@ def base_scores(base, attn, heads):
     return scores, 4
 
 
+# spec 5, VATP: the first F always stay
 @pytest.mark.parametrize("kind", ["l1", "l2", "linf"])
 @pytest.mark.parametrize("data", ["random", "ties"])
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
@@ -78,6 +79,7 @@ def test_tokens_are_those_of_a_slow_loop(base, shape, per, data, kind):
         assert held == [0, 1, 2, *(j + 3 for j in chosen), *range(N - window, N)]
 
 
+# spec 5, VATP: constant norms and F=0
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 def test_constant_norms_without_sinks_change_nothing(base, per):
@@ -89,6 +91,7 @@ def test_constant_norms_without_sinks_change_nothing(base, per):
     )
 
 
+# spec 5, VATP: all v scaled by c
 @pytest.mark.parametrize("base", BASES)
 def test_scaling_all_values_leaves_the_choice(base):
     _, _, dense, obs = layer("gqa", "random", "kv_head")

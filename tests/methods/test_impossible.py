@@ -1,0 +1,82 @@
+"""Requests that cannot be carried out, through the real command line: refused before any model loads, by knob and range
+(spec 5, all methods)."""
+
+import itertools
+
+import pytest
+
+from kvbench.cli.main import main
+from kvbench.methods import registry
+from kvbench.methods.base import Selector
+from kvbench.model import load
+
+STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in registry.available() if m != "full"}
+BUDGETED = [m for m, s in STAGES.items() if isinstance(s, Selector)]
+MODIFIERS = [m for m, s in STAGES.items() if s.role == "modifier"]
+PRUNERS = [m for m, s in STAGES.items() if s.role == "prune"]
+
+
+def smallest(method):
+    """The last size that leaves nothing to choose beside sinks and window."""
+    return STAGES[method].sink_size() + STAGES[method].window_size()
+
+
+LINES = {
+    **{
+        f"method={m} kv_size={smallest(m)}": f"method.{m}.kv_size={smallest(m)} is not possible: a whole number of "
+        f"tokens above {smallest(m)} (sinks {STAGES[m].sink_size()} + window {STAGES[m].window_size()})"
+        for m in BUDGETED
+    },
+    **{
+        f"method={m} kv_ratio={r}": f"method.{m}.kv_ratio={r} is not possible: a fraction of the prompt kept, above 0 "
+        "and at most 1"
+        for m in BUDGETED
+        for r in (1.5, 0, -0.25)
+    },
+    **{
+        f"method={m} ratio={r}": f"method.{m}.ratio={r} is not possible: a fraction"
+        for m in PRUNERS
+        for r in (1.5, -0.1)
+    },
+    **{
+        f"method=refreekv T={t}": f"method.refreekv.T={t} is not possible: a tolerated loss, 0 or more and below 1"
+        for t in (-0.01, 1.5)
+    },
+    **{f"method={m}": f"{m} changes a selector's scores and needs one beside it" for m in MODIFIERS},
+    **{f"method={m}+think": f"{m} changes a selector's scores and needs one beside it" for m in MODIFIERS},
+    **{f"method={a}+{b}": f"combines {a} and {b}" for a, b in itertools.pairwise(BUDGETED)},
+    "method=h2o variant=uncomp kv_size=127": "method.h2o.kv_size=127 is not possible: at least 128",
+    "method=h2o score_bits=4": "method.h2o.score_bits=4 is not possible: null, 8, 3 or 2",
+    "method=h2o positions=rolled": "method.h2o.positions='rolled' is not possible: rolled positions are those of a",
+    "method=cake decode_evict=false positions=rolled": "method.cake.positions='rolled' is not possible",
+    "method=vatp+h2o kv_size=40 sinks=8": "method.vatp.sinks=8 is not possible: fewer than the 8 tokens that h2o keeps",
+    "method=twilight p=1.5": "method.twilight.p=1.5 is not possible: a mass above 0 and at most 1",
+    "method=scissorhands half_ratio=0.75": "half_ratio=0.75 is not possible: a fraction of the prompt, above 0 and at",
+    "method=streamingllm kv_size=8 sinks=8": "method.streamingllm.kv_size=8 is not possible: a whole number of tokens "
+    "above 8 (sinks 8 + window 0)",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_impossible_requests_name_the_knob_and_its_range_before_a_model_loads(line, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for loader in ("load_weights", "load_model"):
+        if hasattr(load, loader):
+            monkeypatch.setattr(load, loader, lambda *_, **__: pytest.fail("a model was loaded"))
+    status = main(["run", *line.split()])
+    said = capsys.readouterr().err
+    assert status == 2 and said.count("\n") == 1
+    assert LINES[line] in said
+
+
+def test_the_spy_sees_a_possible_request(monkeypatch, tmp_path):
+    """Otherwise the test above would pass on a loader of another name."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def loader(*_, **__):
+        asked.append(True)
+        raise RuntimeError
+
+    monkeypatch.setattr(load, "load_weights", loader)
+    assert main(["run", "method=snapkv", "limit=1"]) == 1 and asked

@@ -1,0 +1,80 @@
+"""What one prefill observes of each layer (spec 4): shapes, types, bytes, and nothing that nobody asked for."""
+
+import math
+
+import method_reference as ref
+import pytest
+import torch
+from families import FAMILIES, build, prompt
+
+from kvbench.cache.audit import full_bytes
+from kvbench.model import attention_rows
+from kvbench.model.attention_rows import causal_softmax, column_sums, row_blocks
+from kvbench.model.prefill import observe
+from kvbench.types import Needs, storage_bytes
+
+
+def observed(family, n, needs, dtype=torch.float32):
+    """(observation, keys, values) of every layer of a prompt of n tokens."""
+    layers = []
+    observe(build(family, dtype), prompt(n, 3), needs, lambda o, k, v: layers.append((o, k, v)))
+    return layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_layer_is_observed_in_the_shapes_and_bytes_of_the_specification(family):
+    n, w, d = 70, 32, 16
+    asked = Needs(last_q=w, first_q=5, colsums=True, hidden=True, colsums_bits=frozenset({2, 8}))
+    layers = observed(family, n, asked, torch.bfloat16)
+    hk = 2 if family in ("llama", "mistral", "qwen2") else 4
+    assert [o.layer for o, *_ in layers] == [0, 1, 2]
+    for o, k, v in layers:
+        assert k.shape == v.shape == (hk, n, d) and k.dtype == torch.bfloat16  # O1
+        assert storage_bytes([k, v]) == 2 * hk * n * d * 2
+        assert o.last_q.shape == (4, w, d) and storage_bytes([o.last_q]) == 4 * w * d * 2  # O2
+        assert o.first_q.shape == (4, 5, d)  # O7
+        for sums in (o.colsums, *o.colsums_q.values()):  # O3, per query head
+            assert sums.shape == (4, n) and sums.dtype == torch.float32 and storage_bytes([sums]) == 4 * 4 * n
+        assert o.hidden.shape == (n, 64) and set(o.colsums_q) == {2, 8}
+
+
+def test_bytes_of_the_full_cache_by_hand():
+    """Spec 4 (O1) and spec 5, Full: LLaMA-2-7B."""
+    assert full_bytes(4096, 1, 32, 128, 2) == 64 * 2**20
+    assert full_bytes(1, 32, 32, 128, 2) == 2**19
+    assert full_bytes(2048 * 13, 32, 32, 128, 2) == 13 * 2**30
+
+
+def test_nothing_is_observed_that_nobody_asked_for():
+    for o, *_ in observed("llama", 40, Needs()):
+        assert (o.last_q, o.first_q, o.colsums, o.hidden) == (None,) * 4 and o.colsums_q == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_observed_queries_and_keys_give_the_observed_column_sums(family):
+    """G1, O2 to O5: after bias and rotation, scaled, causal; the sums of a head add up to n, those of w rows to w."""
+    n = 50
+    for o, k, _ in observed(family, n, Needs(last_q=n, colsums=True, colsums_bits=frozenset({3}))):
+        rows = causal_softmax(o.last_q, k, o.scale)
+        torch.testing.assert_close(rows.sum(dim=1), o.colsums, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(o.colsums.sum(dim=1), torch.full((4,), float(n)))
+        torch.testing.assert_close(rows[:, -8:].sum(dim=(1, 2)), torch.full((4,), 8.0))
+        coarse = causal_softmax(o.last_q, ref.rounded(k, 3), o.scale).sum(dim=1)
+        torch.testing.assert_close(o.colsums_q[3], coarse, atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(coarse, o.colsums, atol=1e-2)
+
+
+def test_column_sums_never_hold_more_than_a_block_of_rows(monkeypatch):
+    hq, n, seen = 4, 300, []
+
+    def spy(query, keys, scale, window=None):
+        rows = causal_softmax(query, keys, scale, window)
+        seen.append(rows.numel() * 4)
+        return rows
+
+    monkeypatch.setattr(attention_rows, "causal_softmax", spy)
+    q, k, limit = torch.randn(hq, n, 8), torch.randn(2, n, 8), 4 * hq * n * 7
+    sums = column_sums(q, k, 0.5, block_bytes=limit)
+    assert max(seen) <= limit and len(seen) == math.ceil(n / 7)
+    torch.testing.assert_close(sums.sum(dim=1), torch.full((hq,), float(n)))
+    assert [(a, b) for a, b, _ in row_blocks(q, k, 0.5, block_bytes=limit)][-1] == (294, 300)
