@@ -204,6 +204,17 @@ def test_decoding_by_quantised_keys_equals_a_slow_simulation(bits, seed, family)
     assert (held != exactly) or bits == 8
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_long_answer_is_decided_by_quantised_keys_of_its_own(family):
+    """The prompt's part in the scores is small here: what decoding adds up must be that of quantised keys, too."""
+    model, ids = build(family), prompt(10, 8)
+    (cache,) = kvbench.prefill(model, ids, [{"method": "h2o", "variant": "orig", "kv_size": 8, "score_bits": 2}])
+    answer, held = decoding.h2o_decoding(model, ids, 36, 4, 4, 2)
+    assert kvbench.generate(model, [cache], 36) == [answer]
+    longer = kvbench.extend(model, cache, torch.tensor(answer))
+    assert [ref.kept(layer) for layer in longer.layers] == held
+
+
 def test_under_vatp_quantised_keys_decide_too():
     model = build("llama")
     entries = [{"method": "vatp+h2o", "variant": "orig", "kv_size": 12, "score_bits": b} for b in (None, 2)]
