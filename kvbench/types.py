@@ -149,7 +149,8 @@ class LayerCache:
     far, hence the position of the next one; ``heads`` is the number of heads under which a chain stores (Hk, or Hq
     under ``per=query_head``); ``query_heads`` is Hq. ``weight`` is what a stage that divides one budget over all layers
     weighs this one by; None where the layer takes no part. ``decided`` are the prompt's tokens that each stored head
-    keeps, as a stage records them whose count depends on the data.
+    keeps, as a stage records them whose count depends on the data. ``prompt`` is the prompt's length when it was
+    compressed, to which budgets refer for the whole generation (0: all that was read).
     """
 
     segments: tuple[Segment, ...]
@@ -158,6 +159,12 @@ class LayerCache:
     query_heads: int
     weight: float | None = None
     decided: tuple[int, ...] | None = None
+    prompt: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, which budgets refer to, whatever was read since."""
+        return self.prompt or self.seen
 
     @property
     def tokens(self) -> int:

@@ -18,7 +18,7 @@ CHAINS = {
     "qhitter": ("full", "h2o", "streamingllm"),
     "refreekv": ("refreekv", "h2o", "snapkv", "pyramidkv", "streamingllm", "cake", "twilight"),
     "think": ("h2o", "snapkv", "h2o+think", "snapkv+think", "think", "h2o+l1", "snapkv+l2"),
-    "uncomp": ("snapkv", "pyramidkv"),
+    "uncomp": ("h2o", "snapkv", "pyramidkv"),
     "vatp": ("h2o", "h2o+vatp", "scissorhands", "scissorhands+vatp", "streamingllm"),
 }
 

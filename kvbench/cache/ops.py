@@ -17,7 +17,7 @@ def dense(k: Tensor, v: Tensor, *, heads: int, query_heads: int) -> LayerCache:
     """The uncompressed cache of one layer: k, v [Hk, n, D] at positions 0..n-1, to be stored under ``heads``."""
     n = k.shape[1]
     positions = torch.arange(n, dtype=torch.int32, device=k.device)[None]
-    return LayerCache((Segment(k, v, positions),), seen=n, heads=heads, query_heads=query_heads)
+    return LayerCache((Segment(k, v, positions),), seen=n, heads=heads, query_heads=query_heads, prompt=n)
 
 
 def only_segment(cache: LayerCache) -> Segment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbench.cache.audit import Refused
+from kvbench.methods.evicting import EvictingSelector
 from kvbench.types import Cache
 
 
@@ -17,11 +18,9 @@ def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
     """
     chain, total = cache.chain, None
     limits = [layer.tokens + fed for layer in cache.layers]
-    selector = chain.selector if chain.evicts else None
-    if selector is not None:
-        # a budget that is a fraction also counts a question that was read after the prompt
-        lengths = (cache.prompt_tokens, cache.seen)
-        budgets = [max(selector.decode_budget(n, i) for n in lengths) for i in range(len(limits))]
+    selector = chain.selector
+    if isinstance(selector, EvictingSelector) and selector.evicts:
+        budgets = [selector.decode_budget(cache.prompt_tokens, i) for i in range(len(limits))]
         if chain.rebalancer is None:
             limits = [min(limit, b) for limit, b in zip(limits, budgets, strict=True)]
         else:

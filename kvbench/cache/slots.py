@@ -92,8 +92,8 @@ class SlotRows:
         device = first.k.device
         self.evictor, self.rotary = evictor, rotary
         self.budget = torch.tensor(budgets, device=device)[:, None, None]
-        self.n = torch.tensor([c.seen for c in caches], device=device)[:, None, None]
-        rows = [evictor.row(c.seen) for c in caches]
+        self.n = torch.tensor([c.prompt_tokens for c in caches], device=device)[:, None, None]
+        rows = [evictor.row(c.prompt_tokens) for c in caches]
         self.row = {name: torch.tensor([r[name] for r in rows], device=device)[:, None, None] for name in rows[0]}
         self.k = first.k.new_zeros(b, h, size, d)
         self.v = first.v.new_zeros(b, h, size, first.v.shape[2])

@@ -141,7 +141,7 @@ class Cake(EvictingSelector):
         return self.trigger(n)
 
     def hold(self, cache: LayerCache, layer: int) -> int:
-        return super().hold(cache, layer) if self.whole(cache.seen, layer) else cache.tokens
+        return super().hold(cache, layer) if self.whole(cache.prompt_tokens, layer) else cache.tokens
 
     def row(self, n: int) -> Mapping[str, int]:
         return {"window": self.window if self.kv_size is not None else self.capacity(n).window}

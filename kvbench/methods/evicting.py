@@ -54,7 +54,7 @@ class EvictingSelector(Selector):
 
     def hold(self, cache: LayerCache, layer: int) -> int:
         """Tokens that go on being held per head of this layer."""
-        return self.decode_budget(cache.seen, layer)
+        return self.decode_budget(cache.prompt_tokens, layer)
 
     def row(self, n: int) -> Mapping[str, int]:
         """Numbers that decoding needs and that depend on the prompt's length, for ``Slots.row``."""

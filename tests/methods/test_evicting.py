@@ -184,3 +184,13 @@ def test_budget_holds_and_a_batch_answers_as_each_row_alone(name, per):
     caches = [kvbench.prefill(model, prompt(n, n), [entry(name, positions=p)], per=per)[0] for n, p in pairs]
     together = kvbench.generate(model, caches, 12)
     assert together == [kvbench.generate(model, [c], 12)[0] for c in caches]
+
+
+def test_a_fraction_stays_that_of_the_prompt_when_text_is_read_after_it():
+    """Spec 0, G9: a budget is fixed for the whole generation, a question that was withheld included."""
+    model = build("llama")
+    entry = {"method": "h2o", "variant": "orig", "kv_ratio": 0.25}
+    (cache,) = kvbench.prefill(model, prompt(80), [entry])
+    longer = kvbench.extend(model, cache, prompt(40, 5))
+    assert [layer.tokens for layer in longer.layers] == [20] * 3
+    assert [layer.tokens for layer in kvbench.extend(model, longer, prompt(3, 6)).layers] == [20] * 3
