@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvbench.cache.coded import Codes
+
 if TYPE_CHECKING:
     from kvbench.methods.chain import Chain
 
@@ -95,15 +97,18 @@ class Segment:
 
     ``positions`` is [H, L], or [1, L] where all heads keep the same tokens. ``state`` tensors have leading axes
     [H, L] and are gathered with their tokens. ``lengths`` marks ragged heads, which are stored one after the other
-    without padding: every leading [H, L] is then [1, N] with N = sum of ``lengths``.
+    without padding: every leading [H, L] is then [1, N] with N = sum of ``lengths``. Where a quantiser has packed
+    the older tokens, these are ``codes``, and ``k`` and ``v`` only the newest tokens, which stay exact.
     """
 
     k: Tensor  # [H, L, D or T]
     v: Tensor  # [H, L, D]
     positions: Tensor  # [H or 1, L] int32
     lengths: Tensor | None = None  # [H] int32; None: all heads hold L tokens
-    key_channels: Tensor | None = None  # [H, T] int16, ascending
+    key_channels: Tensor | None = None  # [H, T] int16, ascending: those kept, of packed keys where there are any
+    value_channels: Tensor | None = None  # [H, T] int16, likewise of values
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    codes: Codes | None = None
 
     @property
     def heads(self) -> int:
@@ -112,7 +117,7 @@ class Segment:
     @property
     def tokens(self) -> int:
         """Tokens held by the head that holds most."""
-        return self.k.shape[1] if self.lengths is None else int(self.lengths.max())
+        return self.positions.shape[1] if self.lengths is None else int(self.lengths.max())
 
     def head(self, h: int) -> Segment:
         """One stored head's tokens, a view: [1, its tokens, ...]."""
@@ -122,22 +127,25 @@ class Segment:
         def at(t: Tensor) -> Tensor:
             return t[min(h, t.shape[0] - 1), start:end][None]
 
-        channels = None if self.key_channels is None else self.key_channels[h : h + 1]
+        keys, values = (None if c is None else c[h : h + 1] for c in (self.key_channels, self.value_channels))
         state = {name: at(t) for name, t in self.state.items()}
-        return Segment(at(self.k), at(self.v), at(self.positions), None, channels, state)
+        if self.codes is None:
+            return Segment(at(self.k), at(self.v), at(self.positions), None, keys, values, state)
+        codes, k, v = self.codes.head(h, self.k, self.v, start, end)
+        return Segment(k, v, at(self.positions), None, keys, values, state, codes)
 
     def payload(self) -> Iterator[Tensor]:
         """The tensors that hold keys and values as stored."""
         yield self.k
         yield self.v
+        if self.codes is not None:
+            yield from self.codes.payload()
 
     def overhead(self) -> Iterator[Tensor]:
         """The tensors that only say what the payload means: positions, lengths, channel ids, state."""
         yield self.positions
-        if self.lengths is not None:
-            yield self.lengths
-        if self.key_channels is not None:
-            yield self.key_channels
+        counts = () if self.codes is None else (self.codes.k_counts, self.codes.v_counts)
+        yield from (t for t in (self.lengths, *counts, self.key_channels, self.value_channels) if t is not None)
         yield from self.state.values()
 
 

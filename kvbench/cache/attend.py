@@ -24,6 +24,7 @@ class RowSegment:
     v: Tensor  # [B, H, L, D]
     valid: Tensor | None = None  # [B, 1, L] bool; None if no slot is padding
     key_channels: Tensor | None = None  # [B, H, C] int64
+    value_channels: Tensor | None = None  # [B, H, C] int64
     positions: Tensor | None = None  # [B, H or 1, L] int32; kept only where a sliding window needs them
 
     def rows(self, index: Tensor) -> RowSegment:
@@ -33,6 +34,7 @@ class RowSegment:
             self.v[index],
             None if self.valid is None else self.valid[index],
             None if self.key_channels is None else self.key_channels[index],
+            None if self.value_channels is None else self.value_channels[index],
             None if self.positions is None else self.positions[index],
         )
 
@@ -47,20 +49,23 @@ def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
     if any(s.tokens < longest for s in segments):
         lengths = torch.tensor([s.tokens for s in segments], device=segments[0].k.device)
         valid = (torch.arange(longest, device=lengths.device) < lengths[:, None])[:, None]
-    channels = [s.key_channels for s in segments if s.key_channels is not None]
+    keys = [s.key_channels for s in segments if s.key_channels is not None]
+    values = [s.value_channels for s in segments if s.value_channels is not None]
     return RowSegment(
         _pad_stack([s.k for s in segments], longest),
         _pad_stack([s.v for s in segments], longest),
         valid,
-        torch.stack(channels).long() if channels else None,
+        torch.stack(keys).long() if keys else None,
+        torch.stack(values).long() if values else None,
         torch.stack([_padded_positions(s, longest) for s in segments]) if positions else None,
     )
 
 
 def format_of(segment: Segment) -> tuple[object, ...]:
     """What two segments must share to be attended in one batch."""
-    thin = segment.key_channels is not None
-    return (segment.heads, segment.k.shape[2], segment.v.shape[2], thin, segment.k.dtype)
+    thin = (segment.key_channels is not None, segment.value_channels is not None)
+    codes = None if segment.codes is None else (segment.codes.k.format, segment.codes.v.format)
+    return (segment.heads, segment.k.shape[2], segment.v.shape[2], *thin, segment.k.dtype, codes)
 
 
 def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = None) -> Tensor:
@@ -90,6 +95,13 @@ def weigh(probs: Tensor, values: Tensor) -> Tensor:
     else:
         out = p.float() @ v.float()
     return out.reshape(b, hq, t, values.shape[3])
+
+
+def spread(part: Tensor, channels: Tensor, head_dim: int) -> Tensor:
+    """Outputs over kept value channels [B, Hq, T, C] back in their places [B, Hq, T, D]; channels [B, H, C]."""
+    b, hq, t, c = part.shape
+    index = channels.repeat_interleave(hq // channels.shape[1], dim=1)[:, :, None].expand(b, hq, t, c)
+    return part.new_zeros(b, hq, t, head_dim).scatter_(3, index, part)
 
 
 class Masker(Protocol):
@@ -129,12 +141,12 @@ def attend(
         if sizes is not None:
             sizes.append(seen.sum(dim=-1).float().mean(dim=(1, 2)))
     probs = exact.float().softmax(dim=-1).to(query.dtype)
-    out = torch.zeros((), device=query.device)
-    start = 0
-    for values in (*(s.v for s in segments), tail[1]):
-        end = start + values.shape[2]
-        out = out + weigh(probs[..., start:end], values)
-        start = end
+    start = probs.shape[3] - tail[1].shape[2]
+    out = weigh(probs[..., start:], tail[1])
+    for s in reversed(segments):
+        start, end = start - s.v.shape[2], start
+        part = weigh(probs[..., start:end], s.v)
+        out = out + (part if s.value_channels is None else spread(part, s.value_channels, out.shape[3]))
     return out.to(query.dtype)
 
 

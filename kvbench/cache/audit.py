@@ -70,7 +70,7 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         held_payload = storage_bytes(t for s in layer.segments for t in s.payload())
         held_overhead = storage_bytes(t for s in layer.segments for t in s.overhead())
         blocks = [chain.layout(k, head_dim, item) for k in kept]
-        want_payload = sum(b.slots * (b.key_bytes + b.value_bytes) for head in blocks for b in head)
+        want_payload = sum(b.key_bytes + b.value_bytes for head in blocks for b in head)
         if held_payload != want_payload:
             raise Refused(
                 f"{chain.name}: layer {i} holds {held_payload} payload bytes for {_list(kept)} tokens per head, "
@@ -112,9 +112,12 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
     if len(kept) != heads:
         raise Refused(f"{name}: layer {index} stores {len(kept)} heads, the chain declares {heads}")
     for segment in layer.segments:
-        slots = segment.k.shape[1]
+        slots, values = segment.k.shape[1], segment.v.shape[1]
+        if segment.codes is not None:
+            slots, values = slots + segment.codes.k.shape[1], values + segment.codes.v.shape[1]
         ragged = segment.lengths is not None and int(segment.lengths.sum()) != slots
-        if segment.v.shape[:2] != segment.k.shape[:2] or segment.positions.shape[1] != slots or ragged:
+        heads_differ = segment.k.shape[0] != segment.v.shape[0]
+        if values != slots or heads_differ or segment.positions.shape[1] != slots or ragged:
             raise Refused(f"{name}: layer {index} holds keys, values and positions of different lengths")
     for head, positions in enumerate(kept):
         if len(positions) == 0:
@@ -160,7 +163,9 @@ def _overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
     heads, most = len(blocks), max(blocks, key=len)
     shared = all(s.positions.shape[0] == 1 and s.lengths is None for s in layer.segments)
     placed = sum(4 * b.slots for head in (blocks[:1] if shared else blocks) for b in head)
-    ragged = 4 * heads * sum(s.lengths is not None for s in layer.segments)
+    codes = [s.codes for s in layer.segments if s.codes is not None]
+    counts = [*(s.lengths for s in layer.segments), *(c.k_counts for c in codes), *(c.v_counts for c in codes)]
+    ragged = 4 * heads * sum(t is not None for t in counts)
     state = sum(b.slot_overhead * b.slots for head in blocks for b in head)
     return placed + ragged + state + heads * sum(b.fixed_overhead for b in most)
 

@@ -95,6 +95,7 @@ def expand(cache: LayerCache) -> LayerCache:
             k=per_head(s.k, h),
             v=per_head(s.v, h),
             key_channels=None if s.key_channels is None else per_head(s.key_channels, h),
+            value_channels=None if s.value_channels is None else per_head(s.value_channels, h),
             state={name: per_head(t, h) for name, t in s.state.items()},
         )
 
@@ -142,14 +143,20 @@ def _split_ragged(s: Segment, lengths: Tensor, recent: int) -> tuple[Segment, Se
     return part(old, older), part(~old, lengths - older)
 
 
-def prune_keys(cache: LayerCache, channels: Tensor, recent: int) -> LayerCache:
-    """Keep only the key ``channels`` [heads, T] (ascending) of all tokens but the last ``recent`` slots."""
+def prune(cache: LayerCache, keys: Tensor | None, values: Tensor | None, recent: int) -> LayerCache:
+    """Keep only these channels [heads, T] (ascending) of all tokens but the last ``recent`` slots; None: all."""
     older, newer = split_recent(cache, recent)
-    if older.lengths is None:
-        index = channels.long()[:, None, :].expand(-1, older.tokens, -1)
-    else:
-        index = channels.long().repeat_interleave(older.lengths, dim=0)[None]
-    thin = replace(older, k=torch.gather(older.k, 2, index), key_channels=channels.to(torch.int16))
+
+    def thinned(t: Tensor, channels: Tensor) -> Tensor:
+        if older.lengths is None:
+            return torch.gather(t, 2, channels.long()[:, None, :].expand(-1, older.tokens, -1))
+        return torch.gather(t, 2, channels.long().repeat_interleave(older.lengths, dim=0)[None])
+
+    thin = older
+    if keys is not None:
+        thin = replace(thin, k=thinned(thin.k, keys), key_channels=keys.to(torch.int16))
+    if values is not None:
+        thin = replace(thin, v=thinned(thin.v, values), value_channels=values.to(torch.int16))
     return replace(cache, segments=tuple(s for s in (thin, newer) if s.tokens))
 
 

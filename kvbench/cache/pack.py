@@ -11,7 +11,7 @@ code wherever 8 divides m. Codes of 8 bits are bytes. Bits that no code fills ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -111,6 +111,11 @@ class Packed:
     def device(self) -> torch.device:
         return self.codes.device
 
+    @property
+    def format(self) -> tuple[object, ...]:
+        """What two of them must share to be stored in one buffer."""
+        return (self.bits, self.group, self.axis, self.size, self.zero_point, self.shape[-1])
+
     def payload(self) -> Iterator[Tensor]:
         """The tensors held."""
         yield from (self.codes, self.scale, self.low)
@@ -124,6 +129,10 @@ class Packed:
     def __getitem__(self, index: slice | Tensor) -> Packed:
         """The entries ``index`` of the first leading axis; a slice gives views."""
         return replace(self, codes=self.codes[index], scale=self.scale[index], low=self.low[index])
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Packed:
+        """The same format with every tensor replaced by ``fn`` of it; ``fn`` must leave the axes of a group alone."""
+        return replace(self, codes=fn(self.codes), scale=fn(self.scale), low=fn(self.low))
 
     def minimum(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """What code 0 stands for, in the shape of ``low``, rounded to ``dtype`` once."""
@@ -206,7 +215,7 @@ def quantise_channels(x: Tensor, bits: int, group: int) -> Packed:
     """
     if x.shape[-2] % group:
         raise ValueError(f"{x.shape[-2]} tokens are not whole groups of {group}")
-    codes, scale, low = _min_max(x.float().unflatten(-2, (-1, group)), bits, -2, 0.0)
+    codes, scale, low = _min_max(x.float().unflatten(-2, (x.shape[-2] // group, group)), bits, -2, 0.0)
     return Packed(pack(codes, bits, dim=-2), scale, low, bits, group, "channel", group)
 
 

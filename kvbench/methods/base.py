@@ -39,15 +39,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class Block:
-    """What one stored head holds of one segment: slots, bytes per slot for keys and values, and overhead.
+    """What one stored head holds of one segment: slots, bytes of keys and of values in all, and overhead.
 
     ``fixed_overhead`` is per head (channel ids), ``slot_overhead`` per slot (state such as running scores); positions
     are added by the audit.
     """
 
     slots: int
-    key_bytes: float
-    value_bytes: float
+    key_bytes: int
+    value_bytes: int
     fixed_overhead: int = 0
     slot_overhead: int = 0
 

@@ -24,6 +24,8 @@ from kvbench.methods.base import (
     protect,
 )
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.pruner import ChannelPruner
+from kvbench.methods.quantiser import Coder, Quantiser
 from kvbench.types import LayerCache, Needs, Observation
 
 ROLES: tuple[Role, ...] = ("selector", "modifier", "prune", "quantise", "mask")
@@ -128,6 +130,20 @@ class Chain:
         return tuple(s for s in self.stages if isinstance(s, Modifier))
 
     @property
+    def quantiser(self) -> Quantiser | None:
+        return next((s for s in self.stages if isinstance(s, Quantiser)), None)
+
+    @property
+    def packed_pruner(self) -> ChannelPruner | None:
+        """The stage whose channels the chain's quantiser packs: it only says which they are."""
+        return next((s for s in self.stages if isinstance(s, ChannelPruner)), None) if self.quantiser else None
+
+    @property
+    def coder(self) -> Coder | None:
+        """What packs tokens while decoding; None for a chain that stores them exactly."""
+        return self.quantiser.coder(self.packed_pruner) if self.quantiser else None
+
+    @property
     def evictor(self) -> Evictor | None:
         """What decides over slots while decoding; None for a chain whose cache grows."""
         selector = self.selector
@@ -186,9 +202,15 @@ class Chain:
 
     def layout(self, slots: int, head_dim: int, itemsize: int) -> list[Block]:
         """The segments of one stored head that holds ``slots`` tokens."""
-        blocks = [Block(slots, head_dim * itemsize, head_dim * itemsize)]
+        dense = slots * head_dim * itemsize
+        blocks = [Block(slots, dense, dense)]
         for stage in self.stages:
-            blocks = stage.layout(blocks, head_dim, itemsize)
+            if stage is self.packed_pruner:
+                continue
+            if isinstance(stage, Quantiser):
+                blocks = stage.packed_layout(blocks, head_dim, itemsize, self.packed_pruner)
+            else:
+                blocks = stage.layout(blocks, head_dim, itemsize)
             if isinstance(stage, Modifier) and self.evicts:
                 more = stage.slot_bytes(itemsize)
                 blocks = [replace(b, slot_overhead=b.slot_overhead + more) for b in blocks]
@@ -216,9 +238,13 @@ class Chain:
         return ops.expand(cache)
 
     def run(self, stage: Stage, cache: LayerCache, obs: Observation) -> LayerCache:
-        """One stage over one layer, a selector under the chain's modifiers."""
+        """One stage over one layer: a selector under the chain's modifiers, a quantiser with the chain's pruner."""
         if isinstance(stage, Selector) and self.modifiers:
             return stage.choose(cache, obs, self.modifiers)
+        if stage is self.packed_pruner:
+            return cache
+        if isinstance(stage, Quantiser):
+            return stage.encode(cache, obs, self.packed_pruner)
         return stage.compress(cache, obs)
 
     def identity(self) -> dict[str, Any]:

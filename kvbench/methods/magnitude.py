@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.methods.think import ChannelPruner
+from kvbench.methods.pruner import ChannelPruner
 from kvbench.types import LayerCache, Observation
 
 

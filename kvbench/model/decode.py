@@ -131,8 +131,11 @@ def _mask(logits: Tensor, forbidden: Sequence[frozenset[int]]) -> Tensor:
     return logits
 
 
-def build(model: PreTrainedModel, caches: Sequence[Cache], capacity: int) -> list[RowLayer]:
-    """The decode batch of ``caches``, one RowLayer per model layer, with room for ``capacity`` new tokens."""
+def build(model: PreTrainedModel, caches: Sequence[Cache], capacity: int, at_once: int = 1) -> list[RowLayer]:
+    """The decode batch of ``caches``, one RowLayer per model layer, with room for ``capacity`` new tokens.
+
+    ``at_once`` of them at most come in one step.
+    """
     window = sliding_window(model.config)
     windowed = window is not None and max(c.seen for c in caches) + capacity > window
     evictors = [c.chain.evictor for c in caches]
@@ -146,6 +149,8 @@ def build(model: PreTrainedModel, caches: Sequence[Cache], capacity: int) -> lis
             i,
             rotary,
             [c.chain.masker(i) for c in caches],
+            [c.chain.coder for c in caches],
+            at_once,
         )
         for i in range(len(caches[0].layers))
     ]
@@ -178,8 +183,8 @@ def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Seque
     ids = as_prompt(model, input_ids)
     check_continuation(model, cache, ids.shape[0])
     batch = build(model, [cache], ids.shape[0])
-    # a method that evicts while decoding decides after every token
-    size = 1 if cache.chain.evicts else len(ids)
+    # methods that evict or pack while decoding do so after every token
+    size = 1 if cache.chain.evicts or cache.chain.coder else len(ids)
     with torch.no_grad(), attached(model):
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]

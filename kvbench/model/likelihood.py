@@ -36,7 +36,7 @@ def teacher_force(
     ids = as_prompt(model, tokens)
     seen, rows = caches[0].seen, len(caches)
     losses = [_loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])]
-    batch = build(model, caches, len(ids))
+    batch = build(model, caches, len(ids), chunk)
     with torch.no_grad(), attached(model):
         for start in range(0, len(ids) - 1, chunk):
             fed = ids[start : min(start + chunk, len(ids) - 1)]

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kvbench.cache import ops
 from kvbench.cache.attend import Masker, RowSegment, attend, format_of, stack
+from kvbench.cache.coded import Codes, side_by_side
+from kvbench.cache.coded_rows import CodedRows, Coder
 from kvbench.cache.slots import Evictor, Rotary, SlotRows
 from kvbench.model.interface import KvbenchLayer
 from kvbench.types import LayerCache, Segment
@@ -27,10 +29,13 @@ class Together:
     masker: Masker | None
     heads: Tensor | None = None  # [U]
     stored: int = 0
+    coded: CodedRows | None = None  # instead of segments, where tokens are packed
 
     def keep(self, at: Tensor, rows: Tensor) -> Together:
         """The entries ``at`` only, which are ``rows`` of the batch from now on."""
         heads = None if self.heads is None else self.heads[at]
+        if self.coded is not None:
+            self.coded.keep(at)
         return replace(self, rows=rows, segments=[s.rows(at) for s in self.segments], heads=heads)
 
     def split(self, query: Tensor) -> Tensor:
@@ -70,15 +75,22 @@ class RowLayer(KvbenchLayer):
         layer: int = 0,
         rotary: Rotary | None = None,
         maskers: Sequence[Masker | None] = (),
+        coders: Sequence[Coder | None] = (),
+        at_once: int = 1,
     ) -> None:
         super().__init__()
         device = caches[0].segments[0].k.device
         evicting = list(evictors) or [None] * len(caches)
         masking = list(maskers) or [None] * len(caches)
+        coding = list(coders) or [None] * len(caches)
         growing = [
-            part for i, e in enumerate(evicting) if e is None for part in _parts(i, caches[i].segments, masking[i])
+            part
+            for i, e in enumerate(evicting)
+            if e is None
+            for part in _parts(i, caches[i].segments, masking[i], coding[i])
         ]
-        self.groups = [_together(parts, windowed) for parts in _alike(growing)]
+        self.groups = [_together(parts, windowed, capacity, at_once) for parts in _alike(growing)]
+        self.dense = any(g.coded is None for g in self.groups)
         self.attended: Tensor | None = None
         self.slots: list[tuple[Tensor, SlotRows]] = []
         by_stage: dict[object, list[int]] = {}
@@ -100,13 +112,16 @@ class RowLayer(KvbenchLayer):
 
     def add(self, k: Tensor, v: Tensor) -> None:
         b, h, t, _ = k.shape
-        if self.groups:
+        if self.dense:
             if self.keys is None:
                 self.keys = k.new_empty(b, h, self.capacity, k.shape[3])
                 self.values = v.new_empty(b, h, self.capacity, v.shape[3])
             assert self.values is not None
             self.keys[:, :, self.used : self.used + t] = k
             self.values[:, :, self.used : self.used + t] = v
+        for g in self.groups:
+            if g.coded is not None:
+                g.coded.add(g.tail(k), g.tail(v))
         for rows, slots in self.slots:
             slots.add(k[rows], v[rows], self.starts[rows] + self.used)
             self.most[rows] = torch.maximum(self.most[rows], slots.held().amax(dim=1))
@@ -122,7 +137,7 @@ class RowLayer(KvbenchLayer):
         if window is not None:
             floor = self.starts[:, None] + torch.arange(before, self.used, device=query.device) - window + 1
         sizes: list[Tensor] = []
-        if not self.slots and len(self.groups) == 1 and self.groups[0].heads is None:
+        if not self.slots and len(self.groups) == 1 and self.groups[0].heads is None and self.dense:
             g = self.groups[0]
             out = attend(query, g.segments, self.tail(), scale, floor, self.starts, g.masker, sizes)
             self.attended = sizes[0] if sizes else None
@@ -130,10 +145,13 @@ class RowLayer(KvbenchLayer):
         out = torch.empty_like(query)
         masked: list[tuple[Tensor, Tensor]] = []
         for g in self.groups:
-            k, v = self.tail()
-            below = None if floor is None else floor[g.rows]
-            starts = self.starts[g.rows]
-            found = attend(g.split(query), g.segments, (g.tail(k), g.tail(v)), scale, below, starts, g.masker, sizes)
+            if g.coded is not None:
+                found = g.coded.attend(g.split(query), scale, g.masker, sizes)
+            else:
+                tail = (g.tail(self.tail()[0]), g.tail(self.tail()[1]))
+                below = None if floor is None else floor[g.rows]
+                starts = self.starts[g.rows]
+                found = attend(g.split(query), g.segments, tail, scale, below, starts, g.masker, sizes)
             g.put(out, found)
             if g.masker is not None:
                 masked.append((g.rows, sizes[-1]))
@@ -181,6 +199,8 @@ class RowLayer(KvbenchLayer):
         """The only row's cache with the tokens added since: a dense tail, or what its slots hold now."""
         if self.slots:
             return replace(cache, segments=(self.slots[0][1].segment(0),), seen=cache.seen + self.used)
+        if not self.dense:
+            return _repacked(cache, self.groups, self.used)
         k, v = self.tail()
         return ops.append(cache, k[0], v[0])
 
@@ -192,21 +212,22 @@ class _Part:
     row: int
     segments: tuple[Segment, ...]
     masker: Masker | None
+    coder: Coder | None = None
     head: int | None = None
     stored: int = 0
 
     @property
     def format(self) -> tuple[object, ...]:
-        return (self.masker, self.head is None, self.stored, *(format_of(s) for s in self.segments))
+        return (self.masker, self.coder, self.head is None, self.stored, *(format_of(s) for s in self.segments))
 
 
-def _parts(row: int, segments: tuple[Segment, ...], masker: Masker | None) -> Iterator[_Part]:
+def _parts(row: int, segments: tuple[Segment, ...], masker: Masker | None, coder: Coder | None) -> Iterator[_Part]:
     if all(s.lengths is None for s in segments):
-        yield _Part(row, segments, masker)
+        yield _Part(row, segments, masker, coder)
         return
     stored = max(s.heads for s in segments)
     for head in range(stored):
-        yield _Part(row, tuple(s.head(head) for s in segments), masker, head, stored)
+        yield _Part(row, tuple(s.head(head) for s in segments), masker, coder, head, stored)
 
 
 def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
@@ -230,13 +251,47 @@ def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
     return groups
 
 
-def _together(parts: Sequence[_Part], positions: bool) -> Together:
+def _together(parts: Sequence[_Part], positions: bool, room: int, at_once: int) -> Together:
     parts = sorted(parts, key=lambda p: (p.row, p.head or 0))
     device = parts[0].segments[0].k.device
-    segments = [stack(list(alike), positions) for alike in zip(*(p.segments for p in parts), strict=True)]
     heads = None if parts[0].head is None else torch.tensor([p.head for p in parts], device=device)
     rows = torch.tensor([p.row for p in parts], device=device)
-    return Together(rows, segments, parts[0].masker, heads, parts[0].stored)
+    masker, coder, stored = parts[0].masker, parts[0].coder, parts[0].stored
+    if coder is not None:
+        coded = CodedRows([p.segments[0] for p in parts], coder, room, at_once)
+        return Together(rows, [], masker, heads, stored, coded)
+    segments = [stack(list(alike), positions) for alike in zip(*(p.segments for p in parts), strict=True)]
+    return Together(rows, segments, masker, heads, stored)
+
+
+def _repacked(cache: LayerCache, groups: Sequence[Together], new: int) -> LayerCache:
+    """The only row's cache with ``new`` more tokens, as its packed rows hold them."""
+    (old,) = cache.segments
+    fresh = torch.arange(cache.seen, cache.seen + new, dtype=torch.int32, device=old.positions.device)
+    held = {
+        -1 if g.heads is None else int(g.heads[u]): (g.coded.k.held(u), g.coded.v.held(u))
+        for g in groups
+        if g.coded is not None
+        for u in range(len(g.rows))
+    }
+    if old.lengths is None:
+        (k_codes, k), (v_codes, v) = held[-1]
+        positions = torch.cat([old.positions, fresh.expand(old.positions.shape[0], -1)], dim=1)
+        grown = replace(old, k=k, v=v, positions=positions, codes=Codes(k_codes, v_codes))
+        return replace(cache, segments=(grown,), seen=cache.seen + new)
+    in_order = [held[h] for h in range(old.heads)]
+    places = [torch.cat([p, fresh]) for p in old.positions[0].split(old.lengths.tolist())]
+    k_codes, k_counts = side_by_side([k[0] for k, _ in in_order])
+    v_codes, v_counts = side_by_side([v[0] for _, v in in_order])
+    grown = replace(
+        old,
+        k=torch.cat([k[1] for k, _ in in_order], dim=1),
+        v=torch.cat([v[1] for _, v in in_order], dim=1),
+        positions=torch.cat(places)[None],
+        lengths=old.lengths + new,
+        codes=Codes(k_codes, v_codes, k_counts, v_counts),
+    )
+    return replace(cache, segments=(grown,), seen=cache.seen + new)
 
 
 def _mean_of(masked: Sequence[tuple[Tensor, Tensor]], rows: int) -> Tensor:

@@ -60,4 +60,4 @@ def test_queries_do_not_matter(stage):
 @pytest.mark.parametrize("stage", [L1, L2])
 @pytest.mark.parametrize(("ratio", "kept"), [(0.3, 89), (0.4, 76), (0.5, 64), (0.6, 51), (0.7, 38)])
 def test_the_papers_floor_is_the_default(stage, ratio, kept):
-    assert stage(ratio=ratio).kept_channels(128) == kept
+    assert stage(ratio=ratio).kept_keys(128) == kept

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from families import FAMILIES, build, prompt
+from passthrough import quantisers_pass_through
 
 import kvbench
 from kvbench.cache.audit import audit
@@ -38,12 +39,18 @@ CHAINS = tuple(
             *(PARTNERS[STAGES[m].role].format(m) for m in METHODS if not getattr(STAGES[m], "evicts", False)),
             "streamingllm+l2",
             "keynorm+l1",
+            "think+kivi",
+            "snapkv+think+kivi",
+            "adakv+think+flexgen",
+            "adakv+kivi",
+            "refreekv+kivi",
+            "twilight+flexgen",
         ]
     )
 )
 PER = ("kv_head", "query_head")
 
-SMALL = {"kv_size": 24, "window": 8, "recent": 6, "observed": 8, "ratio": 0.4, "T": 0.6}
+SMALL = {"kv_size": 24, "window": 8, "recent": 6, "observed": 8, "ratio": 0.4, "T": 0.6, "group": 4, "residual": 8}
 NEUTRAL = {"kv_size": 10_000, "ratio": 0.0, "value_ratio": 0.0, "T": 0.0, "p": 1.0}
 PROMPTS = ((70, 1), (47, 2))
 NEW = 6
@@ -56,9 +63,11 @@ def configured(chain, values, **more):
 
 
 def neutral(chain):
-    """An entry of ``chain`` under which it must change nothing."""
+    """An entry of ``chain`` under which it must change nothing, where quantisers pass through."""
     for m in chain.split("+"):
-        assert STAGES[m].role == "modifier" or set(NEUTRAL) & set(registry.knob_names(m)), f"{m} in NEUTRAL?"
+        assert STAGES[m].role in ("modifier", "quantise") or set(NEUTRAL) & set(registry.knob_names(m)), (
+            f"{m} in NEUTRAL?"
+        )
     return configured(chain, NEUTRAL)
 
 
@@ -122,9 +131,10 @@ per_heads = pytest.mark.parametrize("per", PER)
 def test_neutral_settings_answer_as_the_full_cache(family, chain, per):
     model = build(family)
     for n, seed in PROMPTS:
-        (cache,) = kvbench.prefill(model, prompt(n, seed), [neutral(chain)], per=per)
-        assert kvbench.generate(model, [cache], NEW) == [full(family, n, seed)[1]]
-        logits = kvbench.extend(model, cache, prompt(2, 8)).logits
+        with quantisers_pass_through():
+            (cache,) = kvbench.prefill(model, prompt(n, seed), [neutral(chain)], per=per)
+            assert kvbench.generate(model, [cache], NEW) == [full(family, n, seed)[1]]
+            logits = kvbench.extend(model, cache, prompt(2, 8)).logits
         torch.testing.assert_close(logits, full_logits(family, n, seed), atol=1e-4, rtol=1e-4)
 
 
@@ -221,9 +231,15 @@ def test_bf16_statistics_are_deterministic_and_those_of_fp32(chain, per):
             assert (a is None and b is None) or torch.equal(a, b)
 
 
+@pytest.fixture
+def lossless():
+    with quantisers_pass_through():
+        yield
+
+
 @matrix
 @per_heads
-def test_bf16_neutral_settings_stay_near_the_full_cache_when_teacher_forced(family, chain, per):
+def test_bf16_neutral_settings_stay_near_the_full_cache_when_teacher_forced(family, chain, per, lossless):
     model = build(family, torch.bfloat16)
     cache, whole = kvbench.prefill(model, prompt(50, 3), [neutral(chain), "full"], per=per)
     for chunk in prompt(6, 4).split([1, 1, 4]):

@@ -84,8 +84,8 @@ def test_split_logits_equal_dense_attention_with_masked_queries(per, base):
     [(0.3, 90, 89), (0.4, 77, 76), (0.5, 64, 64), (0.6, 52, 51), (0.999, 1, 1), (0, 128, 128)],
 )
 def test_kept_channels_of_128_in_both_roundings(ratio, code, paper):
-    assert Think(ratio=ratio).kept_channels(128) == code
-    assert Think(ratio=ratio, rounding="paper").kept_channels(128) == paper
+    assert Think(ratio=ratio).kept_keys(128) == code
+    assert Think(ratio=ratio, rounding="paper").kept_keys(128) == paper
 
 
 @pytest.mark.parametrize("recent", [N, N + 1, 1000])

@@ -1,0 +1,78 @@
+"""Segments whose older tokens are packed and whose newest are exact, and what decides how many are which.
+
+Shapes: H stored heads, L tokens, Lk and Lv of them packed as keys and as values, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.pack import Packed
+
+
+@dataclass(frozen=True)
+class Residual:
+    """How many of the newest tokens stay exact: at least ``keep``, and packing goes on ``block`` tokens at a time."""
+
+    keep: int
+    block: int
+
+    def packed(self, tokens: int) -> int:
+        """Packed tokens of ``tokens`` in all, a multiple of ``block``."""
+        return max(0, tokens - self.keep) // self.block * self.block
+
+    def at_least(self, keep: int) -> Residual:
+        """The same with no fewer than ``keep`` exact tokens."""
+        return replace(self, keep=max(self.keep, keep))
+
+
+@dataclass(frozen=True)
+class Codes:
+    """The packed tokens of a segment: the first Lk as keys [H, Lk, .], the first Lv as values [H, Lv, .].
+
+    Ragged heads are stored one after the other; the counts then say how many tokens of each head are packed.
+    """
+
+    k: Packed
+    v: Packed
+    k_counts: Tensor | None = None  # [H] int32
+    v_counts: Tensor | None = None  # [H] int32
+
+    def payload(self) -> Iterator[Tensor]:
+        """The tensors held."""
+        yield from self.k.payload()
+        yield from self.v.payload()
+
+    def head(self, h: int, k: Tensor, v: Tensor, start: int, end: int) -> tuple[Codes, Tensor, Tensor]:
+        """One head's codes and its share of the exact k and v, views; of ragged heads its tokens are start to end."""
+        if self.k_counts is None or self.v_counts is None:
+            one = slice(h, h + 1)
+            return Codes(self.k.map(lambda t: t[one]), self.v.map(lambda t: t[one])), k[one], v[one]
+        parts = []
+        for packed, counts, rest in ((self.k, self.k_counts, k), (self.v, self.v_counts, v)):
+            last = int(counts[: h + 1].sum())
+            first = last - int(counts[h])
+            parts.append((packed.tokens(first, last), rest[:, start - first : end - last]))
+        (k_codes, k_rest), (v_codes, v_rest) = parts
+        return Codes(k_codes, v_codes), k_rest, v_rest
+
+
+def encode(
+    x: Tensor, pack: Callable[[Tensor], Packed], packed: int, channels: Tensor | None = None
+) -> tuple[Packed, Tensor]:
+    """x [H, L, D] as its first ``packed`` tokens packed, of those only ``channels`` [H, C], and the exact others."""
+    old = x[:, :packed]
+    if channels is not None:
+        old = old.gather(2, channels.long()[:, None].expand(-1, packed, -1))
+    return pack(old), x[:, packed:].clone(memory_format=torch.contiguous_format)
+
+
+def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
+    """Packed tokens of single heads [1, L_h, .] one after the other, and their counts [H]."""
+    codes, scale, low = (torch.cat(column, dim=1) for column in zip(*(tuple(h.payload()) for h in heads), strict=True))
+    counts = torch.tensor([h.shape[1] for h in heads], dtype=torch.int32, device=codes.device)
+    return replace(heads[0], codes=codes, scale=scale, low=low), counts

@@ -1,0 +1,213 @@
+"""Rows whose older tokens are packed while they decode: packed buffers that grow, and a ring of exact tokens.
+
+A step writes its tokens into the ring, attends, and then packs what has left the residual. Keys and values are packed
+at different moments, so their logits and weights meet in token order. Shapes: U rows (or single ragged heads), H stored
+heads, T new tokens, S slots of a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvbench.cache.attend import Masker, logits, spread, weigh
+from kvbench.cache.coded import Residual
+from kvbench.cache.pack import Packed
+from kvbench.types import Segment
+
+
+class Coder(Protocol):
+    """What packs tokens of a chain, and when."""
+
+    @property
+    def keys(self) -> Residual: ...
+
+    @property
+    def values(self) -> Residual: ...
+
+    def pack_keys(self, x: Tensor) -> Packed: ...
+
+    def pack_values(self, x: Tensor) -> Packed: ...
+
+
+class Store:
+    """Keys, or values, of U rows: packed tokens first, then exact ones in a ring (token t in slot t mod S)."""
+
+    def __init__(
+        self,
+        packed: Sequence[Packed],
+        rest: Sequence[Tensor],
+        channels: Sequence[Tensor | None],
+        residual: Residual,
+        pack: Callable[[Tensor], Packed],
+        room: int,
+        at_once: int,
+    ) -> None:
+        first, device = packed[0], rest[0].device
+        self.residual, self.pack = residual, pack
+        self.step = first.group if first.axis == "channel" else 1
+        self.packed = [p.shape[1] for p in packed]
+        self.total = [p.shape[1] + r.shape[1] for p, r in zip(packed, rest, strict=True)]
+        most = max(residual.packed(t + room) for t in self.total) // self.step
+        self.codes = first.map(lambda t: t.new_zeros(len(packed), t.shape[0], max(most, 1), *t.shape[2:]))
+        slots = max(residual.keep + residual.block - 1, *(r.shape[1] for r in rest)) + at_once
+        self.ring = rest[0].new_zeros(len(packed), rest[0].shape[0], slots, rest[0].shape[2])
+        given = [c for c in channels if c is not None]
+        self.channels = torch.stack(given).long().to(device) if given else None  # [U, H, C]
+        for u, (p, r) in enumerate(zip(packed, rest, strict=True)):
+            for mine, loaded in zip(self.codes.payload(), p.payload(), strict=True):
+                mine[u, :, : loaded.shape[1]] = loaded
+            self.ring[u, :, (torch.arange(r.shape[1], device=device) + p.shape[1]) % slots] = r
+
+    @property
+    def slots(self) -> int:
+        return self.ring.shape[2]
+
+    def add(self, x: Tensor) -> None:
+        """Write x [U, Hk, T, D] behind what is there."""
+        u, heads, t = x.shape[0], self.ring.shape[1], x.shape[2]
+        wide = x.repeat_interleave(heads // x.shape[1], dim=1).transpose(1, 2)
+        slot = (self._row(self.total)[:, None] + torch.arange(t, device=x.device)) % self.slots
+        self.ring[torch.arange(u, device=x.device)[:, None], :, slot] = wide
+        self.total = [n + t for n in self.total]
+
+    def columns(self) -> Tensor:
+        """The token of each ring slot [U, S]; the largest total where a slot holds none."""
+        total, packed = self._row(self.total)[:, None], self._row(self.packed)[:, None]
+        slot = torch.arange(self.slots, device=self.ring.device)
+        token = total - 1 - (total - 1 - slot) % self.slots
+        return token.masked_fill((token < packed) | (token < 0), max(self.total))
+
+    def old(self) -> Packed:
+        """The packed tokens [U, H, L, C], a view; what a row shorter than the longest has at its end means nothing."""
+        return self.codes.tokens(0, max(self.packed))
+
+    def settle(self) -> None:
+        """Pack what has left the residual."""
+        keep, block = self.residual.keep, self.residual.block
+        while True:
+            due = [u for u, (n, p) in enumerate(zip(self.total, self.packed, strict=True)) if n - p >= keep + block]
+            if not due:
+                return
+            rows = torch.tensor(due, device=self.ring.device)
+            first = self._row([self.packed[u] for u in due])[:, None]
+            slot = (first + torch.arange(block, device=rows.device)) % self.slots
+            x = self.ring[rows[:, None], :, slot].transpose(1, 2)
+            if self.channels is not None:
+                x = x.gather(3, self.channels[rows][:, :, None].expand(-1, -1, block, -1))
+            new = self.pack(x)
+            at = first // self.step + torch.arange(block // self.step, device=rows.device)
+            for mine, fresh in zip(self.codes.payload(), new.payload(), strict=True):
+                mine[rows[:, None], :, at] = fresh.transpose(1, 2)
+            for u in due:
+                self.packed[u] += block
+
+    def keep(self, at: Tensor) -> None:
+        """Go on with the rows ``at`` only."""
+        self.codes, self.ring = self.codes.map(lambda t: t[at]), self.ring[at]
+        self.channels = None if self.channels is None else self.channels[at]
+        chosen = at.tolist()
+        self.packed, self.total = [self.packed[u] for u in chosen], [self.total[u] for u in chosen]
+
+    def held(self, u: int) -> tuple[Packed, Tensor]:
+        """One row's packed [H, Lq, .] and exact tokens [H, L - Lq, D], copies."""
+        most = self.packed[u] // self.step
+        slot = torch.arange(self.packed[u], self.total[u], device=self.ring.device) % self.slots
+        return self.codes.map(lambda t: t[u, :, :most].clone()), self.ring[u][:, slot]
+
+    def _row(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, device=self.ring.device)
+
+
+class CodedRows:
+    """Rows of one storage format of one chain's quantiser in one layer."""
+
+    def __init__(self, segments: Sequence[Segment], coder: Coder, room: int, at_once: int = 1) -> None:
+        codes = [s.codes for s in segments]
+        assert all(c is not None for c in codes)
+        k, v = [c.k for c in codes if c], [c.v for c in codes if c]
+        k_channels, v_channels = [s.key_channels for s in segments], [s.value_channels for s in segments]
+        self.k = Store(k, [s.k for s in segments], k_channels, coder.keys, coder.pack_keys, room, at_once)
+        self.v = Store(v, [s.v for s in segments], v_channels, coder.values, coder.pack_values, room, at_once)
+
+    def add(self, k: Tensor, v: Tensor) -> None:
+        """Take k, v [U, Hk, T, D] of T new tokens."""
+        self.k.add(k)
+        self.v.add(v)
+
+    def attend(
+        self, query: Tensor, scale: float, masker: Masker | None = None, sizes: list[Tensor] | None = None
+    ) -> Tensor:
+        """Attention of query [U, Hq, T, D] of the tokens just added over all; then the residual is settled."""
+        exact = self._logits(query, scale, lambda keys: keys)
+        if masker is not None:
+            seen = masker.mask(self._logits(query, scale, masker.estimate).softmax(dim=-1)) & ~exact.isneginf()
+            exact = exact.masked_fill(~seen, -torch.inf)
+            if sizes is not None:
+                sizes.append(seen.sum(dim=-1).float().mean(dim=(1, 2)))
+        out = self._weigh(exact.softmax(dim=-1).to(query.dtype)).to(query.dtype)
+        self.k.settle()
+        self.v.settle()
+        return out
+
+    def _logits(self, query: Tensor, scale: float, estimate: Callable[[Tensor], Tensor]) -> Tensor:
+        """Logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""
+        store, t = self.k, query.shape[2]
+        longest = max(store.total)
+        found = query.new_full((*query.shape[:3], longest + 1), -torch.inf, dtype=torch.float32)
+        most = max(store.packed)
+        if most:
+            found[..., :most] = packed_logits(query, store.old(), scale, store.channels, estimate)
+        where = store.columns()[:, None, None].expand(*query.shape[:3], -1)
+        found.scatter_(3, where, logits(query, estimate(store.ring), scale).float())
+        last = store._row(store.total)[:, None] - t + torch.arange(t, device=query.device)
+        hidden = torch.arange(longest, device=query.device) > last[:, None, :, None]
+        return found[..., :longest].masked_fill(hidden, -torch.inf)
+
+    def _weigh(self, probs: Tensor) -> Tensor:
+        """Weighted values of probs [U, Hq, T, L] -> [U, Hq, T, D]."""
+        store = self.v
+        where = store.columns()[:, None, None].expand(*probs.shape[:3], -1)
+        out = weigh(F.pad(probs, (0, 1)).gather(3, where), store.ring)
+        packed = store._row(store.packed)[:, None, None, None]
+        most = max(store.packed)
+        if most:
+            old = probs[..., :most].masked_fill(torch.arange(most, device=probs.device) >= packed, 0)
+            part = packed_weigh(old, store.old())
+            out = out + (part if store.channels is None else spread(part, store.channels, out.shape[3]))
+        return out
+
+    def keep(self, at: Tensor) -> None:
+        """Go on with the rows ``at`` only."""
+        self.k.keep(at)
+        self.v.keep(at)
+
+
+def packed_logits(
+    query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Scaled q.k of query [U, Hq, T, D] with packed keys [U, H, L, C] -> [U, Hq, T, L], never unpacked as a whole."""
+    u, hq, t, _ = query.shape
+    h, length = keys.shape[1:3]
+    q = (query * scale).reshape(u, h, hq // h * t, -1)
+    if channels is not None:
+        q = q.gather(3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
+    flat, found = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length)
+    for heads, tokens, part in keys.blocks():
+        found[heads, :, tokens] = flat[heads] @ estimate(part.dequantise(query.dtype)).transpose(1, 2)
+    return found.view(u, hq, t, length)
+
+
+def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
+    """Weighted packed values: probs [U, Hq, T, L] with [U, H, L, C] -> [U, Hq, T, C]."""
+    u, hq, t, length = probs.shape
+    h, c = values.shape[1], values.shape[3]
+    flat = probs.reshape(u * h, hq // h * t, length)
+    out = flat.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
+    for heads, tokens, part in values.blocks():
+        out[heads] += weigh(flat[heads, None, :, tokens], part.dequantise(probs.dtype)[:, None])[:, 0]
+    return out.view(u, hq, t, c)

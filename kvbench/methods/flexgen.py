@@ -1,0 +1,46 @@
+"""FlexGen's cache compression: keys and values of every token packed in groups (arXiv 2303.06865, section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvbench.cache.coded import Residual
+from kvbench.cache.pack import BITS, Packed, quantise_tokens, run_bytes
+from kvbench.methods.quantiser import Quantiser
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlexGen(Quantiser):
+    """Asymmetric min-max codes of ``group`` consecutive channels of a token, at most a head's; no residual.
+
+    A token is packed after the step that made it, which reads it exactly. A group of one value stores scale 1.
+
+    bits: bits of a code, 2, 3, 4 or 8. group: channels that share a scale and a minimum.
+    """
+
+    id: ClassVar[str] = "flexgen"
+
+    bits: int = 4
+    group: int = 64
+
+    def __post_init__(self) -> None:
+        self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
+        self.require("group", isinstance(self.group, int) and self.group >= 1, "a whole number of channels, 1 or more")
+
+    def residuals(self) -> tuple[Residual, Residual]:
+        return Residual(0, 1), Residual(0, 1)
+
+    def pack_keys(self, x: torch.Tensor) -> Packed:
+        return quantise_tokens(x, self.bits, min(self.group, x.shape[-1]), constant_scale=1.0)
+
+    def pack_values(self, x: torch.Tensor) -> Packed:
+        return self.pack_keys(x)
+
+    def key_bytes(self, tokens: int, channels: int) -> int:
+        return tokens * run_bytes(channels, self.bits, min(self.group, channels))
+
+    def value_bytes(self, tokens: int, channels: int) -> int:
+        return self.key_bytes(tokens, channels)

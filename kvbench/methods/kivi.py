@@ -1,0 +1,52 @@
+"""KIVI: keys packed by channel, values by token, the newest exact (arXiv 2402.02750, sections 3.2 and 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvbench.cache.coded import Residual
+from kvbench.cache.pack import BITS, Packed, quantise_channels, quantise_tokens, run_bytes
+from kvbench.methods.quantiser import Quantiser
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kivi(Quantiser):
+    """Keys in groups of ``group`` consecutive retained tokens of a channel, values in groups of channels of a token.
+
+    Codes are round((x - min) / scale) with scale = (max - min) / (2^bits - 1), both stored in fp16. Of N tokens the
+    first R * floor(N / R) are packed as keys and the first N - R as values. While decoding, keys are packed R at a time
+    once R have gathered, values one at a time, in each case after the step that still read them exactly.
+
+    bits: bits of a code, 2, 3, 4 or 8. group: elements that share a scale. residual: R, tokens that stay exact at
+    most (keys) or always (values); a multiple of ``group``.
+    """
+
+    id: ClassVar[str] = "kivi"
+
+    bits: int = 2
+    group: int = 32
+    residual: int = 128
+
+    def __post_init__(self) -> None:
+        self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
+        self.require("group", isinstance(self.group, int) and self.group >= 1, "a whole number of elements, 1 or more")
+        whole = isinstance(self.residual, int) and self.residual >= 1 and self.residual % self.group == 0
+        self.require("residual", whole, f"a multiple of group={self.group}, 1 or more")
+
+    def residuals(self) -> tuple[Residual, Residual]:
+        return Residual(0, self.residual), Residual(self.residual, 1)
+
+    def pack_keys(self, x: torch.Tensor) -> Packed:
+        return quantise_channels(x, self.bits, self.group)
+
+    def pack_values(self, x: torch.Tensor) -> Packed:
+        return quantise_tokens(x, self.bits, self.group)
+
+    def key_bytes(self, tokens: int, channels: int) -> int:
+        return tokens // self.group * channels * run_bytes(self.group, self.bits, self.group)
+
+    def value_bytes(self, tokens: int, channels: int) -> int:
+        return tokens * run_bytes(channels, self.bits, self.group)

@@ -1,0 +1,123 @@
+"""Stages that keep some channels of the older tokens: what is shared by ThinK, its value variant and magnitudes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from kvbench.cache import ops
+from kvbench.methods.base import Block, Role, Stage, top_indices
+from kvbench.types import LayerCache, Observation, per_head
+
+Channels = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelPruner(Stage):
+    """A stage that keeps T of D key channels of all tokens but the last ``recent``. Knobs:
+
+    ratio: fraction of channels removed, 0 <= ratio < 1. recent: last tokens whose keys stay whole.
+    rounding: ``code`` keeps T = D - int(ratio * D) as released code does, ``paper`` floor((1 - ratio) * D).
+
+    In a chain with a quantiser it only says which channels the packed tokens keep; the exact tokens are then the
+    larger of ``recent`` and the quantiser's residual.
+    """
+
+    role: ClassVar[Role] = "prune"
+
+    ratio: float = 0.4
+    recent: int = 32
+    rounding: str = "code"
+
+    def __post_init__(self) -> None:
+        self.require_ratio("ratio", "key")
+        self.require("recent", isinstance(self.recent, int) and self.recent >= 0, "a whole number of tokens, 0 or more")
+        self.require("rounding", self.rounding in ("code", "paper"), "code or paper")
+
+    def require_ratio(self, knob: str, what: str) -> None:
+        """Raise UsageError unless the knob is a fraction of channels that leaves some."""
+        value = getattr(self, knob)
+        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
+        self.require(knob, ok, f"a fraction of the {what} channels removed, at least 0 and below 1")
+
+    def kept(self, ratio: float, head_dim: int) -> int:
+        """T, the channels that stay (at least one)."""
+        exact = (1 - ratio) * head_dim
+        return max(1, int(exact + 1e-9) if self.rounding == "paper" else head_dim - int(ratio * head_dim))
+
+    def kept_keys(self, head_dim: int) -> int:
+        """Key channels that stay."""
+        return self.kept(self.ratio, head_dim)
+
+    def kept_values(self, head_dim: int) -> int:
+        """Value channels that stay: all, unless the method prunes values, too."""
+        return head_dim
+
+    def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
+        (whole,) = blocks
+        keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
+        if keys == values == head_dim or whole.slots <= self.recent:
+            return blocks
+        old = whole.slots - self.recent
+        ids = self.id_bytes(head_dim)
+        thin = replace(whole, slots=old, key_bytes=old * keys * itemsize, value_bytes=old * values * itemsize)
+        dense = self.recent * head_dim * itemsize
+        newer = replace(whole, slots=self.recent, key_bytes=dense, value_bytes=dense)
+        return [replace(thin, fixed_overhead=ids), *([newer] if self.recent else [])]
+
+    def id_bytes(self, head_dim: int) -> int:
+        """Bytes of one head's channel ids, 2 each, where not all channels stay."""
+        counts = (self.kept_keys(head_dim), self.kept_values(head_dim))
+        return sum(2 * kept for kept in counts if kept < head_dim)
+
+    def channel_scores(self, keys: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
+        """How much each key channel matters, [H, D]; keys [H, L, D] fp32 with zeros for tokens that do not count."""
+        raise TypeError(f"{type(self).__name__} does not say how it scores channels")
+
+    def value_scores(self, cache: LayerCache, obs: Observation, counted: torch.Tensor) -> torch.Tensor:
+        """How much each value channel matters, [H, D], over the tokens ``counted`` [H, L]."""
+        raise TypeError(f"{type(self).__name__} does not say how it scores value channels")
+
+    def channels(self, cache: LayerCache, obs: Observation, packed: tuple[Sequence[int], Sequence[int]]) -> Channels:
+        """The channels [H, T] that keys and values keep, ascending; None: all.
+
+        ``packed`` says how many of each head's first tokens are scored, as keys and as values.
+        """
+        segment = ops.only_segment(cache)
+        head_dim = segment.k.shape[2]
+        keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
+        slots = torch.arange(segment.tokens, device=segment.k.device)
+
+        def counted(tokens: Sequence[int]) -> torch.Tensor:
+            return slots < torch.tensor(tokens, device=slots.device)[:, None]
+
+        found: list[torch.Tensor | None] = [None, None]
+        if keys < head_dim:
+            held = side_by_side(segment.k, segment.lengths, cache.heads).float()
+            scores = self.channel_scores(held * counted(packed[0])[..., None], cache, obs)
+            found[0] = top_indices(scores, keys)
+        if values < head_dim:
+            found[1] = top_indices(self.value_scores(cache, obs, counted(packed[1])), values)
+        return found[0], found[1]
+
+    def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
+        segment = ops.only_segment(cache)
+        if segment.tokens <= self.recent:
+            return cache
+        lengths = head_lengths(cache)
+        keys, values = self.channels(cache, obs, (lengths, lengths))
+        return cache if keys is None and values is None else ops.prune(cache, keys, values, self.recent)
+
+
+def head_lengths(cache: LayerCache) -> list[int]:
+    """Tokens of each stored head of a cache of one segment."""
+    s = ops.only_segment(cache)
+    return [s.tokens] * cache.heads if s.lengths is None else s.lengths.tolist()
+
+
+def side_by_side(t: torch.Tensor, lengths: torch.Tensor | None, heads: int) -> torch.Tensor:
+    """Keys, values or positions as [heads, L, ...], ragged heads padded with zeros."""
+    return per_head(t, heads) if lengths is None else ops.by_head(t, lengths)
