@@ -1,0 +1,137 @@
+"""Time of one decode step's attention by storage format, as a ratio to the full cache, measured in one run.
+
+    python -m kvbench.bench.decode [--tokens 1024 4096 16384] [--batch 1 8] [--heads 8] [--query-heads 32]
+
+One layer of the given shape holds random keys and values, compressed by the real stages; each format's steps are
+interleaved with the full cache's, and medians are compared. Attention only: the projections of a model cost all formats
+the same, so whole-step ratios lie between these and 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from kvbench.cache import ops
+from kvbench.methods import registry
+from kvbench.methods.chain import Chain
+from kvbench.model.interface import synchronise
+from kvbench.model.rows import RowLayer
+from kvbench.types import LayerCache, Observation
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "think 0.4": {"method": "think", "ratio": 0.4},
+    "thin 0.6": {"method": "think", "ratio": 0.6},
+    "kivi 2 bits": {"method": "kivi", "bits": 2},
+    "kivi 4 bits": {"method": "kivi", "bits": 4},
+    "kivi 8 bits": {"method": "kivi", "bits": 8},
+    "flexgen 4 bits": {"method": "flexgen", "bits": 4},
+    "think 0.4 + kivi 2": {"method": "think+kivi", "think.ratio": 0.4, "bits": 2},
+    "snapkv 12.5 %": {"method": "snapkv", "kv_ratio": 0.125},
+    "adakv 12.5 %": {"method": "adakv", "kv_ratio": 0.125},
+}
+# issue: at most these ratios on a CPU, by (tokens, batch)
+LIMITS = {("think 0.4", 4096, 1): 1.2, ("think 0.4", 16384, 8): 1.0}
+
+
+def layer(
+    chain: Chain, n: int, heads: int, query_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> LayerCache:
+    """One layer of random keys and values compressed by ``chain``."""
+    g = torch.Generator(device="cpu").manual_seed(0)
+
+    def draw(h: int, m: int) -> torch.Tensor:
+        return torch.randn(h, m, head_dim, generator=g).to(device, dtype)
+
+    dense = ops.dense(draw(heads, n), draw(heads, n), heads=heads, query_heads=query_heads)
+    needs = chain.needs(n)
+    seen = Observation(0, 1, n, head_dim**-0.5, last_q=draw(query_heads, min(n, max(needs.last_q, 1))))
+    return chain.compress(dense, seen)
+
+
+def step_times(
+    batches: Mapping[str, RowLayer], shape: tuple[int, int, int, int], dtype: torch.dtype, repeats: int
+) -> dict[str, float]:
+    """Median seconds of one step's attention by format; shape (batch, query heads, kv heads, head dimension)."""
+    b, hq, hk, d = shape
+    device = next(iter(batches.values())).starts.device
+    spent: dict[str, list[float]] = {name: [] for name in batches}
+    for _ in range(repeats):
+        q, k, v = (torch.randn(b, h, 1, d, dtype=dtype, device=device) for h in (hq, hk, hk))
+        for name, batch in batches.items():
+            synchronise(device)
+            start = time.perf_counter()
+            batch.add(k, v)
+            batch.attend(q, d**-0.5, None)
+            synchronise(device)
+            spent[name].append(time.perf_counter() - start)
+    return {name: median(times[2:]) for name, times in spent.items()}
+
+
+def measure(
+    names: Sequence[str], n: int, b: int, args: argparse.Namespace, device: torch.device
+) -> tuple[float, dict[str, float]]:
+    """(full cache's seconds a step, ratio to it by format) at n tokens and batch b."""
+    dtype = getattr(torch, args.dtype)
+    shape = (b, args.query_heads, args.heads, args.head_dim)
+    ratios = {}
+    seconds = 0.0
+    full = layer(Chain(), n, args.heads, args.query_heads, args.head_dim, dtype, device)
+    for name in names:
+        chain = registry.parse(FORMATS[name])
+        held = layer(chain, n, args.heads, args.query_heads, args.head_dim, dtype, device)
+        room = args.repeats + 2
+        batches = {
+            "full": RowLayer([full] * b, room),
+            name: RowLayer([held] * b, room, coders=[chain.coder] * b),
+        }
+        found = step_times(batches, shape, dtype, room)
+        seconds, ratios[name] = found["full"], found[name] / found["full"]
+    return seconds, ratios
+
+
+def main() -> int:
+    """Print the ratios; the status is 1 if one misses its limit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--heads", type=int, default=8, help="kv heads")
+    parser.add_argument("--query-heads", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=None)
+    parser.add_argument("--formats", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), metavar="FORMAT")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args.dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    print(
+        f"attention of one step, {args.query_heads} query heads on {args.heads} kv heads of {args.head_dim}, ", end=""
+    )
+    print(f"{args.dtype}, {threads}; time over the full cache's, median of {args.repeats}")
+    sizes = [(n, b) for n in args.tokens for b in args.batch]
+    table: dict[str, list[str]] = {name: [] for name in args.formats}
+    full_row, missed = [], []
+    for n, b in sizes:
+        seconds, ratios = measure(args.formats, n, b, args, device)
+        full_row.append(f"{1000 * seconds:.2f} ms")
+        for name, ratio in ratios.items():
+            table[name].append(f"{ratio:.2f}x")
+            if device.type == "cpu" and ratio > LIMITS.get((name, n, b), float("inf")):
+                missed.append(f"{name} at {n} tokens, batch {b}: {ratio:.2f}x, at most {LIMITS[name, n, b]:.2f}x")
+    print(f"{'':<20}" + "".join(f"{f'{n} x {b}':>12}" for n, b in sizes))
+    print(f"{'full':<20}" + "".join(f"{cell:>12}" for cell in full_row))
+    for name, cells in table.items():
+        print(f"{name:<20}" + "".join(f"{cell:>12}" for cell in cells))
+    for line in missed:
+        print(f"MISSED {line}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
