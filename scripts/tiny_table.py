@@ -18,12 +18,21 @@ from kvbench.experiment import Prepared
 from kvbench.store import ResultStore
 
 FOLDER = Path(__file__).resolve().parent.parent / "results" / "tables"
+BUDGETS = "kv_ratio=0.5,0.25,0.125"
 TABLES = {
-    "tiny-selection": ["method=random,streamingllm,keynorm,h2o,snapkv", "kv_ratio=0.5,0.25,0.125"],
+    "tiny-selection": ["method=random,streamingllm,keynorm,h2o,snapkv", BUDGETS],
     "tiny-selection-more": [
-        "method=pyramidkv,cake,tova,scissorhands,vatp+h2o,vatp+snapkv,expectedattention",
-        "kv_ratio=0.5,0.25,0.125",
+        "method=pyramidkv,cake,adakv,tova,scissorhands,vatp+h2o,vatp+snapkv,expectedattention",
+        BUDGETS,
     ],
+    "tiny-selection-decode": [
+        "method=h2o,vatp+h2o,vatp+scissorhands,streamingllm",
+        "method.h2o.variant=orig",
+        "method.streamingllm.mode=mask,rolled",
+        BUDGETS,
+    ],
+    "tiny-h2o": ["method=h2o", "variant=all,win,orig,uncomp", BUDGETS],
+    "tiny-thresholds": ["method=refreekv,twilight", "T=0.01,0.05,0.1,0.2", "p=0.85,0.95"],
     "tiny-channels": ["method=think,l1,l2", "ratio=0.3,0.4,0.5,0.7"],
     "tiny-chains": ["method=snapkv,snapkv+think,h2o+think,streamingllm+think", "kv_ratio=0.25"],
 }
