@@ -184,6 +184,8 @@ def _chains(raw: Mapping[str, Any]) -> Iterator[ChainConfig]:
     for written in raw["chains"]:
         parts = registry.split(str(written))
         axes = [(m, k, v) for m in parts for k, v in _axes(entries.get(m) or {}, registry.defaults(m))]
+        for axis, given in [("per", pers), *((f"method.{m}.{k}", v) for m, k, v in axes)]:
+            _check(axis, given, bool(given), "a value, or a list of at least one")
         for per, *chosen in itertools.product(pers, *(v for _, _, v in axes)):
             settled = {m: dict(entries.get(m) or {}) for m in parts}
             for (m, k, _), value in zip(axes, chosen, strict=True):
@@ -256,7 +258,8 @@ def _label(chain: Chain, settled: Mapping[str, Mapping[str, Any]]) -> str:
     for stage in chain.stages:
         plain = registry.defaults(stage.id)
         for knob, value in settled[stage.id].items():
-            if knob.startswith("_") or value is None or (value == plain.get(knob) and knob not in BUDGETS):
+            unset = knob.startswith("_") or getattr(stage, knob, value) is None
+            if unset or (value == plain.get(knob) and knob not in BUDGETS):
                 continue
             changed.append(f"{knob}={','.join(map(str, value)) if isinstance(value, list) else value}")
     if chain.stages and chain.per != "kv_head":

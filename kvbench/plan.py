@@ -11,6 +11,7 @@ from typing import Any
 from kvbench.config import ChainConfig, RunConfig
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
+from kvbench.methods.evicting import EvictingSelector
 from kvbench.metrics import metric
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
 from kvbench.tasks.prompt import PromptPolicy, check
@@ -74,6 +75,7 @@ def build_groups(
             cells = tuple(Cell({**base, "chain": c.chain.identity()}, c.chain, c.label, task, column) for c in chains)
             check(tokenizer, task, policy)
             _check_answers(task, context)
+            _check_chunks(task, [c.chain for c in chains])
             limit = cfg.limit if cfg.limit is not None else dataset.default_limit
             groups.append(Group(task, column, cells, _mine(task.examples[:limit], cfg)))
     if not any(g.examples for g in groups) and cfg.shards == 1:
@@ -95,6 +97,22 @@ def _check_answers(task: Task, context: int | None) -> None:
                 f"{task.id}, example {e.id}: max_new_tokens={e.max_new_tokens} leaves no room for a prompt in the "
                 f"model's context of {context} tokens"
             )
+
+
+def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
+    """Raise UsageError where a text is fed in chunks that a method's budget while decoding cannot take."""
+    meta = task.examples[0].meta
+    if not task.examples[0].tokens:
+        return
+    for chain in chains:
+        selector = chain.selector
+        if isinstance(selector, EvictingSelector) and selector.evicts:
+            least = selector.decode_budget(int(meta["prefix"]), 0)
+            if least < int(meta["chunk"]):
+                raise UsageError(
+                    f"{task.id}: chunk={meta['chunk']} tokens at once do not fit into the budget of {least} that "
+                    f"{chain.name} holds after a prefix of {meta['prefix']}: lower chunk="
+                )
 
 
 def _choosing(cfg: RunConfig, task: Task, policy: PromptPolicy) -> dict[str, Any]:

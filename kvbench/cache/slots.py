@@ -68,11 +68,20 @@ class Rotary:
 
     inv_freq: Tensor  # [r / 2]
 
-    def turn(self, x: Tensor, by: Tensor) -> Tensor:
-        """Rotate x [..., D] by ``by`` [...] positions further; dimensions past the rotary ones stay."""
+    def turn(self, x: Tensor, start: Tensor | int, end: Tensor | int) -> Tensor:
+        """Rotate x [..., D] from positions ``start`` [...] to ``end`` [...]; dimensions past the rotary ones stay.
+
+        Both angles are rounded to fp32 as the model rounds them, and their difference taken in fp64: at positions of
+        many thousands an angle of the difference alone would not undo what the model did.
+        """
         r = 2 * self.inv_freq.shape[0]
-        angle = by[..., None].float() * self.inv_freq.to(x.device)
-        cos, sin = torch.cat([angle.cos()] * 2, dim=-1), torch.cat([angle.sin()] * 2, dim=-1)
+        inv_freq = self.inv_freq.to(x.device, torch.float32)
+
+        def angle(at: Tensor | int) -> Tensor:
+            return (torch.as_tensor(at, device=x.device)[..., None].float() * inv_freq).double()
+
+        by = angle(end) - angle(start)
+        cos, sin = (torch.cat([t.float()] * 2, dim=-1) for t in (by.cos(), by.sin()))
         part = x[..., :r].float()
         a, b = part.chunk(2, dim=-1)
         turned = part * cos + torch.cat((-b, a), dim=-1) * sin
@@ -153,16 +162,16 @@ class SlotRows:
 
     def attend(self, query: Tensor, scale: float, start: Tensor) -> Tensor:
         """Attention of the tokens just added, query [B, Hq, T, D] at ``start`` [B] and on, then the fold."""
-        b, hq, t, _ = query.shape
+        t = query.shape[2]
         places = start[:, None] + torch.arange(t, device=query.device)
         keys = self.k
         if self.rotary is not None:
             order = self.positions.masked_fill(~self.valid, torch.iinfo(torch.int32).max).argsort(dim=-1)
             rank = torch.empty_like(order)
             rank.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
-            keys = self.rotary.turn(self.k, rank - self.positions)
+            keys = self.rotary.turn(self.k, self.positions, rank)
             last = self.valid.sum(dim=-1).amax(dim=1)[:, None] - t + torch.arange(t, device=query.device)
-            query = self.rotary.turn(query, (last - places)[:, None].expand(b, hq, t))
+            query = self.rotary.turn(query, places[:, None], last[:, None])
         probs = self._probs(query, keys, scale, places)
         out = weigh(probs.to(query.dtype), self.v).to(query.dtype)
         estimated = self.evictor.estimate(keys)

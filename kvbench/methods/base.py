@@ -192,6 +192,12 @@ class Selector(TokenSelector):
             ok = isinstance(self.kv_ratio, (int, float)) and 0 < self.kv_ratio <= 1
             self.require("kv_ratio", ok, "a fraction of the prompt kept, above 0 and at most 1")
 
+    def require_one_budget(self, knob: str) -> None:
+        """Raise UsageError if kv_size or kv_ratio is set beside ``knob``, which is a budget of its own."""
+        alone = self.kv_size is None and self.kv_ratio in (None, DEFAULT_RATIO)
+        self.require(knob, alone, "a budget of its own: not given together with kv_size or kv_ratio")
+        object.__setattr__(self, "kv_ratio", None)
+
     def sink_size(self) -> int:
         """First tokens that are always kept."""
         return 0
@@ -307,6 +313,9 @@ class Mask(Stage):
     """A stage that stores everything and decides at each decode step what is attended: time at best, never bytes."""
 
     role: ClassVar[Role] = "mask"
+
+    def check_layers(self, n_layers: int) -> None:
+        """Raise UsageError for layers that a model of ``n_layers`` does not have."""
 
     def masks(self, layer: int) -> bool:
         """Whether the layer is masked at all."""

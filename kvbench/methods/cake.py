@@ -149,7 +149,8 @@ class Cake(EvictingSelector):
     def keep_scores(self, slots: Slots) -> torch.Tensor:
         young = slots.positions > slots.now - slots.row["window"]
         order = slots.positions.masked_fill(~slots.valid, torch.iinfo(torch.int32).max).argsort(dim=-1)
-        old = slots.state["row"].masked_fill(young | ~slots.valid, 0).gather(2, order)
+        # neighbouring sums share their large terms: in fp32 rounding would decide between them, batch by batch
+        old = slots.state["row"].double().masked_fill(young | ~slots.valid, 0).gather(2, order)
         pooled = pool(old.flatten(0, 1), self.kernel, "avg").view_as(old)
         return torch.empty_like(pooled).scatter_(2, order, pooled).masked_fill(young, torch.inf)
 

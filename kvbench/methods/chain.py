@@ -30,6 +30,7 @@ from kvbench.types import LayerCache, Needs, Observation
 
 ROLES: tuple[Role, ...] = ("selector", "modifier", "prune", "quantise", "mask")
 PER = ("kv_head", "query_head")
+LEARNED = ("opt",)  # families with learned positions
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ class Chain:
 
     def heads(self, kv_heads: int, query_heads: int) -> int:
         """Heads stored in each layer. The full cache is the model's own: always kv heads."""
-        return query_heads if self.per == "query_head" and self.stages else kv_heads
+        expands = any(s.role != "mask" for s in self.stages)  # each query head masks for itself anyway
+        return query_heads if self.per == "query_head" and expands else kv_heads
 
     def needs(self, n: int) -> Needs:
         merged = Needs()
@@ -185,6 +187,15 @@ class Chain:
         selector = self.selector
         if selector is not None:
             selector.check_layers(n_layers)
+        for mask in self.stages:
+            if isinstance(mask, Mask):
+                mask.check_layers(n_layers)
+        evictor = self.evictor
+        if evictor is not None and evictor.rolled and family in LEARNED:
+            raise UsageError(
+                f"method {self.name}: positions=rolled needs rotary positions, "
+                f"the family {family!r} learns its positions"
+            )
         for stage in self.stages:
             if stage.families is not None and family not in stage.families:
                 raise UsageError(

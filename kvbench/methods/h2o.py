@@ -61,6 +61,8 @@ class H2O(EvictingSelector):
             fits = 0 < self.recent_ratio <= 1 - self.heavy_ratio
             self.require("recent_ratio", fits, "a fraction of the prompt, above 0, at most 1 together with heavy_ratio")
         super().__post_init__()
+        if self.heavy_ratio is not None:
+            self.require_one_budget("heavy_ratio")
         if self.variant == "uncomp" and self.kv_size is not None:
             least = -(-UNCOMP_TOTAL // UNCOMP_HEAVY)
             self.require("kv_size", self.kv_size >= least, f"at least {least} with variant=uncomp, for a heavy hitter")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,25 @@ def make_stage(method: str, entry: Mapping[str, Any]) -> Stage:
     for knob in knobs:
         if knob not in knob_names(method):
             raise unknown(f"knob method.{method}.{knob}; its name", knob, knob_names(method))
+    for f in fields(cls):
+        kind = _kind(str(f.type), knobs.get(f.name))
+        if kind:
+            raise UsageError(
+                f"method.{method}.{f.name}={knobs[f.name]!r} is not possible: {kind} (see conf/method/{method}.yaml)"
+            )
     return cls(**knobs)
+
+
+def _kind(declared: str, value: Any) -> str:
+    """What a knob declared as a number or a switch has to be, where ``value`` is not; ranges are the stage's matter."""
+    if value is None or "str" in declared or "tuple" in declared:
+        return ""
+    if "bool" in declared:
+        return "" if isinstance(value, bool) else "true or false"
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if "float" in declared:
+        return "" if whole or (isinstance(value, float) and math.isfinite(value)) else "a number"
+    return "" if whole or "int" not in declared else "a whole number"
 
 
 def make_chain(entries: Mapping[str, Mapping[str, Any]], per: str = "kv_head") -> Chain:

@@ -48,8 +48,9 @@ class Scissorhands(EvictingSelector):
         self.require("variant", self.variant in VARIANTS, " or ".join(VARIANTS))
         if self.half_ratio is not None:
             self.require("half_ratio", 0 < self.half_ratio <= 0.5, "a fraction of the prompt, above 0 and at most 0.5")
-            self.require("half_ratio", self.kv_size is None, "a budget of its own: not given together with kv_size")
         super().__post_init__()
+        if self.half_ratio is not None:
+            self.require_one_budget("half_ratio")
 
     def window_size(self) -> int:
         return self.recent

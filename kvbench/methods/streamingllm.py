@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -57,5 +58,8 @@ class StreamingLLM(EvictingSelector):
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         return torch.arange(obs.n, device=cache.segments[0].k.device)[None]
 
+    def row(self, n: int) -> Mapping[str, int]:
+        return {"first": self.sinks if self.kv_size is not None else self.capacity(n).sinks}
+
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        return slots.positions.float().masked_fill(slots.positions < self.sinks, torch.inf)
+        return slots.positions.double().masked_fill(slots.positions < slots.row["first"], torch.inf)

@@ -38,6 +38,11 @@ class Twilight(Mask):
         self.require("exempt_layers", listed, "a list of layer numbers")
         object.__setattr__(self, "exempt_layers", tuple(sorted(set(self.exempt_layers))))
 
+    def check_layers(self, n_layers: int) -> None:
+        # the default stands for as many of the first two layers as the model has
+        fits = self.exempt_layers == (0, 1) or all(i < n_layers for i in self.exempt_layers)
+        self.require("exempt_layers", fits, f"the model has layers 0 to {n_layers - 1}")
+
     def masks(self, layer: int) -> bool:
         return layer not in self.exempt_layers
 

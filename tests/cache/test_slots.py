@@ -68,10 +68,23 @@ def test_turning_keys_equals_rotating_them_at_their_new_position():
     k = torch.randn(2, 5, 2 * len(inv) + 3)
     rotary = Rotary(inv)
     at = torch.arange(5).expand(2, 5)
-    once = rotary.turn(k, at + 7)
-    torch.testing.assert_close(rotary.turn(rotary.turn(k, at), torch.full((2, 5), 7)), once)
-    torch.testing.assert_close(rotary.turn(once, -(at + 7)), k)
+    once = rotary.turn(k, 0, at + 7)
+    torch.testing.assert_close(rotary.turn(rotary.turn(k, 0, at), at, at + 7), once)
+    torch.testing.assert_close(rotary.turn(once, at + 7, 0), k)
     assert torch.equal(once[..., 2 * len(inv) :], k[..., 2 * len(inv) :])
+
+
+@pytest.mark.parametrize("far", [5_000, 50_000, 4_000_000])
+def test_turning_back_undoes_what_the_model_did_at_far_positions(far):
+    model = build("llama")
+    inner = next(m for m in model.modules() if hasattr(m, "inv_freq"))
+    x = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(0))
+    at = far + torch.arange(6)[None]
+    cos, sin = inner(x, at)
+    half = torch.cat((-x[..., 8:], x[..., :8]), dim=-1)
+    near_cos, near_sin = inner(x, torch.arange(100, 106)[None])
+    turned = rotation(model).turn(x * cos + half * sin, at, torch.arange(100, 106)[None])
+    torch.testing.assert_close(turned, x * near_cos + half * near_sin, atol=2e-6, rtol=0)
 
 
 # spec 5, StreamingLLM: rolled

@@ -6,7 +6,6 @@ from dataclasses import replace
 from statistics import fmean, variance
 
 import method_reference as ref
-import numpy as np
 import pytest
 import torch
 from families import build, prompt
@@ -237,9 +236,7 @@ def test_while_decoding_each_layer_holds_its_budget_by_the_current_row(family, p
 def pooled_choice(held, now, count, w):
     order = sorted(held)
     old = [p for p in order if p <= now - w]
-    # in single precision: a tie that rounding makes is a tie
-    held = {p: np.float32(s) for p, s in held.items()}
-    score = {p: sum((held[o] for o in old[max(0, i - 2) : i + 3]), np.float32(0)) / 5 for i, p in enumerate(old)}
+    score = {p: math.fsum(held[o] for o in old[max(0, i - 2) : i + 3]) / 5 for i, p in enumerate(old)}
     young = [p for p in order if p > now - w]
     return {*young, *sorted(old, key=lambda p: (-score[p], p))[: count - len(young)]}
 

@@ -61,7 +61,7 @@ def test_queries_turned_back_are_those_of_the_projection(family):
         hook.remove()
     queries = observed[0].queries(20)
     plain = projected[0].view(20, 4, -1)[..., : queries.shape[2]].transpose(0, 1)
-    back = Rotary(observed[0].inv_freq).turn(queries, -torch.arange(20))
+    back = Rotary(observed[0].inv_freq).turn(queries, torch.arange(20), 0)
     torch.testing.assert_close(back, plain, atol=1e-4, rtol=1e-4)
 
 

@@ -4,6 +4,7 @@
 import itertools
 
 import pytest
+from data import data_path
 
 from kvbench.cli.main import main
 from kvbench.methods import registry
@@ -46,6 +47,26 @@ LINES = {
     **{f"method={m}+think": f"{m} changes a selector's scores and needs one beside it" for m in MODIFIERS},
     **{f"method={a}+{b}": f"combines {a} and {b}" for a, b in itertools.pairwise(BUDGETED)},
     "method=h2o variant=uncomp kv_size=127": "method.h2o.kv_size=127 is not possible: at least 128",
+    **{
+        f"method={m} {k}={v}": f"is not possible: {kind}"
+        for m, k, v, kind in (
+            ("snapkv", "window", "true", "a whole number"),
+            ("snapkv", "kv_ratio", "true", "a number"),
+            ("random", "seed", "true", "a whole number"),
+            ("cake", "tau1", "inf", "a number"),
+            ("cake", "gamma", "inf", "a number"),
+            ("h2o", "score_bits", "8.0", "a whole number"),
+            ("scissorhands", "half_ratio", "abc", "a number"),
+            ("cake", "decode_evict", "1", "true or false"),
+            ("refreekv", "T", "[]", "a value, or a list of at least one"),
+            ("snapkv", "per", "[]", "a value, or a list of at least one"),
+        )
+    },
+    "method=h2o variant=orig heavy_ratio=abc recent_ratio=0.1": "heavy_ratio='abc' is not possible: a number",
+    "method=h2o variant=orig heavy_ratio=0.2 recent_ratio=0.2 kv_ratio=0.9": "not given together with kv_size",
+    "method=h2o variant=orig heavy_ratio=0.2 recent_ratio=0.2 kv_size=100": "not given together with kv_size",
+    "method=scissorhands half_ratio=0.2 kv_ratio=0.9": "not given together with kv_size",
+    "method=twilight exempt_layers=[77]": "exempt_layers=(77,) is not possible: the model has layers 0 to",
     "method=h2o score_bits=4": "method.h2o.score_bits=4 is not possible: null, 8, 3 or 2",
     "method=h2o positions=rolled": "method.h2o.positions='rolled' is not possible: rolled positions are those of a",
     "method=cake decode_evict=false positions=rolled": "method.cake.positions='rolled' is not possible",
@@ -67,6 +88,14 @@ def test_impossible_requests_name_the_knob_and_its_range_before_a_model_loads(li
     said = capsys.readouterr().err
     assert status == 2 and said.count("\n") == 1
     assert LINES[line] in said
+
+
+def test_chunks_that_a_budget_cannot_take_are_refused_before_a_model_loads(capsys, monkeypatch):
+    root = data_path("wikitext2/test.txt").parent.parent
+    monkeypatch.setattr(load, "load_weights", lambda *_, **__: pytest.fail("a model was loaded"))
+    line = f"dataset=wikitext2 data.root={root} length=300 prefix=128 chunk=100 method=h2o variant=orig kv_size=64"
+    assert main(["run", *line.split()]) == 2
+    assert "chunk=100 tokens at once do not fit into the budget of 64" in capsys.readouterr().err
 
 
 def test_the_spy_sees_a_possible_request(monkeypatch, tmp_path):
