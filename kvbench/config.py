@@ -18,7 +18,7 @@ from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.tasks.prompt import PromptPolicy
 
-BUDGETS = ("kv_size", "kv_ratio", "ratio")
+BUDGETS = ("kv_size", "kv_ratio", "ratio", "value_ratio")
 
 
 def identity(**kwargs: Any) -> Any:

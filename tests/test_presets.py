@@ -17,7 +17,7 @@ PAPERS = ("qhitter", "refreekv", "think", "uncomp", "vatp")
 CHAINS = {
     "qhitter": ("full", "h2o", "streamingllm"),
     "refreekv": ("refreekv", "h2o", "snapkv", "pyramidkv", "streamingllm", "cake", "twilight"),
-    "think": ("h2o", "snapkv", "h2o+think", "snapkv+think", "think", "h2o+l1", "snapkv+l2"),
+    "think": ("h2o", "snapkv", "h2o+think", "snapkv+think", "think", "snapkv+thinkv", "h2o+l1", "snapkv+l2"),
     "uncomp": ("h2o", "snapkv", "pyramidkv"),
     "vatp": ("h2o", "h2o+vatp", "scissorhands", "scissorhands+vatp", "streamingllm"),
 }

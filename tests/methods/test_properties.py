@@ -40,6 +40,7 @@ CHAINS = tuple(
             "streamingllm+l2",
             "keynorm+l1",
             "think+kivi",
+            "thinkv+kivi",
             "snapkv+think+kivi",
             "adakv+think+flexgen",
             "adakv+kivi",
@@ -88,10 +89,14 @@ def heads_of(model):
     return heads, getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
 
 
+def channels_of(segment):
+    return segment.key_channels, segment.value_channels
+
+
 def held(cache):
     """Everything that a chain chose: positions and channels of every layer and head."""
     return [
-        (ref.kept(layer), [None if s.key_channels is None else s.key_channels.tolist() for s in layer.segments])
+        (ref.kept(layer), [None if c is None else c.tolist() for s in layer.segments for c in channels_of(s)])
         for layer in cache.layers
     ]
 
@@ -224,7 +229,7 @@ def test_bf16_statistics_are_deterministic_and_those_of_fp32(chain, per):
     for convert in (torch.Tensor.bfloat16, torch.Tensor.bfloat16, torch.Tensor.float):
         dense, obs = ref.make_layer(convert(q), convert(k), convert(v), per=per, scale=0.3)
         compressed = made.compress(dense, obs)
-        choices.append((ref.kept(compressed), [s.key_channels for s in compressed.segments]))
+        choices.append((ref.kept(compressed), [c for s in compressed.segments for c in channels_of(s)]))
     for positions, channels in choices[1:]:
         assert positions == choices[0][0]
         for a, b in zip(channels, choices[0][1], strict=True):

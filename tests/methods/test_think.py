@@ -22,6 +22,7 @@ def outer_norms(q, k):
     return torch.stack([torch.outer(q[:, j], k[:, j]).norm() for j in range(q.shape[1])])
 
 
+# spec 5, ThinK: Score = ||q_j k_j^T||_F (outer product)
 @pytest.mark.parametrize(("per", "hk"), [("kv_head", 4), ("kv_head", 2), ("query_head", 2)])
 def test_score_is_the_frobenius_norm_of_the_channels_outer_product(per, hk):
     cache, obs = layer(per, hk)
@@ -33,6 +34,7 @@ def test_score_is_the_frobenius_norm_of_the_channels_outer_product(per, hk):
         torch.testing.assert_close(scores[h], outer_norms(q, keys[h]))
 
 
+# spec 5, ThinK: ||QK^T - QSK^T||_F <= sum of the pruned channels' Score
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
 def test_the_logits_lost_are_bounded_by_the_scores_of_the_pruned_channels(ratio):
     cache, obs = layer(hk=4)
@@ -46,7 +48,8 @@ def test_the_logits_lost_are_bounded_by_the_scores_of_the_pruned_channels(ratio)
         assert 0 < lost <= (scores[h] * (1 - mask)).sum() * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("base", [None, "snapkv"])
+# spec 5, ThinK: lambda=0 = base
+@pytest.mark.parametrize("base", [None, "snapkv", "adakv"])
 def test_ratio_zero_is_the_base_method(base):
     cache, obs = layer()
     alone = registry.parse(base, {"kv_size": 9, "window": 4}) if base else Chain()
@@ -57,6 +60,7 @@ def test_ratio_zero_is_the_base_method(base):
     assert torch.equal(got.k, want.k) and torch.equal(got.v, want.v) and torch.equal(got.positions, want.positions)
 
 
+# spec 5, ThinK: split-logit = masked-q dense logit
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 @pytest.mark.parametrize("base", ["", "snapkv+"])
 def test_split_logits_equal_dense_attention_with_masked_queries(per, base):

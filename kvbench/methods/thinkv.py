@@ -1,0 +1,52 @@
+"""ThinK-V: drop value channels, too, those that hardly reach the output (arXiv 2407.21018, appendix D)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvbench.cache import ops
+from kvbench.methods.pruner import head_lengths, side_by_side
+from kvbench.methods.think import Think
+from kvbench.types import LayerCache, Observation
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThinkV(Think):
+    """Keys as ThinK; score of value channel j = ||A V[:, j]||_2, its share of the last queries' outputs (eq. 3).
+
+    A are the attention rows of the last ``observed`` queries over the retained tokens that they see, with whole keys;
+    under GQA the rows of a group are stacked. No code was released: to select tokens first, to keep A causal and to
+    score only the values that a quantiser packs are our choices.
+
+    ratio: fraction of key channels removed, 0 <= ratio < 1. value_ratio: fraction of value channels removed, likewise.
+    recent: last tokens whose keys and values stay whole.
+    """
+
+    id: ClassVar[str] = "thinkv"
+
+    ratio: float = 0.3
+    value_ratio: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_ratio("value_ratio", "value")
+
+    def kept_values(self, head_dim: int) -> int:
+        return self.kept(self.value_ratio, head_dim)
+
+    def value_scores(self, cache: LayerCache, obs: Observation, counted: torch.Tensor) -> torch.Tensor:
+        s = ops.only_segment(cache)
+        heads, q = cache.heads, obs.queries(self.observed)
+        keys, values, positions = (side_by_side(t, s.lengths, heads) for t in (s.k, s.v, s.positions))
+        w, slots = q.shape[1], torch.arange(keys.shape[1], device=keys.device)
+        held = slots < torch.tensor(head_lengths(cache), device=keys.device)[:, None]
+        asked = torch.arange(obs.n - w, obs.n, device=keys.device)
+        seen = (positions[:, None] <= asked[:, None]) & held[:, None]  # [H, w, L]
+        logits = (q.float() * obs.scale).reshape(heads, -1, q.shape[2]) @ keys.float().transpose(1, 2)
+        probs = logits.view(heads, -1, *seen.shape[1:]).masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)
+        # also clears the rows of queries that see no retained token
+        probs = probs.masked_fill(~(seen & counted[:, None])[:, None], 0)
+        return (probs.flatten(1, 2) @ values.float()).norm(dim=1)

@@ -1,0 +1,176 @@
+"""A whole model over stored caches: answers and appended text are those of a dense reference, token by token."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import method_reference as ref
+import pytest
+import torch
+from families import build, prompt
+from storage_reference import Layer, Storage
+from transformers import AttentionInterface
+
+import kvbench
+from kvbench.cache.audit import audit
+from kvbench.cache.peak import check_peak
+from kvbench.model.decode import Ending, generate_rows
+from kvbench.model.likelihood import teacher_force
+from kvbench.types import storage_bytes
+
+N, NEW, D, SIZE = 45, 40, 16, 24
+SMALL = {"recent": 5, "observed": 8, "ratio": 0.4, "group": 4, "residual": 8}
+THIN = {"prune": "think", "keys": 10, "recent": 5}
+THIN_BOTH = {"prune": "thinkv", "keys": 10, "values": 8, "recent": 5}
+PACKED = {"group": 4, "residual": 8, "bits": 2}
+
+CHAINS = {
+    "think": Storage(**THIN),
+    "thinkv": Storage(**THIN_BOTH),
+    "kivi": Storage(quantiser="kivi", **PACKED),
+    "thinkv+kivi": Storage(quantiser="kivi", **PACKED, **THIN_BOTH),
+    "think+flexgen": Storage(quantiser="flexgen", bits=4, group=4, **THIN),
+    "snapkv+think+kivi": Storage(quantiser="kivi", **PACKED, **THIN),
+    "adakv+kivi": Storage(quantiser="kivi", **PACKED),
+}
+
+
+def entry(name):
+    knobs = {"thinkv.value_ratio": 0.5} if "thinkv" in name else {}
+    for part in name.split("+"):
+        own = {"snapkv": ("kv_size", "window"), "adakv": ("kv_size", "window"), "kivi": ("group", "residual")}
+        own |= {"think": ("recent", "observed", "ratio"), "flexgen": ("group",)}
+        own["thinkv"] = own["think"]
+        knobs |= {f"{part}.{k}": {**SMALL, "kv_size": SIZE, "window": 6}[k] for k in own[part]}
+    return {"method": name, **knobs}
+
+
+def retained(name, attn, heads):
+    if name.startswith("snapkv"):
+        return ref.snapkv(attn, heads, SIZE, 6, 7, "max")
+    if name.startswith("adakv"):
+        return ref.adakv(attn, heads, SIZE, 6, 7, "max", 0.2, "mixed")
+    return [list(range(len(attn[0])))] * heads
+
+
+class Dense:
+    """A small Llama that reads a prompt at once and then tokens one by one, over plain lists of what is stored."""
+
+    def __init__(self, model, name, ids, per, storage=None):
+        self.model, self.name, self.read = model, name, 0
+        self.storage = storage or CHAINS[name]
+        self.heads = 4 if per == "query_head" else 2
+        self.layers = {}
+        self.logits = self.feed(ids)
+
+    def attend(self, module, query, key, value, mask, scaling, **_):
+        q, k, v = query[0], key[0], value[0]
+        if module.layer_idx in self.layers:
+            return self.layers[module.layer_idx].step(q, k, v).transpose(0, 1)[None], None
+        attn = ref.attention(q, k, scaling)
+        tokens = retained(self.name, attn, self.heads)
+        self.layers[module.layer_idx] = Layer(self.storage, q, k, v, tokens, scaling)
+        mixed = torch.stack([torch.tensor(a) @ v[h // 2] for h, a in enumerate(attn)])
+        return mixed.transpose(0, 1)[None], None
+
+    def feed(self, ids):
+        """Logits after ``ids``."""
+        positions = torch.arange(self.read, self.read + len(ids))[None]
+        self.read += len(ids)
+        with self.attached(), torch.no_grad():
+            return self.model(ids[None], position_ids=positions, use_cache=False).logits[0, -1]
+
+    @contextmanager
+    def attached(self):
+        AttentionInterface.register("slow_storage", self.attend)
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation("slow_storage")
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+
+    def answer(self, new):
+        tokens = [int(self.logits.argmax())]
+        while len(tokens) < new:
+            self.logits = self.feed(torch.tensor(tokens[-1:]))
+            tokens.append(int(self.logits.argmax()))
+        return tokens
+
+
+def close(a, b, name):
+    """Numbers that differ by fp32 rounding can be next to each other in fp16, where scales and minima are stored."""
+    near = 2e-2 if CHAINS[name].quantiser else 2e-4
+    torch.testing.assert_close(a, b, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+def test_answers_and_logits_are_those_of_the_reference(per):
+    model, ids = build("llama"), prompt(N, 5)
+    caches = kvbench.prefill(model, ids, [entry(name) for name in CHAINS], per=per)
+    answers = generate_rows(model, caches, [Ending(NEW)] * len(caches), held=(held := {}))
+    for row, (name, cache, answer) in enumerate(zip(CHAINS, caches, answers, strict=True)):
+        check_peak(cache, held[row], NEW - 1)
+        audit(cache, 2, D, torch.float32)
+        slow = Dense(model, name, ids, per)
+        close(cache.logits, slow.logits, name)
+        for layer, head in zip(cache.layers, slow.layers.values(), strict=True):
+            assert [len(t) for t in ref.kept(layer)] == [len(h.k) for h in head.heads]
+        assert answer == slow.answer(NEW), name
+        # what the cache read to say this, appended: the same logits
+        close(kvbench.extend(model, cache, torch.tensor(answer[:-1])).logits, slow.logits, name)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_text_appended_in_pieces_is_stored_as_if_it_were_generated(name):
+    model, ids, more = build("llama"), prompt(N, 6), prompt(33, 7)
+    (cache,) = kvbench.prefill(model, ids, [entry(name)])
+    slow, at_once, pieces = Dense(model, name, ids, "kv_head"), kvbench.extend(model, cache, more), cache
+    for piece in more.split([1, 9, 8, 15]):
+        pieces = kvbench.extend(model, pieces, piece)
+        for token in piece.split(1):
+            wanted = slow.feed(token)
+        close(pieces.logits, wanted, name)
+    close(at_once.logits, pieces.logits, name)
+    for a, b in zip(at_once.layers, pieces.layers, strict=True):
+        assert ref.kept(a) == ref.kept(b)
+        held = [storage_bytes(t for s in layer.segments for t in s.payload()) for layer in (a, b)]
+        assert held[0] == held[1]
+        if CHAINS[name].quantiser:
+            blocks = [block for tokens in ref.kept(a) for block in cache.chain.layout(len(tokens), D, 4)]
+            assert held[0] == sum(block.key_bytes + block.value_bytes for block in blocks)
+    assert kvbench.generate(model, [pieces], 12) == kvbench.generate(model, [at_once], 12)
+
+
+def test_a_text_that_is_scored_token_by_token_is_stored_likewise():
+    model, ids, text = build("llama"), prompt(N, 8), prompt(30, 9)
+    caches = kvbench.prefill(model, ids, [entry(name) for name in CHAINS])
+    for name, losses in zip(CHAINS, teacher_force(model, caches, text, 1), strict=True):
+        slow = Dense(model, name, ids, "kv_head")
+        wanted = []
+        for token in text.split(1):
+            wanted.append(-slow.logits.log_softmax(0)[int(token)])
+            slow.logits = slow.feed(token)
+        close(losses, torch.stack(wanted), name)
+
+
+@pytest.mark.parametrize("chunk", [7, 16])
+def test_a_chunk_of_scored_text_is_read_as_if_its_tokens_were_exact(chunk):
+    """One step reads all of its own tokens exactly: with a residual that holds them all, chunks change nothing."""
+    model, ids, text = build("llama"), prompt(20, 8), prompt(30, 9)
+    wide = {"method": "kivi", "group": 4, "residual": 64}
+    (cache,) = kvbench.prefill(model, ids, [wide])
+    (one,), (many,) = (teacher_force(model, [cache], text, c) for c in (1, chunk))
+    torch.testing.assert_close(one, many, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "other", [{"residual": 12}, {"residual": 4}, {"group": 8}, {"recent": 9}, {"recent": 0}, {"bits": 3}]
+)
+def test_another_rule_of_storage_would_be_seen(other):
+    """Otherwise the tolerance above would hide what it is to find."""
+    model, ids, more = build("llama"), prompt(N, 6), prompt(33, 7)
+    name = "thinkv+kivi"
+    right = Dense(model, name, ids, "kv_head")
+    wrong = Dense(model, name, ids, "kv_head", replace(CHAINS[name], **other))
+    apart = [(right.feed(token) - wrong.feed(token)).abs().max() for token in more.split(1)]
+    assert max(apart) > 0.2
