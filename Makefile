@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 ARGS ?= method=snapkv+think ratio=0.4
 
-.PHONY: help run test test-fast test-peers check smoke bench-overhead bench-memory bench-tiny verify-tables card clean
+.PHONY: help run test test-fast test-peers check smoke bench-overhead bench-memory bench-resident bench-bytes bench-tiny verify-tables card clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -40,6 +40,12 @@ bench-overhead: $(VENV)/.ready  ## cost of running through kvbench, as ratios
 bench-memory: $(VENV)/.ready  ## memory of a long prefill (H2O over SnapKV) and of a long answer
 	$(PY) -m kvbench.bench.memory prefill
 	$(PY) -m kvbench.bench.memory decode
+
+bench-resident: $(VENV)/.ready  ## resident memory of 64 caches of 4k tokens, against the accounted bytes
+	$(PY) -m kvbench.bench.resident
+
+bench-bytes: $(VENV)/.ready  ## bytes of every method beside its formula; another model with BENCH="model=llama2-7b n=4096"
+	$(PY) -m kvbench bench memory $(BENCH)
 
 bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (results/tables)
 	$(PY) scripts/tiny_table.py

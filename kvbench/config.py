@@ -50,6 +50,7 @@ class ModelConfig:
     device_map: Any = runtime(default=None)
     download: bool = runtime(default=False)
     verified: bool = runtime(default=False)
+    shape: Mapping[str, int] | None = runtime(default=None)
 
     def __post_init__(self) -> None:
         allowed = ("auto", "float32", "bfloat16", "float16")
@@ -86,10 +87,14 @@ class DatasetConfig:
 
 @dataclass(frozen=True)
 class ChainConfig:
-    """One method of the run with its knobs settled; ``label`` names the knobs that the user set or swept."""
+    """One method of the run with its knobs settled; ``label`` names the knobs that the user set or swept.
+
+    ``entries`` are the knobs by method as they were before the budget settled them.
+    """
 
     chain: Chain = identity()
     label: str = runtime(default="")
+    entries: Mapping[str, Mapping[str, Any]] = runtime(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,8 @@ class RunConfig:
     shard: int = runtime(default=0)
     shards: int = runtime(default=1)
     preset: str | None = runtime(default=None)
+    match: str | None = runtime(default=None)
+    reference: str | None = runtime(default=None)
 
     def __post_init__(self) -> None:
         for name in ("baseline", "mix"):
@@ -144,6 +151,7 @@ class RunConfig:
         _check("shards", self.shards, _whole(self.shards) and self.shards >= 1, "a whole number, 1 or more")
         _check("shard", self.shard, _whole(self.shard) and 0 <= self.shard < self.shards, f"0 to {self.shards - 1}")
         _check("results", self.results, bool(self.results), "a folder")
+        _check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
@@ -190,15 +198,21 @@ def _chains(raw: Mapping[str, Any]) -> Iterator[ChainConfig]:
             settled = {m: dict(entries.get(m) or {}) for m in parts}
             for (m, k, _), value in zip(axes, chosen, strict=True):
                 settled[m][k] = value
-            settled = {m: registry.by_size(e) for m, e in settled.items()}
             try:
-                chain = registry.make_chain(settled, str(per))
+                made = chain_config(settled, str(per))
             except UsageError as error:
                 raise presets.explain(error, raw["preset"]["name"]) from None
-            key = (chain.name, repr(chain.identity()))
+            key = (made.chain.name, repr(made.chain.identity()))
             if key not in seen:
                 seen.add(key)
-                yield ChainConfig(chain, _label(chain, settled))
+                yield made
+
+
+def chain_config(entries: Mapping[str, Mapping[str, Any]], per: str) -> ChainConfig:
+    """One chain of settled knobs by method, with its label."""
+    settled = {m: registry.by_size(e) for m, e in entries.items()}
+    chain = registry.make_chain(settled, per)
+    return ChainConfig(chain, _label(chain, settled), entries)
 
 
 def _limit_names() -> set[str]:

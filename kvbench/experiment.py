@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from kvbench import presets
+from kvbench import match, presets
 from kvbench.cli.rewrite import entries
 from kvbench.config import RunConfig
 from kvbench.model import load
@@ -19,6 +19,7 @@ from kvbench.plan import Group, build_groups, pending
 from kvbench.progress import progress
 from kvbench.report import collect, summarise
 from kvbench.runner import Host, provenance, run_group
+from kvbench.shape import from_config
 from kvbench.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 
@@ -36,6 +37,7 @@ class Prepared:
     context: int | None
     dtype: str
     store: ResultStore
+    matched: tuple[match.Matched, ...] = ()
 
     def todo(self) -> list[dict[str, Any]]:
         """Per group: prompts to read and answers to decode, and what is done already."""
@@ -70,10 +72,12 @@ def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
         store.check()
     device = load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
+    precision = load.resolve_dtype(cfg.model, device, source.config)
+    cfg, matched = match.settle(cfg, from_config(source.config), precision.itemsize)
     for c in cfg.chains:
         c.chain.check_model(str(source.config.model_type), int(source.config.num_hidden_layers))
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
-    dtype = str(load.resolve_dtype(cfg.model, device, source.config)).removeprefix("torch.")
+    dtype = str(precision).removeprefix("torch.")
     identity: dict[str, Any] = {
         "fingerprint": source.fingerprint,
         "weights": cfg.model.weights,
@@ -83,7 +87,7 @@ def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
     }
     context = cfg.model.context or getattr(source.config, "max_position_embeddings", None)
     groups = build_groups(cfg, identity, tokenizer, context)
-    return Prepared(cfg, source, tokenizer, tuple(groups), context, dtype, store)
+    return Prepared(cfg, source, tokenizer, tuple(groups), context, dtype, store, matched)
 
 
 def measure(prepared: Prepared, quiet: bool = False) -> dict[str, Any]:
@@ -131,7 +135,10 @@ def report(prepared: Prepared) -> dict[str, Any]:
         notes.append("Random weights: scores mean nothing, only bytes and times do.")
     if cfg.shards > 1:
         notes.append(f"Shard {cfg.shard} of {cfg.shards}: the other shards' examples are not counted here.")
-    return {"model": cfg.model.path, "settings": settings(prepared), **collect(prepared.groups, prepared.store, notes)}
+    notes += [f"{m} for prompts no shorter than that." for m in prepared.matched]
+    collected = collect(prepared.groups, prepared.store, notes)
+    matched = {"matched": [asdict(m) for m in prepared.matched]} if prepared.matched else {}
+    return {"model": cfg.model.path, "settings": settings(prepared), **matched, **collected}
 
 
 def settings(prepared: Prepared) -> str:

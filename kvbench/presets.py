@@ -1,6 +1,7 @@
 """Presets: what reproduces a paper's tables, beside the plain defaults. The YAML files in conf/preset, one per paper.
 
-Keys are ``prompt`` (a policy of conf/prompt), ``per``, and knobs below ``method``; those below ``models`` hold for one
+Keys are ``prompt`` (a policy of conf/prompt), ``per``, ``match`` (the kind of equal memory, where one is asked for) and
+knobs below ``method``; those below ``models`` hold for one
 entry of conf/model only. Every value stands on a line of its own, with its source behind it.
 """
 

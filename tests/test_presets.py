@@ -11,6 +11,7 @@ from kvbench import config, presets
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import entries, rewrite
 from kvbench.errors import UsageError
+from kvbench.match import KINDS
 from kvbench.methods import registry
 
 PAPERS = ("qhitter", "refreekv", "think", "uncomp", "vatp")
@@ -57,6 +58,8 @@ def test_every_key_is_a_knob_a_prompt_policy_or_heads(name):
             assert s.value in entries("prompt")
         elif s.key == "per":
             assert s.value in ("kv_head", "query_head")
+        elif s.key == "match":
+            assert s.value in KINDS
         else:
             group, method, knob = s.key.split(".")
             assert group == "method" and knob in registry.knob_names(method), s

@@ -76,7 +76,7 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
                 f"{chain.name}: layer {i} holds {held_payload} payload bytes for {_list(kept)} tokens per head, "
                 f"the formula says {want_payload:g}"
             )
-        want_overhead = _overhead_formula(layer, blocks)
+        want_overhead = overhead_formula(layer, blocks)
         if held_overhead != want_overhead:
             raise Refused(f"{chain.name}: layer {i} holds {held_overhead} overhead bytes, declared {want_overhead}")
         payload += held_payload
@@ -155,7 +155,7 @@ def _named(segments: tuple[Segment, ...]) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"an overhead tensor of segment {i}", t
 
 
-def _overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
+def overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
     """Positions (4 bytes a slot, once where all heads share them), lengths of ragged heads, channel ids and state.
 
     ``blocks`` are those of each head. What is held once a head is held by every head, even one too short to need it.

@@ -16,6 +16,7 @@ VERBS = {
     "show": "print the table of what was measured, or one cell, without running anything",
     "score": "score answers that were generated elsewhere, beside what papers print",
     "data": "which datasets are there, and fetch them with checksums",
+    "bench": "bytes of every method beside its formula, and what papers say about memory",
     "list": "what there is: methods, datasets, models, metrics, presets, runs",
 }
 

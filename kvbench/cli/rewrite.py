@@ -5,13 +5,14 @@ method=full,snapkv+think kv_size=64,128   ->  method=[full,snapkv,think] chains=
 model=../my/checkpoint                    ->  model=hf model.path='../my/checkpoint'
 dataset=tiny/needle,file path=x.jsonl     ->  dataset=[tiny,file] tasks=[tiny/needle,file] dataset.file.path='x.jsonl'
 preset=think method=snapkv                ->  preset.name=think prompt=think per=query_head method.snapkv.window=32 ...
+method=h2o,h2o+think reference=h2o+think  ->  method=[h2o,think] chains=[h2o,h2o+think] reference=h2o+think match=bytes
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,7 +24,7 @@ from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 
 GROUPS = ("model", "method", "dataset", "prompt")
-MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates")
+MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape")
 HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
 PLAIN = re.compile(r"[\w./+%@:-]+")
 
@@ -63,7 +64,7 @@ def rewrite(arguments: Sequence[str], multirun: bool = False) -> Command:
     sweep: list[str] = []
     launcher: list[str] = []
     for key, value in pairs:
-        if key in GROUPS or key == "preset":
+        if key in GROUPS or key in ("preset", "match"):
             continue
         if key.startswith(("hydra.", "hydra/", "+hydra.", "++hydra.")):
             launcher.append(f"{key}={value}")
@@ -79,7 +80,12 @@ def rewrite(arguments: Sequence[str], multirun: bool = False) -> Command:
         raise UsageError(f"{launcher[0]} sets up a launcher and needs -m, as in: -m shard=0,1 {launcher[0]}")
     explicit = any(k == "model" or k.startswith("model.") for k in given)
     runs = [
-        (*(model if explicit else ()), *overrides, *_preset(given.get("preset"), name, chains, overrides))
+        (
+            *(model if explicit else ()),
+            *overrides,
+            *_preset(given.get("preset"), name, chains, overrides),
+            *_match(given, name),
+        )
         for name, model in zip(wanted, models, strict=True)
     ]
     return Command(tuple(tuple(_settle(r)) for r in runs), (*sweep, *launcher))
@@ -161,7 +167,25 @@ def _preset(name: str | None, model: str, chains: Sequence[Sequence[str]], overr
     yield f"preset.name={name}"
     typed = {o.partition("=")[0] for o in overrides if not o.startswith("?")}
     for key, value in registry.yielding(presets.values(name, model), {m for c in chains for m in c}, typed).items():
-        yield f"{key}={_written_value(value)}"
+        if key != "match":
+            yield f"{key}={_written_value(value)}"
+
+
+def _match(given: Mapping[str, str], model: str) -> Iterator[str]:
+    """The kind of equal memory asked for: as typed, or the preset's, else bytes, for match=true or reference= alone."""
+    asked = given.get("match", "true" if "reference" in given else "null")
+    if asked in ("null", "false"):
+        return
+    ratio = next((k for k in given if k.rpartition(".")[2] == "kv_ratio"), None)
+    if ratio is not None:
+        raise UsageError(
+            f"{ratio}={given[ratio]} is not possible with match={asked}: a fraction of each prompt is no fixed number "
+            "of bytes. Give the reference a kv_size, as in kv_size=128; that of the others is found"
+        )
+    if asked == "true":
+        preset = given.get("preset")
+        asked = (presets.values(preset, model) if preset else {}).get("match", "bytes")
+    yield f"match={quote(asked)}"
 
 
 def _written_value(value: Any) -> str:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from textwrap import fill
 from typing import Any
 
@@ -17,6 +18,7 @@ EXAMPLES = """examples:
   python -m kvbench run method=snapkv per=kv_head,query_head limit=4 --plan
   python -m kvbench run method=streamingllm,snapkv kv_ratio=0.125 limit=4 --json
   python -m kvbench run preset=think method=snapkv,snapkv+think kv_size=64 limit=4
+  python -m kvbench run method=snapkv,snapkv+think kv_size=128 match=bytes limit=4 --plan
   python -m kvbench run -m shard=0,1 method=snapkv limit=4
   python -m kvbench run method=snapkv --config
 
@@ -24,7 +26,11 @@ keys: method= (joined by +, listed by ,), dataset=, model=, any knob of a method
 window=, ...; method.snapkv.window= by full name), per=, limit=, results=, baseline=false. Comma lists are grids.
 
 preset=think|refreekv|uncomp|vatp|qhitter sets the variants, windows, prompt and per of a paper's tables in place of
-the plain defaults; what you type wins. What each sets, and where that comes from: python -m kvbench list presets."""
+the plain defaults; what you type wins. What each sets, and where that comes from: python -m kvbench list presets.
+
+match=bytes sets the kv_size of all other methods to what holds as many bytes as the last one named (or reference=):
+snapkv+think at 128 tokens holds as much as snapkv at 109. match=nominal counts as ThinK's table 7 does, with a fraction
+of a channel; match=true is what preset= says, or bytes. The report states every kv_size found and the bytes of both."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +63,15 @@ def main(args: argparse.Namespace) -> int:
         return 0
     prepared = [experiment.prepare(config.parse(config.compose_config(o))) for o in command.runs]
     if args.plan:
-        plans = [{"model": p.cfg.model.path, "preset": p.cfg.preset, "groups": p.todo()} for p in prepared]
+        plans = [
+            {
+                "model": p.cfg.model.path,
+                "preset": p.cfg.preset,
+                "groups": p.todo(),
+                "matched": [{**asdict(m), "text": str(m)} for m in p.matched],
+            }
+            for p in prepared
+        ]
         return _print_plan(plans, args.json)
     if command.sweep:
         from kvbench.cli.sweep import sweep
@@ -92,6 +106,8 @@ def _print_plan(plans: list[dict[str, Any]], as_json: bool) -> int:
         return 0
     for plan in plans:
         print(f"model {plan['model']}" + (f", preset {plan['preset']}" if plan["preset"] else ""))
+        for m in plan["matched"]:
+            print(fill(m["text"], 100, initial_indent="  ", subsequent_indent="    "))
         for g in plan["groups"]:
             text = (
                 f"{g['task']}: {g['examples']} of {g['of']} examples x {len(g['methods'])} methods; "

@@ -1,0 +1,167 @@
+"""Bytes of methods at prompt sizes, measured beside their formulas: what ``bench memory`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvbench.accounting import declared
+from kvbench.bench.layers import Measured, measure, working_bytes
+from kvbench.config import ChainConfig
+from kvbench.errors import KvbenchError
+from kvbench.methods import registry
+from kvbench.methods.base import Modifier
+from kvbench.render import Sheet, compose
+from kvbench.shape import Shape
+
+CHAINS = ("snapkv+think", "snapkv+kivi", "think+kivi", "snapkv+think+kivi")
+PARTS = ("exact", "codes", "scales", "positions", "ids", "state")
+LAYERWISE = "a layer would need about {need:.1f} GiB"
+
+
+@dataclass(frozen=True)
+class Account:
+    """One chain at one prompt size. ``measured`` is None where nothing was built, ``formula`` where only data decide.
+
+    ``formula`` is (tokens per stored head, payload, overhead) without any cache; ``why`` says what the reader must know
+    of a row that is not both.
+    """
+
+    method: str
+    n: int
+    full: int
+    measured: Measured | None
+    formula: tuple[float, int, int] | None
+    even: bool = False
+    why: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.measured is None or self.measured.agrees
+
+    @property
+    def sums(self) -> tuple[float, int, int] | None:
+        """(tokens per stored head, payload, overhead), measured where that was done."""
+        if self.measured is None:
+            return self.formula
+        return self.measured.tokens, self.measured.held.payload, self.measured.held.overhead
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        m, f = self.measured, self.formula
+        parts = dict(zip(PARTS, m.held.parts(), strict=True)) if m else {}
+        sums = dict(zip(("tokens", "payload", "overhead"), self.sums, strict=True)) if self.sums else {}
+        total = sum(self.sums[1:]) if self.sums else None
+        return {
+            "method": self.method,
+            "n": self.n,
+            "full_bytes": self.full,
+            **sums,
+            "total": total,
+            "percent_of_full": None if total is None else 100 * total / self.full,
+            "measured": m is not None,
+            "layers_built": m.made if m else 0,
+            "parts": parts,
+            "formula": {"payload": m.payload_formula, "overhead": m.overhead_formula} if m else _named(f),
+            "agrees": m.agrees if m else None,
+            "even": self.even,
+            "why": self.why,
+        }
+
+
+def default_methods() -> list[str]:
+    """Every registered method by itself, or on the first that it decorates, and a few chains."""
+    names = []
+    for method in registry.available():
+        stage = registry.make_stage(method, registry.defaults(method)) if method != "full" else None
+        names.append(f"{stage.decorates[0]}+{method}" if isinstance(stage, Modifier) else method)
+    return [*sorted(names, key=lambda m: m != "full"), *CHAINS]
+
+
+def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: bool = True) -> Account:
+    """One chain at a prompt of n tokens; built where ``build`` and memory allow."""
+    said = declared(c.chain, shape, n, dtype.itemsize)
+    formula = None if said is None else (said.tokens, said.payload, said.overhead)
+    full = shape.full_bytes(n, dtype.itemsize)
+    need, measured, why = working_bytes(c.chain, shape, n, dtype.itemsize), None, ""
+    if build and need > room():
+        why = LAYERWISE.format(need=need / 2**30)
+    elif build:
+        try:
+            measured = measure(c.chain, shape, n, dtype)
+        except KvbenchError as error:
+            why = str(error)
+    if formula is None and measured is None:
+        why = f"only a prompt decides what is kept; {why}".rstrip("; ")
+    return Account(c.label, n, full, measured, formula, said is not None and said.even, why)
+
+
+def room() -> float:
+    """Bytes that a layer may take: half of the memory that is free."""
+    try:
+        lines = open("/proc/meminfo", encoding="ascii").read().splitlines()  # noqa: SIM115
+    except OSError:
+        return 4 * 2**30
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024 / 2
+
+
+def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
+    """One table of rows with the same n, and notes on how it came about."""
+    unit, size = next((u, s) for u, s in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)) if rows[0].full < 1e4 * s)
+    head = (
+        "method",
+        "pay-\nload",
+        *PARTS[:3],
+        "over-\nhead",
+        "posi-\ntions",
+        *PARTS[4:],
+        "total",
+        "% of\nfull",
+        "as the\nformula",
+    )
+    body = tuple(_row(r, size) for r in rows)
+    used = [i for i in range(len(head)) if i not in (2, 3, 4, 6, 7, 8) or any(b[i].strip("—0") for b in body)]
+    sheet = Sheet("bytes", tuple(head[i] for i in used), tuple(tuple(b[i] for i in used) for b in body))
+    title = f"prompt of {rows[0].n} tokens; full cache {rows[0].full / size:.4g} {unit}; all numbers in {unit}\n\n"
+    return title + compose([sheet], [*_notes(rows), *notes], "text")
+
+
+def _row(r: Account, size: int) -> tuple[str, ...]:
+    name = r.method.replace(" ", "\n")
+    if r.sums is None:
+        return (name, *["—"] * 10, "—")
+    _, payload, overhead = r.sums
+    parts = [_number(p / size) for p in r.measured.held.parts()] if r.measured else ["—"] * 6
+    total = payload + overhead
+    verdict = "formula" if r.measured is None else "✓" if r.ok else f"{r.measured.off:+d} B".replace("-", "−")
+    if r.measured is None and r.even:
+        verdict = "≈ formula"
+    shown = (_number(payload / size), *parts[:3], _number(overhead / size), *parts[3:], _number(total / size))
+    return (name, *shown, f"{100 * total / r.full:.1f}", verdict)
+
+
+def _notes(rows: Sequence[Account]) -> Iterator[str]:
+    built = [r.measured for r in rows if r.measured]
+    if built:
+        yield (
+            "Payload: exact keys and values, packed codes, their scales and minima. Overhead: positions, ids of kept "
+            "channels, state for decoding. Storages of real layers of random numbers; ✓: payload and overhead equal "
+            "the formulas for the tokens kept, to the byte."
+        )
+        yield "One layer is built for all that promise the same number of tokens, and counts for each of them."
+    if len(built) < len(rows):
+        yield "formula: not built, bytes by formula alone (≈: tokens taken as spread evenly over heads and layers)."
+    for why in dict.fromkeys(r.why for r in rows if r.why):
+        yield f"{', '.join(r.method.partition(' ')[0] for r in rows if r.why == why)}: {why}."
+
+
+def _number(x: float) -> str:
+    """At most five characters."""
+    return "0" if x == 0 else f"{x:.{max(0, 3 - len(str(int(x))) + (x < 1))}f}"
+
+
+def _named(formula: tuple[float, int, int] | None) -> dict[str, int] | None:
+    return None if formula is None else {"payload": formula[1], "overhead": formula[2]}

@@ -1,0 +1,129 @@
+"""Layers of any shape made of random numbers and compressed by the real stages: what a chain holds, without a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from kvbench.accounting import Held, held, payload_bytes
+from kvbench.cache import ops
+from kvbench.cache.audit import check_positions, check_storages, overhead_formula
+from kvbench.methods.chain import Chain, Layers
+from kvbench.shape import Shape
+from kvbench.types import LayerCache, Observation
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was held over all layers, and what the formulas say for the tokens that were kept.
+
+    ``made`` is the number of layers that were built: the others promise the same and count as their equals.
+    """
+
+    held: Held
+    payload_formula: int
+    overhead_formula: int
+    tokens: float
+    made: int
+
+    @property
+    def off(self) -> int:
+        """Bytes held beyond the formulas."""
+        return self.held.total - self.payload_formula - self.overhead_formula
+
+    @property
+    def agrees(self) -> bool:
+        return (self.held.payload, self.held.overhead) == (self.payload_formula, self.overhead_formula)
+
+
+def random_layer(
+    chain: Chain, shape: Shape, n: int, dtype: torch.dtype, index: int = 0
+) -> tuple[Observation, LayerCache]:
+    """A dense layer of normal keys and values for a prompt of n tokens, and all that the chain reads of it."""
+    g = torch.Generator().manual_seed(index)
+    needs = chain.needs(n)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=g).to(dtype)
+
+    def received() -> torch.Tensor:
+        return torch.rand(shape.query_heads, n, generator=g)
+
+    d = shape.head_dim
+    obs = Observation(
+        layer=index,
+        n_layers=shape.layers,
+        n=n,
+        scale=1 / math.sqrt(d),
+        prompt=index,
+        last_q=normal(shape.query_heads, min(needs.last_q, n), d) if needs.last_q else None,
+        first_q=normal(shape.query_heads, min(needs.first_q, n), d) if needs.first_q else None,
+        colsums=received() if needs.colsums else None,
+        colsums_q={bits: received() for bits in needs.colsums_bits},
+        hidden=normal(n, shape.query_heads * d) if needs.hidden else None,
+        inv_freq=1e4 ** (-torch.arange(0, d, 2) / d),
+    )
+    k, v = (t.clone() for t in _dense(shape.kv_heads, n, d, dtype))
+    heads = chain.heads(shape.kv_heads, shape.query_heads)
+    return obs, ops.dense(k, v, heads=heads, query_heads=shape.query_heads)
+
+
+@lru_cache(maxsize=1)
+def _dense(heads: int, n: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [heads, n, head_dim], the same for every layer, to be copied."""
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(heads, n, head_dim, generator=g).to(dtype), torch.randn(heads, n, head_dim, generator=g).to(
+        dtype
+    )
+
+
+def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[LayerCache, int]]:
+    """Layers under the chain, each with how many layers of the model promise the same.
+
+    A chain that divides one budget over all layers gets all of them.
+    """
+    if chain.rebalancer is not None:
+        layers = Layers(chain)
+        for i in range(shape.layers):
+            obs, dense = random_layer(chain, shape, n, dtype, i)
+            layers.add(dense, obs)
+        return [(cache, 1) for cache in layers.caches]
+    heads = chain.heads(shape.kv_heads, shape.query_heads)
+    alike: dict[object, list[int]] = {}
+    for i in range(shape.layers):
+        alike.setdefault(chain.expected(n, i, shape.layers, heads), []).append(i)
+    made = []
+    for members in alike.values():
+        obs, dense = random_layer(chain, shape, n, dtype, members[0])
+        made.append((chain.compress(dense, obs), len(members)))
+        del dense
+    return made
+
+
+def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> Measured:
+    """Bytes of real caches beside the formulas; raises Refused for layers whose positions or storages are not sound."""
+    layers = compressed(chain, shape, n, dtype)
+    heads = chain.heads(shape.kv_heads, shape.query_heads)
+    total, payload, overhead, tokens = Held(), 0, 0, 0
+    storages: set[int] = set()
+    for i, (layer, many) in enumerate(layers):
+        kept = check_positions(chain.name, layer, i, n, heads)
+        check_storages(chain.name, layer, i, storages)
+        blocks = [chain.layout(k, shape.head_dim, dtype.itemsize) for k in kept]
+        total += held(layer).times(many)
+        payload += many * payload_bytes(blocks)
+        overhead += many * overhead_formula(layer, blocks)
+        tokens += many * sum(kept)
+    return Measured(total, payload, overhead, tokens / (heads * shape.layers), len(layers))
+
+
+def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
+    """About what building a layer takes: keys, values, their fp32 copies, scores of the observed queries, results."""
+    heads, d = chain.heads(shape.kv_heads, shape.query_heads), shape.head_dim
+    dense = 2 * shape.kv_heads * n * d * (itemsize + 4) + 4 * heads * n * d * 4
+    rows = 3 * 4 * shape.query_heads * n * min(chain.needs(n).last_q, 512)
+    stored = shape.full_bytes(n, itemsize, heads) if chain.rebalancer is not None else 0
+    return dense + rows + stored

@@ -1,0 +1,114 @@
+"""Resident memory of many caches held at once, against the accounted bytes, each method in a process of its own.
+
+    python -m kvbench.bench.resident [--caches 64] [--tokens 4096] [--only kivi]
+
+Caches are made of random layers by the real stages, in fp16, and stay alive while the process is measured. A method's
+ratio is what its process grew by over what the full cache's process grew by; it must be that of the accounted bytes
+(payload and overhead) within 5 %. The status is 1 if one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from kvbench.accounting import held
+from kvbench.bench.layers import random_layer
+from kvbench.bench.memory import held as resident
+from kvbench.methods import registry
+from kvbench.methods.chain import Layers
+from kvbench.shape import Shape
+from kvbench.types import LayerCache
+
+LIMIT = 0.05
+WARM = 4
+SHAPE = Shape(layers=2, query_heads=16, kv_heads=8, head_dim=128)
+EIGHTH = {"kv_ratio": 0.125}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"},
+    "think 0.4": {"method": "think", "ratio": 0.4},
+    "l2 0.4": {"method": "l2", "ratio": 0.4},
+    "kivi 2 bits": {"method": "kivi", "bits": 2},
+    "kivi 4 bits": {"method": "kivi", "bits": 4},
+    "flexgen 4 bits": {"method": "flexgen", "bits": 4},
+    "think+kivi 2 bits": {"method": "think+kivi", "bits": 2},
+    "snapkv 12.5 %": {"method": "snapkv", **EIGHTH},
+    "adakv 12.5 %": {"method": "adakv", **EIGHTH},
+    "pyramidkv 12.5 %": {"method": "pyramidkv", **EIGHTH},
+    "cake 12.5 %": {"method": "cake", **EIGHTH},
+    "h2o orig 12.5 %": {"method": "h2o", "variant": "orig", **EIGHTH},
+    "snapkv+think 12.5 %": {"method": "snapkv+think", **EIGHTH},
+    "snapkv+kivi 12.5 %": {"method": "snapkv+kivi", **EIGHTH},
+    "snapkv+think+kivi 12.5 %": {"method": "snapkv+think+kivi", **EIGHTH},
+}
+# large tensors in mappings of their own, which are given back when freed, and cost a page more each; small ones packed
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+
+
+def hold(name: str, caches: int, tokens: int) -> dict[str, float]:
+    """Bytes that this process grows by while it holds so many caches, and the bytes accounted for them."""
+    chain = registry.parse(METHODS[name])
+
+    def build() -> list[LayerCache]:
+        layers = Layers(chain)
+        for i in range(SHAPE.layers):
+            obs, dense = random_layer(chain, SHAPE, tokens, torch.float16, i)
+            layers.add(dense, obs)
+        return layers.caches
+
+    # the first ones load code and leave the allocator's free lists as all later ones find them
+    first = [build() for _ in range(WARM)]
+    before = resident()
+    kept = [build() for _ in range(caches)]
+    grown = resident() - before
+    assert len(first) == WARM
+    return {"grown": grown, "accounted": sum(held(layer).total for cache in kept for layer in cache)}
+
+
+def report(found: dict[str, dict[str, float]]) -> int:
+    """Print the ratios to ``full``; 1 if one is off by more than LIMIT."""
+    full, status, mib = found["full"], 0, 2**20
+    print(f"{'':26}{'resident':>12}{'accounted':>12}{'measured':>10}{'accounted':>11}{'off':>8}")
+    print(f"{'':26}{'MiB':>12}{'MiB':>12}{': full':>10}{': full':>11}{'%':>8}")
+    for name, f in found.items():
+        measured, accounted = f["grown"] / full["grown"], f["accounted"] / full["accounted"]
+        off = measured / accounted - 1
+        # the full cache is what the others are compared with, so its own bytes must be right
+        missed = abs(f["grown"] / f["accounted"] - 1 if name == "full" else off) > LIMIT
+        status |= missed
+        row = f"{f['grown'] / mib:12.1f}{f['accounted'] / mib:12.1f}{measured:10.4f}{accounted:11.4f}"
+        print(f"{name:26}{row}{100 * off:+8.1f}{'  MISSED' if missed else '  ok'}")
+    return status
+
+
+def _in_process(name: str, caches: int, tokens: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "kvbench.bench.resident", "--one", name]
+    command += ["--caches", str(caches), "--tokens", str(tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **ALLOCATOR})
+    return dict(json.loads(done.stdout))
+
+
+def main() -> int:
+    """Measure and print; the status is 1 if resident memory is not what was accounted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--caches", type=int, default=64, help="caches held at once (default 64)")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of each prompt (default 4096)")
+    parser.add_argument("--only", default="", help="methods whose name contains this, besides full")
+    parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        torch.set_num_threads(1)
+        print(json.dumps(hold(args.one, args.caches, args.tokens)))
+        return 0
+    print(f"{args.caches} caches of {args.tokens} tokens each: {SHAPE}, float16")
+    return report({m: _in_process(m, args.caches, args.tokens) for m in METHODS if m == "full" or args.only in m})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,145 @@
+"""Accounted bytes: layers of any shape hold what the formula says and what prompts of a model do; the command."""
+
+import json
+
+import pytest
+import torch
+from families import build, prompt
+
+import kvbench
+from kvbench import accounting
+from kvbench.bench import account, layers
+from kvbench.cache.audit import audit
+from kvbench.cli.main import main
+from kvbench.cli.rewrite import entries
+from kvbench.methods.registry import parse
+from kvbench.shape import Shape, from_config, from_entry
+
+SHAPE = Shape(layers=4, query_heads=4, kv_heads=2, head_dim=32)
+METHODS = account.default_methods()
+
+
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+@pytest.mark.parametrize("n", [7, 300])
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_of_every_method_hold_what_the_formula_says(method, n, per):
+    chain = parse(method, {"per": per})
+    found = layers.measure(chain, SHAPE, n, torch.float16)
+    assert found.agrees and found.off == 0
+    said = accounting.declared(chain, SHAPE, n, 2)
+    if said is None:
+        assert chain.name == "refreekv"
+    else:
+        assert (said.tokens, said.payload, said.overhead) == (
+            found.tokens,
+            found.held.payload,
+            found.held.overhead,
+        )
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv+think", "adakv+think", "cake", "refreekv", "snapkv+kivi"])
+def test_random_layers_hold_as_much_as_a_prompt_of_a_model(method):
+    model = build("llama")
+    (cache,) = kvbench.prefill(model, prompt(200), [method])
+    shape = from_config(model.config)
+    measured = audit(cache, shape.kv_heads, shape.head_dim, torch.float32)
+    held = sum((accounting.held(layer) for layer in cache.layers), accounting.Held())
+    assert (held.payload, held.overhead, held.total) == (measured.payload, measured.overhead, cache.nbytes())
+    if method != "refreekv":
+        random = layers.measure(parse(method), shape, 200, torch.float32).held
+        assert random.parts() == held.parts()
+
+
+def test_parts_are_told_apart():
+    chain = parse("snapkv+think+kivi", {"kv_size": 228, "residual": 32, "recent": 32})
+    held = layers.measure(chain, SHAPE, 300, torch.float16).held
+    keys, values, kept = 192, 196, 32 - int(0.4 * 32)
+    heads = SHAPE.layers * SHAPE.kv_heads
+    assert held.exact == heads * 2 * 32 * (228 - keys + 228 - values)
+    assert held.codes == heads * (keys * kept // 4 + values * 32 // 4)
+    assert held.scales == heads * (keys // 32 * kept * 4 + values * 4)
+    assert (held.positions, held.ids, held.state) == (heads * 4 * 228, heads * 2 * kept, 0)
+    state = layers.measure(parse("h2o", {"variant": "orig", "kv_size": 50}), SHAPE, 300, torch.float16).held.state
+    assert state == heads * 4 * 50
+
+
+def test_a_chain_that_holds_more_than_it_declares_fails_the_command(monkeypatch, capsys):
+    from kvbench.methods.think import Think
+
+    monkeypatch.setattr(Think, "id_bytes", lambda self, head_dim: 1)
+    assert main(["bench", "memory", "method=snapkv,snapkv+think", "n=200", "kv_size=64"]) == 1
+    shown = capsys.readouterr().out
+    ids = 2 * (32 - int(0.4 * 32))
+    assert f"+{6 * 4 * (ids - 1)} B" in shown and shown.count("✓") == 2  # a row and the legend
+
+
+@pytest.mark.parametrize("name", [m for m in entries("model") if m not in ("hf", "tiny")])
+def test_every_model_states_a_shape(name):
+    shape = from_entry(entries("model")[name]["shape"])
+    per_token = {
+        "llama2": 512, "vicuna": 512, "llama3-8b": 128, "llama3-70b": 320, "mistral": 128, "qwen2.5-7b": 56,
+        "qwen2.5-32b": 256, "qwen2.5-72b": 320, "opt-6.7b": 512, "opt-30b": 1344, "pythia-70m": 12, "pythia-160m": 36,
+        "pythia-410m": 96, "llama2-13b": 800,
+    }  # fmt: skip
+    want = per_token[max((k for k in per_token if name.startswith(k)), key=len)]
+    assert shape.full_bytes(1, 2) == want * 1024
+
+
+def test_the_command_prints_every_size_within_the_page(capsys):
+    assert main(["bench", "memory", "n=64,300"]) == 0
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in shown.splitlines())
+    assert "prompt of 64 tokens" in shown and "prompt of 300 tokens" in shown
+    assert "6 layers, 8 query and 4 kv heads of dimension 32; float32" in shown
+    assert shown.count("✓") == 2 * (len(METHODS) + 1)
+
+
+def test_json_has_the_numbers_and_formulas_alone_build_nothing(capsys, monkeypatch):
+    line = ["bench", "memory", "model=llama3-8b-instruct", "method=snapkv+think", "kv_size=128", "n=4096", "--json"]
+    assert main(line) == 0
+    (built,) = json.loads(capsys.readouterr().out)["rows"]
+    monkeypatch.setattr(account, "measure", None)
+    assert main([*line, "--formula"]) == 0
+    (formula,) = json.loads(capsys.readouterr().out)["rows"]
+    assert built["measured"] and built["agrees"] and built["layers_built"] == 1 and not formula["measured"]
+    for key in ("tokens", "payload", "overhead", "total", "percent_of_full", "full_bytes"):
+        assert built[key] == formula[key]
+    assert built["payload"] == 32 * 8 * 2 * (96 * 77 + 32 * 128 + 128 * 128)
+    assert built["full_bytes"] == 4096 * 128 * 1024
+    assert sum(built["parts"].values()) == built["total"]
+
+
+def test_what_does_not_fit_is_formula_only(monkeypatch, capsys):
+    monkeypatch.setattr(account, "room", lambda: 1000)
+    assert main(["bench", "memory", "method=snapkv,adakv,refreekv", "n=300"]) == 0
+    shown = capsys.readouterr().out
+    assert "snapkv, adakv: a layer would need" in shown and "only a prompt decides what is kept" in shown
+    assert "✓" not in shown and "≈ formula" in shown
+
+
+def test_sizes_are_matched_at_each_prompt_length(capsys):
+    assert main(["bench", "memory", "method=snapkv,think", "n=128,512", "match=bytes", "--json", "--formula"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for n, size in ((128, 110), (512, 416)):
+        row = next(m for m in found["matched"] if m["n"] == n)
+        assert abs(row["kv_size"] - size) < 12 and abs(row["bytes"][0] / row["bytes"][1] - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("n=0", "n=0 is not possible"),
+        ("n=abc", "prompt sizes in tokens"),
+        ("dataset=tiny", "unknown key of bench memory 'dataset'"),
+        ("limit=3", "unknown key of bench memory 'limit'"),
+        ("paper=thonk", "Did you mean think"),
+        ("paper=think n=3", "a paper's figures have no knobs"),
+        ("method=snapkw", "Did you mean snapkv"),
+        ("model=owner/absent", "download=true"),
+        ("model.shape={layers:3}", "a mapping with layers, query_heads"),
+        ("dtype=fp8", "model.dtype"),
+    ],
+)
+def test_impossible_requests_say_what_to_do(line, said, capsys):
+    assert main(["bench", "memory", *line.split()]) == 2
+    assert said in capsys.readouterr().err
