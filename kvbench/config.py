@@ -190,12 +190,13 @@ def _chains(raw: Mapping[str, Any]) -> Iterator[ChainConfig]:
     pers = raw["per"] if isinstance(raw["per"], list) else [raw["per"]]
     seen = set()
     for written in raw["chains"]:
-        parts = registry.split(str(written))
-        axes = [(m, k, v) for m in parts for k, v in _axes(entries.get(m) or {}, registry.defaults(m))]
+        parts, fixed = registry.split(str(written)), registry.settled(str(written))
+        free = {m: {k: v for k, v in (entries.get(m) or {}).items() if (m, k) not in fixed} for m in parts}
+        axes = [(m, k, v) for m in parts for k, v in _axes(free[m], registry.defaults(m))]
         for axis, given in [("per", pers), *((f"method.{m}.{k}", v) for m, k, v in axes)]:
             _check(axis, given, bool(given), "a value, or a list of at least one")
         for per, *chosen in itertools.product(pers, *(v for _, _, v in axes)):
-            settled = {m: dict(entries.get(m) or {}) for m in parts}
+            settled = {m: {**free[m], **{k: v for (o, k), v in fixed.items() if o == m}} for m in parts}
             for (m, k, _), value in zip(axes, chosen, strict=True):
                 settled[m][k] = value
             try:

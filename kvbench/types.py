@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.coded import Codes
+from kvbench.cache.coded import Codes, Values
+from kvbench.cache.pack import Packed
 
 if TYPE_CHECKING:
     from kvbench.methods.chain import Chain
@@ -82,6 +83,7 @@ class Observation:
     colsums: Tensor | None = None  # [Hq, n] fp32, attention received by each token from all queries
     colsums_q: Mapping[int, Tensor] = field(default_factory=dict)  # the same by bit width, of quantised keys
     hidden: Tensor | None = None  # [n, d], input of the attention module
+    read_k: Tensor | None = None  # [Hk, n, D], the keys that the prompt's attention read, where not those stored
     inv_freq: Tensor | None = None  # [r / 2], the model's rotary frequencies; None where positions are learned
 
     def queries(self, w: int) -> Tensor:
@@ -133,6 +135,23 @@ class Segment:
             return Segment(at(self.k), at(self.v), at(self.positions), None, keys, values, state)
         codes, k, v = self.codes.head(h, self.k, self.v, start, end)
         return Segment(k, v, at(self.positions), None, keys, values, state, codes)
+
+    def stored(self) -> tuple[Values, Values]:
+        """Keys and values of all tokens; raises ValueError where only the older ones are packed."""
+        if self.codes is None:
+            return self.k, self.v
+        if self.k.shape[1] or self.v.shape[1]:
+            raise ValueError("some tokens of this segment are packed and some exact")
+        return self.codes.k, self.codes.v
+
+    def holding(self, k: Values, v: Values) -> Segment:
+        """The segment with these keys and values of all its tokens, both exact or both packed."""
+        if not isinstance(k, Packed) or not isinstance(v, Packed):
+            assert isinstance(k, Tensor) and isinstance(v, Tensor)
+            return replace(self, k=k, v=v, codes=None)
+        no_k, no_v = (self.k.new_zeros(x.shape[0], 0, x.shape[2]) for x in (k, v))
+        counts = (None, None) if self.lengths is None else (self.lengths.clone(), self.lengths.clone())
+        return replace(self, k=no_k, v=no_v, codes=Codes(k, v, *counts))
 
     def payload(self) -> Iterator[Tensor]:
         """The tensors that hold keys and values as stored."""

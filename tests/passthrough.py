@@ -27,12 +27,12 @@ def raw(self, x):
 
 @contextmanager
 def quantisers_pass_through():
-    """All registered quantisers keep what they are given."""
+    """All registered quantisers keep what they are given, and so do selectors that pack."""
     with pytest.MonkeyPatch.context() as patch:
         for method in registry.available():
             if method != "full":
                 stage = type(registry.make_stage(method, registry.defaults(method)))
-                if issubclass(stage, Quantiser):
+                if issubclass(stage, Quantiser) or getattr(stage, "packs", False):
                     patch.setattr(stage, "pack_keys", raw)
                     patch.setattr(stage, "pack_values", raw)
         yield

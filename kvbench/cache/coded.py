@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kvbench.cache.pack import Packed
 
+Values = Tensor | Packed  # keys or values in one storage format
+
 
 @dataclass(frozen=True)
 class Residual:
@@ -76,3 +78,19 @@ def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
     codes, scale, low = (torch.cat(column, dim=1) for column in zip(*(tuple(h.payload()) for h in heads), strict=True))
     counts = torch.tensor([h.shape[1] for h in heads], dtype=torch.int32, device=codes.device)
     return replace(heads[0], codes=codes, scale=scale, low=low), counts
+
+
+def each(x: Values, fn: Callable[[Tensor], Tensor]) -> Values:
+    """``fn`` of keys or values, or of every tensor that they are packed into (see ``Packed.map``)."""
+    return x.map(fn) if isinstance(x, Packed) else fn(x)
+
+
+def parts(x: Values) -> tuple[Tensor, ...]:
+    """The tensors that hold keys or values."""
+    return tuple(x.payload()) if isinstance(x, Packed) else (x,)
+
+
+def write(held: Values, slots: Tensor, new: Values) -> None:
+    """Put T tokens, new [B, H, T, .], into ``slots`` [B, H, T] of held [B, H, S, .], in the same format."""
+    for mine, fresh in zip(parts(held), parts(new), strict=True):
+        mine.scatter_(2, slots[..., None].expand(-1, -1, -1, mine.shape[3]), fresh)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvbench.cache.coded import each
 from kvbench.types import LayerCache, Segment, per_head
 
 
@@ -47,13 +48,10 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
     def at(t: Tensor) -> Tensor:
         return gather(per_head(t, cache.heads), per_row)
 
-    new = Segment(
-        k=at(old.k),
-        v=at(old.v),
-        positions=gather(per_head(old.positions, rows), per_head(index, rows)),
-        state={name: at(t) for name, t in old.state.items()},
-    )
-    return replace(cache, segments=(new,))
+    positions = gather(per_head(old.positions, rows), per_head(index, rows))
+    new = Segment(old.k, old.v, positions, state={name: at(t) for name, t in old.state.items()})
+    k, v = old.stored()
+    return replace(cache, segments=(new.holding(each(k, at), each(v, at)),))
 
 
 def _select_ragged(old: Segment, index: Tensor, lengths: Tensor) -> Segment:
@@ -66,13 +64,10 @@ def _select_ragged(old: Segment, index: Tensor, lengths: Tensor) -> Segment:
     def at(t: Tensor) -> Tensor:
         return t[head // (heads // t.shape[0]), slot][None]
 
-    return Segment(
-        at(old.k),
-        at(old.v),
-        at(old.positions),
-        lengths.to(torch.int32),
-        state={name: at(t) for name, t in old.state.items()},
-    )
+    state = {name: at(t) for name, t in old.state.items()}
+    k, v = old.stored()
+    new = Segment(old.k, old.v, at(old.positions), lengths.to(torch.int32), state=state)
+    return new.holding(each(k, at), each(v, at))
 
 
 def by_head(t: Tensor, lengths: Tensor) -> Tensor:

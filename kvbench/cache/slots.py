@@ -2,12 +2,13 @@
 
 Each step first makes room (the lowest keep-scores go), then writes the new tokens into the free slots, attends, and
 lets the method fold the attention into its running state. Memory is flat: nothing is moved but what is written.
+Where tokens are packed, the slots hold codes, and attention reads them block by block.
 Shapes: B rows, H stored heads, S slots, T new tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +16,10 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.attend import logits, weigh
+from kvbench.cache.coded import Values, each, parts, write
+from kvbench.cache.coded_rows import packed_logits, packed_weigh
 from kvbench.cache.ops import by_head, only_segment, select
+from kvbench.cache.pack import Packed
 from kvbench.errors import UsageError
 from kvbench.types import LayerCache, Segment, per_head
 
@@ -33,8 +37,25 @@ class Slots:
     row: Mapping[str, Tensor] = field(default_factory=dict)  # numbers of each prompt [B, 1, 1], as its method set them
 
 
+class Packer(Protocol):
+    """How tokens are packed one by one. A new token is read as packed from its own step on, or, if ``late``, exactly in
+    that step."""
+
+    @property
+    def late(self) -> bool: ...
+
+    def pack_keys(self, x: Tensor) -> Packed: ...
+
+    def pack_values(self, x: Tensor) -> Packed: ...
+
+
 class Evictor(Protocol):
     """The part of a selector that works while decoding."""
+
+    @property
+    def packer(self) -> Packer | None:
+        """What packs every token held; None where tokens stay exact."""
+        ...
 
     @property
     def rolled(self) -> bool:
@@ -53,12 +74,21 @@ class Evictor(Protocol):
         """How much each slot matters [B, H, S], before the new tokens come; the lowest are evicted, +inf never."""
         ...
 
-    def estimate(self, keys: Tensor) -> Tensor | None:
-        """Stand-ins in fp32 for keys [B, H, S, D] whose attention ``fold`` reads; None: that of the keys themselves."""
+    def enter(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
+        """The state that new tokens with exact k, v [B, H, T, D] start from, where that is not 0: [B, H, T, ...]."""
         ...
 
-    def fold(self, slots: Slots, probs: Tensor, values: Tensor) -> Mapping[str, Tensor]:
-        """The state after attention ``probs`` [B, Hq, T, S] over slots with ``values`` [B, H, S, D]."""
+    @property
+    def estimates(self) -> bool:
+        """Whether ``fold`` reads the attention of stand-ins for the keys."""
+        ...
+
+    def estimate(self, keys: Tensor) -> Tensor:
+        """Stand-ins in fp32 for keys [..., D], block by block where these are packed."""
+        ...
+
+    def fold(self, slots: Slots, probs: Tensor) -> Mapping[str, Tensor]:
+        """The part of the state that attention ``probs`` [B, Hq, T, S] over the slots changes."""
         ...
 
 
@@ -97,34 +127,36 @@ class SlotRows:
         segments = [c.segments[0] for c in caches]
         size = max(budgets)
         first = segments[0]
-        b, h, d = len(caches), first.heads, first.k.shape[2]
-        device = first.k.device
+        b, h = len(caches), first.heads
+        device = first.positions.device
         self.evictor, self.rotary = evictor, rotary
         self.budget = torch.tensor(budgets, device=device)[:, None, None]
         self.n = torch.tensor([c.prompt_tokens for c in caches], device=device)[:, None, None]
         rows = [evictor.row(c.prompt_tokens) for c in caches]
         self.row = {name: torch.tensor([r[name] for r in rows], device=device)[:, None, None] for name in rows[0]}
-        self.k = first.k.new_zeros(b, h, size, d)
-        self.v = first.v.new_zeros(b, h, size, first.v.shape[2])
+
+        def room(t: Tensor) -> Tensor:
+            return t.new_zeros(b, h, size, *t.shape[2:])
+
+        k, v = first.stored()
+        self.k, self.v = each(k, room), each(v, room)
+        self.none = first.k.new_zeros(h, 0, k.shape[2])
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
         self.valid = torch.zeros(b, h, size, dtype=torch.bool, device=device)
-        self.state = {name: t.new_zeros(b, h, size, *t.shape[2:]) for name, t in first.state.items()}
-        self.fresh = 0
+        self.state = {name: room(t) for name, t in first.state.items()}
+        self.fresh: tuple[Tensor, Tensor, Tensor] | None = None  # the newest slots [B, H, T], exact k and v
         for i, s in enumerate(segments):
             self._load(i, s)
 
     def _load(self, row: int, s: Segment) -> None:
         m, lengths = s.tokens, s.lengths
-        held = torch.arange(m, device=s.k.device)
+        held = torch.arange(m, device=s.positions.device)
         self.valid[row, :, :m] = True if lengths is None else held < lengths[:, None]
-
-        def side_by_side(t: Tensor) -> Tensor:
-            return per_head(t, s.heads) if lengths is None else by_head(t, lengths)
-
-        self.k[row, :, :m], self.v[row, :, :m] = side_by_side(s.k), side_by_side(s.v)
-        self.positions[row, :, :m] = side_by_side(s.positions)
-        for name, t in s.state.items():
-            self.state[name][row, :, :m] = side_by_side(t)
+        pairs = zip((self.k, self.v), s.stored(), strict=True)
+        tensors = [both for mine, given in pairs for both in zip(parts(mine), parts(given), strict=True)]
+        tensors += [(self.positions, s.positions), *((self.state[name], t) for name, t in s.state.items())]
+        for mine, given in tensors:
+            mine[row, :, :m] = per_head(given, s.heads) if lengths is None else by_head(given, lengths)
 
     def view(self, now: Tensor) -> Slots:
         """The slots as a method sees them when the newest token is at ``now`` [B]."""
@@ -140,25 +172,22 @@ class SlotRows:
         self.valid &= kept
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t]
         new_k, new_v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
-        self.k.scatter_(2, free[..., None].expand(-1, -1, -1, new_k.shape[3]), new_k)
-        self.v.scatter_(2, free[..., None].expand(-1, -1, -1, new_v.shape[3]), new_v)
+        packer = self.evictor.packer
+        write(self.k, free, new_k if packer is None else packer.pack_keys(new_k))
+        write(self.v, free, new_v if packer is None else packer.pack_values(new_v))
+        self.fresh = (free, new_k, new_v) if packer is not None and packer.late else None
         where = (start[:, None, None] + torch.arange(t, device=k.device)).expand(b, h, t)
         self.positions.scatter_(2, free, where.to(torch.int32))
         self.valid.scatter_(2, free, torch.ones_like(free, dtype=torch.bool))
+        entered = self.evictor.enter(new_k, new_v)
         for name, s in self.state.items():
             index = free.reshape(*free.shape, *([1] * (s.dim() - 3))).expand(*free.shape, *s.shape[3:])
-            self.state[name] = s.scatter(2, index, torch.zeros_like(index, dtype=s.dtype))
-        self.fresh = t
+            begun = entered.get(name)
+            self.state[name] = s.scatter(2, index, torch.zeros_like(index, dtype=s.dtype) if begun is None else begun)
 
     def _ranks(self, now: Tensor) -> Tensor:
         """Each slot's place [B, H, S] in the order of keep-scores; equal scores rank by position, free slots last."""
-        scores = self.evictor.keep_scores(self.view(now)).expand_as(self.valid)
-        scores = scores.masked_fill(~self.valid, -torch.inf)
-        by_position = self.positions.masked_fill(~self.valid, torch.iinfo(torch.int32).max).sort(dim=-1, stable=True)
-        order = scores.gather(2, by_position.indices).sort(dim=-1, descending=True, stable=True).indices
-        order = by_position.indices.gather(2, order)
-        ranks = torch.empty_like(order)
-        return ranks.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
+        return ranks(self.evictor.keep_scores(self.view(now)).expand_as(self.valid), self.positions, self.valid)
 
     def attend(self, query: Tensor, scale: float, start: Tensor) -> Tensor:
         """Attention of the tokens just added, query [B, Hq, T, D] at ``start`` [B] and on, then the fold."""
@@ -166,33 +195,56 @@ class SlotRows:
         places = start[:, None] + torch.arange(t, device=query.device)
         keys = self.k
         if self.rotary is not None:
+            assert isinstance(keys, Tensor)
             order = self.positions.masked_fill(~self.valid, torch.iinfo(torch.int32).max).argsort(dim=-1)
             rank = torch.empty_like(order)
             rank.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
-            keys = self.rotary.turn(self.k, self.positions, rank)
+            keys = self.rotary.turn(keys, self.positions, rank)
             last = self.valid.sum(dim=-1).amax(dim=1)[:, None] - t + torch.arange(t, device=query.device)
             query = self.rotary.turn(query, places[:, None], last[:, None])
-        probs = self._probs(query, keys, scale, places)
-        out = weigh(probs.to(query.dtype), self.v).to(query.dtype)
-        estimated = self.evictor.estimate(keys)
-        if estimated is not None:
-            probs = self._probs(query.float(), estimated, scale, places)
-        self.state = dict(self.evictor.fold(self.view(places[:, -1]), probs, self.v))
+        probs = self._probs(query, keys, scale, places, lambda x: x)
+        out = self._weigh(probs.to(query.dtype)).to(query.dtype)
+        if self.evictor.estimates:
+            probs = self._probs(query.float(), keys, scale, places, self.evictor.estimate)
+        self.state = {**self.state, **self.evictor.fold(self.view(places[:, -1]), probs)}
+        self.fresh = None
         return out
 
-    def _probs(self, query: Tensor, keys: Tensor, scale: float, places: Tensor) -> Tensor:
-        """Attention [B, Hq, T, S] in fp32 of query [B, Hq, T, D] at ``places`` [B, T] over the slots' ``keys``."""
+    def _probs(
+        self, query: Tensor, keys: Values, scale: float, places: Tensor, read: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Attention [B, Hq, T, S] in fp32 of query [B, Hq, T, D] at ``places`` [B, T] over what ``read`` sees in the
+        slots' ``keys``."""
         b, hq, t, _ = query.shape
-        h = keys.shape[1]
-        part = logits(query, keys, scale).view(b, h, hq // h, t, -1)
+        h = self.valid.shape[1]
+        if isinstance(keys, Packed):
+            part = packed_logits(query, keys, scale, None, read)
+        else:
+            part = logits(query, read(keys), scale)
+        if self.fresh is not None:
+            where, k, _ = self.fresh
+            index = where.repeat_interleave(hq // h, dim=1)[:, :, None].expand(b, hq, t, -1)
+            part = part.scatter(3, index, logits(query, read(k), scale).to(part.dtype))
+        part = part.view(b, h, hq // h, t, -1)
         hidden = ~self.valid[:, :, None, None] | (self.positions[:, :, None, None] > places[:, None, None, :, None])
         return part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1).float().softmax(dim=-1)
+
+    def _weigh(self, probs: Tensor) -> Tensor:
+        """Weighted values of probs [B, Hq, T, S] -> [B, Hq, T, D] in fp32."""
+        if not isinstance(self.v, Packed):
+            return weigh(probs, self.v)
+        if self.fresh is None:
+            return packed_weigh(probs, self.v)
+        where, _, v = self.fresh
+        b, hq, t, _ = probs.shape
+        index = where.repeat_interleave(hq // where.shape[1], dim=1)[:, :, None].expand(b, hq, t, -1)
+        return packed_weigh(probs.scatter(3, index, 0.0), self.v) + weigh(probs.gather(3, index), v)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         self.budget, self.n = self.budget[rows], self.n[rows]
         self.row = {name: t[rows] for name, t in self.row.items()}
-        self.k, self.v = self.k[rows], self.v[rows]
+        self.k, self.v = each(self.k, lambda t: t[rows]), each(self.v, lambda t: t[rows])
         self.positions, self.valid = self.positions[rows], self.valid[rows]
         self.state = {name: s[rows] for name, s in self.state.items()}
 
@@ -206,6 +258,18 @@ class SlotRows:
         hidden = self.positions[row].masked_fill(~self.valid[row], torch.iinfo(torch.int32).max)
         index = hidden.sort(dim=-1, stable=True).indices[:, : int(counts.max())]
         state = {name: s[row] for name, s in self.state.items()}
-        slots = Segment(self.k[row], self.v[row], self.positions[row], state=state)
+        k, v = each(self.k, lambda t: t[row]), each(self.v, lambda t: t[row])
+        slots = Segment(self.none, self.none, self.positions[row], state=state).holding(k, v)
         held = LayerCache((slots,), seen=0, heads=slots.heads, query_heads=slots.heads)
         return only_segment(select(held, index, counts))
+
+
+def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:
+    """Each slot's place in the order of scores [..., S], best first; equal ones rank by position, and those not
+    ``among`` come last."""
+    scores = scores.masked_fill(~among, -torch.inf)
+    by_position = positions.masked_fill(~among, torch.iinfo(torch.int32).max).sort(dim=-1, stable=True).indices
+    order = scores.gather(-1, by_position).sort(dim=-1, descending=True, stable=True).indices
+    order = by_position.gather(-1, order)
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places)

@@ -71,6 +71,7 @@ def rewrite(arguments: Sequence[str], multirun: bool = False) -> Command:
         elif key == "shard" and multirun:
             sweep += _sweep(value)
         else:
+            registry.check_settled(methods, key, value)
             overrides += _override(key, value, chains, names)
     if multirun and "shard" not in given:
         raise UsageError("-m sweeps shards: give shard=0,1,2,3 (all other comma lists are grids without -m)")

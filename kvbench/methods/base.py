@@ -59,9 +59,17 @@ class Stage:
     id: ClassVar[str]
     role: ClassVar[Role]
     revision: ClassVar[int] = 1
-    prefill_key: ClassVar[str] = ""
     families: ClassVar[tuple[str, ...] | None] = None  # None: every family
     rebalances: ClassVar[bool] = False  # True: budgets depend on all layers, see ``rebalance``
+
+    @property
+    def prefill_key(self) -> str:
+        """'' if the prompt is computed exactly; else names all that ``read`` depends on."""
+        return ""
+
+    def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the prompt's own attention reads in place of keys and values [Hk, n, D], stored all the same."""
+        return k, v
 
     def needs(self, n: int) -> Needs:
         """What the stage reads of each layer of a prompt of n tokens."""
@@ -127,6 +135,7 @@ class TokenSelector(Stage):
 
     role: ClassVar[Role] = "selector"
     shared: ClassVar[bool] = False  # True: all heads keep the same tokens
+    packs: ClassVar[bool] = False  # True: it packs what it keeps, and nothing else can
 
     frozen_layers: tuple[int, ...] = ()
 
@@ -265,7 +274,7 @@ class Modifier(Stage):
     """A stage that changes a selector's scores before they decide. It chooses nothing itself.
 
     ``decorates`` names the selectors whose scores it understands. Where the selector evicts while decoding, ``carry``
-    and ``fold`` keep what ``reweigh`` reads, at ``slot_bytes`` a slot.
+    and ``enter`` keep what ``reweigh`` reads, at ``slot_bytes`` a slot.
     """
 
     role: ClassVar[Role] = "modifier"
@@ -291,8 +300,8 @@ class Modifier(Stage):
         """The selector's scores [B, H, S] of slots while decoding, changed; +inf stays."""
         return scores
 
-    def fold(self, slots: Slots, values: torch.Tensor, new: int) -> Mapping[str, torch.Tensor]:
-        """The state of ``carry`` once the ``new`` newest slots are filled; values [B, H, S, D]."""
+    def enter(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The state of ``carry`` of new tokens with exact values [B, H, T, D]: [B, H, T] each."""
         return {}
 
 

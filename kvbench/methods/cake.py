@@ -154,6 +154,6 @@ class Cake(EvictingSelector):
         pooled = pool(old.flatten(0, 1), self.kernel, "avg").view_as(old)
         return torch.empty_like(pooled).scatter_(2, order, pooled).masked_fill(young, torch.inf)
 
-    def fold(self, slots: Slots, probs: torch.Tensor, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         b, heads, size = slots.positions.shape
         return {"row": probs[:, :, -1].view(b, heads, -1, size).mean(dim=2)}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.slots import Evictor, Slots
+from kvbench.cache.slots import Evictor, Packer, Slots
 from kvbench.errors import UsageError
 from kvbench.methods.base import (
     Block,
@@ -31,14 +31,20 @@ from kvbench.types import LayerCache, Needs, Observation
 ROLES: tuple[Role, ...] = ("selector", "modifier", "prune", "quantise", "mask")
 PER = ("kv_head", "query_head")
 LEARNED = ("opt",)  # families with learned positions
+_GROWING: Mapping[Role, str] = {
+    "prune": "stores old and new tokens differently",
+    "quantise": "packs tokens together, of which some leave before the others",
+    "mask": "masks caches that only grow",
+}
 
 
 @dataclass(frozen=True)
 class Modified:
-    """A selector that evicts while decoding, under its modifiers."""
+    """A selector that evicts while decoding, under its modifiers, its tokens packed by ``packer`` if there is one."""
 
     selector: EvictingSelector
     modifiers: tuple[Modifier, ...]
+    packer: Packer | None = None
 
     @property
     def rolled(self) -> bool:
@@ -50,8 +56,18 @@ class Modified:
     def row(self, n: int) -> Mapping[str, int]:
         return {**self.selector.row(n), "sinks": protect(self.selector.capacity(n), self.modifiers, n).sinks}
 
-    def estimate(self, keys: torch.Tensor) -> torch.Tensor | None:
+    @property
+    def estimates(self) -> bool:
+        return self.selector.estimates
+
+    def estimate(self, keys: torch.Tensor) -> torch.Tensor:
         return self.selector.estimate(keys)
+
+    def enter(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        state = dict(self.selector.enter(k, v))
+        for modifier in self.modifiers:
+            state.update(modifier.enter(v))
+        return state
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
         scores = self.selector.keep_scores(slots)
@@ -59,11 +75,8 @@ class Modified:
             scores = modifier.reweigh(scores, slots)
         return scores.masked_fill(slots.positions < slots.row["sinks"], torch.inf)
 
-    def fold(self, slots: Slots, probs: torch.Tensor, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        state = dict(self.selector.fold(slots, probs, values))
-        for modifier in self.modifiers:
-            state.update(modifier.fold(slots, values, probs.shape[2]))
-        return state
+    def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return self.selector.fold(slots, probs)
 
 
 @dataclass(frozen=True)
@@ -84,15 +97,25 @@ class Chain:
         ordered = tuple(sorted(self.stages, key=lambda s: ROLES.index(s.role)))
         object.__setattr__(self, "stages", ordered)
         self._check_sinks()
-        growing = [s for s in ordered if s.role in ("prune", "quantise", "mask")]
-        if self.evicts and growing:
-            why = (
-                "masks caches that only grow" if growing[0].role == "mask" else "stores old and new tokens differently"
-            )
-            raise UsageError(
-                f"method={self.name!r}: {ordered[0].id} evicts tokens while decoding as set here, and {growing[0].id} "
-                f"{why}; use a variant that evicts only after the prompt"
-            )
+        if self.evicts:
+            self._check_evicting()
+
+    def _check_evicting(self) -> None:
+        """Refuse what cannot stand beside a selector that evicts while decoding."""
+        selector = self.selector
+        assert selector is not None
+        for s in self.stages:
+            why = _GROWING.get(s.role)
+            if why and not (isinstance(s, Quantiser) and s.by_token):
+                raise UsageError(
+                    f"method={self.name!r}: {selector.id} evicts tokens while decoding as set here, and {s.id} {why}; "
+                    "use a variant that evicts only after the prompt"
+                )
+            if isinstance(s, Quantiser) and selector.rolled:
+                raise UsageError(
+                    f"method={self.name!r}: method.{selector.id}.positions=rolled turns stored keys to new positions "
+                    f"at every step, and {s.id} stores them packed: leave out positions=rolled"
+                )
 
     def _check_sinks(self) -> None:
         """Refuse sinks of a modifier that leave a selector of fixed size nothing to choose."""
@@ -150,7 +173,8 @@ class Chain:
         selector = self.selector
         if not isinstance(selector, EvictingSelector) or not selector.evicts:
             return None
-        return Modified(selector, self.modifiers) if self.modifiers else selector
+        packer = self.coder or selector.packer
+        return Modified(selector, self.modifiers, packer) if self.modifiers or self.coder else selector
 
     @property
     def masks(self) -> bool:
@@ -169,6 +193,12 @@ class Chain:
         """Heads stored in each layer. The full cache is the model's own: always kv heads."""
         expands = any(s.role != "mask" for s in self.stages)  # each query head masks for itself anyway
         return query_heads if self.per == "query_head" and expands else kv_heads
+
+    def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the prompt's own attention reads in place of keys and values [Hk, n, D]."""
+        for stage in self.stages:
+            k, v = stage.read(k, v)
+        return k, v
 
     def needs(self, n: int) -> Needs:
         merged = Needs()
@@ -328,6 +358,13 @@ def check_set(stages: Sequence[Stage]) -> None:
         same = [s.id for s in stages if s.role == role]
         if len(same) > 1:
             raise UsageError(f"method={written!r} combines {' and '.join(same)}, but {reason}")
+    owner = next((s for s in stages if isinstance(s, TokenSelector) and s.packs), None)
+    other = next((s for s in stages if s.role in ("prune", "quantise")), None)
+    if owner and other:
+        raise UsageError(
+            f"method={written!r}: {owner.id} owns its quantiser, which packs every token that it keeps; "
+            f"{other.id} has nothing left to store: use h2o+{other.id}, or {owner.id} alone"
+        )
     modifiers = [s.id for s in stages if s.role == "modifier"]
     if modifiers and not any(s.role == "selector" for s in stages):
         raise UsageError(f"method={written!r}: {modifiers[0]} changes a selector's scores and needs one beside it")

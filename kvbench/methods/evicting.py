@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbench.cache.slots import Slots
+from kvbench.cache.slots import Packer, Slots
 from kvbench.methods.base import Selector
 from kvbench.types import LayerCache
 
@@ -64,10 +64,24 @@ class EvictingSelector(Selector):
         """How much each slot matters while decoding [B, H, S]; the lowest go, +inf stays."""
         raise TypeError(f"{type(self).__name__} does not say what it evicts while decoding")
 
-    def estimate(self, keys: torch.Tensor) -> torch.Tensor | None:
-        """Stand-ins in fp32 for keys [..., D], whose attention ``fold`` reads; None: the attention of the keys."""
+    @property
+    def packer(self) -> Packer | None:
+        """What packs every token while decoding; None: nothing does."""
         return None
 
-    def fold(self, slots: Slots, probs: torch.Tensor, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The running state after attention probs [B, Hq, T, S] over values [B, H, S, D]; unchanged by default."""
-        return slots.state
+    def enter(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The state that new tokens with exact k, v [B, H, T, D] start from, where that is not 0."""
+        return {}
+
+    @property
+    def estimates(self) -> bool:
+        """Whether ``fold`` reads the attention of what ``estimate`` makes of the keys."""
+        return False
+
+    def estimate(self, keys: torch.Tensor) -> torch.Tensor:
+        """Stand-ins in fp32 for keys [..., D]."""
+        return keys
+
+    def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The part of the running state that attention probs [B, Hq, T, S] changes; none by default."""
+        return {}

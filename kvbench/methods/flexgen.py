@@ -19,16 +19,30 @@ class FlexGen(Quantiser):
     A token is packed after the step that made it, which reads it exactly. A group of one value stores scale 1.
 
     bits: bits of a code, 2, 3, 4 or 8. group: channels that share a scale and a minimum.
+    code_prefill: the prompt's own attention reads all keys and values packed, too (longctx_bench's simulation, arXiv
+    2407.01527); scores come from what it read.
     """
 
     id: ClassVar[str] = "flexgen"
+    by_token: ClassVar[bool] = True
 
     bits: int = 4
     group: int = 64
+    code_prefill: bool = False
 
     def __post_init__(self) -> None:
         self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
         self.require("group", isinstance(self.group, int) and self.group >= 1, "a whole number of channels, 1 or more")
+        self.require("code_prefill", isinstance(self.code_prefill, bool), "true or false")
+
+    @property
+    def prefill_key(self) -> str:
+        return f"flexgen bits={self.bits} group={self.group}" if self.code_prefill else ""
+
+    def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.code_prefill:
+            return k, v
+        return self.pack_keys(k).dequantise(k.dtype), self.pack_values(v).dequantise(v.dtype)
 
     def residuals(self) -> tuple[Residual, Residual]:
         return Residual(0, 1), Residual(0, 1)

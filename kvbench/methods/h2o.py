@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache import ops
 from kvbench.cache.pack import quantise_zero_point
 from kvbench.cache.slots import Slots
 from kvbench.methods.base import Block, Capacity, group_mean
@@ -113,12 +112,16 @@ class H2O(EvictingSelector):
         young = slots.positions > slots.now - slots.row["recent"]
         return slots.state["mass"].masked_fill(young, torch.inf)
 
-    def estimate(self, keys: torch.Tensor) -> torch.Tensor | None:
+    @property
+    def estimates(self) -> bool:
+        return self.score_bits is not None
+
+    def estimate(self, keys: torch.Tensor) -> torch.Tensor:
         if self.score_bits is None:
-            return None
+            return keys
         return quantise_zero_point(keys, self.score_bits).dequantise(torch.float32)
 
-    def fold(self, slots: Slots, probs: torch.Tensor, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         mass = slots.state["mass"]
         b, heads, size = mass.shape
         return {"mass": mass + probs.view(b, heads, -1, probs.shape[2], size).mean(dim=2).sum(dim=2)}
@@ -129,7 +132,7 @@ class H2O(EvictingSelector):
     def received(self, cache: LayerCache, obs: Observation, window: int) -> torch.Tensor:
         """Attention [Hq, n] that each token received from the queries that the variant counts."""
         if self.variant == "win":
-            return window_rows(cache, obs, window, self.estimate(ops.only_segment(cache).k)).sum(dim=1)
+            return window_rows(cache, obs, window, self.estimate).sum(dim=1)
         found = obs.colsums if self.score_bits is None else obs.colsums_q.get(self.score_bits)
         if found is None:
             raise ValueError("h2o reads column sums that were not observed")

@@ -24,6 +24,11 @@ class Coder:
     keys: Residual
     values: Residual
 
+    @property
+    def late(self) -> bool:
+        """A token is packed after the step that made it."""
+        return True
+
     def pack_keys(self, x: torch.Tensor) -> Packed:
         return self.quantiser.pack_keys(x)
 
@@ -39,6 +44,7 @@ class Quantiser(Stage):
     """
 
     role: ClassVar[Role] = "quantise"
+    by_token: ClassVar[bool] = False  # True: each token is packed alone and at once, so that any can be evicted
 
     def residuals(self) -> tuple[Residual, Residual]:
         """Which of the newest tokens stay exact, as keys and as values."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 CHAIN_KNOBS = ("per",)
 BUDGET_KNOBS = ("kv_size", "kv_ratio")
 BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio")
+# stages written together that are one method with some knobs settled
+ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"h2o+quant": ("qhitter", {"lam": 1})}
 
 
 def conf_dir() -> Path:
@@ -52,8 +54,11 @@ def knob_names(method: str) -> tuple[str, ...]:
 
 
 def split(method: str) -> tuple[str, ...]:
-    """``'snapkv+think'`` -> ``('snapkv', 'think')``; checks that every part is a method."""
+    """``'snapkv+think'`` -> ``('snapkv', 'think')``, aliases resolved; checks that every part is a method."""
     parts = tuple(p.strip() for p in method.split("+"))
+    for alias, (one, _) in ALIASES.items():
+        if set(alias.split("+")) <= set(parts):
+            parts = tuple(dict.fromkeys(one if p in alias.split("+") else p for p in parts))
     for part in parts:
         if not part:
             raise UsageError(f"method={method!r} has an empty part: write one id, or several joined by +")
@@ -64,6 +69,26 @@ def split(method: str) -> tuple[str, ...]:
     if "full" in parts and len(parts) > 1:
         raise UsageError(f"method={method!r}: full keeps everything as it is and is written alone")
     return parts
+
+
+def settled(method: str) -> dict[tuple[str, str], Any]:
+    """What an alias in ``method`` settles, by method id and knob; {} where there is none."""
+    parts = {p.strip() for p in method.split("+")}
+    found = [stage for alias, stage in ALIASES.items() if set(alias.split("+")) <= parts]
+    return {(one, knob): value for one, knobs in found for knob, value in knobs.items()}
+
+
+def check_settled(methods: Sequence[str], key: str, value: Any) -> None:
+    """Raise UsageError for a knob that aliases settle in all of ``methods`` that have it."""
+    knob, owner = _knob(key), _method(key)
+    having = [m for m in methods if any(knob in knob_names(p) and owner in ("", p) for p in split(m))]
+    fixed = [settled(m).get((p, knob)) for m in having for p in split(m) if knob in knob_names(p)]
+    if having and all(v is not None for v in fixed):
+        one = next(p for p in split(having[0]) if knob in knob_names(p))
+        raise UsageError(
+            f"{key}={value} is not possible: {having[0]} is {one} with {knob}={fixed[0]}; write method={one} "
+            f"{knob}={value}"
+        )
 
 
 def make_stage(method: str, entry: Mapping[str, Any]) -> Stage:
@@ -171,11 +196,14 @@ def parse(
     given = dict(entry) if isinstance(entry, Mapping) else {"method": entry}
     if "method" not in given:
         raise UsageError(f"the entry {entry!r} names no method: write {{'method': 'snapkv', 'kv_size': 512}}")
-    parts = split(str(given.pop("method")))
-    fallback = {k: v for k, v in (knobs or {}).items() if _owned(parts, k)}
+    method = str(given.pop("method"))
+    parts, fixed = split(method), settled(method)
+    for key, value in given.items():
+        check_settled([method], key, value)
+    fallback = {k: v for k, v in (knobs or {}).items() if _owned(parts, k) and not _fixed(fixed, parts, k)}
     if any(_knob(k) in BUDGET_KNOBS and v is not None for k, v in given.items()):
         fallback = {k: v for k, v in fallback.items() if _knob(k) not in BUDGET_KNOBS}
-    return _chain(parts, {**fallback, **given}, preset or {})
+    return _chain(parts, {**fallback, **given, **{f"{m}.{k}": v for (m, k), v in fixed.items()}}, preset or {})
 
 
 def parse_all(
@@ -184,9 +212,10 @@ def parse_all(
     """Chains from entries; bare ``knobs`` go to every chain that owns them, and to at least one."""
     strings = [str(e["method"]) if isinstance(e, Mapping) and "method" in e else e for e in entries]
     parts = [split(s) for s in strings if isinstance(s, str)]
-    for knob in knobs:
+    for knob, value in knobs.items():
         if knob not in CHAIN_KNOBS:
             _owners(parts, knob)
+            check_settled([s for s in strings if isinstance(s, str)], knob, value)
     return [parse(e, knobs, preset) for e in entries]
 
 
@@ -204,6 +233,10 @@ def _owned(parts: Sequence[str], key: str) -> bool:
         return True
     method = _method(key)
     return method in parts if method else any(key in knob_names(m) for m in parts)
+
+
+def _fixed(fixed: Mapping[tuple[str, str], Any], parts: Sequence[str], key: str) -> bool:
+    return any((m, _knob(key)) in fixed for m in parts if _method(key) in ("", m))
 
 
 def _owners(chains: Sequence[Sequence[str]], key: str) -> list[str]:

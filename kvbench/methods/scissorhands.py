@@ -91,7 +91,7 @@ class Scissorhands(EvictingSelector):
         young = slots.positions > slots.now - slots.row["recent"]
         return self._received(slots.state).masked_fill(young, torch.inf)
 
-    def fold(self, slots: Slots, probs: torch.Tensor, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         b, heads, size = slots.positions.shape
         rows = probs.view(b, heads, -1, probs.shape[2], size).mean(dim=2)
         if self.variant == "code":

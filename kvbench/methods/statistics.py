@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -10,14 +12,19 @@ from kvbench.model.attention_rows import causal_softmax
 from kvbench.types import LayerCache, Observation
 
 
-def window_rows(cache: LayerCache, obs: Observation, window: int, keys: torch.Tensor | None = None) -> torch.Tensor:
-    """Attention rows [Hq, w, n] of the last ``w = min(window, n)`` prompt tokens, over those held or ``keys``."""
-    return causal_softmax(obs.queries(window), ops.only_segment(cache).k if keys is None else keys, obs.scale)
+def window_rows(
+    cache: LayerCache,
+    obs: Observation,
+    window: int,
+    estimate: Callable[[torch.Tensor], torch.Tensor] = lambda keys: keys,
+) -> torch.Tensor:
+    """Attention rows [Hq, w, n] of the last ``w = min(window, n)`` prompt tokens over ``estimate`` of the keys."""
+    return causal_softmax(obs.queries(window), estimate(_keys(cache, obs)), obs.scale)
 
 
 def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 64) -> torch.Tensor:
     """Attention [Hq, n] that each token received from the last ``window`` queries, ``block`` of them at a time."""
-    queries, keys = obs.queries(window), ops.only_segment(cache).k
+    queries, keys = obs.queries(window), _keys(cache, obs)
     before = obs.n - queries.shape[1]
     sums = torch.zeros(queries.shape[0], obs.n, device=queries.device)
     for start in range(0, queries.shape[1], block):
@@ -25,6 +32,11 @@ def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 6
         end = before + start + rows.shape[1]
         sums[:, :end] += causal_softmax(rows, keys[:, :end], obs.scale).sum(dim=1)
     return sums
+
+
+def _keys(cache: LayerCache, obs: Observation) -> torch.Tensor:
+    """The keys [H, n, D] that the prompt's attention read."""
+    return ops.only_segment(cache).k if obs.read_k is None else obs.read_k
 
 
 def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:

@@ -53,7 +53,7 @@ class TOVA(EvictingSelector):
         held = slots.positions.masked_fill(~slots.valid, -1)
         return slots.state["row"].masked_fill(held == held.amax(dim=-1, keepdim=True), torch.inf)
 
-    def fold(self, slots: Slots, probs: torch.Tensor, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         return {"row": self._decisive(probs, slots.positions.shape[1])}
 
     def _decisive(self, rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -60,7 +60,5 @@ class Vatp(Modifier):
     def reweigh(self, scores: torch.Tensor, slots: Slots) -> torch.Tensor:
         return torch.where(scores.isinf(), scores, scores * slots.state["norm"].float())
 
-    def fold(self, slots: Slots, values: torch.Tensor, new: int) -> Mapping[str, torch.Tensor]:
-        newest = slots.positions.masked_fill(~slots.valid, -1).topk(new, dim=-1).indices
-        fresh = values.gather(2, newest[..., None].expand(-1, -1, -1, values.shape[3]))
-        return {"norm": slots.state["norm"].scatter(2, newest, self.norms(fresh).to(values.dtype))}
+    def enter(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"norm": self.norms(values).to(values.dtype)}

@@ -34,14 +34,17 @@ from kvbench.types import Cache, Needs, Observation
 
 EXACT = 0
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
+Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class PromptLayer(KvbenchLayer):
-    """One layer while the prompt is read: exact causal attention, and the statistics that somebody needs."""
+    """One layer while the prompt is read: causal attention over its keys and values, or over what ``read`` makes of
+    them, and the statistics that somebody needs."""
 
-    def __init__(self, needs: Needs, plain: bool = False) -> None:
+    def __init__(self, needs: Needs, plain: bool = False, read: Read | None = None) -> None:
         super().__init__()
-        self.needs, self.plain = needs, plain
+        self.needs, self.plain, self.read = needs, plain, read
+        self.read_k: Tensor | None = None
         self.last_q: Tensor | None = None
         self.first_q: Tensor | None = None
         self.colsums: Tensor | None = None
@@ -60,17 +63,20 @@ class PromptLayer(KvbenchLayer):
             self.last_q = q[:, -self.needs.last_q :].clone()
         if self.needs.first_q:
             self.first_q = q[:, : self.needs.first_q].clone()
-        keys = self.keys[0]
+        keys, values = self.keys[0], self.values[0]
+        if self.read is not None:
+            keys, values = self.read(keys, values)
+            self.read_k = keys
         if self.needs.colsums:
             self.colsums = self._column_sums(q, keys, EXACT)
         for bits in sorted(self.needs.colsums_bits):
             coarse = quantise_zero_point(keys, bits).dequantise(torch.float32)
             self.colsums_q[bits] = self._column_sums(q, coarse, bits)
         if self.plain or window is not None:
-            return attend_rows(q, self.keys[0], self.values[0], scale, window)[None]
-        gqa = query.shape[1] != self.keys.shape[1]
+            return attend_rows(q, keys, values, scale, window)[None]
+        gqa = query.shape[1] != keys.shape[0]
         return F.scaled_dot_product_attention(
-            query, self.keys, self.values, is_causal=True, scale=scale, enable_gqa=gqa
+            query, keys[None], values[None], is_causal=True, scale=scale, enable_gqa=gqa
         )
 
     def _column_sums(self, query: Tensor, keys: Tensor, bits: int) -> Tensor:
@@ -90,15 +96,21 @@ class PromptLayer(KvbenchLayer):
 
 
 def observe(
-    model: PreTrainedModel, input_ids: Tensor, needs: Needs, on_layer: OnLayer, plain: bool = False
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    needs: Needs,
+    on_layer: OnLayer,
+    plain: bool = False,
+    read: Read | None = None,
 ) -> tuple[Tensor, dict[int, float]]:
     """Read ``input_ids`` [n] once and hand every finished layer to ``on_layer``.
 
     Returns the next token's logits [V] and the seconds that column sums took, by bit width of the keys. ``plain``
-    attends by fp32 softmax rows instead of PyTorch's fused attention.
+    attends by fp32 softmax rows instead of PyTorch's fused attention. ``read`` turns a layer's keys and values
+    [Hk, n, D] into those that its attention reads.
     """
     n_layers = int(model.config.num_hidden_layers)
-    layers = [PromptLayer(needs, plain) for _ in range(n_layers)]
+    layers = [PromptLayer(needs, plain, read) for _ in range(n_layers)]
     n = input_ids.shape[0]
     prompt = zlib.crc32(input_ids.to("cpu", torch.int64).numpy().tobytes())
 
@@ -118,9 +130,10 @@ def observe(
             colsums=layer.colsums,
             colsums_q=layer.colsums_q,
             hidden=hidden[0].clone() if needs.hidden else None,
+            read_k=layer.read_k,
             inv_freq=inv_freq,
         )
-        layer.last_q = layer.first_q = layer.colsums = None
+        layer.last_q = layer.first_q = layer.colsums = layer.read_k = None
         layer.colsums_q = {}
         on_layer(observation, k, v)
 
@@ -192,7 +205,9 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
 
     total = [0.0]
     with _clock(ids.device, total, 0):
-        logits, colsums_s = observe(model, ids, needs, on_layer, plain)
+        # chains of one prefill key read alike
+        read = chains[0].read if chains[0].prefill_key else None
+        logits, colsums_s = observe(model, ids, needs, on_layer, plain, read)
     n = ids.shape[0]
     forward = max(total[0] - sum(spent) - sum(colsums_s.values()), 0.0)
     owner = weakref.ref(model)

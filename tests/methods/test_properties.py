@@ -46,6 +46,7 @@ CHAINS = tuple(
             "adakv+kivi",
             "refreekv+kivi",
             "twilight+flexgen",
+            "tova+flexgen",
         ]
     )
 )

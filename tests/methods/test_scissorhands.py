@@ -71,7 +71,7 @@ def test_code_adds_new_rows_whole_to_a_prompt_that_was_divided():
     assert state["mass"][0].tolist() == pytest.approx(by_hand)
     probs = torch.tensor([[[0.1, 0.2, 0.3, 0.4]], [[0.3, 0.4, 0.3, 0.0]]])[None]
     slots = view({"mass": state["mass"][None]})
-    folded = Scissorhands(window=8, recent=1).fold(slots, probs, torch.zeros(1, 1, 4, 4))
+    folded = Scissorhands(window=8, recent=1).fold(slots, probs)
     added = [0.2, 0.3, 0.3, 0.2]
     assert folded["mass"][0, 0].tolist() == pytest.approx([a + b for a, b in zip(by_hand, added, strict=True)])
 
@@ -83,7 +83,7 @@ def test_paper_forgets_rows_that_leave_the_window(chunk):
     for start in range(0, 14, chunk):
         part = rows[:, :, start : start + chunk]
         slots = view(slots.state, now=int(slots.now) + part.shape[2])
-        slots = view(stage.fold(slots, part, torch.zeros(1, 1, 5, 4)), now=int(slots.now))
+        slots = view(stage.fold(slots, part), now=int(slots.now))
         end = start + part.shape[2]
         wanted = rows[0, :, max(0, end - 3) : end].mean(0).sum(0)
         torch.testing.assert_close(slots.state["ring"][0, 0].sum(-1), wanted)

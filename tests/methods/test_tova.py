@@ -57,10 +57,10 @@ def test_the_newest_token_never_goes_even_if_nothing_attends_to_it():
 def test_the_state_is_the_last_row_of_a_chunk():
     probs = torch.tensor([[[0.1, 0.9], [0.6, 0.4]], [[0.2, 0.8], [0.2, 0.8]]])[None]
     view = Slots(*[torch.zeros(1, 1, 2)] * 2, {}, *[torch.zeros(1, 1, 1)] * 2)
-    folded = TOVA(kv_size=4).fold(view, probs, torch.zeros(1, 1, 2, 4))["row"]
+    folded = TOVA(kv_size=4).fold(view, probs)["row"]
     torch.testing.assert_close(folded, torch.tensor([[[0.4, 0.6]]]))
     two = Slots(*[torch.zeros(1, 2, 2)] * 2, {}, *[torch.zeros(1, 1, 1)] * 2)
-    folded = TOVA(kv_size=4, per_head=True).fold(two, probs, torch.zeros(1, 2, 2, 4))["row"]
+    folded = TOVA(kv_size=4, per_head=True).fold(two, probs)["row"]
     torch.testing.assert_close(folded, torch.tensor([[[0.6, 0.4], [0.2, 0.8]]]))
 
 
