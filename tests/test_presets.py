@@ -16,7 +16,7 @@ from kvbench.methods import registry
 
 PAPERS = ("qhitter", "refreekv", "think", "uncomp", "vatp")
 CHAINS = {
-    "qhitter": ("full", "h2o", "streamingllm"),
+    "qhitter": ("full", "h2o", "qhitter", "streamingllm"),
     "refreekv": ("refreekv", "h2o", "snapkv", "pyramidkv", "streamingllm", "cake", "twilight"),
     "think": ("h2o", "snapkv", "h2o+think", "snapkv+think", "think", "snapkv+thinkv", "h2o+l1", "snapkv+l2"),
     "uncomp": ("h2o", "snapkv", "pyramidkv"),
@@ -109,6 +109,16 @@ def test_a_typed_budget_replaces_the_presets():
     both = "preset=vatp method=streamingllm,h2o streamingllm.kv_size=64"
     (streaming,), (other,) = knobs(both, "streamingllm"), knobs(both, "h2o")
     assert (streaming["kv_size"], streaming["kv_ratio"], other["heavy_ratio"]) == (64, None, 0.25)
+
+
+def test_qhitters_scripts_keep_a_fifth_and_alias_values():
+    (both,) = rewrite(["preset=qhitter", "method=qhitter,h2o+quant,h2o"]).runs
+    hitter, quantised, exact = (c.chain.stages[0] for c in config.parse(config.compose_config(both)).chains)
+    assert hitter.parts(1000) == quantised.parts(1000) == (70, 79, 50) and exact.parts(1000) == (150, 50)
+    assert (hitter.lam, quantised.lam) == (0.5, 1)
+    assert hitter.v_alias and quantised.v_alias and hitter.prefill_key == quantised.prefill_key != ""
+    (typed,) = parsed("preset=qhitter method=h2o+quant kv_size=100 bits=3").chains
+    assert typed.chain.stages[0].parts(1000) == (35, 40, 25) and typed.chain.stages[0].bits == 3
 
 
 def test_the_preset_is_no_part_of_the_identity():

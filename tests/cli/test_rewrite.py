@@ -25,6 +25,9 @@ GOLDEN = {
     "method=snapkv+think ratio=0.4": [
         ("method=[snapkv,think]", "chains=[snapkv+think]", "method.think.ratio=0.4"),
     ],
+    "method=h2o+quant,h2o bits=3": [
+        ("method=[qhitter,h2o]", "chains=[h2o+quant,h2o]", "method.qhitter.bits=3"),
+    ],
     "method=think+snapkv": [("method=[think,snapkv]", "chains=[think+snapkv]")],
     "method=snapkv kv_size=64": [("method=[snapkv]", "chains=[snapkv]", *SIZE)],
     "method=snapkv kv_size=64 method.snapkv.kv_ratio=null": [
@@ -191,3 +194,20 @@ def test_grid_expands_to_one_chain_per_value_and_drops_axes_a_chain_does_not_own
         "snapkv kv_size=128",
         *(f"snapkv+think kv_size={s} ratio={r}" for s in (64, 128) for r in (0.3, 0.5)),
     ]
+
+
+def labels(line):
+    (overrides,) = rewrite(line.split()).runs
+    return [c.label for c in config.parse(config.compose_config(overrides)).chains]
+
+
+def test_an_alias_is_labelled_as_what_it_is_and_keeps_its_knob_in_a_grid_of_others():
+    assert labels("method=h2o+quant") == ["qhitter kv_ratio=0.25 lam=1"]
+    assert labels("method=h2o+quant,qhitter lam=1") == ["qhitter kv_ratio=0.25 lam=1"]
+    assert labels("method=h2o+quant,qhitter kv_size=64 lam=0.2,0.5") == [
+        "qhitter kv_size=64 lam=1",
+        "qhitter kv_size=64 lam=0.2",
+        "qhitter kv_size=64",
+    ]
+    with pytest.raises(UsageError, match=r"lam=0\.5 is not possible: h2o\+quant is qhitter with lam=1"):
+        rewrite(["method=h2o+quant,h2o", "lam=0.5"])

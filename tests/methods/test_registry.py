@@ -71,5 +71,29 @@ def test_a_bare_knob_reaches_every_chain_that_owns_it():
     assert snapkv.stages[0].knobs()["window"] == h2o.stages[0].knobs()["window"] == 8
 
 
+def test_an_alias_is_a_method_with_knobs_settled():
+    assert registry.split("h2o+quant") == registry.split("quant + h2o") == ("qhitter",)
+    assert registry.split("h2o+quant+think") == ("qhitter", "think")
+    alias, same, other = registry.parse_all(["h2o+quant", {"method": "qhitter", "lam": 1}, "qhitter"], {"bits": 3})
+    assert alias.identity() == same.identity() != other.identity()
+    assert [c.stages[0].lam for c in (alias, other)] == [1, 0.5] and alias.stages[0].bits == 3
+    alias, other = registry.parse_all(["h2o+quant", "qhitter"], {"lam": 0.25, "qhitter.variant": "paper"})
+    assert [(c.stages[0].lam, c.stages[0].variant) for c in (alias, other)] == [(1, "paper"), (0.25, "paper")]
+    assert registry.split("h2o+think") == ("h2o", "think") and registry.settled("h2o") == {}
+
+
+@pytest.mark.parametrize("key", ["lam", "qhitter.lam", "method.qhitter.lam"])
+def test_what_an_alias_settles_cannot_be_set(key):
+    for entry, defaults in (({"method": "h2o+quant", key: 0.5}, {}), ("h2o+quant", {key: 0.5})):
+        with pytest.raises(UsageError, match=rf"{key}=0.5 is not possible: h2o\+quant is qhitter with lam=1"):
+            registry.parse_all([entry], defaults)
+
+
+@pytest.mark.parametrize("method", ["quant", "snapkv+quant"])
+def test_a_part_of_an_alias_is_no_method(method):
+    with pytest.raises(UsageError, match="unknown method 'quant'"):
+        registry.parse(method)
+
+
 def test_knob_types_of_yaml_lists_are_accepted():
     assert knobs({"method": "random", "frozen_layers": [0, 1]})["frozen_layers"] == (0, 1)
