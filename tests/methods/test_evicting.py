@@ -27,6 +27,7 @@ SETTINGS = {
     "streamingllm": [{"mode": "mask"}],
     "scissorhands": [{"variant": "code"}, {"variant": "paper", "window": 9}],
     "tova": [{}, {"per_head": True}],
+    "qhitter": [{"variant": "code"}, {"variant": "paper"}],
 }
 ENTRIES = {
     "-".join([m, *map(str, s.values())]): {"method": m, **s} for m in SELECTORS for s in SETTINGS.get(m, [{}])

@@ -61,7 +61,7 @@ def test_what_the_zero_point_loses():
     stage = QHitter(bits=4)
     assert stage.pack_keys(torch.zeros(1, 1, 8)).dequantise(torch.float32).eq(0).all()
     for c in (3.0, -0.5):
-        x = torch.full((1, 1, 64), c)
+        x = torch.full((1, 1, 1, 64), c)
         assert float(stage.enter(x, x)["friendly"]) == 1  # alone, so that its normalised errors are 0
         (loss,) = QHitter(variant="paper").enter(x, x)["k_loss"].flatten().tolist()
         assert loss == pytest.approx(abs(c) * math.sqrt(64), rel=1e-3)
@@ -175,10 +175,21 @@ def test_decoding_without_grouped_heads_equals_a_slow_simulation(family):
     assert [ref.kept(layer) for layer in longer.layers] == held
 
 
-def test_a_short_prompt_fills_its_budget_while_decoding():
+@pytest.mark.parametrize("variant", ["code", "paper"])
+def test_new_tokens_that_come_together_start_as_if_they_came_alone(variant):
+    stage, k, v = QHitter(variant=variant), ref.grid(2, 4, 3, 8, seed=1), ref.grid(2, 4, 3, 8, seed=2)
+    together = stage.enter(k, v)
+    assert set(together) == ({"friendly"} if variant == "code" else {"k_loss", "v_loss"})
+    for t in range(3):
+        alone = stage.enter(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        assert all(torch.equal(alone[name][..., 0], x[..., t]) for name, x in together.items())
+
+
+@pytest.mark.parametrize("variant", ["code", "paper"])
+def test_a_short_prompt_fills_its_budget_while_decoding(variant):
     model, ids = build("llama"), prompt(6, 2)
-    (cache,) = kvbench.prefill(model, ids, [{"method": "qhitter", "kv_size": 10}])
-    decide = slow.qhitter(6, 4, cache.chain.selector.parts(6), 0.5, "code")
+    (cache,) = kvbench.prefill(model, ids, [{"method": "qhitter", "kv_size": 10, "variant": variant}])
+    decide = slow.qhitter(6, 4, cache.chain.selector.parts(6), 0.5, variant)
     answer, held = slow.decoding(model, ids, 12, lambda x: ref.rounded(x, 4), decide)
     assert kvbench.generate(model, [cache], 12) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
