@@ -1,6 +1,7 @@
 """Q-Hitter: attention and friendliness to quantisation choose, and everything is stored packed."""
 
 import math
+from dataclasses import replace
 
 import method_reference as ref
 import pytest
@@ -14,6 +15,9 @@ from kvbench.cache.audit import audit
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.qhitter import QHitter
+from kvbench.model.decode import build as build_batch
+from kvbench.model.decode import step
+from kvbench.model.interface import attached
 from kvbench.types import Needs, Observation, storage_bytes
 
 RATIOS = {"heavy_ratio": 0.15, "recent_ratio": 0.05}
@@ -196,6 +200,26 @@ def test_a_short_prompt_fills_its_budget_while_decoding(variant):
     assert [ref.kept(layer) for layer in longer.layers] == held and len(held[0][0]) == 10
 
 
+@pytest.mark.parametrize("variant", ["code", "paper"])
+def test_free_slots_of_a_smaller_budget_set_no_scale(variant):
+    """Rows of a batch hold different budgets: what is chosen in each is what it chooses alone."""
+    model = build("llama")
+    entry = {"method": "qhitter", "kv_ratio": 0.3, "variant": variant, "bits": 2, "lam": 0.4}
+    caches = [kvbench.prefill(model, prompt(n, n), [entry])[0] for n in (40, 100, 64)]
+    states = [held_after(model, [c], 16)[0] for c in caches]
+    assert held_after(model, caches, 16) == states
+
+
+def held_after(model, caches, steps):
+    """Positions held per row, layer and head after feeding ``steps`` fixed tokens to all."""
+    batch, tokens = build_batch(model, caches, steps), prompt(steps, 5)
+    seen = torch.tensor([c.seen for c in caches])
+    with torch.no_grad(), attached(model):
+        for t in range(steps):
+            step(model, batch, tokens[t].expand(len(caches), 1), (seen + t)[:, None])
+    return [[layer.slots[0][1].segment(r).positions.tolist() for layer in batch] for r in range(len(caches))]
+
+
 @pytest.mark.parametrize("seed", [8, 9])
 def test_flexgen_behind_h2o_packs_a_token_after_its_own_step(seed):
     model, ids = build("llama"), prompt(26, seed)
@@ -240,9 +264,6 @@ def test_bytes_held_are_those_of_the_formula_before_and_after_decoding(bits):
 
 def test_slots_hold_codes_and_never_the_whole_cache_dequantised(monkeypatch):
     from kvbench.cache import pack
-    from kvbench.model.decode import build as build_batch
-    from kvbench.model.decode import step
-    from kvbench.model.interface import attached
 
     model, largest = build("llama"), []
     (cache,) = kvbench.prefill(model, prompt(50, 3), [{"method": "qhitter", "kv_size": 40}])
@@ -264,8 +285,6 @@ def test_slots_hold_codes_and_never_the_whole_cache_dequantised(monkeypatch):
 def test_only_column_sums_are_asked_for():
     assert QHitter().needs(100) == Needs(colsums=True)
     dense, obs = ref.make_layer(ref.grid(2, 20, 8), ref.grid(2, 20, 8))
-    from dataclasses import replace
-
     with pytest.raises(ValueError, match="column sums"):
         QHitter(kv_size=8).compress(dense, replace(obs, colsums=None))
 
