@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.slots import Evictor, Packer, Slots
+from kvbench.cache.slots import Evictor
 from kvbench.errors import UsageError
 from kvbench.methods.base import (
     Block,
@@ -23,7 +23,7 @@ from kvbench.methods.base import (
     TokenSelector,
     protect,
 )
-from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.evicting import EvictingSelector, Modified
 from kvbench.methods.pruner import ChannelPruner
 from kvbench.methods.quantiser import Coder, Quantiser
 from kvbench.types import LayerCache, Needs, Observation
@@ -36,47 +36,6 @@ _GROWING: Mapping[Role, str] = {
     "quantise": "packs tokens together, of which some leave before the others",
     "mask": "masks caches that only grow",
 }
-
-
-@dataclass(frozen=True)
-class Modified:
-    """A selector that evicts while decoding, under its modifiers, its tokens packed by ``packer`` if there is one."""
-
-    selector: EvictingSelector
-    modifiers: tuple[Modifier, ...]
-    packer: Packer | None = None
-
-    @property
-    def rolled(self) -> bool:
-        return self.selector.rolled
-
-    def hold(self, cache: LayerCache, layer: int) -> int:
-        return self.selector.hold(cache, layer)
-
-    def row(self, n: int) -> Mapping[str, int]:
-        return {**self.selector.row(n), "sinks": protect(self.selector.capacity(n), self.modifiers, n).sinks}
-
-    @property
-    def estimates(self) -> bool:
-        return self.selector.estimates
-
-    def estimate(self, keys: torch.Tensor) -> torch.Tensor:
-        return self.selector.estimate(keys)
-
-    def enter(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        state = dict(self.selector.enter(k, v))
-        for modifier in self.modifiers:
-            state.update(modifier.enter(v))
-        return state
-
-    def keep_scores(self, slots: Slots) -> torch.Tensor:
-        scores = self.selector.keep_scores(slots)
-        for modifier in self.modifiers:
-            scores = modifier.reweigh(scores, slots)
-        return scores.masked_fill(slots.positions < slots.row["sinks"], torch.inf)
-
-    def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return self.selector.fold(slots, probs)
 
 
 @dataclass(frozen=True)

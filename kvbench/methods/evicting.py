@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvbench.cache.slots import Packer, Slots
-from kvbench.methods.base import Selector
+from kvbench.methods.base import Modifier, Selector, protect
 from kvbench.types import LayerCache
 
 POSITIONS = (None, "true", "rolled")
@@ -85,3 +85,44 @@ class EvictingSelector(Selector):
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """The part of the running state that attention probs [B, Hq, T, S] changes; none by default."""
         return {}
+
+
+@dataclass(frozen=True)
+class Modified:
+    """A selector that evicts while decoding, under its modifiers, its tokens packed by ``packer`` if there is one."""
+
+    selector: EvictingSelector
+    modifiers: tuple[Modifier, ...]
+    packer: Packer | None = None
+
+    @property
+    def rolled(self) -> bool:
+        return self.selector.rolled
+
+    def hold(self, cache: LayerCache, layer: int) -> int:
+        return self.selector.hold(cache, layer)
+
+    def row(self, n: int) -> Mapping[str, int]:
+        return {**self.selector.row(n), "sinks": protect(self.selector.capacity(n), self.modifiers, n).sinks}
+
+    @property
+    def estimates(self) -> bool:
+        return self.selector.estimates
+
+    def estimate(self, keys: torch.Tensor) -> torch.Tensor:
+        return self.selector.estimate(keys)
+
+    def enter(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        state = dict(self.selector.enter(k, v))
+        for modifier in self.modifiers:
+            state.update(modifier.enter(v))
+        return state
+
+    def keep_scores(self, slots: Slots) -> torch.Tensor:
+        scores = self.selector.keep_scores(slots)
+        for modifier in self.modifiers:
+            scores = modifier.reweigh(scores, slots)
+        return scores.masked_fill(slots.positions < slots.row["sinks"], torch.inf)
+
+    def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return self.selector.fold(slots, probs)
