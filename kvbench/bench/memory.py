@@ -40,6 +40,9 @@ DECODE: dict[str, dict[str, Any]] = {
     "tova": {"method": "tova"},
     "streamingllm mask": {"method": "streamingllm", "mode": "mask"},
     "streamingllm rolled": {"method": "streamingllm", "mode": "rolled"},
+    "qhitter code": {"method": "qhitter"},
+    "qhitter paper": {"method": "qhitter", "variant": "paper"},
+    "h2o+flexgen orig": {"method": "h2o+flexgen", "variant": "orig"},
     "vatp+h2o orig": {"method": "vatp+h2o", "variant": "orig"},
 }
 

@@ -26,7 +26,7 @@ def test_the_full_cache_is_there_to_compare_with_and_may_grow(monkeypatch):
     assert memory.decode_report(2000) == 0
 
 
-@pytest.mark.parametrize("name", ["full", "h2o uncomp", "cake"])
+@pytest.mark.parametrize("name", ["full", "h2o uncomp", "cake", "qhitter code"])
 def test_tokens_are_counted_in_every_layer(name):
     found = memory.decode_growth(name, 20)
     assert found["tokens"] == (532 if name == "full" else 256) and found["excess"] <= 0
