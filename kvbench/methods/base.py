@@ -347,10 +347,3 @@ def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Indices [H, k], ascending, of the k largest of scores [H, n]; ties go to the lower index."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
     return order.sort(dim=-1).values
-
-
-def group_mean(scores: torch.Tensor, heads: int) -> torch.Tensor:
-    """[Hq, ...] -> [heads, ...]: the mean over the query heads that share a stored head, before pooling or top-k."""
-    if scores.shape[0] == heads:
-        return scores
-    return scores.view(heads, scores.shape[0] // heads, *scores.shape[1:]).mean(dim=1)

@@ -11,10 +11,10 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.slots import Slots
-from kvbench.methods.base import Block, Expected, group_mean, top_indices
+from kvbench.methods.base import Block, Expected, top_indices
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.shares import shares, whole_shares
-from kvbench.methods.statistics import pool, window_rows
+from kvbench.methods.statistics import group_mean, pool, window_rows
 from kvbench.types import LayerCache, Needs, Observation
 
 # shares are rounded up while layers come in: what float noise adds must not cost a layer its last token

@@ -9,7 +9,8 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.slots import Rotary
-from kvbench.methods.base import Capacity, Selector, group_mean
+from kvbench.methods.base import Capacity, Selector
+from kvbench.methods.statistics import group_mean
 from kvbench.types import LayerCache, Needs, Observation, per_head
 
 

@@ -10,9 +10,9 @@ import torch
 
 from kvbench.cache.pack import quantise_zero_point
 from kvbench.cache.slots import Slots
-from kvbench.methods.base import Block, Capacity, group_mean
+from kvbench.methods.base import Block, Capacity
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.statistics import window_rows
+from kvbench.methods.statistics import group_mean, window_rows
 from kvbench.types import LayerCache, Needs, Observation
 
 VARIANTS = ("all", "win", "orig", "uncomp")

@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
-from kvbench.methods.base import Expected, TokenSelector, group_mean
-from kvbench.methods.statistics import window_sums
+from kvbench.methods.base import Expected, TokenSelector
+from kvbench.methods.statistics import group_mean, window_sums
 from kvbench.types import LayerCache, Needs, Observation
 
 MODES = ("code", "eq1")

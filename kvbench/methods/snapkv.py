@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.methods.base import Capacity, Selector, group_mean
-from kvbench.methods.statistics import pool, window_rows
+from kvbench.methods.base import Capacity, Selector
+from kvbench.methods.statistics import group_mean, pool, window_rows
 from kvbench.types import LayerCache, Needs, Observation
 
 

@@ -39,6 +39,13 @@ def _keys(cache: LayerCache, obs: Observation) -> torch.Tensor:
     return ops.only_segment(cache).k if obs.read_k is None else obs.read_k
 
 
+def group_mean(scores: torch.Tensor, heads: int) -> torch.Tensor:
+    """[Hq, ...] -> [heads, ...]: the mean over the query heads that share a stored head, before pooling or top-k."""
+    if scores.shape[0] == heads:
+        return scores
+    return scores.view(heads, scores.shape[0] // heads, *scores.shape[1:]).mean(dim=1)
+
+
 def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
     """Smooth scores [H, m] along tokens, stride 1, same length: max pads with -inf, avg counts zero padding."""
     if kernel == 1 or scores.shape[-1] == 0:

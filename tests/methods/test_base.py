@@ -9,8 +9,9 @@ import torch
 
 from kvbench.errors import UsageError
 from kvbench.methods import registry
-from kvbench.methods.base import Capacity, Selector, group_mean, top_indices
+from kvbench.methods.base import Capacity, Selector, top_indices
 from kvbench.methods.chain import Chain
+from kvbench.methods.statistics import group_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,12 @@ def test_a_pair_is_refused_exactly_if_it_cannot_form_a_method(pair):
     elif "modifier" in roles and "selector" in roles and not decorated(pair):
         with pytest.raises(UsageError, match="changes the scores of"):
             registry.parse(written)
-    elif any(getattr(stage_of(m), "evicts", False) for m in pair) and {"prune", "quantise", "mask"} & set(roles):
+    elif any(getattr(stage_of(m), "packs", False) for m in pair) and {"prune", "quantise"} & set(roles):
+        with pytest.raises(UsageError, match="owns its quantiser"):
+            registry.parse(written)
+    elif any(getattr(stage_of(m), "evicts", False) for m in pair) and (
+        {"prune", "mask"} & set(roles) or any(stage_of(m).role == "quantise" and not stage_of(m).by_token for m in pair)
+    ):
         with pytest.raises(UsageError, match="evicts tokens while decoding"):
             registry.parse(written)
     else:
