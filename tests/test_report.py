@@ -169,7 +169,7 @@ def test_a_method_that_holds_too_much_while_decoding_is_refused_and_others_tell_
     if scored:
         (tmp_path / "wikitext2").mkdir()
         (tmp_path / "wikitext2" / "test.txt").write_text("The river was cold. We walked home. " * 80)
-        dataset = ["dataset=wikitext2", "length=128", "prefix=96", "limit=2", f"data.root={tmp_path}"]
+        dataset = ["dataset=wikitext2", "length=128", "prefix=96", "chunk=32", "limit=2", f"data.root={tmp_path}"]
         prompt, new = 96, 32
     else:
         dataset, prompt, new = ["dataset=tiny/listing", "length=256", "examples=3"], 256, None

@@ -129,7 +129,6 @@ def test_the_papers_budgets_keep_its_sinks_inside_the_heavy_half():
             "heavy_ratio": 0.25,
             "recent_ratio": 0.25,
             "sinks": 20,
-            "kv_ratio": 0.5,
         }
     )
     assert chain.capacity(1001) == Capacity(500, 20, 250)
