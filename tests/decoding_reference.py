@@ -10,13 +10,15 @@ from method_reference import rounded, row_sums, stored, top
 from transformers import AttentionInterface
 
 
-def evicting(model, ids: torch.Tensor, new: int, kept, leaves, bits=None) -> tuple[list[int], list[list[list[int]]]]:
+def evicting(
+    model, ids: torch.Tensor, new: int, kept, leaves, bits=None, blind=None
+) -> tuple[list[int], list[list[list[int]]]]:
     """Greedy decoding of a small Llama under eviction, one whole pass with an explicit mask per token.
 
     ``kept(attn)`` are a layer's tokens per stored head after the prompt, by its A[h][i][j]. ``leaves(attn, held, head,
     now)`` is the set that leaves the tokens ``held`` by one stored head before the token at ``now`` joins them; attn
-    then has all rows so far, under the masks that were used; with ``bits``, over keys rounded to them. Returns the
-    answer and what is held at its end.
+    then has all rows so far, under the masks that were used; with ``bits``, over keys rounded to them. ``blind`` is how
+    many positions back one token is held that is not seen. Returns the answer and what is held at its end.
     """
     config = model.config
     heads = config.num_key_value_heads
@@ -34,7 +36,8 @@ def evicting(model, ids: torch.Tensor, new: int, kept, leaves, bits=None) -> tup
             [held[i][h] - leaves(attn, held[i][h], h, now) | {now} for h in range(heads)]
             for i, attn in enumerate(layers)
         ]
-        seen.append(held)
+        hidden = set() if blind is None else {now - blind}
+        seen.append([[h - hidden for h in layer] for layer in held])
     return answer, [[sorted(h) for h in layer] for layer in held]
 
 
@@ -74,7 +77,7 @@ def masked_pass(model, tokens: torch.Tensor, n: int, seen, bits=None):
     return rows, out.logits[0, -1]
 
 
-def h2o_decoding(model, ids, new, heavy, recent, bits=None):
+def h2o_decoding(model, ids, new, heavy, recent, bits=None, code_mask=False):
     """Greedy decoding with H2O by loops over explicit attention, and the tokens held at its end."""
     n = len(ids)
 
@@ -86,7 +89,7 @@ def h2o_decoding(model, ids, new, heavy, recent, bits=None):
 
     def leaves(attn, held, head, now):
         received = mass(attn)[head]
-        old = sorted((j for j in held if j <= now - recent), key=lambda j: (received[j], -j))
-        return set(old[: len(held) - (heavy + recent - 1)])
+        old = sorted((j for j in held if j <= now - recent - code_mask), key=lambda j: (received[j], -j))
+        return set(old[: len(held) - (heavy + recent + code_mask - 1)])
 
-    return evicting(model, ids, new, kept_after_prompt, leaves, bits)
+    return evicting(model, ids, new, kept_after_prompt, leaves, bits, recent if code_mask else None)

@@ -67,7 +67,10 @@ class Evictor(Protocol):
         ...
 
     def row(self, n: int) -> Mapping[str, int]:
-        """Numbers that depend on the prompt's length n alone: asked once, so that no step loops over rows."""
+        """Numbers that depend on the prompt's length n alone: asked once, so that no step loops over rows.
+
+        Where ``blind`` is one of them, a query does not attend the token that is so many positions before it.
+        """
         ...
 
     def keep_scores(self, slots: Slots) -> Tensor:
@@ -226,7 +229,10 @@ class SlotRows:
             index = where.repeat_interleave(hq // h, dim=1)[:, :, None].expand(b, hq, t, -1)
             part = part.scatter(3, index, logits(query, read(k), scale).to(part.dtype))
         part = part.view(b, h, hq // h, t, -1)
-        hidden = ~self.valid[:, :, None, None] | (self.positions[:, :, None, None] > places[:, None, None, :, None])
+        held, query_at = self.positions[:, :, None, None], places[:, None, None, :, None]
+        hidden = ~self.valid[:, :, None, None] | (held > query_at)
+        if "blind" in self.row:
+            hidden |= held == query_at - self.row["blind"][..., None, None]
         return part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1).float().softmax(dim=-1)
 
     def _weigh(self, probs: Tensor) -> Tensor:

@@ -178,10 +178,12 @@ class Selector(TokenSelector):
 
     kv_size: tokens kept per stored head, window and sinks included (> sinks + window).
     kv_ratio: fraction of the prompt kept, floor(ratio * n) tokens; the default budget, 0.25, if neither is given.
+    kv_round: true rounds the fraction to the nearest number of tokens (halves to even) instead.
     """
 
     kv_size: int | None = None
     kv_ratio: float | None = None
+    kv_round: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,7 +222,8 @@ class Selector(TokenSelector):
         sinks, window = self.sink_size(), self.window_size()
         if self.kv_size is not None:
             return Capacity(min(self.kv_size, n), sinks, window)
-        tokens = max(2, int((self.kv_ratio or DEFAULT_RATIO) * n + 1e-9))
+        asked = (self.kv_ratio or DEFAULT_RATIO) * n
+        tokens = max(2, round(asked) if self.kv_round else int(asked + 1e-9))
         if tokens >= n:
             return Capacity(n, sinks, window)
         if tokens > sinks + window:

@@ -40,6 +40,7 @@ class Cake(EvictingSelector):
     """
 
     id: ClassVar[str] = "cake"
+    revision: ClassVar[int] = 2
     rebalances: ClassVar[bool] = True
 
     window: int = 32

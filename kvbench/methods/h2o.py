@@ -34,6 +34,8 @@ class H2O(EvictingSelector):
     kv_size is refused, a fraction of a short prompt keeps recent tokens alone.
     heavy_ratio: with ``orig``, the heavy hitters as a fraction of the prompt, instead of half a budget.
     recent_ratio: the recent tokens likewise; the two come together.
+    code_mask: with ``orig``, as FMInference's mask does: a token that leaves the recent ones is not attended for one
+    step before it competes. It is stored meanwhile, one token more than the budget.
     positions: ``rolled`` with ``orig`` and ``uncomp`` only.
     score_bits: the attention that decides is that over keys quantised to 8, 3 or 2 bits, per token and head, as
     in Q-Hitter (MLSys 2024, table 1 and figure 2); stored keys and values stay exact.
@@ -47,6 +49,7 @@ class H2O(EvictingSelector):
     recent_ratio: float | None = None
     positions: str | None = "true"
     score_bits: int | None = None
+    code_mask: bool | None = None
 
     def __post_init__(self) -> None:
         self.require("window", isinstance(self.window, int) and self.window >= 1, "a whole number of tokens, 1 or more")
@@ -59,6 +62,7 @@ class H2O(EvictingSelector):
             self.require("heavy_ratio", 0 <= self.heavy_ratio <= 1, "a fraction of the prompt")
             fits = 0 < self.recent_ratio <= 1 - self.heavy_ratio
             self.require("recent_ratio", fits, "a fraction of the prompt, above 0, at most 1 together with heavy_ratio")
+        self.require("code_mask", not self.code_mask or self.variant == "orig", "a knob of variant=orig only")
         super().__post_init__()
         if self.heavy_ratio is not None:
             self.require_one_budget("heavy_ratio")
@@ -95,7 +99,7 @@ class H2O(EvictingSelector):
         return total // 2, total - total // 2
 
     def decode_budget(self, n: int, layer: int) -> int:
-        return super().decode_budget(n, layer) if layer in self.frozen_layers else sum(self.parts(n))
+        return super().decode_budget(n, layer) if layer in self.frozen_layers else sum(self.parts(n)) + self.blind
 
     def carry(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         if not self.evicts:
@@ -103,7 +107,13 @@ class H2O(EvictingSelector):
         return {"mass": group_mean(self.received(cache, obs, obs.n), cache.heads)}
 
     def row(self, n: int) -> Mapping[str, int]:
-        return {"recent": self.parts(n)[1]}
+        recent = self.parts(n)[1]
+        return {"recent": recent + self.blind, **({"blind": recent} if self.blind else {})}
+
+    @property
+    def blind(self) -> int:
+        """Tokens held that a step does not attend."""
+        return 1 if self.code_mask else 0
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
         return [replace(b, slot_overhead=4) for b in blocks] if self.evicts else blocks

@@ -53,10 +53,14 @@ def test_enough_budget_gives_the_full_caches_answers(rule, family):
     assert answers[0] == answers[1]
 
 
-def test_h2o_orig_equals_a_slow_simulation_with_masks():
+@pytest.mark.parametrize("code_mask", [False, True])
+def test_h2o_orig_equals_a_slow_simulation_with_masks(code_mask):
     model, ids = build("llama"), prompt(26, 8)
-    (cache,) = kvbench.prefill(model, ids, [{"method": "h2o", "variant": "orig", "kv_size": 10}])
-    answer, held = decoding.h2o_decoding(model, ids, 14, 5, 5)
+    (cache,) = kvbench.prefill(
+        model, ids, [{"method": "h2o", "variant": "orig", "kv_size": 10, "code_mask": code_mask}]
+    )
+    answer, held = decoding.h2o_decoding(model, ids, 14, 5, 5, code_mask=code_mask)
+    assert [len(h) for h in held[0]] == [11 if code_mask else 10] * 2
     assert kvbench.generate(model, [cache], 14) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
     assert [ref.kept(layer) for layer in longer.layers] == held

@@ -16,6 +16,7 @@ VATP = (
     "method.h2o.kv_ratio=null",
     "method.h2o.heavy_ratio=0.25",
     "method.h2o.recent_ratio=0.25",
+    "method.h2o.code_mask=true",
     "method.vatp.norm=l1",
 )
 GOLDEN = {
@@ -112,6 +113,7 @@ GOLDEN = {
             "method.h2o.kv_ratio=0.2",
             "preset.name=vatp",
             "method.h2o.variant=orig",
+            "method.h2o.code_mask=true",
         ),
     ],
     "preset=refreekv method=cake model=mistral-7b-instruct-v0.3 cake.gamma=1 window=8 kernel=1 decode_evict=false": [
