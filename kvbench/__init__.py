@@ -6,16 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvbench.api import extend, generate, prefill
+    from kvbench.api import calibrate, extend, generate, prefill
     from kvbench.model.load import load_model
     from kvbench.types import Cache, LayerCache
 
 __version__ = "0.1.0"
-__all__ = ["Cache", "LayerCache", "extend", "generate", "load_model", "prefill"]
+__all__ = ["Cache", "LayerCache", "calibrate", "extend", "generate", "load_model", "prefill"]
 
 _HOMES = {
     "Cache": "kvbench.types",
     "LayerCache": "kvbench.types",
+    "calibrate": "kvbench.api",
     "extend": "kvbench.api",
     "generate": "kvbench.api",
     "load_model": "kvbench.model.load",

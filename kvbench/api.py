@@ -9,6 +9,7 @@ answers = kvbench.generate(model, [full, small], max_new_tokens=8)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import presets
+from kvbench.calibration.session import Session
+from kvbench.calibration.weights import weights_of
 from kvbench.cli.rewrite import entries
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.model import decode
+from kvbench.model.load import EMBEDDED
 from kvbench.model.prefill import prefill_chains
 from kvbench.types import Cache
 
@@ -91,6 +95,38 @@ def generate(
         for i, answer in zip(rows, answers, strict=True):
             outputs[i] = answer
     return outputs
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    method: Entry,
+    folder: str | Path = "results/calibration",
+    text: str | Path | None = None,
+    data: str | Path | None = None,
+    preset: str | None = None,
+    **knobs: Any,
+) -> Chain:
+    """The method ready to be used as an entry of ``prefill``: what it needs of this model, over a text, is bound to it.
+
+    Computed at the first call and kept in ``folder``; ``knobs`` are the method's, ``samples`` and ``tokens`` too.
+    ``text`` is a file of yours; without it WikiText-2's train split is read below the folder ``data`` (or the one that
+    KVBENCH_DATA names), and for the tiny model its own corpus. Raises UsageError if a file there is damaged or of
+    another model.
+    """
+    base = presets.values(preset, _entry(model)) if preset is not None else {}
+    chain = method if isinstance(method, Chain) else registry.parse_all([method], knobs, base)[0]
+    path = Path(str(getattr(model.config, "_name_or_path", "")))
+    session = Session(
+        Path(folder).expanduser(),
+        {"weights": weights_of(model), "rope": getattr(model.config, "rope_parameters", None)},
+        tokenizer,
+        getattr(model.config, "max_position_embeddings", None),
+        path == EMBEDDED / "tiny",
+        None if text is None else str(text),
+        None if data is None else str(data),
+    )
+    return session.bind(chain, model, quiet=True)
 
 
 def extend(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[int]) -> Cache:

@@ -136,6 +136,8 @@ class RunConfig:
     device: str = runtime(default="auto")
     mix: bool = runtime(default=False)
     data_root: str | None = runtime(default=None)
+    calibration: str | None = runtime(default=None)
+    calibration_text: str | None = runtime(default=None)
     shard: int = runtime(default=0)
     shards: int = runtime(default=1)
     preset: str | None = runtime(default=None)
@@ -152,6 +154,9 @@ class RunConfig:
         _check("shard", self.shard, _whole(self.shard) and 0 <= self.shard < self.shards, f"0 to {self.shards - 1}")
         _check("results", self.results, bool(self.results), "a folder")
         _check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
+        for name in ("calibration", "calibration_text"):
+            value = getattr(self, name)
+            _check(name, value, value is None or (isinstance(value, str) and bool(value)), "a path, or null")
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:

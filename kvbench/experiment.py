@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench import match, presets
+from kvbench.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.cli.rewrite import entries
 from kvbench.config import RunConfig
+from kvbench.errors import UsageError
 from kvbench.model import load
-from kvbench.plan import Group, build_groups, pending
+from kvbench.plan import Cell, Group, build_groups, pending
 from kvbench.progress import progress
 from kvbench.report import collect, summarise
 from kvbench.runner import Host, provenance, run_group
@@ -37,6 +39,7 @@ class Prepared:
     context: int | None
     dtype: str
     store: ResultStore
+    session: Session
     matched: tuple[match.Matched, ...] = ()
 
     def todo(self) -> list[dict[str, Any]]:
@@ -57,9 +60,77 @@ class Prepared:
                     "answers_done": len(group.cells) * len(group.examples) - answers,
                     "prefills": prefills,
                     "prefills_saved": answers - prefills,
+                    "calibrations": self._uncalibrated(c for cells in left.values() for c in cells),
                 }
             )
         return plans
+
+    def _uncalibrated(self, cells: Iterable[Cell]) -> list[str]:
+        """What will be computed before any answer, in words."""
+        missing = {r.key: r for c in cells for r in self.session.missing(c.chain)}
+        return [
+            f"{r.recipe.kind} ({r.recipe.samples} samples of {r.recipe.tokens} tokens, {r.text})"
+            for r in missing.values()
+        ]
+
+    def bound(self, model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
+        """The groups with every chain bound to its calibration; what is missing of it is computed now."""
+        chains = list(dict.fromkeys(c.chain for g in self.groups for c in g.cells))
+        ready = {chain: self.session.bind(chain, model, quiet) for chain in chains}
+        return tuple(replace(g, cells=tuple(replace(c, chain=ready[c.chain]) for c in g.cells)) for g in self.groups)
+
+
+def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
+    """Compute what the run's methods need of the model and is not there; the records of all of it.
+
+    Raises UsageError if none of them needs anything.
+    """
+    device = load.resolve_device(cfg.device)
+    source = load.locate(cfg.model)
+    for c in cfg.chains:
+        c.chain.check_model(str(source.config.model_type), int(source.config.num_hidden_layers))
+    tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
+    session = _session(cfg, _identity(cfg, source, device), tokenizer, _context(cfg, source))
+    chains = [c.chain for c in cfg.chains if session.requests(c.chain)]
+    if not chains:
+        raise UsageError(f"method={','.join(c.chain.name for c in cfg.chains)} needs no calibration")
+    _set_threads(cfg, source.config)
+    model = load.load_weights(cfg.model, source, device)
+    records: dict[str, dict[str, Any]] = {}
+    for chain in chains:
+        bound, asked = session.bind(chain, model, quiet), session.requests(chain)
+        for stage in bound.stages:
+            if stage.calibration is not None:
+                file = str(session.path(asked[stage.id]))
+                records[file] = {"method": stage.id, "file": file, **stage.calibration.meta}
+    return list(records.values())
+
+
+def _identity(cfg: RunConfig, source: load.Source, device: torch.device) -> dict[str, Any]:
+    """What identifies the model in a cell."""
+    return {
+        "fingerprint": source.fingerprint,
+        "weights": cfg.model.weights,
+        "attention": cfg.model.attention,
+        "rope_scaling": cfg.model.rope_scaling,
+        "dtype": str(load.resolve_dtype(cfg.model, device, source.config)).removeprefix("torch."),
+    }
+
+
+def _context(cfg: RunConfig, source: load.Source) -> int | None:
+    return cfg.model.context or getattr(source.config, "max_position_embeddings", None)
+
+
+def _session(cfg: RunConfig, identity: Mapping[str, Any], tokenizer: Tokenizer, context: int | None) -> Session:
+    return Session(
+        Path(cfg.calibration or Path(cfg.results) / DEFAULT_FOLDER).expanduser(),
+        identity,
+        tokenizer,
+        context,
+        cfg.model.path == "embedded:tiny",
+        cfg.calibration_text,
+        cfg.data_root,
+    )
 
 
 def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
@@ -77,17 +148,10 @@ def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
     for c in cfg.chains:
         c.chain.check_model(str(source.config.model_type), int(source.config.num_hidden_layers))
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
-    dtype = str(precision).removeprefix("torch.")
-    identity: dict[str, Any] = {
-        "fingerprint": source.fingerprint,
-        "weights": cfg.model.weights,
-        "attention": cfg.model.attention,
-        "rope_scaling": cfg.model.rope_scaling,
-        "dtype": dtype,
-    }
-    context = cfg.model.context or getattr(source.config, "max_position_embeddings", None)
-    groups = build_groups(cfg, identity, tokenizer, context)
-    return Prepared(cfg, source, tokenizer, tuple(groups), context, dtype, store, matched)
+    identity, context = _identity(cfg, source, device), _context(cfg, source)
+    session = _session(cfg, identity, tokenizer, context)
+    groups = build_groups(cfg, identity, tokenizer, context, session.chain_identity)
+    return Prepared(cfg, source, tokenizer, tuple(groups), context, identity["dtype"], store, session, matched)
 
 
 def measure(prepared: Prepared, quiet: bool = False) -> dict[str, Any]:
@@ -99,8 +163,9 @@ def measure(prepared: Prepared, quiet: bool = False) -> dict[str, Any]:
         model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
         host = make_host(prepared, model)
         facts = provenance(model, threads)
+        groups = prepared.bound(model, quiet)
         with progress(_totals(prepared), quiet) as tick:
-            for group in prepared.groups:
+            for group in groups:
                 run_group(host, group, store, facts, cfg.shard, cfg.mix, tick)
     write_metrics(prepared)
     return report(prepared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +53,16 @@ class Group:
 
 
 def build_groups(
-    cfg: RunConfig, model_identity: Mapping[str, Any], tokenizer: Tokenizer | None, context: int | None
+    cfg: RunConfig,
+    model_identity: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    context: int | None,
+    identify: Callable[[Chain], Mapping[str, Any]] = Chain.identity,
 ) -> list[Group]:
-    """All groups of a run, full-cache baseline first in each unless ``baseline=false``. ``context`` is the model's."""
+    """All groups of a run, full-cache baseline first in each unless ``baseline=false``. ``context`` is the model's.
+
+    ``identify`` says what decides a chain's results: its own identity, with what it is calibrated by where it is.
+    """
     policy = cfg.prompt
     chains = with_baseline(cfg.chains, cfg.baseline)
     groups = []
@@ -72,7 +79,7 @@ def build_groups(
                 "decoding": {} if task.examples[0].tokens else _choosing(cfg, task, policy),
                 "metric": {"name": task.metric, "revision": metric(task.metric).revision},
             }
-            cells = tuple(Cell({**base, "chain": c.chain.identity()}, c.chain, c.label, task, column) for c in chains)
+            cells = tuple(Cell({**base, "chain": identify(c.chain)}, c.chain, c.label, task, column) for c in chains)
             check(tokenizer, task, policy)
             _check_answers(task, context)
             _check_chunks(task, [c.chain for c in chains])

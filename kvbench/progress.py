@@ -16,8 +16,11 @@ PLAIN_EVERY_S = 15.0
 
 
 @contextmanager
-def progress(totals: Mapping[str, int], quiet: bool = False) -> Iterator[Tick]:
-    """A function to call with (method, examples done); ``totals`` are the examples still to do per method."""
+def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answers") -> Iterator[Tick]:
+    """A function to call with (method, examples done); ``totals`` are the examples still to do per method.
+
+    ``unit`` is what an example is, for the plain lines.
+    """
     if quiet or not sum(totals.values()):
         yield lambda method, n: None
     elif sys.stderr.isatty():
@@ -25,7 +28,7 @@ def progress(totals: Mapping[str, int], quiet: bool = False) -> Iterator[Tick]:
             tasks = {m: bars.add_task(m, total=n) for m, n in totals.items() if n}
             yield lambda method, n: bars.advance(tasks[method], n)
     else:
-        yield _Plain(sum(totals.values())).tick
+        yield _Plain(sum(totals.values()), unit).tick
 
 
 def _bars() -> Progress:
@@ -43,8 +46,8 @@ def _bars() -> Progress:
 class _Plain:
     """One line every PLAIN_EVERY_S seconds, and one at the end."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
+    def __init__(self, total: int, unit: str) -> None:
+        self.total, self.done, self.unit = total, 0, unit
         self.start = self.last = time.monotonic()
 
     def tick(self, method: str, n: int) -> None:
@@ -56,7 +59,7 @@ class _Plain:
         elapsed = now - self.start
         left = elapsed / self.done * (self.total - self.done)
         print(
-            f"kvbench: {self.done} of {self.total} answers, {elapsed:.0f} s, about {left:.0f} s left",
+            f"kvbench: {self.done} of {self.total} {self.unit}, {elapsed:.0f} s, about {left:.0f} s left",
             file=sys.stderr,
             flush=True,
         )

@@ -259,7 +259,7 @@ def run_group(
         writers = {}
         for cell in group.cells:
             if any(cell in cells for cells in todo.values()):
-                writers[cell.id] = store.open(cell, provenance, shard, mix)
+                writers[cell.id] = store.open(cell, {**provenance, **cell.chain.provenance()}, shard, mix)
                 stack.callback(writers[cell.id].close)
         run = GroupRun(host, store, writers, tick)
         stack.enter_context(attached(host.model))

@@ -162,7 +162,7 @@ class ResultStore:
 
     def _check_same(self, cell: Cell, before: Iterable[Mapping[str, Any]], now: Mapping[str, Any], mix: bool) -> None:
         for old in before:
-            for key in ("device", "torch"):
+            for key in ("device", "torch", "calibration"):
                 if old.get(key) != now.get(key) and not mix:
                     raise UsageError(
                         f"cell {cell.id} ({cell.label} on {cell.column}) was begun with {key} {old.get(key)}, this is "

@@ -15,6 +15,7 @@ VERBS = {
     "run": "measure methods on datasets and print the table; run again to resume",
     "show": "print the table of what was measured, or one cell, without running anything",
     "score": "score answers that were generated elsewhere, beside what papers print",
+    "calibrate": "measure once of a model what a method needs, and keep it (run does it at first use)",
     "data": "which datasets are there, and fetch them with checksums",
     "bench": "bytes of every method beside its formula, and what papers say about memory",
     "list": "what there is: methods, datasets, models, metrics, presets, runs",

@@ -115,6 +115,8 @@ def _print_plan(plans: list[dict[str, Any]], as_json: bool) -> int:
                 f"({g['prefills_saved']} saved by sharing)"
             )
             print(fill(text, 100, initial_indent="  ", subsequent_indent="    "))
+        for text in dict.fromkeys(c for g in plan["groups"] for c in g["calibrations"]):
+            print(fill(f"computed first: calibration of {text}", 100, initial_indent="  ", subsequent_indent="    "))
         for method, cells in _methods(plan["groups"]).items():
             print(
                 fill(f"method {method}: cells {', '.join(cells)}", 100, initial_indent="  ", subsequent_indent="    ")

@@ -6,61 +6,64 @@ it to both. Stages never see other prompts, other rows or the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 from kvbench.cache import ops
 from kvbench.cache.slots import Slots
+from kvbench.calibration.recipe import Calibration, Recipe
 from kvbench.errors import UsageError
+from kvbench.methods.promises import Block as Block
+from kvbench.methods.promises import Capacity as Capacity
+from kvbench.methods.promises import Expected as Expected
 from kvbench.types import LayerCache, Needs, Observation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Role = Literal["selector", "modifier", "prune", "quantise", "mask"]
 DEFAULT_RATIO = 0.25
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Tokens per stored head that a layer must hold after prefill: between ``low`` and ``high``, ``total`` in sum.
-
-    Equal bounds are an exact promise. ``total`` is the sum over heads where only that is fixed.
-    """
-
-    low: tuple[int, ...]
-    high: tuple[int, ...]
-    total: int | None = None
-
-    @classmethod
-    def exactly(cls, tokens: int, heads: int) -> Expected:
-        return cls((tokens,) * heads, (tokens,) * heads, tokens * heads)
-
-
-@dataclass(frozen=True)
-class Block:
-    """What one stored head holds of one segment: slots, bytes of keys and of values in all, and overhead.
-
-    ``fixed_overhead`` is per head (channel ids), ``slot_overhead`` per slot (state such as running scores); positions
-    are added by the audit.
-    """
-
-    slots: int
-    key_bytes: int
-    value_bytes: int
-    fixed_overhead: int = 0
-    slot_overhead: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One step of a method. Subclasses are frozen dataclasses whose fields are the knobs that users type."""
+    """One step of a method. Subclasses are frozen dataclasses whose fields are the knobs that users type.
+
+    Fields marked with ``metadata={"knob": False}`` are not: a stage's calibration is bound to it, see ``recipe``.
+    """
 
     id: ClassVar[str]
     role: ClassVar[Role]
     revision: ClassVar[int] = 1
     families: ClassVar[tuple[str, ...] | None] = None  # None: every family
     rebalances: ClassVar[bool] = False  # True: budgets depend on all layers, see ``rebalance``
+
+    calibration: Calibration | None = field(default=None, repr=False, metadata={"knob": False})
+
+    def recipe(self) -> Recipe | None:
+        """What must be measured of a model, over a text, before the stage can run; None: nothing."""
+        return None
+
+    def calibrate(
+        self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+    ) -> dict[str, torch.Tensor]:
+        """Measure it: ``samples`` are windows [tokens] of ids, read once, ``tick`` is called after each.
+
+        Memory must not depend on the number of samples. Raises UsageError where ``recipe.check`` does.
+        """
+        raise TypeError(f"{type(self).__name__} does not say how it is calibrated")
+
+    def calibrated(self, data: Calibration) -> Stage:
+        """The stage with what ``calibrate`` found bound to it."""
+        return replace(self, calibration=data)
+
+    @property
+    def unbound(self) -> bool:
+        """Whether the stage needs a calibration and has none."""
+        return self.recipe() is not None and self.calibration is None
 
     @property
     def prefill_key(self) -> str:
@@ -101,7 +104,7 @@ class Stage:
 
     def knobs(self) -> dict[str, Any]:
         """The stage's knobs by name, numbers in their declared type: 1 and 1.0 are one budget."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        found = {f.name: getattr(self, f.name) for f in fields(self) if is_knob(f)}
         reals = {f.name for f in fields(self) if str(f.type).startswith("float")}
         return {k: float(v) if k in reals and v is not None else v for k, v in found.items()}
 
@@ -114,14 +117,9 @@ class Stage:
             )
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """A selector's budget for one prompt: tokens kept, of which the first ``sinks`` and last ``window`` always."""
-
-    tokens: int
-    sinks: int
-    window: int
-    shrunk: bool = False  # the fraction left no room for sinks and window, which were cut to fit
+def is_knob(f: Field[Any]) -> bool:
+    """Whether a field of a stage is a knob: what a user may set."""
+    return bool(f.metadata.get("knob", True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ IDENTITY_FILES = (
     "vocab.json",
     "merges.txt",
 )
+EMBEDDED = Path(__file__).parent / "embedded"
 SLICE = 4096
 WHOLE_HASH_LIMIT = 256 * 2**20
 
@@ -55,7 +56,7 @@ class Source:
 def locate(cfg: ModelConfig) -> Source:
     """Find the checkpoint and check that kvbench can run it, before anything large is read."""
     if cfg.path.startswith("embedded:"):
-        folder = Path(__file__).parent / "embedded" / cfg.path.removeprefix("embedded:")
+        folder = EMBEDDED / cfg.path.removeprefix("embedded:")
         return _folder(cfg, folder)
     folder = Path(cfg.path).expanduser()
     if folder.exists():

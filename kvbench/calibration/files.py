@@ -1,0 +1,92 @@
+"""Calibrations on disk: <kind>-<key>.safetensors and .json beside it, written once, checked whenever they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import kvbench
+from kvbench.calibration.recipe import Calibration, Request, digest
+from kvbench.errors import KvbenchError, UsageError
+from kvbench.store import read_json, write_json
+
+FORMAT = 1
+
+
+def path_of(folder: Path, request: Request) -> Path:
+    """The record of a request's calibration; its tensors lie beside it."""
+    return folder / f"{request.recipe.kind}-{request.key}.json"
+
+
+def exists(folder: Path, request: Request) -> bool:
+    """Whether a request has been computed. It need not be sound: ``load`` tells."""
+    return path_of(folder, request).exists()
+
+
+def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights: str) -> Calibration:
+    """Write what was found, tensors first and the record last, each in one step."""
+    path = path_of(folder, request)
+    held = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    meta: dict[str, Any] = {
+        "format": FORMAT,
+        **request.identity(),
+        "model": request.model,
+        "weights": weights,
+        "shapes": {name: list(t.shape) for name, t in held.items()},
+        "sha256": digest(held),
+        "versions": {
+            "kvbench": kvbench.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    data = path.with_suffix(".safetensors")
+    temporary = data.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(held, temporary)
+        temporary.replace(data)
+    except OSError as error:
+        raise KvbenchError(
+            f"{data} could not be written ({error.strerror}): give calibration=FOLDER that can"
+        ) from None
+    write_json(path, meta)
+    return Calibration(request.recipe.kind, meta["sha256"], weights, held, meta)
+
+
+def load(folder: Path, request: Request) -> Calibration:
+    """What was found before; raises UsageError, naming the file, if it is damaged or answers another request."""
+    path = path_of(folder, request)
+    data = path.with_suffix(".safetensors")
+    again = f"delete {path.name} and {data.name} to compute them again"
+    try:
+        meta = read_json(path)
+    except UsageError:
+        meta = None
+    if not isinstance(meta, dict):
+        raise UsageError(f"the calibration {path} is damaged: {again}")
+    wanted = {"format": FORMAT, **request.identity(), "model": request.model}
+    for key, value in wanted.items():
+        if meta.get(key) != value:
+            what = "another model" if key == "model" else f"{key} {meta.get(key)!r}, and {value!r} is needed"
+            raise UsageError(f"the calibration {path} is of {what}: {again}")
+    try:
+        tensors = load_file(data)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UsageError(f"the calibration {data} is damaged ({_first_line(error)}): {again}") from None
+    found = digest(tensors)
+    if found != meta.get("sha256"):
+        raise UsageError(f"the calibration {data} is damaged (its checksum is another than {path.name} says): {again}")
+    return Calibration(request.recipe.kind, found, str(meta.get("weights")), tensors, meta)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,113 @@
+"""From unbound chains to bound ones: what has to be computed for a model, computing it, reusing it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.calibration import files
+from kvbench.calibration import text as calibration_text
+from kvbench.calibration.recipe import Request
+from kvbench.calibration.weights import check_weights, weights_of
+from kvbench.methods.base import Stage
+from kvbench.methods.chain import Chain
+from kvbench.progress import progress
+
+DEFAULT_FOLDER = "calibration"  # below the results folder
+
+
+@dataclass(frozen=True)
+class Session:
+    """One model's calibrations: ``identity`` says which model, ``context`` is its longest text, ``folder`` keeps them.
+
+    ``own_corpus`` is set for the tiny model; ``text`` is a file of the user's, ``data`` the data folder.
+    """
+
+    folder: Path
+    identity: Mapping[str, Any]
+    tokenizer: Any
+    context: int | None = None
+    own_corpus: bool = False
+    text: str | None = None
+    data: str | None = None
+
+    def request(self, stage: Stage) -> Request | None:
+        """What the stage needs computed, known before any of it is; None for a stage that needs nothing."""
+        recipe = stage.recipe()
+        if recipe is None:
+            return None
+        source = self.source
+        room = self.context if source.limit is None or recipe.tokens is not None else source.limit
+        if room is not None and self.context is not None:
+            room = min(room, self.context)
+        settled = recipe.settled(room)
+        model = hashlib.sha256(json.dumps(dict(self.identity), sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return Request(settled, model, source.name, source.sha256)
+
+    def requests(self, chain: Chain) -> dict[str, Request]:
+        """The requests of a chain's stages by stage id."""
+        found = {s.id: self.request(s) for s in chain.stages}
+        return {name: r for name, r in found.items() if r is not None}
+
+    def chain_identity(self, chain: Chain) -> dict[str, Any]:
+        """The chain's part in a cell's identity, with what its calibration is computed from."""
+        identity, asked = chain.identity(), self.requests(chain)
+        return {**identity, "calibration": {k: r.identity() for k, r in asked.items()}} if asked else identity
+
+    def path(self, request: Request) -> Path:
+        """Where the record of a request's calibration lies."""
+        return files.path_of(self.folder, request)
+
+    def missing(self, chain: Chain) -> list[Request]:
+        """What would be computed at first use."""
+        return [r for r in self.requests(chain).values() if not files.exists(self.folder, r)]
+
+    def bind(self, chain: Chain, model: PreTrainedModel, quiet: bool = False) -> Chain:
+        """The chain with every stage bound to its calibration, read from its file or computed now."""
+        if not self.requests(chain):
+            return chain
+        return replace(chain, stages=tuple(self._bound(s, model, quiet) for s in chain.stages))
+
+    @cached_property
+    def source(self) -> calibration_text.Text:
+        """The text that is read."""
+        return calibration_text.find(self.own_corpus, self.text, self.data)
+
+    def _bound(self, stage: Stage, model: PreTrainedModel, quiet: bool) -> Stage:
+        request = self.request(stage)
+        if request is None:
+            return stage
+        if files.exists(self.folder, request):
+            found = files.load(self.folder, request)
+        else:
+            found = files.save(self.folder, request, self._compute(stage, request, model, quiet), weights_of(model))
+        check_weights(found, model, files.path_of(self.folder, request))
+        return stage.calibrated(found)
+
+    def _compute(self, stage: Stage, request: Request, model: PreTrainedModel, quiet: bool) -> Mapping[str, Tensor]:
+        recipe = request.recipe
+        assert recipe.tokens is not None
+        windows = self.source.windows(self.tokenizer, recipe.samples, recipe.tokens)
+        if not quiet:
+            print(
+                f"kvbench: calibrating {stage.id}: {recipe.samples} samples of {recipe.tokens} tokens, {request.text}; "
+                f"kept in {self.folder}",
+                file=sys.stderr,
+            )
+        label = f"calibrate {stage.id}"
+        with nullcontext(_silent) if quiet else progress({label: recipe.samples}, unit="samples") as tick:
+            return stage.calibrate(model, windows, recipe, lambda: tick(label, 1))
+
+
+def _silent(label: str, n: int) -> None:
+    """A tick that shows nothing."""

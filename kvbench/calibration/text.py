@@ -1,0 +1,125 @@
+"""The text that a calibration reads: WikiText-2's train split, the tiny model's own corpus, or a file of the user's."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UsageError
+from kvbench.tasks.base import read_text
+from kvbench.tasks.source import Files, data_root
+
+TRAIN, VALID = "wikitext2/train.txt", "wikitext2/valid.txt"
+SHARE = 0.8
+SEED = "calibration"
+CORPUS_TOKENS = 1024
+CORPUS_LONGEST = 2048
+
+
+class Text(Protocol):
+    """A text that windows are drawn from. ``limit`` is the longest window that it offers by default."""
+
+    @property
+    def name(self) -> str:
+        """What it is: part of the identity of what is computed from it."""
+        ...
+
+    @property
+    def sha256(self) -> str:
+        """The hash of its content."""
+        ...
+
+    @property
+    def limit(self) -> int | None:
+        """The longest window that is read where the recipe says nothing; None: as long as the model's context."""
+        ...
+
+    def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
+        """``samples`` windows [tokens] of token ids, always the same ones."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileText:
+    """A text of characters, from which windows are drawn at random places (they may overlap), BOS in front."""
+
+    name: str
+    content: str
+    limit: int | None = None
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+    def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
+        """See ``Text``; raises UsageError if the text is shorter than one window."""
+        ids = torch.tensor(tokenizer.encode(self.content, add_special_tokens=False), dtype=torch.int64)
+        first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        size = tokens - len(first)
+        if len(ids) < size:
+            raise UsageError(
+                f"the calibration text {self.name} has {len(ids)} tokens, fewer than one window of {tokens}: lower "
+                "tokens=, or give a longer text"
+            )
+        rng = random.Random(f"{SEED}/{samples}/{tokens}")
+        for _ in range(samples):
+            start = rng.randrange(len(ids) - size + 1)
+            yield torch.cat([torch.tensor(first, dtype=torch.int64), ids[start : start + size]])
+
+
+@dataclass(frozen=True)
+class CorpusText:
+    """What the tiny model was trained on, made anew from seeds of its own: neither trained on nor evaluated with."""
+
+    name: str = "the tiny model's corpus"
+    limit: int | None = CORPUS_TOKENS
+
+    @property
+    def sha256(self) -> str:
+        (first,) = self.windows(None, 1, CORPUS_TOKENS)
+        return hashlib.sha256(first.numpy().tobytes()).hexdigest()
+
+    def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
+        """See ``Text``; its windows are at most 2048 tokens long, as those of training were."""
+        from kvbench.model.embedded import corpus
+
+        if tokens > CORPUS_LONGEST:
+            raise UsageError(f"tokens={tokens} is not possible: {self.name} has sequences of up to {CORPUS_LONGEST}")
+        mix = dict.fromkeys(corpus.TASKS, 1.0)
+        for i in range(samples):
+            line = corpus.sequence(random.Random(f"{SEED}/{tokens}/{i}"), tokens - 1, mix, 0)
+            yield torch.tensor(line.ids)
+
+
+def find(own_corpus: bool, given: str | None, data: str | None) -> Text:
+    """The text of a model: ``given`` (a file) if any; its corpus if it is the tiny one; else WikiText-2.
+
+    Of WikiText-2, the train split below the data folder; where only the valid split is at hand, its first 80 %; never
+    the test split. UsageError says how to get one.
+    """
+    if given:
+        path = Path(given).expanduser()
+        content = read_text(path, f"calibration_text={given}")
+        if not content.strip():
+            raise UsageError(f"calibration_text={given} is empty")
+        return FileText(f"the file {path.name}", content)
+    if own_corpus:
+        return CorpusText()
+    files = Files("wikitext2", data_root(data))
+    path_found = files.first(TRAIN, VALID)
+    if path_found is None:
+        raise UsageError(
+            f"calibration reads a text: put WikiText-2's train split at {TRAIN} below a data folder (data.root=FOLDER "
+            "or the environment variable KVBENCH_DATA), or give calibration_text=FILE"
+        )
+    content = read_text(path_found, "calibration")
+    if path_found.name == Path(TRAIN).name:
+        return FileText(TRAIN, content)
+    return FileText(f"{VALID}, first {SHARE:.0%}", content[: content.rfind("\n", 0, int(SHARE * len(content))) + 1])

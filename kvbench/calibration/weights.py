@@ -1,0 +1,39 @@
+"""Which model a calibration belongs to: a digest of its weights, read in slices."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.calibration.recipe import Calibration
+from kvbench.errors import UsageError
+
+SLICE = 1024
+_digests: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+
+
+def check_weights(found: Calibration, model: PreTrainedModel, where: Path | str) -> None:
+    """Raise UsageError unless ``found`` was computed on this model's weights."""
+    if found.weights != weights_of(model):
+        raise UsageError(
+            f"the calibration {where} was computed on other weights than this model's: delete it, or use the model "
+            "that it was made with; python -m kvbench calibrate makes one for this model"
+        )
+
+
+def weights_of(model: PreTrainedModel) -> str:
+    """A digest of shapes and of slices of all parameters: models that differ in training differ in it."""
+    if model not in _digests:
+        found = hashlib.sha256()
+        for name, p in model.named_parameters():
+            flat = p.detach().reshape(-1)
+            middle = flat.numel() // 2
+            parts = torch.cat([flat[:SLICE], flat[middle : middle + SLICE]]).cpu().view(torch.uint8)
+            found.update(f"{name}:{p.dtype}:{tuple(p.shape)}\n".encode())
+            found.update(parts.numpy().tobytes())
+        _digests[model] = found.hexdigest()
+    return _digests[model]

@@ -1,0 +1,46 @@
+"""calibrate: measure what methods need of a model, and keep it; a run does the same at first use."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from kvbench.cli.rewrite import rewrite
+from kvbench.errors import UsageError
+
+EXAMPLES = """examples:
+  python -m kvbench calibrate method=uncomp-group
+  python -m kvbench calibrate method=uncomp-group samples=8 tokens=512
+  python -m kvbench calibrate method=uncomp-group model=FOLDER text=FILE
+
+The text is WikiText-2's train split below the data folder (where it is missing, the first 80 % of its valid split), or
+the tiny model's own corpus for model=tiny; text=FILE is one of yours (run takes it as calibration_text=). What is found
+is kept in calibration=FOLDER, by default results/calibration, and used by every run of the same model and recipe."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="method, model, and how to calibrate")
+    parser.add_argument("--json", action="store_true", help="print the records as JSON on stdout")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Compute what is missing and print what there is."""
+    if not any(o.startswith("method=") for o in args.overrides):
+        raise UsageError("calibrate needs a method, as in: python -m kvbench calibrate method=uncomp-group")
+    overrides = [f"calibration_{o}" if o.startswith("text=") else o for o in args.overrides]
+    from kvbench import config, experiment
+
+    records: list[dict[str, Any]] = []
+    for run in rewrite(overrides).runs:
+        records += experiment.calibrate(config.parse(config.compose_config(run)), quiet=args.json)
+    if args.json:
+        print(json.dumps(records, indent=1, ensure_ascii=False))
+        return 0
+    for r in records:
+        shapes = ", ".join(f"{name} {shape}" for name, shape in r["shapes"].items())
+        print(f"{r['method']}: {r['file']}")
+        print(f"  {r['samples']} samples of {r['tokens']} tokens, {r['text']}; sha256 {r['sha256'][:16]}")
+        print(f"  {shapes}")
+    return 0
