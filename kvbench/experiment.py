@@ -17,6 +17,7 @@ from kvbench.cli.rewrite import entries
 from kvbench.config import RunConfig
 from kvbench.errors import UsageError
 from kvbench.model import load
+from kvbench.model.interface import head_counts
 from kvbench.plan import Cell, Group, build_groups, pending
 from kvbench.progress import progress
 from kvbench.report import collect, summarise
@@ -87,8 +88,7 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
     """
     device = load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
-    for c in cfg.chains:
-        c.chain.check_model(str(source.config.model_type), int(source.config.num_hidden_layers))
+    _check_model(cfg, source)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
     session = _session(cfg, _identity(cfg, source, device), tokenizer, _context(cfg, source))
     chains = [c.chain for c in cfg.chains if session.requests(c.chain)]
@@ -104,6 +104,13 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
                 file = str(session.path(asked[stage.id]))
                 records[file] = {"method": stage.id, "file": file, **stage.calibration.meta}
     return list(records.values())
+
+
+def _check_model(cfg: RunConfig, source: load.Source) -> None:
+    """Raise UsageError for a method that cannot run on this model."""
+    c = source.config
+    for entry in cfg.chains:
+        entry.chain.check_model(str(c.model_type), int(c.num_hidden_layers), head_counts(c))
 
 
 def _identity(cfg: RunConfig, source: load.Source, device: torch.device) -> dict[str, Any]:
@@ -145,8 +152,7 @@ def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
     source = load.locate(cfg.model)
     precision = load.resolve_dtype(cfg.model, device, source.config)
     cfg, matched = match.settle(cfg, from_config(source.config), precision.itemsize)
-    for c in cfg.chains:
-        c.chain.check_model(str(source.config.model_type), int(source.config.num_hidden_layers))
+    _check_model(cfg, source)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
     identity, context = _identity(cfg, source, device), _context(cfg, source)
     session = _session(cfg, identity, tokenizer, context)

@@ -187,6 +187,7 @@ class LayerCache:
     weight: float | None = None
     decided: tuple[int, ...] | None = None
     prompt: int = 0
+    copy_from: Tensor | None = None  # [Hq] int16: the head whose attention output each head has; None: all their own
 
     @property
     def prompt_tokens(self) -> int:
@@ -213,7 +214,13 @@ class LayerCache:
 
     def nbytes(self) -> int:
         """Bytes of the storages that this layer keeps alive, payload and overhead."""
-        return storage_bytes(t for s in self.segments for t in (*s.payload(), *s.overhead()))
+        return storage_bytes(self.tensors())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that the layer holds, payload and overhead."""
+        yield from (t for s in self.segments for t in (*s.payload(), *s.overhead()))
+        if self.copy_from is not None:
+            yield self.copy_from
 
 
 @dataclass(frozen=True)
@@ -240,7 +247,7 @@ class Cache:
 
     def nbytes(self) -> int:
         """Bytes of the storages held for keys, values and their overhead, each storage once."""
-        return storage_bytes(t for layer in self.layers for s in layer.segments for t in (*s.payload(), *s.overhead()))
+        return storage_bytes(t for layer in self.layers for t in layer.tensors())
 
 
 def per_head(t: Tensor, heads: int) -> Tensor:

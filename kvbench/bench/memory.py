@@ -125,7 +125,7 @@ def decode_growth(name: str, new: int) -> dict[str, float]:
     evictor = cache.chain.evictor
     if evictor is not None:
         counts = [layer.slots[0][1].held() for layer in batch]
-        promised = [evictor.hold(c, i) for i, c in enumerate(cache.layers)]
+        promised = [max(evictor.shares(c, i)) for i, c in enumerate(cache.layers)]
         found["tokens"] = float(torch.cat([c.flatten().float() for c in counts]).mean())
         found["excess"] = float(max(int(c.max()) - p for c, p in zip(counts, promised, strict=True)))
     return found

@@ -9,7 +9,7 @@ import torch
 
 from kvbench.errors import KvbenchError
 from kvbench.methods.base import Block
-from kvbench.types import Cache, LayerCache, Segment, storage_bytes
+from kvbench.types import Cache, LayerCache, storage_bytes
 
 
 class Refused(KvbenchError):
@@ -68,7 +68,7 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
             raise Refused(f"{chain.name}: layer {i} keeps {sum(kept)} tokens in all, declared were {expected.total}")
         check_storages(chain.name, layer, i, storages)
         held_payload = storage_bytes(t for s in layer.segments for t in s.payload())
-        held_overhead = storage_bytes(t for s in layer.segments for t in s.overhead())
+        held_overhead = layer.nbytes() - held_payload
         blocks = [chain.layout(k, head_dim, item) for k in kept]
         want_payload = sum(b.key_bytes + b.value_bytes for head in blocks for b in head)
         if held_payload != want_payload:
@@ -120,8 +120,10 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
         if values != slots or heads_differ or segment.positions.shape[1] != slots or ragged:
             raise Refused(f"{name}: layer {index} holds keys, values and positions of different lengths")
     for head, positions in enumerate(kept):
-        if len(positions) == 0:
+        if len(positions) == 0 and (layer.copy_from is None or int(layer.copy_from[head]) == head):
             raise Refused(f"{name}: layer {index}, head {head} holds no token at all")
+        if len(positions) == 0:
+            continue
         ascending = bool((positions[1:] > positions[:-1]).all())
         if not ascending or int(positions[0]) < 0 or int(positions[-1]) >= n:
             raise Refused(
@@ -135,7 +137,7 @@ def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> 
 
     ``seen`` collects the storages of the layers before.
     """
-    for what, t in _named(layer.segments):
+    for what, t in _named(layer):
         storage = t.untyped_storage()
         if storage.nbytes() > t.nbytes:
             raise Refused(
@@ -147,8 +149,10 @@ def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> 
         seen.add(storage.data_ptr())
 
 
-def _named(segments: tuple[Segment, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    for i, s in enumerate(segments):
+def _named(layer: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
+    if layer.copy_from is not None:
+        yield "the tensor of heads that copy others", layer.copy_from
+    for i, s in enumerate(layer.segments):
         for t in s.payload():
             yield f"a payload tensor of segment {i}", t
         for t in s.overhead():
@@ -157,6 +161,8 @@ def _named(segments: tuple[Segment, ...]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
     """Positions (4 bytes a slot, once where all heads share them), lengths of ragged heads, channel ids and state.
+
+    Heads that copy others are named in 2 bytes a query head.
 
     ``blocks`` are those of each head. What is held once a head is held by every head, even one too short to need it.
     """
@@ -167,7 +173,8 @@ def overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
     counts = [*(s.lengths for s in layer.segments), *(c.k_counts for c in codes), *(c.v_counts for c in codes)]
     ragged = 4 * heads * sum(t is not None for t in counts)
     state = sum(b.slot_overhead * b.slots for head in blocks for b in head)
-    return placed + ragged + state + heads * sum(b.fixed_overhead for b in most)
+    copies = 0 if layer.copy_from is None else 2 * layer.query_heads
+    return placed + ragged + state + copies + heads * sum(b.fixed_overhead for b in most)
 
 
 def _list(values: list[int]) -> str:

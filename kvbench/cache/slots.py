@@ -62,8 +62,8 @@ class Evictor(Protocol):
         """Whether cached keys take the positions of their slots."""
         ...
 
-    def hold(self, cache: LayerCache, layer: int) -> int:
-        """Tokens held per head of this layer from now on."""
+    def shares(self, cache: LayerCache, layer: int) -> Sequence[int]:
+        """Tokens that each stored head of this layer holds from now on; 0: the head is not stored."""
         ...
 
     def row(self, n: int) -> Mapping[str, int]:
@@ -125,15 +125,21 @@ class SlotRows:
     """Rows of one decode-evicting method in one layer."""
 
     def __init__(
-        self, caches: Sequence[LayerCache], budgets: Sequence[int], evictor: Evictor, rotary: Rotary | None
+        self,
+        caches: Sequence[LayerCache],
+        budgets: Sequence[Sequence[int]],
+        evictor: Evictor,
+        rotary: Rotary | None,
     ) -> None:
         segments = [c.segments[0] for c in caches]
-        size = max(budgets)
         first = segments[0]
         b, h = len(caches), first.heads
         device = first.positions.device
         self.evictor, self.rotary = evictor, rotary
-        self.budget = torch.tensor(budgets, device=device)[:, None, None]
+        self.budget = torch.tensor(budgets, device=device)[:, :, None]
+        # a prompt that was kept whole may be more than a head holds from now on
+        size = max(int(self.budget.max()), *(s.tokens for s in segments))
+        self.stand_ins = _stand_ins(caches, device)
         self.n = torch.tensor([c.prompt_tokens for c in caches], device=device)[:, None, None]
         rows = [evictor.row(c.prompt_tokens) for c in caches]
         self.row = {name: torch.tensor([r[name] for r in rows], device=device)[:, None, None] for name in rows[0]}
@@ -169,8 +175,10 @@ class SlotRows:
         """Make room for k, v [B, Hk, T, D] at positions ``start`` [B] and on, and write them into free slots."""
         b, h, _ = self.valid.shape
         t = k.shape[2]
-        if t > int(self.budget.min()):
-            raise UsageError(f"{t} tokens at once do not fit into a budget of {int(self.budget.min())}: lower chunk=")
+        stored = self.budget > 0
+        least = int(self.budget[stored].min())
+        if t > least:
+            raise UsageError(f"{t} tokens at once do not fit into a budget of {least}: lower chunk=")
         kept = self._ranks(start + t - 1) < (self.budget - t).clamp(min=0)
         self.valid &= kept
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t]
@@ -181,7 +189,7 @@ class SlotRows:
         self.fresh = (free, new_k, new_v) if packer is not None and packer.late else None
         where = (start[:, None, None] + torch.arange(t, device=k.device)).expand(b, h, t)
         self.positions.scatter_(2, free, where.to(torch.int32))
-        self.valid.scatter_(2, free, torch.ones_like(free, dtype=torch.bool))
+        self.valid.scatter_(2, free, stored.expand_as(free))
         entered = self.evictor.enter(new_k, new_v)
         for name, s in self.state.items():
             index = free.reshape(*free.shape, *([1] * (s.dim() - 3))).expand(*free.shape, *s.shape[3:])
@@ -203,14 +211,18 @@ class SlotRows:
             rank = torch.empty_like(order)
             rank.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
             keys = self.rotary.turn(keys, self.positions, rank)
-            last = self.valid.sum(dim=-1).amax(dim=1)[:, None] - t + torch.arange(t, device=query.device)
-            query = self.rotary.turn(query, places[:, None], last[:, None])
+            # heads may hold different numbers, and each counts its own
+            held = self.valid.sum(dim=-1).repeat_interleave(hq // self.valid.shape[1], dim=1)
+            last = held[:, :, None] - t + torch.arange(t, device=query.device)
+            query = self.rotary.turn(query, places[:, None], last)
         probs = self._probs(query, keys, scale, places, lambda x: x)
         out = self._weigh(probs.to(query.dtype)).to(query.dtype)
         if self.evictor.estimates:
             probs = self._probs(query.float(), keys, scale, places, self.evictor.estimate)
         self.state = {**self.state, **self.evictor.fold(self.view(places[:, -1]), probs)}
         self.fresh = None
+        if self.stand_ins is not None:
+            out = out.gather(1, self.stand_ins[:, :, None, None].expand_as(out))
         return out
 
     def _probs(
@@ -233,7 +245,9 @@ class SlotRows:
         hidden = ~self.valid[:, :, None, None] | (held > query_at)
         if "blind" in self.row:
             hidden |= held == query_at - self.row["blind"][..., None, None]
-        return part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1).float().softmax(dim=-1)
+        probs = part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1).float().softmax(dim=-1)
+        # a head that is not stored attends nothing
+        return probs if self.stand_ins is None else probs.nan_to_num(nan=0.0)
 
     def _weigh(self, probs: Tensor) -> Tensor:
         """Weighted values of probs [B, Hq, T, S] -> [B, Hq, T, D] in fp32."""
@@ -249,6 +263,7 @@ class SlotRows:
     def keep(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         self.budget, self.n = self.budget[rows], self.n[rows]
+        self.stand_ins = None if self.stand_ins is None else self.stand_ins[rows]
         self.row = {name: t[rows] for name, t in self.row.items()}
         self.k, self.v = each(self.k, lambda t: t[rows]), each(self.v, lambda t: t[rows])
         self.positions, self.valid = self.positions[rows], self.valid[rows]
@@ -279,3 +294,11 @@ def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:
     order = by_position.gather(-1, order)
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, places)
+
+
+def _stand_ins(caches: Sequence[LayerCache], device: torch.device) -> Tensor | None:
+    """The head [B, Hq] whose attention output each query head has; None where all have their own."""
+    if all(c.copy_from is None for c in caches):
+        return None
+    own = torch.arange(caches[0].query_heads, device=device)
+    return torch.stack([own if c.copy_from is None else c.copy_from.long() for c in caches])

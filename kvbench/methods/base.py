@@ -65,6 +65,9 @@ class Stage:
         """Whether the stage needs a calibration and has none."""
         return self.recipe() is not None and self.calibration is None
 
+    def check_heads(self, stored: int, query_heads: int) -> None:
+        """Raise UsageError where the stage cannot run on a model of ``query_heads``, of which ``stored`` are kept."""
+
     @property
     def prefill_key(self) -> str:
         """'' if the prompt is computed exactly; else names all that ``read`` depends on."""

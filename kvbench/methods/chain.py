@@ -171,8 +171,11 @@ class Chain:
             return None if self.masks else n
         return self.selector.nominal(n)
 
-    def check_model(self, family: str, n_layers: int) -> None:
-        """Raise UsageError if a stage does not support the model's family, or names layers that it does not have."""
+    def check_model(self, family: str, n_layers: int, heads: tuple[int, int] | None = None) -> None:
+        """Raise UsageError if a stage does not support the model's family, or names layers that it does not have.
+
+        ``heads`` are the model's (kv heads, query heads), where they are known.
+        """
         selector = self.selector
         if selector is not None:
             selector.check_layers(n_layers)
@@ -186,6 +189,8 @@ class Chain:
                 f"the family {family!r} learns its positions"
             )
         for stage in self.stages:
+            if heads is not None:
+                stage.check_heads(self.heads(*heads), heads[1])
             if stage.families is not None and family not in stage.families:
                 raise UsageError(
                     f"method {stage.id} does not support the model family {family!r}; it supports "

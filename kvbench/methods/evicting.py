@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +53,12 @@ class EvictingSelector(Selector):
         return self.kv_size if self.kv_size is not None else self.capacity(n).tokens
 
     def hold(self, cache: LayerCache, layer: int) -> int:
-        """Tokens that go on being held per head of this layer."""
+        """Tokens that go on being held per head of this layer, at most."""
         return self.decode_budget(cache.prompt_tokens, layer)
+
+    def shares(self, cache: LayerCache, layer: int) -> Sequence[int]:
+        """Tokens that each stored head goes on holding; 0 for a head that is not stored and copies another's output."""
+        return [self.hold(cache, layer)] * cache.heads
 
     def row(self, n: int) -> Mapping[str, int]:
         """Numbers that decoding needs and that depend on the prompt's length, for ``Slots.row``."""
@@ -99,8 +103,8 @@ class Modified:
     def rolled(self) -> bool:
         return self.selector.rolled
 
-    def hold(self, cache: LayerCache, layer: int) -> int:
-        return self.selector.hold(cache, layer)
+    def shares(self, cache: LayerCache, layer: int) -> Sequence[int]:
+        return self.selector.shares(cache, layer)
 
     def row(self, n: int) -> Mapping[str, int]:
         return {**self.selector.row(n), "sinks": protect(self.selector.capacity(n), self.modifiers, n).sinks}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CHAIN_KNOBS = ("per",)
 BUDGET_KNOBS = ("kv_size", "kv_ratio")
-BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio")
+BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio", "high", "low")
 # stages written together that are one method with some knobs settled
 ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"h2o+quant": ("qhitter", {"lam": 1})}
 

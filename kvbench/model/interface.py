@@ -104,6 +104,12 @@ def check_family(model: PreTrainedModel) -> str:
     return family
 
 
+def head_counts(config: Any) -> tuple[int, int]:
+    """(kv heads, query heads) of a model's config."""
+    query = int(config.num_attention_heads)
+    return int(getattr(config, "num_key_value_heads", None) or query), query
+
+
 @contextmanager
 def attached(model: PreTrainedModel) -> Iterator[None]:
     """Run the model under kvbench's attention, in eval mode; its own settings come back on exit. Nesting is free."""

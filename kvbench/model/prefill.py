@@ -27,6 +27,7 @@ from kvbench.model.interface import (
     KvbenchLayer,
     attached,
     check_family,
+    head_counts,
     layer_hooks,
     sliding_window,
     synchronise,
@@ -159,7 +160,7 @@ def prefill_chains(
     family = check_family(model)
     check_capacity(model, ids.shape[0])
     for chain in chains:
-        chain.check_model(family, int(model.config.num_hidden_layers))
+        chain.check_model(family, int(model.config.num_hidden_layers), head_counts(model.config))
         chain.check_bound()
         for stage in chain.stages:
             if stage.calibration is not None:

@@ -126,7 +126,7 @@ def test_slots_that_are_not_given_back_are_refused(monkeypatch):
     made = SlotRows.__init__
 
     def roomier(self, caches, budgets, *rest):
-        made(self, caches, [b + 2 for b in budgets], *rest)
+        made(self, caches, [[x + 2 for x in b] for b in budgets], *rest)
 
     monkeypatch.setattr(SlotRows, "__init__", roomier)
     held = {}

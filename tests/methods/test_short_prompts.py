@@ -2,6 +2,7 @@
 
 import method_reference as ref
 import pytest
+from calibrations import bound
 
 from kvbench.errors import UsageError
 from kvbench.methods import registry
@@ -16,7 +17,7 @@ UNIFORM = [
 
 def compress(method, n, **knobs):
     dense, obs = ref.make_layer(ref.grid(4, n, 8, seed=1), ref.grid(2, n, 8, seed=2))
-    chain = registry.parse({"method": method, **knobs})
+    chain = bound(registry.parse({"method": method, **knobs}), 2, 4)
     return dense, chain, chain.compress(dense, obs)
 
 
