@@ -212,7 +212,7 @@ class SlotRows:
             rank.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
             keys = self.rotary.turn(keys, self.positions, rank)
             # heads may hold different numbers, and each counts its own
-            held = self.valid.sum(dim=-1).repeat_interleave(hq // self.valid.shape[1], dim=1)
+            held = self.valid.sum(dim=-1).repeat_interleave(query.shape[1] // self.valid.shape[1], dim=1)
             last = held[:, :, None] - t + torch.arange(t, device=query.device)
             query = self.rotary.turn(query, places[:, None], last)
         probs = self._probs(query, keys, scale, places, lambda x: x)

@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,7 +55,7 @@ class FileText:
     content: str
     limit: int | None = None
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
@@ -81,7 +82,7 @@ class CorpusText:
     name: str = "the tiny model's corpus"
     limit: int | None = CORPUS_TOKENS
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         (first,) = self.windows(None, 1, CORPUS_TOKENS)
         return hashlib.sha256(first.numpy().tobytes()).hexdigest()

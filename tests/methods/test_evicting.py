@@ -5,6 +5,7 @@ import itertools
 import method_reference as ref
 import pytest
 import torch
+from calibrations import ready
 from families import build, prompt
 
 import kvbench
@@ -51,6 +52,11 @@ def entry(name, **more):
     return {**small, **ENTRIES[name], **more}
 
 
+def prefill(model, ids, entries, per="kv_head"):
+    """``kvbench.prefill`` with random calibrations bound to the methods that need one."""
+    return kvbench.prefill(model, ids, [ready(model, e, per) for e in entries])
+
+
 def length(name):
     """A prompt's length that the entry's budget cuts."""
     return entry(name)["kv_size"] + 26
@@ -70,7 +76,7 @@ def test_every_selector_that_can_evict_has_the_knob():
 def test_rolled_with_budget_for_all_answers_as_the_full_cache(name, per, family):
     model, ids = build(family), prompt(40, 3)
     made = entry(name, positions="rolled", kv_size=2000)
-    full, rolled = kvbench.prefill(model, ids, ["full", made], per=per)
+    full, rolled = prefill(model, ids, ["full", made], per=per)
     answers = kvbench.generate(model, [full, rolled], 12)
     assert answers[0] == answers[1]
     longer = [kvbench.extend(model, c, prompt(5, 4)).logits for c in (full, rolled)]
@@ -84,7 +90,7 @@ def test_bf16_with_budget_for_all_stays_near_the_full_cache_when_teacher_forced(
     model = build(family, torch.bfloat16)
     kinds = ("true",) if family == "opt" else ("true", "rolled")
     entries = [entry(name, positions=p, kv_size=2000) for p in kinds]
-    whole, *caches = kvbench.prefill(model, prompt(50, 3), ["full", *entries])
+    whole, *caches = prefill(model, prompt(50, 3), ["full", *entries])
     for chunk in prompt(6, 4).split([1, 1, 4]):
         whole, *caches = (kvbench.extend(model, c, chunk) for c in (whole, *caches))
         for cache in caches:
@@ -97,7 +103,7 @@ def test_rolled_first_layer_attends_as_a_fresh_pass_over_what_each_head_keeps(na
     """In layer 0 keys and values depend on token and position alone: a head attends as over its kept text alone."""
     model, n = build(family), length(name)
     ids, new = prompt(n, 3), prompt(6, 4)
-    (cache,) = kvbench.prefill(model, ids, [entry(name, positions="rolled")])
+    (cache,) = prefill(model, ids, [entry(name, positions="rolled")])
     text = torch.cat([ids, new])
     batch = build_batch(model, [cache], len(new))
     with torch.no_grad(), attached(model):
@@ -134,7 +140,7 @@ class heads_of_layer_0:
 @rolling
 def test_rolled_and_true_positions_differ_once_tokens_are_gone(name):
     model, n = build("llama"), length(name)
-    made = kvbench.prefill(model, prompt(n, 3), [entry(name, positions=p) for p in ("true", "rolled")])
+    made = prefill(model, prompt(n, 3), [entry(name, positions=p) for p in ("true", "rolled")])
     assert torch.equal(made[0].logits, made[1].logits)
     true, rolled = (kvbench.extend(model, c, prompt(6, 4)).logits for c in made)
     assert not torch.allclose(true, rolled, atol=1e-2)
@@ -184,7 +190,7 @@ def test_other_positions_are_refused(name):
 def test_rolled_is_refused_for_learned_positions(name):
     model = build("opt")
     with pytest.raises(UsageError, match="learns its positions"):
-        kvbench.prefill(model, prompt(30), [entry(name, positions="rolled")])
+        prefill(model, prompt(30), [entry(name, positions="rolled")])
 
 
 @each
@@ -194,7 +200,7 @@ def test_budget_holds_and_a_batch_answers_as_each_row_alone(name, per):
     model = build("llama")
     sizes = (length(name), 9, length(name) - 13)
     pairs = itertools.product(sizes, ("true",) if name in PACKED else ("true", "rolled"))
-    caches = [kvbench.prefill(model, prompt(n, n), [entry(name, positions=p)], per=per)[0] for n, p in pairs]
+    caches = [prefill(model, prompt(n, n), [entry(name, positions=p)], per=per)[0] for n, p in pairs]
     together = kvbench.generate(model, caches, 12)
     assert together == [kvbench.generate(model, [c], 12)[0] for c in caches]
 
@@ -203,7 +209,7 @@ def test_a_fraction_stays_that_of_the_prompt_when_text_is_read_after_it():
     """Spec 0, G9: a budget is fixed for the whole generation, a question that was withheld included."""
     model = build("llama")
     entry = {"method": "h2o", "variant": "orig", "kv_ratio": 0.25}
-    (cache,) = kvbench.prefill(model, prompt(80), [entry])
+    (cache,) = prefill(model, prompt(80), [entry])
     longer = kvbench.extend(model, cache, prompt(40, 5))
     assert [layer.tokens for layer in longer.layers] == [20] * 3
     assert [layer.tokens for layer in kvbench.extend(model, longer, prompt(3, 6)).layers] == [20] * 3
