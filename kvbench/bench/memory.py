@@ -43,6 +43,7 @@ DECODE: dict[str, dict[str, Any]] = {
     "qhitter code": {"method": "qhitter"},
     "qhitter paper": {"method": "qhitter", "variant": "paper"},
     "h2o+flexgen orig": {"method": "h2o+flexgen", "variant": "orig"},
+    "uncomp-group": {"method": "uncomp-group", "grouping": "random"},
     "vatp+h2o orig": {"method": "vatp+h2o", "variant": "orig"},
 }
 
@@ -125,9 +126,9 @@ def decode_growth(name: str, new: int) -> dict[str, float]:
     evictor = cache.chain.evictor
     if evictor is not None:
         counts = [layer.slots[0][1].held() for layer in batch]
-        promised = [max(evictor.shares(c, i)) for i, c in enumerate(cache.layers)]
+        promised = [torch.tensor(evictor.shares(c, i)) for i, c in enumerate(cache.layers)]
         found["tokens"] = float(torch.cat([c.flatten().float() for c in counts]).mean())
-        found["excess"] = float(max(int(c.max()) - p for c, p in zip(counts, promised, strict=True)))
+        found["excess"] = float(max(int((c.cpu() - p).max()) for c, p in zip(counts, promised, strict=True)))
     return found
 
 

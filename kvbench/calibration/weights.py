@@ -11,9 +11,22 @@ from transformers import PreTrainedModel
 
 from kvbench.calibration.recipe import Calibration
 from kvbench.errors import UsageError
+from kvbench.methods.chain import Chain
 
 SLICE = 1024
 _digests: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+
+
+def check_calibrated(chain: Chain, model: PreTrainedModel) -> None:
+    """Raise UsageError for a stage without the calibration that it needs, or with that of another model."""
+    for stage in chain.stages:
+        if stage.unbound:
+            raise UsageError(
+                f"method {stage.id} needs a calibration of this model: python -m kvbench run computes it at first use; "
+                f"in Python, give what kvbench.calibrate(model, tokenizer, {chain.name!r}) returns as the method entry"
+            )
+        if stage.calibration is not None:
+            check_weights(stage.calibration, model, f"of {stage.id}")
 
 
 def check_weights(found: Calibration, model: PreTrainedModel, where: Path | str) -> None:

@@ -197,16 +197,6 @@ class Chain:
                     f"{', '.join(stage.families)}"
                 )
 
-    def check_bound(self) -> None:
-        """Raise UsageError for a stage without the calibration that it needs."""
-        for stage in self.stages:
-            if stage.unbound:
-                raise UsageError(
-                    f"method {stage.id} needs a calibration of this model: python -m kvbench run computes it at first "
-                    f"use; in Python, give what kvbench.calibrate(model, tokenizer, {self.name!r}) returns as the "
-                    "method entry"
-                )
-
     def provenance(self) -> dict[str, Any]:
         """The content of what the chain's stages were calibrated with, for the record; {} without calibrations."""
         found = {s.id: s.calibration.sha256 for s in self.stages if s.calibration is not None}

@@ -52,6 +52,10 @@ class EvictingSelector(Selector):
             return 2**31 - 1
         return self.kv_size if self.kv_size is not None else self.capacity(n).tokens
 
+    def at_once(self, n: int) -> int:
+        """Tokens that every head can take in one step after a prompt of n tokens."""
+        return self.decode_budget(n, 0)
+
     def hold(self, cache: LayerCache, layer: int) -> int:
         """Tokens that go on being held per head of this layer, at most."""
         return self.decode_budget(cache.prompt_tokens, layer)

@@ -81,11 +81,12 @@ class UNCompGroup(EvictingSelector):
         self.require("similarity", self.similarity in SIMILARITIES, " or ".join(SIMILARITIES))
         self.require("high", (self.high is None) == (self.low is None), "given together with low")
         if self.high is not None:
-            self.require("high", self.kv_size is None, "a budget of its own: not given together with kv_size")
             self.require("low", _whole(self.low) and (self.low or 0) > self.window, f"above the window {self.window}")
             self.require("high", _whole(self.high) and self.high >= (self.low or 0), "a whole number, at least low")
             self.require("delete", self.delete == 0, "0 where high and low are given: heads that stay all keep kv_size")
         super().__post_init__()
+        if self.high is not None:
+            self.require_one_budget("high")
 
     def recipe(self) -> Recipe | None:
         if self.grouping == "random":
@@ -142,8 +143,16 @@ class UNCompGroup(EvictingSelector):
         return [n if whole and size else min(n, size) for size in self.held(n, layer, heads)]
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
+        if self.unbound:
+            # the sum over heads is known before it is known which head keeps how much
+            return replace(self, grouping="random").between(n, layer, heads)
         sizes = tuple(self.after_prompt(n, layer, heads))
         return Expected(sizes, sizes, sum(sizes))
+
+    def between(self, n: int, layer: int, heads: int) -> Expected:
+        """What holds for any grouping: the bounds of every head, and the sum."""
+        sizes = self.after_prompt(n, layer, heads)
+        return Expected((min(sizes),) * heads, (max(sizes),) * heads, sum(sizes))
 
     def assigned(self, layer: int, heads: int, count: int) -> list[int]:
         """The group of each stored head, 0 for that which keeps most, ``count`` in all."""
@@ -223,6 +232,10 @@ class UNCompGroup(EvictingSelector):
             return NO_LIMIT
         high, _, mean = self.extremes(n)
         return mean if self.delete or self.groups == 1 else high
+
+    def at_once(self, n: int) -> int:
+        _, low, mean = self.extremes(n)
+        return NO_LIMIT if 0 in self.frozen_layers else mean if self.delete else low
 
     def shares(self, cache: LayerCache, layer: int) -> list[int]:
         return self.held(cache.prompt_tokens, layer, cache.heads)

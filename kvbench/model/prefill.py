@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache as HFCache
 
 from kvbench.cache import ops
 from kvbench.cache.pack import quantise_zero_point
-from kvbench.calibration.weights import check_weights
+from kvbench.calibration.weights import check_calibrated
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain, Layers
 from kvbench.model.attention_rows import attend_rows, column_sums
@@ -161,10 +161,7 @@ def prefill_chains(
     check_capacity(model, ids.shape[0])
     for chain in chains:
         chain.check_model(family, int(model.config.num_hidden_layers), head_counts(model.config))
-        chain.check_bound()
-        for stage in chain.stages:
-            if stage.calibration is not None:
-                check_weights(stage.calibration, model, f"of {stage.id}")
+        check_calibrated(chain, model)
     caches: dict[int, Cache] = {}
     for key in dict.fromkeys(chain.prefill_key for chain in chains):
         members = [i for i, chain in enumerate(chains) if chain.prefill_key == key]

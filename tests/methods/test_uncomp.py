@@ -269,6 +269,7 @@ REFUSED = {
     "high=64 low=8": "method.uncomp-group.low=8 is not possible: above the window 8",
     "high=32 low=64": "method.uncomp-group.high=32 is not possible: a whole number, at least low",
     "high=64 low=32 kv_size=48": "method.uncomp-group.high=64 is not possible: a budget of its own",
+    "high=64 low=32 kv_ratio=0.5": "method.uncomp-group.high=64 is not possible: a budget of its own",
     "high=64 low=32 delete=1": "method.uncomp-group.delete=1 is not possible: 0 where high and low",
     "grouping=best": "calibrated or random or reversed",
     "scale=0.5": "a number, 1 or more",
@@ -295,3 +296,12 @@ def test_a_preset_uses_the_papers_numbers_and_an_explicit_pair_replaces_the_budg
     assert pair.capacity(5000).tokens == 264
     with pytest.raises(UsageError, match="two ways"):
         registry.parse({"method": "uncomp-group", "kv_size": 64, "kv_ratio": 0.5})
+
+
+def test_what_holds_before_calibration_is_the_sum_and_the_bounds():
+    (loose,) = registry.parse({"method": "uncomp-group", "high": 90, "low": 30}).stages
+    (made,) = bound(Chain((loose,)), LAYERS, 8).stages
+    before, after = (s.expected(200, 1, LAYERS, 8) for s in (loose, made))
+    assert (set(before.low), set(before.high), before.total) == ({30}, {90}, 480)
+    assert after.low == after.high == tuple(made.held(200, 1, 8)) and after.total == before.total
+    assert loose.at_once(200) == 30
