@@ -25,7 +25,8 @@ def evicting(
     number). ``leaves(attn, held, head, now)`` is the set that leaves the tokens ``held`` by one stored head before the
     token at ``now`` joins them; attn then has all rows so far, under the masks that were used; with ``bits``, over keys
     rounded to them. ``stand_ins(attn)`` is the head whose output each head has after the prompt: heads that are not
-    their own hold nothing. ``blind`` is how many positions back one token is held that is not seen. Returns the answer and what is held at its end.
+    their own hold nothing. ``blind`` is how many positions back one token is held that is not seen. Returns the answer
+    and what is held at its end.
     """
     config = model.config
     heads = config.num_key_value_heads
