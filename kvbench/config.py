@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -205,7 +205,7 @@ def _chains(raw: Mapping[str, Any]) -> Iterator[ChainConfig]:
             for (m, k, _), value in zip(axes, chosen, strict=True):
                 settled[m][k] = value
             try:
-                made = chain_config(settled, str(per))
+                made = chain_config(settled, str(per), {(m, k) for m, k, _ in axes})
             except UsageError as error:
                 raise presets.explain(error, raw["preset"]["name"]) from None
             key = (made.chain.name, repr(made.chain.identity()))
@@ -214,11 +214,13 @@ def _chains(raw: Mapping[str, Any]) -> Iterator[ChainConfig]:
                 yield made
 
 
-def chain_config(entries: Mapping[str, Mapping[str, Any]], per: str) -> ChainConfig:
-    """One chain of settled knobs by method, with its label."""
+def chain_config(
+    entries: Mapping[str, Mapping[str, Any]], per: str, swept: Collection[tuple[str, str]] = ()
+) -> ChainConfig:
+    """One chain of settled knobs by method, with its label; ``swept`` (method, knob) are named in it in any case."""
     settled = {m: registry.by_size(e) for m, e in entries.items()}
     chain = registry.make_chain(settled, per)
-    return ChainConfig(chain, _label(chain, settled), entries)
+    return ChainConfig(chain, _label(chain, settled, swept), entries)
 
 
 def _limit_names() -> set[str]:
@@ -272,14 +274,15 @@ def _yaml_defaults(dataset: str) -> Mapping[str, Any]:
     return entries("dataset").get(dataset, {})
 
 
-def _label(chain: Chain, settled: Mapping[str, Mapping[str, Any]]) -> str:
-    """The chain's name with its budgets and whatever differs from the plain defaults: ``snapkv kv_size=64``."""
+def _label(chain: Chain, settled: Mapping[str, Mapping[str, Any]], swept: Collection[tuple[str, str]]) -> str:
+    """The chain's name with its budgets, its place in a grid, and what differs from the plain defaults."""
     changed = []
     for stage in chain.stages:
         plain = registry.defaults(stage.id)
         for knob, value in settled[stage.id].items():
             unset = knob.startswith("_") or getattr(stage, knob, value) is None
-            if unset or (value == plain.get(knob) and knob not in BUDGETS):
+            plainly = value == plain.get(knob) and knob not in BUDGETS and (stage.id, knob) not in swept
+            if unset or plainly:
                 continue
             changed.append(f"{knob}={','.join(map(str, value)) if isinstance(value, list) else value}")
     if chain.stages and chain.per != "kv_head":

@@ -209,7 +209,7 @@ def test_an_alias_is_labelled_as_what_it_is_and_keeps_its_knob_in_a_grid_of_othe
     assert labels("method=h2o+quant,qhitter kv_size=64 lam=0.2,0.5") == [
         "qhitter kv_size=64 lam=1",
         "qhitter kv_size=64 lam=0.2",
-        "qhitter kv_size=64",
+        "qhitter kv_size=64 lam=0.5",
     ]
     with pytest.raises(UsageError, match=r"lam=0\.5 is not possible: h2o\+quant is qhitter with lam=1"):
         rewrite(["method=h2o+quant,h2o", "lam=0.5"])
