@@ -84,6 +84,7 @@ class Observation:
     colsums_q: Mapping[int, Tensor] = field(default_factory=dict)  # the same by bit width, of quantised keys
     hidden: Tensor | None = None  # [n, d], input of the attention module
     read_k: Tensor | None = None  # [Hk, n, D], the keys that the prompt's attention read, where not those stored
+    latents: tuple[Tensor, Tensor] | None = None  # [n, R] of keys and of values, where projections are low-rank
     inv_freq: Tensor | None = None  # [r / 2], the model's rotary frequencies; None where positions are learned
 
     def queries(self, w: int) -> Tensor:
@@ -101,6 +102,9 @@ class Segment:
     [H, L] and are gathered with their tokens. ``lengths`` marks ragged heads, which are stored one after the other
     without padding: every leading [H, L] is then [1, N] with N = sum of ``lengths``. Where a quantiser has packed
     the older tokens, these are ``codes``, and ``k`` and ``v`` only the newest tokens, which stay exact.
+
+    Of low-rank projections the latents of a layer are stored as one head [1, L, R]: ``latents`` while selection still
+    looks at keys, and then (``latent``) in the place of ``k`` and ``v``.
     """
 
     k: Tensor  # [H, L, D or T]
@@ -111,6 +115,8 @@ class Segment:
     value_channels: Tensor | None = None  # [H, T] int16, likewise of values
     state: Mapping[str, Tensor] = field(default_factory=dict)
     codes: Codes | None = None
+    latents: tuple[Tensor, Tensor] | None = None  # what is stored in the end instead of k and v
+    latent: bool = False
 
     @property
     def heads(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from calibrated import measured
 
 from kvbench.calibration.recipe import Calibration, digest
 from kvbench.calibration.weights import weights_of
@@ -30,7 +31,7 @@ def bound(chain: Chain, layers: int, heads: int, weights: str = "none") -> Chain
 
     def bind(stage):
         recipe = stage.recipe()
-        if recipe is None:
+        if recipe is None or stage.calibration is not None:
             return stage
         tensors = CONTENT[recipe.kind](layers, heads)
         return stage.calibrated(Calibration(recipe.kind, digest(tensors), weights, tensors))
@@ -39,7 +40,8 @@ def bound(chain: Chain, layers: int, heads: int, weights: str = "none") -> Chain
 
 
 def ready(model, entry, per: str = "kv_head") -> Chain:
-    """One chain of an entry as ``kvbench.prefill`` takes it, bound for ``model``."""
+    """One chain of an entry as ``kvbench.prefill`` takes it, bound for ``model``; measured where it adapts that."""
     entry = {"method": entry} if isinstance(entry, str) else entry
     chain = entry if isinstance(entry, Chain) else registry.parse({"per": per, **entry})
+    chain = replace(chain, stages=tuple(measured(model, s) if s.adapts else s for s in chain.stages))
     return bound(chain, model.config.num_hidden_layers, model.config.num_attention_heads, weights_of(model))

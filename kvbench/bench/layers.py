@@ -11,7 +11,8 @@ import torch
 from kvbench.accounting import Held, held, payload_bytes
 from kvbench.cache import ops
 from kvbench.cache.audit import check_positions, check_storages, overhead_formula
-from kvbench.methods.chain import Chain, Layers
+from kvbench.methods.chain import Chain
+from kvbench.methods.layers import Layers
 from kvbench.shape import Shape
 from kvbench.types import LayerCache, Observation
 

@@ -22,7 +22,7 @@ from kvbench.accounting import held
 from kvbench.bench.layers import random_layer
 from kvbench.bench.memory import held as resident
 from kvbench.methods import registry
-from kvbench.methods.chain import Layers
+from kvbench.methods.layers import Layers
 from kvbench.shape import Shape
 from kvbench.types import LayerCache
 

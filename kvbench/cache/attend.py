@@ -65,7 +65,7 @@ def format_of(segment: Segment) -> tuple[object, ...]:
     """What two segments must share to be attended in one batch."""
     thin = (segment.key_channels is not None, segment.value_channels is not None)
     codes = None if segment.codes is None else (segment.codes.k.format, segment.codes.v.format)
-    return (segment.heads, segment.k.shape[2], segment.v.shape[2], *thin, segment.k.dtype, codes)
+    return (segment.heads, segment.k.shape[2], segment.v.shape[2], *thin, segment.k.dtype, codes, segment.latent)
 
 
 def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = None) -> Tensor:

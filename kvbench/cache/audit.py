@@ -23,7 +23,8 @@ class Measured:
     ``kept`` is the mean of tokens held over layers and heads; ``nominal`` the budget that was asked for,
     None for a method without one.
     ``payload_kv_head`` and ``payload_query_head`` are the payload under both kinds of ``per``: measured for the heads
-    stored, else by formula, the mean bytes of a stored head times the heads of the other kind.
+    stored, else by formula, the mean bytes of a stored head times the heads of the other kind. Latents are those of all
+    heads under either.
     """
 
     n: int
@@ -69,7 +70,7 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         check_storages(chain.name, layer, i, storages)
         held_payload = storage_bytes(t for s in layer.segments for t in s.payload())
         held_overhead = layer.nbytes() - held_payload
-        blocks = [chain.layout(k, head_dim, item) for k in kept]
+        blocks = [chain.layout(k, head_dim, item, i) for k in kept]
         want_payload = sum(b.key_bytes + b.value_bytes for head in blocks for b in head)
         if held_payload != want_payload:
             raise Refused(
@@ -94,8 +95,8 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         payload=payload,
         overhead=overhead,
         full_bytes=full_bytes(n, n_layers, kv_heads, head_dim, item),
-        payload_kv_head=round(payload * n_layers * kv_heads / head_count),
-        payload_query_head=round(payload * query_heads / head_count),
+        payload_kv_head=payload if chain.lowrank else round(payload * n_layers * kv_heads / head_count),
+        payload_query_head=payload if chain.lowrank else round(payload * query_heads / head_count),
     )
 
 

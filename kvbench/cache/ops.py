@@ -28,6 +28,13 @@ def only_segment(cache: LayerCache) -> Segment:
     return cache.segments[0]
 
 
+def as_stored(s: Segment) -> Segment:
+    """The segment as it is stored: latents, where it has them, in the place of keys and values."""
+    if s.latents is None:
+        return s
+    return replace(s, k=s.latents[0], v=s.latents[1], latents=None, latent=True)
+
+
 def gather(t: Tensor, index: Tensor) -> Tensor:
     """t [H, L, ...] at index [H, m] -> [H, m, ...], contiguous."""
     expanded = index.reshape(*index.shape, *([1] * (t.dim() - 2))).expand(*index.shape, *t.shape[2:])
@@ -39,7 +46,7 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
 
     ``lengths`` [heads] makes the result ragged: head h keeps only its first ``lengths[h]`` entries of ``index``.
     """
-    old = only_segment(cache)
+    old = as_stored(only_segment(cache))
     if lengths is not None and bool((lengths != index.shape[1]).any()):
         return replace(cache, segments=(_select_ragged(old, index, lengths),))
     per_row = per_head(index, cache.heads)
@@ -49,7 +56,7 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
         return gather(per_head(t, cache.heads), per_row)
 
     positions = gather(per_head(old.positions, rows), per_head(index, rows))
-    new = Segment(old.k, old.v, positions, state={name: at(t) for name, t in old.state.items()})
+    new = Segment(old.k, old.v, positions, state={name: at(t) for name, t in old.state.items()}, latent=old.latent)
     k, v = old.stored()
     return replace(cache, segments=(new.holding(each(k, at), each(v, at)),))
 
@@ -78,9 +85,13 @@ def by_head(t: Tensor, lengths: Tensor) -> Tensor:
 
 
 def expand(cache: LayerCache) -> LayerCache:
-    """Repeat the kv heads until every segment has ``cache.heads`` of them (what ``per=query_head`` stores)."""
+    """Repeat the kv heads until every segment has ``cache.heads`` of them (what ``per=query_head`` stores).
+
+    Latents are those of all heads, once.
+    """
 
     def widen(s: Segment) -> Segment:
+        s = as_stored(s)
         # ragged heads were chosen one by one, under the heads that are stored
         if s.heads == cache.heads or s.lengths is not None:
             return s

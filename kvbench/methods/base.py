@@ -7,6 +7,7 @@ it to both. Stages never see other prompts, other rows or the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -19,12 +20,13 @@ from kvbench.errors import UsageError
 from kvbench.methods.promises import Block as Block
 from kvbench.methods.promises import Capacity as Capacity
 from kvbench.methods.promises import Expected as Expected
+from kvbench.methods.statistics import top_indices as top_indices
 from kvbench.types import LayerCache, Needs, Observation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Role = Literal["selector", "modifier", "prune", "quantise", "mask"]
+Role = Literal["lowrank", "selector", "modifier", "prune", "quantise", "mask"]
 DEFAULT_RATIO = 0.25
 
 
@@ -40,8 +42,13 @@ class Stage:
     revision: ClassVar[int] = 1
     families: ClassVar[tuple[str, ...] | None] = None  # None: every family
     rebalances: ClassVar[bool] = False  # True: budgets depend on all layers, see ``rebalance``
+    adapts: ClassVar[bool] = False  # True: the model itself is changed, see ``adapt``
 
     calibration: Calibration | None = field(default=None, repr=False, metadata={"knob": False})
+
+    def adapt(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """The model changed as the stage needs it for prefill and decoding; restored on exit, whatever happens."""
+        return nullcontext()
 
     def recipe(self) -> Recipe | None:
         """What must be measured of a model, over a text, before the stage can run; None: nothing."""
@@ -70,7 +77,7 @@ class Stage:
 
     @property
     def prefill_key(self) -> str:
-        """'' if the prompt is computed exactly; else names all that ``read`` depends on."""
+        """'' if the prompt is computed exactly; else names all that ``read`` and ``adapt`` depend on."""
         return ""
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -345,9 +352,3 @@ class Mask(Stage):
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices [H, k], ascending, of the k largest of scores [H, n]; ties go to the lower index."""
-    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
-    return order.sort(dim=-1).values

@@ -24,11 +24,12 @@ from kvbench.methods.base import (
     protect,
 )
 from kvbench.methods.evicting import EvictingSelector, Modified
+from kvbench.methods.lowrank import LowRankStage, check_lowrank
 from kvbench.methods.pruner import ChannelPruner
 from kvbench.methods.quantiser import Coder, Quantiser
 from kvbench.types import LayerCache, Needs, Observation
 
-ROLES: tuple[Role, ...] = ("selector", "modifier", "prune", "quantise", "mask")
+ROLES: tuple[Role, ...] = ("lowrank", "selector", "modifier", "prune", "quantise", "mask")
 PER = ("kv_head", "query_head")
 LEARNED = ("opt",)  # families with learned positions
 _GROWING: Mapping[Role, str] = {
@@ -56,6 +57,7 @@ class Chain:
         ordered = tuple(sorted(self.stages, key=lambda s: ROLES.index(s.role)))
         object.__setattr__(self, "stages", ordered)
         self._check_sinks()
+        check_lowrank(ordered, self.evicts)
         if self.evicts:
             self._check_evicting()
 
@@ -98,6 +100,15 @@ class Chain:
     def prefill_key(self) -> str:
         """Chains with equal keys compute the prompt alike and can share its prefill."""
         return "+".join(s.prefill_key for s in self.stages if s.prefill_key)
+
+    @property
+    def adaptation(self) -> tuple[Stage, ...]:
+        """The stages that change the model: chains in which they are equal decode in one batch."""
+        return tuple(s for s in self.stages if s.adapts)
+
+    @property
+    def lowrank(self) -> LowRankStage | None:
+        return next((s for s in self.stages if isinstance(s, LowRankStage)), None)
 
     @property
     def evicts(self) -> bool:
@@ -149,7 +160,9 @@ class Chain:
         return protect(self.selector.capacity(n), self.modifiers, n) if self.selector else None
 
     def heads(self, kv_heads: int, query_heads: int) -> int:
-        """Heads stored in each layer. The full cache is the model's own: always kv heads."""
+        """Heads stored in each layer. The full cache is the model's own: always kv heads. Latents are one for all."""
+        if self.lowrank:
+            return 1
         expands = any(s.role != "mask" for s in self.stages)  # each query head masks for itself anyway
         return query_heads if self.per == "query_head" and expands else kv_heads
 
@@ -210,10 +223,10 @@ class Chain:
                 return declared
         return Expected.exactly(n, heads)
 
-    def layout(self, slots: int, head_dim: int, itemsize: int) -> list[Block]:
-        """The segments of one stored head that holds ``slots`` tokens."""
-        dense = slots * head_dim * itemsize
-        blocks = [Block(slots, dense, dense)]
+    def layout(self, slots: int, head_dim: int, itemsize: int, layer: int = 0) -> list[Block]:
+        """The segments of one stored head of a layer that holds ``slots`` tokens."""
+        k, v = self.lowrank.widths(layer) if self.lowrank else (head_dim, head_dim)
+        blocks = [Block(slots, slots * k * itemsize, slots * v * itemsize)]
         for stage in self.stages:
             if stage is self.packed_pruner:
                 continue
@@ -239,7 +252,7 @@ class Chain:
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         """Run the stages over one layer, then store it under ``cache.heads`` heads.
 
-        A stage that divides a budget over all layers takes this one for the whole model: see ``Layers``.
+        A stage that divides a budget over all layers takes this one for the whole model: see ``methods.layers``.
         """
         for stage in self.stages:
             cache = self.run(stage, cache, obs)
@@ -269,48 +282,6 @@ class Chain:
         return {"stages": stages, "per": self.per if self.stages else "kv_head"}
 
 
-class Layers:
-    """One prompt's layers under a chain, added as the model finishes them; ``caches`` hold them all at last."""
-
-    def __init__(self, chain: Chain) -> None:
-        self.chain = chain
-        self.caches: list[LayerCache] = []
-        balancer = chain.rebalancer
-        at = chain.stages.index(balancer) if balancer else -1
-        self._first, self._later = chain.stages[: at + 1], chain.stages[at + 1 :]
-        self._waiting: list[Observation] = []
-
-    def add(self, dense: LayerCache, obs: Observation) -> None:
-        """The next finished layer. Stages behind one that rebalances wait for the last."""
-        balancer = self.chain.rebalancer
-        if balancer is None:
-            self.caches.append(self.chain.compress(dense, obs))
-            return
-        for stage in self._first:
-            dense = self.chain.run(stage, dense, obs)
-        self.caches = balancer.rebalance([*self.caches, dense], obs.n_layers)
-        self._waiting.append(self._needed(obs))
-        if len(self.caches) == obs.n_layers:
-            for i, seen in enumerate(self._waiting):
-                for stage in self._later:
-                    self.caches[i] = self.chain.run(stage, self.caches[i], seen)
-                self.caches[i] = ops.expand(self.caches[i])
-
-    def _needed(self, obs: Observation) -> Observation:
-        """What later stages read of a layer: the rest need not outlive it."""
-        needs = Needs()
-        for stage in self._later:
-            needs = needs | stage.needs(obs.n)
-        return replace(
-            obs,
-            last_q=obs.queries(needs.last_q).clone() if needs.last_q else None,
-            first_q=obs.first_q if needs.first_q else None,
-            colsums=obs.colsums if needs.colsums else None,
-            colsums_q={bits: t for bits, t in obs.colsums_q.items() if bits in needs.colsums_bits},
-            hidden=obs.hidden if needs.hidden else None,
-        )
-
-
 def check_set(stages: Sequence[Stage]) -> None:
     """Raise UsageError, with the reason, for stages that cannot form one method."""
     ids = [s.id for s in stages]
@@ -319,6 +290,7 @@ def check_set(stages: Sequence[Stage]) -> None:
     if twice:
         raise UsageError(f"method={written!r} names {', '.join(twice)} twice")
     for role, reason in (
+        ("lowrank", "each replaces the same projections: a chain has at most one low-rank stage"),
         ("selector", "each chooses which tokens stay: a chain has at most one selector"),
         ("prune", "each chooses which key channels stay: a chain has at most one pruning stage"),
         ("mask", "each decides what a step attends: a chain has at most one mask"),

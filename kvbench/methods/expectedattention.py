@@ -10,7 +10,7 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.slots import Rotary
 from kvbench.methods.base import Capacity, Selector
-from kvbench.methods.statistics import group_mean
+from kvbench.methods.statistics import at_heads, group_mean
 from kvbench.types import LayerCache, Needs, Observation, per_head
 
 
@@ -60,7 +60,7 @@ class ExpectedAttention(Selector):
             logits += ((keys @ cov) * keys).sum(dim=-1) * (obs.scale**2 / 2)
         scores = group_mean(logits.softmax(dim=-1), cache.heads)
         if self.vnorm:
-            scores = (scores + self.epsilon) * per_head(segment.v[:, first:].float().norm(dim=-1), cache.heads)
+            scores = (scores + self.epsilon) * at_heads(segment.v[:, first:].float().norm(dim=-1), cache.heads)
         return torch.nn.functional.pad(scores, (first, 0))
 
     def _expected_query(self, obs: Observation, first: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,8 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.methods.base import Capacity, Selector
-from kvbench.types import LayerCache, Observation, per_head
+from kvbench.methods.statistics import at_heads
+from kvbench.types import LayerCache, Observation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,4 +35,4 @@ class KeyNorm(Selector):
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         norms = ops.only_segment(cache).k.float().norm(dim=-1)
-        return per_head(-norms, cache.heads)
+        return at_heads(-norms, cache.heads)

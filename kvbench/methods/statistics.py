@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from kvbench.cache import ops
 from kvbench.model.attention_rows import causal_softmax
-from kvbench.types import LayerCache, Observation
+from kvbench.types import LayerCache, Observation, per_head
 
 
 def window_rows(
@@ -44,6 +44,17 @@ def group_mean(scores: torch.Tensor, heads: int) -> torch.Tensor:
     if scores.shape[0] == heads:
         return scores
     return scores.view(heads, scores.shape[0] // heads, *scores.shape[1:]).mean(dim=1)
+
+
+def at_heads(scores: torch.Tensor, heads: int) -> torch.Tensor:
+    """[Hk, ...] -> [heads, ...]: repeated where more heads are stored, the mean where they share a stored head."""
+    return per_head(scores, heads) if scores.shape[0] <= heads else group_mean(scores, heads)
+
+
+def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices [H, k], ascending, of the k largest of scores [H, n]; ties go to the lower index."""
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
+    return order.sort(dim=-1).values
 
 
 def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.slots import Slots
 from kvbench.methods.base import Modifier
+from kvbench.methods.statistics import at_heads
 from kvbench.types import LayerCache, Observation, per_head
 
 NORMS = {"l1": 1.0, "l2": 2.0, "linf": torch.inf}
@@ -48,7 +49,7 @@ class Vatp(Modifier):
         return torch.linalg.vector_norm(values.float(), ord=NORMS[self.norm], dim=-1)
 
     def modify(self, scores: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
-        return scores * per_head(self.norms(ops.only_segment(cache).v), cache.heads)
+        return scores * at_heads(self.norms(ops.only_segment(cache).v), cache.heads)
 
     def slot_bytes(self, itemsize: int) -> int:
         return itemsize

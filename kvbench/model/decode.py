@@ -12,7 +12,9 @@ from transformers.cache_utils import Cache as HFCache
 
 from kvbench.cache.slots import Rotary
 from kvbench.errors import UsageError
+from kvbench.model.adapted import adapted, alike
 from kvbench.model.interface import attached, sliding_window
+from kvbench.model.lowrank import lifts
 from kvbench.model.prefill import as_prompt, check_capacity, check_window
 from kvbench.model.rows import RowLayer
 from kvbench.types import Cache
@@ -54,11 +56,34 @@ def generate_rows(
     attended: dict[int, float] | None = None,
     held: dict[int, list[int]] | None = None,
 ) -> list[list[int]]:
-    """Greedy tokens of each cache, as one batch, until each row's own ending.
+    """Greedy tokens of each cache until each row's own ending, as one batch of all that leave the model alike.
 
     ``attended`` is filled for rows whose method masks: tokens attended, the mean over steps, heads and masked layers.
     ``held`` is filled for all rows: the most tokens that a head of each layer held until the row's own ending.
     """
+    outputs: list[list[int]] = [[] for _ in caches]
+    for rows in alike(caches):
+        mine: dict[int, float] = {}
+        peaks: dict[int, list[int]] = {}
+        with adapted(model, caches[rows[0]].chain):
+            found = _generate(model, [caches[r] for r in rows], [endings[r] for r in rows], mine, peaks)
+        for r, tokens in zip(rows, found, strict=True):
+            outputs[r] = tokens
+        if attended is not None:
+            attended.update({rows[i]: value for i, value in mine.items()})
+        if held is not None:
+            held.update({rows[i]: value for i, value in peaks.items()})
+    return outputs
+
+
+def _generate(
+    model: PreTrainedModel,
+    caches: Sequence[Cache],
+    endings: Sequence[Ending],
+    attended: dict[int, float],
+    held: dict[int, list[int]],
+) -> list[list[int]]:
+    """``generate_rows`` for rows of one batch, in a model that is adapted to them."""
     outputs: list[list[int]] = [[] for _ in caches]
     live = list(range(len(caches)))
     draws = [torch.Generator().manual_seed(e.seed) if e.temperature else None for e in endings]
@@ -81,13 +106,12 @@ def generate_rows(
                 if not endings[row].over(outputs[row]):
                     outputs[row].append(token)
             going = [i for i, r in enumerate(live) if not endings[r].over(outputs[r])]
-            ended = [(i, r) for i, r in enumerate(live) if held is not None and r not in held and i not in going]
-            if held is not None and ended:
+            ended = [(i, r) for i, r in enumerate(live) if r not in held and i not in going]
+            if ended:
                 peaks = torch.stack([layer.held() for layer in batch]).T.tolist() if batch else None
                 held.update({r: peaks[i] if peaks else [c.tokens for c in caches[r].layers] for i, r in ended})
             if not going:
-                if attended is not None:
-                    attended.update({r: float(torch.stack(t).mean()) for r, t in enumerate(tally) if t})
+                attended.update({r: float(torch.stack(t).mean()) for r, t in enumerate(tally) if t})
                 return outputs
             if len(going) <= len(live) * (1 - FINISHED_SHARE) or batch is None:
                 kept = torch.tensor(going, device=tokens.device)
@@ -105,7 +129,7 @@ def generate_rows(
             positions = torch.minimum(seen + batch[0].used, last)
             logits = step(model, batch, tokens[:, None], positions[:, None])[:, -1]
             masked = [layer.attended for layer in batch if layer.attended is not None]
-            if attended is not None and masked:
+            if masked:
                 mean = torch.stack(masked).mean(dim=0)
                 for i, r in enumerate(live):
                     if caches[r].chain.masks and not endings[r].over(outputs[r]):
@@ -134,11 +158,14 @@ def _mask(logits: Tensor, forbidden: Sequence[frozenset[int]]) -> Tensor:
 def build(model: PreTrainedModel, caches: Sequence[Cache], capacity: int, at_once: int = 1) -> list[RowLayer]:
     """The decode batch of ``caches``, one RowLayer per model layer, with room for ``capacity`` new tokens.
 
+    The model is as their chains adapt it, for as long as the batch is used.
+
     ``at_once`` of them at most come in one step.
     """
     window = sliding_window(model.config)
     windowed = window is not None and max(c.seen for c in caches) + capacity > window
     evictors = [c.chain.evictor for c in caches]
+    lifted = lifts(model)
     rotary = rotation(model) if any(e is not None and e.rolled for e in evictors) else None
     return [
         RowLayer(
@@ -151,6 +178,7 @@ def build(model: PreTrainedModel, caches: Sequence[Cache], capacity: int, at_onc
             [c.chain.masker(i) for c in caches],
             [c.chain.coder for c in caches],
             at_once,
+            lifted[i] if lifted else None,
         )
         for i in range(len(caches[0].layers))
     ]
@@ -182,10 +210,10 @@ def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Seque
     """A new cache that has also read ``input_ids`` [T], kept whole behind the compressed prompt."""
     ids = as_prompt(model, input_ids)
     check_continuation(model, cache, ids.shape[0])
-    batch = build(model, [cache], ids.shape[0])
     # methods that evict or pack while decoding do so after every token
     size = 1 if cache.chain.evicts or cache.chain.coder else len(ids)
-    with torch.no_grad(), attached(model):
+    with torch.no_grad(), adapted(model, cache.chain), attached(model):
+        batch = build(model, [cache], ids.shape[0])
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
             positions = torch.arange(cache.seen + start, cache.seen + start + len(piece), device=ids.device)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
 from kvbench.errors import UsageError
+from kvbench.model.adapted import adapted, alike
 from kvbench.model.decode import build
 from kvbench.model.interface import attached
 from kvbench.model.prefill import as_prompt
@@ -25,7 +26,8 @@ def teacher_force(
 ) -> list[Tensor]:
     """Negative log likelihood of each of ``tokens`` [T] after each cache, fed ``chunk`` tokens at a time.
 
-    All caches have read equally many tokens (methods of one prompt); they are rows of one batch and are not changed.
+    All caches have read equally many tokens (methods of one prompt) and are not changed; those whose chains leave the
+    model alike are rows of one batch.
     Returns one fp32 tensor [T] per cache, on the CPU. ``held`` is filled with the most tokens that a head of each layer
     of each cache held.
     """
@@ -34,6 +36,20 @@ def teacher_force(
     if len({c.seen for c in caches}) > 1:
         raise UsageError("teacher forcing continues caches that have read equally many tokens")
     ids = as_prompt(model, tokens)
+    losses: dict[int, Tensor] = {}
+    for rows in alike(caches):
+        with adapted(model, caches[rows[0]].chain):
+            found, peaks = _force(model, [caches[r] for r in rows], ids, chunk)
+        losses.update(zip(rows, found, strict=True))
+        if held is not None:
+            held.update(zip(rows, peaks, strict=True))
+    return [losses[i] for i in range(len(caches))]
+
+
+def _force(
+    model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, chunk: int
+) -> tuple[list[Tensor], list[list[int]]]:
+    """``teacher_force`` of one batch in a model that is adapted to it: losses, and tokens held by layer."""
     seen, rows = caches[0].seen, len(caches)
     losses = [_loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])]
     batch = build(model, caches, len(ids), chunk)
@@ -48,9 +64,7 @@ def teacher_force(
                 use_cache=True,
             )
             losses.append(_loss(out.logits, ids[start + 1 : start + 1 + len(fed)]))
-    if held is not None:
-        held.update(enumerate(torch.stack([layer.held() for layer in batch]).T.tolist()))
-    return list(torch.cat(losses, dim=1).cpu())
+    return list(torch.cat(losses, dim=1).cpu()), torch.stack([layer.held() for layer in batch]).T.tolist()
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ from kvbench.cache import ops
 from kvbench.cache.pack import quantise_zero_point
 from kvbench.calibration.weights import check_calibrated
 from kvbench.errors import UsageError
-from kvbench.methods.chain import Chain, Layers
+from kvbench.methods.chain import Chain
+from kvbench.methods.layers import Layers
+from kvbench.model.adapted import adapted
 from kvbench.model.attention_rows import attend_rows, column_sums
 from kvbench.model.interface import (
     KvbenchLayer,
@@ -32,6 +34,7 @@ from kvbench.model.interface import (
     sliding_window,
     synchronise,
 )
+from kvbench.model.lowrank import lifts
 from kvbench.types import Cache, Needs, Observation
 
 EXACT = 0
@@ -116,6 +119,7 @@ def observe(
     n = input_ids.shape[0]
     prompt = zlib.crc32(input_ids.to("cpu", torch.int64).numpy().tobytes())
 
+    lifted = lifts(model)
     inv_freq = next((m.get_buffer("inv_freq") for m in model.modules() if hasattr(m, "inv_freq")), None)
 
     def finished(index: int, hidden: Tensor) -> None:
@@ -133,6 +137,7 @@ def observe(
             colsums_q=layer.colsums_q,
             hidden=hidden[0].clone() if needs.hidden else None,
             read_k=layer.read_k,
+            latents=(lifted[index].k.take(), lifted[index].v.take()) if lifted else None,
             inv_freq=inv_freq,
         )
         layer.last_q = layer.first_q = layer.colsums = layer.read_k = None
@@ -165,8 +170,9 @@ def prefill_chains(
     caches: dict[int, Cache] = {}
     for key in dict.fromkeys(chain.prefill_key for chain in chains):
         members = [i for i, chain in enumerate(chains) if chain.prefill_key == key]
-        for i, cache in zip(members, _shared_pass(model, ids, [chains[i] for i in members], plain), strict=True):
-            caches[i] = cache
+        with adapted(model, chains[members[0]]):
+            found = _shared_pass(model, ids, [chains[i] for i in members], plain)
+        caches.update(zip(members, found, strict=True))
     return [caches[i] for i in range(len(chains))]
 
 

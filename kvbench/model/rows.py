@@ -12,6 +12,7 @@ from kvbench.cache import ops
 from kvbench.cache.attend import Masker, RowSegment, attend, format_of, stack
 from kvbench.cache.coded import Codes, side_by_side
 from kvbench.cache.coded_rows import CodedRows, Coder
+from kvbench.cache.latent_rows import LatentRows, Lift
 from kvbench.cache.slots import Evictor, Rotary, SlotRows
 from kvbench.model.interface import KvbenchLayer
 from kvbench.types import LayerCache, Segment
@@ -29,7 +30,15 @@ class Together:
     masker: Masker | None
     heads: Tensor | None = None  # [U]
     stored: int = 0
-    coded: CodedRows | None = None  # instead of segments, where tokens are packed
+    coded: CodedRows | LatentRows | None = None  # instead of segments, where tokens are packed or latents
+
+    def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Take k, v [B, Hk, T, D] of T new tokens at positions [B, T], where these rows do not share the tail."""
+        if isinstance(self.coded, LatentRows):
+            latent_k, latent_v = self.coded.lift.new()
+            self.coded.add(latent_k[self.rows], latent_v[self.rows], positions[self.rows])
+        elif self.coded is not None:
+            self.coded.add(self.tail(k), self.tail(v))
 
     def keep(self, at: Tensor, rows: Tensor) -> Together:
         """The entries ``at`` only, which are ``rows`` of the batch from now on."""
@@ -77,6 +86,7 @@ class RowLayer(KvbenchLayer):
         maskers: Sequence[Masker | None] = (),
         coders: Sequence[Coder | None] = (),
         at_once: int = 1,
+        lift: Lift | None = None,
     ) -> None:
         super().__init__()
         device = caches[0].segments[0].k.device
@@ -89,7 +99,7 @@ class RowLayer(KvbenchLayer):
             if e is None
             for part in _parts(i, caches[i].segments, masking[i], coding[i])
         ]
-        self.groups = [_together(parts, windowed, capacity, at_once) for parts in _alike(growing)]
+        self.groups = [_together(parts, windowed, capacity, at_once, lift) for parts in _alike(growing)]
         self.dense = any(g.coded is None for g in self.groups)
         self.attended: Tensor | None = None
         self.slots: list[tuple[Tensor, SlotRows]] = []
@@ -119,9 +129,9 @@ class RowLayer(KvbenchLayer):
             assert self.values is not None
             self.keys[:, :, self.used : self.used + t] = k
             self.values[:, :, self.used : self.used + t] = v
+        positions = self.starts[:, None] + torch.arange(self.used, self.used + t, device=k.device)
         for g in self.groups:
-            if g.coded is not None:
-                g.coded.add(g.tail(k), g.tail(v))
+            g.add(k, v, positions)
         for rows, slots in self.slots:
             slots.add(k[rows], v[rows], self.starts[rows] + self.used)
             self.most[rows] = torch.maximum(self.most[rows], slots.held().amax(dim=1))
@@ -199,6 +209,8 @@ class RowLayer(KvbenchLayer):
         """The only row's cache with the tokens added since: a dense tail, or what its slots hold now."""
         if self.slots:
             return replace(cache, segments=(self.slots[0][1].segment(0),), seen=cache.seen + self.used)
+        if isinstance(self.groups[0].coded, LatentRows):
+            return replace(cache, segments=(self.groups[0].coded.segment(0),), seen=cache.seen + self.used)
         if not self.dense:
             return _repacked(cache, self.groups, self.used)
         k, v = self.tail()
@@ -251,11 +263,14 @@ def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
     return groups
 
 
-def _together(parts: Sequence[_Part], positions: bool, room: int, at_once: int) -> Together:
+def _together(parts: Sequence[_Part], positions: bool, room: int, at_once: int, lift: Lift | None) -> Together:
     parts = sorted(parts, key=lambda p: (p.row, p.head or 0))
     device = parts[0].segments[0].k.device
     heads = None if parts[0].head is None else torch.tensor([p.head for p in parts], device=device)
     rows = torch.tensor([p.row for p in parts], device=device)
+    if lift is not None:
+        latent = LatentRows([p.segments[0] for p in parts], lift, room)
+        return Together(rows, [], parts[0].masker, coded=latent)
     masker, coder, stored = parts[0].masker, parts[0].coder, parts[0].stored
     if coder is not None:
         coded = CodedRows([p.segments[0] for p in parts], coder, room, at_once)
@@ -271,7 +286,7 @@ def _repacked(cache: LayerCache, groups: Sequence[Together], new: int) -> LayerC
     held = {
         -1 if g.heads is None else int(g.heads[u]): (g.coded.k.held(u), g.coded.v.held(u))
         for g in groups
-        if g.coded is not None
+        if isinstance(g.coded, CodedRows)
         for u in range(len(g.rows))
     }
     if old.lengths is None:

@@ -105,8 +105,12 @@ def test_a_pair_is_refused_exactly_if_it_cannot_form_a_method(pair):
     elif any(getattr(stage_of(m), "packs", False) for m in pair) and {"prune", "quantise"} & set(roles):
         with pytest.raises(UsageError, match="owns its quantiser"):
             registry.parse(written)
+    elif "lowrank" in roles and {"prune", "quantise"} & set(roles):
+        with pytest.raises(UsageError, match=r"stores (none|latents)"):
+            registry.parse(written)
     elif any(getattr(stage_of(m), "evicts", False) for m in pair) and (
-        {"prune", "mask"} & set(roles) or any(stage_of(m).role == "quantise" and not stage_of(m).by_token for m in pair)
+        {"lowrank", "prune", "mask"} & set(roles)
+        or any(stage_of(m).role == "quantise" and not stage_of(m).by_token for m in pair)
     ):
         with pytest.raises(UsageError, match="evicts tokens while decoding"):
             registry.parse(written)

@@ -16,7 +16,7 @@ from kvbench.cache.audit import Refused, audit
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.cake import Cake
-from kvbench.methods.chain import Layers
+from kvbench.methods.layers import Layers
 from kvbench.methods.shares import shares, whole_shares
 from kvbench.model.attention_rows import causal_softmax
 from kvbench.model.decode import build as build_batch

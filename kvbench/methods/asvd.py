@@ -1,0 +1,130 @@
+"""ASVD: low-rank latents of keys and values, input channels scaled by their activations (arXiv 2312.05821, section 3).
+
+Defaults are those of the released code, https://github.com/hahnyuan/ASVD4LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from kvbench.calibration.recipe import Recipe
+from kvbench.methods.lowrank import LowRankStage, Pairs
+from kvbench.model.factors import Factors, Spectrum, joined, nearest_rank, searched_ranks
+from kvbench.model.interface import attention_modules
+from kvbench.model.lowrank import Shape, linears
+from kvbench.model.lowrank_statistics import mean_loss, mean_sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RANKS = ("sensitivity", "uniform")
+FRACTIONS = tuple(k / 10 for k in range(1, 10))  # of the rank kept, tried one projection at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asvd(LowRankStage):
+    """The weight W of a projection, all heads together, becomes U diag(s) V^T S^-1 truncated to rank r, where
+    W S = U diag(s) V^T and S is diagonal: (mean of |x|)^alpha of each input channel, at least 1e-6.
+
+    alpha: weight of the activations; 0 is the plain SVD.
+    ranks_by: ``sensitivity`` tries every projection alone at a tenth, two tenths, ... of its rank on ``probes`` of the
+    calibration windows; each then takes the smallest rank whose loss is at most a threshold, and the threshold is the
+    smallest under which all ranks add up to the target (bisection). ``uniform`` gives every projection the same.
+    probes: windows that ranks are tried on, the first ones. multiple: see ratio; of a sixteenth of all heads' rank.
+    """
+
+    id: ClassVar[str] = "asvd"
+
+    samples: int = 32
+    alpha: float = 0.5
+    ranks_by: str = "sensitivity"
+    probes: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        real = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)
+        self.require("alpha", real and self.alpha >= 0, "a number, 0 or more")
+        self.require("ranks_by", self.ranks_by in RANKS, " or ".join(RANKS))
+        ok = isinstance(self.probes, int) and not isinstance(self.probes, bool) and 1 <= self.probes <= self.samples
+        self.require("probes", ok, f"a whole number of windows, 1 to samples={self.samples}")
+
+    def recipe(self) -> Recipe | None:
+        knobs: dict[str, object] = {"sensitivity": self.ranks_by == "sensitivity"}
+        if self.ranks_by == "sensitivity":
+            knobs.update(alpha=float(self.alpha), probes=self.probes, multiple=self.multiple)
+        return Recipe("asvd", 1, self.samples, self.tokens, each=False, knobs=knobs)
+
+    def calibrate(
+        self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+    ) -> dict[str, torch.Tensor]:
+        shape = Shape.of(model)
+        probes: list[torch.Tensor] = []
+
+        def remembered() -> Iterator[torch.Tensor]:
+            for window in samples:
+                if len(probes) < self.probes:
+                    probes.append(window)
+                yield window
+
+        sizes = mean_sizes(model, remembered(), tick)
+        found = {"shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]), "mean_abs": sizes}
+        if self.ranks_by == "sensitivity":
+            found["loss"] = self._losses(model, sizes, probes)
+        return found
+
+    @property
+    def full(self) -> int:
+        """The full rank of a projection."""
+        return min(self.shape.heads * self.shape.head_dim, self.shape.hidden)
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        layers, even = self.shape.layers, nearest_rank(self.full, self.ratio, self.multiple)
+        flat = [even] * (2 * layers)
+        if self.ranks_by == "sensitivity" and self.ratio > 0:
+            tried = self._tried(self.full)
+            flat = searched_ranks(self.tensor("loss").flatten(0, 1).tolist(), tried, self.full, even * 2 * layers)
+        return tuple(((flat[2 * i],), (flat[2 * i + 1],)) for i in range(layers))
+
+    def factors(self, model: PreTrainedModel) -> Pairs:
+        found = []
+        for spectra, ranks in zip(self._spectra(model, self.tensor("mean_abs")), self.ranks, strict=True):
+            k, v = (joined([s.cut(r)]) for s, (r,) in zip(spectra, ranks, strict=True))
+            found.append((k, v))
+        return tuple(found)
+
+    def scale(self, sizes: torch.Tensor) -> torch.Tensor:
+        """The diagonal of S, fp64, by mean sizes [..., d]."""
+        return sizes.double().pow(self.alpha).clamp(min=1e-6)
+
+    def _tried(self, full: int) -> list[int]:
+        return [nearest_rank(full, 1 - f, self.multiple) for f in FRACTIONS]
+
+    def _spectra(self, model: PreTrainedModel, sizes: torch.Tensor) -> Iterator[tuple[Spectrum, Spectrum]]:
+        heads = Shape.of(model).heads
+        for attention, size in zip(attention_modules(model), sizes, strict=True):
+            (k, _), (v, _) = linears(attention, heads)
+            yield Spectrum.of(k, self.scale(size)), Spectrum.of(v, self.scale(size))
+
+    def _losses(self, model: PreTrainedModel, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
+        """Mean loss over the probes with one projection at each of the ranks tried [layers, 2, fractions]."""
+        shape = Shape.of(model)
+        full = min(shape.heads * shape.head_dim, shape.hidden)
+        exact = [
+            tuple(Factors(w.detach(), (None,), (w.shape[0],)) for w, _ in linears(a, shape.heads))
+            for a in attention_modules(model)
+        ]
+        found = torch.zeros(shape.layers, 2, len(FRACTIONS))
+        for i, spectra in enumerate(self._spectra(model, sizes)):
+            for which, spectrum in enumerate(spectra):
+                for j, rank in enumerate(self._tried(full)):
+                    pair = list(exact[i])
+                    pair[which] = joined([spectrum.cut(rank)])
+                    layers = [(pair[0], pair[1]) if at == i else (k, v) for at, (k, v) in enumerate(exact)]
+                    found[i, which, j] = mean_loss(model, probes, layers)
+        return found

@@ -1,0 +1,128 @@
+"""Stages that replace the key and value projections by low-rank pairs and cache what lies between: Palu and ASVD."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+from kvbench.cache import ops
+from kvbench.errors import UsageError
+from kvbench.methods.base import Role, Stage
+from kvbench.model import lowrank
+from kvbench.model.factors import Factors
+from kvbench.types import LayerCache, Observation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Pairs = tuple[tuple[Factors, Factors], ...]
+KEPT = 4  # factorings of one model that are remembered: a singular value decomposition per prompt would be slow
+_factored: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[Stage, Pairs]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankStage(Stage):
+    """Keys and values of a projection in latents, as they are before rotation: the model reads and decodes with the
+    low-rank pair, the cache holds the latents, and attention rebuilds keys from them, a block at a time. All heads of
+    a layer share its latents, and so its tokens: a selector beside it scores by what attention read (the rebuilt,
+    rotated keys) and decides for the layer as a whole, by the mean over its heads. The pairs are weights, not cache.
+
+    ratio: fraction of the rank removed, 0 (exact) or more and below 1. multiple: ranks are multiples of it; null: a
+    sixteenth of the full rank, 32 of 512.
+    samples: windows of text that are calibrated on. tokens: length of each; null: up to 4096.
+    """
+
+    role: ClassVar[Role] = "lowrank"
+    adapts: ClassVar[bool] = True
+
+    ratio: float = 0.5
+    multiple: int | None = None
+    samples: int = 256
+    tokens: int | None = 2048
+
+    def __post_init__(self) -> None:
+        real = isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool)
+        self.require("ratio", real and 0 <= self.ratio < 1, "a fraction of the rank removed, 0 or more and below 1")
+        self.require("multiple", self.multiple is None or _positive(self.multiple), "null or a whole number, 1 or more")
+        self.require("samples", _positive(self.samples), "a whole number of windows, 1 or more")
+        self.require("tokens", self.tokens is None or _positive(self.tokens), "null or a whole number, 1 or more")
+
+    @property
+    def prefill_key(self) -> str:
+        found = "" if self.calibration is None else self.calibration.sha256[:16]
+        return f"{self.id}({self.knobs()}, {found})"
+
+    @property
+    def shape(self) -> lowrank.Shape:
+        """That of the model that the stage was calibrated for."""
+        return lowrank.Shape(*self.tensor("shape").tolist())
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Per layer the ranks of the key and of the value projection, one for each group of heads."""
+        raise TypeError(f"{type(self).__name__} does not say which ranks it keeps")
+
+    def factors(self, model: PreTrainedModel) -> Pairs:
+        """Per layer the factors of the key and of the value projection."""
+        raise TypeError(f"{type(self).__name__} does not say how it factors")
+
+    def tensor(self, name: str):  # type: ignore[no-untyped-def]
+        """One of the calibration's tensors."""
+        if self.calibration is None:
+            raise UsageError(f"method {self.id} was not calibrated: see kvbench.calibrate")
+        return self.calibration.tensors[name]
+
+    def widths(self, layer: int) -> tuple[int, int]:
+        """Latents of a token in this layer, for keys and for values."""
+        k, v = self.ranks[layer]
+        return sum(k), sum(v)
+
+    @contextmanager
+    def adapt(self, model: PreTrainedModel) -> Iterator[None]:
+        lowrank.check_rotation(model, self.id)
+        remembered = _factored.setdefault(model, OrderedDict())
+        if self not in remembered:
+            remembered[self] = self.factors(model)
+            while len(remembered) > KEPT:
+                remembered.popitem(last=False)
+        remembered.move_to_end(self)
+        with lowrank.swapped(model, remembered[self]):
+            yield
+
+    def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
+        if obs.latents is None:
+            raise ValueError(f"{self.id} caches latents, and the prompt was read without low-rank projections")
+        k, v = obs.latents
+        return replace(cache, segments=(replace(ops.only_segment(cache), latents=(k[None], v[None])),))
+
+
+def check_lowrank(stages: Sequence[Stage], evicts: bool) -> None:
+    """Raise UsageError, with the reason, for what cannot stand beside a stage that caches latents."""
+    mine = next((s for s in stages if isinstance(s, LowRankStage)), None)
+    if mine is None:
+        return
+    written = "+".join(s.id for s in stages)
+    reasons = {
+        "prune": "removes channels of stored keys or values, and {} stores none: its latents have no channels to rank",
+        "quantise": "packs keys and values as attention reads them, and {} stores latents from before rotation",
+    }
+    for s in stages:
+        if s.role in reasons:
+            why = reasons[s.role].format(mine.id)
+            raise UsageError(f"method={written!r}: {s.id} {why}; leave out one of them")
+    if evicts:
+        selector = next(s for s in stages if s.role == "selector")
+        raise UsageError(
+            f"method={written!r}: {selector.id} evicts tokens while decoding as set here, from slots that hold each "
+            f"head's own keys, and the heads of a layer share the latents of {mine.id}; use a variant that evicts only "
+            "after the prompt"
+        )
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

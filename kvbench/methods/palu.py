@@ -1,0 +1,108 @@
+"""Palu: low-rank latents of keys and values per group of heads (arXiv 2407.21118, sections 3.1 to 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from kvbench.calibration.recipe import Recipe
+from kvbench.methods.lowrank import LowRankStage, Pairs
+from kvbench.model.factors import (
+    Factors,
+    Spectrum,
+    damping,
+    divided_ranks,
+    group_size,
+    joined,
+    nearest_rank,
+    whitening,
+)
+from kvbench.model.interface import attention_modules
+from kvbench.model.lowrank import Shape, linears
+from kvbench.model.lowrank_statistics import moments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RANKS = ("fisher", "fisher_uniform", "uniform")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Palu(LowRankStage):
+    """The weight W of a group of heads becomes the best rank-r approximation of its outputs over calibration text:
+    with S S^T = sum of x x^T (Cholesky), W S = U diag(s) V^T is truncated to r, and sqrt(diag(s)) goes to both factors.
+
+    Where the sum has no Cholesky factor, the least of 1e-10, 1e-9, ... of its mean diagonal that gives it one is added,
+    and recorded in the calibration as ``damping`` per layer. All is computed in fp64.
+
+    ratio: T Table 12's 80 % is 0.8. group: heads that share latents, the largest divisor of the kv heads up to it.
+    ranks_by: ``fisher`` divides the rank left over all groups of all layers in proportion to sqrt(E[g^2]) of their
+    weights (mean over the group's entries, g the gradient of a window's mean loss), capped at the full rank;
+    ``fisher_uniform`` gives the groups of a projection their mean; ``uniform`` gives every group the same. The paper
+    takes Fisher information over 2048 samples, here it is that of the windows that are whitened with (our choice).
+    """
+
+    id: ClassVar[str] = "palu"
+
+    group: int = 4
+    ranks_by: str = "fisher"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ok = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group >= 1
+        self.require("group", ok, "a whole number of heads, 1 or more")
+        self.require("ranks_by", self.ranks_by in RANKS, " or ".join(RANKS))
+
+    def recipe(self) -> Recipe | None:
+        fisher = self.ranks_by != "uniform"
+        return Recipe("palu", 1, self.samples, self.tokens, each=False, knobs={"fisher": fisher})
+
+    def calibrate(
+        self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+    ) -> dict[str, torch.Tensor]:
+        shape = Shape.of(model)
+        recipe.check(shape.hidden, "the hidden size")
+        found, fisher = moments(model, samples, tick, self.ranks_by != "uniform")
+        return {
+            "shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]),
+            "moments": found,
+            "damping": torch.tensor([damping(m) for m in found], dtype=torch.float64),
+            **({} if fisher is None else {"fisher": fisher}),
+        }
+
+    @property
+    def heads(self) -> int:
+        """Heads of a group."""
+        return group_size(self.shape.heads, self.group)
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        shape, heads = self.shape, self.heads
+        full, groups = min(heads * shape.head_dim, shape.hidden), shape.heads // heads
+        if self.ranks_by == "uniform":
+            even = (nearest_rank(full, self.ratio, self.multiple),) * groups
+            return ((even, even),) * shape.layers
+        fisher = self.tensor("fisher").double().unflatten(2, (groups, heads)).mean(dim=3)  # [layers, 2, groups]
+        if self.ranks_by == "fisher_uniform":
+            flat = divided_ranks(fisher.mean(dim=2).flatten().tolist(), full, self.ratio, self.multiple)
+            flat = [r for r in flat for _ in range(groups)]
+        else:
+            flat = divided_ranks(fisher.flatten().tolist(), full, self.ratio, self.multiple)
+        table = torch.tensor(flat).view(shape.layers, 2, groups).tolist()
+        return tuple((tuple(k), tuple(v)) for k, v in table)
+
+    def factors(self, model: PreTrainedModel) -> Pairs:
+        shape, rows = self.shape, self.heads * self.shape.head_dim
+        found = []
+        for i, attention in enumerate(attention_modules(model)):
+            side = whitening(self.tensor("moments")[i].to(model.device), float(self.tensor("damping")[i]))
+            pair: list[Factors] = []
+            for (weight, _), ranks in zip(linears(attention, shape.heads), self.ranks[i], strict=True):
+                groups = weight.split(rows)
+                pair.append(joined([Spectrum.of(w, side).cut(r) for w, r in zip(groups, ranks, strict=True)]))
+            found.append((pair[0], pair[1]))
+        return tuple(found)

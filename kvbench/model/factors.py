@@ -1,0 +1,141 @@
+"""Low-rank factors of a projection, and ranks divided over projections: the maths of Palu and ASVD, without a model.
+
+Shapes: m outputs of a group of heads (heads times D), d hidden size, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.methods.shares import shares, whole_shares
+
+JITTER = (0.0, *(10.0**-e for e in range(10, 1, -1)))
+STEPS = 16  # of a group's rank where ``multiple`` is not given: 32 of 512
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A projection [H D, d]: ``down`` [R, d] with the rows of all groups, and each group's ``ups`` [m, r].
+
+    An up of None is the identity: the group keeps its full rank, and its latents are its outputs.
+    """
+
+    down: Tensor
+    ups: tuple[Tensor | None, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """The singular value decomposition of W S, for any rank: W = ``u`` diag(``s``) ``vt`` S^-1, fp64."""
+
+    weight: Tensor  # [m, d]
+    u: Tensor  # [m, q]
+    s: Tensor  # [q], descending
+    back: Tensor  # [q, d], vt S^-1
+
+    @classmethod
+    def of(cls, weight: Tensor, scale: Tensor) -> Spectrum:
+        """Of weight [m, d] under S: lower triangular [d, d] (Cholesky of the inputs' moments), or a diagonal [d]."""
+        w, side = weight.detach().double(), scale.to(weight.device).double()
+        u, s, vt = torch.linalg.svd(w * side if side.dim() == 1 else w @ side, full_matrices=False)
+        if side.dim() == 1:
+            return cls(weight.detach(), u, s, vt / side)
+        return cls(weight.detach(), u, s, torch.linalg.solve_triangular(side, vt, upper=False, left=False))
+
+    def cut(self, rank: int) -> tuple[Tensor, Tensor | None]:
+        """(down [rank, d], up [m, rank]) of the largest singular values, split evenly between both.
+
+        At full rank, any invertible split is exact; the one without rounding is the weight itself.
+        """
+        if rank >= self.weight.shape[0]:
+            return self.weight, None
+        root = self.s[:rank].sqrt()
+        dtype = self.weight.dtype
+        return (root[:, None] * self.back[:rank]).to(dtype), (self.u[:, :rank] * root).to(dtype)
+
+
+def joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Factors:
+    """The factors of a projection from (down, up) of its groups in order."""
+    downs, ups = zip(*parts, strict=True)
+    return Factors(torch.cat(downs), tuple(ups), tuple(d.shape[0] for d in downs))
+
+
+def damping(moments: Tensor) -> float:
+    """What must be added to the diagonal of moments [d, d] so that they have a Cholesky factor; 0 if nothing."""
+    m = moments.double()
+    mean = float(m.diagonal().mean())
+    eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
+    for step in JITTER:
+        added = step * mean
+        if int(torch.linalg.cholesky_ex(m + added * eye).info) == 0:
+            return added
+    return mean
+
+
+def whitening(moments: Tensor, added: float) -> Tensor:
+    """The lower Cholesky factor [d, d], fp64, of moments [d, d] with ``added`` on the diagonal."""
+    m = moments.double()
+    return torch.linalg.cholesky(m + added * torch.eye(len(m), dtype=m.dtype, device=m.device))
+
+
+def group_size(heads: int, most: int) -> int:
+    """Heads of a group: the largest divisor of ``heads`` that is at most ``most``."""
+    return max(g for g in range(1, min(heads, most) + 1) if heads % g == 0)
+
+
+def step_of(full: int, multiple: int | None) -> int:
+    """What ranks are multiples of: ``multiple``, or a sixteenth of the full rank."""
+    return multiple if multiple is not None else max(1, full // STEPS)
+
+
+def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
+    """The rank kept of ``full`` where the fraction ``ratio`` goes: the nearest multiple, one at least."""
+    step = step_of(full, multiple)
+    if ratio == 0:
+        return full
+    return min(full, max(1, math.floor((1 - ratio) * full / step + 0.5)) * step)
+
+
+def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: int | None) -> list[int]:
+    """Ranks in proportion to ``weights``, none above ``full`` or below one multiple, which keep 1 - ratio of all.
+
+    In multiples; what is capped goes to the others in proportion, fractions to the largest remainders.
+    """
+    step = step_of(full, multiple)
+    if ratio == 0:
+        return [full] * len(weights)
+    room = -(-full // step)
+    total = max(len(weights), math.floor((1 - ratio) * full * len(weights) / step + 0.5))
+    units = whole_shares(shares(weights, total, room), total)
+    for i, count in enumerate(units):
+        if count == 0:
+            units[units.index(max(units))] -= 1
+            units[i] = 1
+    return [min(full, u * step) for u in units]
+
+
+def searched_ranks(loss: Sequence[Sequence[float]], ranks: Sequence[int], full: int, target: int) -> list[int]:
+    """Each projection's rank: the smallest of ``ranks`` whose ``loss`` [projections, ranks] is at most a threshold.
+
+    The threshold is the smallest of the losses under which all ranks add up to ``target`` at most (the least ranks
+    where none is), found by bisection (ASVD's binary search).
+    """
+
+    def chosen(limit: float) -> list[int]:
+        return [min([r for r, x in zip(ranks, row, strict=True) if x <= limit], default=full) for row in loss]
+
+    limits = sorted({x for row in loss for x in row})
+    low, high = 0, len(limits) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if sum(chosen(limits[middle])) <= target:
+            high = middle
+        else:
+            low = middle + 1
+    return chosen(limits[low])

@@ -1,0 +1,198 @@
+"""Low-rank key and value projections in a model: modules that stand in for its own while a context is open.
+
+They compute latents first (down x, side by side for all groups of heads) and keys or values from them, and remember the
+latents of their last call, which is what a cache stores. Their matrices are weights, not cache. Shapes: Hk kv heads, D
+head dimension, d hidden size, R latents of a projection, U rows, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvbench.errors import UsageError
+from kvbench.model.factors import Factors
+from kvbench.model.interface import attention_modules
+
+MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length read so far
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's cache and its projections' input."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    hidden: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Shape:
+        c, attention = model.config, attention_modules(model)
+        heads = int(getattr(c, "num_key_value_heads", None) or c.num_attention_heads)
+        (k, _), _ = linears(attention[0], heads)
+        return cls(len(attention), heads, k.shape[0] // heads, k.shape[1])
+
+
+Linear = tuple[Tensor, Tensor | None]
+
+
+def projection(attention: nn.Module) -> list[nn.Linear]:
+    """The linear modules that compute keys and values: [k, v], or the fused one of GPT-NeoX alone."""
+    fused = getattr(attention, "query_key_value", None)
+    return [attention.k_proj, attention.v_proj] if fused is None else [fused]  # type: ignore[list-item]
+
+
+def linears(attention: nn.Module, heads: int) -> tuple[Linear, Linear]:
+    """Weight [Hk D, d] and bias [Hk D] or None, of keys and of values."""
+    own = projection(attention)
+    if len(own) == 2:
+        k, v = own
+        return (k.weight, k.bias), (v.weight, v.bias)
+    return _share(own[0], heads, 1), _share(own[0], heads, 2)
+
+
+def head_rows(attention: nn.Module, of: Sequence[Tensor], heads: int) -> tuple[Tensor, Tensor]:
+    """What has the shapes of ``projection``'s weights, as that of keys and of values: [Hk, D, d] each."""
+    if len(of) == 2:
+        return of[0].unflatten(0, (heads, -1)), of[1].unflatten(0, (heads, -1))
+    parts = of[0].unflatten(0, (heads, 3, -1))
+    return parts[:, 1], parts[:, 2]
+
+
+def _share(fused: nn.Linear, heads: int, which: int) -> Linear:
+    """One of query, key, value (0, 1, 2) of a fused projection, which lies head by head."""
+
+    def at(t: Tensor) -> Tensor:
+        return t.detach().unflatten(0, (heads, 3, -1))[:, which].flatten(0, 1).contiguous()
+
+    return at(fused.weight), None if fused.bias is None else at(fused.bias)
+
+
+class LowRank(nn.Module):
+    """A projection by factors. ``latent`` [B, T, R] is what its last call computed."""
+
+    def __init__(self, factors: Factors, bias: Tensor | None) -> None:
+        super().__init__()
+        self.down, self.ups, self.ranks, self.bias = factors.down, factors.ups, factors.ranks, bias
+        self.latent: Tensor | None = None
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.latent = F.linear(x, self.down)
+        return self.rebuild(self.latent)
+
+    def rebuild(self, latent: Tensor) -> Tensor:
+        """Keys or values [..., Hk D], before any rotation, of latents [..., R]."""
+        parts = latent.split(self.ranks, dim=-1)
+        whole = [p if up is None else F.linear(p, up) for p, up in zip(parts, self.ups, strict=True)]
+        out = whole[0] if len(whole) == 1 else torch.cat(whole, dim=-1)
+        return out if self.bias is None else out + self.bias
+
+    def take(self) -> Tensor:
+        """The latents of the last call [T, R] of a single row; the module forgets them."""
+        assert self.latent is not None
+        latent, self.latent = self.latent[0], None
+        return latent
+
+
+class Fused(nn.Module):
+    """GPT-NeoX's fused projection with low-rank keys and values; queries are its own."""
+
+    def __init__(self, own: nn.Linear, heads: int, k_proj: LowRank, v_proj: LowRank) -> None:
+        super().__init__()
+        self.heads, self.k_proj, self.v_proj = heads, k_proj, v_proj
+        self.q_weight, self.q_bias = _share(own, heads, 0)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (F.linear(x, self.q_weight, self.q_bias), self.k_proj(x), self.v_proj(x))
+        return torch.cat([p.unflatten(-1, (self.heads, -1)) for p in parts], dim=-1).flatten(-2)
+
+
+@contextmanager
+def swapped(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -> Iterator[None]:
+    """Every layer's key and value projection by these factors; the model's own modules come back, whatever happens."""
+    heads = Shape.of(model).heads
+    before: list[tuple[nn.Module, str, nn.Module]] = []
+    try:
+        for attention, (k, v) in zip(attention_modules(model), layers, strict=True):
+            own = projection(attention)
+            (_, k_bias), (_, v_bias) = linears(attention, heads)
+            k_proj, v_proj = LowRank(k, k_bias), LowRank(v, v_bias)
+            if len(own) == 1:
+                new: dict[str, nn.Module] = {"query_key_value": Fused(own[0], heads, k_proj, v_proj)}
+            else:
+                new = {"k_proj": k_proj, "v_proj": v_proj}
+            for name, module in new.items():
+                before.append((attention, name, getattr(attention, name)))
+                setattr(attention, name, module)
+        yield
+    finally:
+        for attention, name, module in reversed(before):
+            setattr(attention, name, module)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The model's rotation of keys, by its own module; none where positions are learned."""
+
+    rotary: nn.Module | None
+
+    def __call__(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """keys [U, Hk, L, D] at positions [U, L]; dimensions past the rotary ones stay."""
+        if self.rotary is None:
+            return keys
+        cos, sin = (t[:, None] for t in self.rotary(keys, positions))
+        part, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
+        a, b = part.chunk(2, dim=-1)
+        turned = part * cos + torch.cat((-b, a), dim=-1) * sin
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+@dataclass(frozen=True)
+class Lift:
+    """How one layer's latents become the keys and values that attention reads."""
+
+    k: LowRank
+    v: LowRank
+    turn: Turn
+    heads: int
+
+    def keys(self, latent: Tensor, positions: Tensor) -> Tensor:
+        """Rotated keys [U, Hk, L, D] of latents [U, L, R] at positions [U, L]."""
+        return self.turn(self.k.rebuild(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2), positions)
+
+    def new(self) -> tuple[Tensor, Tensor]:
+        """Latents [B, T, R] of the tokens that the projections read last."""
+        assert self.k.latent is not None and self.v.latent is not None
+        return self.k.latent, self.v.latent
+
+
+def lifts(model: PreTrainedModel) -> list[Lift]:
+    """One per layer while the model's projections are low-rank; else none."""
+    turn = Turn(next((m for m in model.modules() if hasattr(m, "inv_freq")), None))
+    found = []
+    for attention in attention_modules(model):
+        holder = getattr(attention, "query_key_value", attention)
+        k, v = getattr(holder, "k_proj", None), getattr(holder, "v_proj", None)
+        if isinstance(k, LowRank) and isinstance(v, LowRank):
+            heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+            found.append(Lift(k, v, turn, int(heads)))
+    return found
+
+
+def check_rotation(model: PreTrainedModel, method: str) -> None:
+    """Raise UsageError for rotary frequencies that change with the length of the text."""
+    kind = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in MOVING:
+        raise UsageError(
+            f"method {method} rotates keys anew at every step, and this model's rotary positions ({kind}) change with "
+            "the length of the text: keys would not be those that the prompt was read with"
+        )

@@ -1,0 +1,124 @@
+"""What low-rank projections are chosen by, measured over windows of text: moments, gradients, mean sizes, losses.
+
+Memory is that of the statistics and one window, whatever the number of windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvbench.model.factors import Factors
+from kvbench.model.interface import attention_modules
+from kvbench.model.lowrank import Shape, head_rows, projection, swapped
+
+Tick = Callable[[], None]
+
+
+def moments(
+    model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick, fisher: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Mean of x x^T over all tokens [layers, d, d] fp32 of the projections' inputs x, and Fisher information.
+
+    The latter, [layers, 2, Hk], is sqrt(E[g^2]) over windows of the gradients g of a window's mean loss with respect
+    to the entries of a head's key (0) and value (1) projection, averaged over the entries; None unless ``fisher``.
+    """
+    shape, modules = Shape.of(model), attention_modules(model)
+    own = [projection(a) for a in modules]
+    device = own[0][0].weight.device
+    total = torch.zeros(shape.layers, shape.hidden, shape.hidden, dtype=torch.float64, device=device)
+    tokens = count = 0
+
+    def see(layer: int, x: Tensor) -> None:
+        flat = x.detach().reshape(-1, x.shape[-1]).float()
+        total[layer] += flat.T @ flat
+
+    wanted = [m.weight for pair in own for m in pair] if fisher else []
+    squares = [torch.zeros_like(p, dtype=torch.float32) for p in wanted]
+    with quiet(model, wanted), projection_inputs(model, see):
+        for window in samples:
+            value = loss(model, window)
+            grads = torch.autograd.grad(value, wanted) if fisher else ()
+            for square, grad in zip(squares, grads, strict=True):
+                square += grad.float().square()
+            tokens, count = tokens + len(window), count + 1
+            tick()
+    mean = (total / max(tokens, 1)).float()
+    if not fisher:
+        return mean, None
+    per_layer = len(own[0])
+    found = []
+    for i, attention in enumerate(modules):
+        mine = [(s / max(count, 1)).sqrt() for s in squares[i * per_layer : (i + 1) * per_layer]]
+        found.append(torch.stack([t.mean(dim=(1, 2)) for t in head_rows(attention, mine, shape.heads)]))
+    return mean, torch.stack(found)
+
+
+def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick) -> Tensor:
+    """Mean of |x| over all tokens [layers, d] fp32 of the projections' inputs x."""
+    shape = Shape.of(model)
+    total = torch.zeros(shape.layers, shape.hidden, dtype=torch.float64, device=model.device)
+    tokens = 0
+
+    def see(layer: int, x: Tensor) -> None:
+        total[layer] += x.detach().reshape(-1, x.shape[-1]).double().abs().sum(dim=0)
+
+    with quiet(model, ()), projection_inputs(model, see):
+        for window in samples:
+            loss(model, window)
+            tokens += len(window)
+            tick()
+    return (total / max(tokens, 1)).float()
+
+
+def mean_loss(model: PreTrainedModel, windows: Sequence[Tensor], layers: Sequence[tuple[Factors, Factors]]) -> float:
+    """Mean loss over ``windows`` of the model with these projections."""
+    with quiet(model, ()), swapped(model, layers):
+        return sum(float(loss(model, w)) for w in windows) / len(windows)
+
+
+def loss(model: PreTrainedModel, window: Tensor) -> Tensor:
+    """Mean negative log likelihood of a window [n] after its first token."""
+    ids = window.to(model.device)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    return F.cross_entropy(logits.float(), ids[1:])
+
+
+@contextmanager
+def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call ``see(layer, x [B, n, d])`` with what each layer's key and value projections read; hooks go on exit."""
+
+    def watch(layer: int, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        return module.register_forward_pre_hook(lambda _, args: see(layer, args[0]))
+
+    handles = [watch(i, projection(a)[0]) for i, a in enumerate(attention_modules(model))]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def quiet(model: PreTrainedModel, wanted: Sequence[Tensor]) -> Iterator[None]:
+    """The model in eval mode with gradients for ``wanted`` parameters alone; all is as before on exit."""
+    asked = [(p, p.requires_grad) for p in model.parameters()]
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        for p, _ in asked:
+            p.requires_grad_(False)
+        for w in wanted:
+            w.requires_grad_(True)
+        with torch.set_grad_enabled(bool(wanted)):
+            yield
+    finally:
+        for p, before in asked:
+            p.requires_grad_(before)
+        for module in training:
+            module.training = True

@@ -1,0 +1,30 @@
+"""Chains bound to a calibration of a small model, over a few windows of random tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from families import prompt
+from transformers import PreTrainedModel
+
+from kvbench.calibration.recipe import Calibration, digest
+from kvbench.calibration.weights import weights_of
+from kvbench.methods.base import Stage
+from kvbench.methods.chain import Chain
+
+SAMPLES, TOKENS = 5, 60
+
+
+def bound(model: PreTrainedModel, chain: Chain) -> Chain:
+    """The chain with every stage that needs it calibrated on the model."""
+    return replace(chain, stages=tuple(measured(model, s) if s.recipe() else s for s in chain.stages))
+
+
+@cache
+def measured(model: PreTrainedModel, stage: Stage) -> Stage:
+    """The stage calibrated on the model."""
+    recipe = stage.recipe()
+    settled = replace(recipe, samples=SAMPLES, tokens=TOKENS)
+    tensors = stage.calibrate(model, (prompt(TOKENS, 100 + i) for i in range(SAMPLES)), settled, lambda: None)
+    return stage.calibrated(Calibration(recipe.kind, digest(tensors), weights_of(model), tensors))
