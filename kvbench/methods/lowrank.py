@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Pairs = tuple[tuple[Factors, Factors], ...]
 KEPT = 4  # factorings of one model that are remembered: a singular value decomposition per prompt would be slow
-_factored: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[Stage, Pairs]] = weakref.WeakKeyDictionary()
+_factored: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[object, Pairs]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +85,13 @@ class LowRankStage(Stage):
     @contextmanager
     def adapt(self, model: PreTrainedModel) -> Iterator[None]:
         lowrank.check_rotation(model, self.id)
-        remembered = _factored.setdefault(model, OrderedDict())
-        if self not in remembered:
-            remembered[self] = self.factors(model)
+        remembered, key = _factored.setdefault(model, OrderedDict()), (self, model.device, model.dtype)
+        if key not in remembered:
+            remembered[key] = self.factors(model)
             while len(remembered) > KEPT:
                 remembered.popitem(last=False)
-        remembered.move_to_end(self)
-        with lowrank.swapped(model, remembered[self]):
+        remembered.move_to_end(key)
+        with lowrank.swapped(model, remembered[key]):
             yield
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
