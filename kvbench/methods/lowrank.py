@@ -74,7 +74,10 @@ class LowRankStage(Stage):
     def tensor(self, name: str):  # type: ignore[no-untyped-def]
         """One of the calibration's tensors."""
         if self.calibration is None:
-            raise UsageError(f"method {self.id} was not calibrated: see kvbench.calibrate")
+            raise UsageError(
+                f"method {self.id} was not calibrated, and its ranks, hence its bytes, follow from that: "
+                "leave it out where no model is read (match=, bench), or see kvbench.calibrate"
+            )
         return self.calibration.tensors[name]
 
     def widths(self, layer: int) -> tuple[int, int]:

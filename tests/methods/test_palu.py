@@ -264,6 +264,11 @@ def test_impossible_knobs_are_refused_by_name(knobs):
         registry.parse({"method": "palu", **knobs})
 
 
+def test_bytes_before_any_calibration_are_refused_and_not_guessed():
+    with pytest.raises(UsageError, match="palu was not calibrated, and its ranks, hence its bytes"):
+        registry.parse("palu").layout(10, 16, 4)
+
+
 class Tokens:
     bos_token_id = 1
 

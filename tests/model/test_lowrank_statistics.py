@@ -22,7 +22,7 @@ def state(model):
 
 def inputs(model, layer):
     """All inputs [tokens, d] of a layer's projections, from the model's own hidden states."""
-    found = []
+    model, found = copy.deepcopy(model), []  # reading hidden states leaves hooks behind
     for window in WINDOWS:
         with torch.no_grad():
             hidden = model(window[None], output_hidden_states=True).hidden_states[layer][0]
