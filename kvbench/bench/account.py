@@ -75,12 +75,12 @@ class Account:
 def default_methods() -> list[str]:
     """Every registered method by itself, or on the first that it decorates, and a few chains.
 
-    Without those that adapt a model: what they hold is decided by its weights.
+    Without those that need a calibration: what they hold is decided by a model's weights.
     """
     names = []
     for method in registry.available():
         stage = registry.make_stage(method, registry.defaults(method)) if method != "full" else None
-        if stage is None or not stage.adapts:
+        if stage is None or not stage.unbound:
             names.append(f"{stage.decorates[0]}+{method}" if isinstance(stage, Modifier) else method)
     return [*sorted(names, key=lambda m: m != "full"), *CHAINS]
 
