@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 ARGS ?= method=snapkv+think ratio=0.4
 
-.PHONY: help run test test-fast test-peers check smoke bench-overhead bench-memory bench-resident bench-bytes bench-tiny verify-tables card clean
+.PHONY: help run test test-fast test-peers check smoke bench-overhead bench-memory bench-resident bench-bytes bench-decode bench-tiny verify-tables card clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -46,6 +46,9 @@ bench-resident: $(VENV)/.ready  ## resident memory of 64 caches of 4k tokens, ag
 
 bench-bytes: $(VENV)/.ready  ## bytes of every method beside its formula; another model with BENCH="model=llama2-7b n=4096"
 	$(PY) -m kvbench bench memory $(BENCH)
+
+bench-decode: $(VENV)/.ready  ## attention of one decode step by storage format, over the full cache's
+	$(PY) -m kvbench.bench.decode
 
 bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (results/tables)
 	$(PY) scripts/tiny_table.py

@@ -133,7 +133,7 @@ class Segment:
         start = 0 if self.lengths is None else end - int(self.lengths[h])
 
         def at(t: Tensor) -> Tensor:
-            return t[min(h, t.shape[0] - 1), start:end][None]
+            return t[h if t.shape[0] > 1 else 0, start:end][None]
 
         keys, values = (None if c is None else c[h : h + 1] for c in (self.key_channels, self.value_channels))
         state = {name: at(t) for name, t in self.state.items()}

@@ -30,23 +30,22 @@ class Storage:
     group: int = 4
     residual: int = 8
 
-    @property
-    def key_rule(self) -> tuple[int, int]:
-        """(tokens that stay exact at least, tokens packed at a time); without a quantiser nothing is packed later."""
-        return (self.recent, self.residual if self.quantiser == "kivi" else 1)
+    def packed_keys(self, tokens: int) -> int:
+        """Of ``tokens`` read, those that are packed: all but the larger of ``recent`` and what does not fill a block of
+        the quantiser, in whole groups."""
+        block, group = (self.residual, self.group) if self.quantiser == "kivi" else (1, 1)
+        past_blocks = 0
+        while past_blocks + block <= tokens:
+            past_blocks += block
+        may_go = min(past_blocks, tokens - self.recent)
+        count = 0
+        while count + group <= may_go:
+            count += group
+        return count
 
-    @property
-    def value_rule(self) -> tuple[int, int]:
-        return (max(self.recent, self.residual) if self.quantiser == "kivi" else self.recent, 1)
-
-
-def due(rule: tuple[int, int], exact: int) -> int:
-    """How many of ``exact`` tokens are to be packed now."""
-    keep, block = rule
-    count = 0
-    while exact - count >= keep + block:
-        count += block
-    return count
+    def packed_values(self, tokens: int) -> int:
+        """Values go one by one, when they have left the window."""
+        return max(0, tokens - max(self.recent, self.residual if self.quantiser == "kivi" else 0))
 
 
 def rounded(groups: torch.Tensor, bits: int) -> torch.Tensor:
@@ -101,7 +100,7 @@ class Head:
         """Pack what has left the residual; without a quantiser new tokens stay as they are."""
         s = self.storage
         if s.quantiser is not None:
-            self.store(due(s.key_rule, len(self.k) - self.old_k), due(s.value_rule, len(self.v) - self.old_v))
+            self.store(s.packed_keys(len(self.k)) - self.old_k, s.packed_values(len(self.v)) - self.old_v)
 
 
 def untouched(rows: torch.Tensor, bits: int, group: int) -> torch.Tensor:
@@ -195,7 +194,7 @@ def _stored(s: Storage, q, k, v, held: list[int], n: int, scale: float) -> Head:
         old_k = old_v = max(0, m - s.recent) if s.prune else 0
         counted_k = counted_v = m
     else:
-        old_k, old_v = due(s.key_rule, m), due(s.value_rule, m)
+        old_k, old_v = s.packed_keys(m), s.packed_values(m)
         counted_k, counted_v = old_k or m, old_v or m
     if s.keys is not None and s.keys < d:
         head.key_channels = top(key_scores(s.prune, q, k[held[:counted_k]]), s.keys)

@@ -10,6 +10,7 @@ the same, so whole-step ratios lie between these and 1.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -26,7 +27,7 @@ from kvbench.types import LayerCache, Observation
 
 FORMATS: dict[str, dict[str, Any]] = {
     "think 0.4": {"method": "think", "ratio": 0.4},
-    "thin 0.6": {"method": "think", "ratio": 0.6},
+    "think 0.6": {"method": "think", "ratio": 0.6},
     "kivi 2 bits": {"method": "kivi", "bits": 2},
     "kivi 4 bits": {"method": "kivi", "bits": 4},
     "kivi 8 bits": {"method": "kivi", "bits": 8},
@@ -35,8 +36,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     "snapkv 12.5 %": {"method": "snapkv", "kv_ratio": 0.125},
     "adakv 12.5 %": {"method": "adakv", "kv_ratio": 0.125},
 }
-# issue: at most these ratios on a CPU, by (tokens, batch)
-LIMITS = {("think 0.4", 4096, 1): 1.2, ("think 0.4", 16384, 8): 1.0}
+PACKED = ("kivi 2 bits", "kivi 4 bits", "kivi 8 bits", "flexgen 4 bits", "think 0.4 + kivi 2")
+# at most these ratios on a CPU, by (format, tokens, batch); on a GPU none may be slower than full at 16k x 8
+LIMITS = {("think 0.4", 4096, 1): 1.2, ("think 0.4", 16384, 8): 1.0} | {(f, 16384, 8): 2.0 for f in PACKED}
+WHY = """Packed formats are unpacked block by block, so that dense values stay in the processor's cache: a few passes
+over each block more than a product with dense keys, of less memory read. Short rows pay for calls, long ones little."""
 
 
 def layer(
@@ -122,12 +126,20 @@ def main() -> int:
         full_row.append(f"{1000 * seconds:.2f} ms")
         for name, ratio in ratios.items():
             table[name].append(f"{ratio:.2f}x")
-            if device.type == "cpu" and ratio > LIMITS.get((name, n, b), float("inf")):
-                missed.append(f"{name} at {n} tokens, batch {b}: {ratio:.2f}x, at most {LIMITS[name, n, b]:.2f}x")
+            limit = (
+                LIMITS.get((name, n, b), math.inf)
+                if device.type == "cpu"
+                else 1.0
+                if (n, b) == (16384, 8)
+                else math.inf
+            )
+            if ratio > limit:
+                missed.append(f"{name} at {n} tokens, batch {b}: {ratio:.2f}x, at most {limit:.2f}x")
     print(f"{'':<20}" + "".join(f"{f'{n} x {b}':>12}" for n, b in sizes))
     print(f"{'full':<20}" + "".join(f"{cell:>12}" for cell in full_row))
     for name, cells in table.items():
         print(f"{name:<20}" + "".join(f"{cell:>12}" for cell in cells))
+    print(WHY)
     for line in missed:
         print(f"MISSED {line}")
     return 1 if missed else 0

@@ -57,7 +57,7 @@ class Figure:
 
 def of(paper: str) -> list[Figure]:
     """The figures of one paper, of one of its tables (``think/7``), or of all."""
-    names = [*FIGURES, *{name.partition("/")[0] for name in FIGURES}, "all"]
+    names = [*sorted({*FIGURES, *(name.partition("/")[0] for name in FIGURES)}), "all"]
     if paper not in names:
         raise unknown("paper", paper, names, "As in paper=think/7 or paper=all.")
     return [f for name, made in FIGURES.items() if paper in ("all", name, name.partition("/")[0]) for f in made()]

@@ -18,14 +18,21 @@ Values = Tensor | Packed  # keys or values in one storage format
 
 @dataclass(frozen=True)
 class Residual:
-    """How many of the newest tokens stay exact: at least ``keep``, and packing goes on ``block`` tokens at a time."""
+    """How many of the newest tokens stay exact: the last ``keep`` and those that do not fill a ``block``, whichever are
+    more, and what then does not fill a ``unit``, the fewest tokens that can be packed (a divisor of ``block``)."""
 
     keep: int
     block: int
+    unit: int
 
     def packed(self, tokens: int) -> int:
-        """Packed tokens of ``tokens`` in all, a multiple of ``block``."""
-        return max(0, tokens - self.keep) // self.block * self.block
+        """Packed tokens of ``tokens`` in all; it never falls as tokens come in."""
+        return max(0, tokens - max(self.keep, tokens % self.block)) // self.unit * self.unit
+
+    @property
+    def most(self) -> int:
+        """Exact tokens at most, once packing is settled."""
+        return max(self.keep + self.unit, self.block) - 1
 
     def at_least(self, keep: int) -> Residual:
         """The same with no fewer than ``keep`` exact tokens."""

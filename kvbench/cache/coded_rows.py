@@ -54,7 +54,7 @@ class Store:
         self.total = [p.shape[1] + r.shape[1] for p, r in zip(packed, rest, strict=True)]
         most = max(residual.packed(t + room) for t in self.total) // self.step
         self.codes = first.map(lambda t: t.new_zeros(len(packed), t.shape[0], max(most, 1), *t.shape[2:]))
-        slots = max(residual.keep + residual.block - 1, *(r.shape[1] for r in rest)) + at_once
+        slots = max(residual.most, *(r.shape[1] for r in rest)) + at_once
         self.ring = rest[0].new_zeros(len(packed), rest[0].shape[0], slots, rest[0].shape[2])
         given = [c for c in channels if c is not None]
         self.channels = torch.stack(given).long().to(device) if given else None  # [U, H, C]
@@ -88,9 +88,9 @@ class Store:
 
     def settle(self) -> None:
         """Pack what has left the residual."""
-        keep, block = self.residual.keep, self.residual.block
+        block = self.residual.unit
         while True:
-            due = [u for u, (n, p) in enumerate(zip(self.total, self.packed, strict=True)) if n - p >= keep + block]
+            due = [u for u, n in enumerate(self.total) if self.residual.packed(n) > self.packed[u]]
             if not due:
                 return
             rows = torch.tensor(due, device=self.ring.device)

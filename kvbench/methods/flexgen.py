@@ -24,6 +24,7 @@ class FlexGen(Quantiser):
     """
 
     id: ClassVar[str] = "flexgen"
+    revision: ClassVar[int] = 2
     by_token: ClassVar[bool] = True
 
     bits: int = 4
@@ -45,7 +46,7 @@ class FlexGen(Quantiser):
         return self.pack_keys(k).dequantise(k.dtype), self.pack_values(v).dequantise(v.dtype)
 
     def residuals(self) -> tuple[Residual, Residual]:
-        return Residual(0, 1), Residual(0, 1)
+        return Residual(0, 1, 1), Residual(0, 1, 1)
 
     def pack_keys(self, x: torch.Tensor) -> Packed:
         return quantise_tokens(x, self.bits, min(self.group, x.shape[-1]), constant_scale=1.0)

@@ -20,11 +20,15 @@ class Kivi(Quantiser):
     first R * floor(N / R) are packed as keys and the first N - R as values. While decoding, keys are packed R at a time
     once R have gathered, values one at a time, in each case after the step that still read them exactly.
 
+    Behind a pruner the newest ``recent`` tokens stay exact, too: the keys then wait until they have left these, and are
+    packed by groups.
+
     bits: bits of a code, 2, 3, 4 or 8. group: elements that share a scale. residual: R, tokens that stay exact at
     most (keys) or always (values); a multiple of ``group``.
     """
 
     id: ClassVar[str] = "kivi"
+    revision: ClassVar[int] = 2
 
     bits: int = 2
     group: int = 32
@@ -37,7 +41,7 @@ class Kivi(Quantiser):
         self.require("residual", whole, f"a multiple of group={self.group}, 1 or more")
 
     def residuals(self) -> tuple[Residual, Residual]:
-        return Residual(0, self.residual), Residual(self.residual, 1)
+        return Residual(0, self.residual, self.group), Residual(self.residual, 1, 1)
 
     def pack_keys(self, x: torch.Tensor) -> Packed:
         return quantise_channels(x, self.bits, self.group)

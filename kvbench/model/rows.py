@@ -239,7 +239,7 @@ def _parts(row: int, segments: tuple[Segment, ...], masker: Masker | None, coder
         return
     stored = max(s.heads for s in segments)
     for head in range(stored):
-        yield _Part(row, tuple(s.head(head) for s in segments), masker, coder, head, stored)
+        yield _Part(row, tuple(s.head(head // (stored // s.heads)) for s in segments), masker, coder, head, stored)
 
 
 def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:

@@ -81,6 +81,20 @@ def test_ragged_heads_hold_no_padding():
     assert audit(cache, 2, 16, torch.float32).payload == payload
 
 
+@pytest.mark.parametrize("chain", ["adakv", "adakv+think", "adakv+thinkv", "adakv+kivi"])
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+def test_text_read_after_the_prompt_is_seen_by_the_heads_that_it_belongs_to(chain, per):
+    """An appended tail has kv heads, where ragged segments may have query heads."""
+    model, more = build("llama"), prompt(21, 4)
+    own = {k: v for m in chain.split("+") for k, v in {"recent": 6, "group": 4, "residual": 8}.items()}
+    knobs = {k: v for k, v in own.items() if any(k in registry.knob_names(m) for m in chain.split("+"))}
+    (cache,) = kvbench.prefill(model, prompt(80), [{"method": chain, "kv_size": 30, "window": 8, **knobs}], per=per)
+    at_once, pieces = kvbench.extend(model, cache, more), cache
+    for piece in more.split([1, 7, 12, 1]):
+        pieces = kvbench.extend(model, pieces, piece)
+    torch.testing.assert_close(pieces.logits, at_once.logits, atol=1e-3, rtol=1e-3)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Padded(AdaKV):
     """Stores ragged heads side by side, as long as the longest."""

@@ -115,7 +115,9 @@ def test_keys_are_packed_by_blocks_and_values_one_by_one_while_decoding(n):
         assert group.coded.v.packed == [max(0, total - 16)]
 
 
-@pytest.mark.parametrize(("recent", "keys", "values"), [(0, 64, 61), (16, 48, 61), (30, 32, 47), (77, 0, 0)])
+@pytest.mark.parametrize(
+    ("recent", "keys", "values"), [(0, 64, 61), (13, 64, 61), (16, 56, 61), (30, 40, 47), (77, 0, 0)]
+)
 def test_the_residual_behind_a_pruner_is_the_larger_one(recent, keys, values):
     chain = registry.parse({"method": "think+kivi", "kivi.group": 8, "residual": 16, "recent": recent})
     cache = chain.compress(*layer(77, 12))

@@ -120,11 +120,12 @@ def test_answers_and_logits_are_those_of_the_reference(per):
         close(kvbench.extend(model, cache, torch.tensor(answer[:-1])).logits, slow.logits, name)
 
 
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
 @pytest.mark.parametrize("name", CHAINS)
-def test_text_appended_in_pieces_is_stored_as_if_it_were_generated(name):
+def test_text_appended_in_pieces_is_stored_as_if_it_were_generated(name, per):
     model, ids, more = build("llama"), prompt(N, 6), prompt(33, 7)
-    (cache,) = kvbench.prefill(model, ids, [entry(name)])
-    slow, at_once, pieces = Dense(model, name, ids, "kv_head"), kvbench.extend(model, cache, more), cache
+    (cache,) = kvbench.prefill(model, ids, [entry(name)], per=per)
+    slow, at_once, pieces = Dense(model, name, ids, per), kvbench.extend(model, cache, more), cache
     for piece in more.split([1, 9, 8, 15]):
         pieces = kvbench.extend(model, pieces, piece)
         for token in piece.split(1):
