@@ -70,7 +70,9 @@ class Observation:
     """One layer of one prefill, as every pending method sees it. Fields that nobody needs are None.
 
     ``scale`` multiplies q.k (1.0 where the model scales its queries itself). ``prompt`` is the CRC-32 of the token
-    ids: methods that draw at random differ between prompts, and never between runs.
+    ids: methods that draw at random differ between prompts, and never between runs. ``n`` counts the tokens that this
+    layer read. Where a stage drops hidden states that is less than the prompt's ``length``, to which budgets refer;
+    ``positions`` then says which tokens they are, and everything else is in their order.
     """
 
     layer: int
@@ -86,6 +88,17 @@ class Observation:
     read_k: Tensor | None = None  # [Hk, n, D], the keys that the prompt's attention read, where not those stored
     latents: tuple[Tensor, Tensor] | None = None  # [n, R] of keys and of values, where projections are low-rank
     inv_freq: Tensor | None = None  # [r / 2], the model's rotary frequencies; None where positions are learned
+    length: int = 0  # tokens of the prompt; 0: n
+    positions: Tensor | None = None  # [n] int64, ascending; None: 0 .. n - 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, whether or not this layer read them."""
+        return self.length or self.n
+
+    def where(self, device: torch.device) -> Tensor:
+        """The positions [n] of the tokens that this layer read."""
+        return torch.arange(self.n, device=device) if self.positions is None else self.positions
 
     def queries(self, w: int) -> Tensor:
         """The last ``min(w, n)`` queries [Hq, w, D]; raises if no stage declared that it needs them."""
@@ -101,7 +114,9 @@ class Segment:
     ``positions`` is [H, L], or [1, L] where all heads keep the same tokens. ``state`` tensors have leading axes
     [H, L] and are gathered with their tokens. ``lengths`` marks ragged heads, which are stored one after the other
     without padding: every leading [H, L] is then [1, N] with N = sum of ``lengths``. Where a quantiser has packed
-    the older tokens, these are ``codes``, and ``k`` and ``v`` only the newest tokens, which stay exact.
+    the older tokens, these are ``codes``, and ``k`` and ``v`` only the newest tokens, which stay exact. Where query
+    heads share logits, ``leads`` names for each the one whose logits it takes, and ``k`` holds, in order, only the
+    heads that a leading one reads.
 
     Of low-rank projections the latents of a layer are stored as one head [1, L, R]: ``latents`` while selection still
     looks at keys, and then (``latent``) in the place of ``k`` and ``v``.
@@ -117,10 +132,11 @@ class Segment:
     codes: Codes | None = None
     latents: tuple[Tensor, Tensor] | None = None  # what is stored in the end instead of k and v
     latent: bool = False
+    leads: Tensor | None = None  # [Hq] int16
 
     @property
     def heads(self) -> int:
-        return self.k.shape[0] if self.lengths is None else self.lengths.shape[0]
+        return self.v.shape[0] if self.lengths is None else self.lengths.shape[0]
 
     @property
     def tokens(self) -> int:
@@ -170,7 +186,8 @@ class Segment:
         """The tensors that only say what the payload means: positions, lengths, channel ids, state."""
         yield self.positions
         counts = () if self.codes is None else (self.codes.k_counts, self.codes.v_counts)
-        yield from (t for t in (self.lengths, *counts, self.key_channels, self.value_channels) if t is not None)
+        named = (self.lengths, *counts, self.key_channels, self.value_channels, self.leads)
+        yield from (t for t in named if t is not None)
         yield from self.state.values()
 
 

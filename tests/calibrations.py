@@ -14,11 +14,12 @@ from kvbench.methods.chain import Chain
 
 
 def uncomp(layers: int, heads: int) -> dict[str, torch.Tensor]:
-    """Random entropies, and counts and ranks over 9 samples, with ties."""
+    """Random entropies and effective ranks, and counts and ranks over 9 samples, with ties."""
     generator = torch.Generator().manual_seed(layers * heads)
     return {
         "entropy": torch.rand(layers, heads, generator=generator),
         "counts": torch.randint(0, 10, (layers, heads), generator=generator).float(),
+        "erank_k": torch.rand(3, layers, generator=generator),
         "ranks": torch.randint(0, 9 * heads, (layers, heads), generator=generator).float(),
     }
 

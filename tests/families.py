@@ -47,6 +47,13 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return model.to(dtype).eval()
 
 
+def heads_of(model: PreTrainedModel) -> tuple[int, int]:
+    """The model's kv heads and their dimension."""
+    c = model.config
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    return heads, getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+
+
 def prompt(n: int, seed: int = 0) -> torch.Tensor:
     """n random token ids that avoid the special ones."""
     return torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(seed))

@@ -19,7 +19,7 @@ CHAINS = {
     "qhitter": ("full", "h2o", "qhitter", "streamingllm"),
     "refreekv": ("refreekv", "h2o", "snapkv", "pyramidkv", "streamingllm", "cake", "twilight"),
     "think": ("h2o", "snapkv", "h2o+think", "snapkv+think", "think", "snapkv+thinkv", "h2o+l1", "snapkv+l2"),
-    "uncomp": ("uncomp-group", "h2o", "snapkv", "pyramidkv"),
+    "uncomp": ("uncomp-group", "h2o", "snapkv", "pyramidkv", "uncomp-stage", "chai"),
     "vatp": ("h2o", "h2o+vatp", "scissorhands", "scissorhands+vatp", "streamingllm"),
 }
 

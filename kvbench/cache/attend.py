@@ -17,6 +17,36 @@ from kvbench.types import Segment
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Which query heads share logits: ``leading`` are computed, on keys ``key_rows``, and each head takes its own
+    ``place`` among them."""
+
+    leading: Tensor  # [B, C] int64, ascending
+    key_rows: Tensor | None  # [B, C] int64; None: key head c is that of the c-th leading one
+    place: Tensor  # [B, Hq] int64
+
+    def rows(self, index: Tensor) -> Shared:
+        """The same for the rows ``index`` only."""
+        keys = None if self.key_rows is None else self.key_rows[index]
+        return Shared(self.leading[index], keys, self.place[index])
+
+    def over(self, heads: int) -> Shared:
+        """The same over keys of all ``heads``."""
+        group = self.place.shape[1] // heads
+        return Shared(self.leading, self.leading // group, self.place)
+
+
+def shared_by(leads: Sequence[Tensor], stored: int) -> Shared:
+    """The rows' ``leads`` [Hq], each with as many leading heads, over keys of which only those read are held."""
+    found = [torch.unique(x.long(), return_inverse=True) for x in leads]
+    leading, place = (torch.stack(column) for column in zip(*found, strict=True))
+    of_key = leading // (place.shape[1] // stored)
+    key_rows = torch.stack([torch.unique(x, return_inverse=True)[1] for x in of_key])
+    alone = torch.equal(key_rows, torch.arange(key_rows.shape[1], device=key_rows.device).expand_as(key_rows))
+    return Shared(leading, None if alone else key_rows, place)
+
+
+@dataclass(frozen=True)
 class RowSegment:
     """Segments of one format from B rows, padded to the longest: what one batched attention reads."""
 
@@ -26,6 +56,7 @@ class RowSegment:
     key_channels: Tensor | None = None  # [B, H, C] int64
     value_channels: Tensor | None = None  # [B, H, C] int64
     positions: Tensor | None = None  # [B, H or 1, L] int32; kept only where a sliding window needs them
+    shared: Shared | None = None  # where query heads share logits; k then holds the heads that it names
 
     def rows(self, index: Tensor) -> RowSegment:
         """The same segment for the rows ``index`` only."""
@@ -36,6 +67,7 @@ class RowSegment:
             None if self.key_channels is None else self.key_channels[index],
             None if self.value_channels is None else self.value_channels[index],
             None if self.positions is None else self.positions[index],
+            None if self.shared is None else self.shared.rows(index),
         )
 
 
@@ -51,6 +83,7 @@ def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
         valid = (torch.arange(longest, device=lengths.device) < lengths[:, None])[:, None]
     keys = [s.key_channels for s in segments if s.key_channels is not None]
     values = [s.value_channels for s in segments if s.value_channels is not None]
+    leads = [s.leads for s in segments if s.leads is not None]
     return RowSegment(
         _pad_stack([s.k for s in segments], longest),
         _pad_stack([s.v for s in segments], longest),
@@ -58,6 +91,7 @@ def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
         torch.stack(keys).long() if keys else None,
         torch.stack(values).long() if values else None,
         torch.stack([_padded_positions(s, longest) for s in segments]) if positions else None,
+        shared_by(leads, segments[0].v.shape[0]) if leads else None,
     )
 
 
@@ -65,7 +99,9 @@ def format_of(segment: Segment) -> tuple[object, ...]:
     """What two segments must share to be attended in one batch."""
     thin = (segment.key_channels is not None, segment.value_channels is not None)
     codes = None if segment.codes is None else (segment.codes.k.format, segment.codes.v.format)
-    return (segment.heads, segment.k.shape[2], segment.v.shape[2], *thin, segment.k.dtype, codes, segment.latent)
+    sharing = None if segment.leads is None else (segment.k.shape[0], len(segment.leads.unique()))
+    stored = (codes, segment.latent, sharing)
+    return (segment.heads, segment.k.shape[2], segment.v.shape[2], *thin, segment.k.dtype, *stored)
 
 
 def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = None) -> Tensor:
@@ -80,6 +116,15 @@ def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = 
     if channels is not None:
         q = torch.gather(q, 3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
     return (q @ keys.transpose(2, 3)).reshape(b, hq, t, keys.shape[2])
+
+
+def shared_logits(query: Tensor, keys: Tensor, scale: float, shared: Shared) -> Tensor:
+    """Logits [B, Hq, T, L] of which only those of leading heads are computed; keys [B, H or fewer, L, D]."""
+    lead = query.gather(1, shared.leading[..., None, None].expand(-1, -1, *query.shape[2:]))
+    if shared.key_rows is not None:
+        keys = keys.gather(1, shared.key_rows[..., None, None].expand(-1, -1, *keys.shape[2:]))
+    found = logits(lead, keys, scale)
+    return found.gather(1, shared.place[..., None, None].expand(-1, -1, *found.shape[2:]))
 
 
 def weigh(probs: Tensor, values: Tensor) -> Tensor:
@@ -162,14 +207,21 @@ def _all_logits(
     """Logits [B, Hq, T, S] over all slots of the segments and then the tail; -inf where a token must not look."""
     parts = []
     for s in segments:
-        part = logits(query, estimate(s.k), scale, s.key_channels)
+        if s.shared is not None:
+            part = shared_logits(query, s.k, scale, s.shared)
+        else:
+            part = logits(query, estimate(s.k), scale, s.key_channels)
         if s.valid is not None:
             part = part.masked_fill(~s.valid[:, :, None], -torch.inf)
         if floor is not None:
             assert s.positions is not None
             part = _hide_before(part, s.positions, floor)
         parts.append(part)
-    part = logits(query, estimate(tail_k), scale)
+    shared = next((s.shared for s in segments if s.shared is not None), None)
+    if shared is not None:
+        part = shared_logits(query, tail_k, scale, shared.over(tail_k.shape[1]))
+    else:
+        part = logits(query, estimate(tail_k), scale)
     t_new, t_all = part.shape[2:]
     if t_new > 1:
         future = torch.ones(t_new, t_all, dtype=torch.bool, device=part.device).triu(t_all - t_new + 1)

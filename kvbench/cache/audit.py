@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvbench.cache.ops import key_heads
 from kvbench.errors import KvbenchError
 from kvbench.methods.base import Block
+from kvbench.methods.chain import Chain
 from kvbench.types import Cache, LayerCache, storage_bytes
 
 
@@ -71,7 +73,9 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         held_payload = storage_bytes(t for s in layer.segments for t in s.payload())
         held_overhead = layer.nbytes() - held_payload
         blocks = [chain.layout(k, head_dim, item, i) for k in kept]
-        want_payload = sum(b.key_bytes + b.value_bytes for head in blocks for b in head)
+        with_keys = check_sharing(chain, layer, i, n_layers, kv_heads, heads)
+        want_payload = sum(b.value_bytes for head in blocks for b in head)
+        want_payload += sum(b.key_bytes for head in blocks[:with_keys] for b in head)
         if held_payload != want_payload:
             raise Refused(
                 f"{chain.name}: layer {i} holds {held_payload} payload bytes for {_list(kept)} tokens per head, "
@@ -117,7 +121,7 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
         if segment.codes is not None:
             slots, values = slots + segment.codes.k.shape[1], values + segment.codes.v.shape[1]
         ragged = segment.lengths is not None and int(segment.lengths.sum()) != slots
-        heads_differ = segment.k.shape[0] != segment.v.shape[0]
+        heads_differ = segment.k.shape[0] != segment.v.shape[0] and segment.leads is None
         if values != slots or heads_differ or segment.positions.shape[1] != slots or ragged:
             raise Refused(f"{name}: layer {index} holds keys, values and positions of different lengths")
     for head, positions in enumerate(kept):
@@ -131,6 +135,23 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
                 f"{name}: layer {index}, head {head} does not hold distinct prompt positions 0..{n - 1} in order"
             )
     return [len(p) for p in kept]
+
+
+def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv_heads: int, heads: int) -> int:
+    """Stored heads whose keys are held; raises Refused unless as many query heads lead as the chain declares."""
+    declared = chain.leading(layer.prompt_tokens, index, n_layers, layer.query_heads, kv_heads)
+    (segment, *_) = layer.segments
+    found = layer.query_heads if segment.leads is None else len(segment.leads.unique())
+    if found != declared:
+        raise Refused(
+            f"{chain.name}: layer {index} computes the logits of {found} query heads, the method declares {declared}"
+        )
+    if segment.leads is None:
+        return heads
+    held = len(key_heads(segment.leads, heads))
+    if segment.k.shape[0] != held:
+        raise Refused(f"{chain.name}: layer {index} holds keys of {segment.k.shape[0]} heads, {held} are read")
+    return held
 
 
 def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> None:
@@ -172,10 +193,11 @@ def overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
     placed = sum(4 * b.slots for head in (blocks[:1] if shared else blocks) for b in head)
     codes = [s.codes for s in layer.segments if s.codes is not None]
     counts = [*(s.lengths for s in layer.segments), *(c.k_counts for c in codes), *(c.v_counts for c in codes)]
+    leads = 2 * layer.query_heads * sum(s.leads is not None for s in layer.segments)
     ragged = 4 * heads * sum(t is not None for t in counts)
     state = sum(b.slot_overhead * b.slots for head in blocks for b in head)
     copies = 0 if layer.copy_from is None else 2 * layer.query_heads
-    return placed + ragged + state + copies + heads * sum(b.fixed_overhead for b in most)
+    return placed + ragged + state + leads + copies + heads * sum(b.fixed_overhead for b in most)
 
 
 def _list(values: list[int]) -> str:

@@ -14,11 +14,16 @@ from kvbench.cache.coded import each
 from kvbench.types import LayerCache, Segment, per_head
 
 
-def dense(k: Tensor, v: Tensor, *, heads: int, query_heads: int) -> LayerCache:
-    """The uncompressed cache of one layer: k, v [Hk, n, D] at positions 0..n-1, to be stored under ``heads``."""
-    n = k.shape[1]
-    positions = torch.arange(n, dtype=torch.int32, device=k.device)[None]
-    return LayerCache((Segment(k, v, positions),), seen=n, heads=heads, query_heads=query_heads, prompt=n)
+def dense(
+    k: Tensor, v: Tensor, *, heads: int, query_heads: int, positions: Tensor | None = None, length: int = 0
+) -> LayerCache:
+    """The uncompressed cache of one layer: k, v [Hk, n, D], to be stored under ``heads``.
+
+    ``positions`` [n] are those of the tokens that the layer read of a prompt of ``length``; None: 0..n-1, all of it.
+    """
+    n = length or k.shape[1]
+    where = torch.arange(n, device=k.device) if positions is None else positions
+    return LayerCache((Segment(k, v, where.to(torch.int32)[None]),), n, heads, query_heads, prompt=n)
 
 
 def only_segment(cache: LayerCache) -> Segment:
@@ -169,4 +174,19 @@ def prune(cache: LayerCache, keys: Tensor | None, values: Tensor | None, recent:
 def append(cache: LayerCache, k: Tensor, v: Tensor) -> LayerCache:
     """The cache with T more tokens k, v [Hk, T, D] as a dense tail behind what it holds."""
     positions = torch.arange(cache.seen, cache.seen + k.shape[1], dtype=torch.int32, device=k.device)[None]
-    return replace(cache, segments=(*cache.segments, Segment(k, v, positions)), seen=cache.seen + k.shape[1])
+    tail = Segment(k, v, positions)
+    leads = next((s.leads for s in cache.segments if s.leads is not None), None)
+    if leads is not None:
+        tail = share_keys(tail, leads.clone())
+    return replace(cache, segments=(*cache.segments, tail), seen=cache.seen + k.shape[1])
+
+
+def key_heads(leads: Tensor, stored: int) -> Tensor:
+    """Of ``stored`` heads, those whose keys a leading query head reads, ascending; leads [Hq]."""
+    return (leads.long() // (leads.shape[0] // stored)).unique()
+
+
+def share_keys(segment: Segment, leads: Tensor) -> Segment:
+    """The segment with the keys only of heads that leading query heads read; leads [Hq]."""
+    held = segment.k[key_heads(leads, segment.k.shape[0])]
+    return replace(segment, k=held, leads=leads.to(torch.int16))

@@ -20,13 +20,14 @@ from kvbench.errors import UsageError
 from kvbench.methods.promises import Block as Block
 from kvbench.methods.promises import Capacity as Capacity
 from kvbench.methods.promises import Expected as Expected
+from kvbench.methods.promises import protect as protect
 from kvbench.methods.statistics import top_indices as top_indices
 from kvbench.types import LayerCache, Needs, Observation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Role = Literal["lowrank", "selector", "modifier", "prune", "quantise", "mask"]
+Role = Literal["hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share"]
 DEFAULT_RATIO = 0.25
 
 
@@ -77,7 +78,7 @@ class Stage:
 
     @property
     def prefill_key(self) -> str:
-        """'' if the prompt is computed exactly; else names all that ``read`` and ``adapt`` depend on."""
+        """'' if the prompt is computed exactly; else names all that changes it, ``read`` and ``adapt`` among it."""
         return ""
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,10 +264,10 @@ class Selector(TokenSelector):
         if state:
             whole = ops.only_segment(cache)
             cache = replace(cache, segments=(replace(whole, state={**whole.state, **state}),))
-        budget = self.budget(obs.n, obs.layer, obs.n_layers)
+        budget = self.budget(obs.prompt_tokens, obs.layer, obs.n_layers)
         if budget >= obs.n:
             return cache
-        capacity = protect(self.capacity(obs.n), modifiers, obs.n)
+        capacity = protect(self.capacity(obs.prompt_tokens), modifiers, obs.prompt_tokens)
         # authors may build scores on the CPU; where the keys live is the cache's matter
         scores = self.scores(cache, obs, capacity).to(cache.segments[0].k.device, torch.float32, copy=True)
         for modifier in modifiers:
@@ -314,18 +315,6 @@ class Modifier(Stage):
     def enter(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """The state of ``carry`` of new tokens with exact values [B, H, T, D]: [B, H, T] each."""
         return {}
-
-
-def protect(capacity: Capacity, modifiers: Sequence[Modifier], n: int) -> Capacity:
-    """The capacity with the first tokens that modifiers keep, at most half of it where there is no room."""
-    sinks = max([capacity.sinks, *(m.sink_size() for m in modifiers)])
-    if sinks == capacity.sinks:
-        return capacity
-    room = capacity.tokens - capacity.window
-    if sinks < room or capacity.tokens >= n:
-        return replace(capacity, sinks=sinks)
-    sinks = min(sinks, max(room, capacity.tokens // 2))
-    return Capacity(capacity.tokens, sinks, min(capacity.window, capacity.tokens - sinks), shrunk=True)
 
 
 @dataclass(frozen=True, kw_only=True)

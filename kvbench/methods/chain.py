@@ -11,6 +11,7 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.slots import Evictor
 from kvbench.errors import UsageError
+from kvbench.methods.altered import HeadSharer, HiddenPruner, check_altered
 from kvbench.methods.base import (
     Block,
     Capacity,
@@ -29,7 +30,7 @@ from kvbench.methods.pruner import ChannelPruner
 from kvbench.methods.quantiser import Coder, Quantiser
 from kvbench.types import LayerCache, Needs, Observation
 
-ROLES: tuple[Role, ...] = ("lowrank", "selector", "modifier", "prune", "quantise", "mask")
+ROLES: tuple[Role, ...] = ("hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share")
 PER = ("kv_head", "query_head")
 LEARNED = ("opt",)  # families with learned positions
 _GROWING: Mapping[Role, str] = {
@@ -111,6 +112,24 @@ class Chain:
         return next((s for s in self.stages if isinstance(s, LowRankStage)), None)
 
     @property
+    def hidden(self) -> HiddenPruner | None:
+        """What drops hidden states while the prompt is read."""
+        return next((s for s in self.stages if isinstance(s, HiddenPruner)), None)
+
+    def rows(self, n: int, layer: int, n_layers: int) -> int:
+        """Tokens of a prompt of n that the layer reads."""
+        return self.hidden.sizes(n, n_layers)[layer] if self.hidden else n
+
+    @property
+    def sharer(self) -> HeadSharer | None:
+        """What lets query heads share logits."""
+        return next((s for s in self.stages if isinstance(s, HeadSharer)), None)
+
+    def leading(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
+        """Query heads whose logits are computed in a layer."""
+        return self.sharer.leading(n, layer, n_layers, query_heads, kv_heads) if self.sharer else query_heads
+
+    @property
     def evicts(self) -> bool:
         """Whether the chain evicts tokens while decoding."""
         return self.selector is not None and self.selector.evicts
@@ -181,7 +200,7 @@ class Chain:
     def nominal(self, n: int) -> int | None:
         """The budget asked for, in tokens of a prompt of n: all n where nothing chooses, None where the data do."""
         if self.selector is None:
-            return None if self.masks else n
+            return None if self.masks or self.hidden else n
         return self.selector.nominal(n)
 
     def check_model(self, family: str, n_layers: int, heads: tuple[int, int] | None = None) -> None:
@@ -201,6 +220,8 @@ class Chain:
                 f"method {self.name}: positions=rolled needs rotary positions, "
                 f"the family {family!r} learns its positions"
             )
+        if self.hidden is not None:
+            self.hidden.check_layers(n_layers)
         for stage in self.stages:
             if heads is not None:
                 stage.check_heads(self.heads(*heads), heads[1])
@@ -217,11 +238,12 @@ class Chain:
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected:
         """Tokens that each stored head of a layer must hold after prefill."""
+        rows = self.rows(n, layer, n_layers)
         for stage in self.stages:
             declared = stage.expected(n, layer, n_layers, heads)
             if declared is not None:
-                return declared
-        return Expected.exactly(n, heads)
+                return declared if rows == n else declared.within(rows)
+        return Expected.exactly(rows, heads)
 
     def layout(self, slots: int, head_dim: int, itemsize: int, layer: int = 0) -> list[Block]:
         """The segments of one stored head of a layer that holds ``slots`` tokens."""
@@ -295,6 +317,7 @@ def check_set(stages: Sequence[Stage]) -> None:
         ("prune", "each chooses which key channels stay: a chain has at most one pruning stage"),
         ("mask", "each decides what a step attends: a chain has at most one mask"),
         ("quantise", "each packs the same values: a chain has at most one quantiser"),
+        ("hidden", "each decides which tokens later layers read: a chain has at most one such stage"),
     ):
         same = [s.id for s in stages if s.role == role]
         if len(same) > 1:
@@ -306,6 +329,7 @@ def check_set(stages: Sequence[Stage]) -> None:
             f"method={written!r}: {owner.id} owns its quantiser, which packs every token that it keeps; "
             f"{other.id} has nothing left to store: use h2o+{other.id}, or {owner.id} alone"
         )
+    check_altered(stages)
     modifiers = [s.id for s in stages if s.role == "modifier"]
     if modifiers and not any(s.role == "selector" for s in stages):
         raise UsageError(f"method={written!r}: {modifiers[0]} changes a selector's scores and needs one beside it")

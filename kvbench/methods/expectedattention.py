@@ -69,11 +69,12 @@ class ExpectedAttention(Selector):
             raise ValueError("expectedattention undoes rotations, which were not observed")
         rotary = Rotary(obs.inv_freq)
         q = obs.queries(obs.n)[:, first:].float()
-        plain = rotary.turn(q, torch.arange(first, obs.n, device=q.device), 0)
+        plain = rotary.turn(q, obs.where(q.device)[first:], 0)
         mean = plain.mean(dim=1)
         centred = plain - mean[:, None]
         cov = centred.transpose(1, 2) @ centred / centred.shape[1]
-        ahead = torch.arange(obs.n, obs.n + self.future, device=q.device)[:, None].expand(-1, q.shape[2])
+        n = obs.prompt_tokens
+        ahead = torch.arange(n, n + self.future, device=q.device)[:, None].expand(-1, q.shape[2])
         unit = torch.eye(q.shape[2], device=q.device).expand(self.future, -1, -1)
         turned = rotary.turn(unit, 0, ahead).mean(dim=0)  # row i is where the average rotation takes axis i
         return mean @ turned, turned.T @ cov @ turned

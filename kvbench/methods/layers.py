@@ -40,7 +40,7 @@ class Layers:
         """What later stages read of a layer: the rest need not outlive it."""
         needs = Needs()
         for stage in self._later:
-            needs = needs | stage.needs(obs.n)
+            needs = needs | stage.needs(obs.prompt_tokens)
         return replace(
             obs,
             last_q=obs.queries(needs.last_q).clone() if needs.last_q else None,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvbench.methods.base import Modifier
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,14 @@ class Expected:
     @classmethod
     def exactly(cls, tokens: int, heads: int) -> Expected:
         return cls((tokens,) * heads, (tokens,) * heads, tokens * heads)
+
+    def within(self, rows: int) -> Expected:
+        """The same promise about a layer that reads only ``rows`` tokens."""
+        high = tuple(min(h, rows) for h in self.high)
+        total = None if self.total is None else min(self.total, sum(high))
+        if total == sum(high):
+            return Expected(high, high, total)
+        return Expected(tuple(min(low, rows) for low in self.low), high, total)
 
 
 @dataclass(frozen=True)
@@ -44,3 +57,15 @@ class Capacity:
     sinks: int
     window: int
     shrunk: bool = False  # the fraction left no room for sinks and window, which were cut to fit
+
+
+def protect(capacity: Capacity, modifiers: Sequence[Modifier], n: int) -> Capacity:
+    """The capacity with the first tokens that modifiers keep, at most half of it where there is no room."""
+    sinks = max([capacity.sinks, *(m.sink_size() for m in modifiers)])
+    if sinks == capacity.sinks:
+        return capacity
+    room = capacity.tokens - capacity.window
+    if sinks < room or capacity.tokens >= n:
+        return replace(capacity, sinks=sinks)
+    sinks = min(sinks, max(room, capacity.tokens // 2))
+    return Capacity(capacity.tokens, sinks, min(capacity.window, capacity.tokens - sinks), shrunk=True)

@@ -158,7 +158,7 @@ class QHitter(EvictingSelector):
         state = {name: t[None] for name, t in ops.only_segment(cache).state.items()}
         places = torch.arange(obs.n, device=state["mass"].device).expand_as(state["mass"])
         old = places < obs.n - capacity.window
-        first = torch.tensor(min(self.parts(obs.n)[0], obs.n), device=places.device)
+        first = torch.tensor(min(self.parts(obs.prompt_tokens)[0], obs.n), device=places.device)
         return self._scores(state, torch.ones_like(old), old, places, first)[0]
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:

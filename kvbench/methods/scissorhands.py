@@ -77,7 +77,8 @@ class Scissorhands(EvictingSelector):
         rows = group_mean(window_rows(cache, obs, self.window), cache.heads)
         seen = rows.shape[1]
         ring = rows.new_zeros(rows.shape[0], obs.n, self.window)
-        places = torch.arange(obs.n - seen, obs.n, device=rows.device) % self.window
+        # the ring counts rows, of which none may fall on another where the layer read fewer tokens than the prompt has
+        places = torch.arange(obs.prompt_tokens - seen, obs.prompt_tokens, device=rows.device) % self.window
         ring[:, :, places] = rows.transpose(1, 2)
         return {"ring": ring}
 

@@ -43,7 +43,7 @@ class ThinkV(Think):
         keys, values, positions = (side_by_side(t, s.lengths, heads) for t in (s.k, s.v, s.positions))
         w, slots = q.shape[1], torch.arange(keys.shape[1], device=keys.device)
         held = slots < torch.tensor(head_lengths(cache), device=keys.device)[:, None]
-        asked = torch.arange(obs.n - w, obs.n, device=keys.device)
+        asked = obs.where(keys.device)[obs.n - w :]
         seen = (positions[:, None] <= asked[:, None]) & held[:, None]  # [H, w, L]
         logits = (q.float() * obs.scale).reshape(heads, -1, q.shape[2]) @ keys.float().transpose(1, 2)
         probs = logits.view(heads, -1, *seen.shape[1:]).masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)

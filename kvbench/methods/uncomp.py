@@ -91,17 +91,12 @@ class UNCompGroup(EvictingSelector):
     def recipe(self) -> Recipe | None:
         if self.grouping == "random":
             return None
-        return Recipe("uncomp", 1, self.samples, self.tokens, knobs={"top": self.top})
+        return uncomp_recipe(self.top, self.samples, self.tokens)
 
     def calibrate(
         self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
     ) -> dict[str, torch.Tensor]:
-        # the model's side of the package reads methods
-        from kvbench.calibration.entropy import measure
-
-        c = model.config
-        recipe.check(int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads), "head_dim")
-        return measure(model, samples, self.top, tick)
+        return measure_uncomp(model, samples, recipe, tick)
 
     def window_size(self) -> int:
         return self.window
@@ -195,15 +190,16 @@ class UNCompGroup(EvictingSelector):
         seen = window_rows(cache, obs, self.window)
         rows = group_mean(seen, cache.heads)
         ring = rows.new_zeros(rows.shape[0], obs.n, self.window)
-        places = torch.arange(obs.n - rows.shape[1], obs.n, device=rows.device) % self.window
+        n = obs.prompt_tokens
+        places = torch.arange(n - rows.shape[1], n, device=rows.device) % self.window
         ring[:, :, places] = rows.transpose(1, 2)
         cache = replace(cache, segments=(replace(whole, state={**whole.state, "ring": ring}),))
-        sizes = torch.tensor(self.after_prompt(obs.n, obs.layer, cache.heads), device=rows.device)
+        sizes = torch.tensor(self.after_prompt(n, obs.layer, cache.heads), device=rows.device).clamp(max=obs.n)
         if self.delete and obs.layer not in self.frozen_layers:
             cache = replace(cache, copy_from=self.stand_ins(seen.sum(dim=1), whole.k, obs.layer))
         if int(sizes.min()) >= obs.n:
             return cache
-        window = self.capacity(obs.n).window
+        window = self.capacity(n).window
         prefix = pool(ring[:, : obs.n - window].sum(dim=-1), self.kernel, "max")
         scores = F.pad(prefix, (0, window), value=torch.inf)
         # each head's order by score, of which it keeps the first, ascending; what is not kept sorts behind
@@ -257,6 +253,23 @@ class UNCompGroup(EvictingSelector):
         rows = probs.view(b, heads, -1, probs.shape[2], size).mean(dim=2)[:, :, -self.window :].transpose(2, 3)
         places = (slots.now - torch.arange(rows.shape[3] - 1, -1, -1, device=rows.device)) % self.window
         return {"ring": slots.state["ring"].scatter(3, places[:, :, None].expand_as(rows), rows)}
+
+
+def uncomp_recipe(top: int, samples: int, tokens: int | None) -> Recipe:
+    """The calibration by which UNComp groups heads and layers."""
+    return Recipe("uncomp", 1, samples, tokens, knobs={"top": top})
+
+
+def measure_uncomp(
+    model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+) -> dict[str, torch.Tensor]:
+    """What ``uncomp_recipe`` asks for."""
+    # the model's side of the package reads methods
+    from kvbench.calibration.entropy import measure
+
+    c = model.config
+    recipe.check(int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads), "head_dim")
+    return measure(model, samples, int(recipe.knobs["top"]), tick)
 
 
 def interpolated(high: int, low: int, count: int) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,6 +143,63 @@ def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None])
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def row_hooks(model: PreTrainedModel, rows: Callable[[int], Rows | None]) -> Iterator[None]:
+    """Before each decoder layer, cut what goes into it to ``rows(layer)``; None: everything. Hooks go on exit.
+
+    Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens.
+    """
+
+    def cut(index: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found = rows(index)
+            if found is None:
+                return None
+            kwargs = dict(kwargs)
+            if "hidden_states" in kwargs:
+                kwargs["hidden_states"] = found.of_previous(kwargs["hidden_states"])
+            else:
+                args = (found.of_previous(args[0]), *args[1:])
+            for name in ("position_ids", "position_embeddings"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = found.of_prompt(kwargs[name])
+            return args, kwargs
+
+        return before
+
+    decoders = decoder_layers(model)
+    handles = [m.register_forward_pre_hook(cut(i), with_kwargs=True) for i, m in enumerate(decoders)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tokens that a layer reads: their places among those of the layer before (None: all), their positions."""
+
+    places: Tensor | None  # [m]
+    positions: Tensor  # [m]
+
+    def of_previous(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, m', d] as the layer before left them -> [B, m, d]."""
+        return hidden if self.places is None else hidden.index_select(1, self.places.to(hidden.device))
+
+    def of_prompt(self, given: Any) -> Any:
+        """Position ids [B, n], or rotations [B, n, D] as a tuple, of the whole prompt -> of these tokens."""
+        if isinstance(given, tuple):
+            return tuple(self.of_prompt(t) for t in given)
+        return given.index_select(1, self.positions.to(given.device))
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that hold an attention module each, in layer order."""
+    owner = {child: m for m in model.modules() for child in m.children()}
+    return [owner[attention] for attention in attention_modules(model)]
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:

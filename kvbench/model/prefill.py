@@ -9,7 +9,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -21,34 +21,42 @@ from kvbench.cache import ops
 from kvbench.cache.pack import quantise_zero_point
 from kvbench.calibration.weights import check_calibrated
 from kvbench.errors import UsageError
+from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.layers import Layers
 from kvbench.model.adapted import adapted
 from kvbench.model.attention_rows import attend_rows, column_sums
 from kvbench.model.interface import (
     KvbenchLayer,
+    Rows,
     attached,
     check_family,
     head_counts,
     layer_hooks,
+    row_hooks,
     sliding_window,
     synchronise,
 )
 from kvbench.model.lowrank import lifts
-from kvbench.types import Cache, Needs, Observation
+from kvbench.types import Cache, Needs, Observation, per_head
 
 EXACT = 0
+CHOSEN_BY = 5  # first tokens by which heads are grouped
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Share = Callable[[Tensor, Tensor, float], Tensor | None]
 
 
 class PromptLayer(KvbenchLayer):
     """One layer while the prompt is read: causal attention over its keys and values, or over what ``read`` makes of
-    them, and the statistics that somebody needs."""
+    them, and the statistics that somebody needs.
 
-    def __init__(self, needs: Needs, plain: bool = False, read: Read | None = None) -> None:
+    ``share`` says, by the layer's queries and keys [H, n, D] and their scale, which query head's logits each takes.
+    """
+
+    def __init__(self, needs: Needs, plain: bool = False, read: Read | None = None, share: Share | None = None) -> None:
         super().__init__()
-        self.needs, self.plain, self.read = needs, plain, read
+        self.needs, self.plain, self.read, self.share = needs, plain, read, share
         self.read_k: Tensor | None = None
         self.last_q: Tensor | None = None
         self.first_q: Tensor | None = None
@@ -77,11 +85,15 @@ class PromptLayer(KvbenchLayer):
         for bits in sorted(self.needs.colsums_bits):
             coarse = quantise_zero_point(keys, bits).dequantise(torch.float32)
             self.colsums_q[bits] = self._column_sums(q, coarse, bits)
+        leads = None if self.share is None else self.share(q, keys, scale)
+        if leads is not None:
+            keys, values = per_head(keys, len(q))[leads], per_head(values, len(q))
+            q = q[leads]
         if self.plain or window is not None:
             return attend_rows(q, keys, values, scale, window)[None]
-        gqa = query.shape[1] != keys.shape[0]
+        gqa = q.shape[0] != keys.shape[0]
         return F.scaled_dot_product_attention(
-            query, keys[None], values[None], is_causal=True, scale=scale, enable_gqa=gqa
+            q[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=gqa
         )
 
     def _column_sums(self, query: Tensor, keys: Tensor, bits: int) -> Tensor:
@@ -106,17 +118,20 @@ def observe(
     needs: Needs,
     on_layer: OnLayer,
     plain: bool = False,
-    read: Read | None = None,
+    chain: Chain | None = None,
 ) -> tuple[Tensor, dict[int, float]]:
     """Read ``input_ids`` [n] once and hand every finished layer to ``on_layer``.
 
     Returns the next token's logits [V] and the seconds that column sums took, by bit width of the keys. ``plain``
-    attends by fp32 softmax rows instead of PyTorch's fused attention. ``read`` turns a layer's keys and values
-    [Hk, n, D] into those that its attention reads.
+    attends by fp32 softmax rows instead of PyTorch's fused attention. The prompt is computed as ``chain`` has it: its
+    stages may read other keys and values than are stored, drop hidden states, or let heads share logits.
     """
     n_layers = int(model.config.num_hidden_layers)
-    layers = [PromptLayer(needs, plain, read) for _ in range(n_layers)]
+    chain = chain or Chain()
     n = input_ids.shape[0]
+    read = chain.read if any(type(s).read is not Stage.read for s in chain.stages) else None
+    layers = [PromptLayer(needs, plain, read, _share(chain, n, i, n_layers)) for i in range(n_layers)]
+    alive: list[Rows | None] = [None] * (n_layers + 1)
     prompt = zlib.crc32(input_ids.to("cpu", torch.int64).numpy().tobytes())
 
     lifted = lifts(model)
@@ -125,10 +140,11 @@ def observe(
     def finished(index: int, hidden: Tensor) -> None:
         layer = layers[index]
         k, v = layer.take()
+        here = alive[index]
         observation = Observation(
             layer=index,
             n_layers=n_layers,
-            n=n,
+            n=k.shape[1],
             scale=layer.scale,
             prompt=prompt,
             last_q=layer.last_q,
@@ -139,12 +155,16 @@ def observe(
             read_k=layer.read_k,
             latents=(lifted[index].k.take(), lifted[index].v.take()) if lifted else None,
             inv_freq=inv_freq,
+            length=n,
+            positions=None if here is None else here.positions,
         )
+        alive[index + 1] = _next_rows(chain, observation, k)
         layer.last_q = layer.first_q = layer.colsums = layer.read_k = None
         layer.colsums_q = {}
         on_layer(observation, k, v)
 
-    with torch.no_grad(), attached(model), layer_hooks(model, finished):
+    cutting = row_hooks(model, alive.__getitem__) if chain.hidden else nullcontext()
+    with torch.no_grad(), attached(model), layer_hooks(model, finished), cutting:
         out = model(
             input_ids=input_ids[None],
             position_ids=torch.arange(n, device=input_ids.device)[None],
@@ -154,6 +174,28 @@ def observe(
         )
     seconds = {bits: sum(layer.colsums_s[bits] for layer in layers) for bits in layers[0].colsums_s}
     return out.logits[0, -1].clone(), seconds
+
+
+def _share(chain: Chain, n: int, layer: int, n_layers: int) -> Share | None:
+    sharer = chain.sharer
+    if sharer is None:
+        return None
+
+    def share(q: Tensor, k: Tensor, scale: float) -> Tensor | None:
+        return sharer.leads(q[:, :CHOSEN_BY], k[:, :CHOSEN_BY], n, layer, n_layers, scale)
+
+    return share
+
+
+def _next_rows(chain: Chain, obs: Observation, keys: Tensor) -> Rows | None:
+    """What the layer after ``obs`` reads, by the attention in this one."""
+    if chain.hidden is None or obs.layer + 1 == obs.n_layers:
+        return None
+    before = obs.where(keys.device)
+    if chain.rows(obs.prompt_tokens, obs.layer + 1, obs.n_layers) == obs.n:
+        return None if obs.positions is None else Rows(None, before)
+    places = chain.hidden.keep_hidden(keys if obs.read_k is None else obs.read_k, obs)
+    return Rows(places, before[places])
 
 
 def prefill_chains(
@@ -209,14 +251,20 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
         for i, chain in enumerate(chains):
             with _clock(k.device, spent, i):
-                dense = ops.dense(k, v, heads=chain.heads(k.shape[0], query_heads), query_heads=query_heads)
+                dense = ops.dense(
+                    k,
+                    v,
+                    heads=chain.heads(k.shape[0], query_heads),
+                    query_heads=query_heads,
+                    positions=obs.positions,
+                    length=obs.prompt_tokens,
+                )
                 layers[i].add(dense, obs)
 
     total = [0.0]
     with _clock(ids.device, total, 0):
-        # chains of one prefill key read alike
-        read = chains[0].read if chains[0].prefill_key else None
-        logits, colsums_s = observe(model, ids, needs, on_layer, plain, read)
+        # chains of one prefill key compute the prompt alike
+        logits, colsums_s = observe(model, ids, needs, on_layer, plain, chains[0])
     n = ids.shape[0]
     forward = max(total[0] - sum(spent) - sum(colsums_s.values()), 0.0)
     owner = weakref.ref(model)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from calibrations import bound, ready
-from families import FAMILIES, build, prompt
+from families import FAMILIES, build, heads_of, prompt
 from passthrough import quantisers_pass_through
 
 import kvbench
@@ -27,6 +27,7 @@ from kvbench.methods.chain import Chain
 METHODS = tuple(m for m in registry.available() if m != "full")
 STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in METHODS}
 PARTNERS = {
+    "hidden": "{}+snapkv",
     "selector": "{}+think",
     "modifier": "h2o+{}",
     "prune": "snapkv+{}",
@@ -34,11 +35,18 @@ PARTNERS = {
     "mask": "snapkv+{}",
     "lowrank": "snapkv+{}",
 }
+
+
+def chained(method):
+    """Whether the method is also tested beside another: not if it evicts while decoding, nor if it stands alone."""
+    return not getattr(STAGES[method], "evicts", False) and STAGES[method].role != "share"
+
+
 CHAINS = tuple(
     dict.fromkeys(
         [
             *(m for m in METHODS if STAGES[m].role != "modifier"),
-            *(PARTNERS[STAGES[m].role].format(m) for m in METHODS if not getattr(STAGES[m], "evicts", False)),
+            *(PARTNERS[STAGES[m].role].format(m) for m in METHODS if chained(m)),
             "streamingllm+l2",
             "keynorm+l1",
             "think+kivi",
@@ -52,14 +60,16 @@ CHAINS = tuple(
             "twilight+palu",
             "refreekv+palu",
             "h2o+vatp+asvd",
+            "uncomp-stage+h2o+think+kivi",
+            "uncomp-stage+uncomp-group",
         ]
     )
 )
 PER = ("kv_head", "query_head")
 
 SMALL = {"kv_size": 24, "window": 8, "recent": 6, "observed": 8, "ratio": 0.4, "T": 0.6, "group": 4, "residual": 8}
-SMALL = {**SMALL, "multiple": 4, "probes": 1}
-NEUTRAL = {"kv_size": 10_000, "ratio": 0.0, "value_ratio": 0.0, "T": 0.0, "p": 1.0}
+SMALL = {**SMALL, "multiple": 4, "probes": 1, "share": 0.5}
+NEUTRAL = {"kv_size": 10_000, "ratio": 0.0, "value_ratio": 0.0, "T": 0.0, "p": 1.0, "least": 1.0, "share": 1.0}
 PROMPTS = ((70, 1), (47, 2))
 NEW = 6
 
@@ -82,7 +92,11 @@ def neutral(chain):
 def uniform(chain):
     """Whether the chain promises the same number of tokens in every layer and head."""
     s = chain.selector
-    return isinstance(s, Selector) and (type(s).expected, type(s).budget) == (Selector.expected, Selector.budget)
+    return (
+        not chain.hidden
+        and isinstance(s, Selector)
+        and (type(s).expected, type(s).budget) == (Selector.expected, Selector.budget)
+    )
 
 
 def supported(chain, family):
@@ -93,12 +107,6 @@ def supported(chain, family):
 def prefill(model, ids, entries, per="kv_head"):
     """``kvbench.prefill`` with random calibrations bound to the methods that need one."""
     return kvbench.prefill(model, ids, [ready(model, e, per) for e in entries])
-
-
-def heads_of(model):
-    c = model.config
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    return heads, getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
 
 
 def channels_of(segment):
@@ -172,7 +180,7 @@ def test_tokens_kept_are_those_declared_and_the_audit_passes(family, chain, per)
             for positions in ref.kept(layer):
                 assert positions == sorted(set(positions)) and positions[0] >= 0 and positions[-1] < p[0]
         assert measured.payload + measured.overhead == made.nbytes()
-        if per == "kv_head" and STAGES[chain.split("+")[0]].role in ("selector", "prune"):
+        if per == "kv_head" and STAGES[chain.split("+")[0]].role in ("hidden", "selector", "prune"):
             assert measured.payload < measured.full_bytes
 
 

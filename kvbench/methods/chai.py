@@ -1,0 +1,127 @@
+"""CHAI: heads that attend alike share one head's logits and keys (arXiv 2403.08058, section 3), as UNComp runs it.
+
+The numbers of clusters are those of UNComp's released code (https://github.com/menik1126/UNComp, run_longbench.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from kvbench.cache import ops
+from kvbench.methods.altered import HeadSharer
+from kvbench.types import LayerCache, Needs, Observation
+
+OBSERVED = 5
+_MIDDLE = (24, 30, 24, 30, 28, 28, 32, 32)
+_END = (18, 18, 20, 28, 18, 18, 18, 20, *(18,) * 6, 24, 32)
+LISTS: dict[str, tuple[int, ...]] = {
+    "llama2": (32, 32, *(30,) * 6, *_MIDDLE, *_END),
+    "llama2-13b": (*(32, 32, 30, 30) * 3, *(30,) * 4, *_MIDDLE, *_END),
+    "llama3": (32, 32, 30, 30, *(32,) * 4, *_MIDDLE, *(26,) * 15, 30),
+}
+MEAN = sum(LISTS["llama2"]) / (32 * 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chai(HeadSharer):
+    """Heads are clustered by what the first five tokens attend to; a cluster's lowest head computes for all of it.
+
+    Distance of two query heads = 1 - cosine of their 5 x 5 softmax(q k' * scale) without a causal mask; clusters merge
+    by average linkage until c are left, the pair of lowest indices first among equals. A head takes the logits of the
+    lowest head of its cluster, in the whole prompt and while decoding, and reads its own values with them. Keys are
+    held of the kv heads that a leading head reads: under GQA that saves nothing unless no head of a group leads.
+    Prompts of fewer than 6 tokens are left as they are.
+
+    clusters: c of each layer. [] is UNComp's list for the model's shape: llama2-13b for 40 layers of 40 heads; for 32
+    layers of 32 heads llama3 under GQA and else llama2; for any other shape llama2's mean, 794 / 1024 of the heads.
+    like: instead, one of UNComp's lists by name: ``llama2`` (32 layers, 794 of 1024 heads; also run with Mistral),
+    ``llama2-13b`` (40 layers, 1042 of 1600), ``llama3`` (32 layers, 900 of 1024).
+    share: instead, the fraction of the query heads that lead in every layer, rounded; 1 changes nothing.
+    """
+
+    id: ClassVar[str] = "chai"
+
+    clusters: tuple[int, ...] = ()
+    like: str | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        listed = isinstance(self.clusters, (list, tuple))
+        listed = listed and all(isinstance(c, int) and not isinstance(c, bool) and c >= 1 for c in self.clusters)
+        self.require("clusters", listed, "a list of whole numbers, 1 or more")
+        object.__setattr__(self, "clusters", tuple(self.clusters))
+        self.require("like", self.like is None or self.like in LISTS, f"null, {', '.join(LISTS)}")
+        real = isinstance(self.share, (int, float)) and not isinstance(self.share, bool)
+        ok = self.share is None or (real and 0 < self.share <= 1)
+        self.require("share", ok, "a fraction of the heads, above 0 and at most 1")
+        given = [knob for knob in ("clusters", "like", "share") if getattr(self, knob) not in ((), None)]
+        if len(given) > 1:
+            self.require(given[0], False, f"{' and '.join(given[1:])} says how many heads lead, too: give one of them")
+
+    def needs(self, n: int) -> Needs:
+        return Needs(first_q=OBSERVED)
+
+    def leading(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
+        if n <= OBSERVED:
+            return query_heads
+        counts = self.counts(n_layers, query_heads, kv_heads)
+        fits = len(counts) == n_layers and max(counts) <= query_heads
+        self.require(
+            "like" if self.like else "clusters", fits, f"the model has {n_layers} layers of {query_heads} query heads"
+        )
+        return counts[layer]
+
+    def counts(self, n_layers: int, query_heads: int, kv_heads: int) -> Sequence[int]:
+        """Clusters of each layer."""
+        if self.clusters:
+            return self.clusters
+        name = self.like
+        if name is None and self.share is None:
+            like = {(32, 32): "llama2" if kv_heads == query_heads else "llama3", (40, 40): "llama2-13b"}
+            name = like.get((n_layers, query_heads))
+        if name is not None:
+            return LISTS[name]
+        return [max(1, round((MEAN if self.share is None else self.share) * query_heads))] * n_layers
+
+    def leads(
+        self, first_q: torch.Tensor, first_k: torch.Tensor, n: int, layer: int, n_layers: int, scale: float
+    ) -> torch.Tensor | None:
+        heads = first_q.shape[0]
+        count = self.leading(n, layer, n_layers, heads, first_k.shape[0])
+        return None if count == heads else lead_heads(first_q, first_k, scale, count)
+
+    def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
+        if obs.first_q is None:
+            raise ValueError("chai reads the first queries, which were not observed")
+        held = ops.only_segment(cache)
+        first_k = held.k[:, :OBSERVED]
+        leads = self.leads(obs.first_q[:, :OBSERVED], first_k, obs.n, obs.layer, obs.n_layers, obs.scale)
+        if leads is None:
+            return cache
+        whole = ops.expand(cache)
+        return replace(whole, segments=(ops.share_keys(ops.only_segment(whole), leads),))
+
+
+def lead_heads(first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int) -> torch.Tensor:
+    """The lowest head of each head's cluster, of ``count`` clusters: first_q [Hq, m, D], first_k [Hk, m, D] -> [Hq].
+
+    In double precision on the CPU, so that it comes out alike wherever it is asked for.
+    """
+    q, k = (t.detach().to("cpu", torch.float64).contiguous() for t in (first_q, first_k))
+    maps = (q @ k.repeat_interleave(len(q) // len(k), dim=0).transpose(1, 2) * scale).softmax(dim=-1).flatten(1)
+    unit = maps / maps.norm(dim=1, keepdim=True)
+    distance = (1 - unit @ unit.T).clamp(min=0).fill_diagonal_(torch.inf)
+    lead = torch.arange(len(q))
+    for _ in range(len(q) - count):
+        a, b = sorted(divmod(int(distance.argmin()), len(q)))
+        sizes = [int((lead == x).sum()) for x in (a, b)]
+        row = (sizes[0] * distance[a] + sizes[1] * distance[b]) / sum(sizes)
+        row[[a, b]] = torch.inf
+        distance[a], distance[:, a] = row, row
+        distance[b], distance[:, b] = torch.inf, torch.inf
+        lead[lead == b] = a
+    return lead.to(first_q.device)

@@ -1,0 +1,144 @@
+"""UNComp's stage: hidden states leave between layers while the prompt is read (arXiv 2410.03090, section 3.3)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from kvbench.calibration.recipe import Recipe
+from kvbench.methods.altered import HiddenPruner
+from kvbench.methods.base import top_indices
+from kvbench.methods.uncomp import measure_uncomp, uncomp_recipe
+from kvbench.model.attention_rows import causal_softmax
+from kvbench.types import Needs, Observation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SCHEDULES = ("relative", "paper", "code")
+# appendix A.3: first layers of the groups between which the effective rank of the queries drops, by number of layers
+STARTS = {32: (0, 2, 15, 26, 31), 40: (0, 1, 3, 15, 23, 31, 35, 37)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UncompStage(HiddenPruner):
+    """Layer l reads the tokens of layer l - 1 that received most attention there: fewer in every group of layers.
+
+    a[j] = attention of token j from the last ``window`` queries of layer l - 1, summed over heads; ties go to the lower
+    index. Layer 0 reads everything. The cache of a layer holds what it read, at the original positions; a selector
+    behind chooses among those, and its budget still refers to the whole prompt.
+
+    schedule: ``relative``: the groups share the layers evenly, and the tokens kept fall linearly from all n in the
+    first group to ``least`` * n in the last. ``paper`` and ``code``, for models of 32 and 40 layers: the groups of
+    appendix A.3, and absolute numbers that fall from ``most`` to ``least_size``; a shorter prompt is not pruned. They
+    differ in where a step that is not whole is rounded (40 layers: 3731, 3366, ... or 3726, 3361, ...).
+    groups: with ``relative``, the number of groups, of equal sizes. starts: instead, their first layers, 0 first.
+    epsilon: instead, a new group begins where the effective rank of the queries (truncated, the mean over heads) falls
+    by more than this from one layer to the next (equation 11; the paper's is 1), by the calibration of uncomp-group.
+    least: with ``relative``, the fraction of the prompt that the last group keeps; 1 prunes nothing.
+    most: with ``paper`` and ``code``, tokens of the first group: 4096; for LLaMA-3 8096 in the paper, 8192 in the code.
+    least_size: with ``paper`` and ``code``, tokens of the last group, S_min: 1536; 512 in appendix E and table 3.
+    top, samples, tokens: of that calibration, as with uncomp-group.
+    window: last queries that are observed. last: last tokens that always stay, 8 as UNComp's window; released code
+    forces none, but without the final token there is nothing to predict from.
+    """
+
+    id: ClassVar[str] = "uncomp-stage"
+
+    schedule: str = "relative"
+    groups: int = 4
+    starts: tuple[int, ...] = ()
+    epsilon: float | None = None
+    least: float = 0.375
+    most: int = 4096
+    least_size: int = 1536
+    window: int = 8
+    last: int = 8
+    top: int = 32
+    samples: int = 100
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.require("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES))
+        self.require("groups", _whole(self.groups) and self.groups >= 1, "a number of groups, 1 or more")
+        ok = isinstance(self.starts, (list, tuple)) and all(_whole(i) for i in self.starts)
+        ok = ok and list(self.starts) == sorted(set(self.starts)) and (not self.starts or self.starts[0] == 0)
+        self.require("starts", ok, "an ascending list of layers that starts with 0")
+        object.__setattr__(self, "starts", tuple(self.starts))
+        self.require("starts", not self.starts or self.schedule == "relative", "a knob of schedule=relative only")
+        falls = self.epsilon is None or (isinstance(self.epsilon, (int, float)) and self.epsilon >= 0)
+        self.require("epsilon", falls, "a fall of the effective rank, 0 or more, or null")
+        free = self.epsilon is None or (self.schedule == "relative" and not self.starts)
+        self.require("epsilon", free, "a knob of schedule=relative, given instead of starts")
+        real = isinstance(self.least, (int, float)) and not isinstance(self.least, bool)
+        self.require("least", real and 0 < self.least <= 1, "a fraction of the prompt kept, above 0 and at most 1")
+        for knob in ("most", "least_size", "window", "last", "top", "samples"):
+            self.require(knob, _whole(getattr(self, knob)) and getattr(self, knob) >= 1, "a whole number, 1 or more")
+        self.require("tokens", self.tokens is None or (_whole(self.tokens) and self.tokens >= 2), "2 or more, or null")
+        self.require("least_size", self.least_size <= self.most, f"at most most={self.most}")
+
+    def check_layers(self, n_layers: int) -> None:
+        if self.schedule != "relative":
+            known = " and ".join(map(str, STARTS))
+            why = f"the model has {n_layers} layers, and this schedule is of models of {known}; use relative"
+            self.require("schedule", n_layers in STARTS, why)
+        elif self.starts:
+            self.require("starts", self.starts[-1] < n_layers, f"the model has layers 0 to {n_layers - 1}")
+
+    def recipe(self) -> Recipe | None:
+        return None if self.epsilon is None else uncomp_recipe(self.top, self.samples, self.tokens)
+
+    def calibrate(
+        self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+    ) -> dict[str, torch.Tensor]:
+        return measure_uncomp(model, samples, recipe, tick)
+
+    def needs(self, n: int) -> Needs:
+        return Needs(last_q=self.window)
+
+    def first_layers(self, n_layers: int) -> tuple[int, ...]:
+        """The first layer of each group."""
+        if self.schedule != "relative":
+            return STARTS[n_layers]
+        if self.starts:
+            return self.starts
+        if self.epsilon is not None:
+            from kvbench.calibration.entropy import drops
+
+            if self.calibration is None:
+                raise ValueError("uncomp-stage is used without its calibration")
+            return (0, *drops(self.calibration.tensors["erank_k"][0].tolist(), self.epsilon))
+        groups = min(self.groups, n_layers)
+        return tuple(-(-i * n_layers // groups) for i in range(groups))
+
+    def stages(self, n: int, groups: int) -> list[int]:
+        """The tokens that each of ``groups`` keeps of a prompt of n."""
+        if groups == 1:
+            return [n if self.schedule == "relative" else self.most]
+        if self.schedule == "relative":
+            return [int(n * (1 - (1 - self.least) * i / (groups - 1)) + 1e-9) for i in range(groups)]
+        step = (self.most - self.least_size) // (groups - 1)
+        if self.schedule == "paper":
+            return [*(self.most - i * step for i in range(groups - 1)), self.least_size]
+        return [self.most, *(self.least_size + (groups - 1 - i) * step for i in range(1, groups))]
+
+    def sizes(self, n: int, n_layers: int) -> list[int]:
+        starts = self.first_layers(n_layers)
+        wanted = self.stages(n, len(starts))
+        forced = min(n, self.last)
+        kept = [min(n, max(forced, wanted[bisect_right(starts, layer) - 1])) for layer in range(n_layers)]
+        return [n, *kept[1:]]
+
+    def keep_hidden(self, keys: torch.Tensor, obs: Observation) -> torch.Tensor:
+        size = self.sizes(obs.prompt_tokens, obs.n_layers)[obs.layer + 1]
+        received = causal_softmax(obs.queries(self.window), keys, obs.scale).sum(dim=(0, 1))
+        received[-self.last :] = torch.inf
+        return top_indices(received[None], size)[0]
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
