@@ -13,6 +13,7 @@ from kvbench.shape import Shape
 from kvbench.types import LayerCache, storage_bytes
 
 POSITION_BYTES = COUNT_BYTES = 4
+LEAD_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Held:
     """Bytes of storages by what they are for.
 
     Payload: ``exact`` keys and values as the model made them, packed ``codes`` and their ``scales`` (and minima).
-    Overhead: ``positions`` (and lengths of ragged heads), ``ids`` of channels, ``state`` that decoding goes on from.
+    Overhead: ``positions`` (and lengths of ragged heads), ``ids`` of channels and of leading heads, ``state`` that
+    decoding goes on from.
     """
 
     exact: int = 0
@@ -60,7 +62,7 @@ def held(layer: LayerCache) -> Held:
         packed = () if s.codes is None else (s.codes.k, s.codes.v)
         codes = storage_bytes(p.codes for p in packed)
         scales = storage_bytes(t for p in packed for t in (p.scale, p.low))
-        ids = storage_bytes(t for t in (s.key_channels, s.value_channels) if t is not None)
+        ids = storage_bytes(t for t in (s.key_channels, s.value_channels, s.leads) if t is not None)
         state = storage_bytes(s.state.values())
         found += Held(
             exact=storage_bytes(s.payload()) - codes - scales,
@@ -98,17 +100,26 @@ def declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declared | No
         return None
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     payload = overhead = tokens = 0
-    for (expected, kept), layers in counts.items():
+    for (expected, kept, rows), layers in counts.items():
         blocks = [chain.layout(k, shape.head_dim, itemsize) for k in kept]
         payload += layers * payload_bytes(blocks)
-        overhead += layers * _overhead(chain, expected, blocks, min(kept) >= n)
+        overhead += layers * _overhead(chain, expected, blocks, min(kept) >= rows)
         tokens += layers * sum(kept)
-    even = any(expected.low != expected.high for expected, _ in counts)
+    if chain.sharer is not None:
+        without = keyless(chain, shape, n)
+        if without is None:
+            return None
+        payload -= sum(without) * n * shape.head_dim * itemsize
+        overhead += sum(LEAD_BYTES * shape.query_heads for missing in without if missing)
+    even = any(expected.low != expected.high for expected, _, _ in counts)
     return Declared(tokens / (heads * shape.layers), payload, overhead, even)
 
 
-def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, tuple[int, ...]]] | None:
-    """How many layers have each promise, with the tokens of their heads; None where only the prompt decides."""
+def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, tuple[int, ...], int]] | None:
+    """How many layers have each promise, with the tokens that their heads keep and that they read.
+
+    None where only the prompt decides.
+    """
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     promises = [chain.expected(n, i, shape.layers, heads) for i in range(shape.layers)]
     free = [p for p in promises if p.low != p.high and p.total is None]
@@ -116,12 +127,21 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, 
     if free and left is None:
         return None
     shared = iter(spread((left or 0) - sum(sum(p.low) for p in promises if p.low == p.high), len(free)))
-    found: Counter[tuple[Expected, tuple[int, ...]]] = Counter()
-    for p in promises:
+    found: Counter[tuple[Expected, tuple[int, ...], int]] = Counter()
+    for i, p in enumerate(promises):
         even = spread(p.total if p.total is not None else next(shared), heads) if p.low != p.high else ()
         kept = p.low if p.low == p.high else tuple(even)
-        found[p, kept] += 1
+        found[p, kept, chain.rows(n, i, shape.layers)] += 1
     return found
+
+
+def keyless(chain: Chain, shape: Shape, n: int) -> list[int] | None:
+    """Stored heads without keys by layer, where query heads share logits; None where only the prompt decides."""
+    heads = chain.heads(shape.kv_heads, shape.query_heads)
+    leading = [chain.leading(n, i, shape.layers, shape.query_heads, shape.kv_heads) for i in range(shape.layers)]
+    if heads < shape.query_heads and min(leading) < shape.query_heads:
+        return None
+    return [shape.query_heads - c for c in leading]
 
 
 def spread(total: int, parts: int) -> list[int]:
@@ -154,8 +174,8 @@ def nominal(chain: Chain, shape: Shape, n: int, itemsize: int) -> float | None:
     counts = layer_counts(chain, shape, n)
     if counts is None:
         return None
-    each = {k: nominal_head(chain, k, shape.head_dim, itemsize) for _, kept in counts for k in kept}
-    return sum(layers * sum(each[k] for k in kept) for (_, kept), layers in counts.items())
+    each = {k: nominal_head(chain, k, shape.head_dim, itemsize) for _, kept, _ in counts for k in kept}
+    return sum(layers * sum(each[k] for k in kept) for (_, kept, _), layers in counts.items())
 
 
 def nominal_head(chain: Chain, slots: int, head_dim: int, itemsize: int) -> float:

@@ -8,9 +8,9 @@ from functools import lru_cache
 
 import torch
 
-from kvbench.accounting import Held, held, payload_bytes
+from kvbench.accounting import Held, held
 from kvbench.cache import ops
-from kvbench.cache.audit import check_positions, check_storages, overhead_formula
+from kvbench.cache.audit import check_positions, check_storages, overhead_formula, payload_formula
 from kvbench.methods.chain import Chain
 from kvbench.methods.layers import Layers
 from kvbench.shape import Shape
@@ -45,7 +45,10 @@ def random_layer(
 ) -> tuple[Observation, LayerCache]:
     """A dense layer of normal keys and values for a prompt of n tokens, and all that the chain reads of it."""
     g = torch.Generator().manual_seed(index)
-    needs = chain.needs(n)
+    needs, length = chain.needs(n), n
+    n = chain.rows(length, index, shape.layers)
+    # which tokens a layer reads does not matter here: the last ones
+    where = None if n == length else torch.arange(length - n, length)
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=g).to(dtype)
@@ -66,10 +69,12 @@ def random_layer(
         colsums_q={bits: received() for bits in needs.colsums_bits},
         hidden=normal(n, shape.query_heads * d) if needs.hidden else None,
         inv_freq=1e4 ** (-torch.arange(0, d, 2) / d),
+        length=length,
+        positions=where,
     )
     k, v = (t.clone() for t in _dense(shape.kv_heads, n, d, dtype))
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    return obs, ops.dense(k, v, heads=heads, query_heads=shape.query_heads)
+    return obs, ops.dense(k, v, heads=heads, query_heads=shape.query_heads, positions=where, length=length)
 
 
 @lru_cache(maxsize=1)
@@ -95,7 +100,8 @@ def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[t
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     alike: dict[object, list[int]] = {}
     for i in range(shape.layers):
-        alike.setdefault(chain.expected(n, i, shape.layers, heads), []).append(i)
+        leading = chain.leading(n, i, shape.layers, shape.query_heads, shape.kv_heads)
+        alike.setdefault((chain.expected(n, i, shape.layers, heads), leading), []).append(i)
     made = []
     for members in alike.values():
         obs, dense = random_layer(chain, shape, n, dtype, members[0])
@@ -115,7 +121,7 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> Measured:
         check_storages(chain.name, layer, i, storages)
         blocks = [chain.layout(k, shape.head_dim, dtype.itemsize) for k in kept]
         total += held(layer).times(many)
-        payload += many * payload_bytes(blocks)
+        payload += many * payload_formula(layer, blocks)
         overhead += many * overhead_formula(layer, blocks)
         tokens += many * sum(kept)
     return Measured(total, payload, overhead, tokens / (heads * shape.layers), len(layers))

@@ -73,9 +73,8 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         held_payload = storage_bytes(t for s in layer.segments for t in s.payload())
         held_overhead = layer.nbytes() - held_payload
         blocks = [chain.layout(k, head_dim, item, i) for k in kept]
-        with_keys = check_sharing(chain, layer, i, n_layers, kv_heads, heads)
-        want_payload = sum(b.value_bytes for head in blocks for b in head)
-        want_payload += sum(b.key_bytes for head in blocks[:with_keys] for b in head)
+        check_sharing(chain, layer, i, n_layers, kv_heads, heads)
+        want_payload = payload_formula(layer, blocks)
         if held_payload != want_payload:
             raise Refused(
                 f"{chain.name}: layer {i} holds {held_payload} payload bytes for {_list(kept)} tokens per head, "
@@ -137,8 +136,8 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
     return [len(p) for p in kept]
 
 
-def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv_heads: int, heads: int) -> int:
-    """Stored heads whose keys are held; raises Refused unless as many query heads lead as the chain declares."""
+def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv_heads: int, heads: int) -> None:
+    """Raise Refused unless as many query heads lead as the chain declares, and the keys held are those they read."""
     declared = chain.leading(layer.prompt_tokens, index, n_layers, layer.query_heads, kv_heads)
     (segment, *_) = layer.segments
     found = layer.query_heads if segment.leads is None else len(segment.leads.unique())
@@ -146,12 +145,9 @@ def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv
         raise Refused(
             f"{chain.name}: layer {index} computes the logits of {found} query heads, the method declares {declared}"
         )
-    if segment.leads is None:
-        return heads
-    held = len(key_heads(segment.leads, heads))
-    if segment.k.shape[0] != held:
+    held = heads if segment.leads is None else len(key_heads(segment.leads, heads))
+    if segment.leads is not None and segment.k.shape[0] != held:
         raise Refused(f"{chain.name}: layer {index} holds keys of {segment.k.shape[0]} heads, {held} are read")
-    return held
 
 
 def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> None:
@@ -179,6 +175,14 @@ def _named(layer: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"a payload tensor of segment {i}", t
         for t in s.overhead():
             yield f"an overhead tensor of segment {i}", t
+
+
+def payload_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
+    """Keys and values of heads with these blocks; where heads share logits, keys only of those that are read."""
+    leads = layer.segments[0].leads
+    with_keys = len(blocks) if leads is None else len(key_heads(leads, len(blocks)))
+    values = sum(b.value_bytes for head in blocks for b in head)
+    return values + sum(b.key_bytes for head in blocks[:with_keys] for b in head)
 
 
 def overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:

@@ -28,7 +28,8 @@ def test_layers_of_every_method_hold_what_the_formula_says(method, n, per):
     assert found.agrees and found.off == 0
     said = accounting.declared(chain, SHAPE, n, 2)
     if said is None:
-        assert chain.name == "refreekv"
+        # where heads are grouped, the prompt decides in which groups one leads
+        assert chain.name == "refreekv" or (chain.name, per) == ("chai", "kv_head")
     else:
         assert (said.tokens, said.payload, said.overhead) == (
             found.tokens,
@@ -37,7 +38,9 @@ def test_layers_of_every_method_hold_what_the_formula_says(method, n, per):
         )
 
 
-@pytest.mark.parametrize("method", ["full", "snapkv+think", "adakv+think", "cake", "refreekv", "snapkv+kivi"])
+@pytest.mark.parametrize(
+    "method", ["full", "snapkv+think", "adakv+think", "cake", "refreekv", "snapkv+kivi", "uncomp-stage+h2o"]
+)
 def test_random_layers_hold_as_much_as_a_prompt_of_a_model(method):
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(200), [method])
