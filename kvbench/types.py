@@ -98,7 +98,7 @@ class Observation:
 
     def where(self, device: torch.device) -> Tensor:
         """The positions [n] of the tokens that this layer read."""
-        return torch.arange(self.n, device=device) if self.positions is None else self.positions
+        return torch.arange(self.n, device=device) if self.positions is None else self.positions.to(device)
 
     def queries(self, w: int) -> Tensor:
         """The last ``min(w, n)`` queries [Hq, w, D]; raises if no stage declared that it needs them."""

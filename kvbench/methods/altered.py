@@ -23,6 +23,9 @@ class AlteredPrefill(Stage):
         found = "" if self.calibration is None else self.calibration.sha256
         return f"{self.id}.{self.revision}({knobs}){found}"
 
+    def check_layers(self, n_layers: int) -> None:
+        """Raise UsageError for a model of ``n_layers`` that the stage has no numbers for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenPruner(AlteredPrefill):
@@ -32,9 +35,6 @@ class HiddenPruner(AlteredPrefill):
     """
 
     role: ClassVar[Role] = "hidden"
-
-    def check_layers(self, n_layers: int) -> None:
-        """Raise UsageError for a model of ``n_layers`` that the stage has no schedule for."""
 
     def sizes(self, n: int, n_layers: int) -> list[int]:
         """Tokens that each layer reads of a prompt of n: never more than the layer before."""

@@ -65,15 +65,22 @@ class Chai(HeadSharer):
     def needs(self, n: int) -> Needs:
         return Needs(first_q=OBSERVED)
 
+    def check_layers(self, n_layers: int) -> None:
+        given, knob = self.given()
+        self.require(knob, not given or len(given) == n_layers, f"the model has {n_layers} layers")
+
+    def check_heads(self, stored: int, query_heads: int) -> None:
+        given, knob = self.given()
+        self.require(knob, max(given, default=0) <= query_heads, f"the model has {query_heads} query heads")
+
+    def given(self) -> tuple[Sequence[int], str]:
+        """The clusters of each layer, where a knob names them, and that knob."""
+        return (LISTS[self.like], "like") if self.like else (self.clusters, "clusters")
+
     def leading(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
         if n <= OBSERVED:
             return query_heads
-        counts = self.counts(n_layers, query_heads, kv_heads)
-        fits = len(counts) == n_layers and max(counts) <= query_heads
-        self.require(
-            "like" if self.like else "clusters", fits, f"the model has {n_layers} layers of {query_heads} query heads"
-        )
-        return counts[layer]
+        return self.counts(n_layers, query_heads, kv_heads)[layer]
 
     def counts(self, n_layers: int, query_heads: int, kv_heads: int) -> Sequence[int]:
         """Clusters of each layer."""

@@ -220,8 +220,9 @@ class Chain:
                 f"method {self.name}: positions=rolled needs rotary positions, "
                 f"the family {family!r} learns its positions"
             )
-        if self.hidden is not None:
-            self.hidden.check_layers(n_layers)
+        for altered in (self.hidden, self.sharer):
+            if altered is not None:
+                altered.check_layers(n_layers)
         for stage in self.stages:
             if heads is not None:
                 stage.check_heads(self.heads(*heads), heads[1])

@@ -171,7 +171,14 @@ def test_impossible_knobs_are_refused(knobs, what):
         registry.parse({"method": "chai", **knobs})
 
 
-@pytest.mark.parametrize("knobs", [{"clusters": [2, 2]}, {"clusters": [2, 2, 5]}, {"like": "llama2"}])
-def test_clusters_of_another_model_are_refused(knobs):
-    with pytest.raises(UsageError, match=f"{next(iter(knobs))}.*the model has 3 layers of 4 query heads"):
+@pytest.mark.parametrize(
+    ("knobs", "what"),
+    [
+        ({"clusters": [2, 2]}, "clusters.*3 layers"),
+        ({"clusters": [2, 2, 5]}, "clusters.*4 query heads"),
+        ({"like": "llama2"}, "like='llama2'.*3 layers"),
+    ],
+)
+def test_clusters_of_another_model_are_refused(knobs, what):
+    with pytest.raises(UsageError, match=what):
         kvbench.prefill(build("llama"), prompt(40), [{"method": "chai", **knobs}])
