@@ -42,7 +42,7 @@ class UncompStage(HiddenPruner):
     least: with ``relative``, the fraction of the prompt that the last group keeps; 1 prunes nothing.
     most: with ``paper`` and ``code``, tokens of the first group: 4096; for LLaMA-3 8096 in the paper, 8192 in the code.
     least_size: with ``paper`` and ``code``, tokens of the last group, S_min: 1536; 512 in appendix E and table 3.
-    top, samples, tokens: of that calibration, as with uncomp-group.
+    top: eigenvalues that count in that calibration. samples: its windows of text. tokens: of each, as in uncomp-group.
     window: last queries that are observed. last: last tokens that always stay, 8 as UNComp's window; released code
     forces none, but without the final token there is nothing to predict from.
     """
