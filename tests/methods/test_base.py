@@ -96,6 +96,12 @@ def test_a_pair_is_refused_exactly_if_it_cannot_form_a_method(pair):
     if roles[0] == roles[1] != "modifier":
         with pytest.raises(UsageError, match=f"{pair[0]} and {pair[1]}.*at most one"):
             registry.parse(written)
+    elif "share" in roles:
+        with pytest.raises(UsageError, match="written alone"):
+            registry.parse(written)
+    elif "hidden" in roles and any(stage_of(m).rebalances for m in pair):
+        with pytest.raises(UsageError, match="one budget over layers"):
+            registry.parse(written)
     elif "modifier" in roles and "selector" not in roles:
         with pytest.raises(UsageError, match="needs one beside it"):
             registry.parse(written)
