@@ -101,7 +101,8 @@ def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[t
     alike: dict[object, list[int]] = {}
     for i in range(shape.layers):
         leading = chain.leading(n, i, shape.layers, shape.query_heads, shape.kv_heads)
-        alike.setdefault((chain.expected(n, i, shape.layers, heads), leading), []).append(i)
+        rows = chain.rows(n, i, shape.layers)
+        alike.setdefault((chain.expected(n, i, shape.layers, heads), rows, leading), []).append(i)
     made = []
     for members in alike.values():
         obs, dense = random_layer(chain, shape, n, dtype, members[0])

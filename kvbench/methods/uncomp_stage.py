@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvbench.calibration.recipe import Recipe
+from kvbench.errors import UsageError
 from kvbench.methods.altered import HiddenPruner
 from kvbench.methods.base import top_indices
 from kvbench.methods.uncomp import measure_uncomp, uncomp_recipe
@@ -110,7 +111,11 @@ class UncompStage(HiddenPruner):
             from kvbench.calibration.entropy import drops
 
             if self.calibration is None:
-                raise ValueError("uncomp-stage is used without its calibration")
+                raise UsageError(
+                    f"method {self.id} was not calibrated, and with epsilon={self.epsilon} its groups, hence its "
+                    "bytes, follow from that: leave epsilon out where no model is read (match=, bench), or see "
+                    "kvbench.calibrate"
+                )
             return (0, *drops(self.calibration.tensors["erank_k"][0].tolist(), self.epsilon))
         groups = min(self.groups, n_layers)
         return tuple(-(-i * n_layers // groups) for i in range(groups))

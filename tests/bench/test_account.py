@@ -53,6 +53,17 @@ def test_random_layers_hold_as_much_as_a_prompt_of_a_model(method):
         assert random.parts() == held.parts()
 
 
+def test_a_layer_that_reads_no_more_than_its_budget_is_not_taken_for_one_that_chooses():
+    model = build("llama")
+    entry = {"method": "uncomp-stage+snapkv", "least": 0.25, "kv_ratio": 0.25}
+    (cache,) = kvbench.prefill(model, prompt(200), [entry])
+    found = layers.measure(cache.chain, from_config(model.config), 200, torch.float32)
+    said = accounting.declared(cache.chain, from_config(model.config), 200, 4)
+    # the last layer stores positions once for all heads
+    assert [layer.segments[0].positions.shape[0] for layer in cache.layers] == [2, 2, 1]
+    assert found.agrees and found.held.total == said.total == cache.nbytes()
+
+
 def test_parts_are_told_apart():
     chain = parse("snapkv+think+kivi", {"kv_size": 228, "residual": 32, "recent": 32})
     held = layers.measure(chain, SHAPE, 300, torch.float16).held

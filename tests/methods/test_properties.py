@@ -62,6 +62,9 @@ CHAINS = tuple(
             "h2o+vatp+asvd",
             "uncomp-stage+h2o+think+kivi",
             "uncomp-stage+uncomp-group",
+            "uncomp-stage+palu",
+            "uncomp-stage+snapkv+asvd",
+            "uncomp-stage+twilight+palu",
         ]
     )
 )

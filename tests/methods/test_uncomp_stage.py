@@ -162,6 +162,11 @@ def test_later_layers_compute_fewer_rows_and_the_final_token_is_always_among_the
         assert layer.seen == n and layer.prompt_tokens == n
 
 
+def test_groups_by_a_calibration_are_not_guessed_without_one():
+    with pytest.raises(UsageError, match=r"not calibrated.*epsilon=1.0"):
+        UncompStage(epsilon=1.0).sizes(100, 4)
+
+
 def test_a_prompt_shorter_than_the_forced_tokens_is_read_whole():
     model = build("llama")
     cache, full = kvbench.prefill(model, prompt(6), [{"method": "uncomp-stage", "least": 0.1}, "full"])
