@@ -7,7 +7,7 @@ heads, T new tokens, S slots of a ring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -187,6 +187,15 @@ class CodedRows:
         self.v.keep(at)
 
 
+def unpacked(packed: Packed, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The blocks of ``packed`` as numbers, one at a time: each is gone when the next one comes."""
+    scratch: Tensor | None = None
+    for heads, tokens, part in packed.blocks():
+        if scratch is None or scratch.numel() < part.shape.numel():
+            scratch = torch.empty(part.shape.numel(), device=packed.device)
+        yield heads, tokens, part.dequantise(dtype, scratch=scratch)
+
+
 def packed_logits(
     query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Callable[[Tensor], Tensor]
 ) -> Tensor:
@@ -197,8 +206,8 @@ def packed_logits(
     if channels is not None:
         q = q.gather(3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
     flat, found = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length)
-    for heads, tokens, part in keys.blocks():
-        found[heads, :, tokens] = flat[heads] @ estimate(part.dequantise(query.dtype)).transpose(1, 2)
+    for heads, tokens, part in unpacked(keys, query.dtype):
+        found[heads, :, tokens] = flat[heads] @ estimate(part).transpose(1, 2)
     return found.view(u, hq, t, length)
 
 
@@ -208,6 +217,6 @@ def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
     h, c = values.shape[1], values.shape[3]
     flat = probs.reshape(u * h, hq // h * t, length)
     out = flat.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
-    for heads, tokens, part in values.blocks():
-        out[heads] += weigh(flat[heads, None, :, tokens], part.dequantise(probs.dtype)[:, None])[:, 0]
+    for heads, tokens, part in unpacked(values, probs.dtype):
+        out[heads] += weigh(flat[heads, None, :, tokens], part[:, None])[:, 0]
     return out.view(u, hq, t, c)
