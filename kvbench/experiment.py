@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ from kvbench.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.cli.rewrite import entries
 from kvbench.config import RunConfig
 from kvbench.errors import UsageError
+from kvbench.listener import Listener, Listeners, Status
 from kvbench.model import load
 from kvbench.model.interface import head_counts
 from kvbench.plan import Cell, Group, build_groups, pending
@@ -160,21 +161,52 @@ def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
     return Prepared(cfg, source, tokenizer, tuple(groups), context, identity["dtype"], store, session, matched)
 
 
-def measure(prepared: Prepared, quiet: bool = False) -> dict[str, Any]:
+def measure(prepared: Prepared, quiet: bool = False, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
     """Measure what is missing, write each cell's metrics, and return the report of this run."""
+    told = Listeners(listeners)
+    over: set[str] = set()
+    try:
+        told.begin(prepared)
+        _measure_groups(prepared, quiet, told, over)
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+        for group in prepared.groups:
+            _end(prepared, replace(group, cells=tuple(c for c in group.cells if c.id not in over)), told, reason)
+        raise
+    finally:
+        told.close()
+    return report(prepared)
+
+
+def _measure_groups(prepared: Prepared, quiet: bool, told: Listeners, over: set[str]) -> None:
+    """Measure group after group; ``over`` gets the ids of the cells that the run is through with."""
     cfg, store = prepared.cfg, prepared.store
-    todo = prepared.todo()
-    if any(t["answers_to_do"] for t in todo):
+    groups = prepared.groups
+    host, facts = None, {}
+    if any(t["answers_to_do"] for t in prepared.todo()):
         threads = _set_threads(cfg, prepared.source.config)
         model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
-        host = make_host(prepared, model)
-        facts = provenance(model, threads)
+        host, facts = make_host(prepared, model), provenance(model, threads)
         groups = prepared.bound(model, quiet)
-        with progress(_totals(prepared), quiet) as tick:
-            for group in groups:
-                run_group(host, group, store, facts, cfg.shard, cfg.mix, tick)
-    write_metrics(prepared)
-    return report(prepared)
+    with progress(_totals(prepared), quiet) as tick:
+        for group in groups:
+            if host is not None:
+                run_group(host, group, store, facts, cfg.shard, cfg.mix, tick, told)
+            _end(prepared, group, told)
+            over.update(c.id for c in group.cells)
+
+
+def _end(prepared: Prepared, group: Group, told: Listeners, interrupted: str | None = None) -> None:
+    """Write the metrics of a group's cells and say how each ended; ``interrupted`` is why the rest was not measured."""
+    left = pending(group, {c.id: list(prepared.store.samples(c.id)) for c in group.cells})
+    waiting = {c.id for cells in left.values() for c in cells}
+    for cell in group.cells:
+        metrics = _write_metrics(prepared, group, cell)
+        reason = prepared.store.refusal(cell.id)
+        status: Status = "refused" if reason else "complete" if metrics and metrics["n"] == metrics["of"] else "partial"
+        if interrupted is not None and reason is None and cell.id in waiting:
+            status, reason = "interrupted", interrupted
+        told.ended(cell, status, metrics, reason)
 
 
 def make_host(prepared: Prepared, model: PreTrainedModel) -> Host:
@@ -233,15 +265,15 @@ def settings(prepared: Prepared) -> str:
     return "; ".join(parts) + "."
 
 
-def write_metrics(prepared: Prepared) -> None:
-    """Write metrics.json of every cell from all its samples, atomically."""
-    for group in prepared.groups:
-        for cell in group.cells:
-            samples = list(prepared.store.samples(cell.id).values())
-            if samples and prepared.store.refusal(cell.id) is None:
-                metrics = summarise(samples, group.task.metric, len(group.task.examples))
-                status = "complete" if metrics["n"] == metrics["of"] else "partial"
-                prepared.store.write_metrics(cell.id, {"status": status, **metrics})
+def _write_metrics(prepared: Prepared, group: Group, cell: Cell) -> dict[str, Any] | None:
+    """Write metrics.json of a cell from all its samples, atomically; None where there are none, or none to report."""
+    samples = list(prepared.store.samples(cell.id).values())
+    if not samples or prepared.store.refusal(cell.id) is not None:
+        return None
+    metrics = summarise(samples, group.task.metric, len(group.task.examples))
+    status = "complete" if metrics["n"] == metrics["of"] else "partial"
+    prepared.store.write_metrics(cell.id, {"status": status, **metrics})
+    return metrics
 
 
 def stop_tokens(prepared: Prepared) -> frozenset[int]:

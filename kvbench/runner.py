@@ -22,6 +22,7 @@ from kvbench.cache.audit import Measured, Refused, audit
 from kvbench.cache.peak import check_peak
 from kvbench.config import Sampling
 from kvbench.errors import KvbenchError, UsageError
+from kvbench.listener import Listeners
 from kvbench.metrics import score
 from kvbench.model.decode import Ending, extend_cache, generate_rows
 from kvbench.model.interface import attached, synchronise
@@ -78,6 +79,7 @@ class GroupRun:
     store: ResultStore
     writers: dict[str, Writer]
     tick: Tick
+    listeners: Listeners = field(default_factory=Listeners)
     refused: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
@@ -144,6 +146,7 @@ class GroupRun:
         self.store.clear_refusal(cell.id, example.id)
         self.writers[cell.id].append(line)
         self.tick(cell.label, 1)
+        self.listeners.stored(cell, line)
 
     def refuse(self, cell: Cell, reason: str, example: Example) -> None:
         """Take the cell out of the run and record why; its rows that wait are dropped."""
@@ -246,7 +249,14 @@ class GroupRun:
 
 
 def run_group(
-    host: Host, group: Group, store: ResultStore, provenance: dict[str, Any], shard: int, mix: bool, tick: Tick
+    host: Host,
+    group: Group,
+    store: ResultStore,
+    provenance: dict[str, Any],
+    shard: int,
+    mix: bool,
+    tick: Tick,
+    listeners: Listeners | None = None,
 ) -> dict[str, str]:
     """Measure what is missing of one group; returns the reasons of refused cells by cell id.
 
@@ -261,7 +271,7 @@ def run_group(
             if any(cell in cells for cells in todo.values()):
                 writers[cell.id] = store.open(cell, {**provenance, **cell.chain.provenance()}, shard, mix)
                 stack.callback(writers[cell.id].close)
-        run = GroupRun(host, store, writers, tick)
+        run = GroupRun(host, store, writers, tick, listeners or Listeners())
         stack.enter_context(attached(host.model))
         for example in group.examples:
             if example.id in todo:

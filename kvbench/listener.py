@@ -1,0 +1,61 @@
+"""What follows a run while it measures: a progress display, a logger. A run does not depend on any of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from kvbench.plan import Cell
+
+if TYPE_CHECKING:
+    from kvbench.experiment import Prepared
+
+Status = Literal["complete", "partial", "refused", "failed", "interrupted"]
+
+
+class Listener(Protocol):
+    """Told what happens, in this order. What it raises is reported once and it is told nothing more."""
+
+    def begin(self, prepared: Prepared) -> None:
+        """Everything was checked; called before the first prompt is read, also where nothing is left to do."""
+
+    def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
+        """``line`` is on disk: one new sample of ``cell``."""
+
+    def ended(self, cell: Cell, status: Status, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
+        """The run is through with ``cell``: once per cell of the run, with the metrics of all its samples."""
+
+    def close(self) -> None:
+        """The run is over, also after an interrupt or an error. Called once."""
+
+
+class Listeners:
+    """Several as one. A listener that fails is warned about on stderr and dropped: it never costs a sample."""
+
+    def __init__(self, listeners: Iterable[Listener] = ()) -> None:
+        self._listeners = list(listeners)
+
+    def begin(self, prepared: Prepared) -> None:
+        self._tell("begin", prepared)
+
+    def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
+        self._tell("stored", cell, line)
+
+    def ended(self, cell: Cell, status: Status, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
+        self._tell("ended", cell, status, metrics, reason)
+
+    def close(self) -> None:
+        self._tell("close")
+
+    def _tell(self, what: str, *args: Any) -> None:
+        for listener in list(self._listeners):
+            try:
+                getattr(listener, what)(*args)
+            except Exception as error:
+                self._listeners.remove(listener)
+                print(
+                    f"kvbench: {type(listener).__name__} failed ({type(error).__name__}: {error}) and is left out from "
+                    "here on; measuring goes on",
+                    file=sys.stderr,
+                )
