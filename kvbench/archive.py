@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvbench.errors import UsageError
-from kvbench.store import ResultStore, line_of, write_json
+from kvbench.store import ResultStore
+from kvbench.store_files import line_of, write_json
 
 
 def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:

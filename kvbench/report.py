@@ -10,7 +10,8 @@ import numpy as np
 
 from kvbench.metrics import metric, stats
 from kvbench.plan import Cell, Group
-from kvbench.store import ResultStore, Sample
+from kvbench.store import ResultStore
+from kvbench.store_files import Sample
 from kvbench.tasks.longbench import by_bucket
 
 FEWEST = 8

@@ -29,7 +29,8 @@ from kvbench.model.interface import attached, synchronise
 from kvbench.model.likelihood import teacher_force
 from kvbench.model.prefill import check_window, prefill_chains
 from kvbench.plan import Cell, Group, pending
-from kvbench.store import ResultStore, Sample, Writer
+from kvbench.store import ResultStore, Writer
+from kvbench.store_files import Sample
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
 from kvbench.types import Cache, Example

@@ -1,57 +1,103 @@
-"""Measured samples on disk: results/cells/<id>/{cell.json, samples-<shard>.jsonl, metrics.json, refused-*.json}.
+"""Measured samples on disk, below results/cells/<id>/:
 
-A sample is one appended line with a checksum. A torn or damaged line is reported and its example measured again;
-nothing that was measured is ever rewritten.
+    cell.json            what the cell is, how many examples it has, and what its samples were measured with
+    samples-<shard>.jsonl  one appended line per answer, with a checksum
+    metrics.json         means over all intact samples, made again from them at the end of every run
+    refused-*.json       an example that shows why the cell must not be reported
+    state-<shard>.json   there while a shard is measured, and after it failed or was interrupted
+    lock, lock-<shard>   locks that end with the process holding them
+
+What is promised. Nothing that was measured is ever rewritten. A torn or damaged line is reported, and its example is
+measured again; an example in several files counts once. Whatever ends the process (kill -9, a full disk), every line
+written before is still there. After a power cut every line is there that was written before the last sync: lines are
+synced when the oldest is SYNC_S old at the next line, by ``sync`` (the end of a batch), and when the cell is closed.
+Records and metrics are synced before they replace the old ones. metrics.json depends on the samples alone, not on
+their order or on the files they are in.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
 import os
+import socket
 import tempfile
+import time
 import zlib
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, get_args
 
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.plan import Cell
+from kvbench.store_files import (
+    Appender,
+    Sample,
+    disk_error,
+    line_of,
+    lock,
+    locked,
+    read_json,
+    read_lines,
+    write_json,
+)
 
-Sample = dict[str, Any]
+SYNC_S = 2.0
+SHARD_WAIT_S = 0.3
+RECORD_WAIT_S = 60.0
+Mark = Literal["started", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is known of a cell now.
+
+    ``status``: never, started (being measured now), partial, complete, refused, failed or interrupted. ``n`` of ``of``
+    examples are measured (``of`` None if unknown). ``measuring``: shards that a process is measuring. ``changed``: the
+    time of the last write, in seconds since the epoch.
+    """
+
+    status: str
+    n: int
+    of: int | None
+    reason: str | None = None
+    measuring: tuple[int, ...] = ()
+    changed: float | None = None
 
 
 @dataclass
 class Writer:
     """An open cell: appends samples to this shard's own file, under a lock that ends with the process."""
 
-    path: Path
-    lock: TextIO
-    out: TextIO
+    out: Appender
+    lock: int
+    state: Path
     provenance: int
+    ended: bool = False
+
+    @property
+    def path(self) -> Path:
+        return self.out.path
 
     def append(self, sample: Mapping[str, Any]) -> None:
         """Add one line, with the index of this process in the cell's provenance.
 
         A full disk is one clear error and loses nothing written before.
         """
-        try:
-            self.out.write(line_of({**sample, "provenance": self.provenance}))
-            self.out.flush()
-        except OSError as error:
-            raise _disk(error, self.path) from None
+        self.out.append(line_of({**sample, "provenance": self.provenance}).encode())
+        if self.out.unsynced is not None and time.monotonic() - self.out.unsynced >= SYNC_S:
+            self.out.sync()
 
     def close(self) -> None:
-        """Flush to the device and let go of the lock."""
-        with suppress(OSError, ValueError):
-            self.out.flush()
-            os.fsync(self.out.fileno())
-        with suppress(OSError):
+        """Sync, and let go of the lock. What was marked failed or interrupted stays marked."""
+        try:
             self.out.close()
-        self.lock.close()
+            if not self.ended:
+                with suppress(OSError):
+                    self.state.unlink(missing_ok=True)
+        finally:
+            with suppress(OSError):
+                os.close(self.lock)
 
 
 @dataclass
@@ -60,6 +106,7 @@ class ResultStore:
 
     root: Path
     warnings: list[str] = field(default_factory=list)
+    writers: dict[str, tuple[int, Writer]] = field(default_factory=dict, repr=False)
 
     def folder(self, cell_id: str) -> Path:
         return self.root / "cells" / cell_id
@@ -77,46 +124,115 @@ class ResultStore:
             ) from None
 
     def open(self, cell: Cell, provenance: Mapping[str, Any], shard: int, mix: bool) -> Writer:
-        """Start or resume a cell; refuses another device or torch version than its samples have, unless ``mix``."""
+        """Start or resume a cell and mark it started.
+
+        Refuses a shard that another process measures, and another device or torch version than the cell's samples
+        have, unless ``mix``.
+        """
         folder = self.folder(cell.id)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             index = self._register(cell, provenance, mix)
-            lock = (folder / f"lock-{shard}").open("w")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            held = lock(folder / f"lock-{shard}", SHARD_WAIT_S)
+            if held is None:
                 raise KvbenchError(
                     f"another process is measuring {cell.label} on {cell.column} (cell {cell.id}, shard {shard}); "
                     "wait for it, or give this one another shard with -m shard=0,1"
-                ) from None
-            path = folder / f"samples-{shard}.jsonl"
-            _end_torn_line(path)
-            return Writer(path, lock, path.open("a", encoding="utf-8"), index)
+                )
+            try:
+                out = Appender.open(folder / f"samples-{shard}.jsonl")
+            except OSError:
+                os.close(held)
+                raise
         except OSError as error:
-            raise _disk(error, folder) from None
+            raise disk_error(error, folder) from None
+        writer = Writer(out, held, folder / f"state-{shard}.json", index)
+        self.writers[cell.id] = (shard, writer)
+        self.mark(cell, "started")
+        return writer
+
+    def sync(self) -> None:
+        """Have every line written so far on the device: the end of a batch."""
+        for _, writer in self.writers.values():
+            writer.out.sync()
+
+    def mark(self, cell: Cell, status: Mark, reason: str | None = None) -> None:
+        """Record that measuring the cell has started, failed or was interrupted, for the shard that is open here.
+
+        ``open`` marks started, and closing ends that; what is marked failed or interrupted stays so until that shard
+        is opened again or the cell is complete. A cell left started by a process that is gone counts as interrupted.
+        A mark that cannot be written is left out: it is not worth another error than the one that it tells of.
+        """
+        if status not in get_args(Mark):
+            raise UsageError(f"a cell is marked {', '.join(get_args(Mark))}, not {status!r}")
+        shard, writer = self.writers.get(cell.id, (0, None))
+        if writer is not None:
+            writer.ended = status != "started"
+        process = {"host": socket.gethostname(), "pid": os.getpid()}
+        with suppress(KvbenchError, OSError):
+            if self.cell(cell.id) is None:
+                with self._record(cell):
+                    pass
+            path = self.folder(cell.id) / f"state-{shard}.json"
+            write_json(path, {"status": status, "reason": reason, "time": time.time(), **process})
+
+    def status(self, cell_id: str) -> Status:
+        """What is known of a cell, from its files alone; raises UsageError if its record is damaged."""
+        folder = self.folder(cell_id)
+        record, metrics = self.cell(cell_id), read_json(folder / "metrics.json") or {}
+        n = len(self.samples(cell_id))
+        of = (record or {}).get("of", metrics.get("of"))
+        measuring = tuple(sorted(int(p.name[5:]) for p in folder.glob("lock-*") if locked(p)))
+        written = [p.stat().st_mtime for kind in ("samples-*.jsonl", "*.json") for p in folder.glob(kind)]
+        changed = max(written, default=None)
+        found, reason = self._found(cell_id, record is not None, n, of, measuring)
+        return Status(found, n, of, reason, measuring, changed)
+
+    def _found(
+        self, cell_id: str, known: bool, n: int, of: int | None, measuring: tuple[int, ...]
+    ) -> tuple[str, str | None]:
+        refusal = self.refusal(cell_id)
+        if refusal is not None:
+            return "refused", refusal
+        if measuring:
+            return "started", None
+        if n and of is not None and n >= of:
+            return "complete", None
+        marks = self._marks(cell_id)
+        failed = [m for m in marks if m.get("status") == "failed"]
+        if failed:
+            return "failed", failed[-1].get("reason")
+        if marks:
+            died = marks[-1].get("status") == "started"
+            return "interrupted", "its process ended in the middle" if died else marks[-1].get("reason")
+        return ("partial", None) if known and n else ("never", None)
+
+    def _marks(self, cell_id: str) -> list[dict[str, Any]]:
+        """The marks of all shards, oldest first; one that cannot be read says nothing."""
+        marks = []
+        for path in sorted(self.folder(cell_id).glob("state-*.json")):
+            with suppress(UsageError):
+                marks.append(read_json(path) or {})
+        return sorted(marks, key=lambda m: float(m.get("time") or 0))
 
     def cell(self, cell_id: str) -> dict[str, Any] | None:
         """The cell's record, or None if it was never started."""
         return read_json(self.folder(cell_id) / "cell.json")
 
     def samples(self, cell_id: str) -> dict[str, Sample]:
-        """The cell's intact samples by example id, in the order of their ids; damaged lines become warnings."""
-        found: dict[str, Sample] = {}
+        """The cell's intact samples by example id, in the order of their ids; damaged lines become warnings.
+
+        Of several lines about one example the same one counts, whatever order and files they are in.
+        """
+        found: dict[str, tuple[bytes, Sample]] = {}
         for path in sorted(self.folder(cell_id).glob("samples-*.jsonl")):
-            try:
-                lines = path.read_bytes().split(b"\n")
-            except OSError as error:
-                raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-            for number, line in enumerate(lines, 1):
-                if not line:
-                    continue
-                sample = parse_line(line)
-                if sample is not None:
-                    found.setdefault(str(sample["id"]), sample)
-                elif number < len(lines):
-                    self._warn(f"{path}:{number} is damaged; that example counts as not measured")
-        return dict(sorted(found.items()))
+            lines = read_lines(path)
+            for line, sample in lines.intact:
+                name = str(sample["id"])
+                if name not in found or line < found[name][0]:
+                    found[name] = (line, sample)
+            for number in lines.damaged:
+                self._warn(f"{path}:{number} is damaged; that example counts as not measured")
+        return {name: sample for name, (_, sample) in sorted(found.items())}
 
     def refuse(self, cell: Cell, reason: str, example: str) -> None:
         """Record that the cell must not be reported, why, and the example that showed it."""
@@ -144,20 +260,31 @@ class ResultStore:
         """Ids of all cells that were started."""
         return sorted(p.parent.name for p in (self.root / "cells").glob("*/cell.json"))
 
-    def _register(self, cell: Cell, provenance: Mapping[str, Any], mix: bool) -> int:
-        """Write or extend the cell's record, one process at a time; returns this process's provenance index."""
+    @contextmanager
+    def _record(self, cell: Cell) -> Iterator[dict[str, Any]]:
+        """The cell's record, written if it is new, for one process at a time."""
         folder = self.folder(cell.id)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        held = lock(folder / "lock", RECORD_WAIT_S)
+        if held is None:
+            raise KvbenchError(f"{folder / 'lock'} has been held by another process for {RECORD_WAIT_S:g} s")
+        try:
             record = self.cell(cell.id)
             if record is None:
-                identity = {"id": cell.id, "label": cell.label, "column": cell.column, "identity": cell.identity}
-                record = {**identity, "provenance": []}
+                what = {"id": cell.id, "label": cell.label, "column": cell.column, "of": len(cell.task.examples)}
+                record = {**what, "identity": cell.identity, "provenance": []}
+                write_json(folder / "cell.json", record)
+            yield record
+        finally:
+            os.close(held)
+
+    def _register(self, cell: Cell, provenance: Mapping[str, Any], mix: bool) -> int:
+        """Write or extend the cell's record; returns this process's provenance index."""
+        with self._record(cell) as record:
             known: list[dict[str, Any]] = record["provenance"]
             if dict(provenance) not in known:
                 self._check_same(cell, known, provenance, mix)
                 known.append(dict(provenance))
-                write_json(folder / "cell.json", record)
+                write_json(self.folder(cell.id) / "cell.json", record)
             return known.index(dict(provenance))
 
     def _check_same(self, cell: Cell, before: Iterable[Mapping[str, Any]], now: Mapping[str, Any], mix: bool) -> None:
@@ -173,62 +300,3 @@ class ResultStore:
     def _warn(self, text: str) -> None:
         if text not in self.warnings:
             self.warnings.append(text)
-
-
-def line_of(sample: Mapping[str, Any]) -> str:
-    """One JSON line that ends with the CRC-32 of everything before it."""
-    body = json.dumps(dict(sample), ensure_ascii=False)
-    return f'{body[:-1]}, "crc": {zlib.crc32(body.encode())}}}\n'
-
-
-def parse_line(line: bytes) -> Sample | None:
-    """The sample of one line without its checksum; None if it is torn or damaged."""
-    try:
-        text = line.decode("utf-8")
-        body, mark, crc = text.rpartition(', "crc": ')
-        if not mark or int(crc.rstrip("}")) != zlib.crc32(f"{body}}}".encode()):
-            return None
-        sample = json.loads(f"{body}}}")
-    except ValueError:
-        return None
-    return sample if isinstance(sample, dict) and "id" in sample else None
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file in one step: readers see the old or the new one, never half."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False, default=str), encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise _disk(error, path) from None
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON file's content, None if it does not exist; raises UsageError if it is damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); move it away to measure this cell again") from None
-    return content
-
-
-def _end_torn_line(path: Path) -> None:
-    """Close a line that an interrupted process left open, so that the next one starts on its own."""
-    if path.exists() and path.stat().st_size:
-        with path.open("rb+") as f:
-            f.seek(-1, os.SEEK_END)
-            if f.read(1) != b"\n":
-                f.write(b"\n")
-
-
-def _disk(error: OSError, path: Path) -> KvbenchError:
-    if error.errno == errno.ENOSPC:
-        return KvbenchError(
-            f"the disk is full: {path} could not be written. Everything before is safe; free some space and run the "
-            "same command again to go on"
-        )
-    return KvbenchError(f"{path} could not be written ({error.strerror}). Everything before is safe")

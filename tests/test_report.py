@@ -15,7 +15,8 @@ from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.render import _kept, _payload, render
-from kvbench.store import ResultStore, parse_line
+from kvbench.store import ResultStore
+from kvbench.store_files import parse_line
 
 
 def test_run_measures_what_it_says(tmp_path, capsys):

@@ -19,7 +19,8 @@ from kvbench.config import ChainConfig
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
-from kvbench.store import ResultStore, line_of, parse_line
+from kvbench.store import ResultStore
+from kvbench.store_files import line_of, parse_line
 
 
 def test_second_run_measures_nothing_and_a_new_method_reads_only_for_itself(tmp_path, capsys, monkeypatch):
@@ -113,10 +114,10 @@ def test_full_disk_is_one_message_and_keeps_what_was_written(tmp_path, monkeypat
 def test_disk_full_error_of_the_system_becomes_the_message(tmp_path):
     import errno
 
-    from kvbench.store import _disk
+    from kvbench.store_files import disk_error
 
-    assert "free some space" in str(_disk(OSError(errno.ENOSPC, "x"), tmp_path))
-    assert "could not be written" in str(_disk(OSError(errno.EIO, "I/O error"), tmp_path))
+    assert "free some space" in str(disk_error(OSError(errno.ENOSPC, "x"), tmp_path))
+    assert "could not be written" in str(disk_error(OSError(errno.EIO, "I/O error"), tmp_path))
 
 
 def test_another_device_or_torch_is_refused_without_mix(tmp_path, capsys):

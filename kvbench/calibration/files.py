@@ -16,7 +16,7 @@ from torch import Tensor
 import kvbench
 from kvbench.calibration.recipe import Calibration, Request, digest
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.store import read_json, write_json
+from kvbench.store_files import read_json, write_json
 
 FORMAT = 1
 

@@ -88,7 +88,8 @@ def _setting(setting: dict[str, Any]) -> str:
 
 
 def _runs(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from kvbench.store import ResultStore, read_json
+    from kvbench.store import ResultStore
+    from kvbench.store_files import read_json
 
     store = ResultStore(Path(args.results))
     items = []

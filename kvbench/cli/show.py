@@ -47,7 +47,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
-    from kvbench.store import ResultStore, read_json
+    from kvbench.store import ResultStore
+    from kvbench.store_files import read_json
 
     store = ResultStore(Path(args.results))
     record = store.cell(cell_id)

@@ -16,7 +16,8 @@ from kvbench.imports.scoring import Scored, printed
 from kvbench.imports.verdict import Source
 from kvbench.metrics import metric
 from kvbench.plan import SCHEMA
-from kvbench.store import ResultStore, line_of, write_json
+from kvbench.store import ResultStore
+from kvbench.store_files import line_of, write_json
 from kvbench.tasks.longbench import TASKS
 
 KIND = "imported"

@@ -1,0 +1,234 @@
+"""Files that survive what ends a process: lines with a checksum, JSON replaced in one step, locks that end with it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import KvbenchError, UsageError
+
+Sample = dict[str, Any]
+FULL = (errno.ENOSPC, errno.EDQUOT)
+RETRY_S = 0.02
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a file of samples holds: its intact lines in order, and the numbers of the others, counted from 1.
+
+    A last line without its newline is still being written, or was torn: it is not ``damaged``.
+    """
+
+    intact: tuple[tuple[bytes, Sample], ...]
+    damaged: tuple[int, ...]
+
+
+def line_of(sample: Mapping[str, Any]) -> str:
+    """One JSON line that ends with the CRC-32 of everything before it."""
+    body = json.dumps(dict(sample), ensure_ascii=False)
+    return f'{body[:-1]}, "crc": {zlib.crc32(body.encode())}}}\n'
+
+
+def parse_line(line: bytes) -> Sample | None:
+    """The sample of one line without its checksum; None if it is torn or damaged."""
+    try:
+        text = line.decode("utf-8")
+        body, mark, crc = text.rpartition(', "crc": ')
+        if not mark or int(crc.rstrip("}")) != zlib.crc32(f"{body}}}".encode()):
+            return None
+        sample = json.loads(f"{body}}}")
+    except ValueError:
+        return None
+    return sample if isinstance(sample, dict) and "id" in sample else None
+
+
+def read_lines(path: Path) -> Lines:
+    """The lines of a file of samples; raises UsageError if it cannot be read."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    parsed = [(line, parse_line(line)) for line in lines]
+    intact = tuple((line, sample) for line, sample in parsed if sample is not None)
+    damaged = (i for i, (line, sample) in enumerate(parsed, 1) if line and sample is None and i < len(parsed))
+    return Lines(intact, tuple(damaged))
+
+
+@dataclass
+class Appender:
+    """A file that only grows, by whole lines, in the hands of one process.
+
+    ``torn``: the file does not end with a newline, so the next line starts with one. ``unsynced``: the monotonic
+    time of the oldest line that the device may not have yet.
+    """
+
+    path: Path
+    fd: int
+    torn: bool
+    unsynced: float | None = None
+
+    @classmethod
+    def open(cls, path: Path) -> Appender:
+        """Open for appending, and create; the new name is on the device when this returns."""
+        new = not path.exists()
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        if new:
+            sync_folder(path.parent)
+        size = os.fstat(fd).st_size
+        return cls(path, fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n")
+
+    def append(self, line: bytes) -> None:
+        """Add one line that ends with a newline; raises KvbenchError, and loses nothing before, if it cannot."""
+        left = b"\n" + line if self.torn else line
+        self.torn = True
+        try:
+            while left:
+                left = left[os.write(self.fd, left) :]
+            if not os.fstat(self.fd).st_nlink:
+                raise KvbenchError(
+                    f"{self.path} was removed while it was written: the answers in it are gone. Run the same command "
+                    "again to measure them"
+                )
+        except OSError as error:
+            raise disk_error(error, self.path) from None
+        self.torn = False
+        self.unsynced = time.monotonic() if self.unsynced is None else self.unsynced
+
+    def sync(self) -> None:
+        """Have everything on the device; raises KvbenchError if the device will not take it."""
+        if self.unsynced is None:
+            return
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            raise KvbenchError(
+                f"{self.path}: the device did not take the last lines ({error.strerror}). Check it, then run the same "
+                "command again: lines that were lost or damaged are measured again"
+            ) from None
+        self.unsynced = None
+
+    def close(self) -> None:
+        """Sync and close; the file is closed also where the sync fails."""
+        try:
+            self.sync()
+        finally:
+            with suppress(OSError):
+                os.close(self.fd)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file in one step: readers see the old or the new one, never half, also after a power cut.
+
+    A file that says the same already is left alone.
+    """
+    data = json.dumps(content, indent=1, ensure_ascii=False, default=str).encode()
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with suppress(FileNotFoundError):
+            if path.read_bytes() == data:
+                return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise disk_error(error, path) from None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON file's content, None if it does not exist; raises UsageError if it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); move it away to measure this cell again") from None
+    return content
+
+
+def lock(path: Path, wait_s: float) -> int | None:
+    """An exclusive lock on a file, which is created, as a descriptor to close; None if another holds it for ``wait_s``.
+
+    It ends with the process, however that ends. Whoever only looks whether a lock is held takes it for a moment, so
+    ``wait_s`` should not be 0.
+    """
+    end = time.monotonic() + wait_s
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        # a file that was removed between opening and locking locks nothing any more
+        if _take(fd, fcntl.LOCK_EX, path) and _names(path, fd):
+            return fd
+        os.close(fd)
+        if time.monotonic() > end:
+            return None
+        time.sleep(RETRY_S)
+
+
+def locked(path: Path) -> bool:
+    """Whether a process holds the lock now."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _take(fd, fcntl.LOCK_SH, path)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the device, where the file system can do that."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(fd)
+
+
+def disk_error(error: OSError, path: Path) -> KvbenchError:
+    """What to tell of a failed write."""
+    if error.errno in FULL:
+        return KvbenchError(
+            f"the disk is full: {path} could not be written. Everything before is safe; free some space and run the "
+            "same command again to go on"
+        )
+    return KvbenchError(f"{path} could not be written ({error.strerror}). Everything before is safe")
+
+
+def _take(fd: int, kind: int, path: Path) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be locked ({error.strerror}): this file system has no locks between processes; give "
+            "results=FOLDER on another one"
+        ) from None
+    return True
+
+
+def _names(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
