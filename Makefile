@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 ARGS ?= method=snapkv+think ratio=0.4
+KILLS ?= 100
 
-.PHONY: help run test test-fast test-peers check smoke bench-overhead bench-memory bench-resident bench-bytes bench-decode bench-tiny verify-tables card clean
+.PHONY: help run test test-fast test-peers torture check smoke bench-overhead bench-memory bench-resident bench-bytes bench-decode bench-tiny verify-tables card clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -25,6 +26,9 @@ test-peers: .venv-peers/.ready  ## the same tokens as kvpress, in an environment
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,peers]' torch==2.13.0
 	@touch $@
+
+torture: $(VENV)/.ready  ## 100 kills and one full disk: nothing lost, nothing doubled; fewer with KILLS=10
+	$(PY) scripts/torture.py --kills $(KILLS)
 
 check: $(VENV)/.ready  ## lint, format and types
 	$(PY) -m ruff check .

@@ -9,10 +9,12 @@
 
 What is promised. Nothing that was measured is ever rewritten. A torn or damaged line is reported, and its example is
 measured again; an example in several files counts once. Whatever ends the process (kill -9, a full disk), every line
-written before is still there. After a power cut every line is there that was written before the last sync: lines are
-synced when the oldest is SYNC_S old at the next line, by ``sync`` (the end of a batch), and when the cell is closed.
-Records and metrics are synced before they replace the old ones. metrics.json depends on the samples alone, not on
-their order or on the files they are in.
+written before is still there. After a power cut every line is there that was synced: all lines older than SYNC_S are
+synced when the next line of any open cell is written, all lines of a cell when it is closed, and all when ``sync`` is
+called. Records and metrics are synced before they replace the old ones. metrics.json depends on the samples alone, not
+on their order or on the files they are in.
+
+Why not every line: a sync takes a thousand times as long as a write (``python -m kvbench.bench.sync`` prints both).
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ import socket
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -39,13 +42,15 @@ from kvbench.store_files import (
     locked,
     read_json,
     read_lines,
+    sync_folder,
     write_json,
 )
 
-SYNC_S = 2.0
+SYNC_S = 5.0
 SHARD_WAIT_S = 0.3
 RECORD_WAIT_S = 60.0
 Mark = Literal["started", "failed", "interrupted"]
+STATUSES = ("started", "complete", "partial", "refused", "failed", "interrupted", "never")
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Writer:
     lock: int
     state: Path
     provenance: int
+    written: Callable[[], None]
     ended: bool = False
 
     @property
@@ -85,8 +91,7 @@ class Writer:
         A full disk is one clear error and loses nothing written before.
         """
         self.out.append(line_of({**sample, "provenance": self.provenance}).encode())
-        if self.out.unsynced is not None and time.monotonic() - self.out.unsynced >= SYNC_S:
-            self.out.sync()
+        self.written()
 
     def close(self) -> None:
         """Sync, and let go of the lock. What was marked failed or interrupted stays marked."""
@@ -140,20 +145,25 @@ class ResultStore:
                 )
             try:
                 out = Appender.open(folder / f"samples-{shard}.jsonl")
+                # lines that are synced are lost all the same if the names of their file and folder are not
+                sync_folder(folder)
+                sync_folder(folder.parent)
             except OSError:
                 os.close(held)
                 raise
         except OSError as error:
             raise disk_error(error, folder) from None
-        writer = Writer(out, held, folder / f"state-{shard}.json", index)
+        writer = Writer(out, held, folder / f"state-{shard}.json", index, partial(self.sync, SYNC_S))
         self.writers[cell.id] = (shard, writer)
         self.mark(cell, "started")
         return writer
 
-    def sync(self) -> None:
-        """Have every line written so far on the device: the end of a batch."""
+    def sync(self, age_s: float = 0.0) -> None:
+        """Have every line on the device that was written ``age_s`` ago or before."""
+        before = time.monotonic() - age_s
         for _, writer in self.writers.values():
-            writer.out.sync()
+            if writer.out.unsynced is not None and writer.out.unsynced <= before:
+                writer.out.sync()
 
     def mark(self, cell: Cell, status: Mark, reason: str | None = None) -> None:
         """Record that measuring the cell has started, failed or was interrupted, for the shard that is open here.
@@ -173,38 +183,42 @@ class ResultStore:
                 with self._record(cell):
                     pass
             path = self.folder(cell.id) / f"state-{shard}.json"
-            write_json(path, {"status": status, "reason": reason, "time": time.time(), **process})
+            write_json(path, {"status": status, "reason": reason, "time": time.time(), **process}, sync=False)
 
     def status(self, cell_id: str) -> Status:
         """What is known of a cell, from its files alone; raises UsageError if its record is damaged."""
         folder = self.folder(cell_id)
-        record, metrics = self.cell(cell_id), read_json(folder / "metrics.json") or {}
-        n = len(self.samples(cell_id))
-        of = (record or {}).get("of", metrics.get("of"))
-        measuring = tuple(sorted(int(p.name[5:]) for p in folder.glob("lock-*") if locked(p)))
-        written = [p.stat().st_mtime for kind in ("samples-*.jsonl", "*.json") for p in folder.glob(kind)]
-        changed = max(written, default=None)
-        found, reason = self._found(cell_id, record is not None, n, of, measuring)
-        return Status(found, n, of, reason, measuring, changed)
-
-    def _found(
-        self, cell_id: str, known: bool, n: int, of: int | None, measuring: tuple[int, ...]
-    ) -> tuple[str, str | None]:
+        record, metrics = self.cell(cell_id) or {}, read_json(folder / "metrics.json") or {}
+        n, of = len(self.samples(cell_id)), record.get("of", metrics.get("of"))
+        before = self._marks(cell_id)
+        measuring = tuple(sorted(int(p.name.removeprefix("lock-")) for p in folder.glob("lock-*") if locked(p)))
+        # a mark that is there before and after is not one of a cell that is opened or closed meanwhile
+        marks = [m for m in self._marks(cell_id) if m in before]
+        failed = [m for m in marks if m.get("status") == "failed"]
         refusal = self.refusal(cell_id)
         if refusal is not None:
-            return "refused", refusal
-        if measuring:
-            return "started", None
-        if n and of is not None and n >= of:
-            return "complete", None
-        marks = self._marks(cell_id)
-        failed = [m for m in marks if m.get("status") == "failed"]
-        if failed:
-            return "failed", failed[-1].get("reason")
-        if marks:
+            status, reason = "refused", refusal
+        elif measuring:
+            status, reason = "started", None
+        elif n and of is not None and n >= of:
+            status, reason = "complete", None
+        elif failed:
+            status, reason = "failed", failed[-1].get("reason")
+        elif marks:
             died = marks[-1].get("status") == "started"
-            return "interrupted", "its process ended in the middle" if died else marks[-1].get("reason")
-        return ("partial", None) if known and n else ("never", None)
+            status, reason = "interrupted", "its process ended in the middle" if died else marks[-1].get("reason")
+        else:
+            status, reason = "partial" if n else "never", None
+        return Status(status, n, of, reason, measuring, self._changed(cell_id))
+
+    def _changed(self, cell_id: str) -> float | None:
+        """The time of the last write."""
+        times = []
+        for kind in ("samples-*.jsonl", "*.json"):
+            for path in self.folder(cell_id).glob(kind):
+                with suppress(FileNotFoundError):
+                    times.append(path.stat().st_mtime)
+        return max(times, default=None)
 
     def _marks(self, cell_id: str) -> list[dict[str, Any]]:
         """The marks of all shards, oldest first; one that cannot be read says nothing."""
@@ -212,7 +226,7 @@ class ResultStore:
         for path in sorted(self.folder(cell_id).glob("state-*.json")):
             with suppress(UsageError):
                 marks.append(read_json(path) or {})
-        return sorted(marks, key=lambda m: float(m.get("time") or 0))
+        return sorted(filter(None, marks), key=lambda m: float(m.get("time") or 0))
 
     def cell(self, cell_id: str) -> dict[str, Any] | None:
         """The cell's record, or None if it was never started."""
@@ -230,8 +244,12 @@ class ResultStore:
                 name = str(sample["id"])
                 if name not in found or line < found[name][0]:
                     found[name] = (line, sample)
-            for number in lines.damaged:
-                self._warn(f"{path}:{number} is damaged; that example counts as not measured")
+            if lines.damaged:
+                many = len(lines.damaged)
+                self._warn(
+                    f"{path}: {many} damaged line{'s do' if many > 1 else ' does'} not count (line "
+                    f"{', '.join(map(str, lines.damaged))}); python -m kvbench clean sets them aside"
+                )
         return {name: sample for name, (_, sample) in sorted(found.items())}
 
     def refuse(self, cell: Cell, reason: str, example: str) -> None:
@@ -250,11 +268,19 @@ class ResultStore:
 
     def clear_refusal(self, cell_id: str, example: str) -> None:
         """The example that the cell was refused for has passed the audit."""
-        (self.folder(cell_id) / f"refused-{zlib.crc32(example.encode()):08x}.json").unlink(missing_ok=True)
+        path = self.folder(cell_id) / f"refused-{zlib.crc32(example.encode()):08x}.json"
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_error(error, path) from None
 
     def write_metrics(self, cell_id: str, metrics: Mapping[str, Any]) -> None:
         """Replace metrics.json in one step."""
         write_json(self.folder(cell_id) / "metrics.json", metrics)
+
+    def folders(self) -> list[str]:
+        """Names of all cells' folders, also of those that have no record yet."""
+        return sorted(p.name for p in (self.root / "cells").glob("*") if p.is_dir() and p.name[0] != ".")
 
     def cells(self) -> list[str]:
         """Ids of all cells that were started."""
@@ -262,7 +288,7 @@ class ResultStore:
 
     @contextmanager
     def _record(self, cell: Cell) -> Iterator[dict[str, Any]]:
-        """The cell's record, written if it is new, for one process at a time."""
+        """The cell's record, to be extended by one process at a time; written when it is let go."""
         folder = self.folder(cell.id)
         held = lock(folder / "lock", RECORD_WAIT_S)
         if held is None:
@@ -272,8 +298,8 @@ class ResultStore:
             if record is None:
                 what = {"id": cell.id, "label": cell.label, "column": cell.column, "of": len(cell.task.examples)}
                 record = {**what, "identity": cell.identity, "provenance": []}
-                write_json(folder / "cell.json", record)
             yield record
+            write_json(folder / "cell.json", record)
         finally:
             os.close(held)
 
@@ -284,7 +310,6 @@ class ResultStore:
             if dict(provenance) not in known:
                 self._check_same(cell, known, provenance, mix)
                 known.append(dict(provenance))
-                write_json(self.folder(cell.id) / "cell.json", record)
             return known.index(dict(provenance))
 
     def _check_same(self, cell: Cell, before: Iterable[Mapping[str, Any]], now: Mapping[str, Any], mix: bool) -> None:

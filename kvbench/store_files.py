@@ -26,11 +26,12 @@ RETRY_S = 0.02
 class Lines:
     """What a file of samples holds: its intact lines in order, and the numbers of the others, counted from 1.
 
-    A last line without its newline is still being written, or was torn: it is not ``damaged``.
+    ``torn`` is a last line without its newline that cannot be read: it is being written, or its process was killed.
     """
 
     intact: tuple[tuple[bytes, Sample], ...]
     damaged: tuple[int, ...]
+    torn: int | None = None
 
 
 def line_of(sample: Mapping[str, Any]) -> str:
@@ -60,8 +61,9 @@ def read_lines(path: Path) -> Lines:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     parsed = [(line, parse_line(line)) for line in lines]
     intact = tuple((line, sample) for line, sample in parsed if sample is not None)
-    damaged = (i for i, (line, sample) in enumerate(parsed, 1) if line and sample is None and i < len(parsed))
-    return Lines(intact, tuple(damaged))
+    unread = [i for i, (line, sample) in enumerate(parsed, 1) if line and sample is None]
+    torn = unread.pop() if unread and unread[-1] == len(parsed) else None
+    return Lines(intact, tuple(unread), torn)
 
 
 @dataclass
@@ -79,11 +81,8 @@ class Appender:
 
     @classmethod
     def open(cls, path: Path) -> Appender:
-        """Open for appending, and create; the new name is on the device when this returns."""
-        new = not path.exists()
+        """Open for appending, and create."""
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        if new:
-            sync_folder(path.parent)
         size = os.fstat(fd).st_size
         return cls(path, fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n")
 
@@ -122,14 +121,15 @@ class Appender:
         try:
             self.sync()
         finally:
+            self.unsynced = None
             with suppress(OSError):
                 os.close(self.fd)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file in one step: readers see the old or the new one, never half, also after a power cut.
+def write_json(path: Path, content: Mapping[str, Any], sync: bool = True) -> None:
+    """Write a JSON file in one step: readers see the old or the new one, never half.
 
-    A file that says the same already is left alone.
+    With ``sync`` that holds after a power cut, too. A file that says the same already is left alone.
     """
     data = json.dumps(content, indent=1, ensure_ascii=False, default=str).encode()
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
@@ -141,9 +141,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         with temporary.open("xb") as out:
             out.write(data)
             out.flush()
-            os.fsync(out.fileno())
+            if sync:
+                os.fsync(out.fileno())
         temporary.replace(path)
-        sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -9,21 +9,25 @@ from textwrap import fill
 from typing import Any
 
 from kvbench import presets
-from kvbench.errors import unknown
+from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 
 EXAMPLES = """examples:
   python -m kvbench list
   python -m kvbench list methods --json
   python -m kvbench list presets            (every value with where it comes from)
-  python -m kvbench list runs"""
+  python -m kvbench list runs
+  python -m kvbench list runs status=failed,interrupted results=FOLDER
+  python -m kvbench list runs method=snapkv dataset=tiny/needle --json"""
 KINDS = ("methods", "datasets", "models", "metrics", "presets", "runs")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument(
-        "kind", nargs="*", help=f"{', '.join(KINDS)} (default: all but runs), and results=FOLDER for runs"
+        "kind",
+        nargs="*",
+        help=f"{', '.join(KINDS)} (default: all but runs); runs take results=, status=, model=, method=, dataset=",
     )
     parser.add_argument("--results", default="results", help="folder of results, for runs (default results)")
     parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
@@ -31,17 +35,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the lists asked for."""
-    folders = [k.partition("=")[2] for k in args.kind if k.startswith("results=")]
-    args.results = folders[-1] if folders else args.results
+    from kvbench.cli.runs import FILTERS, given
+
+    args.filters = given([k for k in args.kind if "=" in k], ("results", *FILTERS))
+    args.results = args.filters.pop("results", args.results)
     kinds = [k for k in args.kind if "=" not in k] or [k for k in KINDS if k != "runs"]
     for kind in kinds:
         if kind not in KINDS:
             raise unknown("kind of list", kind, KINDS)
+    if args.filters and "runs" not in kinds:
+        raise UsageError(f"{next(iter(args.filters))}= chooses among runs: python -m kvbench list runs ...")
     found = {kind: _LISTS[kind](args) for kind in kinds}
     if args.json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
         return 0
     for kind, items in found.items():
+        if kind == "runs":
+            print(_table(args, items), end="")
+            continue
         print(f"{kind}:")
         for item in items:
             knobs = " ".join(f"{k}={_short(v)}" for k, v in item.get("knobs", {}).items())
@@ -50,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
             for line in item.get("settings", ()) if kind in args.kind else ():
                 print(_setting(line))
         if not items:
-            print("  none yet" if kind == "runs" else "  none")
+            print("  none")
     return 0
 
 
@@ -88,21 +99,20 @@ def _setting(setting: dict[str, Any]) -> str:
 
 
 def _runs(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from kvbench.cli.runs import rows
     from kvbench.store import ResultStore
-    from kvbench.store_files import read_json
 
-    store = ResultStore(Path(args.results))
-    items = []
-    for cell in store.cells():
-        record = store.cell(cell) or {}
-        metrics = read_json(store.folder(cell) / "metrics.json") or {}
-        refused = store.refusal(cell)
-        state = f"refused: {refused}" if refused else f"{metrics.get('n', len(store.samples(cell)))} examples"
-        score = f", {metrics['metric']} {metrics['score']:.1f}" if metrics.get("score") is not None else ""
-        origin = f" (imported, {record['identity']['model']})" if record.get("kind") == "imported" else ""
-        about = f"{record.get('label')} on {record.get('column')}{origin}: {state}{score}"
-        items.append({"id": cell, "about": about})
-    return items
+    args.store = ResultStore(Path(args.results).expanduser())
+    return rows(args.store, args.filters)
+
+
+def _table(args: argparse.Namespace, items: list[dict[str, Any]]) -> str:
+    from kvbench.cli.runs import table
+
+    if items:
+        return table(items, args.store)
+    chosen = " ".join(f"{k}={v}" for k, v in args.filters.items())
+    return f"no runs in {args.store.root}{f' with {chosen}' if chosen else ' yet'}\n"
 
 
 def _short(value: Any) -> str:

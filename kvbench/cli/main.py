@@ -19,6 +19,7 @@ VERBS = {
     "data": "which datasets are there, and fetch them with checksums",
     "bench": "bytes of every method beside its formula, and what papers say about memory",
     "list": "what there is: methods, datasets, models, metrics, presets, runs",
+    "clean": "remove what runs left behind, and cells that are named; shows it first",
 }
 
 

@@ -48,6 +48,14 @@ BAD = {
     "run preset=vatp method=h2o variant=all": "preset=vatp sets it",
     "show preset=thonk": "unknown preset",
     "show abcdef --results {tmp}": "unknown cell",
+    "list runs status=done": "unknown status 'done'",
+    "list runs state=done": "unknown argument 'state=done'",
+    "list methods status=failed": "list runs",
+    "list runs cells=abc results={tmp}": "unknown cell 'abc'",
+    "clean results={tmp}/nowhere": "is not a folder",
+    "clean everything": "unknown argument 'everything'",
+    "clean status=failed status=never": "2 times",
+    "clean cells=abc results={tmp}": "unknown cell 'abc'",
 }
 
 
@@ -85,7 +93,7 @@ def test_help_and_version_do_not_import_torch():
     assert "run" in done.stdout
 
 
-@pytest.mark.parametrize("verb", ["run", "show", "list"])
+@pytest.mark.parametrize("verb", ["run", "show", "list", "clean"])
 def test_every_verb_has_help_with_examples(verb, capsys):
     with pytest.raises(SystemExit) as stop:
         main([verb, "--help"])

@@ -1,0 +1,73 @@
+"""clean: remove what runs left behind, and cells that are named."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+from kvbench.errors import KvbenchError, UsageError
+
+EXAMPLES = """examples:
+  python -m kvbench clean                              (shows what would go; nothing is removed)
+  python -m kvbench clean --yes
+  python -m kvbench clean status=failed,refused --yes  (these cells, with their samples)
+  python -m kvbench clean method=snapkv dataset=tiny/needle status=complete
+  python -m kvbench clean cells=ID,ID --yes            (ids: python -m kvbench list runs)
+
+Without status= or cells= no intact sample goes: cells in which nothing was measured, marks of runs that failed or were
+interrupted, half-written files, locks that nobody holds, and unreadable lines (moved into damaged-*.jsonl beside them).
+What is gone is measured again by the same run."""
+WORDS = {
+    "cell": "cells",
+    "mark": "marks of runs that ended early",
+    "temporary": "half-written files",
+    "lines": "files' unreadable lines (kept beside them)",
+    "lock": "locks that nobody holds",
+}
+KEYS = ("results", "cells", "status", "model", "method", "dataset")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    chosen = ", ".join(f"{k}=" for k in KEYS[1:])
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"results=FOLDER, and which cells: {chosen}")
+    parser.add_argument("--yes", action="store_true", help="remove; without it only show")
+    parser.add_argument("--json", action="store_true", help="print what goes as JSON on stdout")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Show what can go, and with --yes remove it."""
+    from kvbench.cli.runs import given, rows
+    from kvbench.store import ResultStore
+    from kvbench.store_clean import carry_out, leftovers, measuring, plan
+
+    filters = given(args.overrides, KEYS)
+    store = ResultStore(Path(filters.pop("results", "results")).expanduser())
+    if not store.root.is_dir():
+        raise UsageError(f"results={store.root} is not a folder: give results=FOLDER that runs were made in")
+    whole = "cells" in filters or "status" in filters
+    cells = [r["id"] for r in rows(store, filters)]
+    busy = {cell: shards for cell in cells if (shards := measuring(store, cell))}
+    if busy and "cells" in filters:
+        cell, shards = next(iter(busy.items()))
+        raise KvbenchError(
+            f"cells={cell}: shard {', '.join(map(str, shards))} of it is being measured now; stop that run first"
+        )
+    found = [*plan(store, cells, whole), *(leftovers(store) if not filters else ())]
+    if args.yes:
+        carry_out(store, found)
+    if args.json:
+        shown = [{"kind": r.kind, "cell": r.cell, "path": str(r.path), "about": r.about} for r in found]
+        print(json.dumps({"removed": args.yes, "items": shown, "busy": sorted(busy)}, indent=1, ensure_ascii=False))
+        return 0
+    for removal in found:
+        if removal.kind != "lock":
+            print(f"{removal.kind:<10} {removal.path.relative_to(store.root / 'cells')}: {removal.about}")
+    for cell in busy:
+        print(f"left alone {cell}: it is being measured now")
+    counts = Counter(r.kind for r in found)
+    total = ", ".join(f"{n} {WORDS[kind]}" for kind, n in counts.items()) or "nothing"
+    print(f"{'removed' if args.yes else 'would remove'} {total}" + ("" if args.yes or not found else "; --yes does it"))
+    return 0

@@ -1,0 +1,160 @@
+"""What of a store can go: cells without an answer, what killed processes left behind, and lines that nobody can read.
+
+Intact samples stay, unless their cell is named. A cell that is measured now is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+
+from kvbench.errors import KvbenchError, UsageError
+from kvbench.store import ResultStore
+from kvbench.store_files import disk_error, lock, locked, read_lines
+
+EMPTY = ("never", "failed", "interrupted")
+STALE_S = 60.0
+LOCK_WAIT_S = 0.3
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One thing to remove. ``kind``: cell, mark, lock, temporary, or lines (moved into a file beside)."""
+
+    kind: str
+    cell: str
+    path: Path
+    about: str
+    lines: tuple[int, ...] = ()
+
+
+def plan(store: ResultStore, cells: Collection[str], whole: bool) -> list[Removal]:
+    """What to remove of ``cells``; all of them with their samples if ``whole``. Cells measured now are left out."""
+    removals = []
+    for cell in cells:
+        if not measuring(store, cell):
+            removals += [_all_of(store, cell)] if whole else list(_waste(store, cell))
+    return removals
+
+
+def leftovers(store: ResultStore) -> list[Removal]:
+    """Cells that an earlier cleaning had taken out, and did not come to delete."""
+    folder = store.root / "cells"
+    return [Removal("cell", "", path, "half removed") for path in sorted(folder.glob(".removed-*"))]
+
+
+def measuring(store: ResultStore, cell: str) -> tuple[int, ...]:
+    """Shards of the cell that a process is measuring."""
+    folder = store.folder(cell)
+    return tuple(sorted(int(p.name.removeprefix("lock-")) for p in folder.glob("lock-*") if locked(p)))
+
+
+def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
+    """Remove, each cell under its locks; raises KvbenchError if one began to be measured meanwhile."""
+    for cell, group in groupby(removals, key=attrgetter("cell")):
+        with _alone(store, cell) if cell else nullcontext():
+            for removal in group:
+                try:
+                    _remove(store, removal)
+                except OSError as error:
+                    raise disk_error(error, removal.path) from None
+
+
+def _all_of(store: ResultStore, cell: str) -> Removal:
+    with suppress(UsageError):
+        n = len(store.samples(cell))
+        return Removal("cell", cell, store.folder(cell), f"{n} samples" if n else "nothing measured")
+    return Removal("cell", cell, store.folder(cell), "unreadable")
+
+
+def _waste(store: ResultStore, cell: str) -> Iterator[Removal]:
+    folder = store.folder(cell)
+    try:
+        status = store.status(cell)
+    except UsageError:
+        # a damaged record is for its owner to look at
+        return
+    if status.status in EMPTY and not status.n:
+        yield Removal("cell", cell, folder, f"{status.status}, nothing measured")
+        return
+    for path in sorted(folder.glob("state-*.json")):
+        yield Removal("mark", cell, path, f"{status.status}, {status.n} samples stay")
+    for path in sorted(folder.glob("*.tmp")):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > STALE_S:
+                yield Removal("temporary", cell, path, "half written")
+    for path in sorted(folder.glob("samples-*.jsonl")):
+        lines = read_lines(path)
+        unread = (*lines.damaged, *((lines.torn,) if lines.torn else ()))
+        if unread:
+            aside = damaged_path(path).name
+            yield Removal("lines", cell, path, f"{len(unread)} unreadable lines, moved to {aside}", unread)
+    for path in sorted(folder.glob("lock*")):
+        yield Removal("lock", cell, path, "held by nobody")
+
+
+def damaged_path(samples: Path) -> Path:
+    """Where the unreadable lines of a file of samples are moved."""
+    return samples.with_name(samples.name.replace("samples-", "damaged-", 1))
+
+
+def _remove(store: ResultStore, removal: Removal) -> None:
+    if not removal.cell:
+        shutil.rmtree(removal.path)
+    elif removal.kind == "cell":
+        # out of the way in one step: a cell is there or not, never half
+        gone = store.root / "cells" / f".removed-{removal.cell}-{secrets.token_hex(4)}"
+        removal.path.rename(gone)
+        shutil.rmtree(gone)
+    elif removal.kind == "lines":
+        _set_aside(removal.path)
+    else:
+        removal.path.unlink(missing_ok=True)
+
+
+def _set_aside(path: Path) -> None:
+    """Move the lines of a file of samples that cannot be read into the file beside it."""
+    lines = read_lines(path)
+    unread = {*lines.damaged, *((lines.torn,) if lines.torn else ())}
+    everything = path.read_bytes().split(b"\n")
+    bad = b"".join(everything[i - 1] + b"\n" for i in sorted(unread))
+    good = b"".join(line + b"\n" for i, line in enumerate(everything, 1) if line and i not in unread)
+    with damaged_path(path).open("ab") as out:
+        out.write(bad)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as out:
+            out.write(good)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(store: ResultStore, cell: str) -> Iterator[None]:
+    """Hold every lock of the cell, so that no process can start to measure it."""
+    folder = store.folder(cell)
+    with ExitStack() as stack:
+        names = ["lock", *sorted(p.name for p in folder.glob("lock-*") if re.fullmatch(r"lock-\d+", p.name))]
+        for name in names:
+            try:
+                held = lock(folder / name, LOCK_WAIT_S)
+            except OSError as error:
+                raise disk_error(error, folder / name) from None
+            if held is None:
+                raise KvbenchError(f"cell {cell} is being measured now; wait for it, or stop it first")
+            stack.callback(os.close, held)
+        yield
