@@ -36,21 +36,24 @@ class Lines:
 
 def line_of(sample: Mapping[str, Any]) -> str:
     """One JSON line that ends with the CRC-32 of everything before it."""
-    body = json.dumps(dict(sample), ensure_ascii=False)
-    return f'{body[:-1]}, "crc": {zlib.crc32(body.encode())}}}\n'
+    return _checked(json.dumps(dict(sample), ensure_ascii=False)) + "\n"
 
 
 def parse_line(line: bytes) -> Sample | None:
     """The sample of one line without its checksum; None if it is torn or damaged."""
     try:
         text = line.decode("utf-8")
-        body, mark, crc = text.rpartition(', "crc": ')
-        if not mark or int(crc.rstrip("}")) != zlib.crc32(f"{body}}}".encode()):
+        body = text.rpartition(', "crc": ')[0] + "}"
+        if text != _checked(body):
             return None
-        sample = json.loads(f"{body}}}")
+        sample = json.loads(body)
     except ValueError:
         return None
     return sample if isinstance(sample, dict) and "id" in sample else None
+
+
+def _checked(body: str) -> str:
+    return f'{body[:-1]}, "crc": {zlib.crc32(body.encode())}}}'
 
 
 def read_lines(path: Path) -> Lines:

@@ -1,6 +1,6 @@
 """Kill a run again and again, fill its disk, resume: nothing is lost, nothing doubled, the same metrics at the end.
 
-python scripts/torture.py --kills 100 [--seed 0] [--json]
+python scripts/torture.py --kills 100 [--examples 24] [--seed 0] [--json]
 
 Each life is the real main job in a child that is forked after the imports, so that a kill costs a second. It dies by
 ``kill -9`` at a random moment. In every second life a line is written in two halves with a pause between, so that many
@@ -34,7 +34,7 @@ from kvbench.cli.rewrite import rewrite
 from kvbench.store import ResultStore
 from kvbench.store_files import read_json, read_lines
 
-RUN = ["dataset=tiny/needle,tiny/listing", "length=256", "examples=24", "method=snapkv,snapkv+think", "batch_rows=6"]
+RUN = ["dataset=tiny/needle,tiny/listing", "length=256", "method=snapkv,snapkv+think", "batch_rows=6"]
 PAGE = 4096
 HALF_LINE_S = 0.08
 Sampled = dict[tuple[str, str], dict[str, Any]]
@@ -45,6 +45,7 @@ class Tally:
     """What happened, for the closing summary."""
 
     kills: int = 0
+    measuring: int = 0
     rounds: int = 0
     torn: int = 0
     damaged: int = 0
@@ -63,9 +64,11 @@ def main() -> int:
     """Torture, print the summary; 1 if anything was lost, doubled or different."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="kills that must land (default 100)")
+    parser.add_argument("--examples", type=int, default=24, help="of each of two tasks (default 24)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on stdout")
     args = parser.parse_args()
+    RUN.append(f"examples={args.examples}")
     start, chance, tally = time.monotonic(), random.Random(args.seed), Tally()
     with tempfile.TemporaryDirectory(prefix="kvbench-torture-") as folder:
         root = Path(folder)
@@ -96,8 +99,8 @@ def summary(tally: Tally, took: float) -> str:
     """The closing lines."""
     same = "identical to the undisturbed run" if not tally.different else f"DIFFERENT: {'; '.join(tally.different[:5])}"
     return (
-        f"{tally.kills} kills in {tally.rounds} rounds, {tally.torn} of them within a write; "
-        f"{tally.damaged} torn lines were left behind and measured again\n"
+        f"{tally.kills} kills in {tally.rounds} rounds, {tally.measuring} of them of lives that had written, "
+        f"{tally.torn} within a write; {tally.damaged} torn lines were left behind and measured again\n"
         f"lines that were on disk after a kill: {tally.lines} checked, {tally.lost} lost, {tally.doubled} doubled\n"
         f"samples and metrics of every round: {same}\n"
         f"full disk: {tally.disk}\n"
@@ -116,13 +119,15 @@ def torture(results: Path, kills: int, lasts: float, chance: random.Random, tall
             fork([*RUN, f"results={results}", *shard], results.with_suffix(".log"), tear if broken else None)
             for shard in ([[f"shards={shards}", f"shard={i}"] for i in range(shards)] if shards > 1 else [[]])
         ]
-        time.sleep(chance.uniform(0.0, 0.6 * lasts))
+        await_moment(results, before, lasts, chance)
         for pid in lives:
             os.kill(pid, signal.SIGKILL)
         ended = [os.waitpid(pid, 0)[1] for pid in lives]
         killed = sum(os.WIFSIGNALED(status) for status in ended)
         tally.kills += killed
-        before = check_files(results, before, tally)
+        now = check_files(results, before, tally)
+        tally.measuring += killed if now != before else 0
+        before = now
         if not killed:
             break
     if finish(results):
@@ -130,9 +135,25 @@ def torture(results: Path, kills: int, lasts: float, chance: random.Random, tall
     check_files(results, before, tally)
 
 
+def await_moment(results: Path, before: dict[Path, bytes], lasts: float, chance: random.Random) -> None:
+    """Sleep up to the kill: any moment of a life, or, as often, one soon after it has written something."""
+    if chance.random() < 0.5:
+        time.sleep(chance.uniform(0.0, 0.6 * lasts))
+        return
+    end = time.monotonic() + lasts
+    while time.monotonic() < end and read_files(results) == before:
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0.0, 0.2 * lasts))
+
+
+def read_files(results: Path) -> dict[Path, bytes]:
+    """What every file of samples holds."""
+    return {path: path.read_bytes() for path in sorted(results.glob("cells/*/samples-*.jsonl"))}
+
+
 def check_files(results: Path, before: dict[Path, bytes], tally: Tally) -> dict[Path, bytes]:
     """Hold every file of samples against what it held before: it may only have grown."""
-    now = {path: path.read_bytes() for path in sorted(results.glob("cells/*/samples-*.jsonl"))}
+    now = read_files(results)
     for path, data in before.items():
         whole = data[: data.rfind(b"\n") + 1]
         tally.lines += whole.count(b"\n")

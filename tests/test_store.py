@@ -3,44 +3,12 @@
 import json
 import multiprocessing
 import os
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
+from stored import FACTS, Cell, measure, sample
 
 from kvbench.errors import UsageError
 from kvbench.store import ResultStore, Status
-
-FACTS = {"device": "cpu", "torch": "2"}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """As much of a plan's cell as the store reads."""
-
-    id: str = "c0ffee"
-    label: str = "snapkv"
-    column: str = "tiny/needle"
-    size: int = 4
-
-    @property
-    def identity(self):
-        return {"task": self.column}
-
-    @property
-    def task(self):
-        return SimpleNamespace(examples=tuple(range(self.size)))
-
-
-def sample(number, **more):
-    return {"id": f"e{number}", "score": number / 10, "prediction": "é\u2028\n", **more}
-
-
-def measure(store, cell, numbers, shard=0):
-    writer = store.open(cell, FACTS, shard, mix=False)
-    for number in numbers:
-        writer.append(sample(number))
-    writer.close()
 
 
 def test_a_cell_from_never_to_complete(tmp_path):

@@ -1,0 +1,156 @@
+"""Real processes on one cell: kept apart on one shard, safe side by side on several."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import metrics_of
+from stored import FACTS, Cell, measure, sample
+
+from kvbench.cli.main import main
+from kvbench.errors import KvbenchError
+from kvbench.store import ResultStore
+from kvbench.store_files import lock, locked
+
+RUN = ["dataset=tiny/needle", "length=256", "method=snapkv"]
+
+
+def start(*arguments):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-m", "kvbench", "run", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_a_second_run_of_a_cell_is_refused_while_the_first_goes_on(tmp_path, capsys):
+    arguments = [*RUN, "examples=60", "batch_rows=2", f"results={tmp_path}"]
+    first, store = start(*arguments), ResultStore(tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while not any(store.status(c).n for c in store.cells()) and time.monotonic() < deadline:
+            assert first.poll() is None, first.stderr.read()
+            time.sleep(0.02)
+        assert main(["run", *arguments]) == 1
+        error = capsys.readouterr().err
+        assert "another process is measuring" in error
+        assert "-m shard=0,1" in error
+        assert first.poll() is None
+        assert main(["list", "runs", f"results={tmp_path}", "status=started", "--json"]) == 0
+        assert [r["measuring"] for r in json.loads(capsys.readouterr().out)["runs"]] == [[0], [0]]
+        cell = store.cells()[0]
+        assert main(["clean", f"results={tmp_path}", f"cells={cell}", "--yes"]) == 1
+        assert "is being measured now" in capsys.readouterr().err
+        assert main(["clean", f"results={tmp_path}", "--yes"]) == 0
+        assert capsys.readouterr().out.count("it is being measured now") == 2
+        before = {c: store.status(c).n for c in store.cells()}
+    finally:
+        first.kill()
+        first.communicate()
+    assert {store.status(c).status for c in store.cells()} == {"interrupted"}
+    assert all(store.status(c).n >= before[c] for c in before)
+
+
+@pytest.mark.slow
+def test_shards_at_the_same_time_are_together_the_single_run(tmp_path, capsys):
+    arguments = [*RUN, "examples=8"]
+    shards = [start(*arguments, "shards=2", f"shard={i}", f"results={tmp_path / 'two'}") for i in range(2)]
+    assert main(["run", *arguments, f"results={tmp_path / 'one'}"]) == 0
+    for shard in shards:
+        error = shard.communicate(timeout=240)[1]
+        assert shard.returncode == 0, error
+    lines = {p: len(p.read_bytes().splitlines()) for p in tmp_path.glob("two/cells/*/samples-*.jsonl")}
+    assert sum(lines.values()) == 16
+    assert len(lines) == 4
+    assert main(["run", *arguments, f"results={tmp_path / 'two'}"]) == 0
+    capsys.readouterr()
+    assert lines == {p: len(p.read_bytes().splitlines()) for p in tmp_path.glob("two/cells/*/samples-*.jsonl")}
+    assert metrics_of(tmp_path / "two") == metrics_of(tmp_path / "one")
+
+
+def spawn(count, target, *arguments):
+    """Run ``target(i, *arguments)`` in ``count`` processes at once; their exit statuses."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=target, args=(i, *arguments)) for i in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [p.exitcode for p in processes]
+
+
+def _own_shard(i, root):
+    measure_with(ResultStore(root), i, {**FACTS, "threads": i})
+
+
+def measure_with(store, shard, facts):
+    writer = store.open(Cell(size=80), facts, shard, mix=False)
+    for number in range(10):
+        writer.append(sample(10 * shard + number))
+    writer.close()
+
+
+def test_eight_shards_that_start_together_are_all_registered_and_lose_nothing(tmp_path):
+    assert spawn(8, _own_shard, tmp_path) == [0] * 8
+    store = ResultStore(tmp_path)
+    assert (store.status(Cell().id).status, store.status(Cell().id).n) == ("complete", 80)
+    known = store.cell(Cell().id)["provenance"]
+    assert sorted(p["threads"] for p in known) == list(range(8))
+    for found in store.samples(Cell().id).values():
+        assert known[found["provenance"]]["threads"] == int(found["id"][1:]) // 10
+
+
+def _same_shard(i, root):
+    store = ResultStore(root)
+    try:
+        writer = store.open(Cell(size=8), FACTS, 0, mix=False)
+    except KvbenchError:
+        sys.exit(3)
+    time.sleep(1.5)
+    writer.append(sample(i))
+    writer.close()
+
+
+def test_of_processes_that_start_together_on_one_shard_one_measures(tmp_path):
+    ended = spawn(5, _same_shard, tmp_path)
+    assert sorted(ended) == [0, 3, 3, 3, 3]
+    assert len(ResultStore(tmp_path).samples(Cell().id)) == 1
+
+
+def _look(i, root, until):
+    store = ResultStore(root)
+    while time.monotonic() < until:
+        store.status(Cell().id)
+
+
+def test_looking_at_a_cell_never_keeps_a_process_from_measuring_it(tmp_path):
+    measure(ResultStore(tmp_path), Cell(), [0])
+    context = multiprocessing.get_context("fork")
+    lookers = [context.Process(target=_look, args=(i, tmp_path, time.monotonic() + 2)) for i in range(3)]
+    for process in lookers:
+        process.start()
+    opened = 0
+    while any(p.is_alive() for p in lookers):
+        measure(ResultStore(tmp_path), Cell(), [1])
+        opened += 1
+    assert opened > 5
+    assert [p.exitcode for p in lookers] == [0] * 3
+
+
+def test_a_lock_whose_file_was_removed_locks_nothing(tmp_path):
+    path = tmp_path / "lock-0"
+    held = lock(path, 0.1)
+    assert locked(path)
+    assert lock(path, 0.1) is None
+    path.unlink()
+    again = lock(path, 0.1)
+    assert again is not None
+    os.close(held)
+    assert locked(path)
+    os.close(again)
+    assert not locked(path)
+    assert not locked(tmp_path / "absent")
