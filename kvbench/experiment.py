@@ -186,7 +186,7 @@ def _measure_groups(prepared: Prepared, quiet: bool, told: Listeners, over: set[
     if any(t["answers_to_do"] for t in prepared.todo()):
         threads = _set_threads(cfg, prepared.source.config)
         model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
-        host, facts = make_host(prepared, model), provenance(model, threads)
+        host, facts = make_host(prepared, model), {**provenance(model, threads), "model": _model_name(cfg)}
         groups = prepared.bound(model, quiet)
     with progress(_totals(prepared), quiet) as tick:
         for group in groups:
@@ -244,10 +244,14 @@ def report(prepared: Prepared) -> dict[str, Any]:
     return {"model": cfg.model.path, "settings": settings(prepared), **matched, **collected}
 
 
+def _model_name(cfg: RunConfig) -> str:
+    return cfg.model.name if cfg.model.name != "hf" else cfg.model.path
+
+
 def settings(prepared: Prepared) -> str:
     """One line that tells apart two tables with the same rows and columns."""
     cfg, plain = prepared.cfg, entries("dataset")
-    parts = [f"Model {cfg.model.name if cfg.model.name != 'hf' else cfg.model.path}, {prepared.dtype}"]
+    parts = [f"Model {_model_name(cfg)}, {prepared.dtype}"]
     if cfg.preset:
         plainly = presets.untouched(cfg.preset, cfg.model.name, (s.id for c in cfg.chains for s in c.chain.stages))
         parts.append(f"preset {cfg.preset}" + (f" (sets nothing of {', '.join(plainly)})" if plainly else ""))

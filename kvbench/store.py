@@ -14,7 +14,7 @@ synced when the next line of any open cell is written, all lines of a cell when 
 called. Records and metrics are synced before they replace the old ones. metrics.json depends on the samples alone, not
 on their order or on the files they are in.
 
-Why not every line: a sync takes a thousand times as long as a write (``python -m kvbench.bench.sync`` prints both).
+Why not every line: a sync takes hundreds of times as long as a write (``make bench-sync`` prints both).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kvbench.store_files import (
     write_json,
 )
 
-SYNC_S = 5.0
+SYNC_S = 10.0
 SHARD_WAIT_S = 0.3
 RECORD_WAIT_S = 60.0
 Mark = Literal["started", "failed", "interrupted"]
@@ -144,10 +144,13 @@ class ResultStore:
                     "wait for it, or give this one another shard with -m shard=0,1"
                 )
             try:
-                out = Appender.open(folder / f"samples-{shard}.jsonl")
-                # lines that are synced are lost all the same if the names of their file and folder are not
-                sync_folder(folder)
-                sync_folder(folder.parent)
+                path = folder / f"samples-{shard}.jsonl"
+                new = not path.exists()
+                out = Appender.open(path)
+                if new:
+                    # lines that are synced are lost all the same if the names of their file and folder are not
+                    sync_folder(folder)
+                    sync_folder(folder.parent)
             except OSError:
                 os.close(held)
                 raise

@@ -123,11 +123,9 @@ def _passes(r: Mapping[str, Any], filters: Mapping[str, str]) -> bool:
 
 def _model(record: Mapping[str, Any]) -> str:
     """The model's name as the last run gave it; of cells that were never told one, its fingerprint."""
-    model = record.get("identity", {}).get("model", "")
-    if isinstance(model, str):
-        return model
     names = [p["model"] for p in record.get("provenance", ()) if p.get("model")]
-    return str(names[-1] if names else model.get("fingerprint", ""))[:48]
+    model = record.get("identity", {}).get("model", "")
+    return str(names[-1] if names else model.get("fingerprint", "") if isinstance(model, dict) else model)
 
 
 def _ago(changed: str | None) -> str:

@@ -1,0 +1,183 @@
+"""list runs and clean, as a user calls them, on stores in every state."""
+
+import json
+import os
+import time
+
+import pytest
+from stored import FACTS, Cell, measure, sample
+
+from kvbench.cli.main import main
+from kvbench.report import summarise
+from kvbench.store import ResultStore
+
+SIZE = 10
+LONG = "a reason that is long enough to be broken into several lines, since lines of a hundred columns are the most"
+
+
+@pytest.fixture
+def store(tmp_path):
+    """One cell of every status, by the status as its id."""
+    store = ResultStore(tmp_path)
+    full = dict.fromkeys(("complete", "partial", "refused", "failed", "interrupted"), "tiny/needle length=256")
+    for name, column in full.items():
+        cell = Cell(name, f"snapkv+think kv_ratio=0.25 {name}=1", column, SIZE)
+        measure(store, cell, range(SIZE if name == "complete" else 4))
+        if name in ("complete", "partial"):
+            samples = list(store.samples(name).values())
+            store.write_metrics(name, summarise(samples, "f1", SIZE))
+    store.refuse(Cell("refused"), LONG, "e1")
+    for name in ("failed", "interrupted"):
+        store.mark(Cell(name), name, f"because {name}")
+    store.open(Cell("never", "h2o", "longbench/qasper", 200), {**FACTS, "model": "llama2-7b"}, 0, mix=False).close()
+    store.mark(Cell("empty", "h2o", "tiny/code"), "failed", "no memory")
+    (tmp_path / "cells" / "bare").mkdir()
+    return store
+
+
+def listed(capsys, store, *arguments):
+    assert main(["list", "runs", f"results={store.root}", *arguments, "--json"]) == 0
+    return {r["id"]: r for r in json.loads(capsys.readouterr().out)["runs"]}
+
+
+def cleaned(capsys, store, *arguments):
+    assert main(["clean", f"results={store.root}", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_status_is_listed_with_what_is_known(store, capsys):
+    found = listed(capsys, store)
+    assert {name: r["status"] for name, r in found.items()} == {
+        **{s: s for s in ("complete", "partial", "refused", "failed", "interrupted", "never")},
+        "empty": "failed",
+        "bare": "never",
+    }
+    assert [(found[s]["n"], found[s]["of"]) for s in ("complete", "partial", "never")] == [(10, 10), (4, 10), (0, 200)]
+    scores = [100 * sample(i)["score"] for i in range(SIZE)]
+    assert found["complete"]["score"] == pytest.approx(sum(scores) / SIZE)
+    assert found["complete"]["ci"][0] < found["complete"]["score"] < found["complete"]["ci"][1]
+    assert (found["refused"]["reason"], found["failed"]["reason"]) == (LONG, "because failed")
+    assert "score" not in found["refused"]
+    assert found["never"]["model"] == "llama2-7b"
+    assert found["partial"]["folder"] == str(store.folder("partial"))
+    age = time.time() - time.mktime(time.strptime(found["partial"]["changed"][:19], "%Y-%m-%dT%H:%M:%S"))
+    assert -1 < age < 60
+
+
+def test_a_score_of_fewer_samples_than_there_are_is_not_shown(store, capsys):
+    measure(store, Cell("partial"), [7])
+    assert "score" not in listed(capsys, store)["partial"]
+
+
+def test_the_table_fits_a_hundred_columns(store, capsys):
+    cell = Cell(
+        "f" * 16, "refreekv+" + "x" * 40 + " " + " ".join(f"knob{i}=0.123456" for i in range(9)), "a/" + "b" * 60
+    )
+    writer = store.open(
+        cell, {**FACTS, "model": "some-organisation/Some-Long-Model-Name-70B-Instruct-v0.1"}, 0, mix=False
+    )
+    assert main(["list", "runs", f"results={store.root}"]) == 0
+    out = capsys.readouterr().out
+    writer.close()
+    assert max(map(len, out.splitlines())) <= 100
+    assert "10 of 10" in out
+    assert "is being measured now, shard 0" in out
+    assert LONG in " ".join(out.split())
+    assert "9 cells in" in out
+    assert "1 started, 1 complete, 1 partial, 1 refused, 2 failed, 1 interrupted, 2 never." in " ".join(out.split())
+
+
+def test_filters(store, capsys):
+    assert set(listed(capsys, store, "status=failed,never")) == {"failed", "empty", "never", "bare"}
+    assert set(listed(capsys, store, "method=h2o")) == {"never", "empty"}
+    assert set(listed(capsys, store, "method=snapkv")) == set()
+    assert set(listed(capsys, store, "dataset=longbench,tiny/code")) == {"never", "empty"}
+    assert set(listed(capsys, store, "dataset=tiny", "status=complete")) == {"complete"}
+    assert set(listed(capsys, store, "model=llama2-7b")) == {"never"}
+    assert main(["list", "runs", f"results={store.root}", "model=x"]) == 0
+    assert capsys.readouterr().out == f"no runs in {store.root} with model=x\n"
+
+
+def test_a_damaged_record_is_listed_and_left_alone(store, capsys):
+    (store.folder("partial") / "cell.json").write_text("{")
+    assert listed(capsys, store)["partial"]["status"] == "damaged"
+    cleaned(capsys, store, "--yes")
+    assert len(store.samples("partial")) == 4
+    cleaned(capsys, store, "cells=partial", "--yes")
+    assert not store.folder("partial").exists()
+
+
+def test_clean_shows_first_and_then_keeps_every_intact_sample(store, capsys):
+    folder = store.folder("partial")
+    stale, fresh = folder / "metrics.json.0a.tmp", folder / "metrics.json.0b.tmp"
+    stale.write_text("{")
+    fresh.write_text("{")
+    os.utime(stale, (1, 1))
+    path = folder / "samples-0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"x" + lines[1] + b"".join(lines[2:]) + lines[0][:40])
+    before = {p: p.read_bytes() for p in sorted(store.root.rglob("*")) if p.is_file()}
+    samples = {c: store.samples(c) for c in store.folders()}
+    shown = cleaned(capsys, store)
+    assert {p: p.read_bytes() for p in sorted(store.root.rglob("*")) if p.is_file()} == before
+    kinds = {(i["kind"], i["cell"]) for i in shown["items"] if i["kind"] != "lock"}
+    assert kinds == {
+        *(("cell", c) for c in ("never", "empty", "bare")),
+        *(("mark", c) for c in ("failed", "interrupted")),
+        ("temporary", "partial"),
+        ("lines", "partial"),
+    }
+    done = cleaned(capsys, store, "--yes")
+    assert done["items"] == shown["items"]
+    after = ResultStore(store.root)
+    assert set(after.folders()) == {"complete", "partial", "refused", "failed", "interrupted"}
+    assert {c: after.samples(c) for c in after.folders()} == {c: s for c, s in samples.items() if s}
+    assert (folder / "damaged-0.jsonl").read_bytes() == b"x" + lines[1] + lines[0][:40] + b"\n"
+    assert not stale.exists()
+    assert fresh.exists()
+    assert not list(store.root.rglob("lock*"))
+    assert {after.status(c).status for c in ("failed", "interrupted")} == {"partial"}
+    assert not after.warnings
+    assert cleaned(capsys, store)["items"] == []
+    measure(after, Cell("partial"), [1])
+    assert list(after.samples("partial")) == ["e0", "e1", "e2", "e3"]
+
+
+def test_cells_that_are_named_go_with_their_samples(store, capsys):
+    shown = cleaned(capsys, store, "status=failed,complete", "dataset=tiny")
+    assert {i["cell"]: i["about"] for i in shown["items"]} == {
+        "complete": "10 samples",
+        "failed": "4 samples",
+        "empty": "nothing measured",
+    }
+    assert len(store.folders()) == 8
+    cleaned(capsys, store, "status=failed,complete", "dataset=tiny", "--yes")
+    assert set(store.folders()) == {"partial", "refused", "interrupted", "never", "bare"}
+    cleaned(capsys, store, "cells=refused,partial", "--yes")
+    assert set(store.folders()) == {"interrupted", "never", "bare"}
+    assert not list((store.root / "cells").glob(".*"))
+
+
+def test_what_an_interrupted_cleaning_left_is_removed_by_the_next(store, capsys):
+    gone = store.root / "cells" / ".removed-abc-00"
+    gone.mkdir()
+    (gone / "samples-0.jsonl").write_text("")
+    assert ("cell", str(gone)) in {(i["kind"], i["path"]) for i in cleaned(capsys, store)["items"]}
+    cleaned(capsys, store, "--yes")
+    assert not gone.exists()
+
+
+def test_what_is_measured_now_is_left_alone_or_refused(store, capsys):
+    writer = store.open(Cell("partial"), FACTS, 3, mix=False)
+    assert cleaned(capsys, store, "status=started,partial", "--yes") == {
+        "removed": True,
+        "items": [],
+        "busy": ["partial"],
+    }
+    assert main(["clean", f"results={store.root}", "cells=partial", "--yes"]) == 1
+    assert "cells=partial: shard 3 of it is being measured now; stop that run first" in capsys.readouterr().err
+    assert main(["clean", f"results={store.root}"]) == 0
+    assert "left alone partial: it is being measured now" in capsys.readouterr().out
+    writer.append(sample(9))
+    writer.close()
+    assert len(store.samples("partial")) == 5
