@@ -12,6 +12,7 @@ import pytest
 from runs import metrics_of
 from stored import FACTS, Cell, measure, sample
 
+from kvbench import store_files
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError
 from kvbench.store import ResultStore
@@ -139,6 +140,24 @@ def test_looking_at_a_cell_never_keeps_a_process_from_measuring_it(tmp_path):
         opened += 1
     assert opened > 5
     assert [p.exitcode for p in lookers] == [0] * 3
+
+
+def test_a_lock_file_removed_between_opening_and_locking_is_made_again(tmp_path, monkeypatch):
+    path, taken = tmp_path / "lock-0", []
+    take = store_files._take
+
+    def late(fd, kind, name):
+        if not taken:
+            name.unlink()
+        taken.append(fd)
+        return take(fd, kind, name)
+
+    monkeypatch.setattr(store_files, "_take", late)
+    held = lock(path, 5.0)
+    monkeypatch.undo()
+    assert len(taken) == 2
+    assert locked(path)
+    os.close(held)
 
 
 def test_a_lock_whose_file_was_removed_locks_nothing(tmp_path):
