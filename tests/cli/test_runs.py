@@ -8,8 +8,10 @@ import pytest
 from stored import FACTS, Cell, measure, sample
 
 from kvbench.cli.main import main
+from kvbench.errors import KvbenchError
 from kvbench.report import summarise
 from kvbench.store import ResultStore
+from kvbench.store_clean import carry_out, plan
 
 SIZE = 10
 LONG = "a reason that is long enough to be broken into several lines, since lines of a hundred columns are the most"
@@ -181,3 +183,14 @@ def test_what_is_measured_now_is_left_alone_or_refused(store, capsys):
     writer.append(sample(9))
     writer.close()
     assert len(store.samples("partial")) == 5
+
+
+def test_a_cell_that_begins_to_be_measured_between_showing_and_removing_stays(store):
+    found = plan(store, ["partial"], whole=True)
+    writer = store.open(Cell("partial"), FACTS, 0, mix=False)
+    with pytest.raises(KvbenchError, match="partial is being measured now"):
+        carry_out(store, found)
+    writer.close()
+    assert len(store.samples("partial")) == 4
+    carry_out(store, found)
+    assert not store.folder("partial").exists()
