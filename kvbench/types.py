@@ -220,7 +220,9 @@ class LayerCache:
     @property
     def tokens(self) -> int:
         """Tokens held per stored head, at most."""
-        return sum(s.tokens for s in self.segments)
+        ragged = [s.lengths for s in self.segments if s.lengths is not None]
+        even = sum(s.tokens for s in self.segments if s.lengths is None)
+        return even + (int(torch.stack(ragged).sum(dim=0).max()) if ragged else 0)
 
     def kept_positions(self) -> list[Tensor]:
         """The original positions of the tokens held, one ascending int32 tensor per stored head."""

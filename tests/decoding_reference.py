@@ -7,102 +7,189 @@ from __future__ import annotations
 
 import torch
 from method_reference import rounded, row_sums, stored, top
+from storage_reference import key_scores, value_scores
 from transformers import AttentionInterface
 
 
 class Attention(list):
-    """A[h][i][j] of one layer, which knows its number."""
+    """A[h][i][j] of one layer, which knows its number and its exact q [Hq, L, D], k and v [Hk, L, D]."""
 
     layer = 0
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
 
 
-def evicting(
-    model, ids: torch.Tensor, new: int, kept, leaves, bits=None, stand_ins=None, blind=None
-) -> tuple[list[int], list[list[list[int]]]]:
-    """Greedy decoding of a small Llama under eviction, one whole pass with an explicit mask per token.
+def exactly(what, layer, x):
+    return x
 
-    ``kept(attn)`` are a layer's tokens per stored head after the prompt, by its A[h][i][j] (``attn.layer`` is its
-    number). ``leaves(attn, held, head, now)`` is the set that leaves the tokens ``held`` by one stored head before the
-    token at ``now`` joins them; attn then has all rows so far, under the masks that were used; with ``bits``, over keys
-    rounded to them. ``stand_ins(attn)`` is the head whose output each head has after the prompt: heads that are not
-    their own hold nothing. ``blind`` is how many positions back one token is held that is not seen. Returns the answer
-    and what is held at its end.
+
+def loop(
+    model, ids, new, decide, read=exactly, started=None, heads=None, late=False, coarse=None, copied=None, blind=0
+):
+    """Greedy decoding, one whole pass per token: the answer, and the tokens held at its end by layer and stored head.
+
+    ``decide(attn, held, now)`` are a layer's tokens per stored head that go on being held: first of the whole prompt
+    (now = n - 1), then before the token at ``now`` joins them; attn then has all rows so far, under what was seen.
+    From token n on queries see ``read(what, layer, x)`` of keys and values x [Hk, L, D], as [Hk or heads, L, D], with
+    ``late`` their own token exactly; ``started(layers, held)`` is told what was kept of the prompt.
+    ``coarse(layer, x)``: what rows in attn are made of instead of keys; layer None: exact ones, of the prompt's
+    queries. ``copied(attn)`` is the head whose output each head has after the prompt: heads that are not their own hold
+    nothing. ``blind`` is how many positions back one token is held that is not seen.
     """
-    config = model.config
-    heads = config.num_key_value_heads
-    tokens, n = ids.tolist(), len(ids)
-    answer: list[int] = []
+    n, tokens, answer = len(ids), ids.tolist(), []
+    heads = heads or getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
     seen: list[list[list[set[int]]]] = []  # by generated token, layer, stored head
-    copies = None
+    held = copies = None
     for _ in range(new):
-        found, logits = masked_pass(model, torch.tensor(tokens), n, seen, bits, copies)
-        layers = [Attention(a) for a in found]
-        for i, attn in enumerate(layers):
-            attn.layer = i
-        if not seen:
-            copies = None if stand_ins is None else [stand_ins(attn) for attn in layers]
-            held = [[set(h) for h in kept(attn)] for attn in layers]
+        layers, logits = whole_pass(model, torch.tensor(tokens), read, n, seen, late, coarse, copies)
+        if held is None:
+            copies = None if copied is None else [copied(attn) for attn in layers]
+            held = [[set(h) for h in decide(attn, [set(range(n))] * heads, n - 1)] for attn in layers]
+            if started is not None:
+                started(layers, held)
         answer.append(int(logits.argmax()))
         tokens.append(answer[-1])
         now = len(tokens) - 1
+        held = [decide(attn, held[i], now) for i, attn in enumerate(layers)]
         held = [
-            [
-                held[i][h] - leaves(attn, held[i][h], h, now) | {now} if copies is None or copies[i][h] == h else set()
-                for h in range(heads)
-            ]
-            for i, attn in enumerate(layers)
+            [set(h) | {now} if copies is None or copies[i][j] == j else set() for j, h in enumerate(layer)]
+            for i, layer in enumerate(held)
         ]
-        hidden = set() if blind is None else {now - blind}
-        seen.append([[h - hidden for h in layer] for layer in held])
+        seen.append([[h - ({now - blind} if blind else set()) for h in layer] for layer in held])
     return answer, [[sorted(h) for h in layer] for layer in held]
 
 
-def masked_pass(model, tokens: torch.Tensor, n: int, seen, bits=None, copies=None):
-    """Attention A[h][i][j] per layer and the last logits, where generated token n+t sees only seen[t] of the past.
+def whole_pass(model, tokens, read=exactly, first=0, seen=None, late=False, coarse=None, copies=None):
+    """Attention by layer and the last logits of one pass; queries from ``first`` on see what ``read`` makes of it all.
 
-    Head h of layer i gets the output of copies[i][h] there.
-    With ``bits``, A is what keys rounded to them would give; the logits are exact all the same.
+    The query at first + t sees only seen[t] of the past (None: all of it), and head h of layer i has the output of
+    copies[i][h] there.
     """
-    rows = []
+    layers = []
 
     def eager(module, query, key, value, mask, scaling, **_):
-        group = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        scores = (query @ key.transpose(2, 3) * scaling)[0]
-        length = scores.shape[-1]
-        hidden = torch.ones(length, length, dtype=torch.bool).triu(1).repeat(len(scores), 1, 1)
-        for t in range(length - n):
-            for h in range(len(scores)):
-                visible = seen[t][module.layer_idx][h // group]
-                hidden[h, n + t] = torch.tensor([j not in visible for j in range(length)])
-        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        if bits is None:
-            rows.append(probs.double().tolist())
-        else:
-            coarse = (query @ rounded(key, bits).transpose(2, 3) * scaling)[0]
-            rows.append(coarse.masked_fill(hidden, -torch.inf).softmax(-1).double().tolist())
-        out = probs @ value[0]
+        i, q, length = module.layer_idx, query[0], query.shape[2]
+
+        def wide(x):
+            return x.repeat_interleave(len(q) // len(x), 0)
+
+        def weights(exact, keys, own):
+            before = q[:, :first] @ wide(exact).transpose(1, 2)
+            after = q[:, first:] @ wide(keys).transpose(1, 2)
+            scores = torch.cat([before, after], 1) * scaling
+            if own:
+                torch.diagonal(scores, dim1=1, dim2=2).copy_((q * wide(key[0])).sum(-1) * scaling)
+            hidden = torch.ones(length, length, dtype=torch.bool).triu(1).repeat(len(q), 1, 1)
+            for t in range(length - first if seen is not None else 0):
+                for h in range(len(q)):
+                    visible = seen[t][i][h // (len(q) // len(seen[t][i]))]
+                    hidden[h, first + t] = torch.tensor([j not in visible for j in range(length)])
+            return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+        k, v = read("k", i, key[0]), read("v", i, value[0])
+        probs = weights(key[0], k, late)
+        rows = probs if coarse is None else weights(coarse(None, key[0]), coarse(i, k), False)
+        attn = Attention(rows.double().tolist())
+        attn.layer, attn.q, attn.k, attn.v = i, q, key[0], value[0]
+        layers.append(attn)
+        out = torch.cat([probs[:, :first] @ wide(value[0]), probs[:, first:] @ wide(v)], 1)
+        if late:
+            own = torch.diagonal(probs, dim1=1, dim2=2)[..., None] * (wide(value[0]) - wide(v))
+            out[:, first:] += own[:, first:]
         if copies is not None:
-            out[:, n:] = out[copies[module.layer_idx], n:]
+            out[:, first:] = out[copies[i], first:]
         return out.transpose(0, 1)[None], None
 
-    AttentionInterface.register("slow_masked", eager)
+    AttentionInterface.register("slow_decoding", eager)
     before = model.config._attn_implementation
-    model.set_attn_implementation("slow_masked")
+    model.set_attn_implementation("slow_decoding")
     try:
         with torch.no_grad():
             out = model(tokens[None], use_cache=False)
     finally:
         model.set_attn_implementation(before)
-    return rows, out.logits[0, -1]
+    return layers, out.logits[0, -1]
 
 
-def h2o_decoding(model, ids, new, heavy, recent, bits=None, code_mask=False):
+class Thin:
+    """What queries see of a prompt's tokens that lost channels: zeros there, in all but the last ``recent`` kept.
+
+    Channels are scored as ``kind`` does by the last ``observed`` queries; ``keys`` and ``values`` of them stay.
+    """
+
+    def __init__(self, kind, keys, values, recent, observed=8, scale=0.25):
+        self.kind, self.sizes, self.recent, self.observed = kind, {"k": keys, "v": values}, recent, observed
+        self.scale, self.old, self.channels = scale, [], []
+
+    def started(self, layers, held):
+        for attn, tokens in zip(layers, held, strict=True):
+            n, stored_heads = attn.k.shape[1], len(tokens)
+            old, channels = [], []
+            for h, kept in enumerate(sorted(t) for t in tokens):
+                group = len(attn.q) // stored_heads
+                q = attn.q[h * group : (h + 1) * group, n - self.observed :]
+                k, v = (x[h * len(x) // stored_heads] for x in (attn.k, attn.v))
+                by_key = key_scores(self.kind, q, k[kept])
+                by_value = value_scores(q, k, v, kept, len(kept), n, self.scale)
+                channels.append({"k": top(by_key, self.sizes["k"]), "v": top(by_value, self.sizes["v"])})
+                old.append(kept[: max(0, len(kept) - self.recent)])
+            self.old.append(old)
+            self.channels.append(channels)
+
+    def gone(self, what, layer, head):
+        """(tokens, channels) that are not there."""
+        left = self.channels[layer][head][what]
+        return self.old[layer][head], [c for c in range(16) if c not in left]
+
+    def read(self, what, layer, x):
+        if not self.old:
+            return x
+        heads = len(self.old[layer])
+        wide = x.repeat_interleave(heads // len(x), 0).clone()
+        for h in range(heads):
+            tokens, channels = self.gone(what, layer, h)
+            wide[h][[[j] for j in tokens], channels] = 0
+        return wide
+
+    def coarse(self, bits):
+        """Keys rounded one by one, those of thin tokens by the channels that they have."""
+
+        def stand_ins(layer, keys):
+            out = rounded(keys, bits)
+            for h in range(0 if layer is None or not self.old else len(keys)):
+                left = self.channels[layer][h]["k"]
+                for j in self.old[layer][h]:
+                    out[h, j] = 0
+                    out[h, j, left] = rounded(keys[h, j, left], bits)
+            return out
+
+        return stand_ins
+
+
+def evicting(model, ids, new, kept, leaves, bits=None, stand_ins=None, blind=0, thin=None, heads=None):
+    """``loop`` where a method says what goes: ``kept(attn)`` are a layer's tokens per stored head after the prompt,
+    ``leaves(attn, held, head, now)`` the set that leaves the tokens ``held`` by one stored head before the token at
+    ``now`` joins them. With ``bits`` attn is that over rounded keys, ``thin`` is how the prompt's tokens are stored."""
+
+    def decide(attn, held, now):
+        if now == len(ids) - 1:
+            return kept(attn)
+        return [h - leaves(attn, h, i, now) for i, h in enumerate(held)]
+
+    more = {"copied": stand_ins, "blind": blind, "heads": heads}
+    if thin is not None:
+        coarse = None if bits is None else thin.coarse(bits)
+        return loop(model, ids, new, decide, thin.read, thin.started, coarse=coarse, **more)
+    return loop(model, ids, new, decide, coarse=None if bits is None else lambda _, k: rounded(k, bits), **more)
+
+
+def h2o_decoding(model, ids, new, heavy, recent, bits=None, code_mask=False, thin=None, heads=2):
     """Greedy decoding with H2O by loops over explicit attention, and the tokens held at its end."""
     n = len(ids)
 
     def mass(attn):
-        return stored(row_sums(attn, len(attn[0])), 2)
+        return stored(row_sums(attn, len(attn[0])), heads)
 
     def kept_after_prompt(attn):
         return [top(s[: n - recent], heavy) + list(range(n - recent, n)) for s in mass(attn)]
@@ -112,4 +199,5 @@ def h2o_decoding(model, ids, new, heavy, recent, bits=None, code_mask=False):
         old = sorted((j for j in held if j <= now - recent - code_mask), key=lambda j: (received[j], -j))
         return set(old[: len(held) - (heavy + recent + code_mask - 1)])
 
-    return evicting(model, ids, new, kept_after_prompt, leaves, bits, blind=recent if code_mask else None)
+    blind = recent if code_mask else 0
+    return evicting(model, ids, new, kept_after_prompt, leaves, bits, blind=blind, thin=thin, heads=heads)

@@ -1,4 +1,4 @@
-"""Slow, obvious references of packed tokens: Q-Hitter's choice by loops, decoding by whole passes with explicit masks.
+"""Slow, obvious references of packed tokens: Q-Hitter's choice by loops, and decoding over what is packed.
 
 They share no code with the package: see method_reference.
 """
@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 import torch
+from decoding_reference import loop
 from method_reference import rounded, row_sums, stored, top
-from transformers import AttentionInterface
 
 
 def losses(x: torch.Tensor, bits: int) -> list[list[float]]:
@@ -73,74 +73,16 @@ def min_max(x: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.tensor(result).view(x.shape)
 
 
-def whole_pass(model, tokens, read, visible=None):
-    """(rows A[h][i][j] per layer, keys and values per layer, last logits) of one pass under explicit attention.
-
-    ``read(what, x, i)`` is what query i sees of keys or values x [H, L, D]; ``visible(layer, head, i)`` the tokens that
-    query head ``head`` attends at i, all up to i by default.
-    """
-    rows, kept = [], []
-
-    def eager(module, query, key, value, mask, scaling, **_):
-        heads, length = query.shape[1], query.shape[2]
-        group = heads // key.shape[1]
-        kept.append((key[0], value[0]))
-        out, attn = torch.zeros_like(query[0]), torch.zeros(heads, length, length)
-        for i in range(length):
-            k, v = (read(w, x[0], i).repeat_interleave(group, 0) for w, x in (("k", key), ("v", value)))
-            for h in range(heads):
-                seen = sorted(range(i + 1) if visible is None else visible(module.layer_idx, h // group, i))
-                probs = (query[0, h, i] @ k[h, seen].T * scaling).softmax(-1)
-                attn[h, i, seen], out[h, i] = probs, probs @ v[h, seen]
-        rows.append(attn.double().tolist())
-        return out.transpose(0, 1)[None], None
-
-    AttentionInterface.register("slow_packed", eager)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("slow_packed")
-    try:
-        with torch.no_grad():
-            out = model(tokens[None], use_cache=False)
-    finally:
-        model.set_attn_implementation(before)
-    return rows, kept, out.logits[0, -1]
-
-
 def decoding(model, ids, new, pack, decide, heads=2, late=False):
-    """Greedy decoding over packed tokens, one whole pass per token: the answer, and the tokens held at its end.
+    """``loop`` over packed tokens: from token n on queries see ``pack`` of keys and values.
 
-    From token n on queries see ``pack`` of keys and values, with ``late`` their own token exactly. ``decide(mass, k, v,
-    held, now)`` are a layer's tokens per head that go on being held: first of the whole prompt (now = n - 1), then
-    before the token at ``now`` joins them.
+    ``decide(mass, k, v, held, now)`` are a layer's tokens per head that go on being held.
     """
-    n, tokens, answer = len(ids), ids.tolist(), []
-    seen: list[list[list[set[int]]]] = []
-    packed: dict = {}
 
-    def read(what, x, i):
-        if i < n:
-            return x
-        at = (what, x.data_ptr(), len(tokens))
-        if at not in packed:
-            packed[at] = (x, pack(x))
-        back = packed[at][1]
-        return torch.cat([back[:, :i], x[:, i : i + 1]], 1) if late else back
+    def chosen(attn, held, now):
+        return decide(stored(row_sums(attn, len(attn[0])), heads), attn.k, attn.v, held, now)
 
-    def visible(layer, head, i):
-        return range(i + 1) if i < n else {*seen[i - n][layer][head], i}
-
-    for _ in range(new):
-        rows, kept, logits = whole_pass(model, torch.tensor(tokens), read, visible)
-        layers = [(stored(row_sums(attn, len(attn[0])), heads), k, v) for attn, (k, v) in zip(rows, kept, strict=True)]
-        if not seen:
-            held = [decide(*layer, [set(range(n))] * heads, n - 1) for layer in layers]
-        answer.append(int(logits.argmax()))
-        tokens.append(answer[-1])
-        now = len(tokens) - 1
-        held = [decide(*layer, held[i], now) for i, layer in enumerate(layers)]
-        seen.append(held)
-        held = [[h | {now} for h in layer] for layer in held]
-    return answer, [[sorted(h) for h in layer] for layer in held]
+    return loop(model, ids, new, chosen, lambda what, layer, x: pack(x), heads=heads, late=late)
 
 
 def qhitter(n, bits, parts, lam, variant):

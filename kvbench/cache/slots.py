@@ -2,26 +2,22 @@
 
 Each step first makes room (the lowest keep-scores go), then writes the new tokens into the free slots, attends, and
 lets the method fold the attention into its running state. Memory is flat: nothing is moved but what is written.
-Where tokens are packed, the slots hold codes, and attention reads them block by block.
+What the slots hold of keys and values, and how attention reads it, is in cache.slot_stores.
 Shapes: B rows, H stored heads, S slots, T new tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.attend import logits, weigh
-from kvbench.cache.coded import Values, each, parts, write
-from kvbench.cache.coded_rows import packed_logits, packed_weigh
-from kvbench.cache.ops import by_head, only_segment, select
-from kvbench.cache.pack import Packed
+from kvbench.cache.slot_stores import OneFormat, Packer, Read, Store, Thin, one_by_one
 from kvbench.errors import UsageError
-from kvbench.types import LayerCache, Segment, per_head
+from kvbench.types import LayerCache, Segment
 
 
 @dataclass(frozen=True)
@@ -35,18 +31,6 @@ class Slots:
     now: Tensor
     n: Tensor
     row: Mapping[str, Tensor] = field(default_factory=dict)  # numbers of each prompt [B, 1, 1], as its method set them
-
-
-class Packer(Protocol):
-    """How tokens are packed one by one. A new token is read as packed from its own step on, or, if ``late``, exactly in
-    that step."""
-
-    @property
-    def late(self) -> bool: ...
-
-    def pack_keys(self, x: Tensor) -> Packed: ...
-
-    def pack_values(self, x: Tensor) -> Packed: ...
 
 
 class Evictor(Protocol):
@@ -122,7 +106,7 @@ class Rotary:
 
 
 class SlotRows:
-    """Rows of one decode-evicting method in one layer."""
+    """Rows of one decode-evicting method in one layer. ``room`` new tokens come at most."""
 
     def __init__(
         self,
@@ -130,42 +114,50 @@ class SlotRows:
         budgets: Sequence[Sequence[int]],
         evictor: Evictor,
         rotary: Rotary | None,
+        room: int,
     ) -> None:
-        segments = [c.segments[0] for c in caches]
-        first = segments[0]
+        segments = [c.segments for c in caches]
+        first = segments[0][0]
         b, h = len(caches), first.heads
         device = first.positions.device
         self.evictor, self.rotary = evictor, rotary
         self.budget = torch.tensor(budgets, device=device)[:, :, None]
         # a prompt that was kept whole may be more than a head holds from now on
-        size = max(int(self.budget.max()), *(s.tokens for s in segments))
+        size = max(int(self.budget.max()), *(c.tokens for c in caches))
         self.stand_ins = _stand_ins(caches, device)
         self.n = torch.tensor([c.prompt_tokens for c in caches], device=device)[:, None, None]
         rows = [evictor.row(c.prompt_tokens) for c in caches]
         self.row = {name: torch.tensor([r[name] for r in rows], device=device)[:, None, None] for name in rows[0]}
-
-        def room(t: Tensor) -> Tensor:
-            return t.new_zeros(b, h, size, *t.shape[2:])
-
-        k, v = first.stored()
-        self.k, self.v = each(k, room), each(v, room)
-        self.none = first.k.new_zeros(h, 0, k.shape[2])
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
         self.valid = torch.zeros(b, h, size, dtype=torch.bool, device=device)
-        self.state = {name: room(t) for name, t in first.state.items()}
-        self.fresh: tuple[Tensor, Tensor, Tensor] | None = None  # the newest slots [B, H, T], exact k and v
-        for i, s in enumerate(segments):
-            self._load(i, s)
+        self.state = {name: t.new_zeros(b, h, size, *t.shape[2:]) for name, t in first.state.items()}
+        self.store: Store
+        if first.key_channels is None and first.value_channels is None:
+            self.store = OneFormat([first for (first,) in segments], size, evictor.packer)
+        else:
+            self.store = Thin(segments, size, self._whole_tokens(segments, room))
+        for i, row in enumerate(segments):
+            held = torch.zeros(h, dtype=torch.int64, device=device)
+            for s in row:
+                held = self._load(i, s, held)
 
-    def _load(self, row: int, s: Segment) -> None:
-        m, lengths = s.tokens, s.lengths
-        held = torch.arange(m, device=s.positions.device)
-        self.valid[row, :, :m] = True if lengths is None else held < lengths[:, None]
-        pairs = zip((self.k, self.v), s.stored(), strict=True)
-        tensors = [both for mine, given in pairs for both in zip(parts(mine), parts(given), strict=True)]
-        tensors += [(self.positions, s.positions), *((self.state[name], t) for name, t in s.state.items())]
-        for mine, given in tensors:
-            mine[row, :, :m] = per_head(given, s.heads) if lengths is None else by_head(given, lengths)
+    def _whole_tokens(self, segments: Sequence[Sequence[Segment]], room: int) -> int:
+        """The most tokens with all channels that a head holds until ``room`` more have come."""
+        now = torch.stack([sum((_counts(s) for s in row[1:]), torch.zeros_like(_counts(row[0]))) for row in segments])
+        later = torch.minimum(self.budget[..., 0], now + room)
+        return int(torch.maximum(now, later).max())
+
+    def _load(self, row: int, s: Segment, held: Tensor) -> Tensor:
+        """Put a segment behind the tokens ``held`` [H] of each head; returns what is held then."""
+        counts = _counts(s)
+        head = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        slot = torch.cat([torch.arange(a, a + m, device=counts.device) for a, m in zip(held, counts, strict=True)])
+        self.valid[row, head, slot] = True
+        self.positions[row, head, slot] = one_by_one(s.positions, s)
+        for name, t in s.state.items():
+            self.state[name][row, head, slot] = one_by_one(t, s)
+        self.store.load(row, head, slot, s)
+        return held + counts
 
     def view(self, now: Tensor) -> Slots:
         """The slots as a method sees them when the newest token is at ``now`` [B]."""
@@ -183,10 +175,7 @@ class SlotRows:
         self.valid &= kept
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t]
         new_k, new_v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
-        packer = self.evictor.packer
-        write(self.k, free, new_k if packer is None else packer.pack_keys(new_k))
-        write(self.v, free, new_v if packer is None else packer.pack_values(new_v))
-        self.fresh = (free, new_k, new_v) if packer is not None and packer.late else None
+        self.store.add(free, new_k, new_v, self.valid)
         where = (start[:, None, None] + torch.arange(t, device=k.device)).expand(b, h, t)
         self.positions.scatter_(2, free, where.to(torch.int32))
         self.valid.scatter_(2, free, stored.expand_as(free))
@@ -204,43 +193,35 @@ class SlotRows:
         """Attention of the tokens just added, query [B, Hq, T, D] at ``start`` [B] and on, then the fold."""
         t = query.shape[2]
         places = start[:, None] + torch.arange(t, device=query.device)
-        keys = self.k
+        read: Read = None
         if self.rotary is not None:
-            assert isinstance(keys, Tensor)
-            order = self.positions.masked_fill(~self.valid, torch.iinfo(torch.int32).max).argsort(dim=-1)
-            rank = torch.empty_like(order)
-            rank.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
-            keys = self.rotary.turn(keys, self.positions, rank)
-            # heads may hold different numbers, and each counts its own
-            held = self.valid.sum(dim=-1).repeat_interleave(query.shape[1] // self.valid.shape[1], dim=1)
-            last = held[:, :, None] - t + torch.arange(t, device=query.device)
-            query = self.rotary.turn(query, places[:, None], last)
-        probs = self._probs(query, keys, scale, places, lambda x: x)
-        out = self._weigh(probs.to(query.dtype)).to(query.dtype)
+            query, read = self._rolled(query, places, self.rotary)
+        probs = self._probs(query, scale, places, read)
+        out = self.store.weigh(probs.to(query.dtype)).to(query.dtype)
         if self.evictor.estimates:
-            probs = self._probs(query.float(), keys, scale, places, self.evictor.estimate)
+            turn, estimate = read or (lambda keys: keys), self.evictor.estimate
+            probs = self._probs(query.float(), scale, places, lambda keys: estimate(turn(keys)))
         self.state = {**self.state, **self.evictor.fold(self.view(places[:, -1]), probs)}
-        self.fresh = None
         if self.stand_ins is not None:
             out = out.gather(1, self.stand_ins[:, :, None, None].expand_as(out))
         return out
 
-    def _probs(
-        self, query: Tensor, keys: Values, scale: float, places: Tensor, read: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Attention [B, Hq, T, S] in fp32 of query [B, Hq, T, D] at ``places`` [B, T] over what ``read`` sees in the
-        slots' ``keys``."""
+    def _rolled(self, query: Tensor, places: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
+        """The query at the last slots, and what turns keys to theirs."""
+        t = query.shape[2]
+        order = self.positions.masked_fill(~self.valid, torch.iinfo(torch.int32).max).argsort(dim=-1)
+        rank = torch.empty_like(order)
+        rank.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
+        # heads may hold different numbers, and each counts its own
+        held = self.valid.sum(dim=-1).repeat_interleave(query.shape[1] // self.valid.shape[1], dim=1)
+        last = held[:, :, None] - t + torch.arange(t, device=query.device)
+        return rotary.turn(query, places[:, None], last), lambda keys: rotary.turn(keys, self.positions, rank)
+
+    def _probs(self, query: Tensor, scale: float, places: Tensor, read: Read) -> Tensor:
+        """Attention [B, Hq, T, S] in fp32 of query [B, Hq, T, D] at ``places`` [B, T] over what ``read`` sees."""
         b, hq, t, _ = query.shape
         h = self.valid.shape[1]
-        if isinstance(keys, Packed):
-            part = packed_logits(query, keys, scale, None, read)
-        else:
-            part = logits(query, read(keys), scale)
-        if self.fresh is not None:
-            where, k, _ = self.fresh
-            index = where.repeat_interleave(hq // h, dim=1)[:, :, None].expand(b, hq, t, -1)
-            part = part.scatter(3, index, logits(query, read(k), scale).to(part.dtype))
-        part = part.view(b, h, hq // h, t, -1)
+        part = self.store.logits(query, scale, read).view(b, h, hq // h, t, -1)
         held, query_at = self.positions[:, :, None, None], places[:, None, None, :, None]
         hidden = ~self.valid[:, :, None, None] | (held > query_at)
         if "blind" in self.row:
@@ -249,23 +230,12 @@ class SlotRows:
         # a head that is not stored attends nothing
         return probs if self.stand_ins is None else probs.nan_to_num(nan=0.0)
 
-    def _weigh(self, probs: Tensor) -> Tensor:
-        """Weighted values of probs [B, Hq, T, S] -> [B, Hq, T, D] in fp32."""
-        if not isinstance(self.v, Packed):
-            return weigh(probs, self.v)
-        if self.fresh is None:
-            return packed_weigh(probs, self.v)
-        where, _, v = self.fresh
-        b, hq, t, _ = probs.shape
-        index = where.repeat_interleave(hq // where.shape[1], dim=1)[:, :, None].expand(b, hq, t, -1)
-        return packed_weigh(probs.scatter(3, index, 0.0), self.v) + weigh(probs.gather(3, index), v)
-
     def keep(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         self.budget, self.n = self.budget[rows], self.n[rows]
         self.stand_ins = None if self.stand_ins is None else self.stand_ins[rows]
         self.row = {name: t[rows] for name, t in self.row.items()}
-        self.k, self.v = each(self.k, lambda t: t[rows]), each(self.v, lambda t: t[rows])
+        self.store.keep(rows)
         self.positions, self.valid = self.positions[rows], self.valid[rows]
         self.state = {name: s[rows] for name, s in self.state.items()}
 
@@ -273,16 +243,18 @@ class SlotRows:
         """Tokens held per row and head [B, H]."""
         return self.valid.sum(dim=-1)
 
-    def segment(self, row: int) -> Segment:
-        """One row's tokens as a segment, ascending in position; ragged if its heads hold different numbers."""
-        counts = self.held()[row]
-        hidden = self.positions[row].masked_fill(~self.valid[row], torch.iinfo(torch.int32).max)
-        index = hidden.sort(dim=-1, stable=True).indices[:, : int(counts.max())]
+    def segments(self, row: int) -> tuple[Segment, ...]:
+        """One row's tokens, each segment ascending in position; ragged if its heads hold different numbers."""
         state = {name: s[row] for name, s in self.state.items()}
-        k, v = each(self.k, lambda t: t[row]), each(self.v, lambda t: t[row])
-        slots = Segment(self.none, self.none, self.positions[row], state=state).holding(k, v)
-        held = LayerCache((slots,), seen=0, heads=slots.heads, query_heads=slots.heads)
-        return only_segment(select(held, index, counts))
+        none = self.positions.new_zeros(self.positions.shape[1], 0, 0)
+        return self.store.segments(row, Segment(none, none, self.positions[row], state=state), self.valid[row])
+
+
+def _counts(s: Segment) -> Tensor:
+    """Tokens that each head [H] of a segment holds."""
+    if s.lengths is not None:
+        return s.lengths.long()
+    return torch.full((s.heads,), s.tokens, device=s.positions.device)
 
 
 def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ ROLES: tuple[Role, ...] = ("hidden", "lowrank", "selector", "modifier", "prune",
 PER = ("kv_head", "query_head")
 LEARNED = ("opt",)  # families with learned positions
 _GROWING: Mapping[Role, str] = {
-    "prune": "stores old and new tokens differently",
     "quantise": "packs tokens together, of which some leave before the others",
     "mask": "masks caches that only grow",
 }
@@ -73,11 +72,20 @@ class Chain:
                     f"method={self.name!r}: {selector.id} evicts tokens while decoding as set here, and {s.id} {why}; "
                     "use a variant that evicts only after the prompt"
                 )
-            if isinstance(s, Quantiser) and selector.rolled:
+            stored = {"quantise": "packed", "prune": "without some of the channels that turn together"}.get(s.role)
+            if stored and selector.rolled:
+                rolled = "mode=rolled" if getattr(selector, "mode", "") == "rolled" else "positions=rolled"
                 raise UsageError(
-                    f"method={self.name!r}: method.{selector.id}.positions=rolled turns stored keys to new positions "
-                    f"at every step, and {s.id} stores them packed: leave out positions=rolled"
+                    f"method={self.name!r}: method.{selector.id}.{rolled} turns stored keys to new positions "
+                    f"at every step, and {s.id} stores them {stored}: leave out {rolled}"
                 )
+        pruner, quantiser = self.packed_pruner, self.quantiser
+        if pruner and quantiser:
+            raise UsageError(
+                f"method={self.name!r}: {selector.id} evicts tokens while decoding as set here; {pruner.id} then "
+                f"leaves new tokens whole, and {quantiser.id} would have to pack them at another width: "
+                f"leave out {pruner.id} or {quantiser.id}, or use a variant that evicts only after the prompt"
+            )
 
     def _check_sinks(self) -> None:
         """Refuse sinks of a modifier that leave a selector of fixed size nothing to choose."""

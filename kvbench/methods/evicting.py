@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbench.cache.slots import Packer, Slots
+from kvbench.cache.slot_stores import Packer
+from kvbench.cache.slots import Slots
 from kvbench.methods.base import Modifier, Selector, protect
 from kvbench.types import LayerCache
 

@@ -14,7 +14,8 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.pack import BITS, Packed, quantise_zero_point, run_bytes
-from kvbench.cache.slots import Packer, Slots, ranks
+from kvbench.cache.slot_stores import Packer
+from kvbench.cache.slots import Slots, ranks
 from kvbench.methods.base import Block, Capacity, Modifier
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean

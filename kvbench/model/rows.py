@@ -113,7 +113,7 @@ class RowLayer(KvbenchLayer):
             held = [caches[r] for r in rows]
             budgets = [[min(x, c.seen + capacity) for x in stage.shares(c, layer)] for c in held]
             turn = rotary if stage.rolled else None
-            self.slots.append((torch.tensor(rows, device=device), SlotRows(held, budgets, stage, turn)))
+            self.slots.append((torch.tensor(rows, device=device), SlotRows(held, budgets, stage, turn, capacity)))
         self.capacity, self.used, self.new = capacity, 0, 0
         self.seen = max(c.seen for c in caches)
         self.starts = torch.tensor([c.seen for c in caches], device=device)
@@ -208,7 +208,7 @@ class RowLayer(KvbenchLayer):
     def continued(self, cache: LayerCache) -> LayerCache:
         """The only row's cache with the tokens added since: a dense tail, or what its slots hold now."""
         if self.slots:
-            return replace(cache, segments=(self.slots[0][1].segment(0),), seen=cache.seen + self.used)
+            return replace(cache, segments=self.slots[0][1].segments(0), seen=cache.seen + self.used)
         if isinstance(self.groups[0].coded, LatentRows):
             return replace(cache, segments=(self.groups[0].coded.segment(0),), seen=cache.seen + self.used)
         if not self.dense:

@@ -205,7 +205,7 @@ def test_later_stages_run_once_the_layers_are_balanced(per):
         assert ref.kept(a) == ref.kept(b)
         assert b.segments[0].key_channels is not None
     with pytest.raises(UsageError, match="evicts tokens while decoding"):
-        registry.parse("cake+think")
+        registry.parse("cake+think+kivi")
 
 
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])

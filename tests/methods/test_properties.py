@@ -38,8 +38,8 @@ PARTNERS = {
 
 
 def chained(method):
-    """Whether the method is also tested beside another: not if it evicts while decoding, nor if it stands alone."""
-    return not getattr(STAGES[method], "evicts", False) and STAGES[method].role != "share"
+    """Whether the method is also tested beside another: not if it packs what it keeps, nor if it stands alone."""
+    return not getattr(STAGES[method], "packs", False) and STAGES[method].role != "share"
 
 
 CHAINS = tuple(

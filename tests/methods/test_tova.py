@@ -105,4 +105,4 @@ def test_impossible_requests_are_refused():
     with pytest.raises(UsageError, match=r"method\.tova\.kv_size=1 "):
         registry.parse({"method": "tova", "kv_size": 1})
     with pytest.raises(UsageError, match="evicts tokens while decoding"):
-        registry.parse("tova+think")
+        registry.parse("tova+kivi")

@@ -139,18 +139,26 @@ def slow_leaves(window, kernel, sizes_of, group):
     return leaves
 
 
+@pytest.mark.parametrize("thin", [False, True])
 @pytest.mark.parametrize("kernel", [1, 5])
-def test_decoding_equals_a_slow_simulation_with_masks(kernel):
+def test_decoding_equals_a_slow_simulation_with_masks(kernel, thin):
+    """With thin channels, too, of which a head that holds less has fewer tokens."""
     model, ids, window, new = build("llama"), prompt(24, 5), 4, 12
-    chain = ready(model, {"method": "uncomp-group", "kv_size": 12, "window": window, "kernel": kernel})
+    knobs = {"kv_size": 12, "uncomp-group.window": window, "kernel": kernel}
+    pruned = {"thinkv.ratio": 0.3, "value_ratio": 0.5, "recent": 3, "observed": 8} if thin else {}
+    chain = ready(model, {"method": "uncomp-group+thinkv" if thin else "uncomp-group", **knobs, **pruned})
+    stores = decoding.Thin("thinkv", 12, 8, 3) if thin else None
     (cache,) = kvbench.prefill(model, ids, [chain])
+    audit(cache, 2, 16, model.dtype)
     content = calibrations.uncomp(3, 4)
 
     def sizes(attn):
         return slow_sizes(content, attn.layer, 2, 2, 16, 8)
 
     leaves = slow_leaves(window, kernel, sizes, 2)
-    answer, held = decoding.evicting(model, ids, new, lambda a: slow_kept(a, sizes(a), window, kernel), leaves)
+    answer, held = decoding.evicting(
+        model, ids, new, lambda a: slow_kept(a, sizes(a), window, kernel), leaves, thin=stores
+    )
     assert kvbench.generate(model, [cache], new) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
     assert [ref.kept(layer) for layer in longer.layers] == held

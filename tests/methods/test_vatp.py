@@ -193,7 +193,7 @@ def test_while_decoding_the_mass_is_weighed_by_the_norms_of_the_values_held(entr
 
 def snapshot(slots):
     """{position: mass * norm of the value held} per row and head."""
-    norms = slots.v.abs().sum(dim=-1)
+    norms = slots.store.v.abs().sum(dim=-1)
     torch.testing.assert_close(slots.state["norm"][slots.valid], norms[slots.valid])
     mass = slots.state["mass"] if "mass" in slots.state else slots.state["ring"].sum(dim=-1)
     score = (mass * slots.state["norm"]).tolist()

@@ -46,7 +46,8 @@ REFUSED = {
     "thinkv+l2+kivi": "combines thinkv and l2, but each chooses which key channels stay",
     "tova+kivi": "tova evicts tokens while decoding as set here, and kivi packs tokens together, of which some",
     "flexgen+streamingllm+qhitter": "combines streamingllm and qhitter",
-    "tova+thinkv+kivi": "tova evicts tokens while decoding as set here, and thinkv stores",
+    "tova+thinkv+kivi": "tova evicts tokens while decoding as set here, and kivi packs tokens together",
+    "think+flexgen+tova": "tova evicts tokens while decoding as set here; think then leaves new tokens whole",
     "vatp+kivi": "vatp changes a selector's scores and needs one beside it",
     "kivi+kivi": "names kivi twice",
     "full+kivi": "full keeps everything as it is and is written alone",
@@ -67,11 +68,11 @@ def test_sets_that_cannot_be_stored_are_refused_with_the_reason(method, capsys, 
     ("base", "knob", "evicts", "static"),
     [
         ("h2o", "variant", "orig", "all"),
-        ("streamingllm", "mode", "rolled", "static"),
+        ("streamingllm", "mode", "mask", "static"),
         ("cake", "decode_evict", True, False),
     ],
 )
-@pytest.mark.parametrize("storage", ["kivi", "think", "thinkv", "thinkv+kivi"])
+@pytest.mark.parametrize("storage", ["kivi", "thinkv+kivi"])
 def test_a_selector_is_stored_so_only_in_the_variant_that_evicts_after_the_prompt(base, knob, evicts, static, storage):
     with pytest.raises(UsageError, match=f"{base} evicts tokens while decoding as set here"):
         registry.parse({"method": f"{base}+{storage}", f"{base}.{knob}": evicts})

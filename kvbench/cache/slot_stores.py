@@ -1,0 +1,295 @@
+"""Keys and values behind slots that are reused: in one format, or thin for a prompt's tokens and whole for others.
+
+Which slot holds which token, and for how long, is decided in cache.slots. Shapes: B rows, Hq query heads, H stored
+heads, S slots, T new tokens, W places for what only whole tokens hold, C kept channels, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.attend import logits, spread, weigh
+from kvbench.cache.coded import each, parts, write
+from kvbench.cache.coded_rows import packed_logits, packed_weigh
+from kvbench.cache.ops import only_segment, select
+from kvbench.cache.pack import Packed
+from kvbench.types import LayerCache, Segment, per_head
+
+Read = Callable[[Tensor], Tensor] | None  # what attention sees in the place of keys [..., D]; None: the keys
+
+
+class Packer(Protocol):
+    """How tokens are packed one by one. A new token is read as packed from its own step on, or, if ``late``, exactly in
+    that step."""
+
+    @property
+    def late(self) -> bool: ...
+
+    def pack_keys(self, x: Tensor) -> Packed: ...
+
+    def pack_values(self, x: Tensor) -> Packed: ...
+
+
+class Store(Protocol):
+    """Keys and values of slots."""
+
+    def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
+        """Put a segment's tokens, its heads one after the other, into the slots ``slot`` of the heads ``head``."""
+        ...
+
+    def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
+        """Write new tokens k, v [B, H, T, D] into ``slots`` [B, H, T]; ``held`` [B, H, S] are the others in use."""
+        ...
+
+    def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
+        """Scaled q.k [B, Hq, T, S] of query [B, Hq, T, D]; what a free slot has means nothing."""
+        ...
+
+    def weigh(self, probs: Tensor) -> Tensor:
+        """Weighted values [B, Hq, T, D] in fp32 of probs [B, Hq, T, S]."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        ...
+
+    def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
+        """One row's tokens: ``slots`` has their positions and state [H, S, ...], ``held`` [H, S] says which there are;
+        each segment is ascending in position, and ragged if its heads hold different numbers."""
+        ...
+
+
+class OneFormat:
+    """All tokens exact, or all packed by ``packer``."""
+
+    def __init__(self, segments: Sequence[Segment], size: int, packer: Packer | None) -> None:
+        first, self.packer = segments[0], packer
+
+        def room(t: Tensor) -> Tensor:
+            return t.new_zeros(len(segments), first.heads, size, *t.shape[2:])
+
+        k, v = first.stored()
+        self.k, self.v = each(k, room), each(v, room)
+        self.none = first.k.new_zeros(first.heads, 0, k.shape[2])
+        self.fresh: tuple[Tensor, Tensor, Tensor] | None = None  # the newest slots [B, H, T], exact k and v
+
+    def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
+        for mine, given in zip((self.k, self.v), segment.stored(), strict=True):
+            for held, loaded in zip(parts(mine), parts(given), strict=True):
+                held[row, head, slot] = one_by_one(loaded, segment)
+
+    def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
+        packer = self.packer
+        write(self.k, slots, k if packer is None else packer.pack_keys(k))
+        write(self.v, slots, v if packer is None else packer.pack_values(v))
+        self.fresh = (slots, k, v) if packer is not None and packer.late else None
+
+    def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
+        see = read or _as_they_are
+        if not isinstance(self.k, Packed):
+            return logits(query, see(self.k), scale)
+        found = packed_logits(query, self.k, scale, None, see)
+        if self.fresh is None:
+            return found
+        slots, k, _ = self.fresh
+        return found.scatter(3, _of_queries(slots, query), logits(query, see(k), scale).to(found.dtype))
+
+    def weigh(self, probs: Tensor) -> Tensor:
+        if not isinstance(self.v, Packed):
+            return weigh(probs, self.v)
+        if self.fresh is None:
+            return packed_weigh(probs, self.v)
+        slots, _, v = self.fresh
+        index = _of_queries(slots, probs)
+        return packed_weigh(probs.scatter(3, index, 0.0), self.v) + weigh(probs.gather(3, index), v)
+
+    def keep(self, rows: Tensor) -> None:
+        self.k, self.v = each(self.k, lambda t: t[rows]), each(self.v, lambda t: t[rows])
+
+    def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
+        k, v = each(self.k, lambda t: t[row]), each(self.v, lambda t: t[row])
+        return (ascending(replace(slots, k=self.none, v=self.none).holding(k, v), held),)
+
+
+class Thin:
+    """Tokens of which the older ones hold some channels, and recent and new ones all.
+
+    Every slot has room for the channels kept, ``whole`` tokens also have one of W places for the others: what a thin
+    token leaves behind is filled by a new one, which needs only the difference more. W grows to the slots of a head,
+    never beyond. ``places`` is W.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[Segment]], size: int, places: int) -> None:
+        thin = [segments[0] for segments in rows]
+        self.k = Part([(s.k, s.key_channels) for s in thin], thin[0].heads, size, places)
+        self.v = Part([(s.v, s.value_channels) for s in thin], thin[0].heads, size, places)
+        shape = (len(rows), thin[0].heads, places)
+        self.slot = torch.zeros(shape, dtype=torch.int64, device=thin[0].k.device)  # of the token in each place
+        self.whole = torch.zeros(shape, dtype=torch.bool, device=thin[0].k.device)  # which places are in use
+
+    def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
+        k, v = one_by_one(segment.k, segment), one_by_one(segment.v, segment)
+        if segment.key_channels is not None or segment.value_channels is not None:
+            self.k.kept[row, head, slot], self.v.kept[row, head, slot] = k, v
+            return
+        place = torch.arange(len(head), device=head.device) - torch.searchsorted(head, head)
+        self.slot[row, head, place], self.whole[row, head, place] = slot, True
+        for part, given in ((self.k, k), (self.v, v)):
+            part.open(given.shape[1])
+            kept, others = part.split(given[None, :, None], part.of(row, head))
+            part.kept[row, head, slot] = kept[0, :, 0]
+            if others is not None and part.others is not None:
+                part.others[row, head, place] = others[0, :, 0]
+
+    def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
+        self.whole &= held.gather(2, self.slot)
+        places = (~self.whole).int().sort(dim=-1, descending=True, stable=True).indices[..., : slots.shape[2]]
+        self.slot.scatter_(2, places, slots)
+        self.whole.scatter_(2, places, True)
+        for part, new in ((self.k, k), (self.v, v)):
+            part.open(new.shape[3])
+            kept, others = part.split(new, part.order)
+            write(part.kept, slots, kept)
+            if others is not None and part.others is not None:
+                write(part.others, places, others)
+
+    def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
+        see, (kept, others, order) = read or _as_they_are, self.k.opened()
+        if order is None or others is None:
+            return logits(query, see(kept), scale)
+        channels = kept.shape[3]
+        found = logits(query, see(kept), scale, order[..., :channels])
+        if read is None:
+            more = logits(query, others, scale, order[..., channels:])
+        else:
+            # a stand-in is made of a token's whole key: that takes the place of what the channels kept alone give
+            stand_ins = logits(query, read(self.k.together(self.slot)), scale, order)
+            more = stand_ins - found.gather(3, _of_queries(self.slot, query))
+        more = more.masked_fill(~_of_queries(self.whole, query), 0)
+        return found.scatter_add(3, _of_queries(self.slot, query), more)
+
+    def weigh(self, probs: Tensor) -> Tensor:
+        kept, others, order = self.v.opened()
+        out = weigh(probs, kept)
+        if order is None or others is None:
+            return out
+        here = probs.gather(3, _of_queries(self.slot, probs)).masked_fill(~_of_queries(self.whole, probs), 0)
+        return spread(torch.cat([out, weigh(here, others)], dim=3), order, order.shape[2])
+
+    def keep(self, rows: Tensor) -> None:
+        self.slot, self.whole = self.slot[rows], self.whole[rows]
+        self.k.keep(rows)
+        self.v.keep(rows)
+
+    def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
+        where, whole = self.slot[row], self.whole[row] & held.gather(1, self.slot[row])
+        thin = held & ~torch.zeros_like(held, dtype=torch.int32).scatter_add(1, where, whole.int()).bool()
+
+        def at(t: Tensor) -> Tensor:
+            return t.gather(1, where.reshape(*where.shape, *[1] * (t.dim() - 2)).expand(*where.shape, *t.shape[2:]))
+
+        dense = replace(
+            slots,
+            k=self.k.in_order(self.slot)[row],
+            v=self.v.in_order(self.slot)[row],
+            positions=at(slots.positions),
+            state={name: at(t) for name, t in slots.state.items()},
+        )
+        found = [ascending(dense, whole)]
+        if bool(thin.any()):
+            old = ascending(replace(slots, k=self.k.kept[row], v=self.v.kept[row]), thin)
+            found.insert(0, replace(old, key_channels=self.k.ids(row), value_channels=self.v.ids(row)))
+        return tuple(found)
+
+
+class Part:
+    """Keys, or values, of ``Thin``: ``kept`` [B, H, S, C] of every token, ``others`` [B, H, W, D - C] of whole ones.
+
+    ``order`` [B, H, D] are the channels kept and then the others, both ascending. Where all channels are kept there are
+    neither. D is not known before a whole token is seen.
+    """
+
+    def __init__(self, thin: Sequence[tuple[Tensor, Tensor | None]], heads: int, size: int, places: int) -> None:
+        first, named = thin[0][0], [c for _, c in thin if c is not None]
+        self.kept = first.new_zeros(len(thin), heads, size, first.shape[2])
+        self.channels = torch.stack(named).long() if named else None  # [B, H, C]
+        self.places = places
+        self.order: Tensor | None = None
+        self.others: Tensor | None = None
+
+    def open(self, head_dim: int) -> None:
+        """Make room for the other channels of whole tokens of ``head_dim``."""
+        if self.channels is None or self.order is not None:
+            return
+        b, h, c = self.channels.shape
+        gone = torch.ones(b, h, head_dim, dtype=torch.bool, device=self.channels.device)
+        gone.scatter_(2, self.channels, False)
+        self.order = torch.cat([self.channels, gone.nonzero()[:, 2].view(b, h, head_dim - c)], dim=2)
+        self.others = self.kept.new_zeros(b, h, self.places, head_dim - c)
+
+    def opened(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(kept, others, order)"""
+        return self.kept, self.others, self.order
+
+    def of(self, row: int, head: Tensor) -> Tensor | None:
+        """The order of channels of one row's heads ``head`` [N], as [1, N, D]."""
+        return None if self.order is None else self.order[row, head][None]
+
+    def split(self, x: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Whole tokens x [B, H, T, D] as the channels kept and the others."""
+        if order is None:
+            return x, None
+        sorted_ = x.gather(3, order[:, :, None].expand(-1, -1, x.shape[2], -1))
+        return sorted_[..., : self.kept.shape[3]], sorted_[..., self.kept.shape[3] :]
+
+    def together(self, slot: Tensor) -> Tensor:
+        """The tokens [B, H, W, D] at ``slot`` [B, H, W], whose other channels are in these places, in ``order``."""
+        kept = self.kept.gather(2, slot[..., None].expand(-1, -1, -1, self.kept.shape[3]))
+        return kept if self.others is None else torch.cat([kept, self.others], dim=3)
+
+    def in_order(self, slot: Tensor) -> Tensor:
+        """``together`` with channels where they belong."""
+        whole = self.together(slot)
+        if self.order is None:
+            return whole
+        return torch.empty_like(whole).scatter_(3, self.order[:, :, None].expand_as(whole), whole)
+
+    def ids(self, row: int) -> Tensor | None:
+        """The channels kept of one row [H, C], as a segment names them."""
+        return None if self.channels is None else self.channels[row].to(torch.int16)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        self.kept = self.kept[rows]
+        self.channels, self.order, self.others = (
+            None if t is None else t[rows] for t in (self.channels, self.order, self.others)
+        )
+
+
+def one_by_one(t: Tensor, segment: Segment) -> Tensor:
+    """What a segment holds of each token, [H or 1, L, ...] or ragged, as [N, ...]: its heads one after the other."""
+    return t[0] if segment.lengths is not None else per_head(t, segment.heads).flatten(0, 1)
+
+
+def ascending(slots: Segment, held: Tensor) -> Segment:
+    """The tokens ``held`` [H, S] of a segment of slots, in order of position; ragged where heads hold differently."""
+    counts = held.sum(dim=-1)
+    hidden = slots.positions.masked_fill(~held, torch.iinfo(torch.int32).max)
+    index = hidden.sort(dim=-1, stable=True).indices[:, : int(counts.max())]
+    cache = LayerCache((slots,), seen=0, heads=slots.heads, query_heads=slots.heads)
+    return only_segment(select(cache, index, counts))
+
+
+def _as_they_are(keys: Tensor) -> Tensor:
+    return keys
+
+
+def _of_queries(t: Tensor, query: Tensor) -> Tensor:
+    """t [B, H, m] of stored heads for the tokens of query heads: [B, Hq, T, m], of query [B, Hq, T, .]."""
+    group = query.shape[1] // t.shape[1]
+    return t.repeat_interleave(group, dim=1)[:, :, None].expand(-1, -1, query.shape[2], -1)

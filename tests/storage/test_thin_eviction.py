@@ -1,0 +1,185 @@
+"""Thin tokens behind selectors that evict while decoding: against whole passes with explicit masks and zeros."""
+
+import decoding_reference as decoding
+import method_reference as ref
+import pytest
+import torch
+from families import build, prompt
+
+import kvbench
+from kvbench.cache.audit import audit
+from kvbench.cache.peak import check_peak
+from kvbench.errors import UsageError
+from kvbench.methods import registry
+from kvbench.model.decode import Ending, generate_rows, step
+from kvbench.model.decode import build as build_batch
+from kvbench.model.interface import attached
+
+N, NEW, SIZE = 34, 30, 16
+PER = {"kv_head": 2, "query_head": 4}
+STORED = {
+    "think": ({"ratio": 0.4}, {"keys": 10, "values": 16}),
+    "thinkv": ({"ratio": 0.3, "value_ratio": 0.5}, {"keys": 12, "values": 8}),
+    "l1": ({"ratio": 0.5}, {"keys": 8, "values": 16}),
+    "l2": ({"ratio": 0.5}, {"keys": 8, "values": 16}),
+}
+
+
+def entry(method, recent=5, **more):
+    pruner = next(p for p in STORED if p in method.split("+"))
+    knobs = {**STORED[pruner][0], "recent": recent, **({"observed": 8} if "think" in pruner else {})}
+    return {"method": method, "kv_size": SIZE, **{f"{pruner}.{k}": v for k, v in knobs.items()}, **more}
+
+
+def thin(pruner, recent=5):
+    return decoding.Thin(pruner, **STORED[pruner][1], recent=recent)
+
+
+def check(model, ids, made, per, answer, held):
+    """The answer, and what is held at its end, are those of the reference; what is held is what is declared."""
+    (cache,) = kvbench.prefill(model, ids, [made], per=per)
+    audit(cache, 2, 16, torch.float32)
+    assert cache.layers[0].segments[0].key_channels is not None
+    (found,) = generate_rows(model, [cache], [Ending(len(answer))], held=(peak := {}))
+    assert found == answer
+    check_peak(cache, peak[0], len(answer) - 1)
+    longer = kvbench.extend(model, cache, torch.tensor(answer))
+    assert [ref.kept(layer) for layer in longer.layers] == held
+    return cache, longer
+
+
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("pruner", STORED)
+@pytest.mark.parametrize(
+    "knobs", [{}, {"code_mask": True}, {"score_bits": 3}], ids=["plain", "code_mask", "score_bits"]
+)
+def test_h2o_drops_thin_and_whole_tokens_alike(pruner, knobs, per):
+    model, ids = build("llama"), prompt(N, 8)
+    made = entry(f"h2o+{pruner}", **{"variant": "orig", **knobs})
+    bits, mask = knobs.get("score_bits"), knobs.get("code_mask", False)
+    stores = thin(pruner)
+    answer, held = decoding.h2o_decoding(model, ids, NEW, 8, 8, bits, mask, stores, PER[per])
+    cache, _ = check(model, ids, made, per, answer, held)
+    dropped = [
+        set(layer.segments[0].positions[h].tolist()) - set(tokens)
+        for i, layer in enumerate(cache.layers)
+        for h, tokens in enumerate(held[i])
+    ]
+    kept = [set(stores.old[i][h]) & set(tokens) for i, layer in enumerate(held) for h, tokens in enumerate(layer)]
+    assert any(dropped) and any(kept), "some thin tokens went and some stayed"
+    plain, _ = decoding.h2o_decoding(model, ids, NEW, 8, 8, bits, mask, None, PER[per])
+    assert plain != answer
+
+
+@pytest.mark.parametrize("pruner", STORED)
+@pytest.mark.parametrize("recent", [0, 3, 15])
+def test_a_sliding_window_drops_the_oldest_whatever_they_hold(pruner, recent):
+    model, ids = build("llama"), prompt(N, 3)
+    sinks = 4
+
+    def kept(attn):
+        return [[*range(sinks), *range(N - SIZE + sinks, N)]] * 2
+
+    def leaves(attn, held, head, now):
+        return set(sorted(held - set(range(sinks)))[: len(held) - SIZE + 1])
+
+    answer, held = decoding.evicting(model, ids, NEW, kept, leaves, thin=thin(pruner, recent))
+    _, longer = check(model, ids, entry(f"{pruner}+streamingllm", recent, mode="mask"), "kv_head", answer, held)
+    # of the prompt only sinks are left, thin ones
+    assert [ref.kept(layer)[0][:4] for layer in longer.layers] == [[0, 1, 2, 3]] * 3
+    assert all(layer.segments[0].tokens == min(4, SIZE - recent) for layer in longer.layers)
+
+
+@pytest.mark.parametrize("pruner", ["think", "thinkv"])
+def test_tova_asks_the_newest_query_over_thin_tokens(pruner):
+    model, ids = build("llama"), prompt(N, 5)
+
+    def leaves(attn, held, head, now):
+        row = ref.stored([a[-1] for a in attn], 1)[0]
+        old = sorted(held - {now - 1}, key=lambda j: (row[j], -j))
+        return set(old[: len(held) - (SIZE - 1)])
+
+    answer, held = decoding.evicting(
+        model, ids, NEW, lambda attn: ref.tova(attn, 2, SIZE, False), leaves, thin=thin(pruner)
+    )
+    check(model, ids, entry(f"tova+{pruner}"), "kv_head", answer, held)
+
+
+MIXED = {
+    "h2o+think": {"variant": "orig"},
+    "scissorhands+l2": {"scissorhands.recent": 6, "l2.recent": 5},
+    "streamingllm+thinkv": {"mode": "mask"},
+    "vatp+h2o+l1": {"variant": "orig", "sinks": 2},
+    "tova+think": {},
+    "cake+thinkv": {"cake.window": 4, "decode_evict": True},
+}
+
+
+def mixed(model, lengths=(N, 20, 9)):
+    """Every chain on prompts of unequal lengths, one shorter than what stays whole."""
+    knobs = {m: {k: v for k, v in {**entry(m), **own}.items() if k != "recent"} for m, own in MIXED.items()}
+    return [kvbench.prefill(model, prompt(n, n), [e])[0] for e in knobs.values() for n in lengths]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_rows_answer_in_company_as_alone_while_others_leave(family):
+    model = build(family)
+    rows = [*mixed(model), *kvbench.prefill(model, prompt(21, 4), ["full", "kivi"])]
+    endings = [Ending(4 + 5 * (i % 5)) for i in range(len(rows))]
+    together = generate_rows(model, rows, endings)
+    assert together == [generate_rows(model, [r], [e])[0] for r, e in zip(rows, endings, strict=True)]
+
+
+def test_text_appended_in_pieces_is_held_as_if_it_came_at_once():
+    model, more = build("llama"), prompt(33, 7)
+    for cache in mixed(model):
+        at_once, pieces = kvbench.extend(model, cache, more), cache
+        for piece in more.split([1, 9, 8, 15]):
+            pieces = kvbench.extend(model, pieces, piece)
+        torch.testing.assert_close(pieces.logits, at_once.logits, atol=2e-4, rtol=2e-4)
+        for a, b in zip(at_once.layers, pieces.layers, strict=True):
+            assert ref.kept(a) == ref.kept(b)
+            assert a.tokens == max(map(len, ref.kept(a))) == b.tokens
+            for x, y in zip(a.segments, b.segments, strict=True):
+                torch.testing.assert_close(x.k, y.k, atol=2e-4, rtol=2e-4)
+                torch.testing.assert_close(x.v, y.v, atol=2e-4, rtol=2e-4)
+        assert generate_rows(model, [pieces], [Ending(8)]) == generate_rows(model, [at_once], [Ending(8)])
+
+
+def test_slots_of_thin_tokens_are_filled_again_and_memory_is_flat():
+    """A head has room for the channels kept of SIZE tokens, and for the others of as many as can be whole."""
+    model = build("llama")
+    (cache,) = kvbench.prefill(model, prompt(N, 8), [entry("h2o+thinkv", variant="orig")])
+
+    def shapes(new):
+        store = build_batch(model, [cache], new)[0].slots[0][1].store
+        parts = (store.k.kept, store.k.others, store.v.kept, store.v.others)
+        return [tuple(t.shape[2:]) for t in parts]
+
+    assert shapes(3) == [(SIZE, 12), (8, 4), (SIZE, 8), (8, 8)]
+    assert shapes(2000) == shapes(SIZE) == [(SIZE, 12), (SIZE, 4), (SIZE, 8), (SIZE, 8)]
+    (layer, *_) = batch = build_batch(model, [cache], 60)
+    store, whole = layer.slots[0][1].store, []
+    before = [t.data_ptr() for t in (store.k.kept, store.k.others, store.v.kept, store.v.others)]
+    with torch.no_grad(), attached(model):
+        for t in range(60):
+            step(model, batch, torch.tensor([[5 + t]]), torch.tensor([[N + t]]))
+            held = layer.slots[0][1].valid.gather(2, store.slot)
+            whole.append((store.whole & held).sum(dim=-1)[0].tolist())
+            # a place belongs to one token, and every token that came has one
+            for h in range(2):
+                taken = store.slot[0, h][store.whole[0, h]].tolist()
+                assert len(set(taken)) == len(taken)
+    assert whole[0] == [6, 6] and whole[-1] > whole[0] and max(map(max, whole)) <= SIZE
+    assert before == [t.data_ptr() for t in (store.k.kept, store.k.others, store.v.kept, store.v.others)]
+    assert layer.keys is None
+
+
+def test_what_cannot_be_is_refused_with_the_reason():
+    with pytest.raises(UsageError, match=r"mode=rolled turns stored keys .* without some of the channels"):
+        registry.parse({"method": "l2+streamingllm", "mode": "rolled"})
+    with pytest.raises(UsageError, match=r"positions=rolled turns stored keys .* without some of the channels"):
+        registry.parse({"method": "tova+think", "positions": "rolled"})
+    with pytest.raises(UsageError, match="flexgen would have to pack them at another width"):
+        registry.parse({"method": "think+h2o+flexgen", "variant": "orig"})
+    assert registry.parse({"method": "think+tova"}).name == "tova+think"
