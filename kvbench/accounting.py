@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from kvbench.methods.base import Block, Expected
 from kvbench.methods.chain import Chain
@@ -103,7 +104,7 @@ def declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declared | No
     for (expected, kept, rows), layers in counts.items():
         blocks = [chain.layout(k, shape.head_dim, itemsize) for k in kept]
         payload += layers * payload_bytes(blocks)
-        overhead += layers * _overhead(chain, expected, blocks, min(kept) >= rows)
+        overhead += layers * _overhead(chain, shape, expected, blocks, min(kept) >= rows)
         tokens += layers * sum(kept)
     if chain.sharer is not None:
         without = keyless(chain, shape, n)
@@ -154,16 +155,23 @@ def payload_bytes(blocks: Iterable[Iterable[Block]]) -> int:
     return sum(b.key_bytes + b.value_bytes for head in blocks for b in head)
 
 
-def _overhead(chain: Chain, expected: Expected, blocks: list[list[Block]], whole: bool) -> int:
+def _overhead(chain: Chain, shape: Shape, expected: Expected, blocks: list[list[Block]], whole: bool) -> int:
     """Overhead of one layer, by the rules of cache.audit."""
     selector = chain.selector
-    # only a sum over heads that is fixed while they differ makes heads ragged
-    ragged = not whole and expected.low != expected.high and expected.total is not None
+    # heads are ragged where they are said to differ, or only a sum over them is fixed
+    free = expected.low != expected.high and expected.total is not None
+    ragged = not whole and (free or len(set(expected.low)) > 1)
     once = not ragged and (selector is None or selector.shared or whole)
     placed = sum(POSITION_BYTES * b.slots for head in (blocks[:1] if once else blocks) for b in head)
-    lengths = COUNT_BYTES * len(blocks) * (3 if chain.quantiser else len(max(blocks, key=len))) if ragged else 0
+    lengths = COUNT_BYTES * len(blocks) * (3 if chain.quantiser else _uneven(chain, expected, shape)) if ragged else 0
     state = sum(b.slot_overhead * b.slots for head in blocks for b in head)
     return placed + lengths + state + len(blocks) * sum(b.fixed_overhead for b in max(blocks, key=len))
+
+
+def _uneven(chain: Chain, expected: Expected, shape: Shape) -> int:
+    """Segments of which heads that hold least and most have different numbers of tokens."""
+    ends = [chain.layout(tokens, shape.head_dim, 1) for tokens in (min(expected.low), max(expected.high))]
+    return sum(a is None or b is None or a.slots != b.slots for a, b in zip_longest(*ends))
 
 
 def nominal(chain: Chain, shape: Shape, n: int, itemsize: int) -> float | None:
