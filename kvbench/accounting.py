@@ -200,3 +200,36 @@ def nominal_head(chain: Chain, slots: int, head_dim: int, itemsize: int) -> floa
     packed = (quantiser.key_bytes(keys, head_dim), quantiser.value_bytes(values, head_dim))
     exact = (2 * slots - keys - values) * dense
     return exact + sum((1 - c) * b for c, b in zip(cut, packed, strict=True))
+
+
+def decoded(
+    chain: Chain, layer: LayerCache, index: int, fed: int, kv_heads: int, head_dim: int, itemsize: int
+) -> tuple[int, int]:
+    """Payload bytes, at least and at most, of a layer's tokens after ``fed`` more than ``layer`` have come.
+
+    They are the same but for thin tokens of which eviction leaves as many as the data decide.
+    """
+    counts = [len(p) for p in layer.kept_positions()]
+
+    def formula(tokens: Iterable[int]) -> int:
+        return payload_bytes(chain.layout(t, head_dim, itemsize, index) for t in tokens)
+
+    evictor, dense = chain.evictor, 2 * head_dim * itemsize
+    if evictor is None:
+        if chain.coder:
+            total = formula(c + fed for c in counts)
+        else:
+            new = sum(chain.lowrank.widths(index)) * itemsize if chain.lowrank else kv_heads * dense
+            # ragged heads are attended one by one, each with its own copy of text that was appended since
+            ragged = any(s.lengths is not None for s in layer.segments)
+            held = ((storage_bytes(s.payload()), len(counts) // s.heads if ragged else 1) for s in layer.segments)
+            total = sum(size * copies for size, copies in held) + fed * new
+        return total, total
+    pruner = next((s for s in chain.stages if isinstance(s, ChannelPruner)), None)
+    ends = [min(most, c + fed) if fed else c for most, c in zip(evictor.shares(layer, index), counts, strict=True)]
+    if pruner is None or (layer.segments[0].key_channels is None and layer.segments[0].value_channels is None):
+        return formula(ends), formula(ends)
+    thin = (pruner.kept_keys(head_dim) + pruner.kept_values(head_dim)) * itemsize
+    whole = [sum(column) for column in zip([0] * len(ends), *(s.counts for s in layer.segments[1:]), strict=True)]
+    least = sum(ends) * thin
+    return least, least + sum(min(end, w + fed) for end, w in zip(ends, whole, strict=True)) * (dense - thin)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import kvbench
 from kvbench.cache.audit import Measured, Refused, audit
-from kvbench.cache.peak import check_peak
+from kvbench.cache.peak import Stored, check_bytes, check_peak
 from kvbench.config import Sampling
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.listener import Listeners
@@ -126,21 +126,24 @@ class GroupRun:
         synchronise(self.host.model.device)
         start = time.perf_counter()
         held: dict[int, list[int]] = {}
-        losses = teacher_force(self.host.model, [r.cache for r in rows], rest, int(example.meta["chunk"]), held)
+        stored: dict[int, Stored] = {}
+        losses = teacher_force(self.host.model, [r.cache for r in rows], rest, int(example.meta["chunk"]), held, stored)
         synchronise(self.host.model.device)
         share = (time.perf_counter() - start) / max(1, len(rows) * len(rest))
         for i, (row, loss) in enumerate(zip(rows, losses, strict=True)):
             score = float(loss.sum()) / float(example.meta["divisor"])
             line = {**self._line(row, len(rest), share, len(rows)), "prediction": "", "score": score}
-            self.add(row, line, held[i], len(rest) - 1)
+            self.add(row, line, held[i], len(rest) - 1, stored.get(i))
 
-    def add(self, row: Row, line: Sample, held: Sequence[int], fed: int) -> None:
+    def add(self, row: Row, line: Sample, held: Sequence[int], fed: int, stored: Stored | None) -> None:
         """Store the line of a row that held ``held`` tokens in each layer while it read ``fed``, or refuse its cell."""
         cell, example = row.cell, row.example
         if cell.id in self.refused:
             return
         try:
             line["decode_peak"] = check_peak(row.cache, held, fed)
+            if stored is not None:
+                check_bytes(row.cache, stored, *self.host.shape())
         except Refused as reason:
             self.refuse(cell, str(reason), example)
             return
@@ -186,14 +189,21 @@ class GroupRun:
         start = time.perf_counter()
         attended: dict[int, float] = {}
         held: dict[int, list[int]] = {}
+        stored: dict[int, Stored] = {}
         endings = [self._ending(r) for r in rows]
-        tokens = generate_rows(self.host.model, [r.cache for r in rows], endings, attended, held)
+        tokens = generate_rows(self.host.model, [r.cache for r in rows], endings, attended, held, stored)
         synchronise(device)
         share = (time.perf_counter() - start) / sum(len(t) for t in tokens)
         for i, (row, answer) in enumerate(zip(rows, tokens, strict=True)):
             line = self._sample(row, answer, share, len(rows))
             # of methods that mask: what they hold says nothing about how little they read
-            self.add(row, {**line, **({"attended": attended[i]} if i in attended else {})}, held[i], len(answer) - 1)
+            self.add(
+                row,
+                {**line, **({"attended": attended[i]} if i in attended else {})},
+                held[i],
+                len(answer) - 1,
+                stored.get(i),
+            )
 
     def _ending(self, row: Row) -> Ending:
         task = row.cell.task

@@ -143,6 +143,11 @@ class Segment:
         """Tokens held by the head that holds most."""
         return self.positions.shape[1] if self.lengths is None else int(self.lengths.max())
 
+    @property
+    def counts(self) -> list[int]:
+        """Tokens that each head holds."""
+        return [self.tokens] * self.heads if self.lengths is None else self.lengths.tolist()
+
     def head(self, h: int) -> Segment:
         """One stored head's tokens, a view: [1, its tokens, ...]."""
         end = self.tokens if self.lengths is None else int(self.lengths[: h + 1].sum())

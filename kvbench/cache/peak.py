@@ -1,12 +1,24 @@
-"""What a cache held at most while decoding, against what its chain declares."""
+"""What a cache held while decoding, in tokens and in bytes, against what its chain declares."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
+
+from kvbench.accounting import decoded
 from kvbench.cache.audit import Refused
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.types import Cache
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Payload bytes behind one row's tokens in each layer, when it had read ``fed`` tokens more than its cache."""
+
+    fed: int
+    payload: Sequence[int]
 
 
 def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
@@ -38,3 +50,15 @@ def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
             f"declared are at most {total}"
         )
     return max(held)
+
+
+def check_bytes(cache: Cache, stored: Stored, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Raise Refused, with the reason, unless storage held what the chain declares of ``cache`` and its new tokens."""
+    for i, found in enumerate(stored.payload):
+        low, high = decoded(cache.chain, cache.layers[i], i, stored.fed, kv_heads, head_dim, dtype.itemsize)
+        if not low <= found <= high:
+            declared = f"{low}" if low == high else f"{low} to {high}"
+            raise Refused(
+                f"{cache.chain.name}: layer {i} holds {found} payload bytes after {stored.fed} new tokens, "
+                f"the formula says {declared}"
+            )

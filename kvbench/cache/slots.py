@@ -143,13 +143,15 @@ class SlotRows:
 
     def _whole_tokens(self, segments: Sequence[Sequence[Segment]], room: int) -> int:
         """The most tokens with all channels that a head holds until ``room`` more have come."""
-        now = torch.stack([sum((_counts(s) for s in row[1:]), torch.zeros_like(_counts(row[0]))) for row in segments])
+        none = [0] * self.budget.shape[1]
+        whole = [[sum(c) for c in zip(none, *(s.counts for s in row[1:]), strict=True)] for row in segments]
+        now = torch.tensor(whole, device=self.budget.device)
         later = torch.minimum(self.budget[..., 0], now + room)
         return int(torch.maximum(now, later).max())
 
     def _load(self, row: int, s: Segment, held: Tensor) -> Tensor:
         """Put a segment behind the tokens ``held`` [H] of each head; returns what is held then."""
-        counts = _counts(s)
+        counts = torch.tensor(s.counts, device=held.device)
         head = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         slot = torch.cat([torch.arange(a, a + m, device=counts.device) for a, m in zip(held, counts, strict=True)])
         self.valid[row, head, slot] = True
@@ -248,13 +250,6 @@ class SlotRows:
         state = {name: s[row] for name, s in self.state.items()}
         none = self.positions.new_zeros(self.positions.shape[1], 0, 0)
         return self.store.segments(row, Segment(none, none, self.positions[row], state=state), self.valid[row])
-
-
-def _counts(s: Segment) -> Tensor:
-    """Tokens that each head [H] of a segment holds."""
-    if s.lengths is not None:
-        return s.lengths.long()
-    return torch.full((s.heads,), s.tokens, device=s.positions.device)
 
 
 def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class ChannelPruner(Stage):
 
         found: list[torch.Tensor | None] = [None, None]
         if keys < head_dim:
-            held = side_by_side(segment.k, segment.lengths, cache.heads).float()
+            held = padded(segment.k, segment.lengths, cache.heads).float()
             scores = self.channel_scores(held * counted(packed[0])[..., None], cache, obs)
             found[0] = top_indices(scores, keys)
         if values < head_dim:
@@ -113,11 +113,11 @@ class ChannelPruner(Stage):
 
 
 def head_lengths(cache: LayerCache) -> list[int]:
-    """Tokens of each stored head of a cache of one segment."""
+    """Tokens of each head that a cache of one segment is going to be stored under."""
     s = ops.only_segment(cache)
-    return [s.tokens] * cache.heads if s.lengths is None else s.lengths.tolist()
+    return [s.tokens] * cache.heads if s.lengths is None else s.counts
 
 
-def side_by_side(t: torch.Tensor, lengths: torch.Tensor | None, heads: int) -> torch.Tensor:
+def padded(t: torch.Tensor, lengths: torch.Tensor | None, heads: int) -> torch.Tensor:
     """Keys, values or positions as [heads, L, ...], ragged heads padded with zeros."""
     return per_head(t, heads) if lengths is None else ops.by_head(t, lengths)

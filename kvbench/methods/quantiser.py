@@ -12,7 +12,7 @@ from kvbench.cache import ops
 from kvbench.cache.coded import Codes, Residual, encode, side_by_side
 from kvbench.cache.pack import Packed
 from kvbench.methods.base import Block, Role, Stage
-from kvbench.methods.pruner import ChannelPruner, head_lengths
+from kvbench.methods.pruner import ChannelPruner
 from kvbench.types import LayerCache, Observation, Segment
 
 
@@ -99,7 +99,7 @@ class Quantiser(Stage):
         """The cache with its older tokens packed, of those only the channels that ``pruner`` keeps."""
         cache = ops.expand(cache)
         s = ops.only_segment(cache)
-        coder, lengths = self.coder(pruner), head_lengths(cache)
+        coder, lengths = self.coder(pruner), s.counts
         packed = [r.packed(max(lengths)) for r in (coder.keys, coder.values)]
         key_channels = value_channels = None
         if pruner is not None:

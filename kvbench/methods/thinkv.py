@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
-from kvbench.methods.pruner import head_lengths, side_by_side
+from kvbench.methods.pruner import head_lengths, padded
 from kvbench.methods.think import Think
 from kvbench.types import LayerCache, Observation
 
@@ -40,7 +40,7 @@ class ThinkV(Think):
     def value_scores(self, cache: LayerCache, obs: Observation, counted: torch.Tensor) -> torch.Tensor:
         s = ops.only_segment(cache)
         heads, q = cache.heads, obs.queries(self.observed)
-        keys, values, positions = (side_by_side(t, s.lengths, heads) for t in (s.k, s.v, s.positions))
+        keys, values, positions = (padded(t, s.lengths, heads) for t in (s.k, s.v, s.positions))
         w, slots = q.shape[1], torch.arange(keys.shape[1], device=keys.device)
         held = slots < torch.tensor(head_lengths(cache), device=keys.device)[:, None]
         asked = obs.where(keys.device)[obs.n - w :]

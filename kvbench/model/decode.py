@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
+from kvbench.cache.peak import Stored
 from kvbench.cache.slots import Rotary
 from kvbench.errors import UsageError
 from kvbench.model.adapted import adapted, alike
@@ -55,24 +56,29 @@ def generate_rows(
     endings: Sequence[Ending],
     attended: dict[int, float] | None = None,
     held: dict[int, list[int]] | None = None,
+    stored: dict[int, Stored] | None = None,
 ) -> list[list[int]]:
     """Greedy tokens of each cache until each row's own ending, as one batch of all that leave the model alike.
 
     ``attended`` is filled for rows whose method masks: tokens attended, the mean over steps, heads and masked layers.
     ``held`` is filled for all rows: the most tokens that a head of each layer held until the row's own ending.
+    ``stored`` is filled for rows that read more than their prompt: what their storage held when they left the batch.
     """
     outputs: list[list[int]] = [[] for _ in caches]
     for rows in alike(caches):
         mine: dict[int, float] = {}
         peaks: dict[int, list[int]] = {}
+        sizes: dict[int, Stored] = {}
         with adapted(model, caches[rows[0]].chain):
-            found = _generate(model, [caches[r] for r in rows], [endings[r] for r in rows], mine, peaks)
+            found = _generate(model, [caches[r] for r in rows], [endings[r] for r in rows], mine, peaks, sizes)
         for r, tokens in zip(rows, found, strict=True):
             outputs[r] = tokens
         if attended is not None:
             attended.update({rows[i]: value for i, value in mine.items()})
         if held is not None:
             held.update({rows[i]: value for i, value in peaks.items()})
+        if stored is not None:
+            stored.update({rows[i]: value for i, value in sizes.items()})
     return outputs
 
 
@@ -82,6 +88,7 @@ def _generate(
     endings: Sequence[Ending],
     attended: dict[int, float],
     held: dict[int, list[int]],
+    stored: dict[int, Stored],
 ) -> list[list[int]]:
     """``generate_rows`` for rows of one batch, in a model that is adapted to them."""
     outputs: list[list[int]] = [[] for _ in caches]
@@ -110,6 +117,9 @@ def _generate(
             if ended:
                 peaks = torch.stack([layer.held() for layer in batch]).T.tolist() if batch else None
                 held.update({r: peaks[i] if peaks else [c.tokens for c in caches[r].layers] for i, r in ended})
+            if batch is not None and len(going) <= len(live) * (1 - FINISHED_SHARE):
+                left = set(live) - {live[i] for i in going}
+                stored.update({r: size for r, size in zip(live, stored_in(batch), strict=True) if r in left})
             if not going:
                 attended.update({r: float(torch.stack(t).mean()) for r, t in enumerate(tally) if t})
                 return outputs
@@ -135,6 +145,12 @@ def _generate(
                     if caches[r].chain.masks and not endings[r].over(outputs[r]):
                         tally[r].append(mean[i])
             tokens = choose(logits, live)
+
+
+def stored_in(batch: Sequence[RowLayer]) -> list[Stored]:
+    """What the storage of each row of a batch holds now."""
+    columns = zip(*(layer.stored() for layer in batch), strict=True)
+    return [Stored(batch[0].used, column) for column in columns]
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
+from kvbench.cache.peak import Stored
 from kvbench.errors import UsageError
 from kvbench.model.adapted import adapted, alike
-from kvbench.model.decode import build
+from kvbench.model.decode import build, stored_in
 from kvbench.model.interface import attached
 from kvbench.model.prefill import as_prompt
 from kvbench.types import Cache
@@ -23,13 +24,14 @@ def teacher_force(
     tokens: Tensor,
     chunk: int,
     held: dict[int, list[int]] | None = None,
+    stored: dict[int, Stored] | None = None,
 ) -> list[Tensor]:
     """Negative log likelihood of each of ``tokens`` [T] after each cache, fed ``chunk`` tokens at a time.
 
     All caches have read equally many tokens (methods of one prompt) and are not changed; those whose chains leave the
     model alike are rows of one batch.
     Returns one fp32 tensor [T] per cache, on the CPU. ``held`` is filled with the most tokens that a head of each layer
-    of each cache held.
+    of each cache held, ``stored`` with what its storage held at the end.
     """
     if not caches:
         return []
@@ -39,17 +41,19 @@ def teacher_force(
     losses: dict[int, Tensor] = {}
     for rows in alike(caches):
         with adapted(model, caches[rows[0]].chain):
-            found, peaks = _force(model, [caches[r] for r in rows], ids, chunk)
+            found, peaks, sizes = _force(model, [caches[r] for r in rows], ids, chunk)
         losses.update(zip(rows, found, strict=True))
         if held is not None:
             held.update(zip(rows, peaks, strict=True))
+        if stored is not None:
+            stored.update(zip(rows, sizes, strict=True))
     return [losses[i] for i in range(len(caches))]
 
 
 def _force(
     model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, chunk: int
-) -> tuple[list[Tensor], list[list[int]]]:
-    """``teacher_force`` of one batch in a model that is adapted to it: losses, and tokens held by layer."""
+) -> tuple[list[Tensor], list[list[int]], list[Stored]]:
+    """``teacher_force`` of one batch in a model that is adapted to it: losses, tokens held by layer, and storage."""
     seen, rows = caches[0].seen, len(caches)
     losses = [_loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])]
     batch = build(model, caches, len(ids), chunk)
@@ -64,7 +68,8 @@ def _force(
                 use_cache=True,
             )
             losses.append(_loss(out.logits, ids[start + 1 : start + 1 + len(fed)]))
-    return list(torch.cat(losses, dim=1).cpu()), torch.stack([layer.held() for layer in batch]).T.tolist()
+    peaks = torch.stack([layer.held() for layer in batch]).T.tolist()
+    return list(torch.cat(losses, dim=1).cpu()), peaks, stored_in(batch)
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from kvbench.cache.coded import Codes, side_by_side
 from kvbench.cache.coded_rows import CodedRows, Coder
 from kvbench.cache.latent_rows import LatentRows, Lift
 from kvbench.cache.slots import Evictor, Rotary, SlotRows
+from kvbench.cache.stored import stored_bytes
 from kvbench.model.interface import KvbenchLayer
 from kvbench.types import LayerCache, Segment
 
@@ -178,6 +179,10 @@ class RowLayer(KvbenchLayer):
     def held(self) -> Tensor:
         """The most tokens that any head of each row has held so far [B]."""
         return self.most + self.used * self.grows
+
+    def stored(self) -> list[int]:
+        """Payload bytes behind the tokens of each row."""
+        return stored_bytes(self)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with ``rows`` (ascending) only."""

@@ -1,19 +1,24 @@
-"""The most tokens held while decoding: counted per row to its own end, and held against what chains declare."""
+"""What is held while decoding, the most tokens and the bytes behind them: against what chains declare."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from families import build, prompt
+import torch
+from calibrations import ready
+from families import build, heads_of, prompt
 
 import kvbench
+from kvbench.cache import coded_rows, slot_stores
 from kvbench.cache.audit import Refused
-from kvbench.cache.peak import check_peak
+from kvbench.cache.peak import Stored, check_bytes, check_peak
 from kvbench.methods.cake import Cake
 from kvbench.methods.chain import Chain
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.model.decode import Ending, extend_cache, generate_rows
+from kvbench.model.decode import build as build_batch
 from kvbench.model.likelihood import teacher_force
+from kvbench.model.rows import RowLayer
 
 RAGGED = {"method": "refreekv", "mode": "eq1", "reduce": "per_head", "T": 0.2}
 METHODS = [
@@ -133,3 +138,79 @@ def test_slots_that_are_not_given_back_are_refused(monkeypatch):
     generate_rows(model, [cache], [Ending(9)], held=held)
     with pytest.raises(Refused, match="layer 0 holds 14 tokens per head"):
         check_peak(cache, held[0], 8)
+
+
+STORED = [
+    *METHODS,
+    "think",
+    {"method": "thinkv+kivi", "group": 4, "residual": 8, "recent": 3},
+    {"method": "adakv+kivi", "kv_size": 20, "window": 4, "group": 4, "residual": 8},
+    {"method": "snapkv+think+flexgen", "kv_size": 20, "window": 4, "recent": 4},
+    {"method": "adakv+thinkv", "kv_size": 20, "window": 4, "recent": 4},
+    {"method": "h2o+think", "variant": "orig", "kv_size": 20, "recent": 4},
+    {"method": "tova+flexgen", "kv_size": 12},
+    {"method": "qhitter", "kv_size": 12, "bits": 3},
+    {"method": "uncomp-group+thinkv", "kv_size": 14, "uncomp-group.window": 4, "recent": 4},
+    {"method": "uncomp-stage+snapkv", "kv_size": 12, "snapkv.window": 4},
+]
+
+
+def check_stored(model, rows, stored):
+    for r, row in enumerate(rows):
+        if r in stored:
+            check_bytes(row, stored[r], *heads_of(model), model.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+def test_bytes_behind_a_rows_tokens_are_those_declared(per, dtype):
+    model = build("llama", dtype)
+    rows = kvbench.prefill(model, prompt(33, 1), [ready(model, e, per) for e in STORED])
+    generate_rows(model, rows, [Ending(1 + i % 13) for i in range(len(rows))], stored=(stored := {}))
+    assert set(stored) == {i for i in range(len(rows)) if i % 13}, "rows that read nothing more were never in a batch"
+    assert len({s.fed for s in stored.values()}) > 3
+    check_stored(model, rows, stored)
+    teacher_force(model, rows, prompt(20, 2), 3, stored=(scored := {}))
+    assert {s.fed for s in scored.values()} == {19}
+    check_stored(model, rows, scored)
+    longer = [extend_cache(model, row, prompt(6, 9)) for row in rows]
+    generate_rows(model, longer, [Ending(9)] * len(rows), stored=(after := {}))
+    check_stored(model, longer, after)
+
+
+@pytest.mark.parametrize("entry", ["palu", "asvd", "chai"])
+def test_bytes_of_methods_that_change_the_model_are_those_declared(entry):
+    model = build("llama" if entry != "chai" else "gpt_neox")
+    rows = [kvbench.prefill(model, prompt(n, n), [ready(model, entry)])[0] for n in (33, 20)]
+    generate_rows(model, rows, [Ending(9), Ending(4)], stored=(stored := {}))
+    assert len(stored) == 2
+    check_stored(model, rows, stored)
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv+think", "thinkv+kivi", "h2o+think", "h2o", "qhitter"])
+def test_storage_that_costs_more_than_declared_is_refused(method, monkeypatch):
+    model = build("llama")
+    entry = next(e for e in STORED if (e if isinstance(e, str) else e["method"]) == method)
+    (cache,) = kvbench.prefill(model, prompt(33, 1), [entry])
+    real = RowLayer.__init__
+
+    def wider(self, *args, **more):
+        real(self, *args, **more)
+        for group in self.groups:
+            for s in group.segments:
+                object.__setattr__(s, "v", s.v.double())
+            if isinstance(group.coded, coded_rows.CodedRows):
+                group.coded.k.ring = group.coded.k.ring.double()
+        for _, slots in self.slots:
+            if isinstance(slots.store, slot_stores.Thin):
+                slots.store.v.kept = slots.store.v.kept.double()
+            elif isinstance(slots.store.k, torch.Tensor):
+                slots.store.k = slots.store.k.double()
+            else:
+                slots.store.k = slots.store.k.map(lambda t: torch.cat([t, t], dim=-1))
+
+    monkeypatch.setattr(RowLayer, "__init__", wider)
+    batch = build_batch(model, [cache], 5)
+    stored = Stored(0, [layer.stored()[0] for layer in batch])
+    with pytest.raises(Refused, match=r"layer 0 holds \d+ payload bytes after 0 new tokens, the formula says \d+"):
+        check_bytes(cache, stored, *heads_of(model), model.dtype)
