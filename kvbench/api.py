@@ -130,5 +130,8 @@ def calibrate(
 
 
 def extend(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[int]) -> Cache:
-    """A new cache that has also read ``input_ids`` (a later question, say); what is appended is kept whole."""
+    """A new cache that has also read ``input_ids`` (a later question, say).
+
+    What is appended stays whole, but where the chain packs or evicts while decoding: there it is stored as an answer.
+    """
     return decode.extend_cache(model, cache, input_ids)

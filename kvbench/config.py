@@ -89,12 +89,13 @@ class DatasetConfig:
 class ChainConfig:
     """One method of the run with its knobs settled; ``label`` names the knobs that the user set or swept.
 
-    ``entries`` are the knobs by method as they were before the budget settled them.
+    ``entries`` are the knobs by method as they were before the budget settled them, ``written`` the method as typed.
     """
 
     chain: Chain = identity()
     label: str = runtime(default="")
     entries: Mapping[str, Mapping[str, Any]] = runtime(default_factory=dict)
+    written: str = runtime(default="")
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def _chains(raw: Mapping[str, Any]) -> Iterator[ChainConfig]:
             for (m, k, _), value in zip(axes, chosen, strict=True):
                 settled[m][k] = value
             try:
-                made = chain_config(settled, str(per), {(m, k) for m, k, _ in axes})
+                made = chain_config(settled, str(per), {(m, k) for m, k, _ in axes}, str(written))
             except UsageError as error:
                 raise presets.explain(error, raw["preset"]["name"]) from None
             key = (made.chain.name, repr(made.chain.identity()))
@@ -215,12 +216,15 @@ def _chains(raw: Mapping[str, Any]) -> Iterator[ChainConfig]:
 
 
 def chain_config(
-    entries: Mapping[str, Mapping[str, Any]], per: str, swept: Collection[tuple[str, str]] = ()
+    entries: Mapping[str, Mapping[str, Any]], per: str, swept: Collection[tuple[str, str]] = (), written: str = ""
 ) -> ChainConfig:
-    """One chain of settled knobs by method, with its label; ``swept`` (method, knob) are named in it in any case."""
+    """One chain of settled knobs by method, with its label; ``swept`` (method, knob) are named in it in any case.
+
+    ``written`` is the method as the user wrote it: the label has the aliases in it, not what they stand for.
+    """
     settled = {m: registry.by_size(e) for m, e in entries.items()}
     chain = registry.make_chain(settled, per)
-    return ChainConfig(chain, _label(chain, settled, swept), entries)
+    return ChainConfig(chain, _label(chain, settled, swept, written), entries, written)
 
 
 def _limit_names() -> set[str]:
@@ -274,20 +278,22 @@ def _yaml_defaults(dataset: str) -> Mapping[str, Any]:
     return entries("dataset").get(dataset, {})
 
 
-def _label(chain: Chain, settled: Mapping[str, Mapping[str, Any]], swept: Collection[tuple[str, str]]) -> str:
+def _label(
+    chain: Chain, settled: Mapping[str, Mapping[str, Any]], swept: Collection[tuple[str, str]], written: str
+) -> str:
     """The chain's name with its budgets, its place in a grid, and what differs from the plain defaults."""
-    changed = []
+    changed, fixed = [], registry.settled(written)
     for stage in chain.stages:
         plain = registry.defaults(stage.id)
         for knob, value in settled[stage.id].items():
             unset = knob.startswith("_") or getattr(stage, knob, value) is None
             plainly = value == plain.get(knob) and knob not in BUDGETS and (stage.id, knob) not in swept
-            if unset or plainly:
+            if unset or plainly or (stage.id, knob) in fixed:
                 continue
             changed.append(f"{knob}={','.join(map(str, value)) if isinstance(value, list) else value}")
     if chain.stages and chain.per != "kv_head":
         changed.append(f"per={chain.per}")
-    return " ".join([chain.name, *changed])
+    return " ".join([registry.as_written(chain.name, written), *changed])
 
 
 def _plain(error: Exception) -> str:

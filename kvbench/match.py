@@ -127,7 +127,7 @@ def with_size(template: ChainConfig, size: int) -> ChainConfig:
     entry = dict(template.entries[owner])
     entry |= {k: None for k in (*registry.BUDGET_KNOBS, *registry.BUDGET_PARTS) if k in entry}
     entry["kv_size"] = size
-    return chain_config({**template.entries, owner: entry}, template.chain.per)
+    return chain_config({**template.entries, owner: entry}, template.chain.per, written=template.written)
 
 
 def _reference(cfg: RunConfig) -> str:

@@ -173,10 +173,15 @@ def _flexgen() -> list[Figure]:
 def _qhitter() -> list[Figure]:
     """Tokens of D=128 at 4 bits with fp16 scale and zero point a head; running scores are 8 bytes."""
     d, dense = 128, 2 * 128 * FP16
-    payload = 2 * (d * 4 / 8 + 2 * FP16)
+    payload, scores = 2 * (d * 4 / 8 + 2 * FP16), 8
+    (block,) = parse({"method": "qhitter", "bits": 4}).layout(1, d, FP16)
+    stored = block.key_bytes + block.value_bytes
+    running = stored + block.slot_overhead
     return [
-        Figure("qhitter", "4 bits, payload, smaller than fp16", QHITTER, "x", 2, 4, dense / payload),
-        Figure("qhitter", "4 bits, with running scores", QHITTER, "x", 2, 4, dense / (payload + 8)),
+        Figure("qhitter", "4 bits, payload, smaller than fp16", QHITTER, "x", 2, 4, dense / payload, dense / stored),
+        Figure(
+            "qhitter", "4 bits, with running scores", QHITTER, "x", 2, 4, dense / (payload + scores), dense / running
+        ),
     ]
 
 

@@ -78,6 +78,13 @@ def settled(method: str) -> dict[tuple[str, str], Any]:
     return {(one, knob): value for one, knobs in found for knob, value in knobs.items()}
 
 
+def as_written(name: str, written: str) -> str:
+    """A chain's ``name`` with the aliases that are in the method ``written`` in place of what they stand for."""
+    parts = {p.strip() for p in written.split("+")}
+    known = {one: alias for alias, (one, _) in ALIASES.items() if set(alias.split("+")) <= parts}
+    return "+".join(known.get(p, p) for p in name.split("+"))
+
+
 def check_settled(methods: Sequence[str], key: str, value: Any) -> None:
     """Raise UsageError for a knob that aliases settle in all of ``methods`` that have it."""
     knob, owner = _knob(key), _method(key)

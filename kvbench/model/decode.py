@@ -223,7 +223,11 @@ def step(model: PreTrainedModel, batch: Sequence[RowLayer], tokens: Tensor, posi
 
 
 def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[int]) -> Cache:
-    """A new cache that has also read ``input_ids`` [T], kept whole behind the compressed prompt."""
+    """A new cache that has also read ``input_ids`` [T] behind the compressed prompt.
+
+    The tokens stay whole, but where the chain goes on packing or evicting while decoding: then they are stored, one
+    after the other, as tokens of an answer are.
+    """
     ids = as_prompt(model, input_ids)
     check_continuation(model, cache, ids.shape[0])
     # methods that evict or pack while decoding do so after every token

@@ -44,7 +44,7 @@ def test_kivis_layout():
 
 def test_flexgen_and_qhitter():
     assert values("flexgen") == [(None, 36, 36), (None, 3.5556, 3.5556)]
-    assert values("qhitter") == [(4, 3.7647, None), (4, 3.5556, None)]
+    assert values("qhitter") == [(4, 3.7647, 3.7647), (4, 3.5556, 3.5556)]
 
 
 def test_uncomps_percentages_and_refreekvs_sizes():

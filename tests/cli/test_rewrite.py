@@ -203,11 +203,13 @@ def labels(line):
     return [c.label for c in config.parse(config.compose_config(overrides)).chains]
 
 
-def test_an_alias_is_labelled_as_what_it_is_and_keeps_its_knob_in_a_grid_of_others():
-    assert labels("method=h2o+quant") == ["qhitter kv_ratio=0.25 lam=1"]
-    assert labels("method=h2o+quant,qhitter lam=1") == ["qhitter kv_ratio=0.25 lam=1"]
+def test_an_alias_is_labelled_as_it_was_written_and_keeps_its_knob_in_a_grid_of_others():
+    assert labels("method=h2o+quant") == ["h2o+quant kv_ratio=0.25"]
+    assert labels("method=quant+h2o bits=3 per=query_head") == ["h2o+quant kv_ratio=0.25 bits=3 per=query_head"]
+    assert labels("method=qhitter,h2o+quant lam=1") == ["qhitter kv_ratio=0.25 lam=1"]
+    assert labels("method=h2o+quant,qhitter lam=1") == ["h2o+quant kv_ratio=0.25"]
     assert labels("method=h2o+quant,qhitter kv_size=64 lam=0.2,0.5") == [
-        "qhitter kv_size=64 lam=1",
+        "h2o+quant kv_size=64",
         "qhitter kv_size=64 lam=0.2",
         "qhitter kv_size=64 lam=0.5",
     ]
