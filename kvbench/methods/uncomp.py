@@ -199,7 +199,7 @@ class UNCompGroup(EvictingSelector):
             cache = replace(cache, copy_from=self.stand_ins(seen.sum(dim=1), whole.k, obs.layer))
         if int(sizes.min()) >= obs.n:
             return cache
-        window = self.capacity(n).window
+        window = min(self.capacity(n).window, obs.n)
         prefix = pool(ring[:, : obs.n - window].sum(dim=-1), self.kernel, "max")
         scores = F.pad(prefix, (0, window), value=torch.inf)
         # each head's order by score, of which it keeps the first, ascending; what is not kept sorts behind

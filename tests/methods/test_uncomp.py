@@ -272,6 +272,30 @@ def test_a_prompt_within_the_mean_is_whole_and_gives_way_with_the_first_new_toke
     assert sorted(len(p) for p in ref.kept(cache.layers[0])) == [12, 19]
 
 
+@pytest.mark.parametrize("delete", [1, 3])
+@pytest.mark.parametrize("n", [1, 3, 7, 8, 9, 15, 16])
+def test_heads_are_deleted_from_prompts_shorter_than_the_window_too(n, delete):
+    model = mha()
+    entry = {"method": "uncomp-group", "kv_size": 15, "delete": delete}
+    (cache,) = kvbench.prefill(model, prompt(n, 2), [ready(model, entry)])
+    content = calibrations.uncomp(2, 4)
+    for i, layer in enumerate(cache.layers):
+        gone = slow_gone(content, i, delete)
+        assert [len(p) for p in ref.kept(layer)] == [0 if h in gone else min(n, 15) for h in range(4)]
+        assert all(p[-1] == n - 1 for p in ref.kept(layer) if p)
+    audit(cache, 4, 16, torch.float32)
+    assert len(kvbench.generate(model, [cache], 10)[0]) == 10
+
+
+def test_heads_are_deleted_where_the_stage_leaves_fewer_tokens_than_the_window():
+    model = mha()
+    knobs = {"uncomp-stage.least": 0.1, "uncomp-stage.last": 2, "uncomp-group.delete": 1}
+    entry = {"method": "uncomp-stage+uncomp-group", "kv_size": 15, **knobs}
+    (cache,) = kvbench.prefill(model, prompt(20, 2), [ready(model, entry)])
+    assert [sorted(len(p) for p in ref.kept(layer)) for layer in cache.layers] == [[0, 15, 15, 15], [0, 2, 2, 2]]
+    audit(cache, 4, 16, torch.float32)
+
+
 REFUSED = {
     "high=64": "method.uncomp-group.high=64 is not possible: given together with low",
     "high=64 low=8": "method.uncomp-group.low=8 is not possible: above the window 8",

@@ -289,6 +289,20 @@ def test_groups_begin_where_the_effective_rank_of_the_queries_falls(eranks, epsi
     assert UncompStage().recipe() is None and UncompStage(epsilon=1.0).unbound
 
 
+# spec 5, UNComp: drops at 2, 15, 26, 31 -> the groups of appendix A.3
+def test_an_effective_rank_that_falls_as_llama_2s_makes_the_papers_schedule():
+    falls = {2: 1.3, 15: 2.0, 26: 1.25, 31: 6.0}
+    eranks, now = [], 12.0
+    for layer in range(32):
+        now += 0.2 - falls.get(layer, 0.0)
+        eranks.append(now)
+    tensors = {"erank_k": torch.tensor([eranks] * 3)}
+    stage = UncompStage(epsilon=1.0, least=0.375).calibrated(Calibration("uncomp", digest(tensors), "none", tensors))
+    assert stage.first_layers(32) == UncompStage(schedule="paper").first_layers(32) == (0, 2, 15, 26, 31)
+    # 0.375 of 4096 tokens are the paper's 1536
+    assert stage.sizes(4096, 32) == UncompStage(schedule="paper").sizes(4096, 32)
+
+
 def test_the_stage_reads_the_calibration_of_uncomp_group():
     knobs = {"samples": 7, "top": 5, "tokens": 64}
     assert UncompStage(epsilon=1.0, **knobs).recipe() == UNCompGroup(**knobs).recipe()
