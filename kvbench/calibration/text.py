@@ -117,8 +117,9 @@ def find(own_corpus: bool, given: str | None, data: str | None) -> Text:
     path_found = files.first(TRAIN, VALID)
     if path_found is None:
         raise UsageError(
-            f"calibration reads a text: put WikiText-2's train split at {TRAIN} below a data folder (data.root=FOLDER "
-            "or the environment variable KVBENCH_DATA), or give calibration_text=FILE"
+            "calibration reads a text: fetch WikiText-2 (python -m kvbench data fetch wikitext2), put its train split "
+            f"at {TRAIN} below a data folder (data.root=FOLDER or the environment variable KVBENCH_DATA), or give "
+            "calibration_text=FILE"
         )
     content = read_text(path_found, "calibration")
     if path_found.name == Path(TRAIN).name:

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from kvbench.calibration import text
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.tasks import fetch, hub
@@ -142,6 +143,16 @@ def test_an_interrupted_fetch_keeps_what_came(tmp_path):
     assert list(fetch.read_lock(root)) == ["x.json"]
     assert take(entry, root, FakeHub({"y.json": b"[]"})) == ["y.json"]
     assert sorted(p.name for p in root.iterdir()) == [fetch.LOCK, "x.json", "y.json"]
+
+
+def test_wikitext2_comes_with_the_split_that_calibration_reads(tmp_path):
+    rows = [{"text": " = A heading = \n"}, {"text": ""}, {"text": " Words of the train split .\n"}]
+    files = {f"wikitext-2-raw-v1/{split}-00000-of-00001.parquet": rows for split in ("test", "train")}
+    store = FakeHub({name: parquet(tmp_path, content) for name, content in files.items()})
+    root = tmp_path / "root"
+    assert take(fetch.source_of("wikitext2"), root, store) == ["wikitext2/test.txt", "wikitext2/train.txt"]
+    found = text.find(False, None, str(root))
+    assert (found.name, found.content) == ("wikitext2/train.txt", "".join(r["text"] for r in rows))
 
 
 def test_addresses_and_compressed_files(tmp_path):
