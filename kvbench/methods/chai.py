@@ -5,17 +5,24 @@ The numbers of clusters are those of UNComp's released code (https://github.com/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from kvbench.cache import ops
+from kvbench.calibration.recipe import Recipe
+from kvbench.errors import UsageError
 from kvbench.methods.altered import HeadSharer
 from kvbench.types import LayerCache, Needs, Observation
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 OBSERVED = 5
+LONGEST = 64  # tokens of a calibration window: clusters see its first five
+COUNTS = ("listed", "calibrated")
 _MIDDLE = (24, 30, 24, 30, 28, 28, 32, 32)
 _END = (18, 18, 20, 28, 18, 18, 18, 20, *(18,) * 6, 24, 32)
 LISTS: dict[str, tuple[int, ...]] = {
@@ -41,6 +48,11 @@ class Chai(HeadSharer):
     like: instead, one of UNComp's lists by name: ``llama2`` (32 layers, 794 of 1024 heads; also run with Mistral),
     ``llama2-13b`` (40 layers, 1042 of 1600), ``llama3`` (32 layers, 900 of 1024).
     share: instead, the fraction of the query heads that lead in every layer, rounded; 1 changes nothing.
+    counts: ``listed`` is all of the above; with ``calibrated`` as many heads lead over all layers together, by
+    ``share`` or else 794 / 1024, and a layer whose heads are more alike has fewer: of the merges of all layers, those
+    at the smallest distances happen, in the mean over windows of text (our choice: CHAI reads its counts off the bend
+    of each layer's clustering error by eye).
+    samples: windows that are calibrated on. tokens: of each; only the first five are looked at.
     """
 
     id: ClassVar[str] = "chai"
@@ -48,6 +60,9 @@ class Chai(HeadSharer):
     clusters: tuple[int, ...] = ()
     like: str | None = None
     share: float | None = None
+    counts: str = "listed"
+    samples: int = 100
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         listed = isinstance(self.clusters, (list, tuple))
@@ -61,6 +76,25 @@ class Chai(HeadSharer):
         given = [knob for knob in ("clusters", "like", "share") if getattr(self, knob) not in ((), None)]
         if len(given) > 1:
             self.require(given[0], False, f"{' and '.join(given[1:])} says how many heads lead, too: give one of them")
+        self.require("counts", self.counts in COUNTS, " or ".join(COUNTS))
+        free = self.counts == "listed" or not (self.clusters or self.like)
+        self.require("counts", free, "calibrated only without clusters and like, which say how many heads lead")
+        whole = isinstance(self.samples, int) and not isinstance(self.samples, bool) and self.samples >= 1
+        self.require("samples", whole, "a whole number of windows, 1 or more")
+        whole = self.tokens is None or (isinstance(self.tokens, int) and not isinstance(self.tokens, bool))
+        self.require("tokens", whole and (self.tokens is None or self.tokens >= 1), "null or a whole number, 1 or more")
+
+    def recipe(self) -> Recipe | None:
+        return Recipe("chai", 1, self.samples, self.tokens, longest=LONGEST) if self.counts == "calibrated" else None
+
+    def calibrate(
+        self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+    ) -> dict[str, torch.Tensor]:
+        # the model's side of the package reads methods
+        from kvbench.calibration.clusters import measure
+
+        recipe.check(OBSERVED, "the first tokens, by which heads are compared")
+        return {"distances": measure(model, samples, tick)}
 
     def needs(self, n: int) -> Needs:
         return Needs(first_q=OBSERVED)
@@ -80,10 +114,19 @@ class Chai(HeadSharer):
     def leading(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
         if n <= OBSERVED:
             return query_heads
-        return self.counts(n_layers, query_heads, kv_heads)[layer]
+        return self.leaders(n_layers, query_heads, kv_heads)[layer]
 
-    def counts(self, n_layers: int, query_heads: int, kv_heads: int) -> Sequence[int]:
+    def leaders(self, n_layers: int, query_heads: int, kv_heads: int) -> Sequence[int]:
         """Clusters of each layer."""
+        share = MEAN if self.share is None else self.share
+        if self.counts == "calibrated":
+            if self.calibration is None:
+                raise UsageError(
+                    f"method {self.id} was not calibrated, and with counts=calibrated its clusters, hence its bytes, "
+                    "follow from that: leave counts out where no model is read (match=, bench), or see "
+                    "kvbench.calibrate"
+                )
+            return divided(self.calibration.tensors["distances"], share)
         if self.clusters:
             return self.clusters
         name = self.like
@@ -92,7 +135,7 @@ class Chai(HeadSharer):
             name = like.get((n_layers, query_heads))
         if name is not None:
             return LISTS[name]
-        return [max(1, round((MEAN if self.share is None else self.share) * query_heads))] * n_layers
+        return [max(1, round(share * query_heads))] * n_layers
 
     def leads(
         self, first_q: torch.Tensor, first_k: torch.Tensor, n: int, layer: int, n_layers: int, scale: float
@@ -114,7 +157,12 @@ class Chai(HeadSharer):
 
 
 def lead_heads(first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int) -> torch.Tensor:
-    """The lowest head of each head's cluster, of ``count`` clusters: first_q [Hq, m, D], first_k [Hk, m, D] -> [Hq].
+    """The lowest head of each head's cluster, of ``count`` clusters: first_q [Hq, m, D], first_k [Hk, m, D] -> [Hq]."""
+    return merged(first_q, first_k, scale, count)[0]
+
+
+def merged(first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int) -> tuple[torch.Tensor, list[float]]:
+    """``lead_heads``, and the distances at which clusters merged, ascending [Hq - count].
 
     In double precision on the CPU, so that it comes out alike wherever it is asked for.
     """
@@ -122,13 +170,25 @@ def lead_heads(first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count
     maps = (q @ k.repeat_interleave(len(q) // len(k), dim=0).transpose(1, 2) * scale).softmax(dim=-1).flatten(1)
     unit = maps / maps.norm(dim=1, keepdim=True)
     distance = (1 - unit @ unit.T).clamp(min=0).fill_diagonal_(torch.inf)
-    lead = torch.arange(len(q))
+    lead, passed = torch.arange(len(q)), []
     for _ in range(len(q) - count):
         a, b = sorted(divmod(int(distance.argmin()), len(q)))
+        passed.append(float(distance[a, b]))
         sizes = [int((lead == x).sum()) for x in (a, b)]
         row = (sizes[0] * distance[a] + sizes[1] * distance[b]) / sum(sizes)
         row[[a, b]] = torch.inf
         distance[a], distance[:, a] = row, row
         distance[b], distance[:, b] = torch.inf, torch.inf
         lead[lead == b] = a
-    return lead.to(first_q.device)
+    return lead.to(first_q.device), passed
+
+
+def divided(distances: torch.Tensor, share: float) -> list[int]:
+    """Clusters of each layer, ``share`` of all heads together, by the ``distances`` [layers, Hq - 1] of its merges.
+
+    Those are ascending in every layer, so that the smallest of all are the first merges of each.
+    """
+    layers, heads = distances.shape[0], distances.shape[1] + 1
+    gone = min(layers * heads - round(share * layers * heads), distances.numel())
+    first = distances.flatten().sort(stable=True).indices[:gone] // (heads - 1) if heads > 1 else torch.tensor([])
+    return [heads - int((first == layer).sum()) for layer in range(layers)]

@@ -1,5 +1,6 @@
 """CHAI: UNComp's numbers of clusters, the clustering, its prompts against a slow reference, and what it holds."""
 
+import itertools
 from dataclasses import replace
 
 import prefill_reference as slow
@@ -9,9 +10,12 @@ from families import FAMILIES, build, heads_of, prompt
 
 import kvbench
 from kvbench.cache.audit import Refused, audit
+from kvbench.calibration.recipe import Calibration, digest
+from kvbench.calibration.weights import weights_of
 from kvbench.errors import UsageError
 from kvbench.methods import registry
-from kvbench.methods.chai import LISTS, Chai, lead_heads
+from kvbench.methods.chai import LISTS, Chai, divided, lead_heads
+from kvbench.methods.chain import Chain
 
 
 # spec 5: 794/1024; UNComp's other lists: 1042/1600 and 900/1024
@@ -21,8 +25,8 @@ from kvbench.methods.chai import LISTS, Chai, lead_heads
 )
 def test_the_lists_are_uncomps(name, layers, heads, total):
     assert len(LISTS[name]) == layers and sum(LISTS[name]) == total
-    by_shape = Chai().counts(layers, heads, 8 if name == "llama3" else heads)
-    assert tuple(by_shape) == LISTS[name] == tuple(Chai(like=name).counts(layers, heads, 8))
+    by_shape = Chai().leaders(layers, heads, 8 if name == "llama3" else heads)
+    assert tuple(by_shape) == LISTS[name] == tuple(Chai(like=name).leaders(layers, heads, 8))
 
 
 def test_llama_2_holds_77_54_percent_of_the_keys():
@@ -31,10 +35,10 @@ def test_llama_2_holds_77_54_percent_of_the_keys():
 
 
 def test_other_models_have_llama_2s_mean_or_the_share_asked_for():
-    assert Chai().counts(3, 16, 16) == [12] * 3
-    assert Chai(share=0.5).counts(32, 32, 32) == [16] * 32
-    assert Chai(share=0.01).counts(2, 4, 4) == [1] * 2
-    assert Chai(clusters=(3, 4)).counts(2, 4, 4) == (3, 4)
+    assert Chai().leaders(3, 16, 16) == [12] * 3
+    assert Chai(share=0.5).leaders(32, 32, 32) == [16] * 32
+    assert Chai(share=0.01).leaders(2, 4, 4) == [1] * 2
+    assert Chai(clusters=(3, 4)).leaders(2, 4, 4) == (3, 4)
 
 
 def test_two_identical_heads_merge_first():
@@ -63,6 +67,84 @@ def test_clusters_are_those_of_average_linkage(seed, kv_heads, count):
     clusters = slow.clustered(q.double(), k.double(), 0.4, count)
     lead = {h: c[0] for c in clusters for h in c}
     assert lead_heads(q, k, 0.4, count).tolist() == [lead[h] for h in range(8)]
+
+
+def slow_merges(maps):
+    """The distances at which clusters of maps [H][25] merge, by average linkage over all pairs of members."""
+    clusters, passed = [[h] for h in range(len(maps))], []
+    unit = maps / maps.norm(dim=1, keepdim=True)
+    while len(clusters) > 1:
+        pairs = itertools.combinations(range(len(clusters)), 2)
+        means = {(a, b): float(1 - (unit[clusters[a]] @ unit[clusters[b]].T).mean()) for a, b in pairs}
+        a, b = min(means, key=means.get)
+        passed.append(means[a, b])
+        clusters[a] += clusters.pop(b)
+    return passed
+
+
+def first_maps(model, window):
+    """Each layer's maps [H, 25] of the first five tokens, without a causal mask, as exact attention reads them."""
+    found = []
+
+    def attend(layer, q, k, v, scale):
+        k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
+        found.append((scale * q[:, :5].double() @ k[:, :5].double().transpose(1, 2)).softmax(-1).flatten(1))
+        return torch.stack([slow.weights(q[h], k[h], scale) @ v[h] for h in range(len(q))])
+
+    slow.logits(model, window, attend)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_distances_are_the_mean_over_windows_of_slow_merges(family):
+    model, windows = build(family), [prompt(12, 50 + i) for i in range(4)]
+    (cache,) = kvbench.prefill(model, windows[0], [calibrated(model, windows, share=0.6)])
+    found = cache.chain.stages[0].calibration.tensors["distances"]
+    total = torch.zeros(3, 3, dtype=torch.float64)
+    for window in windows:
+        for i, maps in enumerate(first_maps(model, window)):
+            total[i] += torch.tensor(slow_merges(maps), dtype=torch.float64) / 4
+    torch.testing.assert_close(found.double(), total, atol=1e-5, rtol=1e-4)
+    assert bool((found.diff(dim=1) >= 0).all())
+
+
+def calibrated(model, windows, **knobs):
+    """The chain of CHAI with counts of these windows."""
+    (stage,) = registry.parse({"method": "chai", "counts": "calibrated", **knobs}).stages
+    recipe = stage.recipe().settled(None)
+    tensors = stage.calibrate(model, iter(windows), recipe, lambda: None)
+    return Chain((stage.calibrated(Calibration("chai", digest(tensors), weights_of(model), tensors)),))
+
+
+def test_layers_of_like_heads_have_fewer_clusters_and_the_sum_is_the_share():
+    distances = torch.tensor([[0.1, 0.2, 0.9], [0.3, 0.4, 0.5], [0.6, 0.7, 0.8]])
+    assert divided(distances, 1.0) == [4, 4, 4]
+    assert divided(distances, 0.75) == [2, 3, 4]
+    assert divided(distances, 0.5) == [2, 1, 3]
+    assert divided(distances, 0.01) == [1, 1, 1]
+    even = torch.full((2, 3), 0.5)
+    assert divided(even, 0.75) == [2, 4]  # equal merges: the lower layer's first
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_calibrated_counts_are_those_that_the_prompt_is_read_with(family):
+    model = build(family)
+    chain = calibrated(model, [prompt(12, 50 + i) for i in range(4)], share=0.6)
+    counts = divided(chain.stages[0].calibration.tensors["distances"], 0.6)
+    assert sum(counts) == 7
+    given, same = kvbench.prefill(model, prompt(40), [{"method": "chai", "clusters": counts}, chain])
+    assert torch.equal(given.logits, same.logits) and same.nbytes() == given.nbytes()
+    audit(same, *heads_of(model), model.dtype)
+    assert len({c.chain.prefill_key for c in (given, same)}) == 2
+
+
+def test_calibrated_counts_are_not_guessed_and_need_five_tokens():
+    with pytest.raises(UsageError, match=r"not calibrated.*counts=calibrated"):
+        Chai(counts="calibrated").leading(10, 0, 3, 4, 4)
+    stage = Chai(counts="calibrated", tokens=4)
+    with pytest.raises(UsageError, match="estimates 5 dimensions"):
+        stage.calibrate(build("llama"), iter([]), stage.recipe(), lambda: None)
+    assert Chai().recipe() is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -164,6 +246,9 @@ def test_chai_is_written_alone(method):
         ({"share": 0}, "above 0"),
         ({"share": 1.5}, "at most 1"),
         ({"share": 0.5, "clusters": [1, 2, 3]}, "share says"),
+        ({"counts": "elbow"}, "listed or calibrated"),
+        ({"counts": "calibrated", "like": "llama2"}, "only without clusters and like"),
+        ({"samples": 0}, "1 or more"),
     ],
 )
 def test_impossible_knobs_are_refused(knobs, what):
