@@ -20,9 +20,9 @@ class Recipe:
     """What a stage wants measured: everything that decides the result, but for the model and the text.
 
     ``kind`` names the statistics (stages that share them share files), ``revision`` is bumped when they change.
-    ``samples`` windows of ``tokens`` tokens are read; None: up to 4096, as many as the model's context and the text
-    allow. Where ``each``, a single window must be enough for the statistic (see
-    ``check``), else all windows together. ``knobs`` are the stage's own that decide the result.
+    ``samples`` windows of ``tokens`` tokens are read; None: up to ``longest``, as many as the model's context and the
+    text allow. Where ``each``, a single window must be enough for the statistic (see ``check``), else all windows
+    together. ``knobs`` are the stage's own that decide the result.
     """
 
     kind: str
@@ -31,16 +31,17 @@ class Recipe:
     tokens: int | None = None
     each: bool = True
     knobs: Mapping[str, Any] = field(default_factory=dict)
+    longest: int = LONGEST
 
     def settled(self, limit: int | None) -> Recipe:
         """The recipe with its number of tokens, for windows of at most ``limit``; raises UsageError if it is more."""
-        room = limit if limit is not None else LONGEST
+        room = limit if limit is not None else self.longest
         if self.tokens is not None and self.tokens > room:
             raise UsageError(
                 f"tokens={self.tokens} is not possible: calibration of {self.kind} reads windows that fit into the "
                 f"model's context of {room} tokens"
             )
-        return replace(self, tokens=self.tokens if self.tokens is not None else min(LONGEST, room))
+        return replace(self, tokens=self.tokens if self.tokens is not None else min(self.longest, room))
 
     def check(self, dimension: int, what: str) -> None:
         """Raise UsageError for fewer tokens than the ``dimension`` (of ``what``) of the statistic."""

@@ -24,6 +24,7 @@ from kvbench.methods.chain import Chain
 from kvbench.progress import progress
 
 DEFAULT_FOLDER = "calibration"  # below the results folder
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,11 @@ class Session:
         assert recipe.tokens is not None
         windows = self.source.windows(self.tokenizer, recipe.samples, recipe.tokens)
         if not quiet:
+            memory, disk = (-(-b // MIB) for b in stage.calibration_bytes(model))
+            cost = f"{memory:,} MiB of statistics beside the model, {disk:,} MiB on disk; " if memory else ""
             print(
                 f"kvbench: calibrating {stage.id}: {recipe.samples} samples of {recipe.tokens} tokens, {request.text}; "
-                f"kept in {self.folder}",
+                f"{cost}kept in {self.folder}",
                 file=sys.stderr,
             )
         label = f"calibrate {stage.id}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvbench.calibration.recipe import Recipe
-from kvbench.methods.lowrank import LowRankStage, Pairs
+from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
 from kvbench.model.factors import Factors, Spectrum, joined, nearest_rank, searched_ranks
 from kvbench.model.interface import attention_modules
 from kvbench.model.lowrank import Shape, linears
@@ -57,7 +57,7 @@ class Asvd(LowRankStage):
         knobs: dict[str, object] = {"sensitivity": self.ranks_by == "sensitivity"}
         if self.ranks_by == "sensitivity":
             knobs.update(alpha=float(self.alpha), probes=self.probes, multiple=self.multiple)
-        return Recipe("asvd", 1, self.samples, self.tokens, each=False, knobs=knobs)
+        return Recipe("asvd", 1, self.samples, self.tokens, each=False, knobs=knobs, longest=LONGEST)
 
     def calibrate(
         self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]

@@ -64,6 +64,10 @@ class Stage:
         """
         raise TypeError(f"{type(self).__name__} does not say how it is calibrated")
 
+    def calibration_bytes(self, model: PreTrainedModel) -> tuple[int, int]:
+        """Bytes that measuring takes in memory beside the model, and on disk; (0, 0) where that is next to nothing."""
+        return 0, 0
+
     def calibrated(self, data: Calibration) -> Stage:
         """The stage with what ``calibrate`` found bound to it."""
         return replace(self, calibration=data)

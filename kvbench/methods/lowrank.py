@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Pairs = tuple[tuple[Factors, Factors], ...]
+LONGEST = 2048  # tokens of a window of calibration text, where the context allows
 KEPT = 4  # factorings of one model that are remembered: a singular value decomposition per prompt would be slow
 _factored: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[object, Pairs]] = weakref.WeakKeyDictionary()
 
@@ -34,7 +35,8 @@ class LowRankStage(Stage):
 
     ratio: fraction of the rank removed, 0 (exact) or more and below 1. multiple: ranks are multiples of it; null: a
     sixteenth of the full rank, 32 of 512.
-    samples: windows of text that are calibrated on. tokens: length of each; null: up to 4096.
+    samples: windows of text that are calibrated on. tokens: length of each; null: 2048, as far as the context allows
+    (tiny: 1024).
     """
 
     role: ClassVar[Role] = "lowrank"
@@ -43,7 +45,7 @@ class LowRankStage(Stage):
     ratio: float = 0.5
     multiple: int | None = None
     samples: int = 256
-    tokens: int | None = 2048
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         real = isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvbench.calibration.recipe import Recipe
-from kvbench.methods.lowrank import LowRankStage, Pairs
+from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
 from kvbench.model.factors import (
     Factors,
     Spectrum,
@@ -23,7 +23,7 @@ from kvbench.model.factors import (
 )
 from kvbench.model.interface import attention_modules
 from kvbench.model.lowrank import Shape, linears
-from kvbench.model.lowrank_statistics import moments
+from kvbench.model.lowrank_statistics import moments, moments_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +59,8 @@ class Palu(LowRankStage):
 
     def recipe(self) -> Recipe | None:
         fisher = self.ranks_by != "uniform"
-        return Recipe("palu", 1, self.samples, self.tokens, each=False, knobs={"fisher": fisher})
+        knobs = {"fisher": fisher}
+        return Recipe("palu", 1, self.samples, self.tokens, each=False, knobs=knobs, longest=LONGEST)
 
     def calibrate(
         self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
@@ -73,6 +74,9 @@ class Palu(LowRankStage):
             "damping": torch.tensor([damping(m) for m in found], dtype=torch.float64),
             **({} if fisher is None else {"fisher": fisher}),
         }
+
+    def calibration_bytes(self, model: PreTrainedModel) -> tuple[int, int]:
+        return moments_bytes(model, self.ranks_by != "uniform")
 
     @property
     def heads(self) -> int:

@@ -59,6 +59,14 @@ def moments(
     return mean, torch.stack(found)
 
 
+def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
+    """Bytes that ``moments`` holds while it measures, gradients among them, and those of its mean moments."""
+    shape = Shape.of(model)
+    entries = shape.layers * shape.hidden**2
+    wanted = [m.weight for a in attention_modules(model) for m in projection(a)] if fisher else []
+    return 8 * entries + sum(w.numel() * (4 + w.element_size()) for w in wanted), 4 * entries
+
+
 def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick) -> Tensor:
     """Mean of |x| over all tokens [layers, d] fp32 of the projections' inputs x."""
     shape = Shape.of(model)

@@ -9,7 +9,7 @@ from families import FAMILIES, build, prompt
 from kvbench.model.factors import Factors, Spectrum, joined
 from kvbench.model.interface import attention_modules
 from kvbench.model.lowrank import Shape, linears, projection, swapped
-from kvbench.model.lowrank_statistics import mean_loss, mean_sizes, moments
+from kvbench.model.lowrank_statistics import mean_loss, mean_sizes, moments, moments_bytes
 
 WINDOWS = [prompt(30, i) for i in range(4)]
 
@@ -71,6 +71,17 @@ def test_fisher_information_is_that_of_one_backward_pass_per_window(family):
     for (i, which), square in squares.items():
         want = square.sqrt().mean(dim=(1, 2)).float()
         torch.testing.assert_close(found[i, which], want, atol=1e-7, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("fisher", [True, False])
+def test_the_bytes_announced_are_those_of_the_statistics(family, fisher):
+    held, kept = moments_bytes(build(family), fisher)
+    mean, _ = moments(build(family), iter(WINDOWS[:1]), lambda: None, fisher)
+    assert kept == mean.nbytes == 3 * 64 * 64 * 4
+    # keys and values of 2 heads of 16 dimensions, or the fused queries, keys and values of 4; squares and gradients
+    weights = 3 * (2 * 32 * 64 if family == "llama" else 192 * 64)
+    assert held == 3 * 64 * 64 * 8 + (weights * (4 + 4) if fisher else 0)
 
 
 def test_windows_are_read_one_at_a_time():
