@@ -33,11 +33,46 @@ TABLES = {
     ],
     "tiny-h2o": ["method=h2o", "variant=all,win,orig,uncomp", BUDGETS],
     "tiny-thresholds": ["method=refreekv,twilight", "T=0.01,0.05,0.1,0.2", "p=0.85,0.95"],
-    "tiny-channels": ["method=think,l1,l2", "ratio=0.3,0.4,0.5,0.6,0.7"],
+    "tiny-channels": ["method=think,l1,l2", "ratio=0.3,0.5,0.7"],
     "tiny-values": ["method=think,thinkv", "ratio=0.3,0.4", "value_ratio=0.1,0.3,0.4"],
     "tiny-bits": ["method=kivi,think+kivi,flexgen", "bits=2,4,8", "group=32", "residual=32"],
     "tiny-qhitter": ["method=qhitter,h2o+quant", "bits=8,4,3,2", "kv_ratio=0.5,0.25"],
     "tiny-chains": ["method=snapkv,snapkv+think,h2o+think,streamingllm+think", "kv_ratio=0.25"],
+    "tiny-uncomp": [
+        "method=uncomp-group",
+        "grouping=calibrated,random,reversed",
+        "kv_size=16,24,32",
+        "per=kv_head,query_head",
+    ],
+    # the paper's 512 and 12 of 4096 tokens are 128 and 3 of 1024; a window of 8 leaves room for 9 at least
+    "tiny-uncomp-remain": [
+        "method=uncomp-group",
+        "per=query_head",
+        "grouping=calibrated,reversed",
+        "high=128",
+        "low=128,32,16,12,9",
+        "limit=30",
+    ],
+    # the paper's 4 and 8 of 32 heads are 1 and 2 of 8
+    "tiny-uncomp-delete": [
+        "method=uncomp-group",
+        "per=query_head",
+        "delete=1,2",
+        "similarity=paper,code",
+        "grouping=calibrated,reversed",
+        "kv_size=128",
+        "limit=10",
+    ],
+    "tiny-uncomp-peers": [
+        "method=uncomp-group,snapkv,pyramidkv,h2o,chai",
+        "kv_size=16,32,64",
+        "window=8",
+        "groups=1,2",
+        "share=0.875,0.75,0.5",
+        "limit=20",
+    ],
+    "tiny-stage": ["method=uncomp-stage", "groups=2,6", "least=0.375,0.125", "limit=10"],
+    "tiny-lowrank": ["method=palu,asvd", "ratio=0.3,0.5,0.7", "samples=32", "limit=10"],
 }
 
 
