@@ -294,6 +294,25 @@ def test_too_few_tokens_another_model_or_none_at_all_are_refused(tmp_path):
     assert session.chain_identity(asked) == session.chain_identity(made)
 
 
+def test_what_a_calibration_takes_is_said_before_it_starts(tmp_path, capsys):
+    model, text = build("llama"), tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 9)
+    session = Session(tmp_path / "kept", {"name": "small"}, Tokens(), 512, text=str(text))
+    session.bind(registry.parse({"method": "palu", "samples": 4, "tokens": 21, "multiple": 4}), model)
+    assert "; 1 MiB of statistics beside the model, 1 MiB on disk; kept in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["palu", "asvd"])
+def test_windows_are_as_long_as_the_context_allows_up_to_2048(method, tmp_path):
+    (stage,) = registry.parse(method).stages
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    for context, tokens in ((512, 512), (2048, 2048), (8192, 2048), (None, 2048)):
+        session = Session(tmp_path, {"name": "small"}, Tokens(), context, text=str(text))
+        assert session.request(stage).recipe.tokens == tokens
+    assert Session(tmp_path, {}, Tokens(), 4096, own_corpus=True).request(stage).recipe.tokens == 1024
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_models_modules_come_back_even_on_errors(family):
     model, before = build(family), modules(build(family))
