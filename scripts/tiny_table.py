@@ -67,12 +67,10 @@ TABLES = {
         "method=uncomp-group,snapkv,pyramidkv,h2o,chai",
         "kv_size=16,32,64",
         "window=8",
-        "groups=1,2",
         "share=0.875,0.75,0.5",
         "limit=20",
     ],
     "tiny-stage": ["method=uncomp-stage", "groups=2,6", "least=0.375,0.125", "limit=10"],
-    "tiny-lowrank": ["method=palu,asvd", "ratio=0.3,0.5,0.7", "samples=32", "limit=10"],
 }
 
 
