@@ -71,6 +71,12 @@ TABLES = {
         "limit=20",
     ],
     "tiny-stage": ["method=uncomp-stage", "groups=2,6", "least=0.375,0.125", "limit=10"],
+    "tiny-lowrank": [
+        "method=palu,asvd",
+        "ratio=0.3,0.5,0.7",
+        "samples=32",
+        "limit=10",
+    ],
 }
 
 
