@@ -16,10 +16,13 @@ EXAMPLES = """examples:
   python -m kvbench list
   python -m kvbench list methods --json
   python -m kvbench list presets            (every value with where it comes from)
+  python -m kvbench list tables             (tables and figures of the papers, and their cells)
   python -m kvbench list runs
   python -m kvbench list runs status=failed,interrupted results=FOLDER
   python -m kvbench list runs method=snapkv dataset=tiny/needle --json"""
-KINDS = ("methods", "datasets", "models", "metrics", "presets", "runs")
+KINDS = ("methods", "datasets", "models", "metrics", "presets", "tables", "runs")
+ASKED = ("tables", "runs")
+"""Kinds that are only listed when they are named."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +30,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "kind",
         nargs="*",
-        help=f"{', '.join(KINDS)} (default: all but runs); runs take results=, status=, model=, method=, dataset=",
+        help=f"{', '.join(KINDS)} (default: all but {' and '.join(ASKED)}); runs take results=, status=, model=, "
+        "method=, dataset=",
     )
     parser.add_argument("--results", default="results", help="folder of results, for runs (default results)")
     parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
@@ -39,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
 
     args.filters = given([k for k in args.kind if "=" in k], ("results", *FILTERS))
     args.results = args.filters.pop("results", args.results)
-    kinds = [k for k in args.kind if "=" not in k] or [k for k in KINDS if k != "runs"]
+    kinds = [k for k in args.kind if "=" not in k] or [k for k in KINDS if k not in ASKED]
     for kind in kinds:
         if kind not in KINDS:
             raise unknown("kind of list", kind, KINDS)
@@ -91,6 +95,18 @@ def _presets(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
+def _tables(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from kvbench.papers import index
+
+    items = []
+    for entry in (e for p in index.chosen("all") for e in p.entries):
+        counts = entry.counts()
+        marked = [f"{n} {kind}" for kind, n in counts.items() if n]
+        about = f"{entry.kind}: {entry.title}" + (f" ({', '.join(marked)})" if marked else "")
+        items.append({"about": about, **entry.as_json()})
+    return items
+
+
 def _setting(setting: dict[str, Any]) -> str:
     """One value of a preset with its source, and the model that it is for."""
     what = f"{setting['key'].removeprefix('method.')}={_short(setting['value'])}"
@@ -127,5 +143,6 @@ _LISTS = {
     "models": lambda args: _yaml("model"),
     "metrics": _metrics,
     "presets": _presets,
+    "tables": _tables,
     "runs": _runs,
 }

@@ -1,4 +1,7 @@
-"""Values that papers print, as data: papers/<paper>/published/table<N>.csv, one line per cell of a table."""
+"""Values that papers print, as data: one line per cell in papers/<paper>/published/.
+
+``table<N>.csv`` are tables, ``fig<N>.csv`` numbers printed in a figure, and ``text.csv`` those stated in prose.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,19 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from kvbench.errors import KvbenchError
+from kvbench.errors import KvbenchError, unknown
 
 COLUMNS = ("paper", "table", "model", "method", "setting", "dataset", "metric", "value", "unit", "row_order", "flag")
 MARKS = {"suspect": "?", "repaired": "~", "missing": ""}
+SCORES = ("f1", "rouge_l", "accuracy", "edit_sim", "bleu", "mean")
+"""Metrics of answers; the others measure bytes, times and budgets."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """One printed number. ``value`` is None where the paper prints none; ``setting`` is ``key=value;key=value``.
+    """One printed cell. ``setting`` is ``key=value;key=value``, ``row`` the line of the paper's table, from 1.
 
+    ``printed`` are the characters on the page, ``value`` their number: None where the cell is text or empty.
     ``flag`` is empty for a certain value, else ``suspect:``, ``repaired:`` or ``missing:`` with the reason.
     """
 
@@ -32,6 +38,18 @@ class Published:
     value: float | None
     unit: str
     flag: str
+    printed: str
+    row: int
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """``setting`` as a mapping."""
+        return dict(part.split("=", 1) for part in self.setting.split(";") if part)
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The reason by kind of flag (suspect, repaired, missing); a cell can have two."""
+        return dict(part.split(":", 1) for part in self.flag.split(" | ") if part)
 
     @property
     def certainty(self) -> str:
@@ -40,14 +58,18 @@ class Published:
 
 
 def tables() -> list[tuple[str, str]]:
-    """(paper, table) of every file there is, sorted."""
-    return sorted((p.parent.parent.name, p.stem.removeprefix("table")) for p in _root().glob("*/published/table*.csv"))
+    """(paper, table) of every file there is: numbered tables in their order, then ``fig6`` and ``text``."""
+    found = ((p.parent.parent.name, p.stem.removeprefix("table")) for p in _root().glob("*/published/*.csv"))
+    return sorted(found, key=lambda f: (f[0], not f[1].isdigit(), f[1].zfill(3)))
 
 
 @cache
 def load_table(paper: str, table: str) -> tuple[Published, ...]:
     """The cells of one table in the paper's order; KvbenchError naming file and line for a damaged one."""
-    path = _root() / paper / "published" / f"table{table}.csv"
+    stem = f"table{table}" if table.isdigit() else table
+    path = _root() / paper / "published" / f"{stem}.csv"
+    if not path.is_file():
+        raise unknown("table", f"{paper}/{table}", [f"{p}/{t}" for p, t in tables()])
     with path.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines)
         if tuple(reader.fieldnames or ()) != COLUMNS:
@@ -56,16 +78,18 @@ def load_table(paper: str, table: str) -> tuple[Published, ...]:
 
 
 def rows(model: str, method: str, setting: str = "") -> Iterator[tuple[str, str, dict[str, Published]]]:
-    """(paper, table, cells by dataset) of every row for that model and method whose setting holds all of ``setting``.
+    """(paper, table, scores by dataset) of every row for that model and method whose setting holds all of ``setting``.
 
-    A table with several such rows gives each of them; ``setting`` tells them apart.
+    Scores in per cent of numbered tables; a table with several such rows gives each, ``setting`` tells them apart.
     """
     asked = set(filter(None, setting.split(";")))
     for paper, table in tables():
+        if not table.isdigit():
+            continue
         found: dict[str, dict[str, Published]] = {}
         for cell in load_table(paper, table):
             mine = model_id(cell.model) == model_id(model) and cell.method == method
-            if mine and asked <= set(cell.setting.split(";")):
+            if mine and cell.metric in SCORES and cell.unit == "pct" and asked <= set(cell.setting.split(";")):
                 found.setdefault(cell.setting, {})[cell.dataset] = cell
         for cells in found.values():
             yield paper, table, cells
@@ -78,11 +102,12 @@ def model_id(name: str) -> str:
 
 def _cell(path: Path, line: int, row: dict[str, str]) -> Published:
     try:
-        value = float(row["value"]) if row["value"] else None
+        value = float(row["value"]) if row["value"] and row["unit"] != "text" else None
+        order = int(row["row_order"])
     except ValueError:
-        raise KvbenchError(f"{path}, line {line}: {row['value']!r} is not a number") from None
+        raise KvbenchError(f"{path}, line {line}: {row['value']!r} is not a number, or the row's is not") from None
     own = {key: row[key] for key in COLUMNS if key not in ("value", "row_order")}
-    return Published(value=value, **own)
+    return Published(value=value, printed=row["value"], row=order, **own)
 
 
 def _root() -> Path:

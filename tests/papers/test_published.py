@@ -31,7 +31,7 @@ def test_settings_tell_rows_apart():
     every = list(published.rows("llama2-7b-chat", "uncomp-group"))
     assert all(len({c.setting for c in cells.values()}) == 1 for _, _, cells in every)
     chosen = list(published.rows("llama2-7b-chat", "h2o", "kv_size=384"))
-    assert [(p, t) for p, t, _ in chosen] == [("uncomp", "1")]
+    assert [(p, t) for p, t, _ in chosen] == [("uncomp", "1"), ("uncomp", "4")]
     assert not list(published.rows("llama2-7b-chat", "h2o", "kv_size=999"))
 
 
