@@ -18,7 +18,8 @@ VERBS = {
     "calibrate": "measure once of a model what a method needs, and keep it (run does it at first use)",
     "data": "which datasets are there, and fetch them with checksums",
     "bench": "bytes of every method beside its formula, and what papers say about memory",
-    "list": "what there is: methods, datasets, models, metrics, presets, runs",
+    "audit": "where papers' printed numbers contradict themselves, and which need no model",
+    "list": "what there is: methods, datasets, models, metrics, presets, tables, runs",
     "clean": "remove what runs left behind, and cells that are named; shows it first",
 }
 

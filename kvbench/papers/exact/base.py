@@ -65,4 +65,5 @@ class Exact:
 
     @property
     def _digits(self) -> int:
-        return max(2, decimals(self.published) + 1)
+        whole = self.recomputed is not None and self.recomputed.value.denominator == 1
+        return decimals(self.published) if whole else max(2, decimals(self.published) + 1)

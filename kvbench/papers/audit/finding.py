@@ -1,0 +1,44 @@
+"""What the audit finds: one place where the papers' numbers do not go together, or that a reader must know of."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+WEIGHTS = ("wrong", "doubt", "note")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``check`` is the kind of check, ``weight`` how sure it is.
+
+    ``wrong``: the page contradicts itself. ``doubt``: unlikely, or impossible by an assumption that ``why`` names.
+    ``note``: nothing wrong, but it changes what a number means. ``printed`` and ``recomputed`` are texts as shown,
+    ``recomputed`` '' where nothing can be said instead.
+    """
+
+    check: str
+    weight: str
+    paper: str
+    table: str
+    row: str
+    cell: str
+    printed: str
+    recomputed: str
+    why: str
+
+    @property
+    def id(self) -> str:
+        """What stays the same when only values change: the check and the place."""
+        return f"{self.check}:{self.paper}/{self.table}:{self.row}:{self.cell}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"id": self.id, **asdict(self)}
+
+
+def place(table: str) -> str:
+    """``2`` is table 2, ``fig6`` figure 6, ``text`` the prose."""
+    if table.startswith("fig"):
+        return f"figure {table[3:]}"
+    return "prose" if table == "text" else f"table {table}"
