@@ -19,6 +19,7 @@ VERBS = {
     "data": "which datasets are there, and fetch them with checksums",
     "bench": "bytes of every method beside its formula, and what papers say about memory",
     "audit": "where papers' printed numbers contradict themselves, and which need no model",
+    "reference": "what each preset sets and from where, and what of each paper can be reproduced",
     "list": "what there is: methods, datasets, models, metrics, presets, tables, runs",
     "clean": "remove what runs left behind, and cells that are named; shows it first",
 }

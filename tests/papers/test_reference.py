@@ -1,0 +1,48 @@
+"""The reference page: every preset value with its source, every table with what of it can be reproduced."""
+
+from pathlib import Path
+
+from kvbench import presets
+from kvbench.cli.main import main
+from kvbench.papers import index, reference
+from kvbench.papers.book import published
+
+ROOT = Path(__file__).parents[2]
+
+
+def entry(paper, number):
+    return next(e for e in index.paper(paper).entries if e.id == number)
+
+
+def test_the_committed_page_is_current():
+    committed = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    assert reference.page() == committed, "run: python -m kvbench reference --format md > docs/reference.md"
+
+
+def test_every_value_of_every_preset_is_there_with_its_source():
+    page = reference.page()
+    for name in presets.available():
+        for setting in presets.settings(name):
+            row = next(line for line in page.splitlines() if line.startswith(f"| {setting.key} |"))
+            assert row.count("|") == 5
+            assert setting.source and f"| {setting.source} |" in page
+
+
+def test_what_can_be_reproduced():
+    book = published()
+    assert reference.reproduction(entry("think", "figure1"), book) == "a drawing"
+    assert "without a model: averages, the memory column (32 cells, 0 off)" in reference.reproduction(
+        entry("think", "7"), book
+    )
+    assert reference.reproduction(entry("refreekv", "4"), book) == "with llama3-8b-instruct, mistral-7b-instruct-v0.3"
+    assert "not here: accelerate, deepspeed" in reference.reproduction(entry("qhitter", "2"), book)
+    assert reference.needs(entry("uncomp", "1")).absent == ("mistral-7b-instruct",)
+
+
+def test_the_verb(capsys):
+    assert main(["reference", "think"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "snapkv.window=32" in shown and "table 12" in shown and "does not hold" in shown
+    assert main(["reference", "thinc"]) == 2
+    assert "Did you mean think" in capsys.readouterr().err
