@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.cache import native
 from kvbench.cache.attend import Masker, logits, spread, weigh
 from kvbench.cache.coded import Residual
 from kvbench.cache.pack import Packed
@@ -143,16 +144,24 @@ class CodedRows:
         self, query: Tensor, scale: float, masker: Masker | None = None, sizes: list[Tensor] | None = None
     ) -> Tensor:
         """Attention of query [U, Hq, T, D] of the tokens just added over all; then the residual is settled."""
-        exact = self._logits(query, scale, lambda keys: keys)
-        if masker is not None:
-            seen = masker.mask(self._logits(query, scale, masker.estimate).softmax(dim=-1)) & ~exact.isneginf()
-            exact = exact.masked_fill(~seen, -torch.inf)
-            if sizes is not None:
-                sizes.append(seen.sum(dim=-1).float().mean(dim=(1, 2)))
-        out = self._weigh(exact.softmax(dim=-1).to(query.dtype)).to(query.dtype)
+        out = self._at_once(query, scale) if masker is None else None
+        if out is None:
+            found = self._logits(query, scale, exact)
+            if masker is not None:
+                seen = masker.mask(self._logits(query, scale, masker.estimate).softmax(dim=-1)) & ~found.isneginf()
+                found = found.masked_fill(~seen, -torch.inf)
+                if sizes is not None:
+                    sizes.append(seen.sum(dim=-1).float().mean(dim=(1, 2)))
+            out = self._weigh(found.softmax(dim=-1).to(query.dtype)).to(query.dtype)
         self.k.settle()
         self.v.settle()
         return out
+
+    def _at_once(self, query: Tensor, scale: float) -> Tensor | None:
+        """The attention by compiled code, which a step of few tokens needs: dozens of small operations cost more."""
+        k, v = self.k, self.v
+        counts = (k.total, k.packed, v.packed)
+        return native.attend(query, scale, (k.old(), v.old()), (k.ring, v.ring), (k.channels, v.channels), counts)
 
     def _logits(self, query: Tensor, scale: float, estimate: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""
@@ -187,6 +196,11 @@ class CodedRows:
         self.v.keep(at)
 
 
+def exact(keys: Tensor) -> Tensor:
+    """Keys as they are: what attention reads where no method puts stand-ins in their place."""
+    return keys
+
+
 def unpacked(packed: Packed, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
     """The blocks of ``packed`` as numbers, one at a time: each is gone when the next one comes."""
     scratch: Tensor | None = None
@@ -205,6 +219,8 @@ def packed_logits(
     q = (query * scale).reshape(u, h, hq // h * t, -1)
     if channels is not None:
         q = q.gather(3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
+    if estimate is exact and (compiled := native.logits(q, keys)) is not None:
+        return compiled.to(query.dtype).view(u, hq, t, length)
     flat, found = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length)
     for heads, tokens, part in unpacked(keys, query.dtype):
         found[heads, :, tokens] = flat[heads] @ estimate(part).transpose(1, 2)
@@ -215,6 +231,8 @@ def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
     """Weighted packed values: probs [U, Hq, T, L] with [U, H, L, C] -> [U, Hq, T, C]."""
     u, hq, t, length = probs.shape
     h, c = values.shape[1], values.shape[3]
+    if (compiled := native.weigh(probs.reshape(u, h, hq // h * t, length), values)) is not None:
+        return compiled.view(u, hq, t, c)
     flat = probs.reshape(u * h, hq // h * t, length)
     out = flat.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
     for heads, tokens, part in unpacked(values, probs.dtype):

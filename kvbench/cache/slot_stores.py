@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.cache.attend import logits, spread, weigh
 from kvbench.cache.coded import each, parts, write
-from kvbench.cache.coded_rows import packed_logits, packed_weigh
+from kvbench.cache.coded_rows import exact, packed_logits, packed_weigh
 from kvbench.cache.ops import only_segment, select
 from kvbench.cache.pack import Packed
 from kvbench.types import LayerCache, Segment, per_head
@@ -90,7 +90,7 @@ class OneFormat:
         self.fresh = (slots, k, v) if packer is not None and packer.late else None
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
-        see = read or _as_they_are
+        see = read or exact
         if not isinstance(self.k, Packed):
             return logits(query, see(self.k), scale)
         found = packed_logits(query, self.k, scale, None, see)
@@ -159,7 +159,7 @@ class Thin:
                 write(part.others, places, others)
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
-        see, (kept, others, order) = read or _as_they_are, self.k.opened()
+        see, (kept, others, order) = read or exact, self.k.opened()
         if order is None or others is None:
             return logits(query, see(kept), scale)
         channels = kept.shape[3]
@@ -284,9 +284,6 @@ def ascending(slots: Segment, held: Tensor) -> Segment:
     cache = LayerCache((slots,), seen=0, heads=slots.heads, query_heads=slots.heads)
     return only_segment(select(cache, index, counts))
 
-
-def _as_they_are(keys: Tensor) -> Tensor:
-    return keys
 
 
 def _of_queries(t: Tensor, query: Tensor) -> Tensor:
