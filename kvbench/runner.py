@@ -18,6 +18,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import kvbench
+from kvbench.cache import native
 from kvbench.cache.audit import Measured, Refused, audit
 from kvbench.cache.peak import Stored, check_bytes, check_peak
 from kvbench.config import Sampling
@@ -306,6 +307,7 @@ def provenance(model: PreTrainedModel, threads: int) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "packed": "compiled" if device.type == "cpu" and native.available() else "plain",
     }
 
 

@@ -71,9 +71,13 @@ class Store:
     def add(self, x: Tensor) -> None:
         """Write x [U, Hk, T, D] behind what is there."""
         u, heads, t = x.shape[0], self.ring.shape[1], x.shape[2]
-        wide = x.repeat_interleave(heads // x.shape[1], dim=1).transpose(1, 2)
-        slot = (self._row(self.total)[:, None] + torch.arange(t, device=x.device)) % self.slots
-        self.ring[torch.arange(u, device=x.device)[:, None], :, slot] = wide
+        wide = x if heads == x.shape[1] else x.repeat_interleave(heads // x.shape[1], dim=1)
+        span = self._span(self.total, t)
+        if span is not None:
+            self.ring[:, :, span] = wide
+        else:
+            slot = (self._row(self.total)[:, None] + torch.arange(t, device=x.device)) % self.slots
+            self.ring[torch.arange(u, device=x.device)[:, None], :, slot] = wide.transpose(1, 2)
         self.total = [n + t for n in self.total]
 
     def columns(self) -> Tensor:
@@ -94,6 +98,10 @@ class Store:
             due = [u for u, n in enumerate(self.total) if self.residual.packed(n) > self.packed[u]]
             if not due:
                 return
+            span = self._span(self.packed, block) if len(due) == len(self.total) else None
+            if span is not None:
+                self._settle_together(span)
+                continue
             rows = torch.tensor(due, device=self.ring.device)
             first = self._row([self.packed[u] for u in due])[:, None]
             slot = (first + torch.arange(block, device=rows.device)) % self.slots
@@ -106,6 +114,22 @@ class Store:
                 mine[rows[:, None], :, at] = fresh.transpose(1, 2)
             for u in due:
                 self.packed[u] += block
+
+    def _settle_together(self, span: slice) -> None:
+        """Pack the tokens in the slots ``span``, which every row packs next: no index is made for it."""
+        x = self.ring[:, :, span]
+        if self.channels is not None:
+            x = x.gather(3, self.channels[:, :, None].expand(-1, -1, x.shape[2], -1))
+        at = self.packed[0] // self.step
+        new = self.pack(x)
+        for mine, fresh in zip(self.codes.payload(), new.payload(), strict=True):
+            mine[:, :, at : at + fresh.shape[2]] = fresh
+        self.packed = [n + x.shape[2] for n in self.packed]
+
+    def _span(self, first: Sequence[int], count: int) -> slice | None:
+        """The slots of each row's ``count`` tokens from ``first`` on, if all rows' are the same and in one piece."""
+        start = first[0] % self.slots
+        return slice(start, start + count) if len(set(first)) == 1 and start + count <= self.slots else None
 
     def keep(self, at: Tensor) -> None:
         """Go on with the rows ``at`` only."""

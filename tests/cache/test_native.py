@@ -1,4 +1,4 @@
-"""The compiled attention over packed tokens: the numbers of plain PyTorch, and what happens where it is not to be had."""
+"""The compiled attention over packed tokens: the numbers of plain PyTorch, which serves where it cannot be had."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kvbench.cache.coded_rows import CodedRows, exact, packed_logits, packed_wei
 from kvbench.cache.native import build
 from kvbench.cache.pack import BITS, quantise_channels, quantise_tokens, quantise_zero_point
 from kvbench.errors import UsageError
+from kvbench.runner import provenance
 from kvbench.types import Segment
 
 compiled = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
@@ -145,7 +147,13 @@ def segment(coder, h, n, d, thin, seed):
 @pytest.mark.parametrize("thin", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "h", "group", "t", "d"),
-    [((40,), 2, 4, 1, 32), ((3, 40, 17), 1, 2, 1, 20), ((64, 60), 2, 1, 3, 33), ((9,), 1, 8, 2, 64), ((2,), 1, 1, 1, 8)],
+    [
+        ((40,), 2, 4, 1, 32),
+        ((3, 40, 17), 1, 2, 1, 20),
+        ((64, 60), 2, 1, 3, 33),
+        ((9,), 1, 8, 2, 64),
+        ((2,), 1, 1, 1, 8),
+    ],
 )
 def test_steps_of_rows_equal_the_plain_ones(monkeypatch, bits, thin, lengths, h, group, t, d):
     coder = Kivi(bits)
@@ -209,6 +217,7 @@ def test_many_threads_give_the_bits_of_one():
 BUILD = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from kvbench.cache.native import build
 build.load(build.find_compiler(), Path(sys.argv[1])).packed_attend
 print("loaded")
@@ -288,10 +297,11 @@ def test_a_failed_build_warns_once(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(fake))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     query, packed = random(1, 2, 1, 16), quantise_channels(random(1, 2, 32, 16), 4, 32)
-    with pytest.warns(RuntimeWarning, match=r"plain PyTorch, .*packed\.cpp:1: error: no such thing") as caught:
-        for _ in range(3):
-            packed_logits(query, packed, 1.0, None, exact)
-    assert len(caught) == 1
+    with pytest.warns(RuntimeWarning, match=r"plain PyTorch, .*packed\.cpp:1: error: no such thing"):
+        packed_logits(query, packed, 1.0, None, exact)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        packed_logits(query, packed, 1.0, None, exact)
     assert list(build.cache_folder().iterdir()) == []
 
 
@@ -321,3 +331,11 @@ def test_the_code_compiles_without_this_machines_instructions(tmp_path):
 def test_the_source_is_part_of_the_package():
     assert build.SOURCE.is_file() and build.SOURCE.parent == Path(native.__file__).parent
     assert os.access(build.SOURCE, os.R_OK)
+
+
+@pytest.mark.parametrize(("device", "on"), [("cpu", True), ("cpu", False), ("cuda", True)])
+def test_provenance_says_how_packed_caches_were_read(monkeypatch, device, on):
+    monkeypatch.setenv(build.SWITCH, "on" if on else "off")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    found = provenance(SimpleNamespace(device=torch.device(device), dtype=torch.float32), 1)["packed"]
+    assert found == ("compiled" if device == "cpu" and on and build.find_compiler() else "plain")
