@@ -95,7 +95,7 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
     chains = [c.chain for c in cfg.chains if session.requests(c.chain)]
     if not chains:
         raise UsageError(f"method={','.join(c.chain.name for c in cfg.chains)} needs no calibration")
-    _set_threads(cfg, source.config)
+    set_threads(cfg, source.config)
     model = load.load_weights(cfg.model, source, device)
     records: dict[str, dict[str, Any]] = {}
     for chain in chains:
@@ -184,7 +184,7 @@ def _measure_groups(prepared: Prepared, quiet: bool, told: Listeners, over: set[
     groups = prepared.groups
     host, facts = None, {}
     if any(t["answers_to_do"] for t in prepared.todo()):
-        threads = _set_threads(cfg, prepared.source.config)
+        threads = set_threads(cfg, prepared.source.config)
         model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
         host, facts = make_host(prepared, model), {**provenance(model, threads), "model": _model_name(cfg)}
         groups = prepared.bound(model, quiet)
@@ -299,7 +299,7 @@ def _totals(prepared: Prepared) -> Mapping[str, int]:
     return totals
 
 
-def _set_threads(cfg: RunConfig, config: Any) -> int:
+def set_threads(cfg: RunConfig, config: Any) -> int:
     """Threads as asked; a model of tiny matrices runs faster on one, since threads mostly wait for each other."""
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)

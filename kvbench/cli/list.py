@@ -20,7 +20,7 @@ EXAMPLES = """examples:
   python -m kvbench list runs
   python -m kvbench list runs status=failed,interrupted results=FOLDER
   python -m kvbench list runs method=snapkv dataset=tiny/needle --json"""
-KINDS = ("methods", "datasets", "models", "metrics", "presets", "tables", "runs")
+KINDS = ("methods", "datasets", "models", "metrics", "presets", "figures", "tables", "runs")
 ASKED = ("tables", "runs")
 """Kinds that are only listed when they are named."""
 
@@ -107,6 +107,12 @@ def _tables(args: argparse.Namespace) -> list[dict[str, Any]]:
     return items
 
 
+def _figures(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from kvbench.cli.plot import listing
+
+    return listing()
+
+
 def _setting(setting: dict[str, Any]) -> str:
     """One value of a preset with its source, and the model that it is for."""
     what = f"{setting['key'].removeprefix('method.')}={_short(setting['value'])}"
@@ -144,5 +150,6 @@ _LISTS = {
     "metrics": _metrics,
     "presets": _presets,
     "tables": _tables,
+    "figures": _figures,
     "runs": _runs,
 }

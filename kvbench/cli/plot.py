@@ -1,0 +1,177 @@
+"""plot: a figure of a paper, computed on a model and drawn, or drawn again from its CSV."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from kvbench.cli.rewrite import rewrite, split_list, top_level
+from kvbench.errors import UsageError
+
+EXAMPLES = """examples:
+  python -m kvbench plot list
+  python -m kvbench plot uncomp/fig1
+  python -m kvbench plot think limit=1
+  python -m kvbench plot uncomp/fig2 dataset=tiny/needle,tiny/code limit=4 layers=0,5
+  python -m kvbench plot qhitter/fig3 model=FOLDER_OR_HUB_ID dataset=wikitext2 bits=3
+  python -m kvbench plot uncomp/fig6 text=FILE samples=6 tokens=1024
+  python -m kvbench plot --from-csv results/figures/uncomp/fig1.csv
+
+Every figure is written as results/figures/<id>.png, .svg and .csv (another folder than results with results=), and what
+the data say about the paper's finding is printed. The CSV alone makes the same pictures again.
+
+What is read: the tiny suite for the tiny model and WikiText-2 for others, prompts of dataset=, or windows of text=FILE.
+limit= prompts of each task, samples= windows, tokens= the first tokens of each. layers=, heads=, bits= and top= go to
+the figures that have a use for them (0 is the first layer and head)."""
+
+WHOLE = {"samples": 1, "tokens": 2, "top": 1}
+LISTS = {"layers": "layer numbers", "heads": "head numbers", "bits": "1, 2, 3, 4 or 8"}
+TAKES = ("limit", "results", "max_length", "threads", "device")
+OTHERS = ("method", "preset", "match", "reference", "per")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="figures, model, and what it reads")
+    parser.add_argument("--from-csv", metavar="FILE", help="draw again from a figure's CSV, without a model")
+    parser.add_argument("--json", action="store_true", help="print paths and findings as JSON on stdout")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Draw the figures asked for."""
+    names = [o for o in args.overrides if "=" not in o]
+    pairs = [o for o in args.overrides if "=" in o]
+    if args.from_csv is not None:
+        made = [_redraw(Path(args.from_csv), names, pairs)]
+    elif names == ["list"] and not pairs:
+        made = []
+        _print_list(args.json)
+    elif not names:
+        raise UsageError("plot needs a figure, as in: python -m kvbench plot uncomp/fig1 (all: plot list)")
+    else:
+        made = _plot(names, pairs, args.json)
+    if args.json and made:
+        print(json.dumps(made, indent=1, ensure_ascii=False))
+    elif made:
+        print("\n\n".join(_written(m) for m in made))
+    return 0
+
+
+def _plot(names: list[str], pairs: list[str], quiet: bool) -> list[dict[str, Any]]:
+    keys = [p.partition("=")[0] for p in pairs]
+    own = {k: _own(k, v) for k, _, v in (p.partition("=") for p in pairs) if k in (*WHOLE, *LISTS, "text")}
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UsageError(f"{key}= is given {keys.count(key)} times: give it once")
+        if key in OTHERS or (key in top_level() and key not in TAKES):
+            raise UsageError(f"{key}= is not possible: plot reads prompts with the full cache, it takes no {key}=")
+    if "text" in own and "dataset" in keys:
+        raise UsageError("text= and dataset= are two ways to say what is read: give one of them")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from kvbench.figures import registry
+
+    figures = registry.of(names)
+    for key in own:
+        takers = [f.id for f in registry.FIGURES.values() if key in f.knobs]
+        if key not in ("text", "samples") and not any(key in f.knobs for f in figures):
+            raise UsageError(
+                f"{key}= is not possible with {', '.join(f.id for f in figures)}: {', '.join(takers)} take it"
+            )
+    runs = rewrite([*(p for p in pairs if p.partition("=")[0] not in own), "method=full"]).runs
+    if len(runs) > 1:
+        raise UsageError(f"plot draws one model at a time, not {len(runs)}: give model= one name")
+    from kvbench import config
+    from kvbench.figures import source
+    from kvbench.figures.reading import Reading
+    from kvbench.progress import progress
+
+    cfg = config.parse(config.compose_config(runs[0]))
+    origin = source.locate(cfg, "dataset" in keys, own.get("text"), own.get("samples"), own.get("tokens"))
+    made = []
+    for figure in figures:
+        prompts = origin.prompts(figure)
+        knobs = source.knob_values(figure, own)
+        with progress({figure.id: len(prompts)}, quiet, "prompts") as tick:
+            reading = Reading(
+                origin.model,
+                prompts,
+                knobs,
+                lambda token: origin.tokenizer.decode([token]),
+                lambda tick=tick, name=figure.id: tick(name, 1),  # type: ignore[misc]
+            )
+            data = figure.compute(reading)
+        said = {k: ",".join(map(str, v)) if isinstance(v, tuple) else v for k, v in knobs.items() if v is not None}
+        paths, finding = figure.write(data, {**origin.facts(prompts), **said}, Path(cfg.results) / "figures")
+        made.append(_record(figure, paths, finding))
+    return made
+
+
+def _redraw(path: Path, names: list[str], pairs: list[str]) -> dict[str, Any]:
+    wrong = [*names, *(p for p in pairs if not p.startswith("results="))]
+    if wrong:
+        raise UsageError(f"--from-csv draws what the file says, and takes only results=FOLDER, not {wrong[0]}")
+    from kvbench.figures import registry
+    from kvbench.figures.figure import read_csv
+
+    name, text = read_csv(path)
+    (figure,) = registry.of([name])
+    folder = pairs[-1].partition("=")[2] if pairs else None
+    stem = Path(folder) / "figures" / figure.id if folder else path.with_suffix("")
+    paths, finding = figure.redraw(text, stem)
+    return _record(figure, paths, finding)
+
+
+def _own(key: str, value: str) -> Any:
+    """The value of a key that is not a run's."""
+    if key == "text":
+        if not value:
+            raise UsageError("text= is empty: give a text file")
+        return value
+    if key in WHOLE:
+        if not value.isdigit() or int(value) < WHOLE[key]:
+            raise UsageError(f"{key}={value} is not possible: a whole number, {WHOLE[key]} or more")
+        return int(value)
+    parts = split_list(value)
+    from kvbench.cache.pack import BITS
+
+    if not all(p.isdigit() and (key != "bits" or int(p) in BITS) for p in parts):
+        raise UsageError(f"{key}={value} is not possible: {LISTS[key]}, separated by commas")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def listing() -> list[dict[str, Any]]:
+    """Every figure: id, what it shows, what the paper finds there, and its knobs."""
+    from kvbench.figures.registry import FIGURES
+
+    return [
+        {"id": f.id, "about": f.title, "shows": f.shows, "claim": f.claim, "unsaid": f.unsaid, "takes": list(f.knobs)}
+        for f in FIGURES.values()
+    ]
+
+
+def _print_list(as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(listing(), indent=1, ensure_ascii=False))
+        return
+    for item in listing():
+        print(f"{item['id']:<14} {item['about']}")
+        print(f"{'':14} takes {', '.join(f'{k}=' for k in item['takes'])}")
+
+
+def _record(figure: Any, paths: list[Path], finding: str) -> dict[str, Any]:
+    return {"id": figure.id, "files": list(map(str, paths)), "shows": figure.shows, "claim": figure.claim} | {
+        "unsaid": figure.unsaid,
+        "finding": finding,
+    }
+
+
+def _written(made: dict[str, Any]) -> str:
+    parts = ((made["id"], " ".join(made["files"])), ("here", made["finding"]), ("paper", made["claim"]))
+    return "\n".join(
+        fill(text, 100, initial_indent=f"{name}: ", subsequent_indent="  ", break_long_words=False)
+        for name, text in (*parts, ("open", made["unsaid"]))
+    )

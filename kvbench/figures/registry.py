@@ -1,0 +1,25 @@
+"""All figures by id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvbench.errors import unknown
+from kvbench.figures import qhitter, think, uncomp, vatp
+from kvbench.figures.figure import Figure
+
+FIGURES: dict[str, Figure[Any]] = {
+    f.id: f for module in (qhitter, think, uncomp, vatp) for f in sorted(module.FIGURES, key=lambda f: f.id)
+}
+
+
+def of(names: Sequence[str]) -> list[Figure[Any]]:
+    """The figures of ids (``uncomp/fig1``), papers (``uncomp``) or ``all``, each once."""
+    found: dict[str, Figure[Any]] = {}
+    for name in names:
+        mine = {i: f for i, f in FIGURES.items() if name in (i, f.paper, "all")}
+        if not mine:
+            raise unknown("figure", name, [*FIGURES, *{f.paper for f in FIGURES.values()}, "all"])
+        found |= mine
+    return list(found.values())

@@ -1,0 +1,151 @@
+"""The one look of all figures: sizes of a two-column page, colours that colour-blind readers can tell apart.
+
+Series differ in marker and line as well as in colour, and maps grow evenly in lightness, so that all of it can be read
+in grey. Figures are made without pyplot: nothing global changes, and equal data give equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import FixedLocator, NullLocator
+
+COLUMN, PAGE = 3.35, 6.9  # inches
+# Okabe and Ito (2008), without their yellow, which is lost on white
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+BLUE, VERMILLION, GREEN, PURPLE, SKY, ORANGE, BLACK = PALETTE
+GREY, PALE = "#8C8C8C", "#D9D9D9"
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)))
+MAP = "cividis"
+
+RC: dict[str, Any] = {
+    "figure.dpi": 100,
+    "savefig.dpi": 300,
+    "figure.constrained_layout.use": True,
+    "font.family": "DejaVu Sans",
+    "font.size": 7.5,
+    "axes.titlesize": 7.5,
+    "axes.labelsize": 7.5,
+    "xtick.labelsize": 6.5,
+    "ytick.labelsize": 6.5,
+    "legend.fontsize": 6.5,
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.titlepad": 4,
+    "axes.labelpad": 2,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.minor.width": 0.4,
+    "ytick.minor.width": 0.4,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "xtick.minor.size": 1.5,
+    "ytick.minor.size": 1.5,
+    "lines.linewidth": 1.1,
+    "lines.markersize": 3,
+    "image.cmap": MAP,
+    "image.interpolation": "nearest",
+    "svg.hashsalt": "kvbench",
+    "svg.fonttype": "path",
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """matplotlib's defaults with ours on top, whatever the user's own settings are."""
+    plain: dict[Any, Any] = {k: v for k, v in mpl.rcParamsDefault.items() if k != "backend"}
+    with mpl.rc_context(plain | RC):
+        yield
+
+
+def canvas(width: float, height: float) -> Canvas:
+    """An empty figure of so many inches."""
+    return Canvas(figsize=(width, height), layout="constrained")
+
+
+def grid(
+    count: int, columns: int, width: float, row_height: float, **kwargs: Any
+) -> tuple[Canvas, list[Axes], list[Axes]]:
+    """A figure of ``count`` panels in rows of up to ``columns``: (figure, all panels, those at the bottom)."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    fig = canvas(width, rows * row_height)
+    made = fig.subplots(rows, columns, squeeze=False, **kwargs).ravel()
+    for ax in made[count:]:
+        ax.set_axis_off()
+    bottom = [made[i] for i in range(count) if i + columns >= count]
+    for ax in bottom:
+        ax.tick_params(labelbottom=True)
+    return fig, list(made[:count]), bottom
+
+
+def tighten(fig: Canvas) -> None:
+    """No space between panels above each other but for their titles and labels."""
+    engine = fig.get_layout_engine()
+    assert engine is not None
+    engine.set(hspace=0.0, h_pad=0.01)  # type: ignore[call-arg]
+
+
+def series(i: int, points: int = 0) -> dict[str, Any]:
+    """How the i-th line of a plot looks: colour, line and marker (on about eight of its ``points``)."""
+    k = i % len(PALETTE)
+    return {"color": PALETTE[k], "linestyle": LINES[k], "marker": MARKERS[k], "markevery": max(1, points // 8)}
+
+
+def shades(count: int) -> list[Any]:
+    """``count`` colours from dark to light for things that have an order, such as layers."""
+    return [mpl.colormaps[MAP](x) for x in np.linspace(0.0, 0.88, count)]
+
+
+def integer_ticks(labels: Sequence[Any], most: int = 8) -> tuple[list[int], list[str]]:
+    """Places and names of at most ``most`` evenly spaced ticks on an axis with one step per label."""
+    step = max(1, -(-len(labels) // most))
+    places = list(range(0, len(labels), step))
+    return places, [str(labels[i]) for i in places]
+
+
+def heat(
+    ax: Axes,
+    values: Any,
+    rows: Sequence[Any],
+    columns: Sequence[Any],
+    numbers: str = "",
+    **kwargs: Any,
+) -> Any:
+    """A map of values [rows, columns] with a tick per row and column; cells are printed by the format ``numbers``."""
+    values = np.asarray(values, dtype=float)
+    image = ax.imshow(values, aspect="auto", **kwargs)
+    ax.set_yticks(*integer_ticks(rows))
+    ax.set_xticks(*integer_ticks(columns))
+    ax.tick_params(length=0)
+    for side in ("top", "right", "left", "bottom"):
+        ax.spines[side].set_visible(False)
+    if numbers:
+        for (i, j), value in np.ndenumerate(values):
+            light = sum(image.cmap(image.norm(value))[:3]) > 1.6
+            ax.text(j, i, numbers % value, ha="center", va="center", fontsize=6, color="black" if light else "white")
+    return image
+
+
+def layer_axis(ax: Axes, layers: Sequence[int]) -> None:
+    """Whole layer numbers below, no ticks between them."""
+    places, _ = integer_ticks(layers, 9)
+    ax.xaxis.set_major_locator(FixedLocator([layers[p] for p in places]))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xlabel("layer")
+
+
+def mark_panels(axes: Sequence[Axes], titles: Sequence[str]) -> None:
+    """(a) title, (b) title, ... above the panels, at their left."""
+    for i, (ax, title) in enumerate(zip(axes, titles, strict=True)):
+        ax.set_title(f"({chr(97 + i)}) {title}", loc="left")

@@ -1,0 +1,127 @@
+"""plot, as users type it: files, findings, redrawing, and messages for what cannot be done."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from families import build
+
+from kvbench.cli.main import main
+from kvbench.figures.registry import FIGURES
+from kvbench.model import load
+
+SMALL = ["length=128", "limit=1"]
+
+BAD = {
+    "plot": "plot needs a figure",
+    "plot uncomp/fig3": "unknown figure 'uncomp/fig3'. Did you mean uncomp/fig",
+    "plot list limit=2": "unknown figure 'list'",
+    "plot uncomp/fig1 model=./nowhere": "no such folder",
+    "plot uncomp/fig1 model={tmp}": "is not a model folder: it has no config.json",
+    "plot uncomp/fig1 model=tiny,pythia-70m": "one model at a time",
+    "plot uncomp/fig1 dataset=tiny/nedle": "Did you mean needle",
+    "plot uncomp/fig1 text={tmp}/absent.txt": "there is no file",
+    "plot uncomp/fig1 text={file}": "is empty",
+    "plot uncomp/fig1 text=": "give a text file",
+    "plot uncomp/fig1 text={file} dataset=tiny": "two ways to say what is read",
+    "plot uncomp/fig1 samples=3": "prompts of a dataset are counted by limit=",
+    "plot uncomp/fig1 samples=0 text={file}": "samples=0 is not possible: a whole number, 1 or more",
+    "plot uncomp/fig1 layers=a": "layers=a is not possible: layer numbers",
+    "plot uncomp/fig1 bits=3": "bits= is not possible with uncomp/fig1: qhitter/fig2, qhitter/fig3 take it",
+    "plot qhitter/fig2 bits=5": "bits=5 is not possible: 1, 2, 3, 4 or 8",
+    "plot uncomp/fig1 limit=0": "limit=0 is not possible",
+    "plot uncomp/fig1 top=4 top=5": "top= is given 2 times",
+    "plot uncomp/fig1 method=snapkv": "it takes no method=",
+    "plot uncomp/fig1 temperature=1": "it takes no temperature=",
+    "plot uncomp/fig1 kv_size=64": "unknown knob 'kv_size'",
+    "plot uncomp/fig1 length=10": "dataset.tiny.length=10",
+    "plot --from-csv {tmp}/absent.csv": "there is no file",
+    "plot --from-csv {file}": "no figure's CSV",
+    "plot uncomp/fig1 --from-csv {file}": "takes only results=FOLDER, not uncomp/fig1",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_command_line(line, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("KVBENCH_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(load, "load_weights", lambda *a: pytest.fail("weights were loaded"))
+    status = main(line.format(tmp=tmp_path, file=tmp_path / "file").split())
+    captured = capsys.readouterr()
+    assert status == 2, captured.err
+    assert captured.out == ""
+    assert captured.err.startswith("kvbench: ") and captured.err.count("\n") == 1
+    assert BAD[line] in captured.err
+
+
+def test_end_to_end_and_again_from_the_csv(tmp_path, capsys):
+    line = ["plot", "uncomp/fig4", "think/fig4", "dataset=tiny/needle,tiny/code", *SMALL, f"results={tmp_path}"]
+    assert main(line) == 0
+    printed = capsys.readouterr().out
+    assert max(len(part) for part in printed.splitlines() if str(tmp_path) not in part) <= 100
+    assert "here: Truncated effective ranks go from" in printed and "paper: A few key channels" in printed
+    stem = tmp_path / "figures" / "uncomp" / "fig4"
+    text = stem.with_suffix(".csv").read_text()
+    assert "# model: tiny (" in text and "# texts: needle (1), code (1)" in text and "# top: 32" in text
+    assert (tmp_path / "figures" / "think" / "fig4.csv").exists()
+    command = [sys.executable, "-m", "kvbench", "plot", "--from-csv", f"{stem}.csv", f"results={tmp_path / 'b'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == printed.split("\n\n")[0].splitlines()[-1]
+    for suffix in (".png", ".svg"):
+        made = tmp_path / "b" / "figures" / "uncomp" / f"fig4{suffix}"
+        assert made.read_bytes() == stem.with_suffix(suffix).read_bytes()
+    assert not (tmp_path / "b" / "figures" / "uncomp" / "fig4.csv").exists()
+
+
+def test_json_and_knobs_of_several_figures(tmp_path, capsys):
+    line = ["plot", "qhitter/fig3", "vatp/fig1", "dataset=tiny/hop", *SMALL, "layers=0,5", "bits=2", "tokens=40"]
+    assert main([*line, f"results={tmp_path}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [f["id"] for f in found] == ["qhitter/fig3", "vatp/fig1"]
+    text = (tmp_path / "figures" / "qhitter" / "fig3.csv").read_text()
+    assert "# bits: 2\n# layers: 0,5\n# tokens: 40\n" in text
+    assert text.count("\nhop,0,2,5,") == 40
+    assert "bits" not in (tmp_path / "figures" / "vatp" / "fig1.csv").read_text()
+
+
+def test_windows_of_a_text(tmp_path, capsys):
+    path = tmp_path / "notes.txt"
+    path.write_text("the cold river shines slowly. it was a calm night by the tower. " * 60)
+    line = ["plot", "uncomp/fig6", f"text={path}", "samples=3", "tokens=64", f"results={tmp_path}"]
+    assert main(line) == 0
+    text = (tmp_path / "figures" / "uncomp" / "fig6.csv").read_text()
+    assert "# texts: the file notes.txt (3)\n# prompts: 3 of 64 to 64 tokens" in text
+    assert "of 3 samples" in " ".join(capsys.readouterr().out.split())
+    assert main([*line[:4], "tokens=5000", line[5]]) == 2
+    assert "fewer than one window" in capsys.readouterr().err
+
+
+def test_other_models_read_wikitext_and_say_so_without_it(tmp_path, capsys, monkeypatch):
+    from transformers import PreTrainedTokenizerFast
+
+    from kvbench.config import ModelConfig
+
+    folder = tmp_path / "model"
+    build("llama").save_pretrained(folder)
+    cfg = ModelConfig(name="tiny", path="embedded:tiny")
+    tokenizer = load.load_tokenizer(cfg, load.locate(cfg))
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    tokenizer.save_pretrained(folder)
+    monkeypatch.delenv("KVBENCH_DATA", raising=False)
+    assert main(["plot", "uncomp/fig1", f"model={folder}"]) == 2
+    assert "name what the model is to read, as dataset=NAME or text=FILE" in capsys.readouterr().err
+
+
+def test_lists(capsys):
+    assert main(["plot", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert main(["list", "figures", "--json"]) == 0
+    found = {f["id"]: f for f in json.loads(capsys.readouterr().out)["figures"]}
+    assert set(found) == set(FIGURES)
+    for figure in FIGURES.values():
+        assert f"{figure.id:<14} {figure.title}" in listed
+        assert found[figure.id]["claim"] == figure.claim
+    assert max(map(len, listed.splitlines())) <= 100
