@@ -189,7 +189,7 @@ def _marked(data: pd.DataFrame, error: str) -> pd.DataFrame:
 def draw_errors(data: pd.DataFrame) -> Canvas:
     """A column per layer, keys above and values below; a point per token."""
     layers = sorted(data["layer"].unique())
-    fig = style.canvas(style.PAGE, 3.6)
+    fig = style.canvas(style.PAGE, 3.2)
     parts = fig.subplots(2, len(layers), squeeze=False, sharex=True)
     for i, (error, name) in enumerate(ROWS.items()):
         marked = _marked(data, error)
@@ -203,7 +203,8 @@ def draw_errors(data: pd.DataFrame) -> Canvas:
             for rows, colour, marker, size, label in groups:
                 here = rows[rows["layer"] == layer]
                 edge = {"edgecolors": "black", "linewidths": 0.4} if marker == "o" else {"linewidths": 0}
-                ax.scatter(here["attention"], here[error], c=colour, marker=marker, s=size, label=label, **edge)
+                look = {"c": colour, "marker": marker, "s": size, **edge}
+                ax.scatter(here["attention"], here[error], label=label, rasterized=marker != "o", **look)
             ax.set_xscale("log")
             ax.set_ylim(bottom=0)
             ax.set_title(f"({chr(97 + i * len(layers) + j)}) {name}, layer {layer}", loc="left")

@@ -27,7 +27,7 @@ MAP = "cividis"
 
 RC: dict[str, Any] = {
     "figure.dpi": 100,
-    "savefig.dpi": 300,
+    "savefig.dpi": 200,
     "figure.constrained_layout.use": True,
     "font.family": "DejaVu Sans",
     "font.size": 7.5,

@@ -17,7 +17,7 @@ from kvbench.types import Needs, Observation
 
 DEPTHS = (14 / 32, 20 / 32)  # layers 14 and 20 of LLaMA-2-7B's 32
 NAMES = {"k": "keys", "v": "values"}
-BINS = 64  # rows of a map: consecutive tokens, whose magnitudes are averaged
+BINS = 48  # rows of a map: consecutive tokens, whose magnitudes are averaged
 SHOWN = 128  # largest singular values that are kept
 HIGH, ENOUGH, FIRST = 0.01, 0.9, 50
 
@@ -27,8 +27,7 @@ def magnitudes(reading: Reading) -> pd.DataFrame:
     layers = reading.layers(DEPTHS)
     heads = reading.chosen_heads([0], reading.heads[0])
     found: list[dict[str, Any]] = []
-    prompt = reading.prompts[0]
-    ids = reading.ids(prompt)
+    ids = reading.ids(reading.prompts[0])
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
         if obs.layer not in layers:
@@ -43,7 +42,7 @@ def magnitudes(reading: Reading) -> pd.DataFrame:
 
     reading.read(ids, Needs(), on_layer)
     reading.tick()
-    return pd.DataFrame(found).assign(source=prompt.source, tokens=len(ids))
+    return pd.DataFrame(found)
 
 
 def draw_magnitudes(data: pd.DataFrame) -> Canvas:
@@ -179,17 +178,20 @@ def say_energies(data: pd.DataFrame) -> str:
         heads = rows.groupby(["layer", "head"])
         high = heads["energy"].agg(lambda e: int((e > HIGH).sum()))
         size = int(rows["index"].max())
-        at = rows[rows["index"] == min(FIRST, size)]["cumulative"]
-        enough = int((at > ENOUGH).sum())
         needed = heads["cumulative"].agg(lambda c: int((c < ENOUGH).sum()) + 1)
         most = f"more than {size}" if needed.max() > size else str(needed.max())
-        parts.append(
+        text = (
             f"{what}: {high.min()} to {high.max()} singular values a head (median {high.median():.0f}) have an energy "
-            f"above {HIGH}; the first {min(FIRST, size)} hold {percent(at.min())} to {percent(at.max())} of it, "
-            f"more than {percent(ENOUGH)} in {enough} of {len(at)} heads; {percent(ENOUGH)} takes {needed.min()} "
-            f"to {most}"
+            f"above {HIGH}; {percent(ENOUGH)} of it takes {needed.min()} to {most}"
         )
-    return _sentence("; ".join(parts))
+        at = rows[rows["index"] == FIRST]["cumulative"]
+        if len(at):
+            text += (
+                f"; the first {FIRST} hold {percent(at.min())} to {percent(at.max())}, more than {percent(ENOUGH)} in "
+                f"{int((at > ENOUGH).sum())} of {len(at)} heads"
+            )
+        parts.append(_sentence(text))
+    return " ".join(parts)
 
 
 def _sentence(text: str) -> str:
@@ -206,7 +208,7 @@ FIGURES = (
         claim="A few key channels have significant magnitudes over all tokens; value channels show no pattern.",
         unsaid="The paper does not say which text it reads, nor whether keys are shown before or after RoPE; it speaks "
         "of the 150th channel of a head, and LLaMA-2-7B's heads have 128.",
-        columns=("source", "tokens", "layer", "head", "what", "token", "channel", "magnitude"),
+        columns=("layer", "head", "what", "token", "channel", "magnitude"),
         compute=magnitudes,
         draw=draw_magnitudes,
         finding=say_magnitudes,

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from kvbench.calibration.entropy import entropy, layer_groups, spectrum
@@ -78,7 +79,7 @@ def draw_ranks(data: pd.DataFrame) -> Canvas:
     style.mark_panels(axes, [f"{NAMES[w]} $\\mathbf{{{w.upper()}}}_m$" for w in NAMES])
     for ax, what in zip(axes, NAMES, strict=True):
         for i, (source, rows) in enumerate(data[data["what"] == what].groupby("source", sort=False)):
-            ax.plot(rows["layer"], rows["erank"], label=source, **style.series(i))
+            ax.plot(rows["layer"], rows["erank"], label=source, **style.series(i, len(rows)))
         style.layer_axis(ax, sorted(data["layer"].unique()))
     axes[0].set_ylabel("effective rank")
     handles, labels = axes[0].get_legend_handles_labels()
@@ -91,7 +92,8 @@ def say_ranks(data: pd.DataFrame) -> str:
     curves = data.groupby(["what", "layer"])["erank"].mean().unstack("what")
     spans = {w: curves[w].max() - curves[w].min() for w in NAMES}
     layers = [int(i) for i in curves.index]
-    groups = [f"{layers[g[0]]}-{layers[g[-1]]}" for g in layer_groups(curves["q"].tolist())]
+    ends = [(layers[g[0]], layers[g[-1]]) for g in layer_groups(curves["q"].tolist())]
+    groups = [str(a) if a == b else f"{a} to {b}" for a, b in ends]
     rises = int((np.diff(curves["q"]) > 0).sum())
     above = int((curves["q"] > curves["k"]).sum())
     return (
@@ -145,6 +147,7 @@ def draw_spectra(data: pd.DataFrame) -> Canvas:
     top, low = data["eigenvalue"].max(), data["eigenvalue"].clip(lower=1e-9).min()
     axes[0].set_ylim(0.8 * max(1e-5 * top, low), 1.6 * top)
     for ax in bottom:
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_xlabel("eigenvalue's rank")
     for ax in axes[::3]:
         ax.set_ylabel(r"eigenvalue of $\Sigma_{\mathbf{Q}_m}$")

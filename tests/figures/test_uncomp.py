@@ -114,7 +114,7 @@ def test_findings_say_what_the_data_say():
     assert "spans 3.5 for queries, 3.5 for keys, 0.5 for values" in text
     assert "queries and keys correlate at 1.00" in text
     assert "above keys in 4 of 4 layers" in text
-    assert "part the layers into 0-1, 2-3" in text
+    assert "part the layers into 0 to 1, 2 to 3" in text
     hidden = pd.DataFrame(
         {"prompt": p, "layer": i, "entropy": x} for p in (0, 1) for i, x in enumerate((1, 2 + p, 2.5))
     )
