@@ -285,7 +285,6 @@ def ascending(slots: Segment, held: Tensor) -> Segment:
     return only_segment(select(cache, index, counts))
 
 
-
 def _of_queries(t: Tensor, query: Tensor) -> Tensor:
     """t [B, H, m] of stored heads for the tokens of query heads: [B, Hq, T, m], of query [B, Hq, T, .]."""
     group = query.shape[1] // t.shape[1]
