@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,8 +99,12 @@ def end_tokens(cfg: ModelConfig, source: Source) -> set[int]:
 
 
 def load_weights(cfg: ModelConfig, source: Source, device: torch.device) -> PreTrainedModel:
-    """The model in eval mode on ``device``: trained weights from safetensors, or random ones of the same shape."""
+    """The model in eval mode on ``device``: trained weights from safetensors, or random ones of the same shape.
+
+    With ``device_map`` its layers are spread over devices by accelerate, instead.
+    """
     _quiet()
+    _check_device_map(cfg)
     dtype = resolve_dtype(cfg, device, source.config)
     try:
         if cfg.weights == "random":
@@ -123,6 +128,21 @@ def load_weights(cfg: ModelConfig, source: Source, device: torch.device) -> PreT
             f"model={cfg.path}: its weights cannot be loaded as safetensors: {_first_line(error)}. Is the download "
             "complete? weights=random runs the same architecture without them"
         ) from None
+
+
+def _check_device_map(cfg: ModelConfig) -> None:
+    if not cfg.device_map:
+        return
+    if cfg.weights == "random":
+        raise UsageError(
+            f"device_map={cfg.device_map} spreads weights as they are read, and weights=random reads none: leave out "
+            "one of them"
+        )
+    if find_spec("accelerate") is None:
+        raise UsageError(
+            f"device_map={cfg.device_map} needs the package accelerate: pip install 'kvbench[gpu]', or from a clone "
+            "pip install -e '.[gpu]'"
+        )
 
 
 def load_model(

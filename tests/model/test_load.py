@@ -153,3 +153,13 @@ def test_a_sharded_folder_with_a_chat_template_runs_longbench_end_to_end(family,
     assert {c["status"] for r in report["rows"] for c in r["cells"]} == {"measured"}
     assert [c["task"] for c in report["columns"]] == ["longbench/qasper", "tiny/needle"]
     assert all(c["prompt_tokens"] > 200 for c in report["rows"][0]["cells"])
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [({}, "kvbench\\[gpu\\]"), ({"weights": "random"}, "weights=random reads none")],
+)
+def test_layers_over_several_devices_need_accelerate_and_weights(small, monkeypatch, knobs, says):
+    monkeypatch.setattr(load, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=says):
+        load.load_model(str(small), device_map="auto", **knobs)
