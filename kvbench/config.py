@@ -120,6 +120,27 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class LoggerConfig:
+    """Where a run is followed besides its results folder: nowhere, or Weights & Biases."""
+
+    name: str = runtime(default="none")
+    mode: str = runtime(default="disabled")
+    project: str = runtime(default="kvbench")
+    entity: str | None = runtime(default=None)
+    group: str | None = runtime(default=None)
+    samples: int = runtime(default=100)
+
+    def __post_init__(self) -> None:
+        modes = ("online", "offline", "disabled")
+        _check("logger.mode", self.mode, self.mode in modes, ", ".join(modes))
+        if self.mode != "disabled" and self.name != "wandb":
+            raise UsageError(f"logger.mode={self.mode} needs a logger: add logger=wandb")
+        text = isinstance(self.project, str) and bool(self.project)
+        _check("logger.project", self.project, text, "a name")
+        _check("logger.samples", self.samples, _whole(self.samples) and self.samples >= 0, "a whole number, 0 or more")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run: a model, its chains and datasets, and how to go about it."""
 
@@ -144,6 +165,7 @@ class RunConfig:
     preset: str | None = runtime(default=None)
     match: str | None = runtime(default=None)
     reference: str | None = runtime(default=None)
+    logger: LoggerConfig = runtime(default_factory=LoggerConfig)
 
     def __post_init__(self) -> None:
         for name in ("baseline", "mix"):
@@ -166,7 +188,7 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
         with initialize_config_dir(config_dir=str(registry.conf_dir()), version_base="1.3"):
             return compose(config_name="config", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(_plain(error)) from None
+        raise UsageError(plain(error)) from None
 
 
 def parse(cfg: DictConfig) -> RunConfig:
@@ -175,7 +197,7 @@ def parse(cfg: DictConfig) -> RunConfig:
         raw: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", "") or ""
-        raise UsageError(f"{key or 'a key'} has no value; give {key}=... ({_plain(error)})") from None
+        raise UsageError(f"{key or 'a key'} has no value; give {key}=... ({plain(error)})") from None
     raw.pop("hydra", None)
     model = ModelConfig(**raw["model"])
     chains = tuple(_chains(raw))
@@ -186,6 +208,7 @@ def parse(cfg: DictConfig) -> RunConfig:
         Sampling(raw["temperature"], raw["top_p"], raw["sample_seed"]),
     )
     rest["data_root"], rest["preset"] = raw["data"]["root"], raw["preset"]["name"]
+    rest["logger"] = LoggerConfig(**raw["logger"])
     for key in ("batch_rows", "threads"):
         rest[key] = None if rest[key] == "auto" else rest[key]
     return RunConfig(model=model, chains=chains, datasets=datasets, **rest)
@@ -296,7 +319,7 @@ def _label(
     return " ".join([registry.as_written(chain.name, written), *changed])
 
 
-def _plain(error: Exception) -> str:
+def plain(error: Exception) -> str:
     """Hydra's message without its internals."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__

@@ -178,6 +178,18 @@ def measure(prepared: Prepared, quiet: bool = False, listeners: Sequence[Listene
     return report(prepared)
 
 
+def settle(prepared: Prepared, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
+    """The report of what the shards of this run measured; each cell's metrics are written from all of it."""
+    told = Listeners(listeners)
+    try:
+        told.begin(prepared)
+        for group in prepared.groups:
+            _end(prepared, group, told)
+    finally:
+        told.close()
+    return report(prepared)
+
+
 def _measure_groups(prepared: Prepared, quiet: bool, told: Listeners, over: set[str]) -> None:
     """Measure group after group; ``over`` gets the ids of the cells that the run is through with."""
     cfg, store = prepared.cfg, prepared.store

@@ -23,7 +23,10 @@ from kvbench import presets
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 
-GROUPS = ("model", "method", "dataset", "prompt")
+GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
+"""The config groups that a command line chooses from, each with an example."""
+LISTED = {"model": "hf", "prompt": "plain", "logger": "wandb"}
+"""The groups that hold one entry's keys themselves, with the entry that has them all."""
 MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape")
 HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
 PLAIN = re.compile(r"[\w./+%@:-]+")
@@ -52,10 +55,11 @@ def rewrite(arguments: Sequence[str], multirun: bool = False) -> Command:
     wanted = split_list(given.get("model", "tiny"))
     models = [_model(m) for m in wanted]
     overrides: list[str] = []
-    if "prompt" in given:
-        if given["prompt"] not in entries("prompt"):
-            raise unknown("prompt policy", given["prompt"], entries("prompt"))
-        overrides.append(f"prompt={given['prompt']}")
+    for group, kind in (("prompt", "prompt policy"), ("logger", "logger")):
+        if group in given:
+            if given[group] not in entries(group):
+                raise unknown(kind, given[group], entries(group))
+            overrides.append(f"{group}={given[group]}")
     if "method" in given:
         stages = list(dict.fromkeys(part for chain in chains for part in chain))
         overrides += [f"method=[{','.join(stages)}]", f"chains=[{','.join(methods)}]"]
@@ -67,14 +71,14 @@ def rewrite(arguments: Sequence[str], multirun: bool = False) -> Command:
         if key in GROUPS or key in ("preset", "match"):
             continue
         if key.startswith(("hydra.", "hydra/", "+hydra.", "++hydra.")):
-            launcher.append(f"{key}={value}")
-        elif key == "shard" and multirun:
-            sweep += _sweep(value)
+            launcher.append(_launcher(key, value))
+        elif key in ("shard", "shards") and multirun:
+            sweep = _sweep(given)
         else:
             registry.check_settled(methods, key, value)
             overrides += _override(key, value, chains, names)
-    if multirun and "shard" not in given:
-        raise UsageError("-m sweeps shards: give shard=0,1,2,3 (all other comma lists are grids without -m)")
+    if multirun and not sweep:
+        raise UsageError("-m sweeps shards: give shard=0,1,2,3 or shards=4 (other comma lists are grids without -m)")
     if multirun and len(models) > 1:
         raise UsageError(f"-m with {len(models)} models: run one model at a time, or leave out -m")
     if launcher and not multirun:
@@ -123,7 +127,7 @@ def entries(group: str) -> dict[str, dict[str, Any]]:
     found = {}
     for path in sorted((registry.conf_dir() / group).glob("*.yaml")):
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        entry = content if group in ("model", "prompt") else content.get(path.stem) or {}
+        entry = content if group in LISTED else content.get(path.stem) or {}
         found[path.stem] = {k: v for k, v in entry.items() if k not in ("default_limit", "hub")}
     return found
 
@@ -133,7 +137,7 @@ def _split(argument: str) -> tuple[str, str]:
     if not sign or not key:
         raise UsageError(f"{argument!r} is not key=value, as in method=snapkv+think or kv_size=64,128")
     if value == "" and key in GROUPS:
-        raise UsageError(f"{key}= is empty: name one, as in {key}={'snapkv' if key == 'method' else 'tiny'}")
+        raise UsageError(f"{key}= is empty: name one, as in {key}={GROUPS[key]}")
     return key.strip(), value.strip()
 
 
@@ -198,11 +202,24 @@ def _written_value(value: Any) -> str:
     return quote(value) if isinstance(value, str) else json.dumps(value)
 
 
-def _sweep(value: str) -> list[str]:
+def _sweep(given: Mapping[str, str]) -> list[str]:
+    """The overrides that sweep all shards: ``shard=0,1,2,3`` says how many there are, ``shards=4`` which."""
+    count = given.get("shards")
+    if count is not None and not (count.isdigit() and int(count) >= 1):
+        raise UsageError(f"shards={count} is not possible: a whole number, 1 or more")
+    value = given.get("shard", ",".join(map(str, range(int(count or 0)))))
     parts = split_list(value)
-    if not all(p.isdigit() for p in parts) or sorted(map(int, parts)) != list(range(len(parts))):
-        raise UsageError(f"shard={value} is not possible: all shards from 0 on, as in -m shard=0,1,2,3")
+    whole = all(p.isdigit() for p in parts) and sorted(map(int, parts)) == list(range(len(parts)))
+    if not whole or (count is not None and int(count) != len(parts)):
+        of = f" of shards={count}" if count else ""
+        raise UsageError(f"shard={value}{of} is not possible: all shards from 0 on, as in -m shard=0,1,2,3")
     return [f"shard={','.join(parts)}", f"shards={len(parts)}"]
+
+
+def _launcher(key: str, value: str) -> str:
+    """A launcher's option: its schema lists only some, so that the others would need Hydra's ``+``."""
+    bare = key.lstrip("+")
+    return f"++{bare}={value}" if bare.startswith("hydra.launcher.") else f"{key}={value}"
 
 
 def _override(key: str, value: str, chains: Sequence[Sequence[str]], datasets: Sequence[str]) -> list[str]:
@@ -231,8 +248,8 @@ def _override(key: str, value: str, chains: Sequence[Sequence[str]], datasets: S
 
 
 def _full_key(group: str, rest: str, value: str, chains: Sequence[Sequence[str]], datasets: Sequence[str]) -> list[str]:
-    if group in ("model", "prompt"):
-        known = entries(group)["hf" if group == "model" else "plain"]
+    if group in LISTED:
+        known = entries(group)[LISTED[group]]
         name = rest.partition(".")[0]
         if name not in known:
             raise unknown(f"knob of the {group}", rest, known)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from textwrap import fill
 from typing import Any
 
+from kvbench.cli import launchers
 from kvbench.cli.rewrite import rewrite
 
 EXAMPLES = """examples:
@@ -19,7 +20,8 @@ EXAMPLES = """examples:
   python -m kvbench run method=streamingllm,snapkv kv_ratio=0.125 limit=4 --json
   python -m kvbench run preset=think method=snapkv,snapkv+think kv_size=64 limit=4
   python -m kvbench run method=snapkv,snapkv+think kv_size=128 match=bytes limit=4 --plan
-  python -m kvbench run -m shard=0,1 method=snapkv limit=4
+  python -m kvbench run -m shards=2 method=snapkv limit=4
+  python -m kvbench run method=snapkv limit=4 logger=wandb logger.mode=offline
   python -m kvbench run method=snapkv --config
 
 keys: method= (joined by +, listed by ,), dataset=, model=, any knob of a method (kv_ratio=, kv_size=, ratio=,
@@ -51,8 +53,10 @@ def output_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure and print; refused cells make the exit status 1."""
     command = rewrite(args.overrides, args.multirun)
+    launchers.check(command)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench import config, experiment
+    from kvbench.wandb_logger import listeners
 
     if args.config:
         from omegaconf import OmegaConf
@@ -76,10 +80,10 @@ def main(args: argparse.Namespace) -> int:
     if command.sweep:
         from kvbench.cli.sweep import sweep
 
-        sweep(command)
-        reports = [experiment.report(p) for p in prepared]
+        sweep(command, prepared[0])
+        reports = [experiment.settle(prepared[0], listeners(prepared[0].cfg.logger))]
     else:
-        reports = [experiment.measure(p, quiet=args.json) for p in prepared]
+        reports = [experiment.measure(p, args.json, listeners(p.cfg.logger)) for p in prepared]
     return print_reports(reports, args)
 
 

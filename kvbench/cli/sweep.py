@@ -6,25 +6,68 @@ import os
 import sys
 
 import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import config, experiment
-from kvbench.cli.rewrite import Command
+from kvbench.cli.rewrite import Command, quote
+from kvbench.errors import KvbenchError, UsageError
+from kvbench.experiment import Prepared
 from kvbench.methods.registry import conf_dir
+from kvbench.wandb_logger import listeners
 
 
 def job(cfg: DictConfig) -> None:
-    """Measure one shard."""
-    experiment.measure(experiment.prepare(config.parse(cfg)))
+    """Measure one shard, in the folder that the sweep was started from."""
+    os.chdir(HydraConfig.get().runtime.cwd)
+    run = config.parse(cfg)
+    experiment.measure(experiment.prepare(run), listeners=listeners(run.logger))
 
 
-def sweep(command: Command) -> None:
-    """Run every shard of the command's only run through Hydra's launcher."""
+def sweep(command: Command, prepared: Prepared) -> None:
+    """Run every shard of the command's only run through Hydra's launcher; raises KvbenchError if one did not end.
+
+    ``prepared`` is the whole run, as this machine sees it.
+    """
+    _check_dtype(command, prepared)
     before = sys.argv
+    data = os.environ.get("KVBENCH_DATA")
+    # workers on a cluster have an environment of their own
+    env = [f"+hydra.job.env_set.KVBENCH_DATA={quote(os.path.abspath(data))}"] if data else []
     # with it Hydra lets our errors through instead of printing its own
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    sys.argv = ["kvbench", "--multirun", *command.runs[0], *command.sweep]
+    sys.argv = ["kvbench", "--multirun", *command.runs[0], *command.sweep, *env]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
+    except KvbenchError:
+        raise
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(f"the launcher cannot be set up: {config.plain(error)}") from None
+    except Exception as error:
+        raise KvbenchError(
+            f"a shard did not come to its end ({_cause(error)}). Finished answers are safe; run the same command "
+            "again to measure the rest"
+        ) from error
     finally:
         sys.argv = before
+
+
+def _check_dtype(command: Command, prepared: Prepared) -> None:
+    """Raise UsageError where workers with GPUs would choose another precision, hence other cells, than this machine."""
+    gpus = next((o for o in command.sweep if "gpu" in o.partition("=")[0] and o.partition("=")[2] != "0"), None)
+    if gpus and prepared.cfg.model.dtype == "auto" and not torch.cuda.is_available():
+        raise UsageError(
+            f"{gpus.lstrip('+')} asks for workers with GPUs, and this machine has none: dtype=auto would mean another "
+            "precision there than here. Name it, as in dtype=bfloat16"
+        )
+
+
+def _cause(error: BaseException) -> str:
+    """What ended the job, as its launcher says it: in its first line, or the last of a worker's traceback from Ray."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return f"{type(error).__name__}: {lines[-1 if 'ray::' in lines[0] else 0]}"

@@ -84,6 +84,9 @@ GOLDEN = {
     ],
     "results=runs/a baseline=false": [("results=runs/a", "baseline=false")],
     "shard=0": [("shard=0",)],
+    "logger=wandb logger.mode=offline logger.group=think/2": [
+        ("logger=wandb", "logger.mode=offline", "logger.group=think/2"),
+    ],
     "preset=think method=snapkv,think kv_size=64 window=16 per=kv_head": [
         (
             "method=[snapkv,think]",
@@ -163,8 +166,10 @@ def test_multirun_sweeps_shards_only():
         "method.snapkv.kv_size=[64,128]",
         "method.snapkv.kv_ratio=null",
     )
-    sweep = ("shard=0,1,2", "shards=3", "hydra/launcher=submitit_local", "+hydra.launcher.x=1")
+    sweep = ("shard=0,1,2", "shards=3", "hydra/launcher=submitit_local", "++hydra.launcher.x=1")
     assert rewrite(line.split(), multirun=True) == Command((overrides,), sweep)
+    assert rewrite(line.replace("shard=0,1,2", "shards=3").split(), multirun=True) == Command((overrides,), sweep)
+    assert rewrite(line.replace("+hydra.", "hydra.").split(), multirun=True) == Command((overrides,), sweep)
 
 
 @pytest.mark.parametrize(

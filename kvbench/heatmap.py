@@ -1,0 +1,58 @@
+"""Needle heat maps: the mean score at every length of the text and depth of the needle, as numbers and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Mean scores [depths, lengths] (nan where nothing was measured) and the numbers of samples behind them."""
+
+    lengths: tuple[float, ...]
+    depths: tuple[float, ...]
+    scores: np.ndarray
+    counts: np.ndarray
+
+    def rows(self) -> Iterator[tuple[float, float, float, int]]:
+        """(length, depth, score, n) of everything that was measured."""
+        for i, depth in enumerate(self.depths):
+            for j, length in enumerate(self.lengths):
+                if self.counts[i, j]:
+                    yield length, depth, float(self.scores[i, j]), int(self.counts[i, j])
+
+
+def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
+    """The map of (length, depth, score) points."""
+    lengths = sorted({length for length, _, _ in points})
+    depths = sorted({depth for _, depth, _ in points})
+    sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)), int)
+    for length, depth, score in points:
+        at = depths.index(depth), lengths.index(length)
+        sums[at] += score
+        counts[at] += 1
+    scores = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    return Heat(tuple(lengths), tuple(depths), scores, counts)
+
+
+def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A picture of the map, [height, width, 3]: lengths to the right, depths downwards, red 0 to green 100."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.5 + 0.6 * len(heat.lengths), 1.5 + 0.4 * len(heat.depths)), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow(heat.scores, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    axes.set_xticks(range(len(heat.lengths)), [f"{length:g}" for length in heat.lengths])
+    axes.set_yticks(range(len(heat.depths)), [f"{depth:g}" for depth in heat.depths])
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("depth, %")
+    axes.set_title(title, fontsize=9)
+    figure.colorbar(image, label="score")
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -1,0 +1,330 @@
+"""A run on Weights & Biases: one W&B run per cell, whose id is the cell's, so that a resumed cell goes on in its own.
+
+All of it happens in a thread beside the run. wandb is not imported, and nothing leaves the machine, without
+logger=wandb; where the service cannot be reached the runs are kept below the results folder instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import fmean
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from kvbench.config import BUDGETS, LoggerConfig
+from kvbench.heatmap import Heat, draw, heat_map
+from kvbench.listener import Listener
+from kvbench.metrics import metric
+
+if TYPE_CHECKING:
+    from kvbench.experiment import Prepared
+    from kvbench.plan import Cell, Group
+
+CONNECT_S, FINISH_S = 10, 10
+CLOSE_S = {"online": 30, "offline": 120}  # files alone do not hang, however busy the machine is
+ROW_EVERY_S = 2.0
+SETTINGS: dict[str, Any] = {
+    "console": "off",
+    "silent": True,
+    "disable_code": True,
+    "disable_git": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+    "init_timeout": CONNECT_S,
+    "finish_timeout": FINISH_S,
+}
+"""Of the machine nothing is sent but what a cell records; a service that does not answer is not waited for long."""
+
+
+def listeners(cfg: LoggerConfig) -> tuple[Listener, ...]:
+    """What follows a run as the configuration asks: nothing, or W&B."""
+    return () if cfg.mode == "disabled" else (WandbLogger(cfg),)
+
+
+class WandbLogger:
+    """The listener: hands what happens to a thread of its own, so that the run never waits, but at its end."""
+
+    def __init__(self, cfg: LoggerConfig) -> None:
+        self._cfg = cfg
+        self._events: SimpleQueue[Callable[[_Sender], None] | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name="wandb", daemon=True)
+        self._folder, self._warned = Path(), False
+
+    def begin(self, prepared: Prepared) -> None:
+        self._folder = Path(prepared.store.root)
+        self._events.put(lambda sender: sender.begin(prepared))
+        self._thread.start()
+
+    def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
+        self._events.put(lambda sender: sender.stored(cell, line))
+
+    def ended(self, cell: Cell, status: str, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
+        self._events.put(lambda sender: sender.ended(cell, status, metrics, reason))
+
+    def close(self) -> None:
+        self._events.put(lambda sender: sender.close())
+        self._events.put(None)
+        self._thread.join(CLOSE_S[self._cfg.mode])
+        if self._thread.is_alive():
+            self._warn(f"takes more than {CLOSE_S[self._cfg.mode]} s and is not waited for")
+
+    def _work(self) -> None:
+        try:
+            sender = _Sender(self._cfg, self._warn)
+            while (event := self._events.get()) is not None:
+                event(sender)
+        except Exception as error:
+            self._warn(f"failed ({_short(error)}) and is left out from here on")
+
+    def _warn(self, what: str) -> None:
+        """Say once what is wrong; the first cause is the one that counts."""
+        if not self._warned:
+            self._warned = True
+            with suppress(OSError, ValueError):
+                print(
+                    f"kvbench: W&B {what}. Measuring goes on, and the results are in {self._folder} as ever; what W&B "
+                    f"has not got lies in {self._folder}/wandb, and `wandb sync` sends it",
+                    file=sys.stderr,
+                )
+
+
+class _CellRun:
+    """The open W&B run of one cell. A step is a number of samples on disk, so steps go on where a resumed cell does."""
+
+    def __init__(self, run: Any, prepared: Prepared, group: Group, cell: Cell) -> None:
+        self.run, self.group, self.cell = run, group, cell
+        self.mine = {e.id for e in group.examples}
+        self.lines: dict[str, tuple[float | None, float]] = {}
+        for line in prepared.store.samples(cell.id).values():
+            self.add(line)
+        self.last = -ROW_EVERY_S
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self.lines[str(line["id"])] = (line["score"], 100 * line["kept"] / line["n"])
+
+    def stored(self, line: Mapping[str, Any]) -> None:
+        self.add(line)
+        if time.monotonic() - self.last >= ROW_EVERY_S:
+            self.last = time.monotonic()
+            self.run.log(self.progress(), step=len(self.lines))
+
+    def progress(self) -> dict[str, float]:
+        """Answers done of N, their mean score and how much is kept."""
+        scores = [score for score, _ in self.lines.values() if score is not None]
+        return {
+            "progress/answers": len(self.mine & self.lines.keys()),
+            "progress/of": len(self.mine),
+            **({"progress/score": metric(self.group.task.metric).show(fmean(scores))} if scores else {}),
+            **({"progress/kept_percent": fmean(kept for _, kept in self.lines.values())} if self.lines else {}),
+        }
+
+
+class _Sender:
+    """What runs in the thread: the only place that knows wandb."""
+
+    def __init__(self, cfg: LoggerConfig, warn: Callable[[str], None]) -> None:
+        import wandb
+
+        self.wandb, self.cfg, self.mode, self.warn = wandb, cfg, cfg.mode, warn
+        wandb.setup(wandb.Settings(**SETTINGS))
+        self.open: dict[str, _CellRun] = {}
+        self.prepared: Prepared | None = None
+
+    def begin(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        if self.mode != "online":
+            return
+        if not self.wandb.login(prompt=False, verify=False):
+            self._go_offline("there is no key; wandb login sets one")
+        elif why := _unreachable(self.wandb.setup().settings.base_url):
+            self._go_offline(why)
+
+    def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
+        self._run(cell).stored(line)
+
+    def ended(self, cell: Cell, status: str, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
+        run = self._run(cell)
+        samples = list(self._prepared.store.samples(cell.id).values())
+        row = run.progress()
+        if self.cfg.samples and samples:
+            row["samples"] = self._table(run.group, samples[: self.cfg.samples])
+        run.run.log(row, step=len(run.lines))
+        run.run.summary.update({"status": status, **({"reason": reason} if reason else {}), **summary(metrics or {})})
+        del self.open[cell.id]
+        run.run.finish(exit_code=0 if status in ("complete", "partial") else 1)
+
+    def close(self) -> None:
+        for run in self.open.values():
+            run.run.finish(exit_code=1)
+        maps = _heat_maps(self._prepared)
+        if maps:
+            self._send_maps(maps)
+
+    @property
+    def _prepared(self) -> Prepared:
+        assert self.prepared is not None
+        return self.prepared
+
+    def _run(self, cell: Cell) -> _CellRun:
+        if cell.id not in self.open:
+            group = next(g for g in self._prepared.groups if any(c.id == cell.id for c in g.cells))
+            run = self._init(
+                run_id(cell, self._prepared.cfg.shard, self._prepared.cfg.shards),
+                name=f"{cell.label} · {cell.column}",
+                group=self.cfg.group or _group(self._prepared, cell),
+                job_type="cell" if self._prepared.cfg.shards == 1 else "shard",
+                config=describe(self._prepared, cell),
+            )
+            self.open[cell.id] = _CellRun(run, self._prepared, group, cell)
+        return self.open[cell.id]
+
+    def _init(self, id: str, **facts: Any) -> Any:
+        """A W&B run beside those that are open; where the service does not answer, one on disk."""
+        try:
+            return self._start(id, **facts)
+        except Exception as error:
+            if self.mode != "online":
+                raise
+            self._go_offline(_short(error))
+            return self._start(id, **facts)
+
+    def _start(self, id: str, **facts: Any) -> Any:
+        # files know no earlier run; of several with one id, `wandb sync` sends one after the other
+        resume: Any = "allow" if self.mode == "online" else None
+        mode: Any = self.mode
+        return self.wandb.init(
+            id=id,
+            project=self.cfg.project,
+            entity=self.cfg.entity,
+            mode=mode,
+            resume=resume,
+            dir=str(self._prepared.store.root),
+            reinit="create_new",
+            settings=self.wandb.Settings(**SETTINGS),
+            **facts,
+        )
+
+    def _go_offline(self, why: str) -> None:
+        """From here on into files. A cell whose run was open goes on in one of the same id: all is in the store."""
+        self.mode = "offline"
+        self.open.clear()
+        # a run that could not be started keeps its id until the service ends
+        self.wandb.teardown()
+        self.wandb.setup(self.wandb.Settings(**SETTINGS))
+        self.warn(f"cannot be used ({why})")
+
+    def _table(self, group: Group, samples: Sequence[Mapping[str, Any]]) -> Any:
+        table = self.wandb.Table(columns=["id", "prediction", "answers", "score", "kept %"])
+        answers = {e.id: e.answers for e in group.task.examples}
+        for s in samples:
+            references = "\n".join(map(str, s.get("answers", answers.get(s["id"], ()))))
+            table.add_data(s["id"], s["prediction"], references, s["score"], round(100 * s["kept"] / s["n"], 3))
+        return table
+
+    def _send_maps(self, maps: Mapping[str, Heat]) -> None:
+        """One run for the needle maps of all methods: a map spans lengths, hence cells."""
+        cells = sorted(c.id for g in self._prepared.groups if g.task.category == "needle" for c in g.cells)
+        group = next(g for g in self._prepared.groups if g.task.category == "needle")
+        run = self._init(
+            "needle-" + hashlib.sha256(" ".join(cells).encode()).hexdigest()[:9],
+            name="needle heat maps",
+            group=self.cfg.group or _group(self._prepared, group.cells[0]),
+            job_type="heatmap",
+            config={"cells": cells},
+        )
+        table = self.wandb.Table(columns=["method", "length", "depth", "score", "n"])
+        for label, heat in maps.items():
+            for length, depth, score, n in heat.rows():
+                table.add_data(label, length, depth, score, n)
+        images = [self.wandb.Image(draw(heat, label), caption=label) for label, heat in maps.items()]
+        run.log({"heatmap": images, "heatmap_values": table})
+        run.finish()
+
+
+def run_id(cell: Cell, shard: int, shards: int) -> str:
+    """The id of a cell's W&B run: the cell's; two processes cannot write one run, so shards have their own."""
+    return cell.id if shards == 1 else f"{cell.id}-{shard}of{shards}"
+
+
+def describe(prepared: Prepared, cell: Cell) -> dict[str, Any]:
+    """The config of a cell's W&B run: what a dashboard groups by, the cell's identity, and how it is run.
+
+    Folders of this machine are left out.
+    """
+    cfg = prepared.cfg
+    budgets = {k: v for s in cell.chain.stages for k in BUDGETS if (v := getattr(s, k, None)) is not None}
+    named = cfg.model.name != "hf" or cfg.model.path.count("/") == 1
+    model = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
+    return {
+        "cell": cell.id,
+        "label": cell.label,
+        "method": cell.chain.name,
+        "per": cell.chain.per,
+        **budgets,
+        "task": cell.task.id,
+        "column": cell.column,
+        "model": model if named else Path(model).name,
+        "preset": cfg.preset,
+        "identity": dict(cell.identity),
+        "runtime": {k: getattr(cfg, k) for k in ("limit", "batch_rows", "threads", "device", "mix", "shard", "shards")},
+        "provenance": (prepared.store.cell(cell.id) or {}).get("provenance", []),
+    }
+
+
+def summary(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """A cell's metrics under flat names, with intervals as two numbers, and bytes in per cent of the full cache."""
+    flat: dict[str, Any] = {}
+    for key, value in metrics.items():
+        if key == "ci" and value is not None:
+            flat["ci_low"], flat["ci_high"] = value
+        elif isinstance(value, Mapping):
+            flat.update({f"{key}/{k}": v for k, v in summary(value).items()})
+        elif value is not None:
+            flat[key] = value
+    if metrics.get("full_bytes"):
+        flat["percent_of_full"] = 100 * (metrics["payload"] + metrics["overhead"]) / metrics["full_bytes"]
+        flat["kept_percent"] = 100 * metrics["kept"] / metrics["prompt_tokens"]
+    return flat
+
+
+def _heat_maps(prepared: Prepared) -> dict[str, Heat]:
+    """Score by length and depth of every method of the run on the needle dataset, as far as it is measured."""
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for group in prepared.groups:
+        if group.task.category != "needle":
+            continue
+        show = metric(group.task.metric).show
+        for cell in group.cells:
+            if prepared.store.refusal(cell.id) is None:
+                for s in prepared.store.samples(cell.id).values():
+                    point = (s["meta"]["length"], s["meta"]["depth"], show(s["score"]))
+                    found.setdefault(cell.label, []).append(point)
+    return {label: heat_map(points) for label, points in found.items()}
+
+
+def _group(prepared: Prepared, cell: Cell) -> str:
+    dataset = cell.task.id.partition("/")[0]
+    return f"{prepared.cfg.preset}/{dataset}" if prepared.cfg.preset else dataset
+
+
+def _unreachable(url: str) -> str | None:
+    """Why a service does not answer, found sooner than by starting a run there; None where it does."""
+    import requests
+
+    try:
+        requests.get(url, timeout=CONNECT_S, allow_redirects=False)
+    except requests.RequestException as error:
+        return f"{url} does not answer: {type(error).__name__}"
+    return None
+
+
+def _short(error: Exception) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
