@@ -4,7 +4,7 @@ import pytest
 from runs import SMALL, metrics_of, prepare
 
 from kvbench import experiment
-from kvbench.model import decode
+from kvbench.model import batch
 
 
 class Heard:
@@ -48,7 +48,7 @@ def test_a_listener_hears_every_sample_and_how_every_cell_ended(tmp_path):
 
 def test_an_interrupt_is_heard_with_what_was_finished_before(tmp_path, monkeypatch):
     run = prepare(*SMALL, "method=snapkv", "batch_rows=2", f"results={tmp_path}")
-    original, steps = decode.step, []
+    original, steps = batch.step, []
 
     def step(*args):
         steps.append(1)
@@ -56,7 +56,7 @@ def test_an_interrupt_is_heard_with_what_was_finished_before(tmp_path, monkeypat
             raise KeyboardInterrupt
         return original(*args)
 
-    monkeypatch.setattr(decode, "step", step)
+    monkeypatch.setattr(batch, "step", step)
     heard = Heard()
     with pytest.raises(KeyboardInterrupt):
         experiment.measure(run, quiet=True, listeners=(heard,))

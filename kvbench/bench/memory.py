@@ -22,8 +22,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import api
-from kvbench.model.decode import build, step
 from kvbench.model.interface import attached
+from kvbench.model.step import build, step
 
 LIMIT = 1.30
 GROWTH_LIMIT = 2 * 2**20

@@ -12,9 +12,9 @@ from transformers.cache_utils import Cache as HFCache
 from kvbench.cache.peak import Stored
 from kvbench.errors import UsageError
 from kvbench.model.adapted import adapted, alike
-from kvbench.model.decode import build, stored_in
 from kvbench.model.interface import attached
 from kvbench.model.prefill import as_prompt
+from kvbench.model.step import build, stored_in
 from kvbench.types import Cache
 
 

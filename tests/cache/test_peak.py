@@ -16,9 +16,9 @@ from kvbench.methods.cake import Cake
 from kvbench.methods.chain import Chain
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.model.decode import Ending, extend_cache, generate_rows
-from kvbench.model.decode import build as build_batch
 from kvbench.model.likelihood import teacher_force
 from kvbench.model.rows import RowLayer
+from kvbench.model.step import build as build_batch
 
 RAGGED = {"method": "refreekv", "mode": "eq1", "reduce": "per_head", "T": 0.2}
 METHODS = [

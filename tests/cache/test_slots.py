@@ -9,8 +9,8 @@ from families import build, prompt
 import kvbench
 from kvbench.cache.slots import Rotary
 from kvbench.errors import UsageError
-from kvbench.model.decode import build as build_batch
-from kvbench.model.decode import rotation, step
+from kvbench.model.step import build as build_batch
+from kvbench.model.step import rotation, step
 
 RULES = {
     "h2o": {"method": "h2o", "variant": "orig", "kv_size": 12},

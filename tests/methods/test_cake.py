@@ -19,9 +19,9 @@ from kvbench.methods.cake import Cake
 from kvbench.methods.layers import Layers
 from kvbench.methods.shares import shares, whole_shares
 from kvbench.model.attention_rows import causal_softmax
-from kvbench.model.decode import build as build_batch
-from kvbench.model.decode import step
 from kvbench.model.interface import attached
+from kvbench.model.step import build as build_batch
+from kvbench.model.step import step
 
 N, D, W, LAYERS = 40, 8, 4, 5
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}

@@ -13,9 +13,9 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.model.decode import build as build_batch
-from kvbench.model.decode import step
 from kvbench.model.interface import attached
+from kvbench.model.step import build as build_batch
+from kvbench.model.step import step
 
 SELECTORS = [
     m

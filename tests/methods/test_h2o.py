@@ -15,9 +15,9 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity
 from kvbench.methods.h2o import H2O
-from kvbench.model.decode import build as build_batch
-from kvbench.model.decode import step
 from kvbench.model.interface import attached
+from kvbench.model.step import build as build_batch
+from kvbench.model.step import step
 from kvbench.types import Needs, Observation
 
 

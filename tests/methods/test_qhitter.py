@@ -15,9 +15,9 @@ from kvbench.cache.audit import audit
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.qhitter import QHitter
-from kvbench.model.decode import build as build_batch
-from kvbench.model.decode import step
 from kvbench.model.interface import attached
+from kvbench.model.step import build as build_batch
+from kvbench.model.step import step
 from kvbench.types import Needs, Observation, storage_bytes
 
 RATIOS = {"heavy_ratio": 0.15, "recent_ratio": 0.05}

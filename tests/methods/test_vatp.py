@@ -14,9 +14,9 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity, protect
 from kvbench.methods.vatp import Vatp
-from kvbench.model.decode import build as build_batch
-from kvbench.model.decode import step
 from kvbench.model.interface import attached
+from kvbench.model.step import build as build_batch
+from kvbench.model.step import step
 
 N, SIZE, D = 26, 13, 8
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}

@@ -1,0 +1,74 @@
+"""A decode batch and one step of it: new tokens of many rows through the model at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache as HFCache
+
+from kvbench.cache.peak import Stored
+from kvbench.cache.slots import Rotary
+from kvbench.errors import UsageError
+from kvbench.model.interface import KvbenchLayer, sliding_window
+from kvbench.model.lowrank import lifts
+from kvbench.model.rows import RowLayer
+from kvbench.types import Cache
+
+
+def build(model: PreTrainedModel, caches: Sequence[Cache], capacity: int, at_once: int = 1) -> list[RowLayer]:
+    """The decode batch of ``caches``, one RowLayer per model layer, with room for ``capacity`` new tokens.
+
+    The model is as their chains adapt it, for as long as the batch is used.
+
+    ``at_once`` of them at most come in one step.
+    """
+    window = sliding_window(model.config)
+    windowed = window is not None and max(c.seen for c in caches) + capacity > window
+    evictors = [c.chain.evictor for c in caches]
+    lifted = lifts(model)
+    rotary = rotation(model) if any(e is not None and e.rolled for e in evictors) else None
+    return [
+        RowLayer(
+            [c.layers[i] for c in caches],
+            capacity,
+            windowed,
+            evictors,
+            i,
+            rotary,
+            [c.chain.masker(i) for c in caches],
+            [c.chain.coder for c in caches],
+            at_once,
+            lifted[i] if lifted else None,
+        )
+        for i in range(len(caches[0].layers))
+    ]
+
+
+def stored_in(batch: Sequence[RowLayer]) -> list[Stored]:
+    """What the storage of each row of a batch holds now."""
+    columns = zip(*(layer.stored() for layer in batch), strict=True)
+    return [Stored(batch[0].used, column) for column in columns]
+
+
+def rotation(model: PreTrainedModel) -> Rotary:
+    """The model's rotary frequencies; raises UsageError for one with learned positions (OPT)."""
+    found = next((m for m in model.modules() if hasattr(m, "inv_freq")), None)
+    if found is None:
+        raise UsageError(
+            f"positions=rolled needs rotary positions, the family {model.config.model_type!r} learns its positions"
+        )
+    return Rotary(found.inv_freq)  # type: ignore[arg-type]
+
+
+def step(model: PreTrainedModel, batch: Sequence[KvbenchLayer], tokens: Tensor, positions: Tensor) -> Tensor:
+    """Feed ``tokens`` [B, T] at ``positions`` [B, T]; returns the logits [B, 1, V] after the last."""
+    out = model(
+        input_ids=tokens,
+        position_ids=positions,
+        past_key_values=HFCache(layers=list(batch)),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return out.logits
