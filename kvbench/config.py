@@ -154,6 +154,7 @@ class RunConfig:
     limit: int | None = runtime(default=None)
     results: str = runtime(default="results")
     batch_rows: int | None = runtime(default=None)
+    memory: float | None = runtime(default=None)
     threads: int | None = runtime(default=None)
     device: str = runtime(default="auto")
     mix: bool = runtime(default=False)
@@ -173,6 +174,8 @@ class RunConfig:
         for name in ("max_length", "limit", "batch_rows", "threads"):
             value = getattr(self, name)
             _check(name, value, value is None or (_whole(value) and value >= 1), "a whole number, 1 or more")
+        number = isinstance(self.memory, (int, float)) and not isinstance(self.memory, bool) and self.memory > 0
+        _check("memory", self.memory, self.memory is None or number, "auto, or GiB that caches may take, above 0")
         _check("shards", self.shards, _whole(self.shards) and self.shards >= 1, "a whole number, 1 or more")
         _check("shard", self.shard, _whole(self.shard) and 0 <= self.shard < self.shards, f"0 to {self.shards - 1}")
         _check("results", self.results, bool(self.results), "a folder")
@@ -209,7 +212,7 @@ def parse(cfg: DictConfig) -> RunConfig:
     )
     rest["data_root"], rest["preset"] = raw["data"]["root"], raw["preset"]["name"]
     rest["logger"] = LoggerConfig(**raw["logger"])
-    for key in ("batch_rows", "threads"):
+    for key in ("batch_rows", "memory", "threads"):
         rest[key] = None if rest[key] == "auto" else rest[key]
     return RunConfig(model=model, chains=chains, datasets=datasets, **rest)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,21 +10,25 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench import match, presets
+from kvbench import match, memory, presets
 from kvbench.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.cli.rewrite import entries
 from kvbench.config import RunConfig
 from kvbench.errors import UsageError
+from kvbench.estimate import Estimate, estimate
 from kvbench.listener import Listener, Listeners, Status
 from kvbench.model import load
 from kvbench.model.interface import head_counts
 from kvbench.plan import Cell, Group, build_groups, pending
-from kvbench.progress import progress
+from kvbench.progress import Display
+from kvbench.provenance import provenance
 from kvbench.report import collect, summarise
-from kvbench.runner import Host, provenance, run_group
+from kvbench.runner import ROWS_CPU, ROWS_GPU, Host, run_group
 from kvbench.shape import from_config
 from kvbench.store import ResultStore
 from kvbench.tasks.base import Tokenizer
+from kvbench.tasks.prompt import encode
+from kvbench.types import Example
 
 SMALL_MODEL = 256
 
@@ -44,11 +47,60 @@ class Prepared:
     session: Session
     matched: tuple[match.Matched, ...] = ()
 
+    def left(self, group: Group) -> dict[str, list[Cell]]:
+        """Example id -> the cells that still need it."""
+        return pending(group, {c.id: list(self.store.samples(c.id)) for c in group.cells})
+
+    def plan(self) -> dict[str, Any]:
+        """``todo`` with what each group takes, and the memory that it must fit into, before the model is loaded."""
+        weights = load.weight_bytes(self.source)
+        free = memory.limit(self.cfg.memory, load.resolve_device(self.cfg.device))
+        room = free if self.cfg.memory is not None else max(0, free - int(memory.USED_SHARE * weights))
+        planned = []
+        for group, facts in zip(self.groups, self.todo(), strict=True):
+            found = self.estimate(group)
+            parts = found.parts(group, room)
+            takes = {
+                "prompt_tokens": found.prompt_tokens,
+                "bytes": max((found.bytes(p.cells, room) for p in parts), default=0),
+                "seconds": found.seconds,
+                "parts": [[c.label for c in p.cells] for p in parts],
+            }
+            again = self._prefills(group, parts) - facts["prefills"]
+            saved = {"prefills": facts["prefills"] + again, "prefills_saved": facts["prefills_saved"] - again}
+            planned.append({**facts, **takes, **saved})
+        return {"memory": room, "groups": planned}
+
+    def _prefills(self, group: Group, parts: Sequence[Group]) -> int:
+        """Prompts read where the group runs in ``parts``."""
+        mine = [{c.id for c in p.cells} for p in parts]
+        return sum(
+            len({c.chain.prefill_key for c in cells if c.id in ids})
+            for cells in self.left(group).values()
+            for ids in mine
+        )
+
+    def estimate(self, group: Group) -> Estimate:
+        """What is left of a group takes."""
+        config, dtype = self.source.config, getattr(torch, self.dtype)
+        device = load.resolve_device(self.cfg.device)
+
+        def tokens(example: Example) -> int:
+            if example.tokens:
+                return len(example.tokens)
+            room = None if self.context is None else self.context - example.max_new_tokens
+            return len(encode(self.tokenizer, example, group.task, self.cfg.prompt, room))
+
+        samples = {c.id: self.store.samples(c.id) for c in group.cells}
+        rows = self.cfg.batch_rows or (ROWS_GPU if device.type == "cuda" else ROWS_CPU)
+        shape, hidden = from_config(config), int(config.hidden_size)
+        return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
+
     def todo(self) -> list[dict[str, Any]]:
         """Per group: prompts to read and answers to decode, and what is done already."""
         plans = []
         for group in self.groups:
-            left = pending(group, {c.id: list(self.store.samples(c.id)) for c in group.cells})
+            left = self.left(group)
             answers = sum(len(cells) for cells in left.values())
             prefills = sum(len({c.chain.prefill_key for c in cells}) for cells in left.values())
             plans.append(
@@ -163,15 +215,14 @@ def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
 
 def measure(prepared: Prepared, quiet: bool = False, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
     """Measure what is missing, write each cell's metrics, and return the report of this run."""
-    told = Listeners(listeners)
-    over: set[str] = set()
+    told = Listeners([*([] if quiet else [Display()]), *listeners])
+    ended: set[str] = set()
     try:
         told.begin(prepared)
-        _measure_groups(prepared, quiet, told, over)
+        _measure_groups(prepared, quiet, told, ended)
     except BaseException as error:
-        reason = str(error) or type(error).__name__
         for group in prepared.groups:
-            _end(prepared, replace(group, cells=tuple(c for c in group.cells if c.id not in over)), told, reason)
+            _end(prepared, replace(group, cells=tuple(c for c in group.cells if c.id not in ended)), told, error)
         raise
     finally:
         told.close()
@@ -190,8 +241,11 @@ def settle(prepared: Prepared, listeners: Sequence[Listener] = ()) -> dict[str, 
     return report(prepared)
 
 
-def _measure_groups(prepared: Prepared, quiet: bool, told: Listeners, over: set[str]) -> None:
-    """Measure group after group; ``over`` gets the ids of the cells that the run is through with."""
+def _measure_groups(prepared: Prepared, quiet: bool, told: Listeners, ended: set[str]) -> None:
+    """Measure group after group, in parts that fit into memory; ``ended`` gets the cells that the run is through with.
+
+    Metrics of a group are written when all of it is measured.
+    """
     cfg, store = prepared.cfg, prepared.store
     groups = prepared.groups
     host, facts = None, {}
@@ -200,24 +254,25 @@ def _measure_groups(prepared: Prepared, quiet: bool, told: Listeners, over: set[
         model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
         host, facts = make_host(prepared, model), {**provenance(model, threads), "model": _model_name(cfg)}
         groups = prepared.bound(model, quiet)
-    with progress(_totals(prepared), quiet) as tick:
-        for group in groups:
-            if host is not None:
-                run_group(host, group, store, facts, cfg.shard, cfg.mix, tick, told)
-            _end(prepared, group, told)
-            over.update(c.id for c in group.cells)
+    for group in groups:
+        if host is not None:
+            for part in prepared.estimate(group).parts(group, host.memory):
+                run_group(host, part, store, facts, cfg.shard, cfg.mix, told)
+        _end(prepared, group, told)
+        ended.update(c.id for c in group.cells)
 
 
-def _end(prepared: Prepared, group: Group, told: Listeners, interrupted: str | None = None) -> None:
-    """Write the metrics of a group's cells and say how each ended; ``interrupted`` is why the rest was not measured."""
-    left = pending(group, {c.id: list(prepared.store.samples(c.id)) for c in group.cells})
-    waiting = {c.id for cells in left.values() for c in cells}
+def _end(prepared: Prepared, group: Group, told: Listeners, stopped: BaseException | None = None) -> None:
+    """Write the metrics of a group's cells and say how each ended; ``stopped`` ended the run before its time."""
+    store = prepared.store
     for cell in group.cells:
-        metrics = _write_metrics(prepared, group, cell)
-        reason = prepared.store.refusal(cell.id)
-        status: Status = "refused" if reason else "complete" if metrics and metrics["n"] == metrics["of"] else "partial"
-        if interrupted is not None and reason is None and cell.id in waiting:
-            status, reason = "interrupted", interrupted
+        begun = stopped is None or cell.id in store.writers
+        metrics = _write_metrics(prepared, group, cell) if begun else None
+        found = store.status(cell.id)
+        status: Status = "partial" if stopped is None else "interrupted"
+        if found.status in ("complete", "refused", "failed", "interrupted"):
+            status = cast(Status, found.status)
+        reason = found.reason or (str(stopped) or type(stopped).__name__ if status == "interrupted" else None)
         told.ended(cell, status, metrics, reason)
 
 
@@ -234,6 +289,7 @@ def make_host(prepared: Prepared, model: PreTrainedModel) -> Host:
         cfg.sampling,
         cfg.batch_rows,
         cfg.model.attention == "eager",
+        memory.limit(cfg.memory, model.device),
     )
 
 
@@ -301,14 +357,6 @@ def stop_tokens(prepared: Prepared) -> frozenset[int]:
     for text in prepared.cfg.model.stop:
         found.add(prepared.tokenizer.encode(text, add_special_tokens=False)[-1])
     return frozenset(found)
-
-
-def _totals(prepared: Prepared) -> Mapping[str, int]:
-    totals: Counter[str] = Counter()
-    for group in prepared.groups:
-        for cells in pending(group, {c.id: list(prepared.store.samples(c.id)) for c in group.cells}).values():
-            totals.update(c.label for c in cells)
-    return totals
 
 
 def set_threads(cfg: RunConfig, config: Any) -> int:

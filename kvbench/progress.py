@@ -1,46 +1,125 @@
-"""Progress of a run: bars with an ETA on a terminal, a plain line now and then elsewhere. Always on stderr."""
+"""Progress of a run on stderr: a line per group with rate, tokens kept and ETA on a terminal, else plain lines."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TimeRemainingColumn as Remaining
 
-from kvbench.runner import Tick
+from kvbench.plan import Cell
+
+if TYPE_CHECKING:
+    from kvbench.experiment import Prepared
 
 PLAIN_EVERY_S = 15.0
+Tick = Callable[[str, int], None]
+
+
+@dataclass
+class Count:
+    """Answers of one group. ``start`` is when the run came to it, ``kept`` the sum of fractions of prompts kept."""
+
+    total: int
+    done: int = 0
+    kept: float = 0.0
+    start: float | None = None
+    last: float = 0.0
+    line: TaskID | None = None
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self.done += 1
+        self.kept += line["kept"] / max(1, line["n"])
+
+    def text(self, now: float) -> str:
+        """Rate and mean tokens kept."""
+        elapsed = max(now - (self.start or now), 1e-9)
+        return f"{self.done / elapsed:.1f} answers/s, kept {100 * self.kept / max(1, self.done):.0f} %"
+
+
+class Display:
+    """A listener that shows how far the groups of a run are."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, Count] = {}
+        self.current: str | None = None
+        self.bars: Progress | None = None
+
+    def begin(self, prepared: Prepared) -> None:
+        todo = prepared.todo()
+        self.counts = {t["task"]: Count(t["answers_to_do"]) for t in todo if t["answers_to_do"]}
+        if self.counts and sys.stderr.isatty():
+            self.bars = _bars("{task.fields[rate]}")
+            for name, count in self.counts.items():
+                count.line = self.bars.add_task(name, total=count.total, start=False, rate="")
+            self.bars.start()
+
+    def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
+        count = self.counts.get(cell.column)
+        if count is None:
+            return
+        self._come_to(cell.column)
+        count.add(line)
+        now = time.monotonic()
+        if self.bars is not None and count.line is not None:
+            self.bars.update(count.line, advance=1, rate=count.text(now))
+        elif now - count.last >= PLAIN_EVERY_S or count.done == count.total:
+            count.last = now
+            self._plain(cell.column, count, now)
+
+    def ended(self, cell: Cell, status: str, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
+        # the next group starts where this one ends: reading its first prompt is part of its time
+        waiting = [name for name, count in self.counts.items() if count.start is None]
+        if waiting and cell.column == self.current:
+            self.current = None
+            self._come_to(waiting[0])
+
+    def close(self) -> None:
+        if self.bars is not None:
+            self.bars.stop()
+
+    def _come_to(self, name: str) -> None:
+        count, self.current = self.counts[name], name
+        if count.start is None:
+            count.start = count.last = time.monotonic()
+            if self.bars is not None and count.line is not None:
+                self.bars.start_task(count.line)
+
+    def _plain(self, name: str, count: Count, now: float) -> None:
+        left = (now - (count.start or now)) / count.done * (count.total - count.done)
+        _say(f"{name}: {count.done} of {count.total} answers, {count.text(now)}, about {left:.0f} s left")
 
 
 @contextmanager
 def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answers") -> Iterator[Tick]:
-    """A function to call with (method, examples done); ``totals`` are the examples still to do per method.
+    """A function to call with (name, number done); ``totals`` are those still to do by name.
 
-    ``unit`` is what an example is, for the plain lines.
+    ``unit`` is what is counted, for the plain lines.
     """
     if quiet or not sum(totals.values()):
-        yield lambda method, n: None
+        yield lambda name, n: None
     elif sys.stderr.isatty():
-        with _bars() as bars:
+        with _bars("") as bars:
             tasks = {m: bars.add_task(m, total=n) for m, n in totals.items() if n}
-            yield lambda method, n: bars.advance(tasks[method], n)
+            yield lambda name, n: bars.advance(tasks[name], n)
     else:
         yield _Plain(sum(totals.values()), unit).tick
 
 
-def _bars() -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+def _bars(more: str) -> Progress:
+    bar = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(more)]
+    times = [TimeElapsedColumn(), TextColumn("ETA"), Remaining()]
+    return Progress(*bar, *times, console=Console(stderr=True), transient=True)
+
+
+def _say(text: str) -> None:
+    print(f"kvbench: {text}", file=sys.stderr, flush=True)
 
 
 class _Plain:
@@ -50,7 +129,7 @@ class _Plain:
         self.total, self.done, self.unit = total, 0, unit
         self.start = self.last = time.monotonic()
 
-    def tick(self, method: str, n: int) -> None:
+    def tick(self, name: str, n: int) -> None:
         self.done += n
         now = time.monotonic()
         if now - self.last < PLAIN_EVERY_S and self.done < self.total:
@@ -58,8 +137,4 @@ class _Plain:
         self.last = now
         elapsed = now - self.start
         left = elapsed / self.done * (self.total - self.done)
-        print(
-            f"kvbench: {self.done} of {self.total} {self.unit}, {elapsed:.0f} s, about {left:.0f} s left",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(f"{self.done} of {self.total} {self.unit}, {elapsed:.0f} s, about {left:.0f} s left")

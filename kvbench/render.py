@@ -17,6 +17,7 @@ from kvbench.report import FEWEST
 
 WIDTH = 100
 FORMATS = ("text", "md", "csv", "latex")
+BROKEN = ("refused", "failed")
 ENDS = ((0, "low"), (1, "high"))
 CSV_FIELDS = (
     *("method", "task", "status", "metric", "score", "ci_low", "ci_high", "delta", "delta_ci_low", "delta_ci_high"),
@@ -95,8 +96,8 @@ def _wrap(label: str) -> str:
 
 
 def _score_text(cell: Mapping[str, Any]) -> str:
-    if cell["status"] == "refused":
-        return "✗ refused"
+    if cell["status"] in BROKEN:
+        return f"✗ {cell['status']}"
     if cell["status"] == "missing" or cell.get("score") is None:
         return "—"
     lines = [_number(cell["score"])]
@@ -115,7 +116,7 @@ def _storage_text(row: Mapping[str, Any]) -> tuple[str, ...]:
         _kept(row),
         _number(row["attended_percent"]),
         _payload(row),
-        _bytes(row["overhead"]),
+        size(row["overhead"]),
         f"{row['percent_of_full']:.1f}",
         f"{row['prefill_ms']:.1f}",
         f"{row['compress_ms']:.1f}",
@@ -136,8 +137,8 @@ def _payload(row: Mapping[str, Any]) -> str:
     """The payload held and, where it differs, what the other kind of heads would hold."""
     held, kv, query = row["payload"], row["payload_kv_head"], row["payload_query_head"]
     if kv is None or query is None or kv == query:
-        return _bytes(held)
-    return f"{_bytes(held)}\nkv {_bytes(kv)}" if held == query else f"{_bytes(held)}\nq {_bytes(query)}"
+        return size(held)
+    return f"{size(held)}\nkv {size(kv)}" if held == query else f"{size(held)}\nq {size(query)}"
 
 
 def _number(value: float | None, sign: bool = False) -> str:
@@ -147,7 +148,7 @@ def _number(value: float | None, sign: bool = False) -> str:
     return text.replace("-", "−")
 
 
-def _bytes(n: float) -> str:
+def size(n: float) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n >= size:
             return f"{n / size:.1f} {unit}"
@@ -183,7 +184,7 @@ def legend(report: Mapping[str, Any]) -> list[str]:
         many = max([c[key] for c in cells if c["status"] == "measured"] or [0])
         if many:
             lines.append(f"Up to {many} {text}.")
-    lines += [f"✗ {c['task']}: {c['reason']}" for c in cells if c["status"] == "refused"]
+    lines += [f"✗ {c['task']}: {c['reason']}" for c in cells if c["status"] in BROKEN]
     lines += [str(note) for note in report["notes"]]
     lines.append(f"Samples and metrics: {report['results']}/cells/<cell>/ ({len(cells)} cells; ids with --json).")
     return lines

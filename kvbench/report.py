@@ -86,6 +86,9 @@ def _cell(group: Group, cell: Cell, store: ResultStore) -> dict[str, Any]:
         return {**base, "status": "refused", "reason": refusal}
     mine = {e.id for e in group.examples}
     samples = {i: s for i, s in store.samples(cell.id).items() if i in mine}
+    found = store.status(cell.id) if len(samples) < len(mine) else None
+    if found is not None and found.status == "failed":
+        return {**base, "status": "failed", "reason": found.reason}
     if not samples:
         return {**base, "status": "missing"}
     summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
+import sys
 import time
+import traceback
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-import kvbench
-from kvbench.cache import native
-from kvbench.cache.audit import Measured, Refused, audit
-from kvbench.cache.peak import Stored, check_bytes, check_peak
+from kvbench.cache.audit import Refused, audit
+from kvbench.cache.peak import check_peak
 from kvbench.config import Sampling
+from kvbench.decode_queue import DecodeQueue, Row, in_parts
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.listener import Listeners
+from kvbench.memory import GIB, is_out_of_memory
 from kvbench.metrics import score
-from kvbench.model.decode import Ending, extend_cache, generate_rows
+from kvbench.model.batch import Answer
+from kvbench.model.decode import Ending, extend_cache
 from kvbench.model.interface import attached, synchronise
 from kvbench.model.likelihood import teacher_force
-from kvbench.model.prefill import check_window, prefill_chains
+from kvbench.model.prefill import check_capacity, check_window, prefill_chains
 from kvbench.plan import Cell, Group, pending
 from kvbench.store import ResultStore, Writer
 from kvbench.store_files import Sample
@@ -37,13 +35,13 @@ from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
 from kvbench.types import Cache, Example
 
 ROWS_CPU, ROWS_GPU = 48, 128
-BATCH_BYTES = 2 * 2**30
-Tick = Callable[[str, int], None]
+REASON_LENGTH = 300
 
 
 @dataclass(frozen=True)
 class Host:
-    """A loaded model, how prompts reach it, and how it answers. ``context`` is its longest text in tokens."""
+    """A loaded model, how prompts reach it, and how it answers. ``context`` is its longest text in tokens, ``memory``
+    the bytes that the caches of a decode batch may take."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -53,6 +51,7 @@ class Host:
     sampling: Sampling = field(default_factory=Sampling)
     batch_rows: int | None = None
     plain: bool = False
+    memory: int = 2 * GIB
 
     def shape(self) -> tuple[int, int, torch.dtype]:
         """(kv heads, head dimension, dtype) of the model's cache."""
@@ -61,16 +60,14 @@ class Host:
         dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         return int(heads), int(dim), self.model.dtype
 
+    @property
+    def most_rows(self) -> int:
+        """Rows decoded together, at most."""
+        return self.batch_rows or (ROWS_GPU if self.model.device.type == "cuda" else ROWS_CPU)
 
-@dataclass
-class Row:
-    """One prompt under one method, waiting to be decoded."""
-
-    cell: Cell
-    example: Example
-    cache: Cache
-    measured: Measured
-    cut: int
+    def batching(self) -> dict[str, Any]:
+        """The batch policy, which in half precision has a part in the numbers: each line says how many rows ran."""
+        return {"rows": self.most_rows, "order": "by example, then by cell; rows enter as others leave"}
 
 
 @dataclass
@@ -80,84 +77,135 @@ class GroupRun:
     host: Host
     store: ResultStore
     writers: dict[str, Writer]
-    tick: Tick
     listeners: Listeners = field(default_factory=Listeners)
+    shard: int = 0
     refused: dict[str, str] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
 
-    def full(self) -> bool:
-        limit = self.host.batch_rows or (ROWS_GPU if self.host.model.device.type == "cuda" else ROWS_CPU)
-        # a decode batch pads and copies what the caches hold
-        held = 2 * sum(r.measured.payload + r.measured.overhead for r in self.rows)
-        return len(self.rows) >= limit or held >= BATCH_BYTES
+    def __post_init__(self) -> None:
+        self.queue = DecodeQueue(self.host.model, self.host.most_rows, self.host.memory)
+
+    def run(self, examples: Sequence[Example], todo: Mapping[str, Sequence[Cell]]) -> None:
+        """Answer every example for its cells. What one cell does wrong costs only that cell."""
+        for example in examples:
+            cells = self.active(todo.get(example.id, ()))
+            while not self.queue.takes(len(cells)):
+                self.finish()
+                cells = self.active(cells)
+            if cells:
+                self.read(example, cells)
+        while len(self.queue):
+            self.finish()
+
+    def active(self, cells: Sequence[Cell]) -> list[Cell]:
+        return [c for c in cells if c.id not in self.refused and c.id not in self.failed]
 
     def read(self, example: Example, cells: Sequence[Cell]) -> None:
-        """Prefill one prompt for the cells that need it and audit what each kept."""
-        active = [c for c in cells if c.id not in self.refused]
-        if not active:
-            return
-        encoded = self._encode(example, active[0].task)
+        """Prefill one prompt for the cells that need it, audit what each kept, and let it wait to be decoded."""
+        encoded = self._encode(example, cells[0].task)
         ids = torch.tensor(encoded.ids)
-        try:
-            longest = len(example.tokens) or len(encoded) + example.max_new_tokens
-            active = self._fitting(active, longest, example)
-            if not active:
-                return
-            caches = prefill_chains(self.host.model, ids, [c.chain for c in active], self.host.plain)
-        except torch.OutOfMemoryError:
-            raise KvbenchError(
-                f"out of memory while reading {example.id} ({len(encoded.ids)} tokens) for {len(active)} methods. "
-                "Everything measured so far is safe; run fewer methods at once, or lower max_length"
-            ) from None
-        for cell, cache in zip(active, caches, strict=True):
+        check_capacity(self.host.model, len(ids))
+        cells = self._fitting(cells, len(example.tokens) or len(encoded) + example.max_new_tokens, example)
+        rows = []
+        for cell, cache in self._prefill(ids, cells):
             try:
+                if isinstance(cache, Exception):
+                    raise cache
                 measured = audit(cache, *self.host.shape())
                 if encoded.question:
                     cache = extend_cache(self.host.model, cache, encoded.question)
-                self.rows.append(Row(cell, example, cache, measured, encoded.cut))
+                rows.append(Row(cell, example, cache, measured, encoded.cut, self._ending(cell, example)))
             except Refused as reason:
                 self.refuse(cell, str(reason), example)
+            except Exception as error:
+                self.fail(cell, error, example)
         if example.tokens:
-            self.force(example)
+            self.force(example, rows)
+        else:
+            for row in rows:
+                self.queue.add(row)
 
-    def force(self, example: Example) -> None:
-        """Score the rest of a text under every cache that waits, and store one line each."""
-        rows, self.rows = self.rows, []
+    def _prefill(self, ids: torch.Tensor, cells: Sequence[Cell]) -> list[tuple[Cell, Cache | Exception]]:
+        """The cells' caches, or why there is none."""
+
+        def together(some: Sequence[Cell]) -> list[Cache]:
+            try:
+                return prefill_chains(self.host.model, ids, [c.chain for c in some], self.host.plain)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    # rows that still decode give their memory back as they end
+                    while len(self.queue):
+                        self.finish()
+                raise
+
+        return in_parts(cells, together) if cells else []
+
+    def force(self, example: Example, rows: Sequence[Row]) -> None:
+        """Score the rest of a text under every cache, and store one line each."""
         rest = torch.tensor(example.tokens[int(example.meta["prefix"]) :])
-        synchronise(self.host.model.device)
-        start = time.perf_counter()
-        held: dict[int, list[int]] = {}
-        stored: dict[int, Stored] = {}
-        losses = teacher_force(self.host.model, [r.cache for r in rows], rest, int(example.meta["chunk"]), held, stored)
-        synchronise(self.host.model.device)
-        share = (time.perf_counter() - start) / max(1, len(rows) * len(rest))
-        for i, (row, loss) in enumerate(zip(rows, losses, strict=True)):
-            score = float(loss.sum()) / float(example.meta["divisor"])
-            line = {**self._line(row, len(rest), share, len(rows)), "prediction": "", "score": score}
-            self.add(row, line, held[i], len(rest) - 1, stored.get(i))
 
-    def add(self, row: Row, line: Sample, held: Sequence[int], fed: int, stored: Stored | None) -> None:
-        """Store the line of a row that held ``held`` tokens in each layer while it read ``fed``, or refuse its cell."""
+        def together(some: Sequence[Row]) -> list[tuple[float, Answer]]:
+            synchronise(self.host.model.device)
+            start = time.perf_counter()
+            held: dict[int, list[int]] = {}
+            caches = [r.cache for r in some]
+            losses = teacher_force(self.host.model, caches, rest, int(example.meta["chunk"]), held)
+            synchronise(self.host.model.device)
+            seconds = (time.perf_counter() - start) / len(some)
+            return [
+                (float(loss.sum()), Answer(rest.tolist(), held[i], None, seconds, len(some)))
+                for i, loss in enumerate(losses)
+            ]
+
+        for row, found in in_parts(rows, together) if rows else []:
+            if isinstance(found, Exception):
+                self.fail(row.cell, found, example)
+            else:
+                loss, answer = found
+                line = {**self._line(row, answer), "prediction": "", "score": loss / float(example.meta["divisor"])}
+                self.add(row, line, answer)
+
+    def finish(self) -> None:
+        """Decode until some rows have ended; score and store those."""
+        for row, found in self.queue.advance():
+            if isinstance(found, Exception):
+                self.fail(row.cell, found, row.example)
+            else:
+                self.add(row, self._sample(row, found), found)
+
+    def add(self, row: Row, line: Sample, answer: Answer) -> None:
+        """Store the line of a row, or refuse its cell for what it held meanwhile."""
         cell, example = row.cell, row.example
         if cell.id in self.refused:
             return
         try:
-            line["decode_peak"] = check_peak(row.cache, held, fed)
-            if stored is not None:
-                check_bytes(row.cache, stored, *self.host.shape())
+            line["decode_peak"] = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
         except Refused as reason:
             self.refuse(cell, str(reason), example)
             return
         self.store.clear_refusal(cell.id, example.id)
         self.writers[cell.id].append(line)
-        self.tick(cell.label, 1)
         self.listeners.stored(cell, line)
 
     def refuse(self, cell: Cell, reason: str, example: Example) -> None:
         """Take the cell out of the run and record why; its rows that wait are dropped."""
         self.refused[cell.id] = f"{reason} (example {example.id})"
         self.store.refuse(cell, self.refused[cell.id], example.id)
-        self.rows = [r for r in self.rows if r.cell.id != cell.id]
+        self.queue.drop(cell.id)
+
+    def fail(self, cell: Cell, error: Exception, example: Example) -> None:
+        """Take the cell out of this run and record why: what it has stays, and the next run tries the rest again."""
+        if cell.id in self.failed:
+            return
+        text = " ".join(str(error).split())[:REASON_LENGTH]
+        named = text if isinstance(error, KvbenchError) else f"{type(error).__name__}: {text}".rstrip(": ")
+        self.failed[cell.id] = f"{named} (example {example.id})"
+        self.store.mark(cell, "failed", self.failed[cell.id])
+        trace = self.store.folder(cell.id) / f"traceback-{self.shard}.txt"
+        with suppress(OSError):
+            trace.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        print(f"kvbench: {cell.label} on {cell.column} failed: {self.failed[cell.id]}; see {trace}", file=sys.stderr)
+        self.queue.drop(cell.id)
 
     def _fitting(self, cells: Sequence[Cell], tokens: int, example: Example) -> list[Cell]:
         """The cells that can run a text of ``tokens``.
@@ -180,42 +228,16 @@ class GroupRun:
                 self.refuse(cell, str(reason), example)
         return fitting
 
-    def flush(self) -> None:
-        """Decode all waiting rows as one batch, score them and store one line each."""
-        rows, self.rows = self.rows, []
-        if not rows:
-            return
-        device = self.host.model.device
-        synchronise(device)
-        start = time.perf_counter()
-        attended: dict[int, float] = {}
-        held: dict[int, list[int]] = {}
-        stored: dict[int, Stored] = {}
-        endings = [self._ending(r) for r in rows]
-        tokens = generate_rows(self.host.model, [r.cache for r in rows], endings, attended, held, stored)
-        synchronise(device)
-        share = (time.perf_counter() - start) / sum(len(t) for t in tokens)
-        for i, (row, answer) in enumerate(zip(rows, tokens, strict=True)):
-            line = self._sample(row, answer, share, len(rows))
-            # of methods that mask: what they hold says nothing about how little they read
-            self.add(
-                row,
-                {**line, **({"attended": attended[i]} if i in attended else {})},
-                held[i],
-                len(answer) - 1,
-                stored.get(i),
-            )
-
-    def _ending(self, row: Row) -> Ending:
-        task = row.cell.task
+    def _ending(self, cell: Cell, example: Example) -> Ending:
+        task, sampling = cell.task, self.host.sampling
         return Ending(
-            row.example.max_new_tokens,
+            example.max_new_tokens,
             self.host.stop | self._last_tokens(task.stop),
             max(task.min_new_tokens, self.host.policy.min_new_tokens or 0),
             self._last_tokens(task.forbid_first),
-            self.host.sampling.temperature,
-            self.host.sampling.top_p,
-            zlib.crc32(f"{self.host.sampling.sample_seed}/{row.example.id}".encode()),
+            sampling.temperature,
+            sampling.top_p,
+            zlib.crc32(f"{sampling.sample_seed}/{example.id}".encode()),
         )
 
     def _last_tokens(self, texts: Sequence[str]) -> frozenset[int]:
@@ -224,24 +246,21 @@ class GroupRun:
 
     def _encode(self, example: Example, task: Task) -> Encoded:
         if example.tokens:
-            return self._text(example)
+            return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
         context = self.host.context
         room = None if context is None else context - example.max_new_tokens
         return encode(self.host.tokenizer, example, task, self.host.policy, room)
 
-    def _text(self, example: Example) -> Encoded:
-        """The prefix of a text to be scored."""
-        return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
-
-    def _sample(self, row: Row, answer: list[int], seconds_per_token: float, batch: int) -> Sample:
-        ending = self._ending(row)
-        kept_ids = answer[:-1] if answer and answer[-1] in ending.stop else answer
+    def _sample(self, row: Row, answer: Answer) -> Sample:
+        tokens = answer.tokens
+        kept_ids = tokens[:-1] if tokens and tokens[-1] in row.ending.stop else tokens
         text = self.host.tokenizer.decode(kept_ids, skip_special_tokens=True)
-        line = self._line(row, len(answer), seconds_per_token, batch)
         value = score(row.cell.task.metric, row.cell.task.answer(text), row.example)
-        return {**line, "prediction": text, "score": value, "answers": list(row.example.answers)}
+        line = {**self._line(row, answer), "prediction": text, "score": value, "answers": list(row.example.answers)}
+        # of methods that mask: what they hold says nothing about how little they read
+        return line if answer.attended is None else {**line, "attended": answer.attended}
 
-    def _line(self, row: Row, new_tokens: int, seconds_per_token: float, batch: int) -> Sample:
+    def _line(self, row: Row, answer: Answer) -> Sample:
         """What every stored line says, whatever the example was scored by."""
         capacity = row.cell.chain.capacity(row.measured.n)
         return {
@@ -249,13 +268,13 @@ class GroupRun:
             **asdict(row.measured),
             "cut": row.cut,
             "shrunk": bool(capacity and capacity.shrunk),
-            "new_tokens": new_tokens,
+            "new_tokens": len(answer.tokens),
             "meta": dict(row.example.meta),
             "timing": {
                 "prefill_s": round(row.cache.prefill_s, 6),
                 "compress_s": round(row.cache.compress_s, 6),
-                "decode_s": round(seconds_per_token * new_tokens, 6),
-                "batch_rows": batch,
+                "decode_s": round(answer.seconds, 6),
+                "batch_rows": answer.rows,
             },
         }
 
@@ -265,63 +284,30 @@ def run_group(
     group: Group,
     store: ResultStore,
     provenance: dict[str, Any],
-    shard: int,
-    mix: bool,
-    tick: Tick,
+    shard: int = 0,
+    mix: bool = False,
     listeners: Listeners | None = None,
-) -> dict[str, str]:
-    """Measure what is missing of one group; returns the reasons of refused cells by cell id.
+) -> None:
+    """Measure what is missing of one group.
 
-    Whatever ends it early (interrupt, full disk, out of memory), finished examples stay and are not run again.
+    Whatever ends it early (interrupt, full disk), finished examples stay and are not run again. A cell that fails is
+    marked so in the store.
     """
     todo = pending(group, {c.id: list(store.samples(c.id)) for c in group.cells})
     if not todo:
-        return {}
+        return
+    cells = [c for c in group.cells if any(c in some for some in todo.values())]
     with ExitStack() as stack:
         writers = {}
-        for cell in group.cells:
-            if any(cell in cells for cells in todo.values()):
-                writers[cell.id] = store.open(cell, {**provenance, **cell.chain.provenance()}, shard, mix)
-                stack.callback(writers[cell.id].close)
-        run = GroupRun(host, store, writers, tick, listeners or Listeners())
+        for cell in cells:
+            facts = {**provenance, "batch": host.batching(), **cell.chain.provenance()}
+            writers[cell.id] = store.open(cell, facts, shard, mix)
+            stack.callback(writers[cell.id].close)
+        run = GroupRun(host, store, writers, listeners or Listeners(), shard)
         stack.enter_context(attached(host.model))
-        for example in group.examples:
-            if example.id in todo:
-                run.read(example, todo[example.id])
-                if run.full():
-                    run.flush()
-        run.flush()
-        return run.refused
-
-
-def provenance(model: PreTrainedModel, threads: int) -> dict[str, Any]:
-    """What the numbers were measured with. ``torch`` is the minor version: patches do not change results."""
-    device = model.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
-    return {
-        "kvbench": kvbench.__version__,
-        "commit": git_commit(),
-        "device": name,
-        "threads": threads,
-        "torch": ".".join(torch.__version__.split("+")[0].split(".")[:2]),
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "packed": "compiled" if device.type == "cpu" and native.available() else "plain",
-    }
-
-
-def git_commit() -> str | None:
-    """The commit of the clone that the package runs from, with ``+`` if it has local changes; None elsewhere."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        git = ["git", "-C", os.fspath(root)]
-        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10)
-        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if commit.returncode:
-        return None
-    return commit.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+        try:
+            run.run(group.examples, todo)
+        except BaseException as error:
+            for cell in run.active(cells):
+                store.mark(cell, "interrupted", str(error) or type(error).__name__)
+            raise

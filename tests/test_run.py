@@ -192,13 +192,13 @@ def test_list_runs_and_show_cell(tmp_path, capsys):
     assert "reference" in out
 
 
-def test_interrupt_is_one_message_and_status_1(tmp_path, capsys, monkeypatch):
+def test_interrupt_is_one_message_and_status_130(tmp_path, capsys, monkeypatch):
     def interrupt(*a, **k):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(experiment, "measure", interrupt)
-    assert main(["run", f"results={tmp_path}"]) == 1
-    assert "run the same command to go on" in capsys.readouterr().err
+    assert main(["run", f"results={tmp_path}"]) == 130
+    assert f"to go on:\n  python -m kvbench run results={tmp_path}" in capsys.readouterr().err
 
 
 def test_identity_changes_with_what_is_measured_and_only_then(tmp_path):

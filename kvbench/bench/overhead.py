@@ -21,7 +21,8 @@ from kvbench import config, experiment
 from kvbench.cli.rewrite import rewrite
 from kvbench.experiment import Prepared
 from kvbench.model import load
-from kvbench.runner import Host, provenance, run_group
+from kvbench.provenance import provenance
+from kvbench.runner import Host, run_group
 from kvbench.store import ResultStore
 
 LIMITS = {"full through kvbench / bare generate": 1.10, "full and snapkv+think together / full": 1.60}
@@ -41,7 +42,7 @@ def through_kvbench(host: Host, run: Prepared) -> float:
         facts = provenance(host.model, torch.get_num_threads())
         start = time.perf_counter()
         for group in run.groups:
-            run_group(host, group, store, facts, 0, False, lambda method, n: None)
+            run_group(host, group, store, facts)
         return time.perf_counter() - start
 
 

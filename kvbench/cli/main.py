@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.status
     except KeyboardInterrupt:
         print("kvbench: interrupted. Finished answers are safe; run the same command to go on.", file=sys.stderr)
-        return 1
+        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -5,13 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import signal
 import sys
-from dataclasses import asdict
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbench.cli import launchers
 from kvbench.cli.rewrite import rewrite
+
+if TYPE_CHECKING:
+    from kvbench.experiment import Prepared
 
 EXAMPLES = """examples:
   python -m kvbench run method=snapkv+think ratio=0.4
@@ -51,7 +60,7 @@ def output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure and print; refused cells make the exit status 1."""
+    """Measure and print; cells that were refused or failed make the exit status 1."""
     command = rewrite(args.overrides, args.multirun)
     launchers.check(command)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -71,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
             {
                 "model": p.cfg.model.path,
                 "preset": p.cfg.preset,
-                "groups": p.todo(),
+                **p.plan(),
                 "matched": [{**asdict(m), "text": str(m)} for m in p.matched],
             }
             for p in prepared
@@ -83,12 +92,15 @@ def main(args: argparse.Namespace) -> int:
         sweep(command, prepared[0])
         reports = [experiment.settle(prepared[0], listeners(prepared[0].cfg.logger))]
     else:
-        reports = [experiment.measure(p, args.json, listeners(p.cfg.logger)) for p in prepared]
+        with stopping(prepared, args.overrides) as stop:
+            reports = [experiment.measure(p, args.json, listeners(p.cfg.logger)) for p in prepared]
+        if stop.status is not None:
+            return stop.status
     return print_reports(reports, args)
 
 
 def print_reports(reports: list[dict[str, Any]], args: argparse.Namespace) -> int:
-    """Print reports as asked for; the status is 1 if any cell was refused."""
+    """Print reports as asked for; the status is 1 if any cell was refused or failed."""
     from kvbench import render
 
     if args.json:
@@ -98,13 +110,52 @@ def print_reports(reports: list[dict[str, Any]], args: argparse.Namespace) -> in
             if len(reports) > 1:
                 print(f"model {r['model']}\n")
             print(render.render(r, args.format), end="")
-    refused = [c for r in reports for row in r["rows"] for c in row["cells"] if c["status"] == "refused"]
-    if refused:
-        print(f"kvbench: {len(refused)} of the cells were refused; the reasons stand in the table", file=sys.stderr)
-    return 1 if refused else 0
+    counts = Counter(c["status"] for r in reports for row in r["rows"] for c in row["cells"])
+    for status, hint in (("refused", ""), ("failed", "; the same command tries them again")):
+        if counts[status]:
+            text = f"{counts[status]} of the cells {'were ' if status == 'refused' else ''}{status}"
+            print(f"kvbench: {text}; the reasons stand in the table{hint}", file=sys.stderr)
+    return 1 if counts["refused"] or counts["failed"] else 0
+
+
+@dataclass
+class Stop:
+    """The exit status of a run that a signal ended; None for one that came to its end."""
+
+    status: int | None = None
+
+
+@contextmanager
+def stopping(prepared: Sequence[Prepared], overrides: Sequence[str]) -> Iterator[Stop]:
+    """End on SIGINT or SIGTERM as soon as what is measured is safe; say what is done and how to go on."""
+    stop, came = Stop(), []
+
+    def interrupt(number: int, frame: object) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    except KeyboardInterrupt:
+        stop.status = 128 + (came[-1] if came else signal.SIGINT)
+        todo = [t for p in prepared for t in p.todo()]
+        done, left = (sum(t[key] for t in todo) for key in ("answers_done", "answers_to_do"))
+        command = shlex.join(["python", "-m", "kvbench", "run", *overrides])
+        print(
+            f"kvbench: interrupted. {done} of {done + left} answers are done and safe; to go on:\n  {command}",
+            file=sys.stderr,
+        )
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _print_plan(plans: list[dict[str, Any]], as_json: bool) -> int:
+    from kvbench.render import size
+
     if as_json:
         print(json.dumps(plans, indent=1, ensure_ascii=False))
         return 0
@@ -113,12 +164,9 @@ def _print_plan(plans: list[dict[str, Any]], as_json: bool) -> int:
         for m in plan["matched"]:
             print(fill(m["text"], 100, initial_indent="  ", subsequent_indent="    "))
         for g in plan["groups"]:
-            text = (
-                f"{g['task']}: {g['examples']} of {g['of']} examples x {len(g['methods'])} methods; "
-                f"{g['answers_done']} answers done, {g['answers_to_do']} to do in {g['prefills']} prefills "
-                f"({g['prefills_saved']} saved by sharing)"
-            )
-            print(fill(text, 100, initial_indent="  ", subsequent_indent="    "))
+            for text in _planned(g):
+                print(fill(text, 100, initial_indent="  ", subsequent_indent="    "))
+        print(f"  memory for caches: {size(plan['memory'])} (memory=GiB sets it)")
         for text in dict.fromkeys(c for g in plan["groups"] for c in g["calibrations"]):
             print(fill(f"computed first: calibration of {text}", 100, initial_indent="  ", subsequent_indent="    "))
         for method, cells in _methods(plan["groups"]).items():
@@ -126,6 +174,32 @@ def _print_plan(plans: list[dict[str, Any]], as_json: bool) -> int:
                 fill(f"method {method}: cells {', '.join(cells)}", 100, initial_indent="  ", subsequent_indent="    ")
             )
     return 0
+
+
+def _planned(g: Mapping[str, Any]) -> Iterator[str]:
+    """What is done and left of one group, what that takes, and in which parts it runs."""
+    from kvbench.render import size
+
+    yield (
+        f"{g['task']}: {g['examples']} of {g['of']} examples x {len(g['methods'])} methods; "
+        f"{g['answers_done']} answers done, {g['answers_to_do']} to do in {g['prefills']} prefills "
+        f"({g['prefills_saved']} saved by sharing)"
+    )
+    if not g["answers_to_do"]:
+        return
+    seconds = g["seconds"]
+    time = "time unknown, nothing of it is measured yet" if seconds is None else f"about {_duration(seconds)}"
+    yield f"  prompts of at most {g['prompt_tokens']} tokens: caches of about {size(g['bytes'])}, {time}"
+    if len(g["parts"]) > 1:
+        named = "; ".join(", ".join(part) for part in g["parts"])
+        yield f"  in {len(g['parts'])} parts, which fit into memory and each read the prompts: {named}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _methods(groups: list[dict[str, Any]]) -> dict[str, list[str]]:

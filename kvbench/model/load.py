@@ -98,6 +98,11 @@ def end_tokens(cfg: ModelConfig, source: Source) -> set[int]:
     return found
 
 
+def weight_bytes(source: Source) -> int:
+    """Bytes of a checkpoint's weights as they lie on disk; 0 where it is not a folder."""
+    return sum(p.stat().st_size for p in Path(source.location).glob("*.safetensors"))
+
+
 def load_weights(cfg: ModelConfig, source: Source, device: torch.device) -> PreTrainedModel:
     """The model in eval mode on ``device``: trained weights from safetensors, or random ones of the same shape.
 

@@ -1,0 +1,155 @@
+"""Rows on their way through the decode batch of a group: what waits, what runs, and what to do when a step fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from transformers import PreTrainedModel
+
+from kvbench.cache.audit import Measured
+from kvbench.memory import is_out_of_memory, release
+from kvbench.model.batch import Answer, DecodeBatch
+from kvbench.model.ending import Ending
+from kvbench.plan import Cell
+from kvbench.types import Cache, Example
+
+ENTER_SHARE = 0.5
+"""Rows enter a running batch once it has shrunk to this share of its limits: few cohorts, well filled."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One prompt under one method, ready to be answered."""
+
+    cell: Cell
+    example: Example
+    cache: Cache
+    measured: Measured
+    cut: int
+    ending: Ending
+
+    @property
+    def cost(self) -> int:
+        """Bytes that decoding takes: the cache, its copy in the batch, and the dense tail."""
+        held = self.measured.payload + self.measured.overhead
+        return 2 * held + self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
+
+
+Outcome = tuple[Row, Answer | Exception]
+
+
+class DecodeQueue:
+    """Rows in the order they came, decoded at most ``most_rows`` and ``most_bytes`` at a time.
+
+    The order and ``most_rows`` decide what runs beside what. Out of memory halves ``most_rows``; rows that were running
+    begin again from their caches, so that none is lost or answered twice.
+    """
+
+    def __init__(self, model: PreTrainedModel, most_rows: int, most_bytes: int) -> None:
+        self.model, self.most_rows, self.most_bytes = model, most_rows, most_bytes
+        self.waiting: list[Row] = []
+        self.running: list[Row] = []
+        self.apart: list[Row] = []  # of a batch that failed: which one it was shows when each runs alone
+        self._batch: DecodeBatch[Row] = DecodeBatch(model)
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.running) + len(self.apart)
+
+    def add(self, row: Row) -> None:
+        self.waiting.append(row)
+
+    def drop(self, cell_id: str) -> None:
+        """Forget the rows of a cell that have not begun."""
+        self.waiting = [r for r in self.waiting if r.cell.id != cell_id]
+        self.apart = [r for r in self.apart if r.cell.id != cell_id]
+
+    def takes(self, rows: int) -> bool:
+        """Whether as many rows more, of the size of those there, keep to the limits; always, where there are none."""
+        there = [*self.waiting, *self.running, *self.apart]
+        cost = sum(r.cost for r in there)
+        more = cost * rows // max(1, len(there))
+        return not there or (len(there) + rows <= self.most_rows and cost + more <= self.most_bytes)
+
+    def advance(self) -> list[Outcome]:
+        """Decode until some rows have their answers, or have failed."""
+        if self.apart:
+            return [self._alone(self.apart.pop(0))]
+        self._admit()
+        failure: Exception | None = None
+        try:
+            answers = self._batch.advance()
+        except Exception as error:
+            failure = error
+        if failure is None:
+            over = {row for row, _ in answers}
+            self.running = [r for r in self.running if r not in over]
+            return list(answers)
+        rows, self.running, self._batch = self.running, [], DecodeBatch(self.model)
+        if len(rows) == 1:
+            return [(rows[0], failure)]
+        short, failure = is_out_of_memory(failure), None  # its traceback would keep the batch alive
+        release()
+        if short:
+            self.most_rows = len(rows) // 2
+            self.waiting = [*rows, *self.waiting]
+            _say(f"out of memory with {len(rows)} answers at once; going on with at most {self.most_rows}")
+        else:
+            self.apart = rows
+        return []
+
+    def _admit(self) -> None:
+        """Let waiting rows into the batch, where it has room and the model is adapted alike for them."""
+        cost = sum(r.cost for r in self.running)
+        if not self.waiting or not self._batch.open:
+            return
+        if len(self.running) > ENTER_SHARE * self.most_rows or cost > ENTER_SHARE * self.most_bytes:
+            return
+        kind = (self.running or self.waiting)[0].cache.chain.adaptation
+        entering: list[Row] = []
+        for row in [r for r in self.waiting if r.cache.chain.adaptation == kind]:
+            count = len(self.running) + len(entering)
+            cost += row.cost
+            if count and (count >= self.most_rows or cost > self.most_bytes):
+                break
+            entering.append(row)
+        if entering:
+            self._batch.enter([(r, r.cache, r.ending) for r in entering])
+            self.running += entering
+            self.waiting = [r for r in self.waiting if r not in entering]
+
+    def _alone(self, row: Row) -> Outcome:
+        batch: DecodeBatch[Row] = DecodeBatch(self.model)
+        batch.enter([(row, row.cache, row.ending)])
+        try:
+            (outcome,) = batch.advance()
+        except Exception as error:
+            return row, error
+        return outcome
+
+
+def in_parts(
+    items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Result]]
+) -> list[tuple[Item, Result | Exception]]:
+    """``work`` on all items at once; where that fails, on ever fewer, so that only those that fail alone have failed.
+
+    Out of memory halves them, any other exception sets each apart.
+    """
+    try:
+        return list(zip(items, work(items), strict=True))
+    except Exception as error:
+        if len(items) == 1:
+            return [(items[0], error)]
+        half = (len(items) + 1) // 2 if is_out_of_memory(error) else 1
+    release()
+    parts = [items[i : i + half] for i in range(0, len(items), half)]
+    return [found for part in parts for found in in_parts(part, work)]
+
+
+def _say(text: str) -> None:
+    print(f"kvbench: {text}", file=sys.stderr, flush=True)

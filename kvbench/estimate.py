@@ -1,0 +1,123 @@
+"""What a group will take, before anything of it runs: bytes by the formulas of accounting, time by what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from kvbench.accounting import declared
+from kvbench.methods.chain import Chain
+from kvbench.plan import Cell, Group
+from kvbench.shape import Shape
+from kvbench.store_files import Sample
+from kvbench.types import Example, Needs
+
+LENGTHS_LOOKED_AT = 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """``cells``: bytes of one prompt while it is decoded, by id of the cells that still need some; ``layer``: those of
+    one dense layer with what is observed of it; ``rows`` of all cells are decoded at once, at most.
+
+    ``seconds``: time left by the samples of this group that are there; None: there are none.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    cells: Mapping[str, int]
+    layer: int
+    rows: int
+    seconds: float | None
+
+    def bytes(self, cells: Sequence[Cell], memory: int) -> int:
+        """The most that caches and observations take: as many prompts at once as ``rows`` allow, within ``memory``."""
+        each = sum(self.cells[c.id] for c in cells)
+        prompts = max(1, self.rows // max(1, len(cells)))
+        return self.layer + max(each, min(prompts * each, memory))
+
+    def parts(self, group: Group, memory: int) -> list[Group]:
+        """The group, or parts of it that each fit into ``memory`` with one prompt: one cell too large is a part alone.
+
+        Cells that share a prefill stay together where they can, since each further part reads the prompts again.
+        """
+        room = memory - self.layer
+        by_key: dict[str, list[Cell]] = {}
+        for cell in group.cells:
+            if cell.id in self.cells:
+                by_key.setdefault(cell.chain.prefill_key, []).append(cell)
+        parts: list[list[Cell]] = [[]]
+        for cells in by_key.values():
+            if parts[-1] and self._cost(parts[-1]) + self._cost(cells) > room >= self._cost(cells):
+                parts.append([])
+            for cell in cells:
+                if parts[-1] and self._cost([*parts[-1], cell]) > room:
+                    parts.append([])
+                parts[-1].append(cell)
+        return [replace(group, cells=tuple(cells)) for cells in parts if cells]
+
+    def _cost(self, cells: Sequence[Cell]) -> int:
+        return sum(self.cells[c.id] for c in cells)
+
+
+def estimate(
+    group: Group,
+    todo: Mapping[str, Sequence[Cell]],
+    samples: Mapping[str, Mapping[str, Sample]],
+    shape: Shape,
+    itemsize: int,
+    hidden_size: int,
+    rows: int,
+    prompt_tokens: Callable[[Example], int],
+) -> Estimate:
+    """What is left of a group takes; ``todo`` are the cells by example that need it, ``samples`` those there by cell.
+
+    The longest prompts count, and a chain of which only the prompt decides what stays counts as the full cache.
+    """
+    examples = [e for e in group.examples if e.id in todo]
+    longest = sorted(examples, key=lambda e: len(e.tokens) or len(e.prompt), reverse=True)[:LENGTHS_LOOKED_AT]
+    n = max(map(prompt_tokens, longest), default=0)
+    new = max((e.max_new_tokens for e in examples), default=0)
+    cells = {c.id: c for some in todo.values() for c in some}
+    needs = Needs()
+    for cell in cells.values():
+        needs = needs | cell.chain.needs(n)
+    tail = shape.full_bytes(new, itemsize)
+    costs = {i: 2 * cache_bytes(c.chain, shape, n, itemsize) + tail for i, c in cells.items()}
+    seen = _observed(needs, shape, n, itemsize, hidden_size)
+    layer = shape.full_bytes(n, itemsize) // shape.layers + seen
+    return Estimate(n, new, costs, layer, rows, _seconds(todo, samples))
+
+
+def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
+    """Bytes of a prompt's cache by the chain's formula; of the full cache where there is none."""
+    found = declared(chain, shape, n, itemsize) if n else None
+    return (
+        shape.full_bytes(n, itemsize, chain.heads(shape.kv_heads, shape.query_heads)) if found is None else found.total
+    )
+
+
+def _observed(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: int) -> int:
+    """Bytes of what is observed of one layer."""
+    queries = min(needs.last_q, n) + min(needs.first_q, n)
+    sums = int(needs.colsums) + len(needs.colsums_bits)
+    seen = shape.query_heads * (queries * shape.head_dim * itemsize + sums * n * 4)
+    return seen + (n * hidden_size * itemsize if needs.hidden else 0)
+
+
+def _seconds(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapping[str, Sample]]) -> float | None:
+    timings = {i: [s["timing"] for s in found.values() if "timing" in s] for i, found in samples.items()}
+    per_answer = {i: fmean(_own(t) for t in found) for i, found in timings.items() if found}
+    if not per_answer:
+        return None
+    prefill = fmean(t["prefill_s"] for found in timings.values() for t in found)
+    typical = fmean(per_answer.values())
+    prefills = sum(len({c.chain.prefill_key for c in cells}) for cells in todo.values())
+    answers = sum(per_answer.get(c.id, typical) for cells in todo.values() for c in cells)
+    return prefills * prefill + answers
+
+
+def _own(timing: Mapping[str, Any]) -> float:
+    return float(timing["compress_s"]) + float(timing["decode_s"])

@@ -1,0 +1,49 @@
+"""What numbers were measured with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import kvbench
+from kvbench.cache import native
+
+
+def provenance(model: PreTrainedModel, threads: int) -> dict[str, Any]:
+    """What the numbers were measured with. ``torch`` is the minor version: patches do not change results."""
+    device = model.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
+    return {
+        "kvbench": kvbench.__version__,
+        "commit": git_commit(),
+        "device": name,
+        "threads": threads,
+        "torch": ".".join(torch.__version__.split("+")[0].split(".")[:2]),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "packed": "compiled" if device.type == "cpu" and native.available() else "plain",
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the clone that the package runs from, with ``+`` if it has local changes; None elsewhere."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", os.fspath(root)]
+        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10)
+        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if commit.returncode:
+        return None
+    return commit.stdout.strip() + ("+" if dirty.stdout.strip() else "")
