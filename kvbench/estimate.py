@@ -88,7 +88,8 @@ def estimate(
     costs = {i: 2 * cache_bytes(c.chain, shape, n, itemsize) + tail for i, c in cells.items()}
     seen = _observed(needs, shape, n, itemsize, hidden_size)
     layer = shape.full_bytes(n, itemsize) // shape.layers + seen
-    return Estimate(n, new, costs, layer, rows, _seconds(todo, samples))
+    answers = sum(len(some) for some in todo.values())
+    return Estimate(n, new, costs, layer, min(rows, answers), _seconds(todo, samples))
 
 
 def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:

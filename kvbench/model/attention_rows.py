@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = 16 * 2**20
+CACHED_BYTES = 2**20
 
 
 def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None = None) -> Tensor:
@@ -41,15 +42,32 @@ def row_blocks(
         yield start, end, causal_softmax(query[:, start:end], k[:, :end], scale, window)
 
 
-def column_sums(query: Tensor, keys: Tensor, scale: float, block_bytes: int = BLOCK_BYTES) -> Tensor:
+def column_sums(query: Tensor, keys: Tensor, scale: float, block_bytes: int | None = None) -> Tensor:
     """Attention that each token receives from all queries.
 
-    query [Hq, n, D], keys [Hk, n, D] -> [Hq, n] fp32 sums of the causal softmax over query rows.
+    query [Hq, n, D], keys [Hk, n, D] -> [Hq, n] fp32 sums of the causal softmax over query rows. A CPU goes through it
+    in blocks of ``block_bytes`` that stay in its cache, one kv head after the other.
     """
-    sums = torch.zeros(query.shape[:2], dtype=torch.float32, device=query.device)
-    for _, end, rows in row_blocks(query, keys, scale, block_bytes=block_bytes):
-        sums[:, :end] += rows.sum(dim=1)
-    return sums
+    hq, n, d = query.shape
+    hk, group = keys.shape[0], hq // keys.shape[0]
+    block_bytes = block_bytes or (BLOCK_BYTES if query.is_cuda else CACHED_BYTES)
+    heads = hk if query.is_cuda else 1
+    size = max(1, min(n, block_bytes // (4 * heads * group * n)))
+    q = (query.float() * scale).view(hk, group, n, d)
+    k = keys.float().transpose(1, 2).contiguous()
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    sums = q.new_zeros(hk, group, n)
+    for first in range(0, hk, heads):
+        at = slice(first, first + heads)
+        for start in range(0, n, size):
+            end = min(n, start + size)
+            rows = (q[at, :, start:end].flatten(1, 2) @ k[at, :, :end]).view(-1, group, end - start, end)
+            rows[..., start:].masked_fill_(later[: end - start, : end - start], -torch.inf)
+            rows.sub_(rows.amax(dim=-1, keepdim=True)).exp_()
+            # dividing by the sums of rows and adding up is one product
+            weights = rows.sum(dim=-1, keepdim=True).reciprocal_().transpose(2, 3)
+            sums[at, :, :end] += (weights @ rows)[:, :, 0]
+    return sums.view(hq, n)
 
 
 def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None) -> Tensor:

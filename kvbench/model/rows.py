@@ -148,8 +148,8 @@ class RowLayer(KvbenchLayer):
         if window is not None:
             floor = self.starts[:, None] + torch.arange(before, self.used, device=query.device) - window + 1
         sizes: list[Tensor] = []
-        if not self.slots and len(self.groups) == 1 and self.groups[0].heads is None and self.dense:
-            g = self.groups[0]
+        g = self.groups[0] if len(self.groups) == 1 and not self.slots else None
+        if g is not None and g.heads is None and g.coded is None:
             out = attend(query, g.segments, self.tail(), scale, floor, self.starts, g.masker, sizes)
             self.attended = sizes[0] if sizes else None
             return out
@@ -209,6 +209,9 @@ class RowLayer(KvbenchLayer):
                 slots.keep(at)
                 slot_groups.append((places, slots))
         self.groups, self.slots = groups, slot_groups
+        self.dense = any(g.coded is None for g in groups)
+        if not self.dense:
+            self.keys = self.values = None
 
     def continued(self, cache: LayerCache) -> LayerCache:
         """The only row's cache with the tokens added since: a dense tail, or what its slots hold now."""

@@ -1,0 +1,165 @@
+"""Rows that enter and leave a running batch answer as each alone, whatever fails beside them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import FAMILIES, build, heads_of, prompt
+from methods.test_properties import CHAINS, SMALL, configured, prefill, supported
+
+from kvbench.cache.audit import audit
+from kvbench.decode_queue import DecodeQueue, Row, in_parts
+from kvbench.model import batch
+from kvbench.model.decode import Ending, generate_rows
+
+ROOMY = 2**40
+OUT_OF_MEMORY = (
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+)
+
+
+def rows_of(family, chains, prompts=((70, 1), (47, 2))):
+    """A row per chain and prompt, answers of 1 to 9 tokens; every fifth is drawn, every seventh can stop early."""
+    model, rows = build(family), []
+    for p in prompts:
+        for chain, cache in zip(
+            chains, prefill(model, prompt(*p), [configured(c, SMALL) for c in chains]), strict=True
+        ):
+            i = len(rows)
+            stop = frozenset(range(3, 128, 4)) if i % 7 == 0 else frozenset()
+            ending = Ending(1 + 5 * i % 9, stop, temperature=0.8 if i % 5 == 0 else 0.0, top_p=0.9, seed=i)
+            measured = audit(cache, *heads_of(model), model.dtype)
+            rows.append(Row(SimpleNamespace(id=chain), SimpleNamespace(id=str(p)), cache, measured, 0, ending))
+    return model, rows
+
+
+def alone(model, row):
+    return generate_rows(model, [row.cache], [row.ending])[0]
+
+
+def drained(queue):
+    """All outcomes by row, each exactly once, and how many rows ran together when each step began."""
+    found, sizes = {}, []
+    while len(queue):
+        for row, outcome in queue.advance():
+            assert row not in found
+            found[row] = outcome
+        sizes.append(len(queue.running))
+    return found, sizes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_enter_and_leave_answer_as_alone(family, monkeypatch):
+    model, rows = rows_of(family, [c for c in CHAINS if supported(c, family)])
+    queue, cohorts = DecodeQueue(model, 24, ROOMY), []
+    original = batch.step
+    monkeypatch.setattr(batch, "step", lambda m, layers, *a: cohorts.append(type(layers[0])) or original(m, layers, *a))
+    for row in rows:
+        queue.add(row)
+    found, sizes = drained(queue)
+    assert set(found) == set(rows)
+    assert max(sizes) <= 24 and batch.Together in cohorts and batch.RowLayer in cohorts
+    for row, answer in found.items():
+        held = {}
+        assert generate_rows(model, [row.cache], [row.ending], held=held) == [answer.tokens], row.cell.id
+        assert held[0] == answer.held and answer.rows <= 24
+
+
+def some_rows():
+    return rows_of("llama", ["snapkv", "h2o", "think", "streamingllm", "kivi", "snapkv+think"])
+
+
+def test_the_limit_of_bytes_holds_and_one_row_always_runs():
+    model, rows = some_rows()
+    for most in (2 * max(r.cost for r in rows), 1):
+        queue = DecodeQueue(model, 100, most)
+        assert queue.takes(100)
+        for row in rows:
+            queue.add(row)
+        assert not queue.takes(1)
+        found = {}
+        while len(queue):
+            found.update(queue.advance())
+            assert sum(r.cost for r in queue.running) <= most or len(queue.running) <= 1
+        assert {row: answer.tokens for row, answer in found.items()} == {row: alone(model, row) for row in rows}
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["gpu", "cpu"])
+def test_out_of_memory_halves_the_batch_and_every_row_answers_once(error, monkeypatch, capsys):
+    model, rows = some_rows()
+    want, original, tried = [alone(model, row) for row in rows], batch.step, []
+
+    def step(m, layers, tokens, positions):
+        tried.append(len(tokens))
+        # in the middle of answers, too
+        if len(tokens) > 4 and len(tried) % 3 == 0:
+            raise error
+        return original(m, layers, tokens, positions)
+
+    monkeypatch.setattr(batch, "step", step)
+    queue = DecodeQueue(model, 12, ROOMY)
+    for row in rows:
+        queue.add(row)
+    found, _ = drained(queue)
+    assert [found[row].tokens for row in rows] == want
+    assert queue.most_rows < 12 and "out of memory with" in capsys.readouterr().err
+
+
+def test_a_row_that_does_not_fit_alone_has_failed_with_the_reason(monkeypatch):
+    model, rows = some_rows()
+
+    def step(*_):
+        raise OUT_OF_MEMORY[0]
+
+    monkeypatch.setattr(batch, "step", step)
+    queue = DecodeQueue(model, 12, ROOMY)
+    for row in rows:
+        queue.add(row)
+    found, _ = drained(queue)
+    short = [row for row in rows if row.ending.limit == 1]
+    assert short and all(len(found[row].tokens) == 1 for row in short)
+    assert all(found[row] is OUT_OF_MEMORY[0] for row in rows if len(alone_limits(row)) == 0)
+
+
+def alone_limits(row):
+    """What tells a row that ends with its first token, which no step is needed for."""
+    first = int(row.cache.logits.argmax())
+    ends = row.ending.limit == 1 or (row.ending.stop and (row.ending.temperature or first in row.ending.stop))
+    return [row] if ends else []
+
+
+def test_only_the_row_that_breaks_its_batch_has_failed(monkeypatch):
+    model, rows = some_rows()
+    want, original = [alone(model, row) for row in rows], batch.build
+    bad = next(r for r in rows if r.cell.id == "think" and r.ending.limit > 2)
+
+    def build_batch(m, caches, *a):
+        if any(c is bad.cache for c in caches):
+            raise ValueError("this method cannot decode")
+        return original(m, caches, *a)
+
+    monkeypatch.setattr(batch, "build", build_batch)
+    queue = DecodeQueue(model, 12, ROOMY)
+    for row in rows:
+        queue.add(row)
+    found, _ = drained(queue)
+    assert str(found.pop(bad)) == "this method cannot decode"
+    assert {r: a.tokens for r, a in found.items()} == {r: w for r, w in zip(rows, want, strict=True) if r is not bad}
+
+
+def test_parts_shrink_until_what_fails_is_alone():
+    calls = []
+
+    def work(items):
+        calls.append(list(items))
+        if len(items) > 3:
+            raise MemoryError
+        if 5 in items:
+            raise ValueError("five")
+        return [10 * i for i in items]
+
+    found = in_parts(range(8), work)
+    assert [(i, x) for i, x in found if i != 5] == [(i, 10 * i) for i in range(8) if i != 5]
+    assert str(dict(found)[5]) == "five"
+    assert calls[:3] == [list(range(8)), [0, 1, 2, 3], [0, 1]]
