@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 ARGS ?= method=snapkv+think ratio=0.4
 KILLS ?= 100
 
-.PHONY: help run test test-fast test-peers torture check smoke bench-overhead bench-memory bench-resident bench-bytes bench-decode bench-sync bench-tiny verify-tables card clean
+.PHONY: help run test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-decode bench-sync bench-tiny verify-tables card clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -40,6 +40,9 @@ smoke: $(VENV)/.ready  ## the main job on two examples a task
 
 bench-overhead: $(VENV)/.ready  ## cost of running through kvbench, as ratios
 	$(PY) -m kvbench.bench.overhead
+
+bench-tables: $(VENV)/.ready .venv-peers/.ready  ## a whole table at once, over its rows one by one and over kvpress
+	$(PY) -m kvbench.bench.tables --peers .venv-peers/bin/python
 
 bench-memory: $(VENV)/.ready  ## memory of a long prefill (H2O over SnapKV) and of a long answer
 	$(PY) -m kvbench.bench.memory prefill

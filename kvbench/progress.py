@@ -59,6 +59,8 @@ class Display:
             for name, count in self.counts.items():
                 count.line = self.bars.add_task(name, total=count.total, start=False, rate="")
             self.bars.start()
+        for name in list(self.counts)[:1]:
+            self._come_to(name)
 
     def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
         count = self.counts.get(cell.column)

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.cache.audit import Refused, audit
-from kvbench.cache.peak import check_peak
+from kvbench.cache.peak import Stored, check_bytes, check_peak
 from kvbench.config import Sampling
 from kvbench.decode_queue import DecodeQueue, Row, in_parts
 from kvbench.errors import KvbenchError, UsageError
@@ -81,6 +81,7 @@ class GroupRun:
     shard: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    most_cells: int | None = None  # of one prefill, once that ran out of memory
 
     def __post_init__(self) -> None:
         self.queue = DecodeQueue(self.host.model, self.host.most_rows, self.host.memory)
@@ -133,12 +134,15 @@ class GroupRun:
                 return prefill_chains(self.host.model, ids, [c.chain for c in some], self.host.plain)
             except Exception as error:
                 if is_out_of_memory(error):
+                    self.most_cells = max(1, len(some) // 2)
                     # rows that still decode give their memory back as they end
                     while len(self.queue):
                         self.finish()
                 raise
 
-        return in_parts(cells, together) if cells else []
+        most = self.most_cells or max(1, len(cells))
+        parts = [cells[i : i + most] for i in range(0, len(cells), most)]
+        return [found for part in parts for found in in_parts(part, together)]
 
     def force(self, example: Example, rows: Sequence[Row]) -> None:
         """Score the rest of a text under every cache, and store one line each."""
@@ -148,12 +152,13 @@ class GroupRun:
             synchronise(self.host.model.device)
             start = time.perf_counter()
             held: dict[int, list[int]] = {}
+            stored: dict[int, Stored] = {}
             caches = [r.cache for r in some]
-            losses = teacher_force(self.host.model, caches, rest, int(example.meta["chunk"]), held)
+            losses = teacher_force(self.host.model, caches, rest, int(example.meta["chunk"]), held, stored)
             synchronise(self.host.model.device)
             seconds = (time.perf_counter() - start) / len(some)
             return [
-                (float(loss.sum()), Answer(rest.tolist(), held[i], None, seconds, len(some)))
+                (float(loss.sum()), Answer(rest.tolist(), held[i], None, seconds, len(some), stored.get(i)))
                 for i, loss in enumerate(losses)
             ]
 
@@ -180,6 +185,8 @@ class GroupRun:
             return
         try:
             line["decode_peak"] = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
+            if answer.stored is not None:
+                check_bytes(row.cache, answer.stored, *self.host.shape())
         except Refused as reason:
             self.refuse(cell, str(reason), example)
             return

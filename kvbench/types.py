@@ -7,7 +7,7 @@ tokens, L stored tokens, D head dimension, T kept channels.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,13 @@ class Observation:
     inv_freq: Tensor | None = None  # [r / 2], the model's rotary frequencies; None where positions are learned
     length: int = 0  # tokens of the prompt; 0: n
     positions: Tensor | None = None  # [n] int64, ascending; None: 0 .. n - 1
+    found: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def once(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
+        """What ``compute`` finds of this layer, computed by the first chain that asks for ``key``; never changed."""
+        if key not in self.found:
+            self.found[key] = compute()
+        return self.found[key]
 
     @property
     def prompt_tokens(self) -> int:

@@ -214,7 +214,7 @@ def main() -> int:
     """Print the ratios; the status is 1 if one misses its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=("a", "b", "memory"), default=["a", "b", "memory"])
-    parser.add_argument("--examples", type=int, default=2, help="prompts per task of the tiny suite")
+    parser.add_argument("--examples", type=int, default=4, help="prompts per task of the tiny suite")
     parser.add_argument("--repeats", type=int, default=2, help="measurements of each variant, in turns")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--peers", help="a Python in which kvpress is installed (make .venv-peers/.ready)")

@@ -34,5 +34,5 @@ class KeyNorm(Selector):
         return self.protect_recent
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        norms = ops.only_segment(cache).k.float().norm(dim=-1)
+        norms = obs.once("key norms", lambda: ops.only_segment(cache).k.float().norm(dim=-1))
         return at_heads(-norms, cache.heads)

@@ -39,7 +39,10 @@ class SnapKV(Selector):
         return Needs(last_q=self.window)
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        prefix = obs.n - capacity.window
-        received = window_rows(cache, obs, capacity.window).sum(dim=1)[:, :prefix]
-        pooled = pool(group_mean(received, cache.heads), self.kernel, self.pooling)
-        return torch.nn.functional.pad(pooled, (0, capacity.window))
+        def pooled() -> torch.Tensor:
+            received = window_rows(cache, obs, capacity.window).sum(dim=1)[:, : obs.n - capacity.window]
+            smooth = pool(group_mean(received, cache.heads), self.kernel, self.pooling)
+            return torch.nn.functional.pad(smooth, (0, capacity.window))
+
+        # the same for every budget
+        return obs.once(("snapkv", capacity.window, self.kernel, self.pooling, cache.heads), pooled)

@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from families import build, prompt
 
+import kvbench
 from kvbench.methods.twilight import Twilight
+from kvbench.model.decode import Ending, generate_rows
 from kvbench.model.rows import RowLayer
 from kvbench.types import LayerCache, Segment
 
@@ -87,3 +90,12 @@ def test_the_attended_share_of_a_ragged_row_is_the_mean_over_its_heads():
     batch.add(torch.zeros(1, HK, 1, D), torch.zeros(1, HK, 1, D))
     batch.attend(torch.zeros(1, HQ, 1, D), 1.0, None)
     assert batch.attended is not None and batch.attended.tolist() == [13.0]
+
+
+def test_packed_rows_that_are_left_alone_go_on_attending_what_they_packed():
+    model, ids = build("llama"), prompt(40, 3)
+    full, packed = kvbench.prefill(model, ids, ["full", {"method": "kivi", "group": 4, "residual": 8}])
+    endings = [Ending(2), Ending(8)]
+    # the exact row leaves after its second token; its dense tail must not become all that the other one reads
+    together = generate_rows(model, [full, packed], endings)
+    assert together[1] == generate_rows(model, [packed], endings[1:])[0]

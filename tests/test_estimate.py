@@ -1,0 +1,74 @@
+"""What a group takes, counted by hand."""
+
+from types import SimpleNamespace
+
+from kvbench.estimate import estimate
+from kvbench.methods import registry
+from kvbench.plan import Cell, Group
+from kvbench.shape import Shape
+from kvbench.types import Example
+
+SHAPE = Shape(layers=2, query_heads=4, kv_heads=2, head_dim=8)
+ITEM = 4
+N, NEW = 100, 10
+DENSE = 2 * 2 * 2 * N * 8 * ITEM  # layers, k and v, heads
+
+
+def cell(method, name):
+    chain = registry.parse(method)
+    return Cell({"name": name}, chain, name, SimpleNamespace(examples=()), "task")
+
+
+def made(*methods, rows=48, samples=None):
+    cells = tuple(cell(m, str(i)) for i, m in enumerate(methods))
+    examples = tuple(Example(str(i), "x" * i, ("a",), NEW) for i in range(4))
+    group = Group(SimpleNamespace(examples=examples), "task", cells, examples)
+    todo = {e.id: list(cells) for e in examples}
+    given = {c.id: (samples or {}).get(c.label, {}) for c in cells}
+    # the longest prompt has 100 tokens, each shorter one 1 fewer
+    return group, estimate(group, todo, given, SHAPE, ITEM, 32, rows, lambda e: N - 3 + len(e.prompt))
+
+
+def test_bytes_of_a_cell_are_cache_and_copy_and_tail():
+    group, found = made("full", {"method": "streamingllm", "kv_size": 20})
+    assert (found.prompt_tokens, found.new_tokens) == (N, NEW)
+    positions = 2 * 4 * N
+    tail = DENSE * NEW // N
+    assert found.cells[group.cells[0].id] == 2 * (DENSE + positions) + tail
+    assert found.cells[group.cells[1].id] == 2 * (DENSE + positions) * 20 // N + tail
+    assert found.layer == DENSE // 2
+    each = sum(found.cells.values())
+    # 8 answers are left: 4 prompts at once, if there is room
+    assert found.bytes(group.cells, 2**40) == found.layer + 4 * each
+    assert found.bytes(group.cells, 2 * each) == found.layer + 2 * each
+    assert found.bytes(group.cells, 1) == found.layer + each
+
+
+def test_observations_count_with_the_layer():
+    snapkv = {"method": "snapkv", "kv_size": 40, "window": 16}
+    assert made(snapkv)[1].layer == DENSE // 2 + 4 * 16 * 8 * ITEM
+    assert made(snapkv, "h2o")[1].layer == DENSE // 2 + 4 * 16 * 8 * ITEM + 4 * N * 4
+
+
+def test_cells_of_one_prefill_stay_together_where_they_fit():
+    full, chai = "full", {"method": "chai"}
+    group, found = made(full, chai, full, chai)
+    sizes = [found.cells[c.id] for c in group.cells]
+    keys = [c.chain.prefill_key for c in group.cells]
+    assert keys[0] == keys[2] != keys[1] == keys[3]
+
+    def parts(memory):
+        return [[c.label for c in p.cells] for p in found.parts(group, memory + found.layer)]
+
+    assert parts(sum(sizes)) == [["0", "2", "1", "3"]]
+    # one too few for all: the second prefill goes on its own
+    assert parts(sum(sizes) - 1) == [["0", "2"], ["1", "3"]]
+    assert parts(1) == [["0"], ["2"], ["1"], ["3"]]
+
+
+def test_time_is_that_of_the_samples_there_and_unknown_without():
+    assert made("full")[1].seconds is None
+    timing = {"prefill_s": 2.0, "compress_s": 0.5, "decode_s": 1.5}
+    _, found = made("full", "think", samples={"0": {"x": {"timing": timing}}})
+    # 4 prefills of 2 s; 8 answers of 0.5 + 1.5 s, those of the other method as long
+    assert found.seconds == 4 * 2.0 + 8 * 2.0

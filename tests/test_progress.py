@@ -1,0 +1,68 @@
+"""What a run shows while it measures."""
+
+import io
+from types import SimpleNamespace
+
+from rich.console import Console
+
+from kvbench import progress
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+def shown(monkeypatch, terminal):
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: terminal, raising=False)
+    todo = [{"task": t, "answers_to_do": n} for t, n in (("needle", 4), ("code", 2), ("done", 0))]
+    display = progress.Display()
+    display.begin(SimpleNamespace(todo=lambda: todo))
+    return display, clock
+
+
+def cell(name):
+    return SimpleNamespace(column=name)
+
+
+def run(display, clock):
+    for kept in (100, 50, 25, 25):
+        clock.now += 10
+        display.stored(cell("needle"), {"kept": kept, "n": 100})
+    display.ended(cell("needle"), "complete", None, None)
+    display.ended(cell("needle"), "complete", None, None)
+    for _ in range(2):
+        clock.now += 4
+        display.stored(cell("code"), {"kept": 100, "n": 100})
+
+
+def test_plain_lines_tell_rate_tokens_kept_and_time_left(monkeypatch, capsys):
+    display, clock = shown(monkeypatch, terminal=False)
+    run(display, clock)
+    display.close()
+    # the first group's clock starts with the run, the second's where the first ended
+    assert capsys.readouterr().err.splitlines() == [
+        "kvbench: needle: 2 of 4 answers, 0.1 answers/s, kept 75 %, about 20 s left",
+        "kvbench: needle: 4 of 4 answers, 0.1 answers/s, kept 50 %, about 0 s left",
+        "kvbench: code: 2 of 2 answers, 0.2 answers/s, kept 100 %, about 0 s left",
+    ]
+
+
+def test_a_terminal_has_one_line_per_group_that_has_something_to_do(monkeypatch):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100)
+    monkeypatch.setattr(progress, "Console", lambda stderr: console)
+    display, clock = shown(monkeypatch, terminal=True)
+    run(display, clock)
+    lines = console.render_str("")  # nothing is printed but the bars
+    assert not lines.plain
+    tasks = {t.description: t for t in display.bars.tasks}
+    assert list(tasks) == ["needle", "code"]
+    assert (tasks["needle"].completed, tasks["code"].completed) == (4, 2)
+    assert tasks["needle"].fields["rate"].endswith("kept 50 %")
+    display.close()
+    assert "needle" in out.getvalue() and "answers/s" in out.getvalue()

@@ -1,0 +1,197 @@
+"""What goes wrong in one cell, in memory or by a signal costs only that: everything else is measured, once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runs import SMALL, metrics_of, prepare, run_json
+
+from kvbench import experiment, runner
+from kvbench.cli.main import main
+from kvbench.methods.h2o import H2O
+from kvbench.methods.snapkv import SnapKV
+from kvbench.model import batch, likelihood
+from kvbench.store import ResultStore
+
+METHODS = "method=snapkv,h2o,think"
+
+
+def cells_of(report):
+    return {(row["method"].split()[0], cell["task"]): cell for row in report["rows"] for cell in row["cells"]}
+
+
+def undisturbed(folder, capsys, *arguments):
+    assert run_json(capsys, *arguments, f"results={folder}")[0] == 0
+    return metrics_of(folder)
+
+
+def test_a_method_that_fails_is_recorded_and_tried_again_and_stops_nothing(tmp_path, capsys, monkeypatch):
+    want = undisturbed(tmp_path / "a", capsys, *SMALL, METHODS)
+    original, calls = SnapKV.scores, []
+
+    def scores(self, cache, obs, capacity):
+        calls.append(obs.prompt)
+        # always at the third prompt
+        if obs.prompt == list(dict.fromkeys(calls))[:3][-1] and len(set(calls)) > 2:
+            raise ZeroDivisionError("division\nby zero")
+        return original(self, cache, obs, capacity)
+
+    monkeypatch.setattr(SnapKV, "scores", scores)
+    arguments = [*SMALL, METHODS, f"results={tmp_path / 'b'}", "batch_rows=3"]
+    status, report = run_json(capsys, *arguments)
+    assert status == 1
+    found = cells_of(report)
+    failed = {key: c for key, c in found.items() if c["status"] == "failed"}
+    assert list(failed) == [("snapkv", "tiny/needle")]
+    (cell,) = failed.values()
+    assert cell["reason"].startswith("ZeroDivisionError: division by zero (example ")
+    store = ResultStore(tmp_path / "b")
+    known = store.status(cell["cell"])
+    assert (known.status, known.n, known.reason) == ("failed", 2, cell["reason"])
+    assert 'raise ZeroDivisionError("division' in (store.folder(cell["cell"]) / "traceback-0.txt").read_text()
+    assert all(c["n"] == 6 for key, c in found.items() if key not in failed)
+    assert main(["run", *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert "✗ failed" in out and "ZeroDivisionError" in out and "1 of the cells failed" in err
+    monkeypatch.setattr(SnapKV, "scores", original)
+    assert run_json(capsys, *arguments)[0] == 0
+    assert metrics_of(tmp_path / "b") == want
+    assert store.status(cell["cell"]).status == "complete"
+
+
+def test_a_method_that_fails_while_decoding_is_found_among_the_rows_of_its_batch(tmp_path, capsys, monkeypatch):
+    want = undisturbed(tmp_path / "a", capsys, *SMALL, METHODS, "variant=orig")
+    original = H2O.fold
+
+    def fold(self, slots, probs):
+        raise IndexError("no such slot")
+
+    monkeypatch.setattr(H2O, "fold", fold)
+    arguments = [*SMALL, METHODS, "variant=orig", f"results={tmp_path / 'b'}"]
+    status, report = run_json(capsys, *arguments)
+    assert status == 1
+    assert {key[0]: c["status"] for key, c in cells_of(report).items()} == {
+        "full": "measured",
+        "snapkv": "measured",
+        "h2o": "failed",
+        "think": "measured",
+    }
+    monkeypatch.setattr(H2O, "fold", original)
+    assert run_json(capsys, *arguments)[0] == 0
+    assert metrics_of(tmp_path / "b") == want
+
+
+def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path, capsys, monkeypatch):
+    want = undisturbed(tmp_path / "a", capsys, *SMALL, METHODS)
+    prefill, step, short = runner.prefill_chains, batch.step, []
+
+    def prefill_chains(model, ids, chains, *a):
+        if len(chains) > 2:
+            short.append("prefill")
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return prefill(model, ids, chains, *a)
+
+    def limited(model, layers, tokens, positions):
+        if len(tokens) > 5:
+            short.append("decode")
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return step(model, layers, tokens, positions)
+
+    monkeypatch.setattr(runner, "prefill_chains", prefill_chains)
+    monkeypatch.setattr(batch, "step", limited)
+    arguments = [*SMALL, METHODS, f"results={tmp_path / 'b'}"]
+    assert run_json(capsys, *arguments)[0] == 0
+    assert set(short) == {"prefill", "decode"}
+    assert metrics_of(tmp_path / "b") == want
+    for path in (tmp_path / "b").glob("cells/*/samples-0.jsonl"):
+        ids = [json.loads(line)["id"] for line in path.read_text().splitlines()]
+        assert len(ids) == len(set(ids)) == 6
+
+
+def test_memory_for_nothing_fails_the_cells_with_the_reason(tmp_path, capsys, monkeypatch):
+    def step(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(batch, "step", step)
+    status, report = run_json(capsys, *SMALL, "method=snapkv", f"results={tmp_path}")
+    cells = cells_of(report).values()
+    assert status == 1 and {c["status"] for c in cells} == {"failed"}
+    assert all("Tried to allocate 2 GiB" in c["reason"] for c in cells)
+
+
+def test_a_limit_on_memory_splits_the_group_and_changes_no_answer(tmp_path, capsys):
+    want = undisturbed(tmp_path / "a", capsys, *SMALL, METHODS)
+    limit = "memory=0.004"
+    assert main(["run", *SMALL, METHODS, limit, f"results={tmp_path / 'b'}", "--plan", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    for group in plan["groups"]:
+        named = [label.split()[0] for part in group["parts"] for label in part]
+        assert named == ["full", "snapkv", "h2o", "think"] and len(group["parts"]) > 1
+        assert group["prefills"] == 6 * len(group["parts"])
+        assert group["prefills"] + group["prefills_saved"] == group["answers_to_do"]
+    assert main(["run", *SMALL, METHODS, limit, f"results={tmp_path / 'b'}", "--plan"]) == 0
+    text = capsys.readouterr().out
+    assert "parts, which fit into memory" in text and "time unknown" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert run_json(capsys, *SMALL, METHODS, limit, f"results={tmp_path / 'b'}")[0] == 0
+    assert metrics_of(tmp_path / "b") == want
+
+
+def test_a_text_that_is_scored_fails_for_one_method_alone(tmp_path, capsys, monkeypatch):
+    (tmp_path / "data" / "wikitext2").mkdir(parents=True)
+    (tmp_path / "data" / "wikitext2" / "test.txt").write_text("the cold river shines slowly. " * 200)
+    root = f"data.root={tmp_path / 'data'}"
+    arguments = ["dataset=wikitext2", "length=96", "prefix=64", "method=snapkv,h2o", "kv_size=48", "limit=2", root]
+    original = likelihood._force
+
+    def force(model, caches, *a):
+        if any(c.chain.name == "h2o" for c in caches):
+            raise ValueError("not this one")
+        return original(model, caches, *a)
+
+    monkeypatch.setattr(likelihood, "_force", force)
+    status, report = run_json(capsys, *arguments, f"results={tmp_path}")
+    assert status == 1
+    assert [c["status"] for c in cells_of(report).values()] == ["measured", "measured", "failed"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_within_seconds_and_says_how_to_go_on(tmp_path, capsys, number):
+    arguments = ["dataset=tiny/needle,tiny/listing", "length=256", "examples=40", "batch_rows=2", "method=snapkv"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-m", "kvbench", "run", *arguments, f"results={tmp_path}"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def lines():
+        return sum(len(p.read_bytes().splitlines()) for p in tmp_path.glob("cells/*/samples-0.jsonl"))
+
+    deadline = time.monotonic() + 120
+    while lines() < 6 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(number)
+    sent = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - sent < 30
+    assert process.returncode == 128 + number, err
+    done = lines()
+    assert out == "" and 6 <= done < 160
+    assert f"interrupted. {done} of 160 answers are done and safe; to go on:" in err
+    assert err.splitlines()[-1].split() == ["python", "-m", "kvbench", "run", *command[4:]]
+    statuses = {ResultStore(tmp_path).status(p.name).status for p in tmp_path.glob("cells/*")}
+    assert "interrupted" in statuses and statuses <= {"interrupted", "complete"}
+
+
+def test_in_half_precision_too_the_batch_policy_stands_in_the_record(tmp_path, capsys):
+    run = prepare(*SMALL, "method=snapkv", "dtype=bfloat16", "batch_rows=4", "limit=3", f"results={tmp_path}")
+    experiment.measure(run, quiet=True)
+    for group in run.groups:
+        for cell in group.cells:
+            (facts,) = run.store.cell(cell.id)["provenance"]
+            assert facts["batch"]["rows"] == 4 and "by example, then by cell" in facts["batch"]["order"]
+            assert all(1 <= s["timing"]["batch_rows"] <= 4 for s in run.store.samples(cell.id).values())
