@@ -234,8 +234,8 @@ def main() -> int:
         if "b" in args.part:
             print(f"(b) random Llama, prompts of {N} tokens, {NEW} new")
             found = big_case(Path(name), 1)
-            ok &= full_alone(found, args.repeats)
             ok &= table_against_rows(found, args.repeats)
+            ok &= full_alone(found, args.repeats)
             if args.peers:
                 ok &= against_peers(found, Path(name), args.peers, args.repeats, args.threads)
             else:
