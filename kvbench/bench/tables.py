@@ -135,12 +135,16 @@ def verdict(what: str, above: list[float], below: list[float], limit: float, lea
 
 def table_against_rows(found: Case, repeats: int) -> bool:
     """All rows at once against one by one."""
-    variants: dict[str, Callable[[], float]] = {label: partial(found.row, label) for label in found.rows()}
-    variants["at once"] = found.at_once
+    rows = found.rows()
+    found.row(rows[0])
+    # at once at both ends and in the middle: a machine that grows busier or calmer shifts both sides alike
+    steps = ["at once", *rows[: len(rows) // 2], "at once ", *rows[len(rows) // 2 :], "at once  "]
+    variants = {name: found.at_once if name.strip() == "at once" else partial(found.row, name) for name in steps}
     times = in_turns(variants, repeats)
-    one_by_one = [sum(times[label][i] for label in found.rows()) for i in range(repeats)]
+    one_by_one = [sum(times[label][i] for label in rows) for i in range(repeats)]
+    together = [statistics.fmean(times[name][i] for name in steps if name not in rows) for i in range(repeats)]
     print(f"  {len(found.rows())} rows x {sum(len(g.examples) for g in found.run.groups)} prompts")
-    return verdict("one by one / at once", one_by_one, times["at once"], AT_ONCE, least=True)
+    return verdict("one by one / at once", one_by_one, together, AT_ONCE, least=True)
 
 
 def against_peers(found: Case, folder: Path, python: str, repeats: int, threads: int) -> bool:
