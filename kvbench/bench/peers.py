@@ -46,9 +46,8 @@ def seconds(model: Any, press: Any, ids: torch.Tensor, new: int) -> float:
         with press(model) if press is not None else nullcontext():
             options = {"output_attentions": True} if eager else {}
             out = model(ids[None], past_key_values=cache, logits_to_keep=1, **options)
-        del out["past_key_values"]
         token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
-        out = None
+        del out
         for i in range(new - 1):
             place = torch.tensor([[len(ids) + i]])
             token = model(token, past_key_values=cache, position_ids=place).logits[:, -1].argmax(dim=-1, keepdim=True)

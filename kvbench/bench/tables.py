@@ -5,7 +5,7 @@ budget: one row). (a) The tiny suite. (b) A Llama with random weights: 8 layers,
 prompt of 4k tokens, 32 new ones. Every ratio is of times measured in this run, in turns; kvpress runs in the Python
 given by --peers, on the same checkpoint, tokens and threads.
 
-    python -m kvbench.bench.tables [--part a b memory] [--repeats 2] [--threads 2] [--peers .venv-peers/bin/python]
+    python -m kvbench.bench.tables [--part a b peers memory] [--repeats 2] [--threads 2] [--peers .venv-peers/bin/python]
 """
 
 from __future__ import annotations
@@ -217,7 +217,8 @@ def memory(threads: int) -> bool:
 def main() -> int:
     """Print the ratios; the status is 1 if one misses its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=("a", "b", "memory"), default=["a", "b", "memory"])
+    parts = ("a", "b", "peers", "memory")
+    parser.add_argument("--part", nargs="+", choices=parts, default=parts, help="peers: of (b), over kvpress alone")
     parser.add_argument("--examples", type=int, default=4, help="prompts per task of the tiny suite")
     parser.add_argument("--repeats", type=int, default=2, help="measurements of each variant, in turns")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
@@ -235,14 +236,15 @@ def main() -> int:
         if "a" in args.part:
             print("(a) the tiny suite")
             ok &= table_against_rows(case("dataset=tiny", f"limit={args.examples}"), args.repeats)
-        if "b" in args.part:
+        if {"b", "peers"} & set(args.part):
             print(f"(b) random Llama, prompts of {N} tokens, {NEW} new")
             found = big_case(Path(name), 1)
-            ok &= table_against_rows(found, args.repeats)
-            ok &= full_alone(found, args.repeats)
-            if args.peers:
+            if "b" in args.part:
+                ok &= table_against_rows(found, args.repeats)
+                ok &= full_alone(found, args.repeats)
+            if "peers" in args.part and args.peers:
                 ok &= against_peers(found, Path(name), args.peers, args.repeats, args.threads)
-            else:
+            elif "peers" in args.part:
                 print("  kvpress is not measured: give --peers")
         if "memory" in args.part:
             ok &= memory(args.threads)
