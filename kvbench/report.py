@@ -69,7 +69,7 @@ def collect(groups: Sequence[Group], store: ResultStore, notes: Sequence[str] = 
     labels = list(dict.fromkeys(c.label for g in groups for c in g.cells))
     rows = []
     for label in labels:
-        cells = [_cell(g, next(c for c in g.cells if c.label == label), store) for g in groups]
+        cells = [measured(g, next(c for c in g.cells if c.label == label), store) for g in groups]
         rows.append({"method": label, "cells": cells, **_storage([c for c in cells if c["status"] == "measured"])})
     return {
         "columns": [{"task": g.column, "metric": g.task.metric, "category": g.task.category} for g in groups],
@@ -79,7 +79,8 @@ def collect(groups: Sequence[Group], store: ResultStore, notes: Sequence[str] = 
     }
 
 
-def _cell(group: Group, cell: Cell, store: ResultStore) -> dict[str, Any]:
+def measured(group: Group, cell: Cell, store: ResultStore) -> dict[str, Any]:
+    """What a table shows of one cell: its status, and its summary over this run's examples or why there is none."""
     base: dict[str, Any] = {"task": group.column, "cell": cell.id}
     refusal = store.refusal(cell.id)
     if refusal is not None:

@@ -14,6 +14,9 @@ from kvbench.errors import KvbenchError
 VERBS = {
     "run": "measure methods on datasets and print the table; run again to resume",
     "show": "print the table of what was measured, or one cell, without running anything",
+    "table": "a table of a paper on a model, beside what the paper prints; measures what is missing",
+    "claims": "what papers claim, tested on a model, with the evidence for each verdict",
+    "report": "everything on one HTML page: tables, figures, claims, audit, examples, runs",
     "score": "score answers that were generated elsewhere, beside what papers print",
     "calibrate": "measure once of a model what a method needs, and keep it (run does it at first use)",
     "data": "which datasets are there, and fetch them with checksums",

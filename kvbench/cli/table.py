@@ -1,0 +1,111 @@
+"""table: a paper's table on a model, beside what the paper prints; what is missing is measured first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from kvbench.errors import UsageError
+
+EXAMPLES = """examples:
+  python -m kvbench table think/1 limit=4
+  python -m kvbench table think/5 limit=2 --show delta
+  python -m kvbench table uncomp/1 --stored --format md
+  python -m kvbench table refreekv/4 limit=2 --format latex
+  python -m kvbench table think/2 --stored --show published
+  python -m kvbench table think/1 --stored --trace "h2o kv_size=512" hotpotqa
+  python -m kvbench table think/2 model=llama3-8b-instruct --plan
+
+The tables are those of `python -m kvbench list tables`: think/2, think (all of a paper), all.
+model= is tiny by default, which stands in for the papers' models: its six tasks for their datasets, budgets scaled to
+its prompts, and both sides in per cent of their own full cache. On a model of the table, rows of other models are left
+out and differences are shown; there, and on any other model, the paper's own datasets are read.
+What else you give goes to `run`: limit=, results=, data.root=, max_length=, ..."""
+FIXED = ("method", "dataset", "preset", "match", "reference", "tasks")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("table", help="paper/number, a paper, or all")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
+    parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
+    parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
+    parser.add_argument("--stored", action="store_true", help="measure nothing, show what is in the store")
+    parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
+    parser.add_argument("--trace", nargs=2, metavar=("ROW", "COL"), help="the stored lines behind one number")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure what is missing and print; refused rows make the exit status 1."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from kvbench.errors import unknown
+    from kvbench.papers import declared, page
+
+    for name, value, allowed in (("--show", args.show, page.SHOWS), ("--format", args.format, page.FORMATS)):
+        if value not in allowed:
+            raise unknown(f"value of {name}", value, allowed)
+    given = dict(o.partition("=")[::2] for o in args.overrides)
+    fixed = next((k for k in given if k in FIXED), None)
+    if fixed:
+        raise UsageError(f"{fixed}={given[fixed]} is not possible here: the paper's table says it. Use `run` instead")
+    model = given.pop("model", "tiny")
+    tables = declared.find(args.table)
+    if args.trace and len(tables) > 1:
+        raise UsageError(f"--trace needs one table, as in think/2, not {args.table}")
+    refused = False
+    for i, table in enumerate(tables):
+        if i and args.format == "text":
+            print()
+        refused |= _one(table, model, [f"{k}={v}" for k, v in given.items()], args)
+    if refused:
+        print("kvbench: some rows were refused; the reasons stand below the table", file=sys.stderr)
+    return 1 if refused else 0
+
+
+def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> bool:
+    """Print one table; whether any of its cells was refused."""
+    from kvbench import experiment
+    from kvbench.papers import measured, page, view
+
+    if args.show == "published":
+        ours = measured.printed(table, model, "--show published")
+    else:
+        ours = measured.prepare(table, model, overrides)
+    if args.plan:
+        print(json.dumps(ours.run.todo() if ours.run else [], indent=1))
+        return False
+    if ours.run is not None and not args.stored:
+        experiment.measure(ours.run)
+    if args.trace:
+        _trace(ours, *args.trace)
+        return False
+    seen = view.view(ours)
+    print(page.render(seen, args.format, args.show), end="")
+    return any(e.status == "refused" for _, entries in seen.rows for e in entries)
+
+
+def _trace(ours: Any, row: str, column: str) -> None:
+    """Print where a number comes from: the cell, its files, and each example's score."""
+    from kvbench.errors import unknown
+
+    lines = [line for line in ours.lines if line.row.name == row]
+    columns = [c for c in ours.declared.scores if c.name == column]
+    if not lines:
+        raise unknown("row", row, [line.row.name for line in ours.lines])
+    if not columns:
+        raise unknown("column", column, [c.name for c in ours.declared.scores])
+    found = ours.cell(lines[0], columns[0])
+    if found is None:
+        raise UsageError(f"{row} on {column} is not run here: {lines[0].refused or lines[0].skipped}")
+    group, cell = found
+    store = ours.run.store
+    samples = store.samples(cell.id)
+    print(f"{ours.declared.id}, {row}, {column}: {cell.label} on {group.column}, cell {cell.id}")
+    print(f"files: {store.folder(cell.id)}/samples-*.jsonl, cell.json, metrics.json")
+    for example in group.examples:
+        sample = samples.get(example.id)
+        text = "not measured" if sample is None else f"{sample['score']!s:<8} {str(sample['prediction'])[:60]!r}"
+        print(f"  {example.id}: {text}")

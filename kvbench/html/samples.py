@@ -1,0 +1,82 @@
+"""What a reader wants to see of single examples: prompt, reference, each method's answer, and which tokens it kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench import experiment
+from kvbench.errors import UsageError
+from kvbench.experiment import Prepared
+from kvbench.model import load
+from kvbench.model.prefill import prefill_chains
+from kvbench.plan import Cell, Group
+from kvbench.tasks.prompt import encode
+from kvbench.types import Cache, Example
+
+LEVELS = 10
+"""Shades of a token: the share of layers and heads that kept it, from none (0) to all (9)."""
+
+
+def collect(prepared: Prepared, per_task: int) -> list[dict[str, Any]]:
+    """The first ``per_task`` examples of every task with the answers of all methods, measured where missing.
+
+    Prompts are read again to see what each method keeps: positions are not part of what a run stores.
+    """
+    experiment.measure(prepared, quiet=True)
+    model = load.load_weights(prepared.cfg.model, prepared.source, load.resolve_device(prepared.cfg.device))
+    host = experiment.make_host(prepared, model)
+    found = []
+    for group in prepared.bound(model, quiet=True):
+        for example in group.examples[:per_task]:
+            if not example.tokens:
+                found.append(_example(host, prepared, group, example))
+    return found
+
+
+def _example(host: Any, prepared: Prepared, group: Group, example: Example) -> dict[str, Any]:
+    room = None if host.context is None else host.context - example.max_new_tokens
+    encoded = encode(host.tokenizer, example, group.task, host.policy, room)
+    ids = torch.tensor(encoded.ids)
+    methods = []
+    cells = [c for c in group.cells if example.id in prepared.store.samples(c.id)]
+    for cell, cache in zip(cells, _caches(host, ids, cells), strict=True):
+        line = prepared.store.samples(cell.id)[example.id]
+        methods.append(
+            {
+                "label": cell.label,
+                "prediction": line["prediction"],
+                "score": line["score"],
+                "kept": "".join(map(str, shades(cache).tolist())) if cache is not None else "",
+                "cell": cell.id,
+            }
+        )
+    return {
+        "task": group.column,
+        "id": example.id,
+        "metric": group.task.metric,
+        "tokens": [host.tokenizer.decode([i]) for i in encoded.ids],
+        "question": host.tokenizer.decode(list(encoded.question)) if encoded.question else "",
+        "answers": list(example.answers),
+        "methods": methods,
+    }
+
+
+def _caches(host: Any, ids: Tensor, cells: list[Cell]) -> list[Cache | None]:
+    try:
+        return list(prefill_chains(host.model, ids, [c.chain for c in cells], host.plain))
+    except UsageError:
+        return [None] * len(cells)
+
+
+def shades(cache: Cache) -> Tensor:
+    """For each prompt token the share of layers and heads that hold it, in LEVELS steps [n]."""
+    counts = torch.zeros(cache.seen)
+    heads = 0
+    for layer in cache.layers:
+        for positions in layer.kept_positions():
+            counts[positions.long().cpu()] += 1
+            heads += 1
+    return (counts / max(1, heads) * (LEVELS - 1)).round().long()

@@ -1,0 +1,81 @@
+"""Papers' tables for the page: every cell with both sides, so that the reader can switch views and sort."""
+
+from __future__ import annotations
+
+import html
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvbench import archive
+from kvbench.papers import declared, measured
+from kvbench.papers.declared import Declared
+from kvbench.papers.page import Grid, Text, grid, notes
+from kvbench.papers.view import View, view
+from kvbench.store import ResultStore
+
+VIEWS = ("ours", "beside", "published", "delta")
+"""What a cell can show: our side, the printed one beside it (as a share on a stand-in), that alone, the difference."""
+
+
+def sections(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """(id and title, HTML) of every declared table: from the samples committed in ``samples``, else from the store."""
+    return [(f"{t.id}: {t.title}", _section(t, model, results, samples, arguments)) for t in declared.find("all")]
+
+
+def _section(table: Declared, model: str, results: str, samples: Path, arguments: Sequence[str]) -> str:
+    packed = samples / f"{table.paper}-{table.table}.samples.jsonl.gz"
+    if table.measurable and model == "tiny" and packed.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            cells = archive.unpack(packed, ResultStore(Path(folder)))
+            count = max(len(ResultStore(Path(folder)).samples(c)) for c in cells)
+            return fragment(view(measured.prepare(table, model, [f"results={folder}", f"limit={count}"])))
+    if table.measurable:
+        return fragment(view(measured.prepare(table, model, [f"results={results}", *arguments])))
+    return fragment(view(measured.printed(table, model, f"a table of {table.kind}")))
+
+
+def fragment(seen: View) -> str:
+    """One table as HTML: three spans a cell, of which the page shows what its view asks for."""
+    grids = {show: grid(seen, show) for show in VIEWS}
+    first = grids["ours"]
+    out = ['<div class="scroll"><table class="paper"><thead>']
+    if any(first.groups):
+        out.append(f'<tr class="groups">{_spans(first.groups)}</tr>')
+    out.append("<tr>" + "".join(f"<th>{html.escape(n)}</th>" for n in first.names) + "</tr></thead>")
+    for b, (heading, rows) in enumerate(first.blocks):
+        out.append("<tbody>")
+        if heading:
+            out.append(f'<tr class="block"><th colspan="{len(first.names)}">{html.escape(heading)}</th></tr>')
+        out += [_row(grids, b, r) for r in range(len(rows))]
+        out.append("</tbody>")
+    said = "".join(f"<li>{html.escape(n)}</li>" for n in notes(seen))
+    return "\n".join([*out, f"</table></div><ul class='notes'>{said}</ul>"])
+
+
+def _row(grids: dict[str, Grid], block: int, row: int) -> str:
+    label = grids["ours"].blocks[block][1][row][0]
+    cells = []
+    for c in range(1, len(grids["ours"].names)):
+        texts = {show: grids[show].blocks[block][1][row][c] for show in VIEWS}
+        spans = "".join(f'<span class="{show}">{_lines(texts[show])}</span>' for show in VIEWS)
+        cells.append(f"<td>{spans}</td>")
+    name, *facts = label.lines
+    small = "".join(f"<small>{html.escape(f)}</small>" for f in facts)
+    return f"<tr><th>{html.escape(name)}{small}</th>{''.join(cells)}</tr>"
+
+
+def _lines(text: Text) -> str:
+    first, *rest = [html.escape(line) for line in text.lines] or [""]
+    return (f"<b>{first}</b>" if text.bold else first) + "".join(f"<small>{line}</small>" for line in rest)
+
+
+def _spans(groups: Sequence[str]) -> str:
+    out, at = [], 0
+    while at < len(groups):
+        end = at
+        while end < len(groups) and groups[end] == groups[at]:
+            end += 1
+        out.append(f'<th colspan="{end - at}">{html.escape(groups[at])}</th>')
+        at = end
+    return "".join(out)

@@ -1,0 +1,255 @@
+"""What papers claim, as tests that a model can decide: two methods on the same examples, and a verdict.
+
+A claim is decided by the paired differences of its two sides over all examples of its tasks, in points of 100.
+``better`` asks for a positive mean; ``no_worse`` for one above minus ``margin``; ``no_worse_each`` for that on every
+task. Each gives a p-value in both directions (one that supports, one that contradicts) by flipping signs of pairs. All
+claims of a ledger are corrected together (Holm), and looks at growing numbers of examples share the error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from kvbench.errors import KvbenchError
+from kvbench.metrics import metric, stats
+from kvbench.papers import declared
+from kvbench.papers.declared import PAPERS, Column, Declared
+from kvbench.papers.measured import Ours
+from kvbench.papers.published import Published
+from kvbench.tasks.longbench import names
+
+TESTS = ("better", "no_worse", "no_worse_each", "elsewhere")
+LEVEL = 0.05
+POWER = 0.8
+FLIPS = 20_000
+SUPPORTED, CONTRADICTED, UNDECIDED, ELSEWHERE = "supported", "contradicted", "undecided", "not testable here"
+
+Differences = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement of a paper in our words. ``side`` and ``other`` are a published method and setting each.
+
+    test: one of TESTS. margin: points of 100 that count as nothing. why: of a claim that no score decides.
+    """
+
+    paper: str
+    id: str
+    says: str
+    where: str
+    test: str
+    side: str = ""
+    other: str = ""
+    margin: float = 1.0
+    datasets: tuple[str, ...] = ()
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if self.test not in TESTS:
+            raise KvbenchError(f"claim {self.id}: test must be one of {', '.join(TESTS)}, not {self.test!r}")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Its datasets: those named, else LongBench's 16 English tasks."""
+        return self.datasets or names("en")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the examples say: ``verdict`` with the mean difference in points, its interval, and the corrected p-values.
+
+    ``tasks``: mean difference by task. ``would_take``: examples that would decide an undecided claim if the difference
+    is what it seems, None where it seems to be none.
+    """
+
+    claim: Claim
+    verdict: str
+    n: int = 0
+    mean: float | None = None
+    ci: tuple[float, float] | None = None
+    p_for: float | None = None
+    p_against: float | None = None
+    tasks: Mapping[str, float] = field(default_factory=dict)
+    would_take: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Sides(Declared):
+    """The rows of a paper's claims as a table without printed values, so that they are measured like one."""
+
+    cells: tuple[Published, ...] = ()
+
+    @cached_property
+    def printed(self) -> tuple[Published, ...]:
+        return self.cells
+
+
+def load(paper: str) -> tuple[Claim, ...]:
+    """The claims of a paper, in its file's order; KvbenchError for a damaged file."""
+    path = Path(__file__).parent / paper / "claims.yaml"
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return tuple(Claim(paper, **{**c, "datasets": tuple(c.get("datasets", ()))}) for c in raw)
+    except (OSError, TypeError, yaml.YAMLError) as error:
+        raise KvbenchError(f"{path}: {error}") from None
+
+
+def find(wanted: str) -> tuple[str, ...]:
+    """The papers of ``all`` or of one name."""
+    if wanted == "all":
+        return PAPERS
+    declared.find(wanted.partition("/")[0])
+    return (wanted,)
+
+
+def sides(paper: str, claims: Sequence[Claim]) -> list[Sides]:
+    """Tables of all rows that the claims compare, one for each set of datasets."""
+    by_columns: dict[tuple[str, ...], list[str]] = {}
+    for claim in claims:
+        if claim.test != "elsewhere":
+            by_columns.setdefault(claim.columns, []).extend((claim.side, claim.other))
+    base = next(t for t in declared.find(paper) if t.measurable)
+    tables = []
+    for columns, rows in by_columns.items():
+        cells = []
+        for row in dict.fromkeys(rows):
+            method, _, setting = row.partition(" ")
+            for c in columns:
+                cells.append(
+                    Published(paper, "claims", base.models()[0], method, setting, c, "mean", None, "", "", "", 0)
+                )
+        whole = {f.name: getattr(base, f.name) for f in fields(base)}
+        tables.append(Sides(**{**whole, "table": "claims", "title": "claims", "cells": tuple(cells)}))
+    return tables
+
+
+def differences(claim: Claim, tables: Sequence[Ours]) -> tuple[dict[str, Differences], str]:
+    """Paired differences in points by task, and why there are none where a side cannot run."""
+    ours = next(t for t in tables if {c.dataset for c in t.declared.scores} == set(claim.columns))
+    found: dict[str, Differences] = {}
+    lines = {line.row.name: line for line in ours.lines}
+    side, other = lines[claim.side], lines[claim.other]
+    reason = side.refused or other.refused or side.skipped or other.skipped
+    if reason or ours.run is None:
+        return {}, reason
+    for name in claim.columns:
+        column = Column(name, declared.SCORE)
+        mine, theirs = ours.cell(side, column), ours.cell(other, column)
+        if mine is None or theirs is None:
+            continue
+        group, ids = mine[0], (mine[1].id, theirs[1].id)
+        refused = [r for r in map(ours.run.store.refusal, ids) if r]
+        if refused:
+            return {}, refused[0]
+        a, b = map(ours.run.store.samples, ids)
+        wanted = [e.id for e in group.examples if e.id in a and e.id in b]
+        # of log losses less is better
+        sign = -1.0 if metric(group.task.metric).shown is not None else 1.0
+        both = [(a[i]["score"], b[i]["score"]) for i in wanted]
+        found[group.column] = 100 * sign * np.array([x - y for x, y in both if x is not None and y is not None])
+    return found, ""
+
+
+def decide(
+    claims: Sequence[Claim],
+    found: Mapping[str, tuple[dict[str, Differences], str]],
+    looks: int = 1,
+    family: int | None = None,
+) -> list[Verdict]:
+    """The verdicts on ``claims``, corrected together: Holm's steps over ``family`` claims of which these are left.
+
+    ``looks``: how often the examples are looked at in all.
+    """
+    ps: dict[str, tuple[float, float]] = {}
+    for claim in claims:
+        by_task, _ = found.get(claim.id, ({}, ""))
+        if by_task and sum(map(len, by_task.values())):
+            ps[claim.id] = _p_values(claim, by_task)
+    count = max(family or 0, len(ps))
+    corrected = [holm({i: p[k] for i, p in ps.items()}, count) for k in (0, 1)]
+    verdicts = []
+    for claim in claims:
+        if claim.id not in ps:
+            reason = claim.why or found.get(claim.id, ({}, ""))[1] or "nothing was measured"
+            verdicts.append(Verdict(claim, ELSEWHERE, reason=reason))
+            continue
+        by_task = found[claim.id][0]
+        p_for, p_against = (min(1.0, looks * c[claim.id]) for c in corrected)
+        verdict = SUPPORTED if p_for < LEVEL else CONTRADICTED if p_against < LEVEL else UNDECIDED
+        every = np.concatenate(list(by_task.values()))
+        verdicts.append(
+            Verdict(
+                claim,
+                verdict,
+                len(every),
+                float(every.mean()),
+                stats.bootstrap_ci(every, bounds=(-100.0, 100.0)),
+                p_for,
+                p_against,
+                {t: float(d.mean()) for t, d in by_task.items()},
+                _would_take(claim, by_task, count * looks) if verdict == UNDECIDED else None,
+            )
+        )
+    return verdicts
+
+
+def _p_values(claim: Claim, by_task: Mapping[str, Differences]) -> tuple[float, float]:
+    """(that there is nothing to support the claim, that there is nothing against it)."""
+    margin = 0.0 if claim.test == "better" else claim.margin
+    if claim.test == "no_worse_each":
+        # every task must pass, so the worst one decides for it; against it, one failing of so many
+        each = [(_flips(d + margin), _flips(-(d + margin))) for d in by_task.values()]
+        return max(p for p, _ in each), min(1.0, len(each) * min(p for _, p in each))
+    every = np.concatenate(list(by_task.values()))
+    return _flips(every + margin), _flips(-(every + margin))
+
+
+def _flips(values: Differences) -> float:
+    """The share of random sign flips with a mean at least as large: p of a mean that is not above 0."""
+    if not values.any():
+        return 1.0
+    rng = np.random.default_rng(0)
+    blocks = [rng.choice((-1.0, 1.0), size=(1000, len(values))) @ values for _ in range(FLIPS // 1000)]
+    beyond = int((np.concatenate(blocks) >= values.sum() - 1e-9).sum())
+    return (beyond + 1) / (FLIPS + 1)
+
+
+def holm(ps: Mapping[str, float], family: int) -> dict[str, float]:
+    """p-values corrected for ``family`` of them (Holm's step-down); those that are not here count as larger."""
+    order = sorted(ps, key=lambda i: ps[i])
+    corrected: dict[str, float] = {}
+    largest = 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (family - rank) * ps[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def _would_take(claim: Claim, by_task: Mapping[str, Differences], tests: int) -> int | None:
+    """Pairs in all that would decide at POWER, by the mean and spread seen; None where the mean seems to be nothing."""
+    margin = 0.0 if claim.test == "better" else claim.margin
+    if claim.test == "no_worse_each":
+        worst = min(by_task.values(), key=lambda d: float(d.mean()))
+        needed = _pairs_needed(worst + margin, tests)
+        return None if needed is None else needed * len(by_task)
+    return _pairs_needed(np.concatenate(list(by_task.values())) + margin, tests)
+
+
+def _pairs_needed(values: Differences, tests: int) -> int | None:
+    mean, spread = float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    if abs(mean) < 1e-9 or spread == 0:
+        return None
+    normal = NormalDist()
+    z = normal.inv_cdf(1 - LEVEL / max(1, tests)) + normal.inv_cdf(POWER)
+    return max(len(values) + 1, math.ceil((z * spread / mean) ** 2))

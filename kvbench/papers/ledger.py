@@ -1,0 +1,103 @@
+"""The ledger of claims: measured with as many examples as it takes, up to a limit, and shown with its evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvbench import experiment
+from kvbench.papers import claims, measured
+from kvbench.papers.claims import UNDECIDED, Claim, Verdict
+from kvbench.render import Sheet
+
+MARKS = {"supported": "✓", "contradicted": "✗", "undecided": "?", "not testable here": "—"}
+
+
+def settle(papers: Sequence[str], model: str, arguments: Sequence[str], limit: int, up_to: int) -> list[Verdict]:
+    """Verdicts on all claims of ``papers``, in order: ``limit`` examples a task, doubled while a claim is undecided.
+
+    The number of looks is fixed by ``limit`` and ``up_to`` and corrected for; a verdict once reached stays.
+    """
+    ledger = [c for paper in papers for c in claims.load(paper)]
+    limits = [limit]
+    while limits[-1] < up_to:
+        limits.append(min(2 * limits[-1], up_to))
+    settled: dict[str, Verdict] = {}
+    for n in limits:
+        open_ = [c for c in ledger if c.id not in settled or settled[c.id].verdict == UNDECIDED]
+        found: dict[str, Any] = {}
+        for paper in papers:
+            mine = [c for c in ledger if c.paper == paper and c in open_ and c.test != "elsewhere"]
+            found |= _measure(paper, mine, model, [*arguments, f"limit={n}"])
+        # corrected over the whole ledger, whatever is open: those settled keep their places
+        for verdict in claims.decide(open_, found, len(limits), family=sum(c.test != "elsewhere" for c in ledger)):
+            settled[verdict.claim.id] = verdict
+        if not any(v.verdict == UNDECIDED for v in settled.values()):
+            break
+    return [settled[c.id] for c in ledger]
+
+
+def _measure(paper: str, mine: Sequence[Claim], model: str, arguments: Sequence[str]) -> dict[str, Any]:
+    tables = []
+    for table in claims.sides(paper, mine):
+        ours = measured.prepare(table, model, arguments)
+        if ours.run is not None:
+            experiment.measure(ours.run)
+        tables.append(ours)
+    return {c.id: claims.differences(c, tables) for c in mine}
+
+
+def sheet(verdicts: Sequence[Verdict]) -> Sheet:
+    """The ledger as a table of strings."""
+    rows = tuple(
+        (
+            f"{MARKS[v.verdict]} {v.claim.id}",
+            _folded(v.claim.says),
+            v.verdict,
+            _evidence(v),
+        )
+        for v in verdicts
+    )
+    return Sheet("scores", ("claim", "what the paper says", "verdict", "difference in points"), rows)
+
+
+def plain(verdict: Verdict) -> dict[str, Any]:
+    """One verdict as plain data."""
+    return asdict(verdict)
+
+
+def notes(verdicts: Sequence[Verdict], model: str, stand_in: bool) -> list[str]:
+    """What the reader must know of a ledger."""
+    tested = sum(v.mean is not None for v in verdicts)
+    lines = [
+        f"Model {model}" + (", a stand-in for the papers' models: tasks and budgets are its own." if stand_in else "."),
+        f"Differences are paired, in points of 100, with 95 % bootstrap intervals; a verdict needs p < {claims.LEVEL} "
+        f"(random sign flips), corrected for {tested} claims (Holm) and for every look at the data.",
+        "better: above 0; no worse: above minus the margin; undecided: the pairs that would decide it with a chance of "
+        f"{100 * claims.POWER:.0f} %, if the difference is what it seems.",
+    ]
+    lines += [f"{v.claim.id}: {v.reason}" for v in verdicts if v.reason]
+    return lines
+
+
+def _evidence(v: Verdict) -> str:
+    if v.mean is None:
+        return "—"
+    margin = (
+        ""
+        if v.claim.test == "better"
+        else f"\nmargin {v.claim.margin:g}" + (", each task" if v.claim.test == "no_worse_each" else "")
+    )
+    interval = f" [{v.ci[0]:.1f}, {v.ci[1]:.1f}]" if v.ci else ""
+    worst = min(v.tasks, key=lambda t: v.tasks[t])
+    p = v.p_against if v.verdict == "contradicted" else v.p_for
+    more = f"\nwould take {v.would_take:,} pairs" if v.would_take else ""
+    text = f"{v.mean:+.1f}{interval}\nn {v.n:,}, p {p:.2g}{margin}\nleast {v.tasks[worst]:+.1f} ({worst}){more}"
+    return text.replace("-", "−") if "−" not in text else text
+
+
+def _folded(text: str, width: int = 34) -> str:
+    from textwrap import fill
+
+    return fill(text, width)

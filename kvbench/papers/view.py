@@ -1,0 +1,281 @@
+"""A paper's table as numbers: every cell with what is printed, what we measured, and both as a share of the full cache.
+
+Averages are computed here from the cells, never taken from the paper; what it states is kept beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.metrics import metric, stats
+from kvbench.papers.declared import BUDGET, MEANS, SCORE, Column, Declared, Row
+from kvbench.papers.exact import exact
+from kvbench.papers.measured import Line, Ours
+from kvbench.papers.published import MARKS, Published
+from kvbench.report import FEWEST
+
+AVERAGE = Column("avg", SCORE)
+ROUNDING = 0.02
+"""Difference of a printed average to that of its printed cells which rounding can explain."""
+DRAWS = 2000
+
+Pairs = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cell. Scores in printed units; ``relative`` and ``published_relative`` in per cent of the own full cache.
+
+    ``status``: measured, refused (``reason`` says why), missing, or none where the paper has no such cell. ``stated``
+    is an average that the paper prints although its cells give another. ``printed`` are its characters on the page;
+    ``exact`` is ✓ where what is printed follows without a model, or what follows instead.
+    """
+
+    status: str = "none"
+    reason: str = ""
+    ours: float | None = None
+    ci: tuple[float, float] | None = None
+    relative: float | None = None
+    relative_ci: tuple[float, float] | None = None
+    published: float | None = None
+    published_relative: float | None = None
+    mark: str = ""
+    stated: float | None = None
+    n: int = 0
+    of: int = 0
+    cell: str = ""
+    budget: float | None = None
+    published_budget: float | None = None
+    printed: str = ""
+    exact: str = ""
+
+    @property
+    def delta(self) -> float | None:
+        """Ours minus what is printed."""
+        return None if self.ours is None or self.published is None else self.ours - self.published
+
+
+@dataclass(frozen=True)
+class View:
+    """A table with all of its entries: one list per row, a column each, the average last where there is one."""
+
+    ours: Ours
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Line, tuple[Entry, ...]], ...]
+
+    @property
+    def budgets(self) -> bool:
+        """Whether the paper prints what share of the cache its cells kept."""
+        return any(c.what == BUDGET for c in self.ours.declared.columns)
+
+
+def view(ours: Ours) -> View:
+    """All entries of a table, read from the paper's data and from the store."""
+    # what a score kept of the cache stands below the score
+    columns = tuple(c for c in ours.declared.columns if c.what != BUDGET) or ours.declared.columns
+    averaged = bool(ours.declared.scores) and any(c.dataset in MEANS for c in ours.declared.printed)
+    rows = []
+    for line in ours.lines:
+        entries = tuple(_entry(ours, line, c) for c in columns)
+        rows.append((line, (*entries, *([_average(ours, line, columns, entries)] if averaged else []))))
+    return View(ours, (*columns, *([AVERAGE] if averaged else [])), tuple(rows))
+
+
+def _entry(ours: Ours, line: Line, column: Column) -> Entry:
+    printed = line.row.cells.get(column.name)
+    budget = line.row.cells.get(Column(column.dataset, BUDGET).name) if column.what == SCORE else None
+    whole = _printed_full(ours, line.row, column)
+    found: dict[str, Any] = {"status": "missing", "reason": line.skipped}
+    if column.what == SCORE:
+        found = ours.value(line, column)
+    base: dict[str, Any] = {
+        "status": found["status"] if printed is not None else "none",
+        "reason": found.get("reason", ""),
+        "published": printed.value if printed else None,
+        "published_relative": _share(printed, whole),
+        "mark": MARKS.get(printed.certainty, "") if printed else "",
+        "published_budget": budget.value if budget else None,
+        "printed": printed.printed if printed else "",
+        "exact": _exact(ours.declared, printed),
+    }
+    if printed is None or found["status"] != "measured" or found["score"] is None:
+        return Entry(**base)
+    relative, interval = _relative(_pairs(ours, line, column), _lower(ours, column))
+    return replace(
+        Entry(**base),
+        ours=found["score"],
+        ci=tuple(found["ci"]) if found["ci"] else None,
+        relative=relative,
+        relative_ci=interval,
+        n=found["n"],
+        of=found["of"],
+        cell=found["cell"],
+        budget=100 * found["kept"] / found["prompt_tokens"] if found["prompt_tokens"] else None,
+    )
+
+
+def _average(ours: Ours, line: Line, columns: Sequence[Column], entries: Sequence[Entry]) -> Entry:
+    """The mean over columns as the paper takes it; on a stand-in over distinct tasks only."""
+    relative = ours.declared.average == "relative"
+    columns, entries = zip(*((c, e) for c, e in zip(columns, entries, strict=True) if c.what == SCORE), strict=True)
+    stated = line.row.cells.get(AVERAGE.name) or next(
+        (c for name, c in line.row.cells.items() if name.startswith("avg/")), None
+    )
+    printed = [e.published_relative if relative else e.published for e in entries]
+    known = [p for p in printed if p is not None]
+    published = fmean(known) - (100 if relative else 0) if len(known) == len(entries) else None
+    differs = (
+        stated is not None
+        and stated.value is not None
+        and published is not None
+        and abs(stated.value - published) > ROUNDING
+    )
+    base: dict[str, Any] = {
+        "status": "missing" if any(e.status in ("missing", "none") for e in entries) else entries[0].status,
+        "reason": entries[0].reason,
+        "published": published,
+        "published_relative": _printed_average_share(ours, line.row, columns, known, relative),
+        "stated": stated.value if differs and stated is not None else None,
+    }
+    if any(e.status != "measured" or e.ours is None for e in entries):
+        return Entry(**base)
+    scored = list(zip(columns, entries, strict=True))
+    distinct = {ours.tasks[c.dataset]: (c, e) for c, e in reversed(scored)}
+    chosen = list(distinct.values()) if ours.stand_in else scored
+    scores = [e.relative if relative else e.ours for _, e in chosen]
+    share, interval = _mean_relative([_pairs(ours, line, c) for c, _ in chosen], relative)
+    known_scores = [s for s in scores if s is not None]
+    return Entry(
+        **{**base, "status": "measured"},
+        ours=fmean(known_scores) - (100 if relative else 0) if known_scores else None,
+        relative=share,
+        relative_ci=interval,
+        n=min(e.n for _, e in chosen),
+        of=max(e.of for _, e in chosen),
+    )
+
+
+def _exact(table: Declared, printed: Published | None) -> str:
+    """✓ where the printed value can be recomputed and is right, what it should be where it is not, else nothing."""
+    found = next((e for e in exact(table.paper, table.table) if e.cell == printed), None)
+    return "" if found is None else "✓" if found.ok else f"recomputed {found.shown}"
+
+
+def _printed_full(ours: Ours, row: Row, column: Column) -> Published | None:
+    full = ours.declared.full_row(row.model)
+    return None if full is None else full.cells.get(column.name)
+
+
+def _share(value: Published | None, whole: Published | None) -> float | None:
+    """A printed value in per cent of the printed full cache; of a perplexity, the other way round."""
+    if value is None or whole is None or value.value is None or not whole.value:
+        return None
+    if value.metric == "perplexity":
+        return 100 * whole.value / value.value
+    return 100 * value.value / whole.value
+
+
+def _printed_average_share(
+    ours: Ours, row: Row, columns: Sequence[Column], values: Sequence[float], relative: bool
+) -> float | None:
+    if len(values) < len(columns):
+        return None
+    if relative:
+        return fmean(values)
+    wholes = [_printed_full(ours, row, c) for c in columns]
+    known = [w.value for w in wholes if w is not None and w.value is not None]
+    return 100 * fmean(values) / fmean(known) if len(known) == len(columns) and fmean(known) else None
+
+
+def _lower(ours: Ours, column: Column) -> bool:
+    """Whether less is better in what we measured of a column."""
+    found = ours.full(column)
+    return found is not None and metric(found[0].task.metric).shown is not None
+
+
+def _pairs(ours: Ours, line: Line, column: Column) -> Pairs:
+    """Scores [n, 2] of the examples that both the line and the full cache have: the line's, and the full cache's."""
+    mine, whole = ours.cell(line, column), ours.full(column)
+    if mine is None or whole is None or ours.run is None:
+        return np.empty((0, 2))
+    wanted = {e.id for e in mine[0].examples}
+    a, b = (ours.run.store.samples(cell.id) for _, cell in (mine, whole))
+    return np.array(
+        [
+            (a[i]["score"], b[i]["score"])
+            for i in a
+            if i in wanted and i in b and a[i]["score"] is not None and b[i]["score"] is not None
+        ],
+        dtype=np.float64,
+    ).reshape(-1, 2)
+
+
+def _relative(pairs: Pairs, lower: bool) -> tuple[float | None, tuple[float, float] | None]:
+    """A mean in per cent of the full cache's over the same examples, with the interval of resampled pairs."""
+    if not len(pairs):
+        return None, None
+    if lower:  # sums of log losses: what is printed is their exponential
+        share = 100 * float(np.exp(pairs[:, 1].mean() - pairs[:, 0].mean()))
+        return share, None
+    if pairs[:, 1].mean() == 0:
+        return None, None
+    share = 100 * float(pairs[:, 0].mean() / pairs[:, 1].mean())
+    if len(pairs) < FEWEST:
+        return share, None
+    if np.ptp(pairs, axis=0).max() == 0:  # every resample is the same: what n equal draws cannot exclude
+        low, high = stats.bootstrap_ci(pairs[:, 0]) or (None, None)
+        whole = float(pairs[0, 1])
+        return share, None if low is None or high is None else (100 * low / whole, 100 * high / whole)
+    draws = _draws(pairs)
+    return share, _ends(100 * draws[:, 0] / np.maximum(draws[:, 1], 1e-12))
+
+
+def _mean_relative(tasks: Sequence[Pairs], relative: bool) -> tuple[float | None, tuple[float, float] | None]:
+    """The same of a mean over tasks: of the ratios if ``relative``, else the ratio of the means."""
+    if not tasks or any(not len(t) or t[:, 1].mean() == 0 for t in tasks):
+        return None, None
+
+    def share(means: Sequence[Any]) -> Any:
+        if relative:
+            return 100 * sum(m[..., 0] / np.maximum(m[..., 1], 1e-12) for m in means) / len(means)
+        return 100 * sum(m[..., 0] for m in means) / np.maximum(sum(m[..., 1] for m in means), 1e-12)
+
+    point = float(share([t.mean(0) for t in tasks]))
+    if min(map(len, tasks)) < FEWEST:
+        return point, None
+    return point, _ends(share([_draws(t, seed) for seed, t in enumerate(tasks)]))
+
+
+def _draws(pairs: Pairs, seed: int = 0) -> Pairs:
+    """Means [DRAWS, 2] of resampled pairs."""
+    index = np.random.default_rng(seed).integers(len(pairs), size=(DRAWS, len(pairs)))
+    return pairs[index].mean(1)
+
+
+def _ends(values: NDArray[np.float64]) -> tuple[float, float]:
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def best(entries: Sequence[Entry], shown: str) -> float | None:
+    """The highest of what is shown (``ours``, ``relative``, ``published``) in a block; None where nothing is."""
+    values = [getattr(e, shown) for e in entries if getattr(e, shown) is not None]
+    return max(values) if len(values) > 1 else None
+
+
+def by_block(rows: Sequence[tuple[Line, tuple[Entry, ...]]], keys: Sequence[str]) -> Mapping[str, list[int]]:
+    """Heading -> the rows below it, in the paper's order."""
+    from kvbench.papers.settings import parse
+
+    found: dict[str, list[int]] = {}
+    for i, (line, _) in enumerate(rows):
+        setting = {"model": line.row.model, **parse(line.row.setting)}
+        heading = ", ".join(setting[k] if k == "model" else f"{k} {setting[k]}" for k in keys if k in setting)
+        found.setdefault(heading, []).append(i)
+    return found

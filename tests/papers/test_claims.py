@@ -1,0 +1,99 @@
+"""Claims: verdicts against hand-made differences, Holm by hand, and a ledger on the tiny model."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvbench.cli.main import main
+from kvbench.errors import KvbenchError
+from kvbench.papers import claims
+from kvbench.papers.claims import CONTRADICTED, ELSEWHERE, SUPPORTED, UNDECIDED, Claim, decide, holm
+from kvbench.papers.settings import knobs
+
+
+def claim(test="better", margin=1.0, name="c"):
+    return Claim("think", name, "says", "where", test, "a", "b", margin)
+
+
+def verdict(found, **kwargs):
+    made = claim(**kwargs)
+    return decide([made], {made.id: ({k: np.array(v) for k, v in found.items()}, "")})[0]
+
+
+def test_a_clear_difference_supports_and_its_opposite_contradicts():
+    up, down = {"t": [10.0] * 30}, {"t": [-10.0] * 30}
+    assert verdict(up).verdict == SUPPORTED
+    assert verdict(down).verdict == CONTRADICTED
+    assert verdict(up).mean == 10.0
+
+
+def test_no_difference_is_no_worse_but_not_better():
+    same = {"t": [0.0] * 40}
+    assert verdict(same).verdict == UNDECIDED
+    assert verdict(same, test="no_worse").verdict == SUPPORTED
+    assert verdict({"t": [-5.0] * 40}, test="no_worse").verdict == CONTRADICTED
+
+
+def test_each_task_must_pass_where_each_is_claimed():
+    tasks = {"a": [0.0] * 40, "b": [-20.0] * 40, "c": [30.0] * 40}
+    assert verdict(tasks, test="no_worse").verdict == SUPPORTED
+    assert verdict(tasks, test="no_worse_each").verdict == CONTRADICTED
+
+
+def test_few_examples_decide_nothing_and_say_how_many_would():
+    found = verdict({"t": [5.0, -1.0, 3.0, -2.0]})
+    assert found.verdict == UNDECIDED
+    # (z_0.95 + z_0.8)^2 * (s / m)^2 with one test: s = 3.30 (n - 1), m = 1.25
+    assert found.would_take == int(np.ceil(((1.6449 + 0.8416) * np.std([5, -1, 3, -2], ddof=1) / 1.25) ** 2))
+
+
+def test_p_of_four_equal_signs_is_one_sixteenth():
+    found = verdict({"t": [1.0, 1.0, 1.0, 1.0]})
+    assert found.p_for == pytest.approx(1 / 16, abs=0.01)
+
+
+def test_holm_by_hand():
+    # 3 * 0.01, then max(0.03, 2 * 0.02), then max(0.04, 0.5)
+    assert holm({"a": 0.02, "b": 0.01, "c": 0.5}, 3) == {"b": 0.03, "a": 0.04, "c": 0.5}
+    assert holm({"a": 0.01}, 4) == {"a": 0.04}
+
+
+def test_looks_at_the_data_are_paid_for():
+    made = claim()
+    found = {made.id: ({"t": np.array([1.0] * 6)}, "")}  # p = 1/64
+    assert decide([made], found, looks=1)[0].verdict == SUPPORTED
+    assert decide([made], found, looks=4)[0].verdict == UNDECIDED
+
+
+def test_a_side_that_cannot_run_is_not_testable_and_says_why():
+    made = claim()
+    found = decide([made], {made.id: ({}, "needs 32 layers")})[0]
+    assert (found.verdict, found.reason) == (ELSEWHERE, "needs 32 layers")
+
+
+def test_an_unknown_test_is_refused():
+    with pytest.raises(KvbenchError, match="no_worse"):
+        claim(test="nicer")
+
+
+@pytest.mark.parametrize("paper", claims.PAPERS)
+def test_the_claims_of_every_paper_load_and_name_rows_that_parse(paper):
+    loaded = claims.load(paper)
+    assert loaded
+    assert len({c.id for c in loaded}) == len(loaded)
+    for table in claims.sides(paper, loaded):
+        for row in table.rows:
+            knobs(row.method, row.setting)
+
+
+def test_the_ledger_end_to_end(tmp_path, capsys):
+    assert main(["claims", "vatp", "limit=2", "up_to=2", f"results={tmp_path}", "--json"]) == 0
+    found = {v["claim"]["id"]: v for v in json.loads(capsys.readouterr().out)["verdicts"]}
+    assert set(found) == {c.id for c in claims.load("vatp")}
+    assert all(v["n"] == 2 * len(v["tasks"]) for v in found.values())
+
+
+def test_a_limit_above_up_to_is_refused(capsys):
+    assert main(["claims", "vatp", "limit=8", "up_to=4"]) == 2
+    assert "up_to=4" in capsys.readouterr().err
