@@ -5,7 +5,7 @@ budget: one row). (a) The tiny suite. (b) A Llama with random weights: 8 layers,
 prompt of 4k tokens, 32 new ones. Every ratio is of times measured in this run, in turns; kvpress runs in the Python
 given by --peers, on the same checkpoint, tokens and threads.
 
-    python -m kvbench.bench.tables [--part a b peers memory] [--repeats 2] [--threads 2] [--peers .venv-peers/bin/python]
+    python -m kvbench.bench.tables [--part a b peers memory] [--repeats 2] [--threads 2] [--peers PYTHON]
 """
 
 from __future__ import annotations
