@@ -17,7 +17,7 @@ from kvbench.cache.coded_rows import CodedRows, exact, packed_logits, packed_wei
 from kvbench.cache.native import build
 from kvbench.cache.pack import BITS, quantise_channels, quantise_tokens, quantise_zero_point
 from kvbench.errors import UsageError
-from kvbench.runner import provenance
+from kvbench.provenance import provenance
 from kvbench.types import Segment
 
 compiled = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
