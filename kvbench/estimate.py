@@ -38,6 +38,10 @@ class Estimate:
         prompts = max(1, self.rows // max(1, len(cells)))
         return self.layer + max(each, min(prompts * each, memory))
 
+    def alone(self, cell: Cell) -> int:
+        """The least that one prompt of the cell takes: no part of a group can be smaller."""
+        return self.layer + self.cells.get(cell.id, 0)
+
     def parts(self, group: Group, memory: int) -> list[Group]:
         """The group, or parts of it that each fit into ``memory`` with one prompt: one cell too large is a part alone.
 

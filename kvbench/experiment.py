@@ -65,6 +65,7 @@ class Prepared:
                 "bytes": max((found.bytes(p.cells, room) for p in parts), default=0),
                 "seconds": found.seconds,
                 "parts": [[c.label for c in p.cells] for p in parts],
+                "too_large": [c.label for p in parts for c in p.cells if found.alone(c) > room],
             }
             again = self._prefills(group, parts) - facts["prefills"]
             saved = {"prefills": facts["prefills"] + again, "prefills_saved": facts["prefills_saved"] - again}
@@ -265,11 +266,12 @@ def _measure_groups(prepared: Prepared, quiet: bool, told: Listeners, ended: set
 def _end(prepared: Prepared, group: Group, told: Listeners, stopped: BaseException | None = None) -> None:
     """Write the metrics of a group's cells and say how each ended; ``stopped`` ended the run before its time."""
     store = prepared.store
+    left = {c.id for some in prepared.left(group).values() for c in some}
     for cell in group.cells:
         begun = stopped is None or cell.id in store.writers
         metrics = _write_metrics(prepared, group, cell) if begun else None
         found = store.status(cell.id)
-        status: Status = "partial" if stopped is None else "interrupted"
+        status: Status = "interrupted" if stopped is not None and cell.id in left else "partial"
         if found.status in ("complete", "refused", "failed", "interrupted"):
             status = cast(Status, found.status)
         reason = found.reason or (str(stopped) or type(stopped).__name__ if status == "interrupted" else None)

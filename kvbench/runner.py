@@ -6,10 +6,11 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -20,7 +21,7 @@ from kvbench.config import Sampling
 from kvbench.decode_queue import DecodeQueue, Row, in_parts
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.listener import Listeners
-from kvbench.memory import GIB, is_out_of_memory
+from kvbench.memory import GIB, is_out_of_memory, release
 from kvbench.metrics import score
 from kvbench.model.batch import Answer
 from kvbench.model.decode import Ending, extend_cache
@@ -36,6 +37,8 @@ from kvbench.types import Cache, Example
 
 ROWS_CPU, ROWS_GPU = 48, 128
 REASON_LENGTH = 300
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,14 @@ class GroupRun:
 
     def read(self, example: Example, cells: Sequence[Cell]) -> None:
         """Prefill one prompt for the cells that need it, audit what each kept, and let it wait to be decoded."""
-        encoded = self._encode(example, cells[0].task)
-        ids = torch.tensor(encoded.ids)
-        check_capacity(self.host.model, len(ids))
+        try:
+            encoded = self._encode(example, cells[0].task)
+            ids = torch.tensor(encoded.ids)
+            check_capacity(self.host.model, len(ids))
+        except Exception as error:
+            for cell in cells:
+                self.fail(cell, error, example)
+            return
         cells = self._fitting(cells, len(example.tokens) or len(encoded) + example.max_new_tokens, example)
         rows = []
         for cell, cache in self._prefill(ids, cells):
@@ -114,7 +122,7 @@ class GroupRun:
                     raise cache
                 measured = audit(cache, *self.host.shape())
                 if encoded.question:
-                    cache = extend_cache(self.host.model, cache, encoded.question)
+                    cache = self._with_room(partial(extend_cache, self.host.model, cache, encoded.question))
                 rows.append(Row(cell, example, cache, measured, encoded.cut, self._ending(cell, example)))
             except Refused as reason:
                 self.refuse(cell, str(reason), example)
@@ -123,21 +131,34 @@ class GroupRun:
         if example.tokens:
             self.force(example, rows)
         else:
+            # while room was made for one of these, another's cell may have failed
+            kept = self.active([r.cell for r in rows])
             for row in rows:
-                self.queue.add(row)
+                if row.cell in kept:
+                    self.queue.add(row)
+
+    def _with_room(self, work: Callable[[], Result]) -> Result:
+        """``work``; once more where memory ran out while rows held some, which are decoded first."""
+        try:
+            return work()
+        except Exception as error:
+            if not (is_out_of_memory(error) and len(self.queue)):
+                raise
+        release()
+        while len(self.queue):
+            self.finish()
+        return work()
 
     def _prefill(self, ids: torch.Tensor, cells: Sequence[Cell]) -> list[tuple[Cell, Cache | Exception]]:
         """The cells' caches, or why there is none."""
 
         def together(some: Sequence[Cell]) -> list[Cache]:
+            chains = [c.chain for c in some]
             try:
-                return prefill_chains(self.host.model, ids, [c.chain for c in some], self.host.plain)
+                return self._with_room(lambda: prefill_chains(self.host.model, ids, chains, self.host.plain))
             except Exception as error:
                 if is_out_of_memory(error):
                     self.most_cells = max(1, len(some) // 2)
-                    # rows that still decode give their memory back as they end
-                    while len(self.queue):
-                        self.finish()
                 raise
 
         most = self.most_cells or max(1, len(cells))
@@ -175,8 +196,13 @@ class GroupRun:
         for row, found in self.queue.advance():
             if isinstance(found, Exception):
                 self.fail(row.cell, found, row.example)
+                continue
+            try:
+                line = self._sample(row, found)
+            except Exception as error:
+                self.fail(row.cell, error, row.example)
             else:
-                self.add(row, self._sample(row, found), found)
+                self.add(row, line, found)
 
     def add(self, row: Row, line: Sample, answer: Answer) -> None:
         """Store the line of a row, or refuse its cell for what it held meanwhile."""
@@ -315,6 +341,7 @@ def run_group(
         try:
             run.run(group.examples, todo)
         except BaseException as error:
-            for cell in run.active(cells):
+            left = pending(group, {c.id: list(store.samples(c.id)) for c in cells})
+            for cell in run.active([c for c in cells if any(c in some for some in left.values())]):
                 store.mark(cell, "interrupted", str(error) or type(error).__name__)
             raise

@@ -250,8 +250,9 @@ class ResultStore:
             if lines.damaged:
                 many = len(lines.damaged)
                 self._warn(
-                    f"{path}: {many} damaged line{'s do' if many > 1 else ' does'} not count (line "
-                    f"{', '.join(map(str, lines.damaged))}); python -m kvbench clean sets them aside"
+                    path,
+                    f"{many} damaged line{'s do' if many > 1 else ' does'} not count (line "
+                    f"{', '.join(map(str, lines.damaged))}); python -m kvbench clean sets them aside",
                 )
         return {name: sample for name, (_, sample) in sorted(found.items())}
 
@@ -325,6 +326,6 @@ class ResultStore:
                         "mix=true to allow both"
                     )
 
-    def _warn(self, text: str) -> None:
-        if text not in self.warnings:
-            self.warnings.append(text)
+    def _warn(self, path: Path, text: str) -> None:
+        """Of one file the last warning stands."""
+        self.warnings[:] = [w for w in self.warnings if not w.startswith(f"{path}: ")] + [f"{path}: {text}"]

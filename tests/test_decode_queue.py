@@ -19,12 +19,12 @@ OUT_OF_MEMORY = (
 )
 
 
-def rows_of(family, chains, prompts=((70, 1), (47, 2))):
+def rows_of(family, chains, prompts=((70, 1), (47, 2)), per="kv_head"):
     """A row per chain and prompt, answers of 1 to 9 tokens; every fifth is drawn, every seventh can stop early."""
     model, rows = build(family), []
     for p in prompts:
         for chain, cache in zip(
-            chains, prefill(model, prompt(*p), [configured(c, SMALL) for c in chains]), strict=True
+            chains, prefill(model, prompt(*p), [configured(c, SMALL) for c in chains], per), strict=True
         ):
             i = len(rows)
             stop = frozenset(range(3, 128, 4)) if i % 7 == 0 else frozenset()
@@ -49,9 +49,9 @@ def drained(queue):
     return found, sizes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_that_enter_and_leave_answer_as_alone(family, monkeypatch):
-    model, rows = rows_of(family, [c for c in CHAINS if supported(c, family)])
+@pytest.mark.parametrize(("family", "per"), [*((f, "kv_head") for f in FAMILIES), ("qwen2", "query_head")])
+def test_rows_that_enter_and_leave_answer_as_alone(family, per, monkeypatch):
+    model, rows = rows_of(family, [c for c in CHAINS if supported(c, family)], per=per)
     queue, cohorts = DecodeQueue(model, 24, ROOMY), []
     original = batch.step
     monkeypatch.setattr(batch, "step", lambda m, layers, *a: cohorts.append(type(layers[0])) or original(m, layers, *a))

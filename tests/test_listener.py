@@ -65,6 +65,7 @@ def test_an_interrupt_is_heard_with_what_was_finished_before(tmp_path, monkeypat
     assert 0 < len(stored) < 24
     assert {c[1]: c[3] or 0 for c in ended} == {c.id: stored.count(c.id) for g in run.groups for c in g.cells}
     assert {c[2:5:2] for c in ended if (c[3] or 0) < 6} == {("interrupted", "KeyboardInterrupt")}
+    assert {c[2] for c in ended if (c[3] or 0) == 6} <= {"complete"}
     assert heard.calls[-1] == ("close",)
 
 

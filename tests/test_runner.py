@@ -114,6 +114,76 @@ def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path,
         assert len(ids) == len(set(ids)) == 6
 
 
+def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch):
+    arguments = [*SMALL, "method=full", "query_aware=false"]
+    want = undisturbed(tmp_path / "a", capsys, *arguments)
+    short = []
+
+    def only_when_no_row_waits(name):
+        original = getattr(runner, name)
+
+        def work(*args, **options):
+            if any(len(q) for q in queues):
+                short.append(name)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return original(*args, **options)
+
+        monkeypatch.setattr(runner, name, work)
+
+    queues, queue = [], runner.DecodeQueue
+    monkeypatch.setattr(runner, "DecodeQueue", lambda *a: queues.append(queue(*a)) or queues[-1])
+    only_when_no_row_waits("prefill_chains")
+    only_when_no_row_waits("extend_cache")
+    assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
+    assert "prefill_chains" in short and metrics_of(tmp_path / "b") == want
+
+
+@pytest.mark.parametrize("name", ["score", "encode"])
+def test_a_prompt_or_an_answer_that_cannot_be_handled_costs_its_dataset_only(name, tmp_path, capsys, monkeypatch):
+    original = getattr(runner, name)
+
+    def broken(*args):
+        task = next((a for a in args if hasattr(a, "examples")), None)
+        if (task.id == "tiny/needle") if task else args[0] == "f1":
+            raise ValueError("cannot be handled")
+        return original(*args)
+
+    monkeypatch.setattr(runner, name, broken)
+    arguments = [*SMALL, METHODS, f"results={tmp_path}"]
+    status, report = run_json(capsys, *arguments)
+    found = cells_of(report)
+    assert status == 1 and len(found) == 8
+    for (_, task), cell in found.items():
+        assert cell["status"] == ("failed" if task == "tiny/needle" else "measured"), cell
+        assert task != "tiny/needle" or cell["reason"].startswith("ValueError: cannot be handled (example ")
+    monkeypatch.setattr(runner, name, original)
+    assert run_json(capsys, *arguments)[0] == 0
+
+
+def test_an_interrupt_marks_only_cells_that_have_something_left(tmp_path, capsys, monkeypatch):
+    arguments = [*SMALL, "limit=3", f"results={tmp_path}"]
+    assert run_json(capsys, *arguments, "method=snapkv", "baseline=false")[0] == 0
+    both = prepare(*arguments, "method=snapkv,h2o", "batch_rows=1")
+    original, stored = runner.GroupRun.add, []
+
+    def add(self, row, line, answer):
+        original(self, row, line, answer)
+        stored.append(row.cell.label)
+        if stored.count("full") == 3:
+            raise KeyboardInterrupt("stopped by Ctrl-C")
+
+    monkeypatch.setattr(runner.GroupRun, "add", add)
+    with pytest.raises(KeyboardInterrupt):
+        experiment.measure(both, quiet=True)
+    found = {c.label.split()[0]: both.store.status(c.id) for c in both.groups[0].cells}
+    assert {name: (s.status, s.n) for name, s in found.items()} == {
+        "full": ("partial", 3),
+        "snapkv": ("partial", 3),
+        "h2o": ("interrupted", 2),
+    }
+    assert found["h2o"].reason == "stopped by Ctrl-C"
+
+
 def test_memory_for_nothing_fails_the_cells_with_the_reason(tmp_path, capsys, monkeypatch):
     def step(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -130,6 +200,7 @@ def test_a_limit_on_memory_splits_the_group_and_changes_no_answer(tmp_path, caps
     limit = "memory=0.004"
     assert main(["run", *SMALL, METHODS, limit, f"results={tmp_path / 'b'}", "--plan", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
+    assert not any(group["too_large"] for group in plan["groups"])
     for group in plan["groups"]:
         named = [label.split()[0] for part in group["parts"] for label in part]
         assert named == ["full", "snapkv", "h2o", "think"] and len(group["parts"]) > 1
@@ -137,8 +208,12 @@ def test_a_limit_on_memory_splits_the_group_and_changes_no_answer(tmp_path, caps
         assert group["prefills"] + group["prefills_saved"] == group["answers_to_do"]
     assert main(["run", *SMALL, METHODS, limit, f"results={tmp_path / 'b'}", "--plan"]) == 0
     text = capsys.readouterr().out
-    assert "parts, which fit into memory" in text and "time unknown" in text
+    assert "3 parts, of which each reads the prompts" in text and "time unknown" in text
+    assert "not within" not in text
     assert all(len(line) <= 100 for line in text.splitlines())
+    assert main(["run", *SMALL, METHODS, "memory=0.00001", f"results={tmp_path / 'b'}", "--plan"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "run all the same: full, snapkv kv_ratio=0.25, h2o kv_ratio=0.25, think ratio=0.4. Raise memory=" in text
     assert run_json(capsys, *SMALL, METHODS, limit, f"results={tmp_path / 'b'}")[0] == 0
     assert metrics_of(tmp_path / "b") == want
 
@@ -161,9 +236,18 @@ def test_a_text_that_is_scored_fails_for_one_method_alone(tmp_path, capsys, monk
     assert [c["status"] for c in cells_of(report).values()] == ["measured", "measured", "failed"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_within_seconds_and_says_how_to_go_on(tmp_path, capsys, number):
-    arguments = ["dataset=tiny/needle,tiny/listing", "length=256", "examples=40", "batch_rows=2", "method=snapkv"]
+@pytest.mark.parametrize(
+    ("number", "sweep"), [(signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGTERM, ["-m", "shards=2"])]
+)
+def test_a_signal_ends_a_run_within_seconds_and_says_how_to_go_on(tmp_path, number, sweep):
+    arguments = [
+        *sweep,
+        "dataset=tiny/needle,tiny/listing",
+        "length=256",
+        "examples=40",
+        "batch_rows=2",
+        "method=snapkv",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     command = [sys.executable, "-m", "kvbench", "run", *arguments, f"results={tmp_path}"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -183,8 +267,10 @@ def test_a_signal_ends_a_run_within_seconds_and_says_how_to_go_on(tmp_path, caps
     assert out == "" and 6 <= done < 160
     assert f"interrupted. {done} of 160 answers are done and safe; to go on:" in err
     assert err.splitlines()[-1].split() == ["python", "-m", "kvbench", "run", *command[4:]]
-    statuses = {ResultStore(tmp_path).status(p.name).status for p in tmp_path.glob("cells/*")}
-    assert "interrupted" in statuses and statuses <= {"interrupted", "complete"}
+    found = [ResultStore(tmp_path).status(p.name) for p in tmp_path.glob("cells/*")]
+    assert "interrupted" in {s.status for s in found} and {s.status for s in found} <= {"interrupted", "complete"}
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert {s.reason for s in found if s.status == "interrupted"} == {f"stopped by {name}"}
 
 
 def test_in_half_precision_too_the_batch_policy_stands_in_the_record(tmp_path, capsys):

@@ -89,13 +89,14 @@ def main(args: argparse.Namespace) -> int:
     if command.sweep:
         from kvbench.cli.sweep import sweep
 
-        sweep(command, prepared[0])
-        reports = [experiment.settle(prepared[0], listeners(prepared[0].cfg.logger))]
+        with stopping(prepared, ["-m", *args.overrides]) as stop:
+            sweep(command, prepared[0])
+            reports = [experiment.settle(prepared[0], listeners(prepared[0].cfg.logger))]
     else:
         with stopping(prepared, args.overrides) as stop:
             reports = [experiment.measure(p, args.json, listeners(p.cfg.logger)) for p in prepared]
-        if stop.status is not None:
-            return stop.status
+    if stop.status is not None:
+        return stop.status
     return print_reports(reports, args)
 
 
@@ -132,7 +133,7 @@ def stopping(prepared: Sequence[Prepared], overrides: Sequence[str]) -> Iterator
 
     def interrupt(number: int, frame: object) -> None:
         came.append(number)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}")
 
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -192,7 +193,12 @@ def _planned(g: Mapping[str, Any]) -> Iterator[str]:
     yield f"  prompts of at most {g['prompt_tokens']} tokens: caches of about {size(g['bytes'])}, {time}"
     if len(g["parts"]) > 1:
         named = "; ".join(", ".join(part) for part in g["parts"])
-        yield f"  in {len(g['parts'])} parts, which fit into memory and each read the prompts: {named}"
+        yield f"  in {len(g['parts'])} parts, of which each reads the prompts, to fit into memory: {named}"
+    if g["too_large"]:
+        yield (
+            f"  not within the memory for caches, even alone, and run all the same: {', '.join(g['too_large'])}. Raise "
+            "memory=, or shorten the prompts (max_length=)"
+        )
 
 
 def _duration(seconds: float) -> str:

@@ -77,7 +77,11 @@ def table(found: Sequence[Mapping[str, Any]], store: ResultStore) -> str:
     headers = ("status\nn of N", "method", "dataset\nmodel", "score\ninterval", "last change\ncell")
     sheet = Sheet("runs", headers, tuple(_texts(r) for r in found))
     counts = Counter(str(r["status"]) for r in found)
-    notes = [f"{r['status']} {r['id']}: {r['reason']}" for r in found if r["reason"]]
+    alike: dict[tuple[str, str], list[str]] = {}
+    for r in found:
+        if r["reason"]:
+            alike.setdefault((str(r["status"]), str(r["reason"])), []).append(str(r["id"]))
+    notes = [f"{status} {', '.join(names)}: {reason}" for (status, reason), names in alike.items()]
     busy = [(r["id"], ", ".join(map(str, r["measuring"]))) for r in found if r["measuring"]]
     notes += [f"{name} is being measured now, shard {shards}" for name, shards in busy]
     notes += store.warnings
@@ -91,7 +95,7 @@ def _texts(r: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"{r['status']}\n{r['n']} of {'?' if r['of'] is None else r['of']}",
         "\n".join([*_fold(name, "+"), *_fold(knobs, " ")]),
-        "\n".join([*_fold(r["dataset"], " "), *_fold(f"{r['model']}{' (imported)' if r['imported'] else ''}", "/")]),
+        "\n".join([*_fold(r["dataset"], " "), *_fold(r["model"], "/"), *(["imported"] if r["imported"] else [])]),
         "—" if score is None else f"{r['metric']} {score:.1f}" + (f"\n[{ci[0]:.0f}, {ci[1]:.0f}]" if ci else ""),
         f"{_ago(r['changed'])}\n{r['id']}",
     )

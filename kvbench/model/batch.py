@@ -86,7 +86,7 @@ class Cohort(Generic[Key]):
         """Take down what the last step attended in rows whose method masks."""
         masked = [layer.attended for layer in self.layers if layer.attended is not None]
         if masked:
-            mean = torch.stack(masked).mean(dim=0)
+            mean = by_layer(masked, self.tokens.device).mean(dim=0)
             for i, row in enumerate(self.rows):
                 if row.cache.chain.masks and not row.over:
                     row.tally.append(mean[i])
@@ -95,7 +95,7 @@ class Cohort(Generic[Key]):
         """Note what rows held that have ended just now, and return them; let ended rows go once they are many."""
         ended = [(i, r) for i, r in enumerate(self.rows) if r.over and r.held is None]
         if ended:
-            peaks = torch.stack([layer.held() for layer in self.layers]).T.tolist()
+            peaks = by_layer([layer.held() for layer in self.layers], self.tokens.device).T.tolist()
             sizes = stored_in(self.layers)
             for i, row in ended:
                 row.held, row.stored = peaks[i], sizes[i]
@@ -107,6 +107,11 @@ class Cohort(Generic[Key]):
             self.tokens, self.seen, self.last = self.tokens[kept], self.seen[kept], self.last[kept]
             self.rows = [self.rows[i] for i in going]
         return [r for _, r in ended]
+
+
+def by_layer(found: Sequence[Tensor], device: torch.device) -> Tensor:
+    """[layers, B] on ``device`` of a tensor [B] per layer, each of which lies where its layer does."""
+    return torch.stack([f.to(device) for f in found])
 
 
 class Together(KvbenchLayer):

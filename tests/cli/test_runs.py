@@ -12,6 +12,7 @@ from kvbench.errors import KvbenchError
 from kvbench.report import summarise
 from kvbench.store import ResultStore
 from kvbench.store_clean import carry_out, plan
+from kvbench.store_files import write_json
 
 SIZE = 10
 LONG = "a reason that is long enough to be broken into several lines, since lines of a hundred columns are the most"
@@ -64,6 +65,24 @@ def test_every_status_is_listed_with_what_is_known(store, capsys):
     assert found["partial"]["folder"] == str(store.folder("partial"))
     age = time.time() - time.mktime(time.strptime(found["partial"]["changed"][:19], "%Y-%m-%dT%H:%M:%S"))
     assert -1 < age < 60
+
+
+def test_an_imported_cell_is_told_apart(store, capsys):
+    record = {"kind": "imported", "label": "full", "column": "a/b", "of": 4, "identity": {"model": "m" * 20}}
+    write_json(store.folder("bare") / "cell.json", {**record, "provenance": []})
+    assert {name: r["imported"] for name, r in listed(capsys, store).items()} == {
+        name: name == "bare" for name in store.folders()
+    }
+    assert main(["list", "runs", f"results={store.root}"]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()].count(["imported"]) == 1
+
+
+def test_cells_that_ended_alike_share_a_line(store, capsys):
+    for name in ("partial", "interrupted"):
+        store.mark(Cell(name), "interrupted", "stopped by Ctrl-C")
+    assert main(["list", "runs", f"results={store.root}"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "interrupted interrupted, partial: stopped by Ctrl-C" in out and out.count("stopped by") == 1
 
 
 def test_a_score_of_fewer_samples_than_there_are_is_not_shown(store, capsys):

@@ -2,9 +2,18 @@
 
 import torch
 from families import build, prompt
+from torch._subclasses import FakeTensorMode
 
 import kvbench
+from kvbench.model.batch import by_layer
 from kvbench.model.decode import Ending, generate_rows
+
+
+def test_what_layers_on_several_devices_say_comes_together_on_one():
+    with FakeTensorMode():
+        found = [torch.ones(5, device=f"cuda:{i}") for i in range(3)]
+        together = by_layer(found, torch.device("cuda:2"))
+        assert together.shape == (3, 5) and together.device == torch.device("cuda:2")
 
 
 def test_each_row_ends_by_its_own_rule():
