@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.cache import kernels
 from kvbench.types import Segment
 
 
@@ -52,11 +53,21 @@ class RowSegment:
 
     k: Tensor  # [B, H, L, D or C]
     v: Tensor  # [B, H, L, D]
-    valid: Tensor | None = None  # [B, 1, L] bool; None if no slot is padding
+    valid: Tensor | None = None  # [B, H or 1, L] bool; None if no slot is padding
     key_channels: Tensor | None = None  # [B, H, C] int64
     value_channels: Tensor | None = None  # [B, H, C] int64
     positions: Tensor | None = None  # [B, H or 1, L] int32; kept only where a sliding window needs them
     shared: Shared | None = None  # where query heads share logits; k then holds the heads that it names
+    lengths: Tensor | None = None  # [B, 1] int32, the slots that are valid; None: all
+    starts: ClassVar[None] = None
+
+    @property
+    def heads(self) -> int:
+        return self.v.shape[1]
+
+    @property
+    def longest(self) -> int:
+        return self.v.shape[2]
 
     def rows(self, index: Tensor) -> RowSegment:
         """The same segment for the rows ``index`` only."""
@@ -68,7 +79,61 @@ class RowSegment:
             None if self.value_channels is None else self.value_channels[index],
             None if self.positions is None else self.positions[index],
             None if self.shared is None else self.shared.rows(index),
+            None if self.lengths is None else self.lengths[index],
         )
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Segments of one format whose heads hold different numbers of tokens, from B rows: one head after the other,
+    without padding, as kernels read them. Plain PyTorch reads them ``padded``."""
+
+    k: Tensor  # [N, D or C]
+    v: Tensor  # [N, D or C]
+    lengths: Tensor  # [B, H] int32
+    starts: Tensor  # [B, H] int64
+    longest: int
+    key_channels: Tensor | None = None  # [B, H, C] int64
+    value_channels: Tensor | None = None  # [B, H, C] int64
+    shared: ClassVar[None] = None
+
+    @property
+    def heads(self) -> int:
+        return self.lengths.shape[1]
+
+    def rows(self, index: Tensor) -> Ragged:
+        """The same segment for the rows ``index`` only."""
+        lengths, starts = self.lengths[index], self.starts[index]
+        counts, fresh = lengths.flatten().long(), _starts(lengths)
+        kept = torch.arange(int(counts.sum()), device=counts.device)
+        kept += (starts - fresh).flatten().repeat_interleave(counts)
+        keys, values = (None if c is None else c[index] for c in (self.key_channels, self.value_channels))
+        return Ragged(self.k[kept], self.v[kept], lengths, fresh, int(lengths.max()), keys, values)
+
+    def padded(self) -> RowSegment:
+        """The same with every head padded to the longest."""
+        slot = torch.arange(self.longest, device=self.k.device)
+        valid = slot < self.lengths[..., None]
+        index = (self.starts[..., None] + slot).masked_fill(~valid, 0)
+        return RowSegment(self.k[index], self.v[index], valid, self.key_channels, self.value_channels)
+
+
+def flat(segments: Sequence[Segment]) -> Ragged:
+    """Put segments of equal format and ragged heads, one a row, one after the other. A single row is a view."""
+    counts = [s.lengths for s in segments if s.lengths is not None]
+    lengths = torch.stack(counts).to(torch.int32)
+    keys = [s.key_channels for s in segments if s.key_channels is not None]
+    values = [s.value_channels for s in segments if s.value_channels is not None]
+    k, v = ([t[0] for t in held] for held in ([s.k for s in segments], [s.v for s in segments]))
+    return Ragged(
+        k[0] if len(k) == 1 else torch.cat(k),
+        v[0] if len(v) == 1 else torch.cat(v),
+        lengths,
+        _starts(lengths),
+        max(s.tokens for s in segments),
+        torch.stack(keys).long() if keys else None,
+        torch.stack(values).long() if values else None,
+    )
 
 
 def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
@@ -77,10 +142,10 @@ def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
     ``positions``: keep them too, which attention under a sliding window needs.
     """
     longest = max(s.tokens for s in segments)
-    valid = None
+    valid = lengths = None
     if any(s.tokens < longest for s in segments):
-        lengths = torch.tensor([s.tokens for s in segments], device=segments[0].k.device)
-        valid = (torch.arange(longest, device=lengths.device) < lengths[:, None])[:, None]
+        lengths = torch.tensor([[s.tokens] for s in segments], dtype=torch.int32, device=segments[0].k.device)
+        valid = (torch.arange(longest, device=lengths.device) < lengths)[:, None]
     keys = [s.key_channels for s in segments if s.key_channels is not None]
     values = [s.value_channels for s in segments if s.value_channels is not None]
     leads = [s.leads for s in segments if s.leads is not None]
@@ -92,12 +157,13 @@ def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
         torch.stack(values).long() if values else None,
         torch.stack([_padded_positions(s, longest) for s in segments]) if positions else None,
         shared_by(leads, segments[0].v.shape[0]) if leads else None,
+        lengths,
     )
 
 
 def format_of(segment: Segment) -> tuple[object, ...]:
     """What two segments must share to be attended in one batch."""
-    thin = (segment.key_channels is not None, segment.value_channels is not None)
+    thin = (segment.key_channels is not None, segment.value_channels is not None, segment.lengths is not None)
     codes = None if segment.codes is None else (segment.codes.k.format, segment.codes.v.format)
     sharing = None if segment.leads is None else (segment.k.shape[0], len(segment.leads.unique()))
     stored = (codes, segment.latent, sharing)
@@ -163,7 +229,7 @@ class Masker(Protocol):
 
 def attend(
     query: Tensor,
-    segments: Sequence[RowSegment],
+    segments: Sequence[RowSegment | Ragged],
     tail: tuple[Tensor, Tensor],
     scale: float,
     floor: Tensor | None = None,
@@ -178,9 +244,12 @@ def attend(
     A ``masker`` restricts exact attention to the tokens it picks; their mean number [B] is appended to ``sizes``.
     Returns [B, Hq, T, D] in the query's dtype; softmax in fp32.
     """
-    exact = _all_logits(query, segments, tail[0], scale, floor, tail_start)
+    if masker is None and floor is None and (out := kernels.attend(query, segments, tail, scale)) is not None:
+        return out
+    padded = [s.padded() if isinstance(s, Ragged) else s for s in segments]
+    exact = _all_logits(query, padded, tail[0], scale, floor, tail_start)
     if masker is not None:
-        estimated = _all_logits(query, segments, tail[0], scale, floor, tail_start, masker.estimate)
+        estimated = _all_logits(query, padded, tail[0], scale, floor, tail_start, masker.estimate)
         seen = masker.mask(estimated.float().softmax(dim=-1)) & ~exact.isneginf()
         exact = exact.masked_fill(~seen, -torch.inf)
         if sizes is not None:
@@ -188,7 +257,7 @@ def attend(
     probs = exact.float().softmax(dim=-1).to(query.dtype)
     start = probs.shape[3] - tail[1].shape[2]
     out = weigh(probs[..., start:], tail[1])
-    for s in reversed(segments):
+    for s in reversed(padded):
         start, end = start - s.v.shape[2], start
         part = weigh(probs[..., start:end], s.v)
         out = out + (part if s.value_channels is None else spread(part, s.value_channels, out.shape[3]))
@@ -212,7 +281,8 @@ def _all_logits(
         else:
             part = logits(query, estimate(s.k), scale, s.key_channels)
         if s.valid is not None:
-            part = part.masked_fill(~s.valid[:, :, None], -torch.inf)
+            by_head = part.unflatten(1, (s.valid.shape[1], -1))
+            part = by_head.masked_fill(~s.valid[:, :, None, None], -torch.inf).flatten(1, 2)
         if floor is not None:
             assert s.positions is not None
             part = _hide_before(part, s.positions, floor)
@@ -237,6 +307,12 @@ def _hide_before(part: Tensor, positions: Tensor, floor: Tensor) -> Tensor:
     b, hq, t, length = part.shape
     hidden = positions[:, :, None, None] < floor[:, None, None, :, None]
     return part.view(b, positions.shape[1], -1, t, length).masked_fill(hidden, -torch.inf).view(b, hq, t, length)
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    """Where heads of ``lengths`` [B, H] that lie one after the other begin [B, H]."""
+    counts = lengths.flatten().long()
+    return (counts.cumsum(0) - counts).view(lengths.shape)
 
 
 def _padded_positions(s: Segment, longest: int) -> Tensor:

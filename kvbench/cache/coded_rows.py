@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cache import native
+from kvbench.cache import kernels, native
 from kvbench.cache.attend import Masker, logits, spread, weigh
 from kvbench.cache.coded import Residual
 from kvbench.cache.pack import Packed
@@ -185,7 +185,9 @@ class CodedRows:
         """The attention by compiled code, which a step of few tokens needs: dozens of small operations cost more."""
         k, v = self.k, self.v
         counts = (k.total, k.packed, v.packed)
-        return native.attend(query, scale, (k.old(), v.old()), (k.ring, v.ring), (k.channels, v.channels), counts)
+        held = (k.old(), v.old()), (k.ring, v.ring), (k.channels, v.channels), counts
+        found = native.attend(query, scale, *held)
+        return kernels.attend_packed(query, scale, *held) if found is None else found
 
     def _logits(self, query: Tensor, scale: float, estimate: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""

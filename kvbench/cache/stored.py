@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvbench.cache.attend import RowSegment
+from kvbench.cache.attend import Ragged, RowSegment
 from kvbench.cache.coded import Values, parts
 from kvbench.cache.coded_rows import CodedRows, Store
 from kvbench.cache.latent_rows import LatentRows
@@ -46,7 +46,9 @@ def stored_bytes(layer: RowLayer) -> list[int]:
     return found
 
 
-def _segment(s: RowSegment) -> list[int]:
+def _segment(s: RowSegment | Ragged) -> list[int]:
+    if isinstance(s, Ragged):
+        return [tokens * sum(_each(t, len(t)) for t in (s.k, s.v)) for tokens in s.lengths.sum(dim=1).tolist()]
     u, length = s.v.shape[0], s.v.shape[2]
     own = [length] * u if s.valid is None else s.valid.sum(dim=(1, 2)).tolist()
     return [tokens * sum(_each(t, u * length) for t in (s.k, s.v)) for tokens in own]

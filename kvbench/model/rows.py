@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.cache import ops
-from kvbench.cache.attend import Masker, RowSegment, attend, format_of, stack
+from kvbench.cache import kernels, ops
+from kvbench.cache.attend import Masker, Ragged, RowSegment, attend, flat, format_of, stack
 from kvbench.cache.coded import Codes, side_by_side
 from kvbench.cache.coded_rows import CodedRows, Coder
 from kvbench.cache.latent_rows import LatentRows, Lift
@@ -23,11 +23,11 @@ PADDING_LIMIT = 1.25
 
 @dataclass(frozen=True)
 class Together:
-    """Rows of one storage format, padded to the longest. Heads of ragged rows are attended one by one, as rows of a
-    single head: ``heads`` then names the stored head of each, of ``stored`` in all."""
+    """Rows of one storage format, padded to the longest. Where no kernel reads them, heads of ragged rows are attended
+    one by one, as rows of a single head: ``heads`` then names the stored head of each, of ``stored`` in all."""
 
     rows: Tensor  # [U] rows of the batch
-    segments: list[RowSegment]
+    segments: list[RowSegment | Ragged]
     masker: Masker | None
     heads: Tensor | None = None  # [U]
     stored: int = 0
@@ -94,11 +94,12 @@ class RowLayer(KvbenchLayer):
         evicting = list(evictors) or [None] * len(caches)
         masking = list(maskers) or [None] * len(caches)
         coding = list(coders) or [None] * len(caches)
+        by_kernel = not windowed and kernels.serves(device)
         growing = [
             part
             for i, e in enumerate(evicting)
             if e is None
-            for part in _parts(i, caches[i].segments, masking[i], coding[i])
+            for part in _parts(i, caches[i].segments, masking[i], coding[i], by_kernel)
         ]
         self.groups = [_together(parts, windowed, capacity, at_once, lift) for parts in _alike(growing)]
         self.dense = any(g.coded is None for g in self.groups)
@@ -241,8 +242,11 @@ class _Part:
         return (self.masker, self.coder, self.head is None, self.stored, *(format_of(s) for s in self.segments))
 
 
-def _parts(row: int, segments: tuple[Segment, ...], masker: Masker | None, coder: Coder | None) -> Iterator[_Part]:
-    if all(s.lengths is None for s in segments):
+def _parts(
+    row: int, segments: tuple[Segment, ...], masker: Masker | None, coder: Coder | None, by_kernel: bool
+) -> Iterator[_Part]:
+    whole = by_kernel and masker is None and coder is None
+    if whole or all(s.lengths is None for s in segments):
         yield _Part(row, segments, masker, coder)
         return
     stored = max(s.heads for s in segments)
@@ -261,7 +265,7 @@ def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
         current: list[_Part] = []
         for part in alike:
             if current and any(
-                s.tokens > PADDING_LIMIT * max(f.tokens, 1)
+                s.lengths is None and s.tokens > PADDING_LIMIT * max(f.tokens, 1)
                 for s, f in zip(part.segments, current[0].segments, strict=True)
             ):
                 groups.append(current)
@@ -283,7 +287,8 @@ def _together(parts: Sequence[_Part], positions: bool, room: int, at_once: int, 
     if coder is not None:
         coded = CodedRows([p.segments[0] for p in parts], coder, room, at_once)
         return Together(rows, [], masker, heads, stored, coded)
-    segments = [stack(list(alike), positions) for alike in zip(*(p.segments for p in parts), strict=True)]
+    columns = list(zip(*(p.segments for p in parts), strict=True))
+    segments = [stack(column, positions) if column[0].lengths is None else flat(column) for column in columns]
     return Together(rows, segments, masker, heads, stored)
 
 

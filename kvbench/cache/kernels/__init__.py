@@ -1,0 +1,150 @@
+"""Decode attention by Triton kernels, for tensors on a GPU: dequantised, weighed and summed up where tokens are read.
+
+Every function returns None where it cannot serve; plain PyTorch does then (kvbench.cache.attend, coded_rows), whose
+numbers are the reference. ``KVBENCH_KERNELS=off`` does without. Under ``TRITON_INTERPRET=1``, which must be set before
+anything imports Triton, tensors on a CPU are served by its interpreter: slow, for tests.
+Shapes: B rows, Hq query heads, H stored heads, T new tokens, L tokens, D head dimension, C kept channels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvbench.cache.pack import Packed
+from kvbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvbench.cache.attend import Ragged, RowSegment
+
+SWITCH = "KVBENCH_KERNELS"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MOST_QUERIES = 64  # of a stored head at once: prompts and chunks are no decode steps
+
+
+def enabled() -> bool:
+    """Whether the environment allows kernels; raises UsageError if KVBENCH_KERNELS is neither on nor off."""
+    given = os.environ.get(SWITCH, "on")
+    if given not in ("on", "off"):
+        raise UsageError(f"{SWITCH}={given}: must be on (Triton kernels on a GPU) or off (plain PyTorch)")
+    return given == "on"
+
+
+def serves(device: torch.device) -> bool:
+    """Whether decode attention of tensors on ``device`` is by kernels; the first call per GPU compiles a small one."""
+    if device.type == "cpu":
+        return interpreted() and enabled()
+    return device.type == "cuda" and enabled() and _works(device)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and installed()
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def attend(
+    query: Tensor,
+    segments: Sequence[RowSegment | Ragged],
+    tail: tuple[Tensor, Tensor],
+    scale: float,
+) -> Tensor | None:
+    """Attention [B, Hq, T, D] of query [B, Hq, T, D] over segments of exact tokens and a dense tail [B, Hk, t, D]."""
+    heads = [tail[0].shape[1], *(s.heads for s in segments)]
+    if not _fits(query, min(heads)) or any(s.shared is not None for s in segments):
+        return None
+    from kvbench.cache.kernels import exact
+    from kvbench.cache.kernels.merge import Parts
+
+    query = query.contiguous()
+    runs = [
+        *(
+            exact.Run(s.k, s.v, s.heads, s.longest, s.lengths, s.starts, s.key_channels, s.value_channels)
+            for s in segments
+            if s.longest
+        ),
+        exact.Run(*tail, heads[0], tail[0].shape[2], causal=True),
+    ]
+    cuts = [run.splits(query) for run in runs]
+    parts, first = Parts.room(sum(cut.count for cut in cuts), query), 0
+    for run, cut in zip(runs, cuts, strict=True):
+        exact.attend(query, run, scale, cut, parts.upto(first, cut.count))
+        first += cut.count
+    return parts.merged(query)[0]
+
+
+def attend_packed(
+    query: Tensor,
+    scale: float,
+    packed: tuple[Packed, Packed],
+    exact: tuple[Tensor, Tensor],
+    channels: tuple[Tensor | None, Tensor | None],
+    counts: Sequence[Sequence[int]],
+) -> Tensor | None:
+    """Attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], over packed tokens and a ring of exact ones.
+
+    Everything as kvbench.cache.native.attend takes it.
+    """
+    heads = exact[0].shape[1]
+    if not _fits(query, heads):
+        return None
+    from kvbench.cache.kernels import packed as kernel
+    from kvbench.cache.kernels.merge import Parts
+
+    if not all(kernel.readable(x) for x in packed):
+        return None
+    query = query.contiguous()
+    cut = kernel.cut(query, heads, max(counts[0]))
+    parts = Parts.room(cut.count, query)
+    numbers = torch.tensor(counts, dtype=torch.int32, device=query.device)
+    kernel.attend(query, scale, packed, exact, channels, numbers, cut, parts)
+    return parts.merged(query)[0]
+
+
+def _fits(query: Tensor, heads: int) -> bool:
+    """Whether the kernels take query [B, Hq, T, D] on at least ``heads`` stored heads."""
+    few = query.shape[1] // heads * query.shape[2] <= MOST_QUERIES
+    return few and query.dtype in DTYPES and query.numel() > 0 and serves(query.device)
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    """Whether a small kernel compiles for ``device`` and runs there; says once why not."""
+    if not installed():
+        return False
+    from triton.errors import TritonError
+
+    from kvbench.cache.kernels import exact
+    from kvbench.cache.kernels.merge import Parts
+
+    try:
+        query = torch.zeros(1, 1, 1, 16, device=device)
+        run = exact.Run(query, query, 1, 1)
+        cut = run.splits(query)
+        parts = Parts.room(cut.count, query)
+        exact.attend(query, run, 1.0, cut, parts)
+        parts.merged(query)
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError:
+        raise
+    except (TritonError, RuntimeError, OSError) as error:
+        warnings.warn(
+            f"attention on {device} is by plain PyTorch, which is slower: Triton's kernels do not run there "
+            f"({' '.join(str(error).split())[:300]}); {SWITCH}=off does without them silently",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True

@@ -1,0 +1,182 @@
+"""Attention over exact tokens: whole or thin keys and values, in heads of one length or of different ones.
+
+A program reads one split of one stored head for all of that head's queries, so that grouped query heads share what is
+read. Thin keys meet the query's own channels (arXiv 2407.21018, section 3); thin values are summed up in their places.
+Shapes: B rows, Hq query heads, H stored heads, T new tokens, R = Hq / H * T queries of a stored head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.cache.kernels.merge import Parts
+from kvbench.cache.kernels.softmax import (
+    Splits,
+    begun,
+    finished,
+    places,
+    power,
+    processors,
+    product_type,
+    softmax_step,
+    splits,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Exact tokens of B rows: k [B, H, L, D or C] and v, or, with ``starts``, [N, D or C]: each head's in one piece.
+
+    ``causal``: the last T tokens are those that ask, and each sees none that comes after it.
+    """
+
+    k: Tensor
+    v: Tensor
+    heads: int
+    longest: int
+    lengths: Tensor | None = None  # [B, H or 1] int32; None: all have ``longest`` tokens
+    starts: Tensor | None = None  # [B, H] int64
+    key_channels: Tensor | None = None  # [B, H, C] int64
+    value_channels: Tensor | None = None  # [B, H, C] int64
+    causal: bool = False
+
+    def splits(self, query: Tensor) -> Splits:
+        """How query [B, Hq, T, D] has this cut."""
+        token_bytes = query.element_size() * power(query.shape[3], 16)
+        return splits(self.longest, len(query) * self.heads, token_bytes, processors(query.device))
+
+
+def attend(query: Tensor, run: Run, scale: float, cut: Splits, parts: Parts) -> None:
+    """Leave in ``parts`` what each split of ``run`` gives query [B, Hq, T, D], contiguous."""
+    b, hq, t, d = query.shape
+    rows, c, cv = hq // run.heads * t, run.k.shape[-1], run.v.shape[-1]
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (run.k, run.v))
+    lengths = run.lengths
+    thin = [None if ids is None else ids.contiguous() for ids in (run.key_channels, run.value_channels)]
+    _attend[(b * run.heads, cut.count)](
+        query,
+        k,
+        v,
+        *thin,
+        run.starts,
+        lengths,
+        parts.out,
+        parts.lse,
+        *_strides(k),
+        *_strides(v),
+        *((0, 0) if lengths is None else (lengths.stride(0), lengths.stride(1) if lengths.shape[1] > 1 else 0)),
+        run.longest,
+        run.heads,
+        cut.span,
+        b * hq * t,
+        scale,
+        T=t,
+        R=rows,
+        C=c,
+        CV=cv,
+        D=d,
+        BLOCK_R=power(rows, 16),
+        BLOCK_C=power(c, 16),
+        BLOCK_CV=power(cv, 16),
+        BLOCK_D=power(d, 16),
+        BLOCK_N=cut.block,
+        CAUSAL=run.causal,
+        PRODUCT=product_type(query),
+    )
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Numbers between rows, heads and tokens; between rows and heads none, where each head says where it starts."""
+    return (0, 0, x.stride(0)) if x.dim() == 2 else (x.stride(0), x.stride(1), x.stride(2))
+
+
+@triton.jit
+def _attend(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    key_channels: tl.tensor,
+    value_channels: tl.tensor,
+    starts: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    k_token: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    v_token: tl.tensor,
+    length_row: tl.tensor,
+    length_head: tl.tensor,
+    longest: tl.tensor,
+    heads: tl.tensor,
+    span: tl.tensor,
+    queries: tl.tensor,
+    scale: tl.tensor,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    CV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_CV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRODUCT: tl.constexpr,
+) -> None:
+    """One split of one stored head, for all of its queries."""
+    head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, own = head // heads, head % heads
+    r, c, d, n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    kind: tl.constexpr = query.dtype.element_ty
+
+    total = longest
+    if lengths is not None:
+        total = tl.load(lengths + row * length_row + own * length_head)
+    first = tl.zeros([], tl.int64)
+    if starts is not None:
+        first = tl.load(starts + head)
+    keys += row * k_row + own * k_head + first * k_token
+    values += row * v_row + own * v_head + first * v_token
+
+    of_key = c
+    if key_channels is not None:
+        of_key = tl.load(key_channels + head * C + c, mask=c < C, other=0).to(tl.int32)
+    of_value = d
+    if value_channels is not None:
+        of_value = places(value_channels, head, CV, BLOCK_CV, d)
+    has_value = (of_value >= 0) & (d < D)
+
+    asked = (r < R)[:, None] & (c < C)[None, :]
+    q = tl.load(query + (head * R + r)[:, None] * D + of_key[None, :], mask=asked, other=0.0).to(PRODUCT)
+    seen = tl.zeros([BLOCK_R], tl.int32) + total
+    if CAUSAL:
+        seen = total - (T - 1) + r % T
+
+    best, mass = begun(BLOCK_R)
+    found = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    start = split * span
+    for at in range(start, tl.minimum(start + span, total), BLOCK_N):
+        token = at + n
+        there = token < total
+        k_at = token[:, None] * k_token + c[None, :]
+        k = tl.load(keys + k_at, mask=there[:, None] & (c < C)[None, :], other=0.0).to(kind).to(PRODUCT)
+        v_at = token[:, None] * v_token + of_value[None, :]
+        v = tl.load(values + v_at, mask=there[:, None] & has_value[None, :], other=0.0).to(kind).to(PRODUCT)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        logits = tl.where(token[None, :] < seen[:, None], logits, -float("inf"))
+        weights, shrink, best, mass = softmax_step(logits, best, mass)
+        found = found * shrink[:, None] + tl.dot(weights.to(kind).to(PRODUCT), v, input_precision="ieee")
+
+    mean, log = finished(found, best, mass)
+    to = split * queries + head * R + r
+    tl.store(out + to[:, None] * D + d[None, :], mean, mask=(r < R)[:, None] & (d < D)[None, :])
+    tl.store(lse + to, log, mask=r < R)
