@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 ARGS ?= method=snapkv+think ratio=0.4
 KILLS ?= 100
 
-.PHONY: help run test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-decode bench-sync bench-tiny verify-tables card clean
+.PHONY: help run test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-decode bench-kernels bench-sync bench-tiny verify-tables card clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -56,6 +56,9 @@ bench-bytes: $(VENV)/.ready  ## bytes of every method beside its formula; anothe
 
 bench-decode: $(VENV)/.ready  ## attention of one decode step by storage format, over the full cache's
 	$(PY) -m kvbench.bench.decode
+
+bench-kernels: $(VENV)/.ready  ## decode attention by Triton kernels, over plain PyTorch and dense SDPA; needs a GPU
+	$(PY) -m kvbench.bench.kernels
 
 bench-sync: $(VENV)/.ready  ## what it costs to have answers on the device, not only written
 	$(PY) -m kvbench.bench.sync

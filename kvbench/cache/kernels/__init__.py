@@ -79,10 +79,11 @@ def attend(
     ]
     cuts = [run.splits(query) for run in runs]
     parts, first = Parts.room(sum(cut.count for cut in cuts), query), 0
-    for run, cut in zip(runs, cuts, strict=True):
-        exact.attend(query, run, scale, cut, parts.upto(first, cut.count))
-        first += cut.count
-    return parts.merged(query)[0]
+    with torch.cuda.device_of(query):
+        for run, cut in zip(runs, cuts, strict=True):
+            exact.attend(query, run, scale, cut, parts.upto(first, cut.count))
+            first += cut.count
+        return parts.merged(query)[0]
 
 
 def attend_packed(
@@ -109,8 +110,9 @@ def attend_packed(
     cut = kernel.cut(query, heads, max(counts[0]))
     parts = Parts.room(cut.count, query)
     numbers = torch.tensor(counts, dtype=torch.int32, device=query.device)
-    kernel.attend(query, scale, packed, exact, channels, numbers, cut, parts)
-    return parts.merged(query)[0]
+    with torch.cuda.device_of(query):
+        kernel.attend(query, scale, packed, exact, channels, numbers, cut, parts)
+        return parts.merged(query)[0]
 
 
 def _fits(query: Tensor, heads: int) -> bool:
@@ -134,8 +136,9 @@ def _works(device: torch.device) -> bool:
         run = exact.Run(query, query, 1, 1)
         cut = run.splits(query)
         parts = Parts.room(cut.count, query)
-        exact.attend(query, run, 1.0, cut, parts)
-        parts.merged(query)
+        with torch.cuda.device_of(query):
+            exact.attend(query, run, 1.0, cut, parts)
+            parts.merged(query)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:
         raise

@@ -8,7 +8,6 @@ Shapes: B rows, Hq query heads, H stored heads, T new tokens, R = Hq / H * T que
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -87,6 +86,7 @@ def attend(query: Tensor, run: Run, scale: float, cut: Splits, parts: Parts) -> 
         BLOCK_N=cut.block,
         CAUSAL=run.causal,
         PRODUCT=product_type(query),
+        enable_fp_fusion=True,
     )
 
 

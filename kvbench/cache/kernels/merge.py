@@ -7,7 +7,6 @@ of outputs weighted by exp(lse), as in flash-decoding. Q: rows of queries, batch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -42,7 +41,8 @@ class Parts:
         """Attention over all splits, in the shape and dtype of ``query``, and its lse [B, Hq, T] fp32."""
         count, rows, d = self.out.shape
         out, lse = torch.empty_like(query, memory_format=torch.contiguous_format), self.lse.new_empty(query.shape[:3])
-        _merge[(rows,)](self.out, self.lse, out, lse, count, rows, D=d, BLOCK_S=power(count), BLOCK_D=power(d))
+        blocks = {"BLOCK_S": power(count), "BLOCK_D": power(d)}
+        _merge[(rows,)](self.out, self.lse, out, lse, count, rows, D=d, **blocks, enable_fp_fusion=True)
         return out, lse
 
 
@@ -65,9 +65,9 @@ def _merge(
     best = tl.max(logs, 0)
     weights = tl.exp(logs - tl.where(best == -float("inf"), 0.0, best))
     total = tl.sum(weights, 0)
-    safe = tl.where(total > 0, total, 1.0)
+    safe = tl.where(total == 0, 1.0, total)
     at = (s * rows + row)[:, None] * D + d[None, :]
-    found = tl.load(parts + at, mask=(logs > -float("inf"))[:, None] & (d < D)[None, :], other=0.0)
+    found = tl.load(parts + at, mask=(logs != -float("inf"))[:, None] & (d < D)[None, :], other=0.0)
     mean = tl.sum(found * weights[:, None], 0) / safe
     tl.store(out + row * D + d, mean.to(out.dtype.element_ty), mask=d < D)
-    tl.store(lse + row, tl.where(total > 0, best + tl.log(safe), -float("inf")))
+    tl.store(lse + row, tl.where(total == 0, -float("inf"), best + tl.log(safe)))

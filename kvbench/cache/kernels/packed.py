@@ -95,6 +95,7 @@ def attend(
         BLOCK_D=power(d, 16),
         BLOCK_N=cut.block,
         PRODUCT=product_type(query),
+        enable_fp_fusion=True,
     )
 
 
@@ -110,7 +111,9 @@ def _form(x: Packed) -> tuple[int, ...]:
 
 
 @triton.jit
-def _plane(run: tl.tensor, at: tl.tensor, step: tl.tensor, inside: tl.tensor, BITS: tl.constexpr, SIZE: tl.constexpr) -> Any:
+def _plane(
+    run: tl.tensor, at: tl.tensor, step: tl.tensor, inside: tl.tensor, BITS: tl.constexpr, SIZE: tl.constexpr
+) -> Any:
     """Codes number ``at`` of 1, 2, 4 or 8 bits, of runs of SIZE codes whose bytes lie ``step`` apart."""
     width: tl.constexpr = (SIZE * BITS + 7) // 8
     byte = tl.load(run + (at % width) * step, mask=inside, other=0).to(tl.int32)
@@ -118,7 +121,15 @@ def _plane(run: tl.tensor, at: tl.tensor, step: tl.tensor, inside: tl.tensor, BI
 
 
 @triton.jit
-def _numbers(codes: tl.tensor, scale: tl.tensor, low: tl.tensor, token: tl.tensor, channel: tl.tensor, inside: tl.tensor, FORM: tl.constexpr) -> Any:
+def _numbers(
+    codes: tl.tensor,
+    scale: tl.tensor,
+    low: tl.tensor,
+    token: tl.tensor,
+    channel: tl.tensor,
+    inside: tl.tensor,
+    FORM: tl.constexpr,
+) -> Any:
     """The numbers [N, C] fp32 of tokens [N] and channels [C] that are ``inside``, else 0."""
     BITS: tl.constexpr = FORM[0]
     GROUP: tl.constexpr = FORM[1]

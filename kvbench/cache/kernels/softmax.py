@@ -78,8 +78,9 @@ def softmax_step(logits: tl.tensor, best: tl.tensor, total: tl.tensor) -> Any:
 @triton.jit
 def finished(found: tl.tensor, best: tl.tensor, total: tl.tensor) -> Any:
     """A split's outputs [R, D] and lse [R] of weighted sums ``found``."""
-    safe = tl.where(total > 0, total, 1.0)
-    return found / safe[:, None], tl.where(total > 0, best + tl.log(safe), -float("inf"))
+    # compared with 0, so that what is not a number stays what it is
+    safe = tl.where(total == 0, 1.0, total)
+    return found / safe[:, None], tl.where(total == 0, -float("inf"), best + tl.log(safe))
 
 
 @triton.jit

@@ -1,0 +1,185 @@
+"""Time of a decode step's attention by Triton kernels, over plain PyTorch's and over dense SDPA's, in one run on a GPU.
+
+    python -m kvbench.bench.kernels [--tokens 1024 4096 16384] [--batch 1 8] [--dtype bfloat16]
+
+One layer of the given shape holds random keys and values, compressed by the real stages. Steps by kernels, by plain
+PyTorch and by SDPA over the whole cache are interleaved and timed by CUDA events; before each the GPU's cache is
+flushed, in which time launches queue up. ``reached`` is the time that the bytes a format holds need at the measured
+bandwidth of a large copy, over the kernels' time. Attention and, in packed formats, the packing of new tokens are
+timed, and nothing else of a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+
+from kvbench.bench.decode import FORMATS, layer
+from kvbench.cache import kernels
+from kvbench.cache.kernels import SWITCH
+from kvbench.methods import registry
+from kvbench.methods.chain import Chain
+from kvbench.model.rows import RowLayer
+
+FULL = "full"
+FLUSH_BYTES = 2**28  # more than any GPU's last-level cache
+COPY_BYTES = 2**30
+WARM_UP = 3
+NO_GPU = (
+    "the benchmark of kernels needs a GPU and Triton (extra gpu): not to be had here; kvbench.bench.decode needs none"
+)
+
+Timer = Callable[[Callable[[], object]], float]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is measured: tokens held, rows, heads and numbers."""
+
+    tokens: int
+    batch: int
+    heads: int
+    query_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Row:
+    """One format: median seconds of a step by kernels, by plain PyTorch and by SDPA; bytes held of all rows."""
+
+    kernel: float
+    plain: float
+    sdpa: float
+    moved: int
+
+    def reached(self, bandwidth: float) -> float:
+        """Fraction of ``bandwidth``, bytes a second, at which the kernels read what is held."""
+        return self.moved / bandwidth / self.kernel
+
+
+@contextmanager
+def switched(state: str) -> Iterator[None]:
+    """KVBENCH_KERNELS=``state``; as it was on exit."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = state
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before
+
+
+def measure(name: str, shape: Shape, repeats: int, device: torch.device, timer: Timer) -> Row:
+    """The format ``name`` of FORMATS, or the whole cache, at one shape."""
+    chain = Chain() if name == FULL else registry.parse(FORMATS[name])
+    sizes = (shape.tokens, shape.heads, shape.query_heads, shape.head_dim, shape.dtype, device)
+    held = layer(chain, *sizes)
+    room, b = repeats + WARM_UP, shape.batch
+    batches = {}
+    for state in ("on", "off"):
+        with switched(state):
+            batches[state] = RowLayer([held] * b, room, coders=[chain.coder] * b)
+    moved = sum(batches["on"].stored())
+
+    def draw(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(b, heads, tokens, shape.head_dim, dtype=shape.dtype, device=device)
+
+    dense = draw(shape.heads, shape.tokens + 1), draw(shape.heads, shape.tokens + 1)
+    spent: dict[str, list[float]] = {"on": [], "off": [], "sdpa": []}
+    for _ in range(room):
+        q, k, v = draw(shape.query_heads, 1), draw(shape.heads, 1), draw(shape.heads, 1)
+        for state, batch in batches.items():
+            with switched(state):
+                spent[state].append(timer(partial(_step, batch, q, k, v)))
+        spent["sdpa"].append(timer(partial(F.scaled_dot_product_attention, q, *dense, enable_gqa=True)))
+    kernel, plain, sdpa = (median(times[WARM_UP:]) for times in spent.values())
+    return Row(kernel, plain, sdpa, moved)
+
+
+def _step(batch: RowLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    batch.add(k, v)
+    batch.attend(q, q.shape[3] ** -0.5, None)
+
+
+def cuda_timer(device: torch.device) -> Timer:
+    """Seconds on the GPU, its cache flushed before."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def timed(call: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(device)
+        return start.elapsed_time(end) / 1000
+
+    return timed
+
+
+def copy_bandwidth(device: torch.device, timer: Timer, size: int = COPY_BYTES) -> float:
+    """Bytes a second, read and written, of a large copy."""
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / median([timer(lambda: target.copy_(source)) for _ in range(WARM_UP + 10)][WARM_UP:])
+
+
+def table(rows: Mapping[str, Row], shape: Shape, bandwidth: float) -> str:
+    """One shape's lines."""
+    lines = [
+        f"{shape.tokens} tokens x {shape.batch}",
+        f"{'':<22}{'kernel':>11}{'plain':>11}{'SDPA':>11}{'of plain':>10}{'of SDPA':>10}{'reached':>10}",
+    ]
+    for name, r in rows.items():
+        times = "".join(f"{1e6 * t:>8.0f} us" for t in (r.kernel, r.plain, r.sdpa))
+        ratios = f"{r.kernel / r.plain:>9.2f}x{r.kernel / r.sdpa:>9.2f}x{100 * r.reached(bandwidth):>8.0f} %"
+        lines.append(f"{name:<22}{times}{ratios}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print times, ratios and the fraction of the bandwidth; the status is 2 where there is no GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--heads", type=int, default=8, help="kv heads")
+    parser.add_argument("--query-heads", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    names = [FULL, *FORMATS]
+    parser.add_argument("--formats", nargs="+", choices=names, default=names, metavar="FORMAT")
+    args = parser.parse_args(argv)
+    with switched("on"):
+        if not torch.cuda.is_available() or not kernels.serves(torch.device("cuda")):
+            print(NO_GPU, file=sys.stderr)
+            return 2
+    device = torch.device("cuda")
+    timer = cuda_timer(device)
+    bandwidth = copy_bandwidth(device, timer)
+    print(
+        f"{torch.cuda.get_device_name(device)}, copies at {bandwidth / 1e9:.0f} GB/s; {args.dtype}, {args.query_heads}"
+    )
+    print(f"query heads on {args.heads} kv heads of {args.head_dim}; one step's attention, median of {args.repeats}")
+    for n in args.tokens:
+        for b in args.batch:
+            shape = Shape(n, b, args.heads, args.query_heads, args.head_dim, getattr(torch, args.dtype))
+            rows = {name: measure(name, shape, args.repeats, device, timer) for name in args.formats}
+            print(f"\n{table(rows, shape, bandwidth)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
