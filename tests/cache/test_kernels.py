@@ -28,12 +28,13 @@ HERE = Path(__file__).parent
 
 def child(command, **env):
     given = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280, env=given)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=580, env=given)
     return done, done.stdout + done.stderr
 
 
 @triton
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_numbers_are_those_of_plain_pytorch():
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     command = ["-m", "pytest", "-x", "-p", "no:cacheprovider", str(HERE / "kernel_cases.py")]
@@ -86,6 +87,7 @@ CALLS = (
 
 @triton
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_kernels_compile_to_machine_code(tmp_path):
     # the interpreter runs code that the compiler refuses
     script = "\n".join([COMPILE, *(f"print('bytes', build({c}, {call}))" for c, call in CALLS)])
