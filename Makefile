@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 ARGS ?= method=snapkv+think ratio=0.4
 KILLS ?= 100
 
-.PHONY: help run test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-decode bench-kernels bench-sync bench-tiny verify-tables card clean
+.PHONY: help run test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-decode bench-kernels bench-sync bench-tiny verify-tables card tables tables-quick claims report audit clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -66,8 +66,24 @@ bench-sync: $(VENV)/.ready  ## what it costs to have answers on the device, not 
 bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (results/tables)
 	$(PY) scripts/tiny_table.py
 
+tables: $(VENV)/.ready  ## the papers' tables on the tiny model, measured where missing (results/tables); under an hour
+	$(PY) scripts/paper_tables.py
+
+tables-quick: $(VENV)/.ready  ## one paper's table on the tiny model, in three minutes
+	$(PY) -m kvbench table uncomp/1 limit=8
+
+claims: $(VENV)/.ready  ## what the papers claim, tested on the tiny model
+	$(PY) -m kvbench claims
+
+report: $(VENV)/.ready  ## everything on one HTML page, report.html
+	$(PY) -m kvbench report
+
+audit: $(VENV)/.ready  ## where the papers' printed numbers contradict themselves
+	$(PY) -m kvbench audit all
+
 verify-tables: $(VENV)/.ready  ## re-render the committed tables from their samples alone
 	$(PY) scripts/tiny_table.py --verify
+	$(PY) scripts/paper_tables.py --verify
 
 card: $(VENV)/.ready  ## recompute the tiny model's card
 	$(PY) scripts/train_tiny.py --card-only

@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = []
     start = time.monotonic()
     try:
-        tables = dict.fromkeys(t for name in args.tables for t in declared.find(name))
-        for table in tables:
+        tables = {t.id: t for name in args.tables for t in declared.find(name)}
+        for table in tables.values():
             if not args.verify:
                 measure(table, args.results)
                 print(f"{_page(table)}  ({time.monotonic() - start:.0f} s so far)", flush=True)

@@ -17,7 +17,7 @@ EXAMPLES = """examples:
   python -m kvbench table refreekv/4 limit=2 --format latex
   python -m kvbench table think/2 --stored --show published
   python -m kvbench table think/1 --stored --trace "h2o kv_size=512" hotpotqa
-  python -m kvbench table think/2 model=llama3-8b-instruct --plan
+  python -m kvbench table think/2 limit=2 --plan
 
 The tables are those of `python -m kvbench list tables`: think/2, think (all of a paper), all.
 model= is tiny by default, which stands in for the papers' models: its six tasks for their datasets, budgets scaled to
