@@ -76,16 +76,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     prepared = [experiment.prepare(config.parse(config.compose_config(o))) for o in command.runs]
     if args.plan:
-        plans = [
-            {
-                "model": p.cfg.model.path,
-                "preset": p.cfg.preset,
-                **p.plan(),
-                "matched": [{**asdict(m), "text": str(m)} for m in p.matched],
-            }
-            for p in prepared
-        ]
-        return _print_plan(plans, args.json)
+        return print_plans(prepared, args.json)
     if command.sweep:
         from kvbench.cli.sweep import sweep
 
@@ -93,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
             sweep(command, prepared[0])
             reports = [experiment.settle(prepared[0], listeners(prepared[0].cfg.logger))]
     else:
-        with stopping(prepared, args.overrides) as stop:
+        with stopping(prepared, ["run", *args.overrides]) as stop:
             reports = [experiment.measure(p, args.json, listeners(p.cfg.logger)) for p in prepared]
     if stop.status is not None:
         return stop.status
@@ -127,8 +118,11 @@ class Stop:
 
 
 @contextmanager
-def stopping(prepared: Sequence[Prepared], overrides: Sequence[str]) -> Iterator[Stop]:
-    """End on SIGINT or SIGTERM as soon as what is measured is safe; say what is done and how to go on."""
+def stopping(prepared: Sequence[Prepared], words: Sequence[str]) -> Iterator[Stop]:
+    """End on SIGINT or SIGTERM as soon as what is measured is safe; say what is done and how to go on.
+
+    ``words`` are the verb and its arguments.
+    """
     stop, came = Stop(), []
 
     def interrupt(number: int, frame: object) -> None:
@@ -144,7 +138,7 @@ def stopping(prepared: Sequence[Prepared], overrides: Sequence[str]) -> Iterator
         stop.status = 128 + (came[-1] if came else signal.SIGINT)
         todo = [t for p in prepared for t in p.todo()]
         done, left = (sum(t[key] for t in todo) for key in ("answers_done", "answers_to_do"))
-        command = shlex.join(["python", "-m", "kvbench", "run", *overrides])
+        command = shlex.join(["python", "-m", "kvbench", *words])
         print(
             f"kvbench: interrupted. {done} of {done + left} answers are done and safe; to go on:\n  {command}",
             file=sys.stderr,
@@ -154,9 +148,19 @@ def stopping(prepared: Sequence[Prepared], overrides: Sequence[str]) -> Iterator
             signal.signal(number, handler)
 
 
-def _print_plan(plans: list[dict[str, Any]], as_json: bool) -> int:
+def print_plans(prepared: Sequence[Prepared], as_json: bool) -> int:
+    """Print what would be measured; nothing is."""
     from kvbench.render import size
 
+    plans = [
+        {
+            "model": p.cfg.model.path,
+            "preset": p.cfg.preset,
+            **p.plan(),
+            "matched": [{**asdict(m), "text": str(m)} for m in p.matched],
+        }
+        for p in prepared
+    ]
     if as_json:
         print(json.dumps(plans, indent=1, ensure_ascii=False))
         return 0

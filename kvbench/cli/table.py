@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from typing import Any
@@ -55,36 +54,44 @@ def main(args: argparse.Namespace) -> int:
     tables = declared.find(args.table)
     if args.trace and len(tables) > 1:
         raise UsageError(f"--trace needs one table, as in think/2, not {args.table}")
-    refused = False
+    wrong = False
     for i, table in enumerate(tables):
         if i and args.format == "text":
             print()
-        refused |= _one(table, model, [f"{k}={v}" for k, v in given.items()], args)
-    if refused:
-        print("kvbench: some rows were refused; the reasons stand below the table", file=sys.stderr)
-    return 1 if refused else 0
+        status = _one(table, model, [f"{k}={v}" for k, v in given.items()], args)
+        if status > 1:
+            return status
+        wrong |= bool(status)
+    if wrong:
+        print("kvbench: some cells were refused or failed; the reasons stand below the table", file=sys.stderr)
+    return 1 if wrong else 0
 
 
-def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> bool:
-    """Print one table; whether any of its cells was refused."""
+def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int:
+    """Print one table; 1 if any of its cells was refused or failed, more if a signal ended it."""
     from kvbench import experiment
+    from kvbench.cli.run import print_plans, stopping
     from kvbench.papers import measured, page, view
+    from kvbench.wandb_logger import listeners
 
     if args.show == "published":
         ours = measured.printed(table, model, "--show published")
     else:
         ours = measured.prepare(table, model, overrides)
     if args.plan:
-        print(json.dumps(ours.run.todo() if ours.run else [], indent=1))
-        return False
+        return print_plans([ours.run] if ours.run else [], as_json=False)
     if ours.run is not None and not args.stored:
-        experiment.measure(ours.run)
+        words = ["table", args.table, *args.overrides]
+        with stopping([ours.run], words) as stop:
+            experiment.measure(ours.run, listeners=listeners(ours.run.cfg.logger))
+        if stop.status is not None:
+            return stop.status
     if args.trace:
         _trace(ours, *args.trace)
-        return False
+        return 0
     seen = view.view(ours)
     print(page.render(seen, args.format, args.show), end="")
-    return any(e.status == "refused" for _, entries in seen.rows for e in entries)
+    return int(any(e.status in ("refused", "failed") for _, entries in seen.rows for e in entries))
 
 
 def _trace(ours: Any, row: str, column: str) -> None:

@@ -19,6 +19,7 @@ from kvbench.papers.view import Entry, View, best, by_block
 from kvbench.render import WIDTH
 
 SHOWS = ("both", "ours", "published", "delta")
+WRONG = ("refused", "failed")
 LABEL = 22
 """Characters of a line of a row's setting."""
 FORMATS = ("text", "md", "csv", "latex", "html")
@@ -107,7 +108,7 @@ def _kept(percent: float | None) -> str:
 def _ours(entry: Entry, stand_in: bool) -> list[str]:
     if entry.status == "none":
         return [""]
-    if entry.status == "refused":
+    if entry.status in WRONG:
         return ["✗"]
     value, ci = (entry.relative, entry.relative_ci) if stand_in else (entry.ours, entry.ci)
     if entry.status == "missing" or value is None:
@@ -136,7 +137,7 @@ def _beside(entry: Entry, printed: str) -> str:
 
 def _delta(entry: Entry, stand_in: bool) -> str:
     """Ours minus the paper's; on a stand-in of the shares of the full cache."""
-    if entry.status in ("none", "refused"):
+    if entry.status in ("none", *WRONG):
         return "" if entry.status == "none" else "✗"
     if not stand_in:
         return _number(entry.delta, 2, sign=True)
@@ -184,7 +185,7 @@ def notes(view: View) -> list[str]:
         lines.append(
             f"✓: {right} of {len(recomputed)} printed values that need no model follow from what they rest on."
         )
-    refused = {e.reason: line.row.name for line, row in view.rows for e in row if e.status == "refused"}
+    refused = {e.reason: line.row.name for line, row in view.rows for e in row if e.status in WRONG}
     lines += [f"✗ {name}: {reason}" for reason, name in refused.items()]
     skipped = list(dict.fromkeys(line.skipped for line, _ in view.rows if line.skipped))
     if skipped:
