@@ -122,6 +122,8 @@ def _printed(entry: Entry, relative: bool) -> str:
     value = entry.published_relative if relative else entry.published
     if entry.status == "none" and value is None:
         return ""
+    if relative and value is None and entry.published is not None:
+        return f"{_number(entry.published, 2)}{entry.mark} abs"
     text = entry.printed if entry.printed and not relative else _number(value, 1 if relative else 2)
     text += entry.mark
     if entry.exact and not relative:
@@ -158,6 +160,8 @@ def notes(view: View) -> list[str]:
             f"Stand-in: {ours.model} is none of the paper's models ({', '.join(declared.models())}). Numbers are per "
             "cent of its own full cache, in brackets those of the paper's models; compare orders, not values."
         )
+        if any(e.published is not None and e.published_relative is None for e in entries):
+            lines.append("abs: as printed, since the paper has no full-cache row of that model.")
         if ours.model == standin.MODEL and ours.tasks:
             lines.append(f"Tasks of the tiny suite: {standin.mapping(ours.tasks)}. Averages count each task once.")
             if declared.length != standin.PROMPT:
