@@ -97,11 +97,12 @@ def estimate(
 
 
 def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
-    """Bytes of a prompt's cache by the chain's formula; of the full cache where there is none."""
-    found = declared(chain, shape, n, itemsize) if n else None
-    return (
-        shape.full_bytes(n, itemsize, chain.heads(shape.kv_heads, shape.query_heads)) if found is None else found.total
-    )
+    """Bytes of a prompt's cache by the chain's formula; of the full cache where there is none, or none yet."""
+    known = n and not any(s.unbound for s in chain.stages)
+    found = declared(chain, shape, n, itemsize) if known else None
+    # latents are stored as one head, and are as wide as all kv heads at most
+    heads = max(shape.kv_heads, chain.heads(shape.kv_heads, shape.query_heads))
+    return shape.full_bytes(n, itemsize, heads) if found is None else found.total
 
 
 def _observed(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: int) -> int:

@@ -44,6 +44,11 @@ def test_bytes_of_a_cell_are_cache_and_copy_and_tail():
     assert found.bytes(group.cells, 1) == found.layer + each
 
 
+def test_what_is_not_calibrated_yet_counts_as_the_full_cache():
+    group, found = made({"method": "palu"}, {"method": "snapkv+palu", "kv_size": 40})
+    assert {found.cells[c.id] for c in group.cells} == {2 * DENSE + DENSE * NEW // N}
+
+
 def test_observations_count_with_the_layer():
     snapkv = {"method": "snapkv", "kv_size": 40, "window": 16}
     assert made(snapkv)[1].layer == DENSE // 2 + 4 * 16 * 8 * ITEM
