@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class Heat:
                     yield length, depth, float(self.scores[i, j]), int(self.counts[i, j])
 
 
+def points(samples: Iterable[Mapping[str, Any]], show: Callable[[float], float]) -> list[tuple[float, float, float]]:
+    """(length, depth, score in printed units) of stored samples of the needle dataset."""
+    return [(s["meta"]["length"], s["meta"]["depth"], show(s["score"])) for s in samples if s["score"] is not None]
+
+
 def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
     """The map of (length, depth, score) points."""
     lengths = sorted({length for length, _, _ in points})
@@ -39,20 +47,29 @@ def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
     return Heat(tuple(lengths), tuple(depths), scores, counts)
 
 
-def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A picture of the map, [height, width, 3]: lengths to the right, depths downwards, red 0 to green 100."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def panel(ax: Axes, heat: Heat, title: str) -> Any:
+    """The map on ``ax``: lengths to the right, depths downwards, dark 0 to light 100; its image, for a colour bar."""
+    from kvbench.figures import style
 
-    figure = Figure(figsize=(2.5 + 0.6 * len(heat.lengths), 1.5 + 0.4 * len(heat.depths)), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    image = axes.imshow(heat.scores, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-    axes.set_xticks(range(len(heat.lengths)), [f"{length:g}" for length in heat.lengths])
-    axes.set_yticks(range(len(heat.depths)), [f"{depth:g}" for depth in heat.depths])
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("depth, %")
-    axes.set_title(title, fontsize=9)
-    figure.colorbar(image, label="score")
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    lengths, depths = ([f"{x:g}" for x in axis] for axis in (heat.lengths, heat.depths))
+    image = style.heat(ax, heat.scores, depths, lengths, "%.0f", vmin=0, vmax=100)
+    ax.set_xlabel("tokens")
+    ax.set_title(title, loc="left", fontsize=6.5)
+    return image
+
+
+def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A picture of the map, [height, width, 3]."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from kvbench.figures import style
+
+    with style.styled():
+        figure = style.canvas(2.5 + 0.6 * len(heat.lengths), 1.5 + 0.4 * len(heat.depths))
+        canvas = FigureCanvasAgg(figure)
+        ax = figure.add_subplot()
+        image = panel(ax, heat, title)
+        ax.set_ylabel("depth, %")
+        figure.colorbar(image, label="score")
+        canvas.draw()
+        return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -18,7 +18,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config import BUDGETS, LoggerConfig
-from kvbench.heatmap import Heat, draw, heat_map
+from kvbench.heatmap import Heat, draw, heat_map, points
 from kvbench.listener import Listener
 from kvbench.metrics import metric
 
@@ -303,9 +303,7 @@ def _heat_maps(prepared: Prepared) -> dict[str, Heat]:
         show = metric(group.task.metric).show
         for cell in group.cells:
             if prepared.store.refusal(cell.id) is None:
-                for s in prepared.store.samples(cell.id).values():
-                    point = (s["meta"]["length"], s["meta"]["depth"], show(s["score"]))
-                    found.setdefault(cell.label, []).append(point)
+                found.setdefault(cell.label, []).extend(points(prepared.store.samples(cell.id).values(), show))
     return {label: heat_map(points) for label, points in found.items()}
 
 

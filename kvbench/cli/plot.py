@@ -1,10 +1,11 @@
-"""plot: a figure of a paper, computed on a model and drawn, or drawn again from its CSV."""
+"""plot: a figure, of a model's activations or of measured results, computed and drawn, or drawn again from its CSV."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -19,14 +20,20 @@ EXAMPLES = """examples:
   python -m kvbench plot uncomp/fig2 dataset=tiny/needle,tiny/code limit=4 layers=0,5
   python -m kvbench plot qhitter/fig3 model=FOLDER_OR_HUB_ID dataset=wikitext2 bits=3
   python -m kvbench plot uncomp/fig6 text=FILE samples=6 tokens=1024
+  python -m kvbench plot vatp/fig3 limit=2
+  python -m kvbench plot results/budget --stored
   python -m kvbench plot --from-csv results/figures/uncomp/fig1.csv
 
 Every figure is written as results/figures/<id>.png, .svg and .csv (another folder than results with results=), and what
 the data say about the paper's finding is printed. The CSV alone makes the same pictures again.
 
-What is read: the tiny suite for the tiny model and WikiText-2 for others, prompts of dataset=, or windows of text=FILE.
+What figures of activations read: the tiny suite for the tiny model and WikiText-2 for others, prompts of dataset=, or
+windows of text=FILE.
 limit= prompts of each task, samples= windows, tokens= the first tokens of each. layers=, heads=, bits= and top= go to
-the figures that have a use for them (0 is the first layer and head)."""
+the figures that have a use for them (0 is the first layer and head).
+
+Figures of results (needle/heatmap, results/pareto, vatp/fig3, ...) are drawn from measured cells: what is missing below
+results= is measured first, with limit= prompts of each task, as `run` does it; --stored measures nothing."""
 
 WHOLE = {"samples": 1, "tokens": 2, "top": 1}
 LISTS = {"layers": "layer numbers", "heads": "head numbers", "bits": "1, 2, 3, 4 or 8"}
@@ -38,6 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="figures, model, and what it reads")
     parser.add_argument("--from-csv", metavar="FILE", help="draw again from a figure's CSV, without a model")
+    parser.add_argument("--stored", action="store_true", help="measure nothing, draw what is in the store")
     parser.add_argument("--json", action="store_true", help="print paths and findings as JSON on stdout")
 
 
@@ -53,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
     elif not names:
         raise UsageError("plot needs a figure, as in: python -m kvbench plot uncomp/fig1 (all: plot list)")
     else:
-        made = _plot(names, pairs, args.json)
+        made = _plot(names, pairs, args.json, args.stored)
     if args.json and made:
         print(json.dumps(made, indent=1, ensure_ascii=False))
     elif made:
@@ -61,35 +69,74 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plot(names: list[str], pairs: list[str], quiet: bool) -> list[dict[str, Any]]:
+def _plot(names: list[str], pairs: list[str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
     keys = [p.partition("=")[0] for p in pairs]
     own = {k: _own(k, v) for k, _, v in (p.partition("=") for p in pairs) if k in (*WHOLE, *LISTS, "text")}
     for key in keys:
         if keys.count(key) > 1:
             raise UsageError(f"{key}= is given {keys.count(key)} times: give it once")
         if key in OTHERS or (key in top_level() and key not in TAKES):
-            raise UsageError(f"{key}= is not possible: plot reads prompts with the full cache, it takes no {key}=")
+            raise UsageError(f"{key}= is not possible: a figure says itself what is read and run, it takes no {key}=")
     if "text" in own and "dataset" in keys:
         raise UsageError("text= and dataset= are two ways to say what is read: give one of them")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.figures import registry
+    from kvbench.figures.measured import ResultFigure
 
     figures = registry.of(names)
+    of_results = [f for f in figures if isinstance(f, ResultFigure)]
+    of_activations = [f for f in figures if not isinstance(f, ResultFigure)]
     for key in own:
-        takers = [f.id for f in registry.FIGURES.values() if key in f.knobs]
-        if key not in ("text", "samples") and not any(key in f.knobs for f in figures):
+        takers = [f.id for f in registry.FIGURES.values() if _takes(f, key)]
+        if not any(_takes(f, key) for f in figures):
             raise UsageError(
                 f"{key}= is not possible with {', '.join(f.id for f in figures)}: {', '.join(takers)} take it"
             )
-    runs = rewrite([*(p for p in pairs if p.partition("=")[0] not in own), "method=full"]).runs
+    if stored and not of_results:
+        raise UsageError(f"--stored is not possible with {names[0]}: its data are not in the store, they are computed")
+    plain = [p for p in pairs if p.partition("=")[0] not in own]
+    runs = rewrite([*plain, "method=full"]).runs
     if len(runs) > 1:
         raise UsageError(f"plot draws one model at a time, not {len(runs)}: give model= one name")
+    made = _of_activations(of_activations, runs[0], keys, own, quiet) if of_activations else []
+    return made + _of_results(of_results, plain, quiet, stored)
+
+
+def _takes(figure: Any, key: str) -> bool:
+    """Whether a key that is not a run's says something to the figure."""
+    from kvbench.figures.measured import ResultFigure
+
+    return key in figure.knobs or (key in ("text", "samples") and not isinstance(figure, ResultFigure))
+
+
+def _of_results(figures: Sequence[Any], pairs: Sequence[str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
+    """Figures of measured cells; what is missing is measured unless ``stored``."""
+    from kvbench.figures import measured
+
+    results = dict(p.partition("=")[::2] for p in pairs).get("results", str(top_level()["results"]))
+    ready = [(figure, measured.prepare(figure, pairs)) for figure in figures]
+    made = []
+    for figure, source in ready:
+        if not stored:
+            source.measure(quiet)
+        data = figure.compute(source)
+        if data.empty:
+            raise UsageError(f"{figure.id}: nothing of it is in {results}; leave out --stored to measure it")
+        paths, finding = figure.write(data, source.facts(), Path(results) / "figures")
+        made.append(_record(figure, paths, finding))
+    return made
+
+
+def _of_activations(
+    figures: Sequence[Any], run: Sequence[str], keys: Sequence[str], own: dict[str, Any], quiet: bool
+) -> list[dict[str, Any]]:
+    """Figures of what a model computes while it reads."""
     from kvbench import config
     from kvbench.figures import source
     from kvbench.figures.reading import Reading
     from kvbench.progress import progress
 
-    cfg = config.parse(config.compose_config(runs[0]))
+    cfg = config.parse(config.compose_config(run))
     origin = source.locate(cfg, "dataset" in keys, own.get("text"), own.get("samples"), own.get("tokens"))
     made = []
     for figure in figures:
@@ -159,7 +206,7 @@ def _print_list(as_json: bool) -> None:
         return
     for item in listing():
         print(f"{item['id']:<14} {item['about']}")
-        print(f"{'':14} takes {', '.join(f'{k}=' for k in item['takes'])}")
+        print(f"{'':14} takes {', '.join(f'{k}=' for k in item['takes']) or 'what run takes: model=, limit=, ...'}")
 
 
 def _record(figure: Any, paths: list[Path], finding: str) -> dict[str, Any]:

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvbench.errors import unknown
-from kvbench.figures import qhitter, think, uncomp, vatp
+from kvbench.figures import needle, qhitter, qhitter_results, results, sweeps, think, think_memory, uncomp, vatp
 from kvbench.figures.figure import Figure
 
-FIGURES: dict[str, Figure[Any]] = {
-    f.id: f for module in (qhitter, think, uncomp, vatp) for f in sorted(module.FIGURES, key=lambda f: f.id)
-}
+_ALL: tuple[Figure[Any], ...] = (
+    *qhitter.FIGURES,
+    *qhitter_results.FIGURES,
+    *sweeps.FIGURES,
+    *think.FIGURES,
+    *think_memory.FIGURES,
+    *uncomp.FIGURES,
+    *vatp.FIGURES,
+    *results.FIGURES,
+    *needle.FIGURES,
+)
+FIGURES: dict[str, Figure[Any]] = {f.id: f for f in sorted(_ALL, key=lambda f: f.id)}
 
 
 def of(names: Sequence[str]) -> list[Figure[Any]]:

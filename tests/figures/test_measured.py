@@ -1,0 +1,217 @@
+"""Figures of results: their numbers against the store by hand, their drawings from the CSV alone, and bad requests."""
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvbench import report
+from kvbench.cli.main import main
+from kvbench.errors import UsageError
+from kvbench.figures import curves, measured, needle, registry, results, think_memory
+from kvbench.figures.measured import MEAN, VALUES, Measured, Point, ResultFigure, Sweep, interval, prepare
+from kvbench.metrics import stats
+
+RESULTS = {i: f for i, f in registry.FIGURES.items() if isinstance(f, ResultFigure)}
+TINY = ["length=128", "limit=3"]
+SMALL = ResultFigure(
+    id="results/small",
+    title="a small one",
+    shows="",
+    claim="",
+    unsaid="",
+    columns=measured.COLUMNS,
+    compute=Measured.frame,
+    draw=results.draw_budgets,
+    finding=results.say_budgets,
+    sweeps=(
+        Sweep(
+            tuple(Point(m, 100 * r, m, {"kv_ratio": r}) for m in ("snapkv", "random") for r in (0.5, 0.25)),
+            dataset="tiny/needle,tiny/listing",
+        ),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """A small sweep, measured."""
+    made = prepare(SMALL, [*TINY, f"results={tmp_path_factory.mktemp('store')}"])
+    made.measure(quiet=True)
+    return made
+
+
+def invented(figure):
+    """Data of a figure's columns for every point that it declares, each with two tasks."""
+    if figure.id == "think/fig3":
+        return think_memory.memory(Measured(()))
+    rng = np.random.default_rng(0)
+    if figure.id == "needle/heatmap":
+        fields = [(m, n, d) for m in ("full", "h2o") for n in (256, 512) for d in (0, 50, 100)]
+        return pd.DataFrame([(m, n, d, 100 * rng.random(), 2) for m, n, d in fields], columns=list(needle.COLUMNS))
+    rows = []
+    for sweep in figure.sweeps:
+        tasks = sweep.dataset.split(",") if sweep.dataset != "tiny" else ["needle", "hop"]
+        for point in (*([measured.FULL_POINT] if sweep.baseline else []), *sweep.points):
+            for task in [*tasks, *([MEAN] if len(tasks) > 1 else [])]:
+                score = 100 * rng.random()
+                numbers = [score, score - 3, score + 3, score, score - 3, score + 3, 8, 25.0, 30.0 * rng.random() + 1]
+                at = {"series": point.series, "x": point.x, "task": task, "metric": "f1"}
+                rows.append({**at, **dict(zip(VALUES, numbers, strict=True))})
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_csv_draws_the_same_pictures(name, tmp_path):
+    figure = RESULTS[name]
+    paths, finding = figure.write(invented(figure), {"runs": "invented"}, tmp_path)
+    with mpl.rc_context({"font.size": 20, "savefig.dpi": 50}):
+        again, said = figure.redraw(paths[2].read_text(), tmp_path / "again")
+    assert said == finding and finding.endswith(".") and "nan" not in finding
+    for a, b in zip(paths[:2], again, strict=True):
+        assert a.read_bytes() == b.read_bytes() and a.stat().st_size > 3000
+
+
+def test_rows_are_what_the_store_holds(ran):
+    (mine,) = ran.ran
+    data = mine.frame()
+    assert set(data["task"]) == {"needle", "listing", MEAN} and len(data) == 5 * 3
+    for point, group, cell in mine.cells():
+        at = (data["series"] == point.series) & (data["x"] == point.x)
+        row = data[at & (data["task"] == group.task.id.partition("/")[2])].iloc[0]
+        samples = list(mine.run.store.samples(cell.id).values())
+        full = next(c for c in group.cells if not c.chain.stages)
+        whole = [s["score"] for s in mine.run.store.samples(full.id).values()]
+        assert len(samples) == row["n"] == 3
+        assert row["score"] == pytest.approx(100 * fmean(s["score"] for s in samples))
+        assert row["relative"] == pytest.approx(100 * fmean(s["score"] for s in samples) / fmean(whole))
+        assert row["kept"] == pytest.approx(100 * sum(s["kept"] for s in samples) / sum(s["n"] for s in samples))
+        held, all_of_it = (sum(s[k] for s in samples) for k in ("payload", "full_bytes"))
+        held += sum(s["overhead"] for s in samples)
+        assert row["bytes"] == pytest.approx(100 * held / all_of_it)
+        assert np.isnan(row["low"]), "three examples say nothing about an interval"
+        assert row["score"] == report.measured(group, cell, mine.run.store)["score"]
+    for (_, _), rows in data.groupby(["series", "x"]):
+        each = rows[rows["task"] != MEAN]
+        mean = rows[rows["task"] == MEAN].iloc[0]
+        assert mean["score"] == pytest.approx(each["score"].mean()) and mean["n"] == 6
+    assert np.isnan(data.loc[data["task"] == MEAN, "low"]).all(), "six examples in all are too few, too"
+    facts = ran.facts()
+    assert facts["examples"] == "3 of each task" and "dataset tiny length=128" in facts["runs"]
+
+
+def test_what_is_not_measured_is_left_out_and_said(ran, tmp_path):
+    empty = prepare(SMALL, [*TINY, f"results={tmp_path}"])
+    assert empty.frame().empty
+    assert empty.facts()["left out"].count("not measured") == 10
+    (mine,) = ran.ran
+    fewer = prepare(SMALL, ["length=128", "limit=2", f"results={mine.run.store.root}"])
+    assert set(fewer.frame()["n"]) == {2, 4}, "the store holds more, the figure counts what it was asked for"
+    more = prepare(SMALL, ["length=128", "limit=4", f"results={mine.run.store.root}"])
+    assert sum(t["answers_to_do"] for t in more.ran[0].run.todo()) == 10, "what is there is not measured again"
+
+
+def test_intervals_resample_within_tasks():
+    even, odd = np.array([[1.0, 1.0]] * 6), np.array([[0.0, 1.0], [1.0, 1.0]] * 3)
+    low, high = interval([even, odd], lambda m: 100 * np.mean([t[:, 0] for t in m], axis=0), 100)
+    draws = np.random.default_rng(5).binomial(6, 0.5, 100_000) / 6
+    expected = np.quantile(50 + 50 * draws, [0.025, 0.975])
+    assert (low, high) == pytest.approx(expected, abs=0.1)
+    assert interval([even[:3], odd[:4]], lambda m: m[0][:, 0], 1) is None
+    same = np.ones((5, 2))
+    assert interval([same, same], lambda m: 100 * m[0][:, 0], 100) == pytest.approx(
+        [100 * x for x in stats.bootstrap_ci([1.0] * 10)]
+    )
+
+
+def test_the_front_is_what_nothing_beats():
+    rows = [("a", 10, 50), ("b", 20, 40), ("c", 20, 60), ("d", 30, 60), ("e", 40, 90)]
+    data = pd.DataFrame(rows, columns=["series", "bytes", "score"])
+    assert list(results.front(data)["series"]) == ["a", "c", "e"]
+    assert list(results.front(data.iloc[::-1])["series"]) == ["a", "c", "e"]
+
+
+def test_memory_of_think_by_hand():
+    data = think_memory.memory(Measured(())).groupby("method")["cache"].first()
+    heads, whole, packed = 32 * 32, 497 * 128 * 2, 497 // 32 * 32
+    scales = packed // 32 * 128 * 4  # a group of 32 tokens has a scale and a minimum of 2 bytes for each channel
+    keys = packed * 128 * 2 // 8 + scales + (497 - packed) * 128 * 2
+    values = (497 - 32) * (128 * 2 // 8 + 128 // 32 * 4) + 32 * 128 * 2
+    assert data["full"] == pytest.approx(2 * heads * whole / 2**20, rel=1e-3)
+    assert data["KIVI 2/2"] == pytest.approx(heads * (keys + values) / 2**20, rel=2e-3)
+    thin = keys - 51 / 128 * (packed * 128 * 2 // 8 + scales)  # int(0.4 * 128) channels go
+    assert data["KIVI 2/2 + ThinK 0.4"] == pytest.approx(heads * (thin + values) / 2**20, rel=5e-3)
+
+
+def test_needle_maps_are_means_of_fields(tmp_path):
+    (tmp_path / "essay.txt").write_text("The wind was cold by the river. It was a calm night in the village. " * 80)
+    figure = registry.FIGURES["needle/heatmap"]
+    given = [f"haystack={tmp_path / 'essay.txt'}", "lengths=128,192", "depths=0,100", "repeats=2", "limit=4"]
+    made = prepare(figure, [*given, f"results={tmp_path}"])
+    made.measure(quiet=True)
+    data = figure.compute(made)
+    assert len(data) == 5 * 2 * 2 and set(data["n"]) == {2}
+    (mine,) = made.ran
+    for point, group, cell in mine.cells():
+        for depth in (0, 100):
+            scores = [s["score"] for s in mine.run.store.samples(cell.id).values() if s["meta"]["depth"] == depth]
+            length = int(group.task.id.partition("/")[2])
+            at = (data["series"] == point.series) & (data["length"] == length) & (data["depth"] == depth)
+            assert data.loc[at, "score"].item() == pytest.approx(100 * fmean(scores))
+    figure.write(data, {}, tmp_path)
+
+
+def test_lines_and_words():
+    data = invented(RESULTS["results/budget"])
+    assert curves.series_of(data) == list(results.SELECTORS) and curves.tasks_of(data) == ["needle", "hop"]
+    assert set(curves.whole(data)["task"]) == {MEAN}
+    assert curves.samples(data) == "n = 8 a task"
+    assert curves.samples(data[data["task"] == "hop"]) == "n = 8"
+
+
+BAD = {
+    "plot results/paretto": "Did you mean results/pareto",
+    "plot vatp/fig3 layers=0": "layers= is not possible with vatp/fig3",
+    "plot vatp/fig3 text=x": "text= is not possible with vatp/fig3",
+    "plot vatp/fig3 method=snapkv": "it takes no method=",
+    "plot vatp/fig3 limit=0": "limit=0 is not possible",
+    "plot vatp/fig3 --stored results={tmp}": "nothing of it is in",
+    "plot uncomp/fig1 --stored": "--stored is not possible with uncomp/fig1",
+    "plot qhitter/fig7 dataset=tiny": "dataset=tiny is not possible with qhitter/fig7",
+    "plot think/fig3 model=tiny": "model= is not possible with think/fig3: it is computed from formulas alone",
+    "plot qhitter/fig5 results={tmp}": "dataset=wikitext2 needs wikitext2/test.txt",
+    "plot needle/heatmap results={tmp}": "give haystack=FOLDER",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_command_line(line, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("KVBENCH_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(line.format(tmp=tmp_path).split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("kvbench: ") and captured.err.count("\n") == 1
+    assert BAD[line] in captured.err
+
+
+def test_a_dataset_that_stands_in_is_named(tmp_path):
+    with pytest.raises(UsageError, match="Did you mean needle"):
+        prepare(RESULTS["vatp/fig3"], ["dataset=tiny/nedle", f"results={tmp_path}"])
+
+
+def test_end_to_end_and_again_without_measuring(tmp_path, capsys, monkeypatch):
+    line = ["plot", "vatp/fig3", "length=128", "limit=1", f"results={tmp_path}", "--json"]
+    assert main(line) == 0
+    (first,) = json.loads(capsys.readouterr().out)
+    pictures = {p: Path(p).read_bytes() for p in first["files"]}
+    monkeypatch.setattr("kvbench.model.load.load_weights", lambda *a: pytest.fail("weights were loaded"))
+    assert main([*line, "--stored"]) == 0
+    assert json.loads(capsys.readouterr().out) == [first]
+    assert {p: Path(p).read_bytes() for p in first["files"]} == pictures
+    text = next(p for p in first["files"] if p.endswith(".csv"))
+    said = Path(text).read_text()
+    assert "# examples: 1 of each task" in said and "preset vatp" in said
