@@ -104,7 +104,7 @@ class Ran:
                 )
             if len(there) == len(found) > 1:
                 rows.append({**at, "task": MEAN, **_mean(there)})
-        return pd.DataFrame(rows).reindex(columns=list(COLUMNS))
+        return pd.DataFrame(rows).reindex(columns=list(COLUMNS)).astype(dict.fromkeys(VALUES, float))
 
     def _by_point(self) -> list[tuple[Point, list[tuple[Group, Cell]]]]:
         found: dict[int, tuple[Point, list[tuple[Group, Cell]]]] = {}
