@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 ARGS ?= method=snapkv+think ratio=0.4
 KILLS ?= 100
 
-.PHONY: help run test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-decode bench-kernels bench-sync bench-tiny verify-tables card tables tables-quick claims report audit clean
+.PHONY: help run test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-kernels bench-sync bench-tiny verify-tables card tables tables-quick claims report audit clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -53,6 +53,9 @@ bench-resident: $(VENV)/.ready  ## resident memory of 64 caches of 4k tokens, ag
 
 bench-bytes: $(VENV)/.ready  ## bytes of every method beside its formula; another model with BENCH="model=llama2-7b n=4096"
 	$(PY) -m kvbench bench memory $(BENCH)
+
+bench-time: $(VENV)/.ready  ## time, throughput and peaks end to end; other rows with BENCH="method=full,h2o workloads=512+64x8"
+	$(PY) -m kvbench bench time $(BENCH)
 
 bench-decode: $(VENV)/.ready  ## attention of one decode step by storage format, over the full cache's
 	$(PY) -m kvbench.bench.decode

@@ -51,6 +51,7 @@ class ModelConfig:
     download: bool = runtime(default=False)
     verified: bool = runtime(default=False)
     shape: Mapping[str, int] | None = runtime(default=None)
+    architecture: Mapping[str, Any] | None = runtime(default=None)
 
     def __post_init__(self) -> None:
         allowed = ("auto", "float32", "bfloat16", "float16")

@@ -21,7 +21,7 @@ VERBS = {
     "calibrate": "measure once of a model what a method needs, and keep it (run does it at first use)",
     "data": "which datasets are there, and fetch them with checksums",
     "plot": "figures of papers, computed on a model or drawn again from their data",
-    "bench": "bytes of every method beside its formula, and what papers say about memory",
+    "bench": "what methods cost: bytes beside their formulas, time and throughput beside the full cache",
     "audit": "where papers' printed numbers contradict themselves, and which need no model",
     "reference": "what each preset sets and from where, and what of each paper can be reproduced",
     "list": "what there is: methods, datasets, models, metrics, presets, figures, tables, runs",

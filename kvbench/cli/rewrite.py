@@ -27,7 +27,7 @@ GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "pla
 """The config groups that a command line chooses from, each with an example."""
 LISTED = {"model": "hf", "prompt": "plain", "logger": "wandb"}
 """The groups that hold one entry's keys themselves, with the entry that has them all."""
-MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape")
+MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape", "architecture")
 HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
 PLAIN = re.compile(r"[\w./+%@:-]+")
 

@@ -225,7 +225,7 @@ def _folder(cfg: ModelConfig, folder: Path) -> Source:
         )
     _check_shards(cfg, folder)
     try:
-        config = _scaled(cfg, AutoConfig.from_pretrained(folder))
+        config = scaled(cfg, AutoConfig.from_pretrained(folder))
     except UsageError:
         raise
     except Exception as error:
@@ -261,10 +261,10 @@ def _hub(cfg: ModelConfig) -> Source:
         raise UsageError(f"model={cfg.path} (revision {cfg.revision}): {remedy}") from None
     _check_family(cfg, getattr(config, "model_type", None))
     commit = getattr(config, "_commit_hash", None) or cfg.revision
-    return Source(cfg.path, commit, _scaled(cfg, config), f"{cfg.path}@{commit}")
+    return Source(cfg.path, commit, scaled(cfg, config), f"{cfg.path}@{commit}")
 
 
-def _scaled(cfg: ModelConfig, config: Any) -> Any:
+def scaled(cfg: ModelConfig, config: Any) -> Any:
     """The checkpoint's config with the run's own RoPE scaling, if it asks for one."""
     if cfg.rope_scaling:
         own = getattr(config, "rope_parameters", None)

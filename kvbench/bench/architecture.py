@@ -1,0 +1,86 @@
+"""The model that is timed: a checkpoint, or random weights of the architecture that an entry of conf/model states."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from kvbench.config import ModelConfig
+from kvbench.errors import KvbenchError, UsageError
+from kvbench.model import load
+from kvbench.model.interface import FAMILIES
+from kvbench.shape import from_entry
+
+LEARNED_POSITIONS = ("opt",)
+
+
+def model_config(cfg: ModelConfig) -> PretrainedConfig:
+    """The Hugging Face configuration of the model: its checkpoint's, or with ``weights=random`` the entry's own.
+
+    Raises UsageError for a model that is not there, or that neither has a checkpoint nor states its architecture.
+    """
+    if cfg.weights != "random" or cfg.architecture is None or cfg.shape is None:
+        return load.locate(cfg).config
+    known, shape = dict(cfg.architecture), from_entry(cfg.shape)
+    family = known.pop("model_type", None)
+    if family not in FAMILIES:
+        raise UsageError(
+            f"model.architecture.model_type={family!r} is not possible: kvbench runs {', '.join(FAMILIES)}"
+        )
+    sizes: dict[str, Any] = {"num_hidden_layers": shape.layers, "num_attention_heads": shape.query_heads}
+    if family in LEARNED_POSITIONS:
+        return AutoConfig.for_model(family, **sizes, **known)
+    theta = known.pop("rope_theta")
+    sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(
+        family, **sizes, **known, rope_parameters={"rope_type": "default", "rope_theta": float(theta)}
+    )
+    return load.scaled(cfg, config)
+
+
+def build(cfg: ModelConfig, device: torch.device, layers: int | None = None) -> PreTrainedModel:
+    """The model in eval mode on ``device``; random weights are drawn there. ``layers``: only so many of its layers.
+
+    Raises UsageError where a checkpoint's layers are to be cut, KvbenchError for a model that does not fit.
+    """
+    if cfg.weights != "random":
+        if layers is not None:
+            raise UsageError(f"layers={layers} needs weights=random: a checkpoint keeps all of its layers")
+        return load.load_weights(cfg, load.locate(cfg), device)
+    config = model_config(cfg)
+    if layers is not None:
+        config.num_hidden_layers = min(layers, int(config.num_hidden_layers))
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: config.num_hidden_layers]
+    dtype = load.resolve_dtype(cfg, device, config)
+    try:
+        with torch.device(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except torch.OutOfMemoryError:
+        gc.collect()
+        raise KvbenchError(f"model={cfg.name} does not fit into the memory of {device} as {dtype}") from None
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the model's parameters and buffers, tied ones once."""
+    tensors = {t.untyped_storage().data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    return sum(tensors.values())
+
+
+def step_weight_bytes(model: PreTrainedModel, batch: int) -> int:
+    """Bytes of the weights that one decode step of ``batch`` rows reads: all, but of an embedding only its rows.
+
+    A table that is also the output layer is read whole.
+    """
+    total = weight_bytes(model)
+    output = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            table = module.weight
+            if output is None or output.weight.data_ptr() != table.data_ptr():
+                total -= max(0, table.shape[0] - batch) * table.shape[1] * table.element_size()
+    return total

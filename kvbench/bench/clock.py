@@ -1,0 +1,65 @@
+"""Time on a device: CUDA events on a GPU, which do not hold it up, and the processor's clock elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvbench.model.interface import synchronise
+
+Mark = Any
+"""A moment: seconds of the processor's clock, or an event in a CUDA stream."""
+
+
+@dataclass
+class Clock:
+    """Moments of one pass, and the spans of attention in it."""
+
+    device: torch.device
+    attention: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    def mark(self) -> Mark:
+        """This moment in the device's work."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self) -> None:
+        """Until the device has done all that it was given; spans can be read then."""
+        synchronise(self.device)
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """Between two moments; ``wait`` first."""
+        return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+
+    def attention_seconds(self) -> float:
+        """Spent in attention since the last call; ``wait`` first."""
+        spans, self.attention = self.attention, []
+        return sum(self.seconds(*span) for span in spans)
+
+
+@contextmanager
+def timed_attention(name: str, clock: Clock) -> Iterator[None]:
+    """Take down every call of the attention function registered as ``name``; the plain one comes back on exit."""
+    plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = clock.mark()
+        found = plain(*args, **kwargs)
+        clock.attention.append((start, clock.mark()))
+        return found
+
+    AttentionInterface.register(name, timed)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(name, plain)

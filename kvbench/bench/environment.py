@@ -1,0 +1,78 @@
+"""Where and with what times were measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+import kvbench
+from kvbench.cache import native
+from kvbench.provenance import git_commit
+
+GPU_FACTS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "driver_version")
+PACKAGES = ("transformers", "triton", "accelerate", "optimum-quanto", "hqq", "kvpress", "deepspeed")
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """Device, clocks where they can be read, threads and versions."""
+    cuda = device.type == "cuda"
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if cuda else f"cpu {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "paths": paths(device),
+        "kvbench": kvbench.__version__,
+        "commit": git_commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "versions": {p: v for p in PACKAGES if (v := _version(p))},
+    }
+    if cuda:
+        found |= {"memory": torch.cuda.get_device_properties(device).total_memory, "cuda": torch.version.cuda}
+        found |= {"clocks": clocks(device)}
+    return found
+
+
+def paths(device: torch.device) -> str:
+    """What decode attention runs on: kernels on a GPU, compiled code for packed caches on a CPU, else plain PyTorch."""
+    if device.type == "cpu":
+        return "compiled" if native.available() else "plain"
+    kernels = "kvbench.cache.kernels"
+    return "kernels" if find_spec(kernels) and import_module(kernels).serves(device) else "plain"
+
+
+def clocks(device: torch.device) -> dict[str, str]:
+    """What nvidia-smi says of the device's clocks now; empty where it cannot be asked."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    asked = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader", f"--id={device.index or 0}"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(GPU_FACTS, (part.strip() for part in done.stdout.split(",")), strict=False))
+
+
+def _processor() -> str:
+    try:
+        lines = open("/proc/cpuinfo", encoding="utf-8").read().splitlines()  # noqa: SIM115
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

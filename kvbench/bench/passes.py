@@ -1,0 +1,137 @@
+"""One pass of a method over a workload: prompts read one by one, compressed, and answered as one decode batch.
+
+It goes through the same prefill and the same decode batch as runs do. Random weights know no end of an answer, so every
+row generates all of its tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.accounting import held
+from kvbench.bench.clock import Clock, Mark, timed_attention
+from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
+from kvbench.methods.chain import Chain
+from kvbench.model.adapted import adapted
+from kvbench.model.interface import NAME, attached
+from kvbench.model.prefill import prefill_chains
+from kvbench.model.rows import RowLayer
+from kvbench.model.step import build, step
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass took: seconds, and bytes over all rows.
+
+    ttft: until every row has its first token and the decode batch stands (prefill, compress and build together).
+    total: by a clock of its own around everything; with ``sampled`` decoding, what it would have been.
+    steps: seconds of the decode steps that ran, each by its own marks. tpot: of one step, the mean over the generation.
+    cache_bytes: held after the prompts, payload and overhead. read_bytes: payload that a step finds, on the way.
+    """
+
+    ttft: float
+    prefill: float
+    compress: float
+    build: float
+    decode: float
+    tpot: float
+    attention: float
+    total: float
+    steps: tuple[float, ...]
+    cache_bytes: int
+    read_bytes: float
+    sampled: Sampled | None = None
+    tokens: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def integrated(self) -> bool:
+        """Whether most steps were not run but interpolated."""
+        return self.sampled is not None
+
+
+def run(
+    model: PreTrainedModel, chain: Chain, ids: Tensor, new: int, sample: int | None = None, keep_tokens: bool = False
+) -> Pass:
+    """Read ``ids`` [B, n] and generate ``new`` tokens a row under ``chain``.
+
+    ``sample``: run only so many steps at each of several cache lengths, where the method allows it, and interpolate.
+    Out of memory is raised as PyTorch does.
+    """
+    clock = Clock(model.device)
+    clock.wait()
+    began = time.perf_counter()
+    with torch.no_grad(), timed_attention(NAME, clock):
+        caches = [prefill_chains(model, row, [chain])[0] for row in ids]
+        first = torch.stack([c.logits for c in caches]).argmax(dim=-1)[:, None]
+        clock.wait()
+        prompts = time.perf_counter() - began
+        reading = clock.attention_seconds()
+        cache_bytes = sum(held(layer).total for c in caches for layer in c.layers)
+        prefill, compress = sum(c.prefill_s for c in caches), sum(c.compress_s for c in caches)
+        stretches = windows(new - 1, sample) if sample is not None and moves(caches) else None
+        with adapted(model, chain), attached(model):
+            start = time.perf_counter()
+            batch, seen = build(model, caches, new - 1), caches[0].seen
+            del caches
+            clock.wait()
+            ready = time.perf_counter()
+            decoding = _Decoding(model, batch, seen, first, clock)
+            # counting bytes is no part of the work
+            aside = start - began - prompts + time.perf_counter() - ready
+            for at in [0] if stretches is None else stretches:
+                skip(model, batch, at - batch[0].used)
+                decoding.advance(new - 1 if stretches is None else sample or 0)
+            clock.wait()
+            ended = time.perf_counter()
+            decoding.count()
+    steps = tuple(clock.seconds(*s) for s in decoding.spans)
+    attention, ttft = clock.attention_seconds(), prompts + ready - start
+    found = None if stretches is None else sampled(new - 1, stretches, steps)
+    decode = found.seconds if found is not None else sum(steps)
+    return Pass(
+        ttft=ttft,
+        prefill=prefill,
+        compress=compress,
+        build=ready - start,
+        decode=decode,
+        tpot=decode / (new - 1),
+        attention=reading + attention * decode / sum(steps),
+        total=ttft + decode if found is not None else ended - began - aside,
+        steps=steps,
+        cache_bytes=cache_bytes,
+        read_bytes=sum(decoding.reads) / len(decoding.reads),
+        sampled=found,
+        tokens=torch.cat(decoding.tokens, dim=1).cpu() if keep_tokens else None,
+    )
+
+
+class _Decoding:
+    """The steps of one decode batch; every token is fed on where it is, without a copy to the processor."""
+
+    def __init__(
+        self, model: PreTrainedModel, batch: Sequence[RowLayer], seen: int, first: Tensor, clock: Clock
+    ) -> None:
+        self.model, self.batch, self.seen, self.clock = model, batch, seen, clock
+        self.token, self.tokens = first, [first]
+        self.spans: list[tuple[Mark, Mark]] = []
+        self.reads: list[int] = []
+        self.count()
+
+    def count(self) -> None:
+        """Take down the payload bytes that a step reads now."""
+        self.reads.append(sum(sum(layer.stored()) for layer in self.batch))
+
+    def advance(self, steps: int) -> None:
+        """Run so many steps."""
+        for _ in range(steps):
+            start = self.clock.mark()
+            positions = torch.full_like(self.token, self.seen + self.batch[0].used)
+            self.token = step(self.model, self.batch, self.token, positions)[:, -1].argmax(dim=-1)[:, None]
+            self.spans.append((start, self.clock.mark()))
+            self.tokens.append(self.token)

@@ -1,0 +1,96 @@
+"""Long generations by a few stretches of steps: at several cache lengths, and interpolated between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.cache.coded_rows import CodedRows
+from kvbench.model.interface import head_counts
+from kvbench.model.rows import RowLayer
+from kvbench.shape import from_config
+from kvbench.types import Cache
+
+LENGTHS = 4
+STEPS = 64
+CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A generation of ``steps`` steps of which ``width`` ran from each of ``starts``.
+
+    ``times`` are the mean seconds of a step in each stretch, which stands for the stretch's middle.
+    """
+
+    steps: int
+    width: int
+    starts: tuple[int, ...]
+    times: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole generation: straight lines between the stretches' middles, and on beyond the outer ones."""
+        middles = [s + (self.width - 1) / 2 for s in self.starts]
+        total = 0.0
+        for t in range(self.steps):
+            i = sum(m <= t for m in middles[1:-1])
+            (a, b), (x, y) = middles[i : i + 2], self.times[i : i + 2]
+            total += x + (y - x) * (t - a) / (b - a)
+        return total
+
+
+def sampled(steps: int, starts: Sequence[int], spans: Sequence[float]) -> Sampled:
+    """By the seconds of all steps that ran, in order. Means, not medians: packing comes every so many steps."""
+    width = len(spans) // len(starts)
+    times = (fmean(spans[i * width : (i + 1) * width]) for i in range(len(starts)))
+    return Sampled(steps, width, tuple(starts), tuple(times))
+
+
+def windows(steps: int, width: int) -> list[int] | None:
+    """Where LENGTHS stretches of ``width`` steps begin, evenly from the first step to the last; None if all run."""
+    if steps <= LENGTHS * width:
+        return None
+    return [round(i * (steps - width) / (LENGTHS - 1)) for i in range(LENGTHS)]
+
+
+def moves(caches: Sequence[Cache]) -> bool:
+    """Whether the decode batch of ``caches`` can be brought to a later length without the model.
+
+    Caches that grow take random tokens. Those that evict while decoding choose by attention, which only a step has:
+    they can be sampled where they hold their budget already, so that their size stands still. Latents cannot.
+    """
+    for cache in caches:
+        evictor = cache.chain.evictor
+        if cache.chain.lowrank is not None:
+            return False
+        for i, layer in enumerate(cache.layers if evictor is not None else ()):
+            assert evictor is not None
+            held = map(sum, zip(*(s.counts for s in layer.segments), strict=True))
+            if any(h < share for h, share in zip(held, evictor.shares(layer, i), strict=True)):
+                return False
+    return True
+
+
+def skip(model: PreTrainedModel, batch: Sequence[RowLayer], tokens: int) -> None:
+    """Let every row of ``batch`` hold ``tokens`` more, random ones, without the model."""
+    kv_heads, _ = head_counts(model.config)
+    dim = from_config(model.config).head_dim
+    for layer in batch:
+        packing = [g.coded for g in layer.groups if isinstance(g.coded, CodedRows)]
+        if not layer.groups:
+            continue
+        left = tokens
+        while left > 0:
+            many = 1 if packing else min(left, CHUNK)
+            shape = (len(layer.starts), kv_heads, many, dim)
+            k, v = (torch.randn(shape, device=model.device).to(model.dtype) for _ in range(2))
+            layer.add(k, v)
+            for coded in packing:
+                coded.k.settle()
+                coded.v.settle()
+            left -= many

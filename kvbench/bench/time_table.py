@@ -1,0 +1,151 @@
+"""Timed rows on the page: times with their quartiles, ratios to the row that was measured beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvbench.bench.records import MEASURED, NOT_RUN, Row, base, ratio, value
+from kvbench.render import Sheet, compose
+
+TIMES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("decode", "decode"), ("total", "total"))
+PARTS = (("prefill", "prefill"), ("compress", "compress"), ("build", "build"), ("attention", "attention"))
+BYTES = (("peak_allocated", "peak"), ("peak_reserved", "reserved"), ("cache_bytes", "cache"))
+
+
+def render(rows: Sequence[Row], style: str = "text") -> str:
+    """One block of sheets per model and workload, and what the reader must know."""
+    blocks = dict.fromkeys((r["model"], r["workload"]) for r in rows)
+    parts = []
+    for model, workload in blocks:
+        mine = [r for r in rows if (r["model"], r["workload"]) == (model, workload)]
+        parts.append(
+            f"{model}: prompt + new tokens x rows {workload}\n\n" + compose(list(_sheets(mine, rows)), [], style)
+        )
+    return "\n".join([*parts, compose([], list(_notes(rows)), style)])
+
+
+def _sheets(mine: Sequence[Row], rows: Sequence[Row]) -> Iterator[Sheet]:
+    shown = [r for r in mine if r["status"] != NOT_RUN]
+    head = ("method", "batch", *(name for _, name in TIMES), "tokens/s")
+    body = []
+    for r in shown:
+        to = base(r, rows)
+        cells = [_time(r, q, to) for q, _ in TIMES]
+        body.append((_label(r), str(r["batch"] or "max"), *cells, _speed(r, to)))
+    yield Sheet("times", head, tuple(_marked(r, line) for r, line in zip(shown, body, strict=True)))
+    done = [r for r in shown if r["status"] == MEASURED]
+    if not done:
+        return
+    head = ("method", *(name for _, name in PARTS))
+    yield Sheet("parts", head, tuple((_label(r), *(_time(r, q, base(r, rows)) for q, _ in PARTS)) for r in done))
+    head = ("method", *(name for _, name in BYTES), "step\nmoves", "bound", "reached")
+    lines = []
+    for r in done:
+        roof, to = r["roofline"], base(r, rows)
+        sizes = [_size(r, q, to) for q, _ in BYTES]
+        lines.append(
+            (_label(r), *sizes, _bytes(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %")
+        )
+    yield Sheet("bytes", head, tuple(lines))
+
+
+def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    done = [r for r in rows if r["status"] == MEASURED]
+    if done:
+        repeats = sorted({r["quantities"]["total"]["n"] for r in done})
+        yield (
+            f"Medians of {', '.join(map(str, repeats))} repeats in shuffled order, [quartiles]; N.NNx: over full in "
+            "the same session. TTFT: all rows have their first token and the decode batch stands. TPOT: one step of "
+            "all rows. tokens/s: new tokens of all rows over the total."
+        )
+        facts = done[-1]["facts"]
+        on_cpu = str(facts["device"]).startswith("cpu")
+        yield (
+            "peak, reserved: the most that a process of its own grew by above its imports, and held in all."
+            if on_cpu
+            else "peak, reserved: the most that PyTorch's allocator gave out, and held."
+        )
+        speed = sorted({round(r["roofline"]["bandwidth"] / 1e9, 1) for r in done})
+        yield (
+            "moves: weights, stored keys and values, and the new ones, of a mean step; bound: their time at the "
+            f"bandwidth of a copy ({', '.join(map(str, speed))} GB/s here); reached: bound over TPOT."
+        )
+        yield (
+            f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}, {done[-1]['dtype']}, weights "
+            f"{done[-1]['weights']}, decode attention {facts.get('paths', 'plain')}."
+        )
+    if len({r["session"] for r in done}) > 1:
+        yield "Rows are of several sessions: each has its own full cache, and ratios are to that."
+    if any("integrated" in r["marks"] for r in done):
+        checks = [f"{r['method']} {value(r, 'check'):.3f}" for r in done if value(r, "check") is not None]
+        yield "∫ integrated: steps were run at a few cache lengths and interpolated between them." + (
+            f" Over a full generation: {', '.join(checks)}." if checks else ""
+        )
+    for r in rows:
+        if r["status"] != MEASURED:
+            yield f"{r['status']}: {r['method']} at {r['workload']}{': ' if r['reason'] else ''}{r['reason']}"
+
+
+def _label(row: Row) -> str:
+    mark = " ∫" if "integrated" in row["marks"] else ""
+    return (row["method"] + mark).replace(" ", "\n")
+
+
+def _marked(row: Row, line: tuple[str, ...]) -> tuple[str, ...]:
+    return line if row["status"] == MEASURED else (*line[:2], str(row["status"]), *[""] * (len(line) - 3))
+
+
+def _time(row: Row, quantity: str, to: Row | None) -> str:
+    found = row["quantities"].get(quantity)
+    if found is None:
+        return "—"
+    lines = [_seconds(found["median"])]
+    if found["n"] > 1:
+        lines.append(f"[{_plain(found['q1'])}, {_plain(found['q3'])}]")
+    share = ratio(row, to, quantity)
+    if share is not None and to is not None and to["method"] != row["method"]:
+        lines.append(f"{share:.2f}x")
+    return "\n".join(lines)
+
+
+def _speed(row: Row, to: Row | None) -> str:
+    speed = value(row, "throughput")
+    if speed is None:
+        return "—"
+    share = ratio(row, to, "throughput")
+    return f"{speed:.1f}" + (f"\n{share:.2f}x" if share is not None and to is not row else "")
+
+
+def _size(row: Row, quantity: str, to: Row | None) -> str:
+    size, share = value(row, quantity), ratio(row, to, quantity)
+    if size is None:
+        return "—"
+    return _bytes(size) + (f"\n{share:.2f}x" if share is not None and to is not row else "")
+
+
+def _seconds(s: float) -> str:
+    return f"{s:.2f} s" if s >= 1 else f"{1000 * s:.3g} ms" if s < 0.1 else f"{1000 * s:.0f} ms"
+
+
+def _plain(s: float) -> str:
+    """In the unit that ``_seconds`` has for about as much."""
+    return f"{s:.2f}" if s >= 1 else f"{1000 * s:.3g}" if s < 0.1 else f"{1000 * s:.0f}"
+
+
+def _bytes(n: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n:.0f} B"
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows with their ratios to the full cache of the same session."""
+
+    def ratios(row: Mapping[str, Any]) -> dict[str, float]:
+        to = base(row, rows)
+        found = {q: ratio(row, to, q) for q in row["quantities"]}
+        return {q: r for q, r in found.items() if r is not None}
+
+    return [{**r, "ratios": ratios(r)} for r in rows]

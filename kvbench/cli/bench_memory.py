@@ -1,0 +1,109 @@
+"""bench memory: what methods hold, by the byte, and papers' own arithmetic about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from kvbench.cli.rewrite import rewrite, split_list, top_level
+from kvbench.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from kvbench.config import RunConfig
+    from kvbench.shape import Shape
+
+SIZES = "512,4096"
+KEYS = ("per", "match", "reference", "threads")
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the tables; the status is 1 if bytes held differ from a formula."""
+    given = dict(o.partition("=")[::2] for o in args.overrides)
+    if "paper" in given:
+        return _paper(given, args.json)
+    sizes = [_size(n) for n in split_list(given.get("n", SIZES))]
+    from kvbench import config
+    from kvbench.bench import account
+
+    rest = [alias(o) for o in args.overrides if o.partition("=")[0] != "n"]
+    if "method" not in given:
+        rest.append(f"method={','.join(account.default_methods())}")
+    _refuse_keys(given)
+    results = [
+        _measure(config.parse(config.compose_config(overrides)), sizes, not args.formula, args.json)
+        for overrides in rewrite(rest).runs
+    ]
+    if args.json:
+        print(json.dumps(results[0] if len(results) == 1 else results, indent=1, ensure_ascii=False))
+    return 0 if all(row["agrees"] in (True, None) for r in results for row in r["rows"]) else 1
+
+
+def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict[str, Any]:
+    """The rows of one model at all prompt sizes, printed as they are ready unless ``quiet``."""
+    import torch
+
+    from kvbench import match
+    from kvbench.bench import account
+
+    shape = shape_of(cfg)
+    tiny = cfg.model.path == "embedded:tiny"
+    name = cfg.model.dtype if cfg.model.dtype != "auto" else "float32" if tiny else "float16"
+    dtype = getattr(torch, name)
+    if cfg.threads is not None:
+        torch.set_num_threads(cfg.threads)
+    label = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
+    if not quiet:
+        print(f"{label}: {shape}; {name}\n")
+    rows, found = [], []
+    for n in sizes:
+        settled, matched = match.settle(cfg, shape, dtype.itemsize, n)
+        mine = [account.account(c, shape, n, dtype, build) for c in settled.chains]
+        rows += [r.as_json() for r in mine]
+        found += [{"n": n, **asdict(m)} for m in matched]
+        if not quiet:
+            print(account.render(mine, [str(m) for m in matched]))
+    return {"model": label, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": found}
+
+
+def shape_of(cfg: RunConfig) -> Shape:
+    """The shape in conf/model, else the checkpoint's."""
+    from kvbench.shape import from_config, from_entry
+
+    if cfg.model.shape is not None:
+        return from_entry(cfg.model.shape)
+    from kvbench.model import load
+
+    return from_config(load.locate(cfg.model).config)
+
+
+def _paper(given: dict[str, str], as_json: bool) -> int:
+    from kvbench.bench import figures
+
+    if set(given) != {"paper"}:
+        other = next(k for k in given if k != "paper")
+        raise UsageError(f"{other}={given[other]} is not possible with paper=: a paper's figures have no knobs")
+    found = figures.of(given["paper"])
+    print(json.dumps([f.as_json() for f in found], indent=1, ensure_ascii=False) if as_json else figures.render(found))
+    return 0
+
+
+def _size(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"n={text} is not possible: prompt sizes in tokens, whole numbers, as in n={SIZES}")
+    return int(text)
+
+
+def alias(override: str) -> str:
+    key, sign, value = override.partition("=")
+    return f"{key}={DTYPES.get(value, value)}" if sign and key in ("dtype", "model.dtype") else override
+
+
+def _refuse_keys(given: dict[str, str]) -> None:
+    """Refuse what belongs to runs: nothing is read, answered or stored here."""
+    groups = ("dataset", "prompt")
+    for key in given:
+        if key in groups or (key in top_level() and key not in KEYS) or key.partition(".")[0] in groups:
+            raise unknown("key of bench memory", key, ("model", "method", "n", "paper", "preset", "dtype", *KEYS))

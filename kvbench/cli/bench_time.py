@@ -1,0 +1,227 @@
+"""bench time: seconds, tokens a second and peaks of methods and peers, end to end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.cli.bench_memory import alias
+from kvbench.cli.rewrite import rewrite, split_list, top_level
+from kvbench.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvbench.bench.timing import Entrant, Settings
+    from kvbench.bench.workload import Workload
+    from kvbench.config import RunConfig
+
+OWN = {
+    "workloads": "128+16x4",
+    "repeats": "3",
+    "warmup": "1",
+    "generate": "full",
+    "steps": "64",
+    "check": "false",
+    "peers": "dynamic,static",
+    "memory_limit": "null",
+    "layers": "null",
+    "seed": "0",
+    "name": "time",
+    "folder": "results/bench",
+    "again": "false",
+}
+OTHERS = ("device", "per", "match", "reference", "threads")
+METHODS = "full,snapkv,kivi"
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure what is missing and print all that was asked for; 1 if a row failed."""
+    given = dict(o.partition("=")[::2] for o in args.overrides)
+    own = {**OWN, **{k: v for k, v in given.items() if k in OWN}}
+    _refuse_keys(given)
+    rest = [alias(o) for o in args.overrides if o.partition("=")[0] not in OWN]
+    if "method" not in given:
+        rest.append(f"method={METHODS}")
+    if not {"weights", "model.weights"} & set(given):
+        rest.append("weights=random")
+    from kvbench.bench import time_table
+
+    path = Path(own["folder"]) / f"{_name(own['name'])}.jsonl"
+    rows = [row for overrides in rewrite(rest).runs for row in _one_model(overrides, own, path, args)]
+    if args.plan:
+        return 0
+    if args.json:
+        print(json.dumps(time_table.as_json(rows), indent=1, ensure_ascii=False))
+    else:
+        print(time_table.render(rows), end="")
+        print(f"Rows: {path}")
+    return 1 if any(row["status"] == "failed" for row in rows) else 0
+
+
+def _one_model(
+    overrides: Sequence[str], own: Mapping[str, str], path: Path, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The rows asked for of one model, measured where they are missing."""
+    import torch
+
+    from kvbench import config
+    from kvbench.bench import architecture, records, timing
+    from kvbench.model import load
+
+    cfg = config.parse(config.compose_config(overrides))
+    if cfg.threads is not None:
+        torch.set_num_threads(cfg.threads)
+    device = load.resolve_device(cfg.device)
+    workloads, entrants = _workloads(own["workloads"]), _entrants(cfg, own["peers"])
+    settings = _settings(cfg, overrides, own, device)
+    again, limit = _flag(own, "again"), settings.limit
+    known = records.latest(records.read(path))
+    finished = {} if again else {k: r for k, r in known.items() if r["status"] in records.FINISHED}
+    if args.plan:
+        _plan(entrants, workloads, settings, finished, path)
+        return []
+    loaded: list[PreTrainedModel] = []
+
+    def model() -> PreTrainedModel:
+        if not loaded:
+            say(f"building {cfg.model.name}")
+            loaded.append(architecture.build(cfg.model, device, settings.layers))
+        return loaded[0]
+
+    def say(text: str) -> None:
+        print(f"kvbench: {text}", file=sys.stderr)
+
+    if limit is not None and limit <= 0:
+        raise UsageError(f"memory_limit={limit} is not possible: GiB, above 0")
+    for found in timing.sessions(model, entrants, workloads, settings, finished, say):
+        records.append(path, found)
+    known = records.latest(records.read(path))
+    wanted = [timing.row_key(e, w, settings) for w in workloads for e in entrants]
+    # rows that were measured before stand beside the full cache of their own session
+    beside = [r for r in records.read(path) if r["method"] == "full"]
+    chosen = [known[k] for k in wanted if k in known]
+    return [*chosen] if args.json else _with_bases(chosen, beside)
+
+
+def _with_bases(chosen: list[dict[str, Any]], full: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows whose full cache is of another session say so: they carry the latest one they have."""
+    sessions = {r["session"] for r in chosen if r["method"] == "full"}
+    older = {r["session"] for r in chosen} - sessions
+    return [*chosen, *(dict(r) for r in full if r["session"] in older)]
+
+
+def _entrants(cfg: RunConfig, peers: str) -> list[Entrant]:
+    """The full cache first, then the methods, then the peers."""
+    from kvbench.bench.generators import PEERS, find
+    from kvbench.bench.timing import Entrant
+    from kvbench.config import ChainConfig
+    from kvbench.methods.chain import Chain
+
+    chains = [c for c in cfg.chains if c.chain.stages]
+    names = {"all": list(PEERS), "none": []}.get(peers, split_list(peers))
+    return [
+        Entrant("full", ChainConfig(Chain(), "full")),
+        *(Entrant(c.label, c) for c in chains),
+        *(Entrant(n, peer=find(n)) for n in names),
+    ]
+
+
+def _settings(cfg: RunConfig, overrides: Sequence[str], own: Mapping[str, str], device: Any) -> Settings:
+    from kvbench.bench import architecture, environment
+    from kvbench.bench.timing import Settings
+    from kvbench.model import load
+
+    if own["generate"] not in ("full", "sampled"):
+        raise unknown("value of generate", own["generate"], ("full", "sampled"))
+    dtype = load.resolve_dtype(cfg.model, device, architecture.model_config(cfg.model))
+    name = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
+    facts = {
+        "model": name,
+        "weights": cfg.model.weights,
+        "dtype": str(dtype).removeprefix("torch."),
+        **environment.facts(device),
+    }
+    return Settings(
+        tuple(overrides),
+        facts,
+        repeats=_count(own, "repeats", 1),
+        warmup=_count(own, "warmup", 0),
+        sample=_count(own, "steps", 1) if own["generate"] == "sampled" else None,
+        check=_flag(own, "check"),
+        seed=_count(own, "seed", 0),
+        limit=_gib(own["memory_limit"]),
+        layers=None if own["layers"] == "null" else _count(own, "layers", 1),
+    )
+
+
+def _plan(
+    entrants: Sequence[Entrant],
+    workloads: Sequence[Workload],
+    settings: Settings,
+    finished: Mapping[str, Any],
+    path: Path,
+) -> None:
+    from kvbench.bench.timing import row_key
+
+    for w in workloads:
+        for e in entrants:
+            there = row_key(e, w, settings) in finished
+            missing = e.peer.missing(_device(settings)) if e.peer is not None else ""
+            state = "there" if there else f"not run: {missing}" if missing else "to measure"
+            print(f"{settings.facts['model']}  {w.name:<16} {e.name:<40} {state}")
+    print(f"Rows: {path}")
+
+
+def _device(settings: Settings) -> Any:
+    import torch
+
+    return torch.device("cpu" if str(settings.facts["device"]).startswith("cpu") else "cuda")
+
+
+def _workloads(text: str) -> list[Workload]:
+    from kvbench.bench.workload import parse
+
+    return [parse(part) for part in split_list(text)]
+
+
+def _name(text: str) -> str:
+    if not text or "/" in text or text.startswith("."):
+        raise UsageError(f"name={text} is not possible: the name of a file in folder=, as in name=think")
+    return text
+
+
+def _count(own: Mapping[str, str], key: str, least: int) -> int:
+    if not own[key].isdigit() or int(own[key]) < least:
+        raise UsageError(f"{key}={own[key]} is not possible: a whole number, {least} or more")
+    return int(own[key])
+
+
+def _flag(own: Mapping[str, str], key: str) -> bool:
+    if own[key] not in ("true", "false"):
+        raise UsageError(f"{key}={own[key]} is not possible: true or false")
+    return own[key] == "true"
+
+
+def _gib(text: str) -> float | None:
+    if text == "null":
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise UsageError(f"memory_limit={text} is not possible: GiB, a number above 0, as in memory_limit=40")
+    return found
+
+
+def _refuse_keys(given: Mapping[str, str]) -> None:
+    """Refuse what belongs to runs: no dataset is read, nothing is scored."""
+    for key in given:
+        group = key.partition(".")[0]
+        if group in ("dataset", "prompt") or (key in top_level() and key not in OTHERS):
+            raise unknown("key of bench time", key, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))

@@ -1,0 +1,175 @@
+"""One timed pass: the tokens of runs, times that add up, sampled generations, random weights of known sizes."""
+
+import pytest
+import torch
+
+from kvbench import config
+from kvbench.bench import architecture, generators, passes, roofline
+from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
+from kvbench.bench.workload import Workload, parse, prompts
+from kvbench.cli.rewrite import rewrite
+from kvbench.errors import UsageError
+from kvbench.model.decode import generate_rows
+from kvbench.model.ending import Ending
+from kvbench.model.interface import attached
+from kvbench.model.prefill import prefill_chains
+from kvbench.model.step import build, step
+
+CPU = torch.device("cpu")
+SIZES = {  # parameters as their makers publish them
+    "llama2-7b": 6738415616,
+    "llama2-7b-chat": 6738415616,
+    "llama2-13b-chat": 13015864320,
+    "llama3-8b-instruct": 8030261248,
+    "mistral-7b-instruct-v0.2": 7241732096,
+    "qwen2.5-7b-instruct": 7615616512,
+    "opt-6.7b": 6658473984,
+}
+
+
+def parsed(*arguments):
+    return config.parse(config.compose_config(rewrite(["weights=random", *arguments]).runs[0]))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return architecture.build(parsed("model=tiny").model, CPU)
+
+
+def chains(*methods, **knobs):
+    written = [f"{k}={v}" for k, v in knobs.items()]
+    return [c.chain for c in parsed("model=tiny", f"method={','.join(methods)}", *written).chains]
+
+
+@pytest.mark.parametrize(("name", "parameters"), SIZES.items())
+def test_random_weights_have_the_published_number_of_parameters(name, parameters):
+    made = architecture.build(parsed(f"model={name}").model, torch.device("meta"))
+    assert sum(p.numel() for p in made.parameters()) == parameters
+    assert architecture.build(parsed(f"model={name}").model, torch.device("meta"), 2).config.num_hidden_layers == 2
+
+
+def test_weights_that_a_step_reads_leave_out_an_embedding_that_is_not_the_output(model):
+    tied = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    assert architecture.weight_bytes(model) == tied == architecture.step_weight_bytes(model, 3)
+    untied = architecture.build(parsed("model=tiny").model, CPU)
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.clone())
+    table = untied.lm_head.weight
+    own = tied + table.nbytes - (table.shape[0] - 3) * table.shape[1] * 4
+    assert architecture.step_weight_bytes(untied, 3) == own
+
+
+def test_a_checkpoint_keeps_its_layers():
+    with pytest.raises(UsageError, match="layers=2 needs weights=random"):
+        architecture.build(config.parse(config.compose_config(["model=tiny"])).model, CPU, 2)
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv+think", "kivi", "h2o", "snapkv+kivi", "adakv", "uncomp-stage"])
+def test_a_pass_gives_the_tokens_of_runs_and_times_that_add_up(model, method):
+    (chain,) = chains(method)
+    ids = prompts(Workload(150, 12, 3), 721, 0)
+    found = passes.run(model, chain, ids, 12, keep_tokens=True)
+    caches = [prefill_chains(model, row, [chain])[0] for row in ids]
+    assert found.tokens.tolist() == generate_rows(model, caches, [Ending(12)] * 3)
+    assert found.cache_bytes == sum(c.nbytes() for c in caches)
+    assert len(found.steps) == 11 and not found.integrated
+    assert found.total == pytest.approx(found.ttft + 11 * found.tpot, rel=0.05)
+    assert found.prefill + found.compress + found.build <= found.ttft
+    assert 0 < found.attention < found.total
+
+
+def test_bytes_that_a_step_reads_are_those_of_the_mean_length(model):
+    ids = prompts(Workload(100, 21, 2), 721, 0)
+    found = passes.run(model, chains("full")[0], ids, 21)
+    token = 6 * 2 * 4 * 32 * 4  # layers, keys and values, kv heads, dimension, fp32
+    assert found.read_bytes == 2 * token * (100 + 120) / 2
+
+
+def test_stretches_lie_evenly_and_short_answers_run_whole():
+    assert windows(256, 64) is None
+    assert windows(257, 64) == [0, 64, 129, 193]
+    assert windows(1000, 64) == [0, 312, 624, 936]
+
+
+def test_times_between_stretches_are_interpolated():
+    # a step takes 1 + t / 100 s: the mean of steps 0..9 is 1.045, and lines are exact
+    steps, starts, width = 400, [0, 130, 260, 390], 10
+    spans = [1 + t / 100 for s in starts for t in range(s, s + width)]
+    found = sampled(steps, starts, spans)
+    assert found.times == pytest.approx((1.045, 2.345, 3.645, 4.945))
+    assert found.seconds == pytest.approx(sum(1 + t / 100 for t in range(steps)))
+    bent = Sampled(4, 1, (0, 1, 2, 3), (1.0, 5.0, 2.0, 4.0))
+    assert bent.seconds == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv+think", "kivi", "snapkv+kivi"])
+def test_a_skipped_cache_holds_as_much_as_one_that_was_decoded(model, method):
+    (chain,) = chains(method)
+    ids = prompts(Workload(160, 100, 2), 721, 0)
+    caches = [prefill_chains(model, row, [chain])[0] for row in ids]
+    assert moves(caches)
+    walked, skipped = build(model, caches, 100), build(model, caches, 100)
+    token = torch.zeros(2, 1, dtype=torch.int64)
+    skip(model, skipped, 90)
+    with torch.no_grad(), attached(model):
+        for t in range(91):
+            step(model, walked, token, torch.full_like(token, 160 + t))
+        step(model, skipped, token, torch.full_like(token, 250))
+    assert [layer.stored() for layer in skipped] == [layer.stored() for layer in walked]
+    assert [layer.used for layer in skipped] == [layer.used for layer in walked]
+
+
+def test_a_cache_that_evicts_is_sampled_only_at_its_budget(model):
+    ids = prompts(Workload(160, 8, 1), 721, 0)
+    held = prefill_chains(model, ids[0], chains("scissorhands", "tova", kv_size=64))
+    assert moves(held)
+    # the prompt does not fill the budget: the cache still grows
+    assert not moves(prefill_chains(model, ids[0], chains("tova", kv_size=400)))
+
+
+@pytest.mark.parametrize("method", ["full", "kivi", "tova"])
+def test_a_sampled_pass_is_marked_and_ends_where_a_full_one_does(model, method):
+    (chain,) = chains(method)
+    found = passes.run(model, chain, prompts(Workload(64, 100, 2), 721, 0), 100, sample=8)
+    assert found.integrated and len(found.steps) == 32
+    assert found.sampled.starts == (0, 30, 61, 91) and found.tpot == found.sampled.seconds / 99
+    assert found.total == pytest.approx(found.ttft + 99 * found.tpot)
+
+
+def test_peers_generate_as_many_tokens_and_say_why_they_cannot(model):
+    ids = prompts(Workload(64, 9, 2), 721, 0)
+    for name in ("dynamic", "static"):
+        found = generators.run(model, generators.find(name), ids, 9)
+        assert len(found.steps) == 8 and 0 < found.attention < found.total
+        assert found.total == pytest.approx(found.ttft + 8 * found.tpot, rel=0.2)
+        # 72 tokens are fed at most, the last one is not
+        assert found.cache_bytes in (2 * n * 6 * 2 * 4 * 32 * 4 for n in (72, 73))
+    assert "not installed" in generators.find("deepspeed").missing(CPU) or generators.find("deepspeed").never
+    with pytest.raises(UsageError, match="unknown peer 'vllm'"):
+        generators.find("vllm")
+
+
+def test_the_bound_is_bytes_over_bandwidth(model):
+    found = roofline.of(model, 4, 1e6, 1e9, 0.01)
+    written = 4 * 2 * 6 * 4 * 32 * 4
+    assert found.moved == architecture.weight_bytes(model) + 1e6 + written
+    assert found.fraction == pytest.approx(found.moved / 1e9 / 0.01)
+    assert 1e8 < roofline.copy_bandwidth(CPU, 2**24) < 1e13
+
+
+@pytest.mark.parametrize(("text", "expected"), [("160+338x300", (160, 338, 300)), ("512+32", (512, 32, 1))])
+def test_workloads_as_written(text, expected):
+    found = parse(text)
+    assert (found.prompt, found.new, found.batch) == expected and parse(found.name) == found
+
+
+@pytest.mark.parametrize("text", ["512", "0+4", "8+1", "8+4x0", "8+4xmany", "8-4", "8+4x2x3"])
+def test_workloads_that_are_not_possible(text):
+    with pytest.raises(UsageError, match=r"prompt\+new"):
+        parse(text)
+
+
+def test_rows_have_prompts_of_their_own_and_methods_the_same_ones():
+    ids = prompts(parse("50+2x4"), 721, 3)
+    assert torch.equal(ids, prompts(parse("50+2x4"), 721, 3))
+    assert len({tuple(r) for r in ids.tolist()}) == 4
+    assert parse("50+2xmax").batch is None

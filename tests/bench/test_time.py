@@ -1,0 +1,217 @@
+"""``bench time`` end to end: rows whose numbers agree with each other, resumed, refused, out of memory."""
+
+import json
+
+import pytest
+import torch
+
+from kvbench import config
+from kvbench.bench import architecture, passes, peak, records, time_table, timing
+from kvbench.bench.workload import Workload
+from kvbench.cli.bench_time import OWN
+from kvbench.cli.main import main
+from kvbench.cli.rewrite import rewrite
+from kvbench.config import ChainConfig
+from kvbench.errors import KvbenchError
+from kvbench.methods.chain import Chain
+
+SMALL = ["bench", "time", "method=full,snapkv,kivi", "kv_size=48", "workloads=96+9x3", "repeats=2", "peers=dynamic"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("bench")
+
+
+@pytest.fixture(scope="module")
+def rows(folder):
+    assert main([*SMALL, f"folder={folder}", "name=first"]) == 0
+    return {r["method"]: r for r in records.read(folder / "first.jsonl")}
+
+
+def test_numbers_of_a_row_agree_with_each_other(rows):
+    assert list(rows) == ["full", "snapkv kv_size=48", "kivi", "dynamic"]
+    for row in rows.values():
+        assert row["status"] == "measured", row["reason"]
+        q = {name: found["median"] for name, found in row["quantities"].items()}
+        assert q["ttft"] + 8 * q["tpot"] == pytest.approx(q["total"], rel=0.05 if row["kind"] == "kvbench" else 0.2)
+        speeds = sorted(27 / row["quantities"]["total"][end] for end in ("q1", "median", "q3"))
+        assert speeds[0] * 0.99 <= q["throughput"] <= speeds[2] * 1.01
+        assert row["roofline"]["fraction"] == pytest.approx(row["roofline"]["bound"] / q["tpot"])
+        assert set(row["orders"][0]) == set(rows) and len(row["orders"]) == 2
+
+
+def test_the_peak_is_at_least_weights_and_cache(rows):
+    for name in ("full", "snapkv kv_size=48", "kivi"):
+        q = {k: v["median"] for k, v in rows[name]["quantities"].items()}
+        assert q["weight_bytes"] + q["cache_bytes"] <= q["peak_allocated"] <= q["peak_reserved"]
+        assert rows[name]["facts"]["torch"] == torch.__version__ and rows[name]["facts"]["threads"]
+
+
+def test_a_finished_row_is_not_measured_again(rows, folder, capsys, monkeypatch):
+    def never(*args):
+        raise AssertionError("nothing is missing")
+
+    before = (folder / "first.jsonl").read_text()
+    monkeypatch.setattr(architecture, "build", never)
+    assert main([*SMALL, f"folder={folder}", "name=first"]) == 0
+    assert (folder / "first.jsonl").read_text() == before
+    out = capsys.readouterr().out
+    assert "TTFT" in out and "reached" in out and all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_a_new_method_is_measured_beside_the_full_cache(rows, folder, capsys, monkeypatch):
+    monkeypatch.setattr(peak.Processes, "ask", lambda *a: {"allocated": 1, "reserved": 2})
+    more = [a.replace("full,snapkv,kivi", "full,snapkv,kivi,think") for a in SMALL]
+    assert main([*more, f"folder={folder}", "name=first", "--json"]) == 0
+    found = records.read(folder / "first.jsonl")
+    assert [r["method"] for r in found[len(rows) :]] == ["full", "think ratio=0.4"]
+    shown = {r["method"]: r for r in json.loads(capsys.readouterr().out)}
+    assert shown["think ratio=0.4"]["ratios"]["cache_bytes"] < 1
+    # a ratio is to the full cache of the same session, or there is none
+    assert shown["think ratio=0.4"]["session"] == shown["full"]["session"] != rows["kivi"]["session"]
+
+
+def test_a_plan_measures_nothing(tmp_path, capsys):
+    asked = ["bench", "time", "model=llama2-7b", "method=kivi", "workloads=160+338x300", "peers=all"]
+    assert main([*asked, f"folder={tmp_path}", "--plan"]) == 0
+    out = capsys.readouterr().out
+    assert "160+338x300" in out and "to measure" in out and "deepspeed" in out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("workloads=12", "workloads=12 is not possible"),
+        ("repeats=0", "repeats=0 is not possible: a whole number, 1 or more"),
+        ("generate=some", "unknown value of generate 'some'"),
+        ("peers=vllm", "unknown peer 'vllm'"),
+        ("memory_limit=-1", "memory_limit=-1 is not possible"),
+        ("name=a/b", "name=a/b is not possible"),
+        ("again=yes", "again=yes is not possible: true or false"),
+        ("dataset=tiny", "unknown key of bench time 'dataset'"),
+        ("limit=3", "unknown key of bench time 'limit'"),
+        ("layers=0", "layers=0 is not possible"),
+    ],
+)
+def test_mistakes_are_named(argument, message, tmp_path, capsys):
+    assert main(["bench", "time", f"folder={tmp_path}", argument]) == 2
+    assert message in capsys.readouterr().err
+
+
+def settings(**changes):
+    facts = {"model": "tiny", "weights": "random", "dtype": "float32", "device": "cpu", "threads": 1, "torch": "0"}
+    return timing.Settings(("model=tiny", "model.weights=random"), facts, **{"repeats": 1, "warmup": 0, **changes})
+
+
+def entrants(*methods):
+    cfg = config.parse(config.compose_config(rewrite([f"method={','.join(methods)}"]).runs[0]))
+    return [timing.Entrant("full", ChainConfig(Chain(), "full")), *(timing.Entrant(c.label, c) for c in cfg.chains)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    cfg = config.parse(config.compose_config(rewrite(["model=tiny", "weights=random"]).runs[0]))
+    return architecture.build(cfg.model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "OOM"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "OOM"),
+        (KvbenchError("the model attends a sliding window"), "refused"),
+        (ZeroDivisionError("x"), "failed"),
+    ],
+)
+def test_what_happens_to_one_row_leaves_the_others(error, status, model, monkeypatch):
+    plain = passes.run
+
+    def run(m, chain, *rest):
+        if chain.stages:
+            raise error
+        return plain(m, chain, *rest)
+
+    monkeypatch.setattr(passes, "run", run)
+    monkeypatch.setattr(peak.Processes, "ask", lambda *a: {"allocated": 1, "reserved": 2})
+    found = timing.measure(model, entrants("kivi"), Workload(40, 4, 1), settings())
+    assert [r["status"] for r in found] == ["measured", status] and not found[1]["quantities"]
+    text = time_table.render([r | {"workload": "40+4x1"} for r in found])
+    assert f"{status}: kivi at 40+4x1" in text
+
+
+def test_processes_find_what_fits_and_die_alone():
+    small = {"seed": 0, "layers": None, "sample": None}
+    asked = (("model=tiny", "model.weights=random"), "full")
+    with peak.Processes() as processes:
+        assert processes.ask("peak", *asked, Workload(256, 4, 64), {**small, "limit": 0.03}) == {"oom": True}
+        most = processes.ask("largest", *asked, Workload(256, 4, None), {**small, "limit": 0.05})["batch"]
+        assert 1 <= most < 64
+        found = processes.ask("peak", *asked, Workload(256, 4, 2), {**small, "limit": None})
+        # two rows of 256 tokens of 6 KiB, in their caches and in the batch
+        assert 4 * 256 * 6144 < found["allocated"] < found["reserved"]
+        with pytest.raises(KvbenchError, match="full at 256"):
+            processes.ask("peak", *asked, Workload(256, 4, 2), {**small, "limit": None, "layers": "x"})
+
+
+def test_the_largest_batch_is_timed(model, monkeypatch):
+    answers = {"largest": {"batch": 3}, "peak": {"allocated": 1, "reserved": 2}}
+    monkeypatch.setattr(peak.Processes, "ask", lambda self, what, *rest: answers[what])
+    (row,) = timing.measure(model, entrants("kivi")[:1], Workload(40, 4, None), settings(limit=1.0))
+    assert (row["status"], row["batch"], row["quantities"]["batch"]["median"]) == ("measured", 3, 3)
+    # the search stops short of a whole pass: what does not fit after all loses rows
+    tight = {"largest": lambda b: {"batch": 9}, "peak": lambda b: {"oom": True} if b > 7 else answers["peak"]}
+    monkeypatch.setattr(peak.Processes, "ask", lambda self, what, o, n, w, rest: tight[what](w.batch))
+    (row,) = timing.measure(model, entrants("kivi")[:1], Workload(40, 4, None), settings(limit=1.0))
+    assert (row["status"], row["batch"]) == ("measured", 7)
+    monkeypatch.setattr(peak.Processes, "ask", lambda self, what, *rest: answers[what])
+    answers["largest"] = {"batch": 0}
+    (row,) = timing.measure(model, entrants("kivi")[:1], Workload(40, 4, None), settings(limit=1.0))
+    assert (row["status"], row["reason"]) == ("OOM", "not even one row fits")
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 8, 9, 100])
+def test_the_largest_batch_by_halving(most):
+    tried = []
+
+    def fits(b):
+        tried.append(b)
+        return b <= most
+
+    assert peak.largest(fits, 100) == most and len(tried) <= 14
+    assert peak.largest(lambda b: True, 100) == 100
+
+
+def test_a_check_runs_all_steps_once(model, monkeypatch):
+    monkeypatch.setattr(peak.Processes, "ask", lambda *a: {"allocated": 1, "reserved": 2})
+    found = timing.measure(model, entrants("kivi")[:1], Workload(64, 60, 1), settings(sample=8, check=True))
+    (row,) = found
+    assert row["marks"] == ["integrated"] and 0.2 < row["quantities"]["check"]["median"] < 5
+    assert row["sampled"][0]["starts"] == (0, 17, 34, 51)
+    assert "generation: full 0" in time_table.render([row | {"workload": "64+60x1"}]).replace("full 1", "full 0")
+
+
+def test_rows_survive_a_line_that_was_cut_off(tmp_path):
+    path = tmp_path / "x.jsonl"
+    records.append(path, [{"key": "a", "v": 1}, {"key": "b"}])
+    with path.open("a") as f:
+        f.write('{"key": "c", "v"')
+    assert [r["key"] for r in records.read(path)] == ["a", "b"]
+    records.append(path, [{"key": "a", "v": 2}])
+    assert [r["key"] for r in records.read(path)] == ["a", "b", "a"] and records.latest(records.read(path))["a"][
+        "v"
+    ] == 2
+    path.write_text('{"key": "a"}\nnot json\n{"key": "b"}\n')
+    with pytest.raises(KvbenchError, match="line 2"):
+        records.read(path)
+
+
+def test_medians_and_quartiles():
+    assert records.spread([3.0]) == {"median": 3.0, "q1": 3.0, "q3": 3.0, "n": 1}
+    assert records.spread([1.0, 2.0, 3.0, 4.0, 10.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "n": 5}
+
+
+def test_help_names_every_key():
+    from kvbench.cli.bench import EXAMPLES
+
+    assert all(f"{key}=" in EXAMPLES for key in OWN)
