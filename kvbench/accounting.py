@@ -227,8 +227,11 @@ def decoded(
         return total, total
     pruner = next((s for s in chain.stages if isinstance(s, ChannelPruner)), None)
     ends = [min(most, c + fed) if fed else c for most, c in zip(evictor.shares(layer, index), counts, strict=True)]
-    if pruner is None or (layer.segments[0].key_channels is None and layer.segments[0].value_channels is None):
+    if pruner is None:
         return formula(ends), formula(ends)
+    if layer.segments[0].key_channels is None and layer.segments[0].value_channels is None:
+        # a prompt too short to lose channels, or all thin tokens gone: new ones are whole, however many come
+        return sum(ends) * dense, sum(ends) * dense
     thin = (pruner.kept_keys(head_dim) + pruner.kept_values(head_dim)) * itemsize
     whole = [sum(column) for column in zip([0] * len(ends), *(s.counts for s in layer.segments[1:]), strict=True)]
     least = sum(ends) * thin

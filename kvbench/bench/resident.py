@@ -1,10 +1,11 @@
 """Resident memory of many caches held at once, against the accounted bytes, each method in a process of its own.
 
-    python -m kvbench.bench.resident [--caches 64] [--tokens 4096] [--only kivi]
+    python -m kvbench.bench.resident [--caches 64] [--tokens 4096] [--only kivi] [--small]
 
-Caches are made of random layers by the real stages, in fp16 (full: 4 GiB in all), and stay alive while the process
-is measured. A method's ratio is what its process grew by over what the full cache's process grew by; it must be that of
-the accounted bytes (payload and overhead) within 5 %. The status is 1 if one is not.
+Caches are made of random layers by the real stages, in fp16 (full: 2 GiB in all), and stay alive while the process
+is measured; as many processes run at once as processors and memory allow. A method's ratio is what its process grew by
+over what the full cache's process grew by; it must be that of the accounted bytes (payload and overhead) within 5 %.
+The status is 1 if one is not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ import torch
 from kvbench.accounting import held
 from kvbench.bench.layers import random_layer
 from kvbench.bench.memory import held as resident
+from kvbench.memory import free_bytes
 from kvbench.methods import registry
 from kvbench.methods.layers import Layers
 from kvbench.shape import Shape
@@ -28,13 +33,12 @@ from kvbench.types import LayerCache
 
 LIMIT = 0.05
 WARM = 4
-SHAPE = Shape(layers=2, query_heads=32, kv_heads=16, head_dim=128)
+SHAPE = Shape(layers=2, query_heads=32, kv_heads=8, head_dim=128)
 SMALL = Shape(layers=2, query_heads=8, kv_heads=2, head_dim=64)
 WHY = """\
-Two layers of 16 kv heads of 128 dimensions: as large as 64 full caches fit into 4 GiB. A process
-pays more than a tensor's bytes: large ones are rounded up to pages (4 KiB) of a mapping of their
-own, small ones share pages with what was freed before. That is a share of a small tensor that
-shows, and next to nothing of a large one.
+As large as 64 full caches fit into 2 GiB. A process pays more than a tensor's bytes: large ones are
+rounded up to pages (4 KiB) of a mapping of their own, small ones share pages with what was freed
+before. That is a share of a small tensor that shows, and next to nothing of a large one.
 """
 EIGHTH = {"kv_ratio": 0.125}
 METHODS: dict[str, dict[str, Any]] = {
@@ -82,12 +86,13 @@ def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE) -> dict[str,
     return {"grown": grown, "accounted": sum(held(layer).total for cache in kept for layer in cache)}
 
 
-def report(found: dict[str, dict[str, float]], judged: bool = True) -> int:
-    """Print the ratios to ``full``; 1 if one that is ``judged`` is off by more than LIMIT."""
-    full, status, mib = found["full"], 0, 2**20
+def report(found: Iterable[tuple[str, dict[str, float]]], judged: bool = True) -> int:
+    """Print the ratios to ``full``, which comes first, as they come; 1 if one ``judged`` is off by more than LIMIT."""
+    full, status, mib = None, 0, 2**20
     print(f"{'':26}{'resident':>12}{'accounted':>12}{'measured':>10}{'accounted':>11}{'off':>8}")
     print(f"{'':26}{'MiB':>12}{'MiB':>12}{': full':>10}{': full':>11}{'%':>8}")
-    for name, f in found.items():
+    for name, f in found:
+        full = full or f
         measured, accounted = f["grown"] / full["grown"], f["accounted"] / full["accounted"]
         off = measured / accounted - 1
         # the full cache is what the others are compared with, so its own bytes must be right
@@ -95,15 +100,21 @@ def report(found: dict[str, dict[str, float]], judged: bool = True) -> int:
         status |= missed and judged
         verdict = ("  MISSED" if missed else "  ok") if judged else ""
         row = f"{f['grown'] / mib:12.1f}{f['accounted'] / mib:12.1f}{measured:10.4f}{accounted:11.4f}"
-        print(f"{name:26}{row}{100 * off:+8.1f}{verdict}")
+        print(f"{name:26}{row}{100 * off:+8.1f}{verdict}", flush=True)
     return int(status)
 
 
 def _in_process(name: str, caches: int, tokens: int, small: bool = False) -> dict[str, float]:
     command = [sys.executable, "-m", "kvbench.bench.resident", "--one", name, *(["--small"] if small else [])]
     command += ["--caches", str(caches), "--tokens", str(tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **ALLOCATOR})
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **ALLOCATOR})
     return dict(json.loads(done.stdout))
+
+
+def _at_once(caches: int, tokens: int, shape: Shape) -> int:
+    """How many processes fit beside each other: each may hold as many full caches, and scratch memory for one more."""
+    most = (caches + WARM) * shape.full_bytes(tokens, 2) + 2**30
+    return max(1, min(len(os.sched_getaffinity(0)), int(free_bytes(torch.device("cpu")) // most)))
 
 
 def main() -> int:
@@ -112,20 +123,20 @@ def main() -> int:
     parser.add_argument("--caches", type=int, default=64, help="caches held at once (default 64)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each prompt (default 4096)")
     parser.add_argument("--only", default="", help="methods whose name contains this, besides full")
-    parser.add_argument("--small", action="store_true", help="only the small model, whose ratios are not judged")
+    parser.add_argument("--small", action="store_true", help="a small model instead, whose ratios are not judged")
     parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    shape = SMALL if args.small else SHAPE
     if args.one:
         torch.set_num_threads(1)
-        print(json.dumps(hold(args.one, args.caches, args.tokens, SMALL if args.small else SHAPE)))
+        print(json.dumps(hold(args.one, args.caches, args.tokens, shape)))
         return 0
-    status, names = 0, [m for m in METHODS if m == "full" or args.only in m]
-    for shape in (SMALL,) if args.small else (SHAPE, SMALL):
-        print(f"{args.caches} caches of {args.tokens} tokens each: {shape}, float16")
-        print(WHY if shape == SHAPE else "For comparison, not judged:\n")
-        found = {m: _in_process(m, args.caches, args.tokens, shape == SMALL) for m in names}
-        status |= report(found, shape == SHAPE)
-    return status
+    names = [m for m in METHODS if m == "full" or args.only in m]
+    print(f"{args.caches} caches of {args.tokens} tokens each: {shape}, float16")
+    print("Not judged:\n" if args.small else WHY, flush=True)
+    measure = partial(_in_process, caches=args.caches, tokens=args.tokens, small=args.small)
+    with ThreadPoolExecutor(_at_once(args.caches, args.tokens, shape)) as pool:
+        return report(zip(names, pool.map(measure, names), strict=True), not args.small)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,9 @@ def _plot(names: list[str], pairs: list[str], quiet: bool, stored: bool) -> list
             raise UsageError(
                 f"{key}= is not possible with {', '.join(f.id for f in figures)}: {', '.join(takers)} take it"
             )
+    one = [f.id for f in figures if len(f.knobs.get("bits") or ()) == 1]
+    if one and len(own.get("bits", ())) > 1:
+        raise UsageError(f"bits={','.join(map(str, own['bits']))} is not possible: {one[0]} shows one width, as bits=4")
     if stored and not of_results:
         raise UsageError(f"--stored is not possible with {names[0]}: its data are not in the store, they are computed")
     plain = [p for p in pairs if p.partition("=")[0] not in own]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvbench.errors import unknown
-from kvbench.figures import needle, qhitter, qhitter_results, results, sweeps, think, think_memory, uncomp, vatp
+from kvbench.figures import needle, qhitter, qhitter_results, results, sweeps, think, think_memory, uncomp, uncomp_hidden, vatp
 from kvbench.figures.figure import Figure
 
 _ALL: tuple[Figure[Any], ...] = (
@@ -16,6 +16,7 @@ _ALL: tuple[Figure[Any], ...] = (
     *think.FIGURES,
     *think_memory.FIGURES,
     *uncomp.FIGURES,
+    *uncomp_hidden.FIGURES,
     *vatp.FIGURES,
     *results.FIGURES,
     *needle.FIGURES,

@@ -124,8 +124,8 @@ def energies(reading: Reading) -> pd.DataFrame:
             for h in heads:
                 own = k[h // group : h // group + 1]
                 add((obs.layer, "attention", h), causal_softmax(queries[h : h + 1], own, obs.scale)[0])
-                if h % group == 0:
-                    add((obs.layer, "keys", h // group), own[0])
+            for h in sorted({h // group for h in heads}):
+                add((obs.layer, "keys", h), k[h])
 
         reading.read(ids, Needs(last_q=len(ids)), on_layer)
         reading.tick()
@@ -152,13 +152,14 @@ def draw_energies(data: pd.DataFrame) -> Canvas:
     shade = dict(zip(layers, style.shades(len(layers)), strict=True))
     dash = {n: style.LINES[i % 4] for i, n in enumerate(layers)}
     for i, what in enumerate(("attention", "keys")):
-        for (layer, head), rows in data[data["what"] == what].groupby(["layer", "head"]):
-            label = f"layer {layer}" if i == 0 and head == data["head"].min() else None
+        part = data[data["what"] == what]
+        for (layer, head), rows in part.groupby(["layer", "head"]):
+            label = f"layer {layer}" if i == 0 and head == part["head"].min() else None
             look = {"color": shade[layer], "ls": dash[layer], "lw": 0.8}
             parts[i][0].plot(rows["index"], rows["energy"].clip(lower=1e-12), label=label, **look)
             parts[i][1].plot(rows["index"], rows["cumulative"], **look)
         parts[i][0].set_yscale("log")
-        parts[i][0].set_ylim(max(1e-8, 0.5 * data.loc[data["what"] == what, "energy"].min()), 1.3)
+        parts[i][0].set_ylim(max(1e-8, 0.5 * part["energy"].min()), 1.3)
         parts[i][0].axhline(HIGH, color=style.GREY, lw=0.6, ls=":")
         parts[i][1].axhline(ENOUGH, color=style.GREY, lw=0.6, ls=":")
         parts[i][1].set_ylim(0, 1.02)

@@ -334,9 +334,10 @@ def check_set(stages: Sequence[Stage]) -> None:
     owner = next((s for s in stages if isinstance(s, TokenSelector) and s.packs), None)
     other = next((s for s in stages if s.role in ("prune", "quantise")), None)
     if owner and other:
+        baseline = " (with lam=1: h2o+quant)" if getattr(owner, "lam", None) == 1 else ""
         raise UsageError(
-            f"method={written!r}: {owner.id} owns its quantiser, which packs every token that it keeps; "
-            f"{other.id} has nothing left to store: use h2o+{other.id}, or {owner.id} alone"
+            f"method={written!r}: {owner.id}{baseline} owns its quantiser, which packs every token that it keeps; "
+            f"{other.id} has nothing left to store: use h2o+{other.id}, or {owner.id}{baseline} alone"
         )
     check_altered(stages)
     modifiers = [s.id for s in stages if s.role == "modifier"]

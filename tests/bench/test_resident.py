@@ -24,32 +24,50 @@ def test_every_method_is_built(name):
 )
 def test_a_ratio_off_by_more_than_a_twentieth_fails(grown, status, capsys):
     full, half = ({"grown": float(g), "accounted": float(a)} for g, a in zip(grown, (100, 25), strict=True))
-    assert resident.report({"full": full, "snapkv": half}) == status
+    assert resident.report([("full", full), ("snapkv", half)]) == status
     assert ("MISSED" in capsys.readouterr().out) == bool(status)
 
 
 def test_ratios_of_the_small_shape_are_shown_and_not_judged(capsys):
     off = {"full": {"grown": 100.0, "accounted": 100.0}, "snapkv": {"grown": 40.0, "accounted": 25.0}}
-    assert resident.report(off, judged=False) == 0
+    assert resident.report(off.items(), judged=False) == 0
     shown = capsys.readouterr().out
     assert "+60.0" in shown and "MISSED" not in shown
 
 
-def test_both_shapes_are_measured_and_the_reason_is_printed(monkeypatch, capsys):
+@pytest.mark.parametrize(("small", "shown"), [(False, "rounded up to pages"), (True, "Not judged")])
+def test_the_shape_asked_for_is_measured_and_rows_come_in_order(monkeypatch, capsys, small, shown):
     asked = []
 
-    def measured(name, caches, tokens, small=False):
+    def measured(name, caches, tokens, small):
         asked.append((name, small))
         return {"grown": 8.0 if small and name != "full" else 4.0, "accounted": 4.0}
 
     monkeypatch.setattr(resident, "_in_process", measured)
-    monkeypatch.setattr("sys.argv", ["resident", "--only", "qhitter 4"])
+    monkeypatch.setattr("sys.argv", ["resident", "--only", "qhitter 4", *(["--small"] if small else [])])
     assert resident.main() == 0
-    assert asked == [(m, small) for small in (False, True) for m in ("full", "qhitter 4 bits 12.5 %")]
-    assert "rounded up to pages" in capsys.readouterr().out
+    assert sorted(asked) == [("full", small), ("qhitter 4 bits 12.5 %", small)]
+    text = capsys.readouterr().out
+    assert shown in text and text.index("\nfull") < text.index("\nqhitter")
+
+
+def test_rows_are_printed_as_they_are_measured(capsys):
+    def measured():
+        yield "full", {"grown": 4.0, "accounted": 4.0}
+        assert "\nfull" in capsys.readouterr().out
+        yield "snapkv", {"grown": 1.0, "accounted": 1.0}
+
+    assert resident.report(measured()) == 0
+
+
+@pytest.mark.parametrize(("free", "processors", "most"), [(2**30, 8, 1), (7 * 2**30, 8, 2), (2**40, 3, 3)])
+def test_processes_run_at_once_as_memory_and_processors_allow(monkeypatch, free, processors, most):
+    monkeypatch.setattr(resident, "free_bytes", lambda device: free)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(processors)))
+    assert resident._at_once(64, 4096, resident.SHAPE) == most
 
 
 @pytest.mark.slow
 def test_a_process_holds_what_is_accounted():
     found = {m: resident._in_process(m, 24, 2048) for m in ("full", "kivi 2 bits")}
-    assert resident.report(found) == 0
+    assert resident.report(found.items()) == 0

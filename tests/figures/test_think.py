@@ -38,6 +38,14 @@ def test_energies_of_attention_and_keys():
     assert sorted(data[data["what"] == "keys"]["head"].unique()) == [0, 1]
 
 
+def test_a_head_that_is_not_the_first_of_its_group_shows_its_keys_and_its_layer():
+    made = reading(lengths=(40,), layers=(1,), heads=(3,))
+    data = think.energies(made)
+    assert {(w, h) for w, h in zip(data["what"], data["head"], strict=True)} == {("attention", 3), ("keys", 1)}
+    (legend,) = think.draw_energies(data).legends
+    assert [t.get_text() for t in legend.get_texts()] == ["layer 1"]
+
+
 def test_energies_of_known_matrices():
     assert think.energy(torch.outer(torch.arange(5.0), torch.ones(3))).tolist() == pytest.approx([1, 0, 0], abs=1e-6)
     assert think.energy(3 * torch.eye(4)).tolist() == pytest.approx([0.25] * 4)

@@ -9,7 +9,7 @@ from families import FAMILIES, build
 from figures.readings import activations, reading
 
 from kvbench.errors import UsageError
-from kvbench.figures import uncomp
+from kvbench.figures import uncomp, uncomp_hidden
 
 
 def slow_eigenvalues(rows):
@@ -68,7 +68,7 @@ def test_spectra_and_head_map(known):
 
 def test_hidden_entropy_is_that_of_the_residual_stream():
     made = reading(lengths=(40, 90))  # fewer and more tokens than the 64 hidden channels
-    data = uncomp.hidden_entropy(made)
+    data = uncomp_hidden.hidden_entropy(made)
     for number, p in enumerate(made.prompts):
         hidden = activations(made.model, p.ids)[2]
         rows = data[data["prompt"] == number]
@@ -81,9 +81,9 @@ def test_hidden_entropy_is_that_of_the_residual_stream():
 def test_matrix_entropy_of_known_spectra(n):
     d = 8
     flat = torch.cat([torch.eye(d), -torch.eye(d)])
-    assert uncomp.matrix_entropy(flat) == pytest.approx(math.log(d))
+    assert uncomp_hidden.matrix_entropy(flat) == pytest.approx(math.log(d))
     line = torch.linspace(-1, 2, n)[:, None] * torch.tensor([3.0, 4.0, 0, 0, 0, 0, 0, 1.0])
-    assert uncomp.matrix_entropy(line) == pytest.approx(0, abs=1e-4)
+    assert uncomp_hidden.matrix_entropy(line) == pytest.approx(0, abs=1e-4)
 
 
 def test_a_text_with_fewer_tokens_than_channels_is_refused():
@@ -100,7 +100,7 @@ def test_hooks_are_gone_afterwards():
         return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in made.model.modules())
 
     before = hooks()  # transformers leaves some of its own
-    uncomp.hidden_entropy(made)
+    uncomp_hidden.hidden_entropy(made)
     assert hooks() == before
 
 
@@ -118,7 +118,7 @@ def test_findings_say_what_the_data_say():
     hidden = pd.DataFrame(
         {"prompt": p, "layer": i, "entropy": x} for p in (0, 1) for i, x in enumerate((1, 2 + p, 2.5))
     )
-    assert "rises in 1 of 2 steps, in every step for 1 of 2 samples" in uncomp.say_hidden(hidden)
+    assert "rises in 1 of 2 steps, in every step for 1 of 2 samples" in uncomp_hidden.say_hidden(hidden)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,4 +127,4 @@ def test_all_families(family):
     heads = build(family).config.num_attention_heads
     assert len(uncomp.rank_by_layer(made)) == 9
     assert len(uncomp.head_map(made)) == 3 * heads
-    assert np.isfinite(uncomp.hidden_entropy(made)["entropy"]).all()
+    assert np.isfinite(uncomp_hidden.hidden_entropy(made)["entropy"]).all()

@@ -9,10 +9,12 @@ from calibrations import ready
 from families import build, prompt
 
 import kvbench
+from kvbench.cache.peak import check_bytes, check_peak
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.model.decode import Ending, generate_rows
 from kvbench.model.interface import attached
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import step
@@ -213,3 +215,25 @@ def test_a_fraction_stays_that_of_the_prompt_when_text_is_read_after_it():
     longer = kvbench.extend(model, cache, prompt(40, 5))
     assert [layer.tokens for layer in longer.layers] == [20] * 3
     assert [layer.tokens for layer in kvbench.extend(model, longer, prompt(3, 6)).layers] == [20] * 3
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in PACKED])
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+def test_thin_tokens_answer_in_a_batch_as_alone_and_within_what_is_declared(name, per):
+    """Channels of keys, or of both, are gone behind every selector; some of the prompts are too short to lose any."""
+    model = build("llama")
+    caches = []
+    for n, pruner in itertools.product((length(name), 5, length(name) - 13), ("think", "thinkv")):
+        made = {f"{ENTRIES[name]['method'].split('+')[-1]}.{k}": v for k, v in entry(name).items() if k == "recent"}
+        knobs = {k: v for k, v in entry(name).items() if k not in ("method", "recent")}
+        method = f"{pruner}+{ENTRIES[name]['method']}"
+        made |= {"method": method, f"{pruner}.recent": 5, f"{pruner}.ratio": 0.5, f"{pruner}.observed": 8, **knobs}
+        caches += prefill(model, prompt(n, n), [made], per=per)
+    thin = [any(s.key_channels is not None for layer in c.layers for s in layer.segments) for c in caches]
+    assert all(thin[:2]) and not all(thin)
+    rows = [Ending(12 - i) for i in range(len(caches))]
+    together = generate_rows(model, caches, rows, held=(peaks := {}), stored=(bytes_held := {}))
+    assert together == [generate_rows(model, [c], [r])[0] for c, r in zip(caches, rows, strict=True)]
+    for i, cache in enumerate(caches):
+        check_peak(cache, peaks[i], rows[i].limit - 1)
+        check_bytes(cache, bytes_held[i], 2, 16, torch.float32)

@@ -48,6 +48,7 @@ REFUSED = {
     "flexgen+streamingllm+qhitter": "combines streamingllm and qhitter",
     "tova+thinkv+kivi": "tova evicts tokens while decoding as set here, and kivi packs tokens together",
     "think+flexgen+tova": "tova evicts tokens while decoding as set here; think then leaves new tokens whole",
+    "h2o+quant+think": "qhitter (with lam=1: h2o+quant) owns its quantiser",
     "vatp+kivi": "vatp changes a selector's scores and needs one beside it",
     "kivi+kivi": "names kivi twice",
     "full+kivi": "full keeps everything as it is and is written alone",
