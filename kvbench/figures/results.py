@@ -57,7 +57,7 @@ def draw_pareto(data: pd.DataFrame) -> Canvas:
         filled = style.PALETTE[k] if i < len(style.PALETTE) else "white"
         look: dict[str, Any] = {"color": style.PALETTE[k], "mfc": filled, "marker": style.MARKERS[k], "mew": 0.9}
         if name == FULL:
-            look: dict[str, Any] = {"color": style.GREY, "mfc": style.GREY, "marker": "*", "markersize": 7}
+            look = {"color": style.GREY, "mfc": style.GREY, "marker": "*", "markersize": 7}
         spread = None
         if rows["low"].notna().all():
             spread = (rows["score"] - rows["low"], rows["high"] - rows["score"])
