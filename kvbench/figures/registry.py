@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvbench.errors import unknown
-from kvbench.figures import needle, qhitter, qhitter_results, results, sweeps, think, think_memory, uncomp, uncomp_hidden, vatp
+from kvbench.figures import (
+    needle,
+    qhitter,
+    qhitter_results,
+    results,
+    sweeps,
+    think,
+    think_memory,
+    uncomp,
+    uncomp_hidden,
+    vatp,
+)
 from kvbench.figures.figure import Figure
 
 _ALL: tuple[Figure[Any], ...] = (
