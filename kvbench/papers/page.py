@@ -82,7 +82,7 @@ def grid(view: View, show: str) -> Grid:
 def _facts(setting: str, heading: str) -> Iterator[str]:
     """The parts of a setting that the block's heading does not say already."""
     parts = [p for p in setting.split(";") if p and p.replace("=", " ", 1) not in heading.split(", ")]
-    yield from wrap(" ".join(parts), LABEL)
+    yield from wrap(" ".join(parts), LABEL, break_long_words=False)
 
 
 def _cell(entry: Entry, show: str, stand_in: bool, bold: bool) -> Text:
