@@ -337,5 +337,6 @@ def test_the_source_is_part_of_the_package():
 def test_provenance_says_how_packed_caches_were_read(monkeypatch, device, on):
     monkeypatch.setenv(build.SWITCH, "on" if on else "off")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setenv("KVBENCH_KERNELS", "off")  # probing them would need a GPU
     found = provenance(SimpleNamespace(device=torch.device(device), dtype=torch.float32), 1)["packed"]
     assert found == ("compiled" if device == "cpu" and on and build.find_compiler() else "plain")

@@ -115,7 +115,7 @@ def test_a_pair_is_refused_exactly_if_it_cannot_form_a_method(pair):
         with pytest.raises(UsageError, match=r"stores (none|latents)"):
             registry.parse(written)
     elif any(getattr(stage_of(m), "evicts", False) for m in pair) and (
-        {"lowrank", "prune", "mask"} & set(roles)
+        {"lowrank", "mask"} & set(roles)
         or any(stage_of(m).role == "quantise" and not stage_of(m).by_token for m in pair)
     ):
         with pytest.raises(UsageError, match="evicts tokens while decoding"):
