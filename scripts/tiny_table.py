@@ -33,7 +33,7 @@ TABLES = {
     ],
     "tiny-h2o": ["method=h2o", "variant=all,win,orig,uncomp", BUDGETS],
     "tiny-thresholds": ["method=refreekv,twilight", "T=0.01,0.05,0.1,0.2", "p=0.85,0.95"],
-    "tiny-channels": ["method=think,l1,l2", "ratio=0.3,0.5,0.7"],
+    "tiny-channels": ["method=think,l1,l2", "ratio=0.3,0.4,0.5,0.6,0.7"],
     "tiny-values": ["method=think,thinkv", "ratio=0.3,0.4", "value_ratio=0.1,0.3,0.4"],
     "tiny-bits": ["method=kivi,think+kivi,flexgen", "bits=2,4,8", "group=32", "residual=32"],
     "tiny-qhitter": ["method=qhitter,h2o+quant", "bits=8,4,3,2", "kv_ratio=0.5,0.25"],
