@@ -41,9 +41,9 @@ def main(args: argparse.Namespace) -> int:
     """Measure what is missing and print; refused rows make the exit status 1."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.errors import unknown
-    from kvbench.papers import declared, page
+    from kvbench.papers import declared, grid, page
 
-    for name, value, allowed in (("--show", args.show, page.SHOWS), ("--format", args.format, page.FORMATS)):
+    for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
         if value not in allowed:
             raise unknown(f"value of {name}", value, allowed)
     given = dict(o.partition("=")[::2] for o in args.overrides)

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvbench import archive
 from kvbench.papers import declared, measured
 from kvbench.papers.declared import Declared
-from kvbench.papers.page import Grid, Text, grid, notes
+from kvbench.papers.grid import Grid, Text, grid, notes, runs
 from kvbench.papers.view import View, view
 from kvbench.store import ResultStore
 
@@ -71,11 +71,4 @@ def _lines(text: Text) -> str:
 
 
 def _spans(groups: Sequence[str]) -> str:
-    out, at = [], 0
-    while at < len(groups):
-        end = at
-        while end < len(groups) and groups[end] == groups[at]:
-            end += 1
-        out.append(f'<th colspan="{end - at}">{html.escape(groups[at])}</th>')
-        at = end
-    return "".join(out)
+    return "".join(f'<th colspan="{count}">{html.escape(name)}</th>' for name, count in runs(groups))

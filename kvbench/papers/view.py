@@ -6,7 +6,7 @@ Averages are computed here from the cells, never taken from the paper; what it s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.metrics import metric, stats
-from kvbench.papers.declared import BUDGET, MEANS, SCORE, Column, Declared, Row
-from kvbench.papers.exact import exact
+from kvbench.papers.declared import BUDGET, MEANS, SCORE, Column, Row
+from kvbench.papers.exact import Exact, exact
 from kvbench.papers.measured import Line, Ours
 from kvbench.papers.published import MARKS, Published
 from kvbench.report import FEWEST
@@ -69,10 +69,34 @@ class View:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Line, tuple[Entry, ...]], ...]
 
-    @property
-    def budgets(self) -> bool:
-        """Whether the paper prints what share of the cache its cells kept."""
-        return any(c.what == BUDGET for c in self.ours.declared.columns)
+
+@dataclass(frozen=True)
+class _Reading:
+    """A table being read: several columns and rows can show one cell, which is read from the store once."""
+
+    ours: Ours
+    exact: Mapping[Published, Exact]
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    pairs: dict[str, Pairs] = field(default_factory=dict)
+    relatives: dict[str, tuple[float | None, tuple[float, float] | None]] = field(default_factory=dict)
+
+    def value(self, line: Line, column: Column) -> dict[str, Any]:
+        found = self.ours.cell(line, column)
+        if found is None:
+            return self.ours.value(line, column)
+        if found[1].id not in self.values:
+            self.values[found[1].id] = self.ours.value(line, column)
+        return self.values[found[1].id]
+
+    def paired(self, line: Line, column: Column, cell: str) -> Pairs:
+        if cell not in self.pairs:
+            self.pairs[cell] = _pairs(self.ours, line, column)
+        return self.pairs[cell]
+
+    def relative(self, line: Line, column: Column, cell: str) -> tuple[float | None, tuple[float, float] | None]:
+        if cell not in self.relatives:
+            self.relatives[cell] = _relative(self.paired(line, column, cell), _lower(self.ours, column))
+        return self.relatives[cell]
 
 
 def view(ours: Ours) -> View:
@@ -80,20 +104,23 @@ def view(ours: Ours) -> View:
     # what a score kept of the cache stands below the score
     columns = tuple(c for c in ours.declared.columns if c.what != BUDGET) or ours.declared.columns
     averaged = bool(ours.declared.scores) and any(c.dataset in MEANS for c in ours.declared.printed)
+    table = ours.declared
+    reading = _Reading(ours, {e.cell: e for e in exact(table.paper, table.table)})
     rows = []
     for line in ours.lines:
-        entries = tuple(_entry(ours, line, c) for c in columns)
-        rows.append((line, (*entries, *([_average(ours, line, columns, entries)] if averaged else []))))
+        entries = tuple(_entry(reading, line, c) for c in columns)
+        rows.append((line, (*entries, *([_average(reading, line, columns, entries)] if averaged else []))))
     return View(ours, (*columns, *([AVERAGE] if averaged else [])), tuple(rows))
 
 
-def _entry(ours: Ours, line: Line, column: Column) -> Entry:
+def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
+    ours = reading.ours
     printed = line.row.cells.get(column.name)
     budget = line.row.cells.get(Column(column.dataset, BUDGET).name) if column.what == SCORE else None
     whole = _printed_full(ours, line.row, column)
     found: dict[str, Any] = {"status": "missing", "reason": line.skipped}
     if column.what == SCORE:
-        found = ours.value(line, column)
+        found = reading.value(line, column)
     base: dict[str, Any] = {
         "status": found["status"] if printed is not None else "none",
         "reason": found.get("reason", ""),
@@ -102,11 +129,11 @@ def _entry(ours: Ours, line: Line, column: Column) -> Entry:
         "mark": MARKS.get(printed.certainty, "") if printed else "",
         "published_budget": budget.value if budget else None,
         "printed": printed.printed if printed else "",
-        "exact": _exact(ours.declared, printed),
+        "exact": _exact(reading.exact.get(printed)) if printed else "",
     }
     if printed is None or found["status"] != "measured" or found["score"] is None:
         return Entry(**base)
-    relative, interval = _relative(_pairs(ours, line, column), _lower(ours, column))
+    relative, interval = reading.relative(line, column, found["cell"])
     return replace(
         Entry(**base),
         ours=found["score"],
@@ -120,8 +147,9 @@ def _entry(ours: Ours, line: Line, column: Column) -> Entry:
     )
 
 
-def _average(ours: Ours, line: Line, columns: Sequence[Column], entries: Sequence[Entry]) -> Entry:
+def _average(reading: _Reading, line: Line, columns: Sequence[Column], entries: Sequence[Entry]) -> Entry:
     """The mean over columns as the paper takes it; on a stand-in over distinct tasks only."""
+    ours = reading.ours
     relative = ours.declared.average == "relative"
     columns, entries = zip(*((c, e) for c, e in zip(columns, entries, strict=True) if c.what == SCORE), strict=True)
     stated = line.row.cells.get(AVERAGE.name) or next(
@@ -149,7 +177,7 @@ def _average(ours: Ours, line: Line, columns: Sequence[Column], entries: Sequenc
     distinct = {ours.tasks[c.dataset]: (c, e) for c, e in reversed(scored)}
     chosen = list(distinct.values()) if ours.stand_in else scored
     scores = [e.relative if relative else e.ours for _, e in chosen]
-    share, interval = _mean_relative([_pairs(ours, line, c) for c, _ in chosen], relative)
+    share, interval = _mean_relative([reading.paired(line, c, e.cell) for c, e in chosen], relative)
     known_scores = [s for s in scores if s is not None]
     return Entry(
         **{**base, "status": "measured"},
@@ -161,9 +189,8 @@ def _average(ours: Ours, line: Line, columns: Sequence[Column], entries: Sequenc
     )
 
 
-def _exact(table: Declared, printed: Published | None) -> str:
-    """✓ where the printed value can be recomputed and is right, what it should be where it is not, else nothing."""
-    found = next((e for e in exact(table.paper, table.table) if e.cell == printed), None)
+def _exact(found: Exact | None) -> str:
+    """✓ where a printed value can be recomputed and is right, what it should be where it is not, else nothing."""
     return "" if found is None else "✓" if found.ok else f"recomputed {found.shown}"
 
 

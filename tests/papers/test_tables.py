@@ -11,7 +11,7 @@ from kvbench import presets
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import rewrite
 from kvbench.config import compose_config, parse
-from kvbench.papers import declared, measured, page, standin
+from kvbench.papers import declared, grid, measured, page, standin
 from kvbench.papers.declared import Column
 from kvbench.papers.view import view
 from kvbench.store_files import line_of
@@ -109,7 +109,7 @@ def test_shares_are_paired_with_the_full_cache(store):
     )
 
 
-@pytest.mark.parametrize("show", page.SHOWS)
+@pytest.mark.parametrize("show", grid.SHOWS)
 @pytest.mark.parametrize("style", ["text", "md", "latex", "html"])
 def test_every_view_in_every_format(store, capsys, style, show):
     arguments = ["think/4", f"results={store}", *SMALL, "--stored", "--format", style, "--show", show]

@@ -1,0 +1,197 @@
+"""A paper's table as text: the paper's layout, our numbers beside the printed ones, and what the reader must know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from textwrap import wrap
+
+from kvbench.papers import standin
+from kvbench.papers.view import Entry, View, best, by_block
+
+SHOWS = ("both", "ours", "published", "delta")
+WRONG = ("refused", "failed")
+LABEL = 22
+"""Characters of a line of a row's setting."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """One cell as text, line by line; the first is bold where it is the best of its block."""
+
+    lines: tuple[str, ...]
+    bold: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text: groups and names of columns, and blocks of rows below headings."""
+
+    names: tuple[str, ...]
+    groups: tuple[str, ...]
+    blocks: tuple[tuple[str, tuple[tuple[Text, ...], ...]], ...]
+
+
+def grid(view: View, show: str) -> Grid:
+    """The cells as text: one of SHOWS, or ``beside``, the printed side in the unit of ours."""
+    stand_in = view.ours.stand_in
+    printed = show in ("published", "beside")
+    shown = "published" if printed else "relative" if stand_in else "ours"
+    blocks = []
+    for heading, indices in by_block(view.rows, view.ours.declared.blocks).items():
+        compressed = [i for i in indices if view.rows[i][0].row.method != "full"]
+        top = [best([view.rows[i][1][c] for i in compressed], shown) for c in range(len(view.columns))]
+        rows = []
+        for i in indices:
+            line, entries = view.rows[i]
+            label = Text((line.row.method, *(_facts(line.row.setting, heading))))
+            if line.row.method == "full":  # its share of itself needs no interval
+                entries = tuple(replace(e, relative_ci=None) for e in entries)
+            cells = [
+                _cell(e, show, stand_in, i in compressed and top[c] is not None and getattr(e, shown) == top[c])
+                for c, e in enumerate(entries)
+            ]
+            rows.append((label, *cells))
+        blocks.append((heading, tuple(rows)))
+    names = tuple(c.name for c in view.columns)
+    return Grid(("", *names), ("", *(c.group for c in view.columns)), tuple(blocks))
+
+
+def _facts(setting: str, heading: str) -> Iterator[str]:
+    """The parts of a setting that the block's heading does not say already."""
+    parts = [p for p in setting.split(";") if p and p.replace("=", " ", 1) not in heading.split(", ")]
+    yield from wrap(" ".join(parts), LABEL, break_long_words=False)
+
+
+def _cell(entry: Entry, show: str, stand_in: bool, bold: bool) -> Text:
+    ours = _ours(entry, stand_in)
+    printed = _printed(entry, stand_in and show != "published")
+    if show == "ours":
+        lines = [*ours, _kept(entry.budget)] if entry.published_budget is not None else ours
+    elif show in ("published", "beside"):
+        lines = [printed, _kept(entry.published_budget)]
+    elif show == "delta":
+        lines = [_delta(entry, stand_in)]
+    else:
+        lines = [*ours, f"({printed})" if stand_in or not printed else _beside(entry, printed)]
+        if entry.published_budget is not None:
+            lines.append(f"{_kept(entry.budget)} ({entry.published_budget:.0f}%)".strip())
+    return Text(tuple(line for line in lines if line not in ("", "()")), bold)
+
+
+def _kept(percent: float | None) -> str:
+    return "" if percent is None else f"kept {percent:.0f}%"
+
+
+def _ours(entry: Entry, stand_in: bool) -> list[str]:
+    if entry.status == "none":
+        return [""]
+    if entry.status in WRONG:
+        return ["✗"]
+    value, ci = (entry.relative, entry.relative_ci) if stand_in else (entry.ours, entry.ci)
+    if entry.status == "missing" or value is None:
+        return ["" if entry.exact else "—"]
+    digits = 1 if stand_in else 2
+    interval = f"[{ci[0]:.0f}, {ci[1]:.0f}]" if ci else ""
+    return [_number(value, digits), interval]
+
+
+def _printed(entry: Entry, relative: bool) -> str:
+    value = entry.published_relative if relative else entry.published
+    if entry.status == "none" and value is None:
+        return ""
+    if relative and value is None and entry.published is not None:
+        return f"{_number(entry.published, 2)}{entry.mark} abs"
+    text = entry.printed if entry.printed and not relative else _number(value, 1 if relative else 2)
+    text += entry.mark
+    if entry.exact and not relative:
+        text += f" {entry.exact}"
+    if entry.stated is not None and not relative:
+        text += f" stated {_number(entry.stated, 2)}"
+    return text
+
+
+def _beside(entry: Entry, printed: str) -> str:
+    return f"({printed}, Δ {_number(entry.delta, 2, sign=True)})" if entry.delta is not None else f"({printed})"
+
+
+def _delta(entry: Entry, stand_in: bool) -> str:
+    """Ours minus the paper's; on a stand-in of the shares of the full cache."""
+    if entry.status in ("none", *WRONG):
+        return "" if entry.status == "none" else "✗"
+    if not stand_in:
+        return _number(entry.delta, 2, sign=True)
+    if entry.relative is None or entry.published_relative is None:
+        return "—"
+    return _number(entry.relative - entry.published_relative, 1, sign=True)
+
+
+def notes(view: View) -> list[str]:
+    """What the reader must know: what the numbers are, n, marks, refusals, the mapping of a stand-in."""
+    ours, declared = view.ours, view.ours.declared
+    entries = [e for _, row in view.rows for e in row]
+    lines = []
+    if ours.run is None:
+        pass
+    elif ours.stand_in:
+        lines.append(
+            f"Stand-in: {ours.model} is none of the paper's models ({', '.join(declared.models())}). Numbers are per "
+            "cent of its own full cache, in brackets those of the paper's models; compare orders, not values."
+        )
+        if any(e.published is not None and e.published_relative is None for e in entries):
+            lines.append("abs: as printed, since the paper has no full-cache row of that model.")
+        if ours.model == standin.MODEL and ours.tasks:
+            lines.append(f"Tasks of the tiny suite: {standin.mapping(ours.tasks)}. Averages count each task once.")
+            if declared.length != standin.PROMPT:
+                lines.append(
+                    f"Numbers of tokens are scaled by {standin.PROMPT}/{declared.length}: 512 there are "
+                    f"{round(512 * standin.PROMPT / declared.length)} here; windows likewise, down to 2."
+                )
+    else:
+        lines.append("Ours (published, Δ ours minus published); averages are computed from the cells.")
+    counts = sorted({e.n for e in entries if e.n})
+    if counts:
+        lines.append(
+            f"n = {', '.join(map(str, counts))} of {max(e.of for e in entries)} examples a cell; [a, b]: 95 % "
+            "bootstrap interval" + (" of paired examples." if ours.stand_in else ".")
+        )
+    for mark, text in (("?", "suspect"), ("~", "repaired")):
+        if any(e.mark == mark for e in entries):
+            lines.append(f"{mark}: the printed value is {text} (kvbench/papers/{declared.paper}).")
+    wrong = sum(e.stated is not None for e in entries)
+    if wrong:
+        lines.append(f"{wrong} averages that the paper states do not follow from its cells (--show published).")
+    recomputed = [e.exact for e in entries if e.exact]
+    if recomputed:
+        right = recomputed.count("✓")
+        lines.append(
+            f"✓: {right} of {len(recomputed)} printed values that need no model follow from what they rest on."
+        )
+    refused = {e.reason: line.row.name for line, row in view.rows for e in row if e.status in WRONG}
+    lines += [f"✗ {name}: {reason}" for reason, name in refused.items()]
+    skipped = list(dict.fromkeys(line.skipped for line, _ in view.rows if line.skipped))
+    if skipped:
+        lines.append(f"— not run here: {', '.join(skipped)}.")
+    if ours.absent:
+        lines.append(f"— datasets that are not here: {', '.join(ours.absent)} (python -m kvbench data status).")
+    return [*lines, *declared.sources]
+
+
+def title(view: View) -> str:
+    """One line: which table, what it shows, on which model."""
+    declared = view.ours.declared
+    if view.ours.run is None:
+        return f"{declared.id}: {declared.title} — as printed"
+    return f"{declared.id}: {declared.title} — {view.ours.model}{' (stand-in)' if view.ours.stand_in else ''}"
+
+
+def runs(groups: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Neighbouring columns of one group: its name, and how many there are."""
+    return ((name, len(list(members))) for name, members in groupby(groups))
+
+
+def _number(value: float | None, digits: int, sign: bool = False) -> str:
+    if value is None:
+        return "—"
+    return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
