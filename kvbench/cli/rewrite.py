@@ -50,6 +50,7 @@ def rewrite(arguments: Sequence[str], multirun: bool = False) -> Command:
     given = dict(pairs)
     methods = split_list(given.get("method", "snapkv+think"))
     chains = [registry.split(m) for m in methods]
+    registry.check_sets(methods)
     datasets = split_list(given.get("dataset", "tiny"))
     names = _datasets(datasets)
     wanted = split_list(given.get("model", "tiny"))

@@ -34,11 +34,10 @@ class AdaKV(SnapKV):
     floor: float = 0.2
     floor_rule: str = "mixed"
 
-    def __post_init__(self) -> None:
-        real = isinstance(self.floor, (int, float)) and not isinstance(self.floor, bool)
-        self.require("floor", real and 0 <= self.floor <= 1, "a fraction of an even share, 0 to 1 (1: even shares)")
+    def check(self) -> None:
+        self.require("floor", 0 <= self.floor <= 1, "a fraction of an even share, 0 to 1 (1: even shares)")
         self.require("floor_rule", self.floor_rule in FLOORS, " or ".join(FLOORS))
-        super().__post_init__()
+        super().check()
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         size = self.budget(n, layer, n_layers)

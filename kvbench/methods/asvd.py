@@ -45,13 +45,13 @@ class Asvd(LowRankStage):
     ranks_by: str = "sensitivity"
     probes: int = 4
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        real = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)
-        self.require("alpha", real and self.alpha >= 0, "a number, 0 or more")
+    def check(self) -> None:
+        super().check()
+        self.require("alpha", self.alpha >= 0, "a number, 0 or more")
         self.require("ranks_by", self.ranks_by in RANKS, " or ".join(RANKS))
-        ok = isinstance(self.probes, int) and not isinstance(self.probes, bool) and 1 <= self.probes <= self.samples
-        self.require("probes", ok, f"a whole number of windows, 1 to samples={self.samples}")
+        self.require(
+            "probes", 1 <= self.probes <= self.samples, f"a whole number of windows, 1 to samples={self.samples}"
+        )
 
     def recipe(self) -> Recipe | None:
         knobs: dict[str, object] = {"sensitivity": self.ranks_by == "sensitivity"}

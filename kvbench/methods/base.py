@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -17,6 +17,7 @@ from kvbench.cache import ops
 from kvbench.cache.slots import Slots
 from kvbench.calibration.recipe import Calibration, Recipe
 from kvbench.errors import UsageError
+from kvbench.methods.knobs import Knobs, are_layers
 from kvbench.methods.promises import Block as Block
 from kvbench.methods.promises import Capacity as Capacity
 from kvbench.methods.promises import Expected as Expected
@@ -32,13 +33,12 @@ DEFAULT_RATIO = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class Stage(Knobs):
     """One step of a method. Subclasses are frozen dataclasses whose fields are the knobs that users type.
 
     Fields marked with ``metadata={"knob": False}`` are not: a stage's calibration is bound to it, see ``recipe``.
     """
 
-    id: ClassVar[str]
     role: ClassVar[Role]
     revision: ClassVar[int] = 1
     families: ClassVar[tuple[str, ...] | None] = None  # None: every family
@@ -117,25 +117,6 @@ class Stage:
         """
         return list(caches)
 
-    def knobs(self) -> dict[str, Any]:
-        """The stage's knobs by name, numbers in their declared type: 1 and 1.0 are one budget."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if is_knob(f)}
-        reals = {f.name for f in fields(self) if str(f.type).startswith("float")}
-        return {k: float(v) if k in reals and v is not None else v for k, v in found.items()}
-
-    def require(self, knob: str, ok: bool, allowed: str) -> None:
-        """Raise UsageError naming the knob, its value and what is allowed, unless ``ok``."""
-        if not ok:
-            raise UsageError(
-                f"method.{self.id}.{knob}={getattr(self, knob)!r} is not possible: {allowed} "
-                f"(see conf/method/{self.id}.yaml)"
-            )
-
-
-def is_knob(f: Field[Any]) -> bool:
-    """Whether a field of a stage is a knob: what a user may set."""
-    return bool(f.metadata.get("knob", True))
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSelector(Stage):
@@ -152,9 +133,8 @@ class TokenSelector(Stage):
 
     frozen_layers: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        self.require("frozen_layers", isinstance(self.frozen_layers, (list, tuple)), "a list of layer numbers")
-        self.require("frozen_layers", all(_whole(i) and i >= 0 for i in self.frozen_layers), "a list of layer numbers")
+    def check(self) -> None:
+        self.require("frozen_layers", are_layers(self.frozen_layers), "a list of layer numbers")
         object.__setattr__(self, "frozen_layers", tuple(sorted(set(self.frozen_layers))))
 
     def check_layers(self, n_layers: int) -> None:
@@ -198,8 +178,8 @@ class Selector(TokenSelector):
     kv_ratio: float | None = None
     kv_round: bool | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         if self.kv_size is not None and self.kv_ratio is not None:
             raise UsageError(
                 f"method.{self.id}: kv_size={self.kv_size} and kv_ratio={self.kv_ratio} are two ways to say one "
@@ -209,12 +189,10 @@ class Selector(TokenSelector):
             object.__setattr__(self, "kv_ratio", DEFAULT_RATIO)
         floor = self.sink_size() + self.window_size()
         if self.kv_size is not None:
-            ok = _whole(self.kv_size) and self.kv_size > floor
             parts = f"sinks {self.sink_size()} + window {self.window_size()}"
-            self.require("kv_size", ok, f"a whole number of tokens above {floor} ({parts})")
+            self.require("kv_size", self.kv_size > floor, f"a whole number of tokens above {floor} ({parts})")
         if self.kv_ratio is not None:
-            ok = isinstance(self.kv_ratio, (int, float)) and 0 < self.kv_ratio <= 1
-            self.require("kv_ratio", ok, "a fraction of the prompt kept, above 0 and at most 1")
+            self.require("kv_ratio", 0 < self.kv_ratio <= 1, "a fraction of the prompt kept, above 0 and at most 1")
 
     def require_one_budget(self, knob: str) -> None:
         """Raise UsageError if kv_size or kv_ratio is set beside ``knob``, which is a budget of its own."""
@@ -341,7 +319,3 @@ class Mask(Stage):
     def mask(self, weights: torch.Tensor) -> torch.Tensor:
         """Which of the estimated attention weights [B, Hq, T, S] are attended: bool, at least one in every row."""
         raise TypeError(f"{type(self).__name__} does not say what it masks")
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -50,16 +50,14 @@ class Cake(EvictingSelector):
     tau2: float = 1.0
     decode_evict: bool = True
 
-    def __post_init__(self) -> None:
-        self.require("window", isinstance(self.window, int) and self.window >= 2, "a whole number of tokens, 2 or more")
-        odd = isinstance(self.kernel, int) and self.kernel >= 1 and self.kernel % 2 == 1
+    def check(self) -> None:
+        self.at_least("window", 2, "tokens")
+        odd = self.kernel >= 1 and self.kernel % 2 == 1
         self.require("kernel", odd, "an odd whole number, 1 or more (1: no pooling)")
-        self.require("gamma", isinstance(self.gamma, (int, float)) and self.gamma >= 0, "a number, 0 or more")
+        self.require("gamma", self.gamma >= 0, "a number, 0 or more")
         for knob in ("tau1", "tau2"):
-            value = getattr(self, knob)
-            self.require(knob, isinstance(value, (int, float)) and value > 0, "a number above 0")
-        self.require("decode_evict", isinstance(self.decode_evict, bool), "true or false")
-        super().__post_init__()
+            self.require(knob, getattr(self, knob) > 0, "a number above 0")
+        super().check()
 
     @property
     def evicts(self) -> bool:

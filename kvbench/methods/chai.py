@@ -15,6 +15,7 @@ from kvbench.cache import ops
 from kvbench.calibration.recipe import Recipe
 from kvbench.errors import UsageError
 from kvbench.methods.altered import HeadSharer
+from kvbench.methods.knobs import is_whole
 from kvbench.types import LayerCache, Needs, Observation
 
 if TYPE_CHECKING:
@@ -64,14 +65,13 @@ class Chai(HeadSharer):
     samples: int = 100
     tokens: int | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         listed = isinstance(self.clusters, (list, tuple))
-        listed = listed and all(isinstance(c, int) and not isinstance(c, bool) and c >= 1 for c in self.clusters)
+        listed = listed and all(is_whole(c) and c >= 1 for c in self.clusters)
         self.require("clusters", listed, "a list of whole numbers, 1 or more")
         object.__setattr__(self, "clusters", tuple(self.clusters))
         self.require("like", self.like is None or self.like in LISTS, f"null, {', '.join(LISTS)}")
-        real = isinstance(self.share, (int, float)) and not isinstance(self.share, bool)
-        ok = self.share is None or (real and 0 < self.share <= 1)
+        ok = self.share is None or 0 < self.share <= 1
         self.require("share", ok, "a fraction of the heads, above 0 and at most 1")
         given = [knob for knob in ("clusters", "like", "share") if getattr(self, knob) not in ((), None)]
         if len(given) > 1:
@@ -79,10 +79,8 @@ class Chai(HeadSharer):
         self.require("counts", self.counts in COUNTS, " or ".join(COUNTS))
         free = self.counts == "listed" or not (self.clusters or self.like)
         self.require("counts", free, "calibrated only without clusters and like, which say how many heads lead")
-        whole = isinstance(self.samples, int) and not isinstance(self.samples, bool) and self.samples >= 1
-        self.require("samples", whole, "a whole number of windows, 1 or more")
-        whole = self.tokens is None or (isinstance(self.tokens, int) and not isinstance(self.tokens, bool))
-        self.require("tokens", whole and (self.tokens is None or self.tokens >= 1), "null or a whole number, 1 or more")
+        self.at_least("samples", 1, "windows")
+        self.at_least("tokens", 1)
 
     def recipe(self) -> Recipe | None:
         return Recipe("chai", 1, self.samples, self.tokens, longest=LONGEST) if self.counts == "calibrated" else None

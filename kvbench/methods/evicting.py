@@ -26,12 +26,12 @@ class EvictingSelector(Selector):
 
     positions: str | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         written = None if self.positions is None else str(self.positions).lower()
         self.require("positions", written in POSITIONS, "true or rolled")
         # what is not set and what is set to the default are one method, under one identity
         object.__setattr__(self, "positions", written if written == "rolled" else type(self).positions)
-        super().__post_init__()
+        super().check()
         self.require(
             "positions",
             self.evicts or not self.rolled,

@@ -37,13 +37,11 @@ class ExpectedAttention(Selector):
     vnorm: bool = True
     epsilon: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.require("sinks", isinstance(self.sinks, int) and self.sinks >= 0, "a whole number of tokens, 0 or more")
-        self.require("future", isinstance(self.future, int) and self.future >= 1, "a whole number of positions")
-        self.require("covariance", isinstance(self.covariance, bool), "true or false")
-        self.require("vnorm", isinstance(self.vnorm, bool), "true or false")
-        self.require("epsilon", isinstance(self.epsilon, (int, float)) and self.epsilon >= 0, "a number, 0 or more")
-        super().__post_init__()
+    def check(self) -> None:
+        self.at_least("sinks", 0, "tokens")
+        self.at_least("future", 1, "positions")
+        self.require("epsilon", self.epsilon >= 0, "a number, 0 or more")
+        super().check()
 
     def sink_size(self) -> int:
         return self.sinks

@@ -31,10 +31,9 @@ class FlexGen(Quantiser):
     group: int = 64
     code_prefill: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
-        self.require("group", isinstance(self.group, int) and self.group >= 1, "a whole number of channels, 1 or more")
-        self.require("code_prefill", isinstance(self.code_prefill, bool), "true or false")
+        self.at_least("group", 1, "channels")
 
     @property
     def prefill_key(self) -> str:

@@ -51,8 +51,8 @@ class H2O(EvictingSelector):
     score_bits: int | None = None
     code_mask: bool | None = None
 
-    def __post_init__(self) -> None:
-        self.require("window", isinstance(self.window, int) and self.window >= 1, "a whole number of tokens, 1 or more")
+    def check(self) -> None:
+        self.at_least("window", 1, "tokens")
         self.require("variant", self.variant in VARIANTS, " or ".join(VARIANTS))
         self.require("score_bits", self.score_bits in (None, *SCORE_BITS), "null, 8, 3 or 2")
         both = (self.heavy_ratio is None) == (self.recent_ratio is None)
@@ -63,7 +63,7 @@ class H2O(EvictingSelector):
             fits = 0 < self.recent_ratio <= 1 - self.heavy_ratio
             self.require("recent_ratio", fits, "a fraction of the prompt, above 0, at most 1 together with heavy_ratio")
         self.require("code_mask", not self.code_mask or self.variant == "orig", "a knob of variant=orig only")
-        super().__post_init__()
+        super().check()
         if self.heavy_ratio is not None:
             self.require_one_budget("heavy_ratio")
         if self.variant == "uncomp" and self.kv_size is not None:

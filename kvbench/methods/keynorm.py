@@ -25,10 +25,9 @@ class KeyNorm(Selector):
 
     protect_recent: int = 0
 
-    def __post_init__(self) -> None:
-        ok = isinstance(self.protect_recent, int) and self.protect_recent >= 0
-        self.require("protect_recent", ok, "a whole number of tokens, 0 or more")
-        super().__post_init__()
+    def check(self) -> None:
+        self.at_least("protect_recent", 0, "tokens")
+        super().check()
 
     def window_size(self) -> int:
         return self.protect_recent

@@ -34,10 +34,10 @@ class Kivi(Quantiser):
     group: int = 32
     residual: int = 128
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
-        self.require("group", isinstance(self.group, int) and self.group >= 1, "a whole number of elements, 1 or more")
-        whole = isinstance(self.residual, int) and self.residual >= 1 and self.residual % self.group == 0
+        self.at_least("group", 1, "elements")
+        whole = self.residual >= 1 and self.residual % self.group == 0
         self.require("residual", whole, f"a multiple of group={self.group}, 1 or more")
 
     def residuals(self) -> tuple[Residual, Residual]:

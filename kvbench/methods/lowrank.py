@@ -47,12 +47,11 @@ class LowRankStage(Stage):
     samples: int = 256
     tokens: int | None = None
 
-    def __post_init__(self) -> None:
-        real = isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool)
-        self.require("ratio", real and 0 <= self.ratio < 1, "a fraction of the rank removed, 0 or more and below 1")
-        self.require("multiple", self.multiple is None or _positive(self.multiple), "null or a whole number, 1 or more")
-        self.require("samples", _positive(self.samples), "a whole number of windows, 1 or more")
-        self.require("tokens", self.tokens is None or _positive(self.tokens), "null or a whole number, 1 or more")
+    def check(self) -> None:
+        self.require("ratio", 0 <= self.ratio < 1, "a fraction of the rank removed, 0 or more and below 1")
+        self.at_least("multiple", 1)
+        self.at_least("samples", 1, "windows")
+        self.at_least("tokens", 1)
 
     @property
     def prefill_key(self) -> str:
@@ -127,7 +126,3 @@ def check_lowrank(stages: Sequence[Stage], evicts: bool) -> None:
             f"head's own keys, and the heads of a layer share the latents of {mine.id}; use a variant that evicts only "
             "after the prompt"
         )
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

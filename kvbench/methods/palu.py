@@ -51,10 +51,9 @@ class Palu(LowRankStage):
     group: int = 4
     ranks_by: str = "fisher"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ok = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group >= 1
-        self.require("group", ok, "a whole number of heads, 1 or more")
+    def check(self) -> None:
+        super().check()
+        self.at_least("group", 1, "heads")
         self.require("ranks_by", self.ranks_by in RANKS, " or ".join(RANKS))
 
     def recipe(self) -> Recipe | None:

@@ -32,15 +32,14 @@ class ChannelPruner(Stage):
     recent: int = 32
     rounding: str = "code"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.require_ratio("ratio", "key")
-        self.require("recent", isinstance(self.recent, int) and self.recent >= 0, "a whole number of tokens, 0 or more")
+        self.at_least("recent", 0, "tokens")
         self.require("rounding", self.rounding in ("code", "paper"), "code or paper")
 
     def require_ratio(self, knob: str, what: str) -> None:
         """Raise UsageError unless the knob is a fraction of channels that leaves some."""
-        value = getattr(self, knob)
-        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
+        ok = 0 <= getattr(self, knob) < 1
         self.require(knob, ok, f"a fraction of the {what} channels removed, at least 0 and below 1")
 
     def kept(self, ratio: float, head_dim: int) -> int:

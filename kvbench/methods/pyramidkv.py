@@ -24,11 +24,9 @@ class PyramidKV(SnapKV):
     beta: int = 20
     exact_total: bool = True
 
-    def __post_init__(self) -> None:
-        whole = isinstance(self.beta, int) and not isinstance(self.beta, bool)
-        self.require("beta", whole and self.beta >= 1, "a whole number, 1 or more (1: the same budget everywhere)")
-        self.require("exact_total", isinstance(self.exact_total, bool), "true or false")
-        super().__post_init__()
+    def check(self) -> None:
+        self.require("beta", self.beta >= 1, "a whole number, 1 or more (1: the same budget everywhere)")
+        super().check()
 
     def budget(self, n: int, layer: int, n_layers: int) -> int:
         if layer in self.frozen_layers:

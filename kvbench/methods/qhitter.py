@@ -62,22 +62,21 @@ class QHitter(EvictingSelector):
     first_ratio: float = 0.07
     v_alias: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.require("bits", self.bits in BITS and self.bits > 1, "8, 4, 3 or 2")
-        self.require("lam", _number(self.lam) and 0 <= self.lam <= 1, "a weight, 0 to 1")
+        self.require("lam", 0 <= self.lam <= 1, "a weight, 0 to 1")
         self.require("variant", self.variant in VARIANTS, " or ".join(VARIANTS))
-        self.require("v_alias", isinstance(self.v_alias, bool), "true or false")
-        first = _number(self.first_ratio) and 0 <= self.first_ratio < 1
+        first = 0 <= self.first_ratio < 1
         self.require("first_ratio", first, "a fraction of the prompt, 0 or more and below 1")
         both = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", both, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             least = self.first_ratio if self.variant == "code" else 0.0
-            inside = _number(self.heavy_ratio) and least <= self.heavy_ratio <= 1
+            inside = least <= self.heavy_ratio <= 1
             self.require("heavy_ratio", inside, f"a fraction of the prompt, at least first_ratio={least:g}")
-            fits = _number(self.recent_ratio) and 0 < self.recent_ratio <= 1 - self.heavy_ratio
+            fits = 0 < self.recent_ratio <= 1 - self.heavy_ratio
             self.require("recent_ratio", fits, "a fraction of the prompt, above 0, at most 1 together with heavy_ratio")
-        super().__post_init__()
+        super().check()
         self.require("positions", not self.rolled, "true: rolled positions turn stored keys, which are packed here")
 
     @property
@@ -206,7 +205,3 @@ def _spread(x: torch.Tensor, dims: tuple[int, ...], among: torch.Tensor | None =
     low = (x if among is None else x.masked_fill(~among, torch.inf)).amin(dim=dims, keepdim=True)
     high = (x if among is None else x.masked_fill(~among, -torch.inf)).amax(dim=dims, keepdim=True)
     return torch.where(high > low, (x - low) / (high - low), 0.0)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

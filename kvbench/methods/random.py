@@ -28,9 +28,9 @@ class Random(Selector):
 
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        self.require("seed", isinstance(self.seed, int) and self.seed >= 0, "a whole number, 0 or more")
-        super().__post_init__()
+    def check(self) -> None:
+        self.at_least("seed", 0)
+        super().check()
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         # Drawn on the CPU because devices draw differently; hashed because neighbouring seeds start alike.

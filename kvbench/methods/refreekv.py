@@ -50,11 +50,10 @@ class ReFreeKV(TokenSelector):
     ranking: str = "position"
     frozen_layers: tuple[int, ...] = (0, 1)
 
-    def __post_init__(self) -> None:
-        real = isinstance(self.T, (int, float)) and not isinstance(self.T, bool)
-        self.require("T", real and 0 <= self.T < 1, "a tolerated loss, 0 or more and below 1 (0 keeps everything)")
-        self.require("m", _whole(self.m) and self.m >= 0, "a whole number of tokens, 0 or more")
-        whole = _whole(self.k) and self.k >= 1
+    def check(self) -> None:
+        self.require("T", 0 <= self.T < 1, "a tolerated loss, 0 or more and below 1 (0 keeps everything)")
+        self.at_least("m", 0, "tokens")
+        whole = isinstance(self.k, int) and self.k >= 1
         share = isinstance(self.k, float) and 0 < self.k < 1
         self.require("k", whole or share, "a whole number of queries, 1 or more, or a fraction of the prompt below 1")
         self.require("mode", self.mode in MODES, " or ".join(MODES))
@@ -63,7 +62,7 @@ class ReFreeKV(TokenSelector):
         self.require("order", self.order in ORDERS, " or ".join(ORDERS))
         self.require("order", self.mode == "eq1" or self.order == "sinks_first", "a knob of mode=eq1 only")
         self.require("ranking", self.ranking in RANKINGS, " or ".join(RANKINGS))
-        super().__post_init__()
+        super().check()
 
     def check_layers(self, n_layers: int) -> None:
         if self.frozen_layers != (0, 1):
@@ -127,7 +126,3 @@ class ReFreeKV(TokenSelector):
         place = (1 - (held / held[:, -1:]).sqrt() >= self.T).sum(dim=1)
         counts = (place if self.order == "sinks_last" else place + 1).clamp(1, n)
         return counts.amax(dim=0, keepdim=True) if self.reduce == "max_heads" else counts
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

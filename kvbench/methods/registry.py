@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +84,16 @@ def as_written(name: str, written: str) -> str:
     return "+".join(known.get(p, p) for p in name.split("+"))
 
 
+def check_sets(methods: Iterable[str]) -> None:
+    """Raise UsageError, with the reason, for a method whose stages cannot form one, whatever their knobs."""
+    from kvbench.methods.sets import check_set
+
+    for method in methods:
+        fixed = settled(method)
+        entries = {m: {**defaults(m), **{k: v for (o, k), v in fixed.items() if o == m}} for m in split(method)}
+        check_set([make_stage(m, by_size(e)) for m, e in entries.items() if e])
+
+
 def check_settled(methods: Sequence[str], key: str, value: Any) -> None:
     """Raise UsageError for a knob that aliases settle in all of ``methods`` that have it."""
     knob, owner = _knob(key), _method(key)
@@ -111,25 +120,7 @@ def make_stage(method: str, entry: Mapping[str, Any]) -> Stage:
     for knob in knobs:
         if knob not in knob_names(method):
             raise unknown(f"knob method.{method}.{knob}; its name", knob, knob_names(method))
-    for f in fields(cls):
-        kind = _kind(str(f.type), knobs.get(f.name))
-        if kind:
-            raise UsageError(
-                f"method.{method}.{f.name}={knobs[f.name]!r} is not possible: {kind} (see conf/method/{method}.yaml)"
-            )
     return cls(**knobs)
-
-
-def _kind(declared: str, value: Any) -> str:
-    """What a knob declared as a number or a switch has to be, where ``value`` is not; ranges are the stage's matter."""
-    if value is None or "str" in declared or "tuple" in declared:
-        return ""
-    if "bool" in declared:
-        return "" if isinstance(value, bool) else "true or false"
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if "float" in declared:
-        return "" if whole or (isinstance(value, float) and math.isfinite(value)) else "a number"
-    return "" if whole or "int" not in declared else "a whole number"
 
 
 def make_chain(entries: Mapping[str, Mapping[str, Any]], per: str = "kv_head") -> Chain:
@@ -204,6 +195,7 @@ def parse(
     if "method" not in given:
         raise UsageError(f"the entry {entry!r} names no method: write {{'method': 'snapkv', 'kv_size': 512}}")
     method = str(given.pop("method"))
+    check_sets([method])
     parts, fixed = split(method), settled(method)
     for key, value in given.items():
         check_settled([method], key, value)
@@ -218,6 +210,7 @@ def parse_all(
 ) -> list[Chain]:
     """Chains from entries; bare ``knobs`` go to every chain that owns them, and to at least one."""
     strings = [str(e["method"]) if isinstance(e, Mapping) and "method" in e else e for e in entries]
+    check_sets(s for s in strings if isinstance(s, str))
     parts = [split(s) for s in strings if isinstance(s, str)]
     for knob, value in knobs.items():
         if knob not in CHAIN_KNOBS:

@@ -40,15 +40,13 @@ class Scissorhands(EvictingSelector):
     variant: str = "code"
     half_ratio: float | None = None
 
-    def __post_init__(self) -> None:
-        self.require(
-            "window", isinstance(self.window, int) and self.window >= 1, "a whole number of queries, 1 or more"
-        )
-        self.require("recent", isinstance(self.recent, int) and self.recent >= 1, "a whole number of tokens, 1 or more")
+    def check(self) -> None:
+        self.at_least("window", 1, "queries")
+        self.at_least("recent", 1, "tokens")
         self.require("variant", self.variant in VARIANTS, " or ".join(VARIANTS))
         if self.half_ratio is not None:
             self.require("half_ratio", 0 < self.half_ratio <= 0.5, "a fraction of the prompt, above 0 and at most 0.5")
-        super().__post_init__()
+        super().check()
         if self.half_ratio is not None:
             self.require_one_budget("half_ratio")
 

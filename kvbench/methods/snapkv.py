@@ -25,12 +25,12 @@ class SnapKV(Selector):
     kernel: int = 7
     pooling: str = "max"
 
-    def __post_init__(self) -> None:
-        self.require("window", isinstance(self.window, int) and self.window >= 1, "a whole number of tokens, 1 or more")
-        odd = isinstance(self.kernel, int) and self.kernel >= 1 and self.kernel % 2 == 1
+    def check(self) -> None:
+        self.at_least("window", 1, "tokens")
+        odd = self.kernel >= 1 and self.kernel % 2 == 1
         self.require("kernel", odd, "an odd whole number, 1 or more (1: no pooling)")
         self.require("pooling", self.pooling in ("max", "avg"), "max or avg")
-        super().__post_init__()
+        super().check()
 
     def window_size(self) -> int:
         return self.window

@@ -34,12 +34,12 @@ class StreamingLLM(EvictingSelector):
     sinks: int = 4
     mode: str = "static"
 
-    def __post_init__(self) -> None:
-        self.require("sinks", isinstance(self.sinks, int) and self.sinks >= 0, "a whole number of tokens, 0 or more")
+    def check(self) -> None:
+        self.at_least("sinks", 0, "tokens")
         self.require("mode", self.mode in MODES, " or ".join(MODES))
         contradiction = self.mode == "rolled" and str(self.positions).lower() == "true"
         self.require("positions", not contradiction, "mode=rolled is rolled positions, mode=mask keeps true ones")
-        super().__post_init__()
+        super().check()
         if self.rolled:
             object.__setattr__(self, "mode", "rolled")
             object.__setattr__(self, "positions", None)

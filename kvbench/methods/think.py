@@ -23,9 +23,9 @@ class Think(ChannelPruner):
 
     observed: int = 32
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("observed", isinstance(self.observed, int) and self.observed >= 1, "a whole number, 1 or more")
+    def check(self) -> None:
+        super().check()
+        self.at_least("observed", 1, "queries")
 
     def needs(self, n: int) -> Needs:
         return Needs(last_q=self.observed)

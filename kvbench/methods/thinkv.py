@@ -30,8 +30,8 @@ class ThinkV(Think):
     ratio: float = 0.3
     value_ratio: float = 0.3
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         self.require_ratio("value_ratio", "value")
 
     def kept_values(self, head_dim: int) -> int:

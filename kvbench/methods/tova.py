@@ -30,10 +30,6 @@ class TOVA(EvictingSelector):
 
     per_head: bool = False
 
-    def __post_init__(self) -> None:
-        self.require("per_head", isinstance(self.per_head, bool), "true or false")
-        super().__post_init__()
-
     def window_size(self) -> int:
         return 1
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvbench.methods.base import Mask
+from kvbench.methods.knobs import are_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +31,10 @@ class Twilight(Mask):
     bits: int = 4
     exempt_layers: tuple[int, ...] = (0, 1)
 
-    def __post_init__(self) -> None:
-        self.require("p", isinstance(self.p, (int, float)) and 0 < self.p <= 1, "a mass above 0 and at most 1")
-        self.require("bits", isinstance(self.bits, int) and 1 <= self.bits <= 8, "a whole number from 1 to 8")
-        listed = isinstance(self.exempt_layers, (list, tuple))
-        listed = listed and all(isinstance(i, int) and i >= 0 for i in self.exempt_layers)
-        self.require("exempt_layers", listed, "a list of layer numbers")
+    def check(self) -> None:
+        self.require("p", 0 < self.p <= 1, "a mass above 0 and at most 1")
+        self.require("bits", 1 <= self.bits <= 8, "a whole number from 1 to 8")
+        self.require("exempt_layers", are_layers(self.exempt_layers), "a list of layer numbers")
         object.__setattr__(self, "exempt_layers", tuple(sorted(set(self.exempt_layers))))
 
     def check_layers(self, n_layers: int) -> None:

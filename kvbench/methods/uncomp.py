@@ -67,24 +67,22 @@ class UNCompGroup(EvictingSelector):
     samples: int = 100
     tokens: int | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for knob in ("window", "groups", "top", "samples"):
-            self.require(knob, _whole(getattr(self, knob)) and getattr(self, knob) >= 1, "a whole number, 1 or more")
-        odd = _whole(self.kernel) and self.kernel >= 1 and self.kernel % 2 == 1
+            self.at_least(knob, 1)
+        odd = self.kernel >= 1 and self.kernel % 2 == 1
         self.require("kernel", odd, "an odd whole number, 1 or more (1: no pooling)")
-        self.require("seed", _whole(self.seed), "a whole number")
-        self.require("delete", _whole(self.delete) and self.delete >= 0, "a whole number of heads, 0 or more")
-        self.require("tokens", self.tokens is None or (_whole(self.tokens) and self.tokens >= 2), "2 or more, or null")
-        real = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
-        self.require("scale", real and self.scale >= 1, "a number, 1 or more")
+        self.at_least("delete", 0, "heads")
+        self.at_least("tokens", 2)
+        self.require("scale", self.scale >= 1, "a number, 1 or more")
         self.require("grouping", self.grouping in GROUPINGS, " or ".join(GROUPINGS))
         self.require("similarity", self.similarity in SIMILARITIES, " or ".join(SIMILARITIES))
         self.require("high", (self.high is None) == (self.low is None), "given together with low")
-        if self.high is not None:
-            self.require("low", _whole(self.low) and (self.low or 0) > self.window, f"above the window {self.window}")
-            self.require("high", _whole(self.high) and self.high >= (self.low or 0), "a whole number, at least low")
+        if self.high is not None and self.low is not None:
+            self.require("low", self.low > self.window, f"above the window {self.window}")
+            self.require("high", self.high >= self.low, "a whole number, at least low")
             self.require("delete", self.delete == 0, "0 where high and low are given: heads that stay all keep kv_size")
-        super().__post_init__()
+        super().check()
         if self.high is not None:
             self.require_one_budget("high")
 
@@ -280,7 +278,3 @@ def interpolated(high: int, low: int, count: int) -> list[int]:
     if count % 2:
         upper[-1] = (high + low) // 2
     return upper + [high + low - x for x in reversed(upper[: count // 2])]
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -13,6 +13,7 @@ from kvbench.calibration.recipe import Recipe
 from kvbench.errors import UsageError
 from kvbench.methods.altered import HiddenPruner
 from kvbench.methods.base import top_indices
+from kvbench.methods.knobs import is_whole
 from kvbench.methods.uncomp import measure_uncomp, uncomp_recipe
 from kvbench.model.attention_rows import causal_softmax
 from kvbench.types import Needs, Observation
@@ -63,23 +64,21 @@ class UncompStage(HiddenPruner):
     samples: int = 100
     tokens: int | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.require("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES))
-        self.require("groups", _whole(self.groups) and self.groups >= 1, "a number of groups, 1 or more")
-        ok = isinstance(self.starts, (list, tuple)) and all(_whole(i) for i in self.starts)
+        ok = isinstance(self.starts, (list, tuple)) and all(is_whole(i) for i in self.starts)
         ok = ok and list(self.starts) == sorted(set(self.starts)) and (not self.starts or self.starts[0] == 0)
         self.require("starts", ok, "an ascending list of layers that starts with 0")
         object.__setattr__(self, "starts", tuple(self.starts))
         self.require("starts", not self.starts or self.schedule == "relative", "a knob of schedule=relative only")
-        falls = self.epsilon is None or (isinstance(self.epsilon, (int, float)) and self.epsilon >= 0)
+        falls = self.epsilon is None or self.epsilon >= 0
         self.require("epsilon", falls, "a fall of the effective rank, 0 or more, or null")
         free = self.epsilon is None or (self.schedule == "relative" and not self.starts)
         self.require("epsilon", free, "a knob of schedule=relative, given instead of starts")
-        real = isinstance(self.least, (int, float)) and not isinstance(self.least, bool)
-        self.require("least", real and 0 < self.least <= 1, "a fraction of the prompt kept, above 0 and at most 1")
-        for knob in ("most", "least_size", "window", "last", "top", "samples"):
-            self.require(knob, _whole(getattr(self, knob)) and getattr(self, knob) >= 1, "a whole number, 1 or more")
-        self.require("tokens", self.tokens is None or (_whole(self.tokens) and self.tokens >= 2), "2 or more, or null")
+        self.require("least", 0 < self.least <= 1, "a fraction of the prompt kept, above 0 and at most 1")
+        for knob in ("groups", "most", "least_size", "window", "last", "top", "samples"):
+            self.at_least(knob, 1)
+        self.at_least("tokens", 2)
         self.require("least_size", self.least_size <= self.most, f"at most most={self.most}")
 
     def check_layers(self, n_layers: int) -> None:
@@ -143,7 +142,3 @@ class UncompStage(HiddenPruner):
         received = causal_softmax(obs.queries(self.window), keys, obs.scale).sum(dim=(0, 1))
         received[-self.last :] = torch.inf
         return top_indices(received[None], size)[0]
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

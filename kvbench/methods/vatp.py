@@ -36,10 +36,9 @@ class Vatp(Modifier):
     norm: str = "l1"
     sinks: int = 4
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.require("norm", self.norm in NORMS, " or ".join(NORMS))
-        whole = isinstance(self.sinks, int) and not isinstance(self.sinks, bool) and self.sinks >= 0
-        self.require("sinks", whole, "a whole number of tokens, 0 or more")
+        self.at_least("sinks", 0, "tokens")
 
     def sink_size(self) -> int:
         return self.sinks

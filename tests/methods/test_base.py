@@ -1,6 +1,7 @@
 """Budgets, ties, groups and legal sets: what all selectors and chains share."""
 
 import itertools
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -49,10 +50,25 @@ def test_capacity_by_hand(budget, n, capacity):
     assert Protecting(**budget).capacity(n) == capacity
 
 
-@pytest.mark.parametrize("size", [12, 4, 0, -1, 2.5, "20"])
+@pytest.mark.parametrize("size", [12, 4, 0, -1])
 def test_a_size_that_leaves_nothing_to_choose_is_refused(size):
     with pytest.raises(UsageError, match=r"method\.protecting\.kv_size=.*above 12 \(sinks 4 \+ window 8\)"):
         Protecting(kv_size=size)
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "kind"),
+    [
+        *(("kv_size", v, "a whole number, or null") for v in (2.5, "20", True)),
+        *(("kv_ratio", v, "a number, or null") for v in ("0.5", True, float("nan"), float("inf"))),
+        ("kv_round", 1, "true or false, or null"),
+        *(("frozen_layers", v, "a list of layer numbers") for v in (0, [-1], [True], ["a"])),
+    ],
+)
+def test_values_of_another_kind_are_refused_however_a_stage_is_made(knob, value, kind):
+    message = re.escape(f"method.protecting.{knob}={value!r} is not possible: {kind} (see")
+    with pytest.raises(UsageError, match=message):
+        Protecting(**{knob: value})
 
 
 def test_frozen_layers_expect_everything():

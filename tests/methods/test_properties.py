@@ -21,8 +21,9 @@ from passthrough import quantisers_pass_through
 import kvbench
 from kvbench.cache.audit import audit
 from kvbench.methods import registry
-from kvbench.methods.base import Selector, is_knob
+from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
+from kvbench.methods.knobs import is_knob
 
 METHODS = tuple(m for m in registry.available() if m != "full")
 STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in METHODS}

@@ -97,3 +97,11 @@ def test_a_part_of_an_alias_is_no_method(method):
 
 def test_knob_types_of_yaml_lists_are_accepted():
     assert knobs({"method": "random", "frozen_layers": [0, 1]})["frozen_layers"] == (0, 1)
+
+
+@pytest.mark.parametrize("entry", ["h2o+quant+kivi", {"method": "h2o+quant+kivi", "bits": 4}])
+def test_stages_that_cannot_stand_together_are_refused_before_their_knobs_are_looked_at(entry):
+    with pytest.raises(UsageError, match="kivi has nothing left to store"):
+        registry.parse_all([entry], {"bits": 4})
+    with pytest.raises(UsageError, match="kivi has nothing left to store"):
+        registry.parse(entry, {"bits": 4})
