@@ -1,138 +1,29 @@
-"""A run from its configuration to its report: everything that can be checked first, then the model, then the groups."""
+"""A run from what ``prepared`` found good to its report: the model is loaded, then group after group is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from kvbench import match, memory, presets
-from kvbench.calibration.session import DEFAULT_FOLDER, Session
+from kvbench import memory, presets
 from kvbench.cli.rewrite import entries
 from kvbench.config import RunConfig
 from kvbench.errors import UsageError
-from kvbench.estimate import Estimate, estimate
 from kvbench.listener import Listener, Listeners, Status
 from kvbench.model import load
-from kvbench.model.interface import head_counts
-from kvbench.plan import Cell, Group, build_groups, pending
+from kvbench.plan import Cell, Group
+from kvbench.prepared import Prepared as Prepared
+from kvbench.prepared import check_model, context_of, identify, open_session, threads
+from kvbench.prepared import prepare as prepare
 from kvbench.progress import Display
 from kvbench.provenance import provenance
 from kvbench.report import collect, summarise
-from kvbench.runner import ROWS_CPU, ROWS_GPU, Host, run_group
-from kvbench.shape import from_config
-from kvbench.store import ResultStore
+from kvbench.runner import Host, run_group
 from kvbench.tasks.base import Tokenizer
-from kvbench.tasks.prompt import encode
-from kvbench.types import Example
-
-SMALL_MODEL = 256
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run whose configuration, data, checkpoint and results folder were found good; no weights are loaded yet."""
-
-    cfg: RunConfig
-    source: load.Source
-    tokenizer: Tokenizer
-    groups: tuple[Group, ...]
-    context: int | None
-    dtype: str
-    store: ResultStore
-    session: Session
-    matched: tuple[match.Matched, ...] = ()
-
-    def left(self, group: Group) -> dict[str, list[Cell]]:
-        """Example id -> the cells that still need it."""
-        return pending(group, {c.id: list(self.store.samples(c.id)) for c in group.cells})
-
-    def plan(self) -> dict[str, Any]:
-        """``todo`` with what each group takes, and the memory that it must fit into, before the model is loaded."""
-        weights = load.weight_bytes(self.source)
-        free = memory.limit(self.cfg.memory, load.resolve_device(self.cfg.device))
-        room = free if self.cfg.memory is not None else max(0, free - int(memory.USED_SHARE * weights))
-        planned = []
-        for group, facts in zip(self.groups, self.todo(), strict=True):
-            found = self.estimate(group)
-            parts = found.parts(group, room)
-            takes = {
-                "prompt_tokens": found.prompt_tokens,
-                "bytes": max((found.bytes(p.cells, room) for p in parts), default=0),
-                "seconds": found.seconds,
-                "parts": [[c.label for c in p.cells] for p in parts],
-                "too_large": [c.label for p in parts for c in p.cells if found.alone(c) > room],
-            }
-            again = self._prefills(group, parts) - facts["prefills"]
-            saved = {"prefills": facts["prefills"] + again, "prefills_saved": facts["prefills_saved"] - again}
-            planned.append({**facts, **takes, **saved})
-        return {"memory": room, "groups": planned}
-
-    def _prefills(self, group: Group, parts: Sequence[Group]) -> int:
-        """Prompts read where the group runs in ``parts``."""
-        mine = [{c.id for c in p.cells} for p in parts]
-        return sum(
-            len({c.chain.prefill_key for c in cells if c.id in ids})
-            for cells in self.left(group).values()
-            for ids in mine
-        )
-
-    def estimate(self, group: Group) -> Estimate:
-        """What is left of a group takes."""
-        config, dtype = self.source.config, getattr(torch, self.dtype)
-        device = load.resolve_device(self.cfg.device)
-
-        def tokens(example: Example) -> int:
-            if example.tokens:
-                return len(example.tokens)
-            room = None if self.context is None else self.context - example.max_new_tokens
-            return len(encode(self.tokenizer, example, group.task, self.cfg.prompt, room))
-
-        samples = {c.id: self.store.samples(c.id) for c in group.cells}
-        rows = self.cfg.batch_rows or (ROWS_GPU if device.type == "cuda" else ROWS_CPU)
-        shape, hidden = from_config(config), int(config.hidden_size)
-        return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
-
-    def todo(self) -> list[dict[str, Any]]:
-        """Per group: prompts to read and answers to decode, and what is done already."""
-        plans = []
-        for group in self.groups:
-            left = self.left(group)
-            answers = sum(len(cells) for cells in left.values())
-            prefills = sum(len({c.chain.prefill_key for c in cells}) for cells in left.values())
-            plans.append(
-                {
-                    "task": group.column,
-                    "methods": [c.label for c in group.cells],
-                    "cells": [c.id for c in group.cells],
-                    "examples": len(group.examples),
-                    "of": len(group.task.examples),
-                    "answers_to_do": answers,
-                    "answers_done": len(group.cells) * len(group.examples) - answers,
-                    "prefills": prefills,
-                    "prefills_saved": answers - prefills,
-                    "calibrations": self._uncalibrated(c for cells in left.values() for c in cells),
-                }
-            )
-        return plans
-
-    def _uncalibrated(self, cells: Iterable[Cell]) -> list[str]:
-        """What will be computed before any answer, in words."""
-        missing = {r.key: r for c in cells for r in self.session.missing(c.chain)}
-        return [
-            f"{r.recipe.kind} ({r.recipe.samples} samples of {r.recipe.tokens} tokens, {r.text})"
-            for r in missing.values()
-        ]
-
-    def bound(self, model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
-        """The groups with every chain bound to its calibration; what is missing of it is computed now."""
-        chains = list(dict.fromkeys(c.chain for g in self.groups for c in g.cells))
-        ready = {chain: self.session.bind(chain, model, quiet) for chain in chains}
-        return tuple(replace(g, cells=tuple(replace(c, chain=ready[c.chain]) for c in g.cells)) for g in self.groups)
 
 
 def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
@@ -142,9 +33,9 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
     """
     device = load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
-    _check_model(cfg, source)
+    check_model(cfg, source)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
-    session = _session(cfg, _identity(cfg, source, device), tokenizer, _context(cfg, source))
+    session = open_session(cfg, identify(cfg, source, device), tokenizer, context_of(cfg, source))
     chains = [c.chain for c in cfg.chains if session.requests(c.chain)]
     if not chains:
         raise UsageError(f"method={','.join(c.chain.name for c in cfg.chains)} needs no calibration")
@@ -158,60 +49,6 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
                 file = str(session.path(asked[stage.id]))
                 records[file] = {"method": stage.id, "file": file, **stage.calibration.meta}
     return list(records.values())
-
-
-def _check_model(cfg: RunConfig, source: load.Source) -> None:
-    """Raise UsageError for a method that cannot run on this model."""
-    c = source.config
-    for entry in cfg.chains:
-        entry.chain.check_model(str(c.model_type), int(c.num_hidden_layers), head_counts(c))
-
-
-def _identity(cfg: RunConfig, source: load.Source, device: torch.device) -> dict[str, Any]:
-    """What identifies the model in a cell."""
-    return {
-        "fingerprint": source.fingerprint,
-        "weights": cfg.model.weights,
-        "attention": cfg.model.attention,
-        "rope_scaling": cfg.model.rope_scaling,
-        "dtype": str(load.resolve_dtype(cfg.model, device, source.config)).removeprefix("torch."),
-    }
-
-
-def _context(cfg: RunConfig, source: load.Source) -> int | None:
-    return cfg.model.context or getattr(source.config, "max_position_embeddings", None)
-
-
-def _session(cfg: RunConfig, identity: Mapping[str, Any], tokenizer: Tokenizer, context: int | None) -> Session:
-    return Session(
-        Path(cfg.calibration or Path(cfg.results) / DEFAULT_FOLDER).expanduser(),
-        identity,
-        tokenizer,
-        context,
-        cfg.model.path == "embedded:tiny",
-        cfg.calibration_text,
-        cfg.data_root,
-    )
-
-
-def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
-    """Check all that can be checked before weights are loaded; raises UsageError naming key and value.
-
-    ``reading``: nothing will be written, so the results folder need not be writable.
-    """
-    store = ResultStore(Path(cfg.results).expanduser())
-    if not reading:
-        store.check()
-    device = load.resolve_device(cfg.device)
-    source = load.locate(cfg.model)
-    precision = load.resolve_dtype(cfg.model, device, source.config)
-    cfg, matched = match.settle(cfg, from_config(source.config), precision.itemsize)
-    _check_model(cfg, source)
-    tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
-    identity, context = _identity(cfg, source, device), _context(cfg, source)
-    session = _session(cfg, identity, tokenizer, context)
-    groups = build_groups(cfg, identity, tokenizer, context, session.chain_identity)
-    return Prepared(cfg, source, tokenizer, tuple(groups), context, identity["dtype"], store, session, matched)
 
 
 def measure(prepared: Prepared, quiet: bool = False, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
@@ -291,7 +128,7 @@ def make_host(prepared: Prepared, model: PreTrainedModel) -> Host:
         cfg.sampling,
         cfg.batch_rows,
         cfg.model.attention == "eager",
-        memory.limit(cfg.memory, model.device),
+        memory.limit(cfg.memory, memory.shares(model)),
     )
 
 
@@ -362,9 +199,6 @@ def stop_tokens(prepared: Prepared) -> frozenset[int]:
 
 
 def set_threads(cfg: RunConfig, config: Any) -> int:
-    """Threads as asked; a model of tiny matrices runs faster on one, since threads mostly wait for each other."""
-    if cfg.threads is not None:
-        torch.set_num_threads(cfg.threads)
-    elif int(getattr(config, "hidden_size", SMALL_MODEL)) < SMALL_MODEL:
-        torch.set_num_threads(1)
+    """Take as many threads as the run is to have; how many those are."""
+    torch.set_num_threads(threads(cfg, config))
     return torch.get_num_threads()

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
+
+from kvbench.model.interface import attention_modules
 
 GIB = 2**30
 USED_SHARE = 0.7
 """Of the free memory, what ``memory=auto`` takes: activations, padding and other processes need the rest."""
 
 
-def limit(asked: float | None, device: torch.device) -> int:
-    """Bytes that caches may take: ``asked`` in GiB, or a share of what is free on ``device`` now."""
-    return int(asked * GIB) if asked is not None else int(USED_SHARE * free_bytes(device))
+def limit(asked: float | None, shares: Mapping[torch.device, float]) -> int:
+    """Bytes that caches may take: ``asked`` in GiB, or a share of what is free now.
+
+    ``shares`` are the parts of every cache on each device: the one with the least room for its part decides.
+    """
+    if asked is not None:
+        return int(asked * GIB)
+    return int(USED_SHARE * min(free_bytes(device) / share for device, share in shares.items()))
+
+
+def shares(model: PreTrainedModel) -> dict[torch.device, float]:
+    """The part of a model's attention layers, hence of its caches, on each device; devices without any are left out."""
+    devices = [next(module.parameters()).device for module in attention_modules(model)]
+    return {device: count / len(devices) for device, count in Counter(devices).items()}
 
 
 def free_bytes(device: torch.device) -> int:

@@ -12,6 +12,7 @@ from kvbench.accounting import declared
 from kvbench.bench.layers import Measured, measure, working_bytes
 from kvbench.config import ChainConfig
 from kvbench.errors import KvbenchError
+from kvbench.memory import free_bytes
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
 from kvbench.render import Sheet, compose
@@ -105,11 +106,7 @@ def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: boo
 
 def room() -> float:
     """Bytes that a layer may take: half of the memory that is free."""
-    try:
-        lines = open("/proc/meminfo", encoding="ascii").read().splitlines()  # noqa: SIM115
-    except OSError:
-        return 4 * 2**30
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024 / 2
+    return free_bytes(torch.device("cpu")) / 2
 
 
 def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:

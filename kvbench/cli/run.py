@@ -171,7 +171,8 @@ def print_plans(prepared: Sequence[Prepared], as_json: bool) -> int:
         for g in plan["groups"]:
             for text in _planned(g):
                 print(fill(text, 100, initial_indent="  ", subsequent_indent="    "))
-        print(f"  memory for caches: {size(plan['memory'])} (memory=GiB sets it)")
+        for text in [*_together(plan), f"memory for caches: {size(plan['memory'])} (memory=GiB sets it)"]:
+            print(fill(text, 100, initial_indent="  ", subsequent_indent="    "))
         for text in dict.fromkeys(c for g in plan["groups"] for c in g["calibrations"]):
             print(fill(f"computed first: calibration of {text}", 100, initial_indent="  ", subsequent_indent="    "))
         for method, cells in _methods(plan["groups"]).items():
@@ -192,8 +193,7 @@ def _planned(g: Mapping[str, Any]) -> Iterator[str]:
     )
     if not g["answers_to_do"]:
         return
-    seconds = g["seconds"]
-    time = "time unknown, nothing of it is measured yet" if seconds is None else f"about {_duration(seconds)}"
+    time = f"{'roughly' if g['rough'] else 'about'} {_duration(g['seconds'])}"
     yield f"  prompts of at most {g['prompt_tokens']} tokens: caches of about {size(g['bytes'])}, {time}"
     if len(g["parts"]) > 1:
         named = "; ".join(", ".join(part) for part in g["parts"])
@@ -202,6 +202,24 @@ def _planned(g: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"  not within the memory for caches, even alone, and run all the same: {', '.join(g['too_large'])}. Raise "
             "memory=, or shorten the prompts (max_length=)"
+        )
+
+
+def _together(plan: Mapping[str, Any]) -> Iterator[str]:
+    """All groups in one line, and where their times come from."""
+    left = [g for g in plan["groups"] if g["answers_to_do"]]
+    if not left:
+        return
+    answers, prefills, saved = (sum(g[k] for g in left) for k in ("answers_to_do", "prefills", "prefills_saved"))
+    rough = any(g["rough"] for g in left)
+    yield (
+        f"together: {answers} answers in {prefills} prefills ({saved} saved by sharing), "
+        f"{'roughly' if rough else 'about'} {_duration(sum(g['seconds'] for g in left))}"
+    )
+    if rough:
+        yield (
+            f"roughly: nothing of it is measured yet, so from counts of operations and bytes at the speed that "
+            f"{plan['device']} shows here now, every answer as long as it may be; it may be a factor of three off"
         )
 
 

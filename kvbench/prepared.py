@@ -1,0 +1,241 @@
+"""A run checked as far as that goes without weights: what is left of it, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench import match, memory, rough
+from kvbench.calibration.session import DEFAULT_FOLDER, Session
+from kvbench.config import RunConfig
+from kvbench.estimate import Estimate, estimate
+from kvbench.model import load
+from kvbench.model.interface import head_counts
+from kvbench.plan import Cell, Group, build_groups, pending
+from kvbench.runner import ROWS_CPU, ROWS_GPU
+from kvbench.shape import Shape, from_config
+from kvbench.store import ResultStore
+from kvbench.tasks.base import Tokenizer
+from kvbench.tasks.prompt import encode
+from kvbench.types import Example
+
+SMALL_MODEL = 256
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose configuration, data, checkpoint and results folder were found good; no weights are loaded yet."""
+
+    cfg: RunConfig
+    source: load.Source
+    tokenizer: Tokenizer
+    groups: tuple[Group, ...]
+    context: int | None
+    dtype: str
+    store: ResultStore
+    session: Session
+    matched: tuple[match.Matched, ...] = ()
+
+    def left(self, group: Group) -> dict[str, list[Cell]]:
+        """Example id -> the cells that still need it."""
+        return pending(group, {c.id: list(self.store.samples(c.id)) for c in group.cells})
+
+    def plan(self) -> dict[str, Any]:
+        """``todo`` with what each group takes, and the memory that it must fit into, before the model is loaded.
+
+        ``seconds`` are by what is measured of a group, or, where that is nothing, ``rough``.
+        """
+        weights = load.weight_bytes(self.source)
+        free = memory.limit(self.cfg.memory, self.devices())
+        room = free if self.cfg.memory is not None else max(0, free - int(memory.USED_SHARE * weights))
+        planned: list[dict[str, Any]] = []
+        for group, facts in zip(self.groups, self.todo(), strict=True):
+            found = self.estimate(group)
+            parts = found.parts(group, room)
+            takes = {
+                "prompt_tokens": found.prompt_tokens,
+                "bytes": max((found.bytes(p.cells, room) for p in parts), default=0),
+                "parts": [[c.label for c in p.cells] for p in parts],
+                "too_large": [c.label for p in parts for c in p.cells if found.alone(c) > room],
+            }
+            again = self._prefills(group, parts) - facts["prefills"]
+            saved = {"prefills": facts["prefills"] + again, "prefills_saved": facts["prefills_saved"] - again}
+            unknown = found.seconds is None
+            seconds = self._roughly(group, found, saved["prefills"]) if unknown else found.seconds
+            planned.append({**facts, **takes, **saved, "seconds": seconds, "rough": unknown})
+        return {"memory": room, "device": str(load.resolve_device(self.cfg.device)), "groups": planned}
+
+    def devices(self) -> dict[torch.device, float]:
+        """The devices that the model will be on, with the share of its layers on each: equal shares of all GPUs here
+        where ``device_map`` is to decide."""
+        device = load.resolve_device(self.cfg.device)
+        if self.cfg.model.device_map and device.type == "cuda":
+            count = torch.cuda.device_count()
+            return {torch.device("cuda", i): 1 / count for i in range(count)}
+        return {device: 1.0}
+
+    def _roughly(self, group: Group, found: Estimate, prefills: int) -> float:
+        """Seconds that are left of a group of which nothing is measured."""
+        left = self.left(group)
+        examples = [e for e in group.examples if e.id in left]
+        longest = max((len(e.tokens) or len(e.prompt) for e in examples), default=1)
+        prompts, rest = [], []
+        for e in examples:
+            n = min(found.prompt_tokens, found.prompt_tokens * (len(e.tokens) or len(e.prompt)) // longest)
+            first = min(n, int(e.meta["prefix"])) if e.tokens else n
+            prompts.append(first)
+            rest.append(n - first)
+        cells = {c.id: c for some in left.values() for c in some}
+        work = rough.Work(
+            prompts,
+            rest,
+            prefills,
+            sum(len(some) for some in left.values()),
+            0 if any(rest) else found.new_tokens,
+            found.rows,
+            # half of it is a copy that only the move into the batch needs
+            sum(found.cells.values()) / max(1, len(found.cells)) / 2,
+            len(cells),
+            any((needs := c.chain.needs(found.prompt_tokens)).colsums or needs.colsums_bits for c in cells.values()),
+        )
+        speed, size, shape = self._speed
+        return rough.seconds(work, speed, size, shape, getattr(torch, self.dtype).itemsize)
+
+    @cached_property
+    def _speed(self) -> tuple[rough.Speed, rough.Weights, Shape]:
+        """Of this device, with as many threads as the run has."""
+        config, dtype = self.source.config, getattr(torch, self.dtype)
+        shape, device, before = from_config(config), load.resolve_device(self.cfg.device), torch.get_num_threads()
+        torch.set_num_threads(threads(self.cfg, config))
+        try:
+            return rough.measure(shape, int(config.hidden_size), dtype, device), rough.weights(config), shape
+        finally:
+            torch.set_num_threads(before)
+
+    def _prefills(self, group: Group, parts: Sequence[Group]) -> int:
+        """Prompts read where the group runs in ``parts``."""
+        mine = [{c.id for c in p.cells} for p in parts]
+        return sum(
+            len({c.chain.prefill_key for c in cells if c.id in ids})
+            for cells in self.left(group).values()
+            for ids in mine
+        )
+
+    def estimate(self, group: Group) -> Estimate:
+        """What is left of a group takes."""
+        config, dtype = self.source.config, getattr(torch, self.dtype)
+        device = load.resolve_device(self.cfg.device)
+
+        def tokens(example: Example) -> int:
+            if example.tokens:
+                return len(example.tokens)
+            room = None if self.context is None else self.context - example.max_new_tokens
+            return len(encode(self.tokenizer, example, group.task, self.cfg.prompt, room))
+
+        samples = {c.id: self.store.samples(c.id) for c in group.cells}
+        rows = self.cfg.batch_rows or (ROWS_GPU if device.type == "cuda" else ROWS_CPU)
+        shape, hidden = from_config(config), int(config.hidden_size)
+        return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
+
+    def todo(self) -> list[dict[str, Any]]:
+        """Per group: prompts to read and answers to decode, and what is done already."""
+        plans = []
+        for group in self.groups:
+            left = self.left(group)
+            answers = sum(len(cells) for cells in left.values())
+            prefills = sum(len({c.chain.prefill_key for c in cells}) for cells in left.values())
+            plans.append(
+                {
+                    "task": group.column,
+                    "methods": [c.label for c in group.cells],
+                    "cells": [c.id for c in group.cells],
+                    "examples": len(group.examples),
+                    "of": len(group.task.examples),
+                    "answers_to_do": answers,
+                    "answers_done": len(group.cells) * len(group.examples) - answers,
+                    "prefills": prefills,
+                    "prefills_saved": answers - prefills,
+                    "calibrations": self._uncalibrated(c for cells in left.values() for c in cells),
+                }
+            )
+        return plans
+
+    def _uncalibrated(self, cells: Iterable[Cell]) -> list[str]:
+        """What will be computed before any answer, in words."""
+        missing = {r.key: r for c in cells for r in self.session.missing(c.chain)}
+        return [
+            f"{r.recipe.kind} ({r.recipe.samples} samples of {r.recipe.tokens} tokens, {r.text})"
+            for r in missing.values()
+        ]
+
+    def bound(self, model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
+        """The groups with every chain bound to its calibration; what is missing of it is computed now."""
+        chains = list(dict.fromkeys(c.chain for g in self.groups for c in g.cells))
+        ready = {chain: self.session.bind(chain, model, quiet) for chain in chains}
+        return tuple(replace(g, cells=tuple(replace(c, chain=ready[c.chain]) for c in g.cells)) for g in self.groups)
+
+
+def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
+    """Check all that can be checked before weights are loaded; raises UsageError naming key and value.
+
+    ``reading``: nothing will be written, so the results folder need not be writable.
+    """
+    store = ResultStore(Path(cfg.results).expanduser())
+    if not reading:
+        store.check()
+    device = load.resolve_device(cfg.device)
+    source = load.locate(cfg.model)
+    precision = load.resolve_dtype(cfg.model, device, source.config)
+    cfg, matched = match.settle(cfg, from_config(source.config), precision.itemsize)
+    check_model(cfg, source)
+    tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
+    identity, context = identify(cfg, source, device), context_of(cfg, source)
+    session = open_session(cfg, identity, tokenizer, context)
+    groups = build_groups(cfg, identity, tokenizer, context, session.chain_identity)
+    return Prepared(cfg, source, tokenizer, tuple(groups), context, identity["dtype"], store, session, matched)
+
+
+def check_model(cfg: RunConfig, source: load.Source) -> None:
+    """Raise UsageError for a method that cannot run on this model."""
+    c = source.config
+    for entry in cfg.chains:
+        entry.chain.check_model(str(c.model_type), int(c.num_hidden_layers), head_counts(c))
+
+
+def identify(cfg: RunConfig, source: load.Source, device: torch.device) -> dict[str, Any]:
+    """What identifies the model in a cell."""
+    return {
+        "fingerprint": source.fingerprint,
+        "weights": cfg.model.weights,
+        "attention": cfg.model.attention,
+        "rope_scaling": cfg.model.rope_scaling,
+        "dtype": str(load.resolve_dtype(cfg.model, device, source.config)).removeprefix("torch."),
+    }
+
+
+def context_of(cfg: RunConfig, source: load.Source) -> int | None:
+    return cfg.model.context or getattr(source.config, "max_position_embeddings", None)
+
+
+def open_session(cfg: RunConfig, identity: Mapping[str, Any], tokenizer: Tokenizer, context: int | None) -> Session:
+    return Session(
+        Path(cfg.calibration or Path(cfg.results) / DEFAULT_FOLDER).expanduser(),
+        identity,
+        tokenizer,
+        context,
+        cfg.model.path == "embedded:tiny",
+        cfg.calibration_text,
+        cfg.data_root,
+    )
+
+
+def threads(cfg: RunConfig, config: Any) -> int:
+    """Threads as asked; a model of tiny matrices runs faster on one, since threads mostly wait for each other."""
+    small = int(getattr(config, "hidden_size", SMALL_MODEL)) < SMALL_MODEL
+    return cfg.threads or (1 if small else torch.get_num_threads())

@@ -1,0 +1,46 @@
+"""Memory for caches: asked for, or a share of what is free on the device that has least room for its part."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, build
+
+from kvbench import memory
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def test_what_is_asked_for_is_taken_whatever_is_free(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+    assert memory.limit(1.5, {CPU: 1.0}) == 3 * 2**29
+
+
+@pytest.mark.parametrize(
+    ("free", "shares", "room"),
+    [
+        ({CPU: 1000}, {CPU: 1.0}, 1000),
+        # 1000 bytes for a quarter of every cache are room for 4000 in all, 1500 bytes for the rest room for 2000
+        ({CPU: 1000, META: 1500}, {CPU: 0.25, META: 0.75}, 2000),
+        ({CPU: 400, META: 1500}, {CPU: 0.25, META: 0.75}, 1600),
+    ],
+)
+def test_the_device_with_least_room_for_its_part_decides(monkeypatch, free, shares, room):
+    monkeypatch.setattr(memory, "free_bytes", free.__getitem__)
+    assert memory.limit(None, shares) == int(memory.USED_SHARE * room)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shares_are_those_of_the_attention_layers(family):
+    model = build(family)
+    assert memory.shares(model) == {CPU: 1.0}
+    # accelerate leaves the weights of each layer on the device of that layer
+    first = next(m for m in model.modules() if getattr(m, "layer_idx", None) == 0)
+    first.to(META)
+    layers = model.config.num_hidden_layers
+    assert memory.shares(model) == pytest.approx({META: 1 / layers, CPU: 1 - 1 / layers})
+
+
+def test_free_memory_of_the_machine_is_a_part_of_all_of_it():
+    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+    assert 0 < memory.free_bytes(CPU) < int(total.split()[1]) * 1024
