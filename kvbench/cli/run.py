@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     if command.sweep:
         from kvbench.cli.sweep import sweep
 
-        with stopping(prepared, ["-m", *args.overrides]) as stop:
+        with stopping(prepared, ["run", "-m", *args.overrides]) as stop:
             sweep(command, prepared[0])
             reports = [experiment.settle(prepared[0], listeners(prepared[0].cfg.logger))]
     else:
