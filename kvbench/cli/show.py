@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from kvbench.cli.rewrite import rewrite
@@ -47,6 +48,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
+    from kvbench.render import size
     from kvbench.store import ResultStore
     from kvbench.store_files import read_json
 
@@ -71,9 +73,24 @@ def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
     if metrics.get("score") is not None:
         print(f"{metrics['metric']} {metrics['score']:.2f}, {metrics['n']} of {metrics['of']} examples")
     imported = record.get("kind") == "imported"
-    print(f"{'imported from' if imported else 'measured with'} {json.dumps(record['provenance'])}")
+    for facts in record["provenance"]:
+        told = ", ".join(f"{key} {_plain(value)}" for key, value in facts.items())
+        print(_wrapped(f"{'imported from' if imported else 'measured with'} {told}"))
     for s in shown["samples"]:
-        held = "" if imported else f", {s['kept']:g} of {s['n']} tokens, {s['payload']} payload bytes"
+        held = "" if imported else f", {s['kept']:g} of {s['n']} tokens, {size(s['payload'])} payload"
         print(f"\n{s['id']}: score {s['score']}{held}")
-        print(f"  answer    {s['prediction']!r}\n  reference {s['answers']!r}")
+        print(_wrapped(f"  answer    {s['prediction']!r}"))
+        print(_wrapped(f"  reference {', '.join(map(repr, s['answers']))}"))
     return 0
+
+
+def _wrapped(text: str) -> str:
+    """The text in lines of at most 100 columns."""
+    return fill(text, 100, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _plain(value: Any) -> str:
+    """A fact as a reader wants it: without the braces and quotes of JSON."""
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{k} {_plain(v)}" for k, v in value.items()) + ")"
+    return str(value)
