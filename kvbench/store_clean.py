@@ -97,7 +97,9 @@ def _waste(store: ResultStore, cell: str) -> Iterator[Removal]:
         unread = (*lines.damaged, *((lines.torn,) if lines.torn else ()))
         if unread:
             aside = damaged_path(path).name
-            yield Removal("lines", cell, path, f"{len(unread)} unreadable lines, moved to {aside}", unread)
+            yield Removal(
+                "lines", cell, path, f"{len(unread)} unreadable line{'s' * (len(unread) > 1)}, moved to {aside}", unread
+            )
     for path in sorted(folder.glob("lock*")):
         yield Removal("lock", cell, path, "held by nobody")
 

@@ -20,11 +20,11 @@ Without status= or cells= no intact sample goes: cells in which nothing was meas
 interrupted, half-written files, locks that nobody holds, and unreadable lines (moved into damaged-*.jsonl beside them).
 What is gone is measured again by the same run."""
 WORDS = {
-    "cell": "cells",
-    "mark": "marks of runs that ended early",
-    "temporary": "half-written files",
-    "lines": "files' unreadable lines (kept beside them)",
-    "lock": "locks that nobody holds",
+    "cell": "cell{s}",
+    "mark": "mark{s} of runs that ended early",
+    "temporary": "half-written file{s}",
+    "lines": "block{s} of unreadable lines (kept in a file beside)",
+    "lock": "lock{s} that nobody holds",
 }
 KEYS = ("results", "cells", "status", "model", "method", "dataset")
 
@@ -68,6 +68,6 @@ def main(args: argparse.Namespace) -> int:
     for cell in busy:
         print(f"left alone {cell}: it is being measured now")
     counts = Counter(r.kind for r in found)
-    total = ", ".join(f"{n} {WORDS[kind]}" for kind, n in counts.items()) or "nothing"
+    total = ", ".join(f"{n} {WORDS[kind].format(s='s' * (n > 1))}" for kind, n in counts.items()) or "nothing"
     print(f"{'removed' if args.yes else 'would remove'} {total}" + ("" if args.yes or not found else "; --yes does it"))
     return 0
