@@ -247,7 +247,7 @@ class LayerCache:
                 parts = segment.positions[0].split(segment.lengths.tolist())
             for h in range(heads):
                 kept[h].append(parts[h])
-        return [torch.cat(parts) for parts in kept]
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept]
 
     def nbytes(self) -> int:
         """Bytes of the storages that this layer keeps alive, payload and overhead."""

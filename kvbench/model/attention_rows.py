@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from kvbench.types import per_head
 
 BLOCK_BYTES = 16 * 2**20
 CACHED_BYTES = 2**20
@@ -42,19 +45,26 @@ def row_blocks(
         yield start, end, causal_softmax(query[:, start:end], k[:, :end], scale, window)
 
 
-def column_sums(query: Tensor, keys: Tensor, scale: float, block_bytes: int | None = None) -> Tensor:
+def column_sums(
+    query: Tensor, keys: Tensor, scale: float, block_bytes: int | None = None, lse: Tensor | None = None
+) -> Tensor:
     """Attention that each token receives from all queries.
 
-    query [Hq, n, D], keys [Hk, n, D] -> [Hq, n] fp32 sums of the causal softmax over query rows. A CPU goes through it
-    in blocks of ``block_bytes`` that stay in its cache, one kv head after the other.
+    query [Hq, n, D], keys [Hk, n, D] -> [Hq, n] fp32 sums of the causal softmax over query rows. ``lse`` [Hq, n], the
+    logarithm of each row's sum of exponentials, saves passes where attention itself has computed it. A CPU goes through
+    the rows in blocks of ``block_bytes`` that stay in its cache, one kv head after the other.
     """
-    hq, n, d = query.shape
+    hq, n = query.shape[:2]
     hk, group = keys.shape[0], hq // keys.shape[0]
     block_bytes = block_bytes or (BLOCK_BYTES if query.is_cuda else CACHED_BYTES)
     heads = hk if query.is_cuda else 1
     size = max(1, min(n, block_bytes // (4 * heads * group * n)))
-    q = (query.float() * scale).view(hk, group, n, d)
-    k = keys.float().transpose(1, 2).contiguous()
+    q = query.float() * scale
+    k = keys.float()
+    if lse is not None:  # one channel more takes it off every logit within the product
+        q, k = torch.cat([q, -lse[..., None]], dim=-1), F.pad(k, (0, 1), value=1.0)
+    q = q.view(hk, group, n, -1)
+    k = k.transpose(1, 2).contiguous()
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     sums = q.new_zeros(hk, group, n)
     for first in range(0, hk, heads):
@@ -63,11 +73,27 @@ def column_sums(query: Tensor, keys: Tensor, scale: float, block_bytes: int | No
             end = min(n, start + size)
             rows = (q[at, :, start:end].flatten(1, 2) @ k[at, :, :end]).view(-1, group, end - start, end)
             rows[..., start:].masked_fill_(later[: end - start, : end - start], -torch.inf)
+            if lse is not None:
+                sums[at, :, :end] += rows.exp_().sum(dim=2)
+                continue
             rows.sub_(rows.amax(dim=-1, keepdim=True)).exp_()
             # dividing by the sums of rows and adding up is one product
             weights = rows.sum(dim=-1, keepdim=True).reciprocal_().transpose(2, 3)
             sums[at, :, :end] += (weights @ rows)[:, :, 0]
     return sums.view(hq, n)
+
+
+def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+    """Fused causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n] by PyTorch's own function for CPUs.
+
+    query [Hq, n, D]; keys and values [Hk, n, D]; fp32. None where there is no such function for these.
+    """
+    known = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    if known is None or query.is_cuda or query.dtype != torch.float32:
+        return None
+    k, v = (per_head(x, len(query)) for x in (keys, values))
+    out, lse = known(query[None], k[None], v[None], 0.0, True, scale=scale)
+    return out[0], lse[0]
 
 
 def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None) -> Tensor:

@@ -25,7 +25,7 @@ from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.layers import Layers
 from kvbench.model.adapted import adapted
-from kvbench.model.attention_rows import attend_rows, column_sums
+from kvbench.model.attention_rows import attend_rows, attend_with_lse, column_sums
 from kvbench.model.interface import (
     KvbenchLayer,
     Rows,
@@ -80,11 +80,15 @@ class PromptLayer(KvbenchLayer):
         if self.read is not None:
             keys, values = self.read(keys, values)
             self.read_k = keys
+        fused = not self.plain and window is None and self.share is None and self.needs.colsums
+        found = attend_with_lse(q, keys, values, scale) if fused else None
         if self.needs.colsums:
-            self.colsums = self._column_sums(q, keys, EXACT)
+            self.colsums = self._column_sums(q, keys, EXACT, None if found is None else found[1])
         for bits in sorted(self.needs.colsums_bits):
             coarse = quantise_zero_point(keys, bits).dequantise(torch.float32)
             self.colsums_q[bits] = self._column_sums(q, coarse, bits)
+        if found is not None:
+            return found[0][None]
         leads = None if self.share is None else self.share(q, keys, scale)
         if leads is not None:
             keys, values = per_head(keys, len(q))[leads], per_head(values, len(q))
@@ -96,10 +100,10 @@ class PromptLayer(KvbenchLayer):
             q[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=gqa
         )
 
-    def _column_sums(self, query: Tensor, keys: Tensor, bits: int) -> Tensor:
+    def _column_sums(self, query: Tensor, keys: Tensor, bits: int, lse: Tensor | None = None) -> Tensor:
         synchronise(query.device)
         start = time.perf_counter()
-        found = column_sums(query, keys, self.scale)
+        found = column_sums(query, keys, self.scale, lse=lse)
         synchronise(query.device)
         self.colsums_s[bits] = time.perf_counter() - start
         return found

@@ -1,6 +1,7 @@
 """Budgets, ties, groups and legal sets: what all selectors and chains share."""
 
 import itertools
+import math
 import re
 from dataclasses import dataclass
 from typing import ClassVar
@@ -85,6 +86,20 @@ def test_frozen_layers_are_layer_numbers(layers):
 def test_top_indices_breaks_ties_to_the_lower_index_and_sorts():
     scores = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0], [0.0] * 6])
     assert top_indices(scores, 3).tolist() == [[1, 2, 3], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("k", [0, 1, 5, 39, 40])
+@pytest.mark.parametrize("values", ["distinct", "ties", "infinite", "nan"])
+def test_top_indices_are_the_first_of_a_stable_sort(values, k):
+    scores = torch.randn(3, 40, generator=torch.Generator().manual_seed(k))
+    if values == "ties":
+        scores = scores.round()
+    elif values == "infinite":
+        scores[:, ::3], scores[1, 1::3] = torch.inf, -torch.inf
+    elif values == "nan":
+        scores[0, 7] = torch.nan
+    order = [sorted(range(40), key=lambda i: (not math.isnan(row[i]), -row[i], i))[:k] for row in scores.tolist()]
+    assert top_indices(scores, k).tolist() == [sorted(row) for row in order]
 
 
 def test_group_mean_averages_neighbouring_query_heads():

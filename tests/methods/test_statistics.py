@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kvbench.methods.statistics import pool, window_rows
-from kvbench.model.attention_rows import causal_softmax, column_sums
-from kvbench.types import Observation
+from kvbench.model.attention_rows import attend_with_lse, causal_softmax, column_sums
+from kvbench.types import Observation, per_head
 
 N, SCALE = 50, 0.5
 
@@ -28,6 +28,29 @@ def test_blockwise_column_sums_equal_the_dense_ones(qk, rows):
     dense = causal_softmax(*qk, SCALE).sum(dim=1)
     blockwise = column_sums(*qk, SCALE, block_bytes=4 * 4 * N * rows)
     torch.testing.assert_close(blockwise, dense, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [7, 1000])
+def test_column_sums_by_what_attention_has_summed_up_equal_the_dense_ones(qk, rows):
+    values = ref.grid(len(qk[1]), N, 8, seed=5)
+    out, lse = attend_with_lse(*qk, values, SCALE)
+    weights = causal_softmax(*qk, SCALE)
+    torch.testing.assert_close(out, weights @ per_head(values, 4), atol=1e-5, rtol=0)
+    sums = column_sums(*qk, SCALE, block_bytes=4 * 4 * N * rows, lse=lse)
+    torch.testing.assert_close(sums, weights.sum(dim=1), atol=1e-5, rtol=0)
+
+
+def test_large_logits_leave_column_sums_exact(qk):
+    q, k = qk[0] * 40, qk[1]
+    _, lse = attend_with_lse(q, k, k, SCALE)
+    assert lse.abs().max() > 80
+    torch.testing.assert_close(
+        column_sums(q, k, SCALE, lse=lse), causal_softmax(q, k, SCALE).sum(dim=1), atol=1e-4, rtol=0
+    )
+
+
+def test_half_precision_is_not_summed_up_by_attention(qk):
+    assert attend_with_lse(*(t.bfloat16() for t in qk), qk[1].bfloat16(), SCALE) is None
 
 
 def test_causal_softmax_equals_the_explicit_attention_matrix(qk):
