@@ -54,6 +54,11 @@ def heads_of(model: PreTrainedModel) -> tuple[int, int]:
     return heads, getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
 
 
+def hooks(model: PreTrainedModel) -> int:
+    """How many hooks its modules have; transformers leaves some of its own on a model that is asked for more."""
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
 def prompt(n: int, seed: int = 0) -> torch.Tensor:
     """n random token ids that avoid the special ones."""
     return torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(seed))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import FAMILIES, build, prompt
+from families import FAMILIES, build, hooks, prompt
 
 import kvbench
 from kvbench.errors import UsageError
@@ -71,12 +71,12 @@ def test_models_settings_come_back_even_after_an_error():
     model = build("llama")
     model.train()
     try:
-        before = model.config._attn_implementation
+        before, there = model.config._attn_implementation, hooks(model)
         with pytest.raises(UsageError):
             kvbench.prefill(model, [[1, 2], [3, 4]], ["full"])
         kvbench.prefill(model, prompt(10), ["full"])
         assert model.config._attn_implementation == before and model.training
-        assert not any(m._forward_hooks for m in model.modules())
+        assert hooks(model) == there
     finally:
         model.eval()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from calibrations import bound, ready
-from families import FAMILIES, build, heads_of, prompt
+from families import FAMILIES, build, heads_of, hooks, prompt
 from passthrough import quantisers_pass_through
 
 import kvbench
@@ -280,12 +280,13 @@ def test_bf16_neutral_settings_stay_near_the_full_cache_when_teacher_forced(fami
 @pytest.mark.parametrize("setting", ["eager", "sdpa"])
 def test_hooks_are_gone_and_the_attention_setting_is_back(chain, setting):
     model, before = build("llama"), build("llama").config._attn_implementation
+    there = hooks(model)
     model.set_attn_implementation(setting)
     try:
         (cache,) = prefill(model, prompt(40), [configured(chain, SMALL)])
         kvbench.generate(model, [cache], 2)
         assert model.config._attn_implementation == setting
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert hooks(model) == there
     finally:
         model.set_attn_implementation(before)
 
@@ -301,11 +302,10 @@ class Fails(Selector):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hooks_go_even_if_a_method_fails_in_the_middle(family):
     model = build(family)
-    before = model.config._attn_implementation
+    before = model.config._attn_implementation, hooks(model)
     with pytest.raises(ArithmeticError):
         prefill(model, prompt(40), [Chain((Fails(kv_size=8),))])
-    assert model.config._attn_implementation == before
-    assert not any(m._forward_hooks for m in model.modules())
+    assert (model.config._attn_implementation, hooks(model)) == before
 
 
 @pytest.mark.parametrize("method", METHODS)

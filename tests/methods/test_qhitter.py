@@ -296,7 +296,7 @@ def test_only_column_sums_are_asked_for():
 @pytest.mark.parametrize("other", ["think", "l1", "kivi", "flexgen"])
 @pytest.mark.parametrize("method", ["qhitter", "h2o+quant"])
 def test_nothing_else_can_pack_or_prune_its_tokens(method, other):
-    with pytest.raises(UsageError, match=rf"qhitter owns its quantiser.*{other}"):
+    with pytest.raises(UsageError, match=rf"qhitter.* owns its quantiser.*{other}"):
         registry.parse(f"{method}+{other}")
 
 

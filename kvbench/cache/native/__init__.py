@@ -1,7 +1,7 @@
 """Attention over packed tokens by compiled code, where there is a C++ compiler and tensors are on a CPU.
 
 Every function returns None where it cannot serve; plain PyTorch does then (kvbench.cache.coded_rows), whose numbers
-are the reference: both agree to rounding. What is computed is fp32, whatever the query's dtype.
+are the reference: both agree to rounding. Queries are fp32.
 Shapes: U rows, H stored heads, Hq query heads, T new tokens, L tokens, D head dimension, C kept channels.
 """
 
@@ -79,7 +79,7 @@ def attend(
         torch.get_num_threads(),
     )
     _check(status)
-    return out.to(query.dtype)
+    return out
 
 
 class _Coded(ctypes.Structure):
@@ -95,7 +95,9 @@ class _Ring(ctypes.Structure):
 
 
 def _code(query: Tensor) -> ctypes.CDLL | None:
-    return build.library() if query.device.type == "cpu" and build.enabled() else None
+    # in half precision plain PyTorch rounds weights as the full cache does, and the code would not
+    here = query.device.type == "cpu" and query.dtype == torch.float32
+    return build.library() if here and build.enabled() else None
 
 
 def _coded(x: Packed) -> Any:
