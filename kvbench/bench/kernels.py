@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from kvbench.bench.decode import FORMATS, layer
+from kvbench.bench.roofline import copy_bandwidth
 from kvbench.cache import kernels
 from kvbench.cache.kernels import SWITCH
 from kvbench.methods import registry
@@ -32,7 +33,6 @@ from kvbench.model.rows import RowLayer
 
 FULL = "full"
 FLUSH_BYTES = 2**28  # more than any GPU's last-level cache
-COPY_BYTES = 2**30
 WARM_UP = 3
 NO_GPU = (
     "the benchmark of kernels needs a GPU and Triton (extra gpu): not to be had here; kvbench.bench.decode needs none"
@@ -129,13 +129,6 @@ def cuda_timer(device: torch.device) -> Timer:
     return timed
 
 
-def copy_bandwidth(device: torch.device, timer: Timer, size: int = COPY_BYTES) -> float:
-    """Bytes a second, read and written, of a large copy."""
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / median([timer(lambda: target.copy_(source)) for _ in range(WARM_UP + 10)][WARM_UP:])
-
-
 def table(rows: Mapping[str, Row], shape: Shape, bandwidth: float) -> str:
     """One shape's lines."""
     lines = [
@@ -168,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     device = torch.device("cuda")
     timer = cuda_timer(device)
-    bandwidth = copy_bandwidth(device, timer)
+    bandwidth = copy_bandwidth(device)
     print(
         f"{torch.cuda.get_device_name(device)}, copies at {bandwidth / 1e9:.0f} GB/s; {args.dtype}, {args.query_heads}"
     )
