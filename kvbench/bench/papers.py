@@ -1,82 +1,103 @@
-"""Which measured row stands for which cell of a paper's efficiency table: kvbench/papers/<paper>/bench<N>.yaml.
+"""How the papers' efficiency tables are timed: kvbench/papers/<paper>/bench<N>.yaml.
 
     python -m kvbench.bench.papers        the tables' rows that are declared and not run, with the reason
 
-A paper's absolute values are of its own devices: what compares is a ratio, ours to our base row, theirs to theirs.
+Which measured row stands for which printed cell is found in kvbench.bench.placed.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import yaml
 
 import kvbench.papers
-from kvbench.bench import records
-from kvbench.bench.records import MEASURED, Row
+from kvbench.bench import workload
 from kvbench.errors import KvbenchError, unknown
-from kvbench.papers import published
 from kvbench.papers.published import Published
 
-GB, MB, MIB = 1e9, 1e6, 2**20
-UNITS = {"s": 1.0, "ms": 1e-3, "ms/token": 1e-3, "s/100token": 0.01, "GB": GB, "MB": MB, "MiB": MIB, "pct": 0.01}
-"""Our seconds, bytes and fractions per printed unit."""
+SMALL = ("device=cpu", "threads=1", "repeats=3", "generate=sampled", "steps=8")
+"""How a stand-in is timed."""
 
 
-class Cell(NamedTuple):
-    """One cell: ``value`` is ours in the printed ``unit``, ``ratio`` over our base row, ``published_ratio`` theirs.
+@dataclass(frozen=True)
+class Scale:
+    """How a stand-in's workloads follow from the paper's.
 
-    ``value`` and ``ratio`` are None where nothing was measured; ``marks`` say why, and what else the reader must know.
+    lengths: divides numbers of tokens, of the prompt, generated and kept (``kv_size``). rows: divides the rows of a
+    batch, down to one. memory: GiB of the process where as many rows are asked for as fit. without: knobs that are
+    made for the paper's models and left to their defaults.
     """
 
-    row: str
-    column: str
-    value: float | None
-    unit: str
-    ratio: float | None
-    published_ratio: float | None
-    marks: tuple[str, ...]
-    model: str = ""
-    published: float | None = None
+    lengths: int = 1
+    rows: int = 1
+    memory: float | None = None
+    without: Sequence[str] = ()
+
+    def workload(self, name: str) -> str:
+        """A workload at the stand-in's size, rounded up; at least two new tokens and one row."""
+        paper = workload.parse(name)
+        prompt, new = math.ceil(paper.prompt / self.lengths), max(2, math.ceil(paper.new / self.lengths))
+        batch = None if paper.batch is None else math.ceil(paper.batch / self.rows)
+        return workload.Workload(prompt, new, batch).name
+
+    def knobs(self, text: str) -> str:
+        """A method with its knobs, or arguments, at the stand-in's size."""
+        words = [w for w in text.split() if w not in self.without]
+        return re.sub(r"\bkv_size=(\d+)", lambda m: f"kv_size={int(m[1]) // self.lengths}", " ".join(words))
+
+    def words(self) -> str:
+        """In words, for below a table."""
+        parts = [f"numbers of tokens are those of the paper over {self.lengths}"] if self.lengths > 1 else []
+        parts += [f"rows those over {self.rows}, rounded up"] if self.rows > 1 else []
+        parts += [f"as many rows as fit into {self.memory:g} GiB"] if self.memory else []
+        parts += [f"without {', '.join(self.without)}"] if self.without else []
+        return "; ".join(parts) or "as in the paper"
 
 
 @dataclass(frozen=True)
 class Declared:
     """One table. ``workload`` has the names of its rows' settings in braces, or ``workloads`` one per dataset.
 
-    methods: our row by published method, with as many of its settings as it takes to tell it apart. quantities: ours by
-    published metric. base: the published method that ratios are to. not_run: reasons by model, method or dataset.
+    results: the file of measured rows. arguments: of ``bench time``, for all of its methods. methods: our row by
+    published method, with as many of its settings as it takes to tell it apart. quantities: ours by published metric.
+    base: the published method that ratios are to. device: the paper's, where its rows do not say. notes: what else
+    the reader must know of ours. not_run: reasons by model, method or dataset. stand_in: on a small model on a CPU.
+    scaled: whether this is the stand-in's side.
     """
 
     results: str
     model: str
     base: str
+    arguments: str
     methods: Mapping[str, str]
     quantities: Mapping[str, str]
     workload: str = ""
     workloads: Mapping[str, str] = field(default_factory=dict)
-    marks: Sequence[str] = ()
+    device: str = ""
+    notes: Sequence[str] = ()
     not_run: Mapping[str, str] = field(default_factory=dict)
+    stand_in: Scale = field(default_factory=Scale)
+    scaled: bool = False
 
     def ours(self, cell: Published, method: str | None = None) -> tuple[str, str] | None:
         """(workload, method) of our row for a published cell; None where there is none."""
-        given = settings(cell)
-        if cell.dataset in self.workloads:
-            workload = self.workloads[cell.dataset]
-        elif not self.workload:
+        found, name = self.printed_workload(cell), self._method(method or cell.method, cell.settings)
+        if not found or name is None:
             return None
-        else:
-            try:
-                workload = self.workload.format(**given)
-            except KeyError:
-                return None
-        name = self._method(method or cell.method, given)
-        return None if name is None else (workload, name)
+        return (self.stand_in.workload(found) if self.scaled else found), name
+
+    def printed_workload(self, cell: Published) -> str:
+        """The workload of a published cell at the paper's size; '' where it is not known."""
+        try:
+            return self.workloads.get(cell.dataset, "") or self.workload.format(**cell.settings)
+        except KeyError:
+            return ""
 
     def _method(self, method: str, given: Mapping[str, str]) -> str | None:
         facts = {f"{k}={v}" for k, v in given.items()}
@@ -87,10 +108,21 @@ class Declared:
         """The reason why a published cell is not run; '' if it is."""
         return next((self.not_run[k] for k in (cell.model, cell.method, cell.dataset) if k in self.not_run), "")
 
+    def on(self, model: str) -> Declared:
+        """The same table on a small model, at the stand-in's sizes."""
+        knobs = self.stand_in.knobs
+        methods = {name: knobs(text) for name, text in self.methods.items()}
+        return replace(self, model=model, arguments=knobs(self.arguments), methods=methods, scaled=True)
 
-def settings(cell: Published) -> dict[str, str]:
-    """A published row's setting by key."""
-    return dict(part.partition("=")[::2] for part in cell.setting.split(";") if part)
+    def words(self, workloads: Sequence[str]) -> list[str]:
+        """The arguments of ``bench time`` that measure this table's methods on ``workloads``."""
+        found = [f"model={self.model}", *self.arguments.split(), f"workloads={','.join(workloads)}"]
+        if "peers=" not in self.arguments:
+            found.append("peers=none")
+        if self.scaled:
+            memory = self.stand_in.memory
+            found += [*SMALL, *([f"memory_limit={memory}"] if memory else [])]
+        return found
 
 
 def tables() -> list[tuple[str, str]]:
@@ -106,83 +138,10 @@ def load(paper: str, table: str) -> Declared:
     if not path.exists():
         raise unknown("efficiency table", f"{paper}/{table}", [f"{p}/{t}" for p, t in tables()])
     try:
-        return Declared(**yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (TypeError, yaml.YAMLError) as error:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return Declared(**{**raw, "stand_in": Scale(**raw.get("stand_in", {}))})
+    except (TypeError, AttributeError, yaml.YAMLError) as error:
         raise KvbenchError(f"{path}: {error}") from None
-
-
-def measured(paper: str, table: str, folder: Path) -> list[Cell]:
-    """Every printed cell of an efficiency table with what was measured for it in ``folder`` (results/gpu)."""
-    declared = load(paper, table)
-    rows = records.read(folder / f"{declared.results}.jsonl")
-    printed = [c for c in published.load_table(paper, table) if c.dataset != "avg"]
-    return [_cell(c, declared, printed, rows) for c in printed]
-
-
-def _cell(cell: Published, declared: Declared, printed: Sequence[Published], rows: Sequence[Row]) -> Cell:
-    row, column = f"{cell.method} {cell.setting}".strip(), f"{cell.dataset}/{cell.metric}"
-    base = _printed_base(cell, declared, printed)
-    theirs = cell.value / base.value if base is not None and base.value and cell.value is not None else None
-    marks = list(declared.marks)
-    why = declared.why_not(cell)
-    at, quantity = declared.ours(cell), declared.quantities.get(cell.metric)
-    if why or at is None or quantity is None:
-        marks.append(f"not run: {why or 'no row is declared for it'}")
-        return Cell(row, column, None, cell.unit, None, theirs, tuple(marks), cell.model, cell.value)
-    found = _row(rows, declared, *at)
-    if found is None:
-        marks.append("not run: no row is there")
-        return Cell(row, column, None, cell.unit, None, theirs, tuple(marks), cell.model, cell.value)
-    if found["status"] != MEASURED:
-        marks.append(f"{found['status']}: {found['reason']}".rstrip(": "))
-    marks += [*found["marks"], str(found["facts"]["device"])]
-    value, ratio = _value(found, rows, quantity), None
-    beside = declared.ours(cell, declared.base)
-    to = records.base(found, rows, beside[1]) if beside is not None else None
-    if to is not None:
-        other = _value(to, rows, quantity)
-        ratio = value / other if value is not None and other else None
-    shown = None if value is None else value / UNITS.get(cell.unit, 1.0)
-    return Cell(row, column, shown, cell.unit, ratio, theirs, tuple(marks), cell.model, cell.value)
-
-
-def _row(rows: Sequence[Row], declared: Declared, workload: str, method: str) -> Row | None:
-    alike = {"model": declared.model, "workload": workload, "method": method}
-    return next((r for r in reversed(rows) if all(r.get(k) == v for k, v in alike.items())), None)
-
-
-def _printed_base(cell: Published, declared: Declared, printed: Sequence[Published]) -> Published | None:
-    """The printed cell of the base method on the same model, dataset, device and workload."""
-
-    def place(c: Published) -> tuple[Any, ...]:
-        at = declared.ours(c, declared.base)
-        return (c.model, c.dataset, c.metric, settings(c).get("gpu"), at and at[0])
-
-    return next((c for c in printed if c.method == declared.base and place(c) == place(cell)), None)
-
-
-def _value(row: Row, rows: Sequence[Row], quantity: str) -> float | None:
-    if quantity in DERIVED:
-        return DERIVED[quantity](row, rows)
-    return records.value(row, quantity)
-
-
-def _per(quantity: str, by: Callable[[Row], float]) -> Callable[[Row, Sequence[Row]], float | None]:
-    def found(row: Row, rows: Sequence[Row]) -> float | None:
-        value = records.value(row, quantity)
-        return None if value is None else value / by(row)
-
-    return found
-
-
-DERIVED: dict[str, Callable[[Row, Sequence[Row]], float | None]] = {
-    "token_time": _per("tpot", lambda r: float(r["batch"])),
-    "first_token_time": _per("ttft", lambda r: float(r["batch"])),
-    "latency": _per("total", lambda r: float(r["new"])),
-    "kept": lambda r, rows: records.ratio(r, records.base(r, rows), "cache_bytes"),
-    "speedup": lambda r, rows: records.ratio(r, records.base(r, rows), "throughput"),
-}
-"""Seconds of a token of one row; of one prompt's first token; of a token of all rows; and shares of the full cache."""
 
 
 def not_run(paper: str, table: str) -> list[str]:

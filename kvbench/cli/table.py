@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
@@ -17,12 +18,18 @@ EXAMPLES = """examples:
   python -m kvbench table think/2 --stored --show published
   python -m kvbench table think/1 --stored --trace "h2o kv_size=512" hotpotqa
   python -m kvbench table think/2 limit=2 --plan
+  python -m kvbench table think/10 --plan
+  python -m kvbench table vatp/4 --stored --format csv
 
 The tables are those of `python -m kvbench list tables`: think/2, think (all of a paper), all.
 model= is tiny by default, which stands in for the papers' models: its six tasks for their datasets, budgets scaled to
 its prompts, and both sides in per cent of their own full cache. On a model of the table, rows of other models are left
 out and differences are shown; there, and on any other model, the paper's own datasets are read.
-What else you give goes to `run`: limit=, results=, data.root=, max_length=, ..."""
+What else you give goes to `run`: limit=, results=, data.root=, max_length=, ...
+Efficiency tables (think/10, think/11, refreekv/3, refreekv/10, uncomp/3, uncomp/10, vatp/3, vatp/4, qhitter/2) show
+ratios to a base row beside the paper's, and each side's own values. They are timed by `bench time`: on the paper's
+model by scripts/gpu_tables.sh (rows in results/gpu, shown where there are any), else on model=tiny on a CPU at scaled
+sizes (rows in results/cpu, measured here where missing); repeats=, steps=, threads=, again=true, ... go to it."""
 FIXED = ("method", "dataset", "preset", "match", "reference", "tasks")
 
 
@@ -41,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     """Measure what is missing and print; refused rows make the exit status 1."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.errors import unknown
-    from kvbench.papers import declared, grid, page
+    from kvbench.papers import declared, grid, page, timings
 
     for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
         if value not in allowed:
@@ -50,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     fixed = next((k for k in given if k in FIXED), None)
     if fixed:
         raise UsageError(f"{fixed}={given[fixed]} is not possible here: the paper's table says it. Use `run` instead")
-    model = given.pop("model", "tiny")
+    model = given.pop("model", "")
     tables = declared.find(args.table)
     if args.trace and len(tables) > 1:
         raise UsageError(f"--trace needs one table, as in think/2, not {args.table}")
@@ -58,7 +65,12 @@ def main(args: argparse.Namespace) -> int:
     for i, table in enumerate(tables):
         if i and args.format == "text":
             print()
-        status = _one(table, model, [f"{k}={v}" for k, v in given.items()], args)
+        overrides = [f"{k}={v}" for k, v in given.items()]
+        if table.kind == timings.KIND:
+            # of several tables each takes what is its own; of one, a key that is not is an error
+            status = _timed(table, model, [o for o in overrides if len(tables) == 1 or _of_timings(o)], args)
+        else:
+            status = _one(table, model, overrides, args)
         if status > 1:
             return status
         wrong |= bool(status)
@@ -90,6 +102,40 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
         _trace(ours, *args.trace)
         return 0
     seen = view.view(ours)
+    print(page.render(seen, args.format, args.show), end="")
+    return int(any(e.status in ("refused", "failed") for _, entries in seen.rows for e in entries))
+
+
+def _of_timings(override: str) -> bool:
+    from kvbench.papers import timings
+
+    key = override.partition("=")[0]
+    return key == "results" or timings.allowed(key)
+
+
+def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int:
+    """Print one efficiency table; 1 if any of its rows was refused or failed."""
+    from kvbench.papers import measured, page, timings, view
+
+    other = next((o for o in overrides if not _of_timings(o)), None)
+    if other:
+        raise UsageError(
+            f"{other} is not possible here: {table.id} is timed, not scored; it takes model=, results=, "
+            f"{', '.join(f'{k}=' for k in timings.KEYS)}"
+        )
+    results = Path(next((o.removeprefix("results=") for o in overrides if o.startswith("results=")), "results"))
+    more = [o for o in overrides if not o.startswith("results=")]
+    found = timings.read(table, model, results)
+    if args.plan:
+        timings.measure(found, more, plan=True)
+        return 0
+    if not args.stored and args.show != "published":
+        timings.measure(found, more)
+        found = timings.read(table, found.bench.model, results)
+    if args.trace:
+        print(timings.trace(found, *args.trace))
+        return 0
+    seen = view.view(measured.timed(found))
     print(page.render(seen, args.format, args.show), end="")
     return int(any(e.status in ("refused", "failed") for _, entries in seen.rows for e in entries))
 

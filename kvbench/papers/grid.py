@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from textwrap import wrap
 
-from kvbench.papers import standin
-from kvbench.papers.view import Entry, View, best, by_block
+from kvbench.papers import standin, timing_text
+from kvbench.papers.view import Entry, View, best, by_block, heading_of
 
 SHOWS = ("both", "ours", "published", "delta")
 WRONG = ("refused", "failed")
@@ -36,11 +36,14 @@ class Grid:
 def grid(view: View, show: str) -> Grid:
     """The cells as text: one of SHOWS, or ``beside``, the printed side in the unit of ours."""
     stand_in = view.ours.stand_in
-    printed = show in ("published", "beside")
+    printed, timings = show in ("published", "beside"), view.ours.timings
     shown = "published" if printed else "relative" if stand_in else "ours"
+    if timings is not None:
+        shown = "published_relative" if printed else "relative"
+    base = "full" if timings is None else timings.bench.base
     blocks = []
     for heading, indices in by_block(view.rows, view.ours.declared.blocks).items():
-        compressed = [i for i in indices if view.rows[i][0].row.method != "full"]
+        compressed = [i for i in indices if view.rows[i][0].row.method != base]
         top = [best([view.rows[i][1][c] for i in compressed], shown) for c in range(len(view.columns))]
         rows = []
         for i in indices:
@@ -54,17 +57,20 @@ def grid(view: View, show: str) -> Grid:
             ]
             rows.append((label, *cells))
         blocks.append((heading, tuple(rows)))
-    names = tuple(c.name for c in view.columns)
+    names = tuple(c.name if timings is None else timing_text.name(timings, c.name) for c in view.columns)
     return Grid(("", *names), ("", *(c.group for c in view.columns)), tuple(blocks))
 
 
 def _facts(setting: str, heading: str) -> Iterator[str]:
     """The parts of a setting that the block's heading does not say already."""
-    parts = [p for p in setting.split(";") if p and p.replace("=", " ", 1) not in heading.split(", ")]
+    said = heading.split(", ")
+    parts = [p for p in setting.split(";") if p and heading_of(*p.split("=", 1)) not in said]
     yield from wrap(" ".join(parts), LABEL, break_long_words=False)
 
 
 def _cell(entry: Entry, show: str, stand_in: bool, bold: bool) -> Text:
+    if entry.timed is not None:
+        return Text(tuple(timing_text.lines(entry, show)), bold)
     ours = _ours(entry, stand_in)
     printed = _printed(entry, stand_in and show != "published")
     if show == "ours":
@@ -130,6 +136,8 @@ def _delta(entry: Entry, stand_in: bool) -> str:
 def notes(view: View) -> list[str]:
     """What the reader must know: what the numbers are, n, marks, refusals, the mapping of a stand-in."""
     ours, declared = view.ours, view.ours.declared
+    if ours.timings is not None:
+        return [*timing_text.notes(ours.timings, [e for _, row in view.rows for e in row]), *declared.sources]
     entries = [e for _, row in view.rows for e in row]
     lines = []
     if ours.run is None:
@@ -181,6 +189,8 @@ def notes(view: View) -> list[str]:
 def title(view: View) -> str:
     """One line: which table, what it shows, on which model."""
     declared = view.ours.declared
+    if view.ours.timings is not None:
+        return timing_text.title(view.ours.timings)
     if view.ours.run is None:
         return f"{declared.id}: {declared.title} — as printed"
     return f"{declared.id}: {declared.title} — {view.ours.model}{' (stand-in)' if view.ours.stand_in else ''}"

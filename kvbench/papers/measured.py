@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,12 +18,15 @@ from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.model import load
 from kvbench.model.interface import head_counts
-from kvbench.papers import settings, standin
+from kvbench.papers import settings, standin, timings
 from kvbench.papers.declared import Column, Declared, Row
 from kvbench.papers.published import model_id
+from kvbench.papers.timings import Timings
 from kvbench.plan import Cell, Group
 from kvbench.tasks.base import load_tasks
 from kvbench.tasks.longbench import TASKS
+
+RESULTS = "results"
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Ours:
     """A paper's table on ``model``: one line per row, the run that measures them, and our task of each column.
 
     ``stand_in``: the model is none of the table's. ``run`` is None where nothing of the table can be run. ``absent``:
-    datasets that cannot be read, with the reason.
+    datasets that cannot be read, with the reason. ``timings``: what was timed, of an efficiency table.
     """
 
     declared: Declared
@@ -50,6 +54,7 @@ class Ours:
     run: Prepared | None
     tasks: Mapping[str, str]
     absent: Mapping[str, str] = field(default_factory=dict)
+    timings: Timings | None = None
 
     def cell(self, line: Line, column: Column) -> tuple[Group, Cell] | None:
         """The cell of the store behind a score, with the group that it is measured in."""
@@ -79,17 +84,30 @@ class Ours:
 
 def printed(declared: Declared, model: str, why: str) -> Ours:
     """The table with the paper's side only; ``why`` says why nothing is measured."""
+    if declared.kind == timings.KIND:
+        return timed(timings.read(declared, model, Path(RESULTS)))
     lines = tuple(Line(r, skipped=why) for r in declared.rows)
     return Ours(declared, model, _stands_in(declared, model), lines, None, {})
+
+
+def timed(found: Timings) -> Ours:
+    """An efficiency table with what was timed for it."""
+    lines = tuple(Line(r) for r in found.table.rows)
+    return Ours(found.table, found.bench.model, found.stand_in, lines, None, {}, timings=found)
 
 
 def prepare(declared: Declared, model: str, arguments: Sequence[str] = ()) -> Ours:
     """The table on ``model`` (an entry of conf/model, a folder or a hub id); ``arguments`` are more of ``run``'s.
 
     Rows of other models are skipped, unless the model is none of the table's: then it stands in for all of them, and
-    the tiny model with tasks and budgets of its own. Columns whose dataset is not there are left out. Raises UsageError
-    for a model or argument that is not possible, or where no dataset is there.
+    the tiny model with tasks and budgets of its own. Columns whose dataset is not there are left out. An efficiency
+    table shows what is stored in ``results=``. ``model`` may be empty: tiny, or of an efficiency table the paper's own
+    where there are rows of it. Raises UsageError for what is not possible, or where no dataset is there.
     """
+    if declared.kind == timings.KIND:
+        given = dict(a.partition("=")[::2] for a in arguments)
+        return timed(timings.read(declared, model, Path(given.get("results", RESULTS))))
+    model = model or standin.MODEL
     stand_in = _stands_in(declared, model)
     if not declared.measurable:
         return printed(declared, model, f"a table of {declared.kind}")

@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.papers import timing_text
 from kvbench.papers.grid import Grid, Text, grid, notes, runs, title
 from kvbench.papers.view import View
 from kvbench.render import WIDTH
@@ -23,6 +24,7 @@ CSV_FIELDS = (
     *("paper", "table", "model", "method", "setting", "column", "status", "ours", "ci_low", "ci_high", "n", "of"),
     *("published", "mark", "delta", "stand_in", "ours_percent_of_full", "percent_low", "percent_high"),
     *("published_percent_of_full", "stated", "exact", "kept_percent", "published_kept_percent", "cell", "reason"),
+    *timing_text.CSV_FIELDS,
 )
 
 
@@ -34,7 +36,7 @@ def render(view: View, style: str = "text", show: str = "both") -> str:
 
 
 def _text(view: View, whole: Grid, lines: Sequence[str]) -> str:
-    parts = [title(view), ""]
+    parts = [fill(title(view), WIDTH), ""]
     for piece in _folded(whole):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
         for i, name in enumerate(piece.names):
@@ -208,7 +210,7 @@ def _csv(view: View) -> str:
                 "of": e.of,
                 "published": e.published,
                 "mark": e.mark,
-                "delta": None if view.ours.stand_in else e.delta,
+                "delta": None if view.ours.stand_in or e.timed is not None else e.delta,
                 "stand_in": view.ours.model if view.ours.stand_in else "",
                 "ours_percent_of_full": e.relative,
                 "percent_low": relative_low,
@@ -221,6 +223,8 @@ def _csv(view: View) -> str:
                 "cell": e.cell,
                 "reason": e.reason,
             }
+            if view.ours.timings is not None:
+                row |= timing_text.csv_row(view.ours.timings, e)
             writer.writerow(row)
     return out.getvalue()
 

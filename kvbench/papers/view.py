@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbench.bench.placed import Cell as Timed
+from kvbench.bench.records import NOT_RUN
 from kvbench.metrics import metric, stats
 from kvbench.papers.declared import BUDGET, MEANS, SCORE, Column, Row
 from kvbench.papers.exact import Exact, exact
@@ -34,7 +36,8 @@ class Entry:
 
     ``status``: measured, refused (``reason`` says why), missing, or none where the paper has no such cell. ``stated``
     is an average that the paper prints although its cells give another. ``printed`` are its characters on the page;
-    ``exact`` is ✓ where what is printed follows without a model, or what follows instead.
+    ``exact`` is ✓ where what is printed follows without a model, or what follows instead. Of an efficiency table
+    ``timed`` is its cell, the shares are of the base row, and ``status`` can be OOM, too.
     """
 
     status: str = "none"
@@ -54,6 +57,7 @@ class Entry:
     published_budget: float | None = None
     printed: str = ""
     exact: str = ""
+    timed: Timed | None = None
 
     @property
     def delta(self) -> float | None:
@@ -101,6 +105,8 @@ class _Reading:
 
 def view(ours: Ours) -> View:
     """All entries of a table, read from the paper's data and from the store."""
+    if ours.timings is not None:
+        return _timed(ours)
     # what a score kept of the cache stands below the score
     columns = tuple(c for c in ours.declared.columns if c.what != BUDGET) or ours.declared.columns
     averaged = bool(ours.declared.scores) and any(c.dataset in MEANS for c in ours.declared.printed)
@@ -111,6 +117,39 @@ def view(ours: Ours) -> View:
         entries = tuple(_entry(reading, line, c) for c in columns)
         rows.append((line, (*entries, *([_average(reading, line, columns, entries)] if averaged else []))))
     return View(ours, (*columns, *([AVERAGE] if averaged else [])), tuple(rows))
+
+
+def _timed(ours: Ours) -> View:
+    """The entries of an efficiency table."""
+    assert ours.timings is not None
+    found = {e.cell: e for e in exact(ours.declared.paper, ours.declared.table)}
+
+    def entry(printed: Published | None) -> Entry:
+        if printed is None:
+            return Entry()
+        assert ours.timings is not None
+        cell = ours.timings.cells[printed]
+        return Entry(
+            status="missing" if cell.status == NOT_RUN else cell.status,
+            reason=cell.reason,
+            ours=cell.value,
+            ci=cell.spread,
+            relative=_percent(cell.ratio),
+            published=printed.value,
+            published_relative=_percent(cell.published_ratio),
+            mark=MARKS.get(printed.certainty, ""),
+            printed=printed.printed,
+            exact=_exact(found.get(printed)),
+            timed=cell,
+        )
+
+    columns = ours.declared.columns
+    rows = ((line, tuple(entry(line.row.cells.get(c.name)) for c in columns)) for line in ours.lines)
+    return View(ours, columns, tuple(rows))
+
+
+def _percent(ratio: float | None) -> float | None:
+    return None if ratio is None else 100 * ratio
 
 
 def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
@@ -291,9 +330,17 @@ def _ends(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def best(entries: Sequence[Entry], shown: str) -> float | None:
-    """The highest of what is shown (``ours``, ``relative``, ``published``) in a block; None where nothing is."""
+    """The best of what is shown (``ours``, ``relative``, ``published``) in a block; None where nothing is."""
     values = [getattr(e, shown) for e in entries if getattr(e, shown) is not None]
-    return max(values) if len(values) > 1 else None
+    if len(values) < 2:
+        return None
+    lower = any(e.timed is not None and e.timed.lower for e in entries)
+    return min(values) if lower else max(values)
+
+
+def heading_of(key: str, value: str) -> str:
+    """A part of a block's heading. A GPU is the paper's: ours is named below the table."""
+    return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
 
 
 def by_block(rows: Sequence[tuple[Line, tuple[Entry, ...]]], keys: Sequence[str]) -> Mapping[str, list[int]]:
@@ -303,6 +350,6 @@ def by_block(rows: Sequence[tuple[Line, tuple[Entry, ...]]], keys: Sequence[str]
     found: dict[str, list[int]] = {}
     for i, (line, _) in enumerate(rows):
         setting = {"model": line.row.model, **parse(line.row.setting)}
-        heading = ", ".join(setting[k] if k == "model" else f"{k} {setting[k]}" for k in keys if k in setting)
+        heading = ", ".join(heading_of(k, setting[k]) for k in keys if k in setting)
         found.setdefault(heading, []).append(i)
     return found

@@ -9,16 +9,21 @@ from pathlib import Path
 import pytest
 
 from kvbench import config
-from kvbench.bench import papers, records
+from kvbench.bench import papers, placed, records, workload
 from kvbench.cli.rewrite import rewrite, split_list
 from kvbench.errors import UsageError
 from kvbench.papers import published
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_tables.sh"
+OWN = {"workloads", "repeats", "generate", "steps", "peers", "memory_limit", "check"}
+AT = "160+338x300"
+HALF = "kivi+think bits=4/4;ratio=0.5;batch=300;prompt=160;gen=338"
 
 
-def row(method, workload, model="llama2-7b", session="s", batch=300, new=338, status="measured", **quantities):
+def row(
+    method, workload, model="llama2-7b", session="s", batch=300, new=338, status="measured", device="a GPU", **values
+):
     return {
         "key": f"{method} {workload} {session}",
         "session": session,
@@ -30,73 +35,134 @@ def row(method, workload, model="llama2-7b", session="s", batch=300, new=338, st
         "status": status,
         "reason": "",
         "marks": ["integrated"],
-        "facts": {"device": "a GPU"},
-        "quantities": {k: {"median": v} for k, v in quantities.items()},
+        "facts": {"device": device, "processor": "a CPU", "threads": 1},
+        "quantities": {k: {"median": v, "q1": 0.9 * v, "q3": 1.1 * v, "n": 3} for k, v in values.items()},
     }
 
 
+def cells(paper, table, rows):
+    """By (row, column) as they are addressed."""
+    found = placed.place(papers.load(paper, table), published.load_table(paper, table), rows)
+    return {(f"{c.printed.method} {c.printed.setting}", f"{c.printed.dataset}/{c.printed.metric}"): c for c in found}
+
+
 @pytest.fixture
-def think(tmp_path):
-    at = "160+338x300"
+def think():
     rows = [
-        row("full", at, status="OOM"),
-        row("kivi bits=4", at, peak_allocated=60e9, ttft=30.0, tpot=0.06),
-        row("think+kivi ratio=0.4 bits=4", at, peak_allocated=54e9, ttft=36.0, tpot=0.045),
+        row("full", AT, status="OOM"),
+        row("kivi bits=4", AT, peak_allocated=60e9, ttft=30.0, tpot=0.06),
+        row("think+kivi ratio=0.4 bits=4", AT, peak_allocated=54e9, ttft=36.0, tpot=0.045),
         # of another session: shown, but no ratio
-        row("think+kivi ratio=0.5 bits=4", at, session="t", peak_allocated=48e9, ttft=1.0, tpot=1.0),
+        row("think+kivi ratio=0.5 bits=4", AT, session="t", peak_allocated=48e9, ttft=1.0, tpot=1.0),
     ]
-    records.append(tmp_path / "think10.jsonl", rows)
-    return {(c.row, c.column): c for c in papers.measured("think", "10", tmp_path)}
+    return cells("think", "10", rows)
 
 
 def test_values_are_in_printed_units_and_ratios_stand_beside_ratios(think):
     setting = "bits=4/4;ratio=0.4;batch=300;prompt=160;gen=338"
     memory = think[f"kivi+think {setting}", "peak_memory/peak_memory"]
-    assert (memory.value, memory.unit, memory.ratio) == (54.0, "GB", pytest.approx(0.9))
-    assert memory.published == 53.3 and memory.published_ratio == pytest.approx(53.3 / 61.7)
-    assert memory.marks == ("integrated", "a GPU")
+    assert (memory.value, memory.printed.unit, memory.ratio) == (54.0, "GB", pytest.approx(0.9))
+    assert memory.spread == (pytest.approx(48.6), pytest.approx(59.4))
+    assert memory.printed.value == 53.3 and memory.published_ratio == pytest.approx(53.3 / 61.7)
+    # a peak is that of the rows as they are: only times are interpolated
+    assert memory.marks == () and memory.device == "a GPU" and memory.lower
     token = think[f"kivi+think {setting}", "tpot/tpot"]
     # a step of 45 ms for 300 rows
     assert (token.value, token.ratio) == (pytest.approx(0.15), pytest.approx(0.75))
-    assert token.published_ratio == pytest.approx(0.25 / 0.27)
+    assert token.published_ratio == pytest.approx(0.25 / 0.27) and token.marks == ("integrated",)
     first = think[f"kivi+think {setting}", "ttft/ttft"]
     assert (first.value, first.ratio) == (pytest.approx(120.0), pytest.approx(1.2))
 
 
 def test_a_row_of_another_session_has_no_ratio(think):
-    other = think["kivi+think bits=4/4;ratio=0.5;batch=300;prompt=160;gen=338", "peak_memory/peak_memory"]
+    other = think[HALF, "peak_memory/peak_memory"]
     assert other.value == 48.0 and other.ratio is None and other.published_ratio == pytest.approx(51.2 / 61.7)
 
 
-def test_out_of_memory_and_what_is_not_run_are_said(tmp_path):
+def test_rows_of_two_devices_share_no_table_and_no_ratio():
+    first, second = "think+kivi ratio=0.4 bits=4", "think+kivi ratio=0.5 bits=4"
+    rows = [
+        row("kivi bits=4", AT, device="cpu x86_64", peak_allocated=60e9),
+        row(first, AT, device="cpu x86_64", peak_allocated=54e9),
+        # as if the session were the same
+        row(second, AT, device="another GPU", peak_allocated=48e9),
+    ]
+    found = cells("think", "10", rows)
+    shown = [c for c in found.values() if c.row is not None]
+    # the latest row's device, whose base was not measured on it
+    assert {c.device for c in shown} == {"another GPU"} and all(c.ratio is None for c in shown)
+    declared = papers.load("think", "10")
+    assert placed.others(declared, list(found.values()), rows) == {"CPU a CPU, 1 thread": 2}
+    assert placed.workloads(declared, list(found.values())) == [AT]
+
+
+def test_out_of_memory_and_what_is_not_run_are_said():
     at, chat = "3712+384x8", "llama2-7b-chat"
     group = papers.load("uncomp", "10").methods["uncomp-group"]
     rows = [row("full", at, chat, batch=8, status="OOM"), row(group, at, chat, batch=8, tpot=0.04)]
-    records.append(tmp_path / "uncomp10.jsonl", rows)
-    cells = {(c.row, c.column): c for c in papers.measured("uncomp", "10", tmp_path)}
-    full = cells["full batch=8;prompt=3712;gen=384;kv_size=full", "wikitext2/tpot"]
-    assert full.value is None and "OOM" in full.marks
-    mine = cells["uncomp-group batch=8;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]
+    found = cells("uncomp", "10", rows)
+    full = found["full batch=8;prompt=3712;gen=384;kv_size=full", "wikitext2/tpot"]
+    assert full.value is None and full.status == "OOM"
+    mine = found["uncomp-group batch=8;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]
     assert mine.value == pytest.approx(5.0) and mine.ratio is None
     assert mine.published_ratio == pytest.approx(5.436 / 11.823)
-    theirs = cells["uncomp-group batch=10;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]
-    assert theirs.published_ratio is None and theirs.marks == ("not run: no row is there",)
-    cells = papers.measured("qhitter", "2", tmp_path)
-    assert all(any("not run" in m for m in c.marks) for c in cells)
-    assert any("take more than one such GPU" in c.marks[-1] for c in cells if c.model == "opt-30b")
+    theirs = found["uncomp-group batch=10;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]
+    assert theirs.published_ratio is None and theirs.status == "missing"
+    found = placed.place(papers.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
+    assert {c.status for c in found} == {"missing", "not run"}
+    assert all("take more than one such GPU" in c.reason for c in found if c.printed.model == "opt-30b")
+    found = placed.place(papers.load("refreekv", "3"), published.load_table("refreekv", "3"), [])
+    average = next(c for c in found if c.printed.dataset == "avg" and "8b" in c.printed.model)
+    assert average.status == "not run" and "average" in average.reason
 
 
-def test_shares_are_of_the_full_cache_of_the_session(tmp_path):
+def test_shares_are_of_the_full_cache_of_the_session():
     at, chat = "4096+128x12", "llama2-7b-chat"
     half = "scissorhands+vatp half_ratio=0.25 sinks=20"
-    records.append(
-        tmp_path / "vatp4.jsonl", [row("full", at, chat, throughput=50.0), row(half, at, chat, throughput=80.0)]
-    )
-    found = [c for c in papers.measured("vatp", "4", tmp_path) if "budget=0.5;gpu=a100-80g" in c.row]
+    rows = [row("full", at, chat, throughput=50.0), row(half, at, chat, throughput=80.0)]
+    found = [c for (name, _), c in cells("vatp", "4", rows).items() if "budget=0.5;gpu=a100-80g" in name]
     speed, ratio = found
-    assert (speed.value, speed.ratio) == (80.0, pytest.approx(1.6))
+    assert (speed.value, speed.ratio, speed.lower) == (80.0, pytest.approx(1.6), False)
     assert speed.published_ratio == pytest.approx(126.45 / 79.78)
-    assert ratio.column.endswith("speedup_vs_full") and ratio.value == pytest.approx(1.6)
+    assert ratio.printed.metric == "speedup_vs_full" and ratio.value == pytest.approx(1.6)
+
+
+def test_what_the_papers_base_does_not_have_is_no_ratio():
+    at, own = "7500+128x1", "llama3-8b-instruct"
+    snapkv = papers.load("refreekv", "3").methods["snapkv"]
+    rows = [row("full", at, own, compress=0.001, total=2.0), row(snapkv, at, own, compress=0.1, total=1.0)]
+    found = placed.place(papers.load("refreekv", "3"), published.load_table("refreekv", "3"), rows)
+    mine = {c.printed.metric: c for c in found if c.row is not None and c.printed.method == "snapkv"}
+    assert mine["prune_time"].value == 0.1 and mine["prune_time"].ratio is None
+    assert mine["overall_time"].ratio == 0.5
+
+
+def test_a_stand_in_divides_what_is_declared_and_rounds_up():
+    scale = papers.Scale(lengths=8, rows=5, without=["schedule=paper"])
+    assert scale.workload("3712+384x12") == "464+48x3"
+    assert scale.workload("100+8x1") == "13+2x1"
+    assert scale.workload("160+338xmax") == "20+43xmax"
+    assert scale.knobs("a+b schedule=paper kv_size=384 window=32") == "a+b kv_size=48 window=32"
+    assert papers.Scale().words() == "as in the paper"
+
+
+@pytest.mark.parametrize(("paper", "table"), papers.tables())
+def test_a_stand_in_measures_every_row_at_a_size_of_its_own(paper, table):
+    declared = papers.load(paper, table)
+    small = declared.on("tiny")
+    printed = [c for c in published.load_table(paper, table) if c.dataset != "avg" and not declared.why_not(c)]
+    wanted = {small.ours(c) for c in printed}
+    assert None not in wanted
+    # two of the paper's workloads never fall together
+    assert len(wanted) == len({declared.ours(c) for c in printed})
+    given = dict(a.split("=", 1) for a in small.words(sorted({w for w, _ in wanted})))
+    rest = [f"{k}={v}" for k, v in given.items() if k not in OWN]
+    cfg = config.parse(config.compose_config(rewrite([*rest, "weights=random"]).runs[0]))
+    assert {m for _, m in wanted} <= {"full", *(c.label for c in cfg.chains), *given["peers"].split(",")}
+    assert max(workload.parse(w).prompt for w, _ in wanted) <= 2048
+    # as on a GPU, by the same arguments
+    own = dict(a.split("=", 1) for a in declared.words([]))
+    assert own["model"] == declared.model and own["method"] == given["method"]
 
 
 @pytest.fixture(scope="module")
@@ -120,18 +186,17 @@ def test_every_declared_row_is_measured_by_a_part(paper, table, dry):
     declared, made = papers.load(paper, table), set()
     for arguments in papers.files(dry)[declared.results]:
         given = dict(a.split("=", 1) for a in arguments.split())
-        own = {"workloads", "repeats", "generate", "steps", "peers", "memory_limit", "check"}
-        rest = [f"{k}={v}" for k, v in given.items() if k not in own]
+        rest = [f"{k}={v}" for k, v in given.items() if k not in OWN]
         cfg = config.parse(config.compose_config(rewrite([*rest, "weights=random"]).runs[0]))
         assert cfg.model.name == declared.model and cfg.model.architecture
         methods = ["full", *(c.label for c in cfg.chains), *given["peers"].split(",")]
         made |= {(w, m) for w in split_list(given["workloads"]) for m in methods}
-    cells = [c for c in published.load_table(paper, table) if c.dataset != "avg" and not declared.why_not(c)]
+    printed = [c for c in published.load_table(paper, table) if c.dataset != "avg" and not declared.why_not(c)]
     # the script measures single-GPU settings in the order of their value, and not all of a table's batches
-    placed = {at for c in cells if (at := declared.ours(c)) is not None}
-    assert {m for _, m in placed} <= {m for _, m in made}, "a method that no part measures"
-    assert placed & made and len(placed & made) >= 0.7 * len(placed)
-    assert {c.metric for c in cells} <= set(declared.quantities)
+    wanted = {at for c in printed if (at := declared.ours(c)) is not None}
+    assert {m for _, m in wanted} <= {m for _, m in made}, "a method that no part measures"
+    assert wanted & made and len(wanted & made) >= 0.7 * len(wanted)
+    assert {c.metric for c in printed} <= set(declared.quantities)
 
 
 def test_a_table_that_is_not_declared():
