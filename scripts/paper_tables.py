@@ -1,8 +1,11 @@
-"""The papers' tables on the tiny model: measure and write them, or re-render them from their samples alone.
+"""The papers' tables on the tiny model: measure and write them, or re-render them from what was measured alone.
 
 python scripts/paper_tables.py                measure what is missing, write results/tables/<paper>-<n>.md and samples
 python scripts/paper_tables.py think/2        one table, or all of a paper
 python scripts/paper_tables.py --verify       fail if a committed table differs from what its samples give
+
+Scores follow from the samples beside a table, efficiency tables from the rows in results/gpu, or else results/cpu. How
+much of each was measured stands in results/tables/counts.csv.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ from pathlib import Path
 
 from kvbench import archive, experiment
 from kvbench.errors import KvbenchError
-from kvbench.papers import declared, measured, page
+from kvbench.papers import counts, declared, measured, page, standin, timings
 from kvbench.papers.declared import Declared
 from kvbench.papers.measured import Ours
-from kvbench.papers.view import view
+from kvbench.papers.view import View, view
 from kvbench.store import ResultStore
 
-FOLDER = Path(__file__).resolve().parent.parent / "results" / "tables"
+ROWS = Path(__file__).resolve().parent.parent / "results"
+FOLDER = ROWS / "tables"
 EXAMPLES = {"think": 20}
 FEWER = 10
 """Examples a task: measured so far on two busy cores; raise them and run again, what is there is kept."""
@@ -33,34 +37,49 @@ def examples(table: Declared) -> int:
     return EXAMPLES.get(table.paper, FEWER)
 
 
-def rendered(ours: Ours) -> str:
+def rendered(seen: View) -> str:
     """The table as Markdown, with the command that makes it."""
-    command = f"`python -m kvbench table {ours.declared.id} limit={examples(ours.declared)}`"
-    head, _, rest = page.render(view(ours), "md").partition("\n")
-    return f"{head}\n\n{command}\n{rest}"
+    table = seen.ours.declared
+    limit = "" if table.kind == timings.KIND else f" limit={examples(table)}"
+    head, _, rest = page.render(seen, "md").partition("\n")
+    return f"{head}\n\n`python -m kvbench table {table.id}{limit}`\n{rest}"
 
 
 def prepare(table: Declared, results: str) -> Ours:
-    """The table's run with its results in ``results``."""
-    return measured.prepare(table, "tiny", [f"results={results}", f"limit={examples(table)}"])
+    """The table's run with its results in ``results``; what was timed is in a folder of its own, which is committed."""
+    if table.kind == timings.KIND:
+        return measured.timed(timings.read(table, "", ROWS))
+    return measured.prepare(table, standin.MODEL, [f"results={results}", f"limit={examples(table)}"])
 
 
 def measure(table: Declared, results: str) -> None:
     """Measure what is missing and write the table, and its samples."""
     ours = prepare(table, results)
-    if ours.run is not None:
+    if ours.timings is not None:
+        timings.measure(ours.timings)
+        ours = prepare(table, results)
+    elif ours.run is not None:
         experiment.measure(ours.run)
         cells = [c.id for g in ours.run.groups for c in g.cells]
         archive.pack(ours.run.store, cells, _samples(table))
-    _page(table).write_text(rendered(ours), encoding="utf-8")
+    seen = view(ours)
+    _page(table).write_text(rendered(seen), encoding="utf-8")
+    if _counted(table):
+        counts.write(FOLDER, counts.count(seen))
 
 
 def verify(table: Declared) -> bool:
-    """Whether the committed table is what its samples give."""
+    """Whether the committed table, and what is counted of it, is what its samples or rows give."""
     with tempfile.TemporaryDirectory() as folder:
         if table.measurable:
             archive.unpack(_samples(table), ResultStore(Path(folder)))
-        return _page(table).exists() and rendered(prepare(table, folder)) == _page(table).read_text(encoding="utf-8")
+        seen = view(prepare(table, folder))
+        same = _page(table).exists() and rendered(seen) == _page(table).read_text(encoding="utf-8")
+        return same and (not _counted(table) or counts.read(FOLDER).get(table.id) == counts.count(seen))
+
+
+def _counted(table: Declared) -> bool:
+    return table.measurable or table.kind == timings.KIND
 
 
 def _page(table: Declared) -> Path:

@@ -16,7 +16,7 @@ EXAMPLES = """examples:
   python -m kvbench list
   python -m kvbench list methods --json
   python -m kvbench list presets            (every value with where it comes from)
-  python -m kvbench list tables             (tables and figures of the papers, and their cells)
+  python -m kvbench list tables             (tables and figures of the papers, and what is measured of them)
   python -m kvbench list runs
   python -m kvbench list runs status=failed,interrupted results=FOLDER
   python -m kvbench list runs method=snapkv dataset=tiny/needle --json"""
@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(KINDS)} (default: all but {' and '.join(ASKED)}); runs take results=, status=, model=, "
         "method=, dataset=",
     )
-    parser.add_argument("--results", default="results", help="folder of results, for runs (default results)")
+    parser.add_argument("--results", default="results", help="folder of results, for runs, tables (default results)")
     parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
 
 
@@ -96,14 +96,20 @@ def _presets(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _tables(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from kvbench.papers import index
+    from kvbench.papers import counts, index
 
+    known = counts.read(Path(args.results).expanduser() / "tables")
     items = []
     for entry in (e for p in index.chosen("all") for e in p.entries):
-        counts = entry.counts()
-        marked = [f"{n} {kind}" for kind, n in counts.items() if n]
-        about = f"{entry.kind}: {entry.title}" + (f" ({', '.join(marked)})" if marked else "")
-        items.append({"about": about, **entry.as_json()})
+        marked = [", ".join(f"{n} {kind}" for kind, n in entry.counts().items() if n)]
+        ours = known.get(entry.name)
+        if ours is not None:
+            found = ", ".join(f"{ours[s]} {s}" for s in counts.STATES if ours[s] != "0")
+            marked.append(f"{ours['model']}: {found}")
+        said = "; ".join(filter(None, marked))
+        about = f"{entry.kind}: {entry.title}" + (f" ({said})" if said else "")
+        here = None if ours is None else {"model": ours["model"], **{s: int(ours[s]) for s in counts.STATES}}
+        items.append({"about": about, **entry.as_json(), "ours": here})
     return items
 
 

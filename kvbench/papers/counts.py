@@ -1,0 +1,61 @@
+"""How much of each paper's table was measured, as committed beside the tables: a small file that is quick to read."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvbench.errors import KvbenchError
+from kvbench.papers.declared import MEANS
+from kvbench.papers.view import View
+
+FILE = "counts.csv"
+STATES = ("measured", "refused", "missing")
+FIELDS = ("table", "model", *STATES)
+_STATE = {"measured": "measured", "OOM": "measured", "refused": "refused", "failed": "refused", "missing": "missing"}
+
+Line = Mapping[str, str]
+
+
+def count(seen: View) -> dict[str, str]:
+    """A table's line: its model, and how many printed cells are measured, refused or neither. Means do not count.
+
+    Out of memory is a result, and counts as measured.
+    """
+    found = Counter(
+        _STATE[e.status]
+        for _, row in seen.rows
+        for column, e in zip(seen.columns, row, strict=True)
+        if column.dataset not in MEANS and e.status in _STATE
+    )
+    return {"table": seen.ours.declared.id, "model": seen.ours.model, **{s: str(found[s]) for s in STATES}}
+
+
+def read(folder: Path) -> dict[str, Line]:
+    """Every line of the tables in ``folder`` by table; none where there is no file, KvbenchError for a damaged one."""
+    path = folder / FILE
+    if not path.exists():
+        return {}
+    reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    if tuple(reader.fieldnames or ()) != FIELDS:
+        raise KvbenchError(f"{path}: its columns must be {','.join(FIELDS)}; make tables writes it")
+    return {line["table"]: line for line in reader}
+
+
+def write(folder: Path, line: Line) -> None:
+    """Put one table's line in its place."""
+    known = {**read(folder), line["table"]: line}
+    out = io.StringIO()
+    writer = csv.DictWriter(out, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(known[table] for table in sorted(known, key=_order))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(out.getvalue(), encoding="utf-8")
+
+
+def _order(table: str) -> tuple[str, int]:
+    paper, _, number = table.partition("/")
+    return paper, int(number)

@@ -1,0 +1,262 @@
+"""Efficiency tables end to end: rows of ``bench time`` beside the printed values, in every format, traced, verified."""
+
+import csv
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbench.bench import papers, records
+from kvbench.cli import bench_time
+from kvbench.cli.main import main
+from kvbench.html import tables as html_tables
+from kvbench.papers import counts, declared, grid, measured, timings
+from kvbench.papers.view import view
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+TABLES = [t.id for t in declared.find("all") if t.kind == timings.KIND]
+KIVI = "kivi bits=4/4;batch=300;prompt=160;gen=338"
+HALF = "kivi+think bits=4/4;ratio=0.5;batch=300;prompt=160;gen=338"
+
+
+def row(method, workload, model, device="cpu x86_64", session="s", status="measured", **quantities):
+    prompt, _, rest = workload.partition("+")
+    new, _, batch = rest.partition("x")
+    spread = {k: {"median": v, "q1": v, "q3": v, "n": 3} for k, v in quantities.items()}
+    return {
+        "key": f"{method} {workload} {session}",
+        "session": session,
+        "model": model,
+        "method": method,
+        "workload": workload,
+        "prompt": int(prompt),
+        "new": int(new),
+        "batch": int(batch),
+        "status": status,
+        "reason": "",
+        "marks": ["integrated"],
+        "facts": {"device": device, "processor": "a processor", "threads": 1},
+        "quantities": spread | ({"total": {"median": 2.0, "q1": 2.0, "q3": 2.0, "n": 3}} if quantities else {}),
+    }
+
+
+def think10(model, at, **more):
+    return [
+        row("kivi bits=4", at, model, peak_allocated=40e6, ttft=0.2, tpot=0.02, **more),
+        row("think+kivi ratio=0.4 bits=4", at, model, peak_allocated=30e6, ttft=0.3, tpot=0.03, **more),
+        row("think+kivi ratio=0.5 bits=4", at, model, status="OOM", **more),
+    ]
+
+
+@pytest.fixture
+def results(tmp_path):
+    records.append(tmp_path / "cpu" / "think10.jsonl", think10("tiny", "160+338x4"))
+    return tmp_path
+
+
+def shown(capsys, *arguments):
+    capsys.readouterr()
+    status = main(["table", *arguments])
+    return status, capsys.readouterr().out
+
+
+def test_the_nine_tables_are_declared():
+    assert len(TABLES) == 9 and set(TABLES) == {f"{p}/{t}" for p, t in papers.tables()}
+
+
+def test_ratios_stand_beside_ratios_and_values_on_their_devices(results, capsys):
+    status, out = shown(capsys, "think/10", f"results={results}", "--format", "md")
+    assert status == 0
+    cells = next(line for line in out.splitlines() if "ratio=0.4" in line).split("|")[2:5]
+    assert [c.strip() for c in cells] == [
+        "0.75× (0.86×)<br>ours 0.03<br>paper 53.3",
+        "1.50× (1.49×)<br>ours 75<br>paper 10.4",
+        "1.50× (0.93×)<br>ours 7.5 ∫<br>paper 0.25",
+    ]
+    assert "OOM (0.83×)<br>paper 51.2" in out
+    assert "tiny with random weights on CPU a processor, 1 thread; the paper's is llama-2-7b on NVIDIA A100" in out
+    assert "(stand-in)" in out and "160+338x4 for 160+338x300" in out and "rows those over 75" in out
+    assert "GPU numbers are missing: scripts/gpu_tables.sh think10" in out
+
+
+@pytest.mark.parametrize("show", grid.SHOWS)
+@pytest.mark.parametrize("style", ["text", "md", "latex", "html"])
+def test_every_view_in_every_format(results, capsys, style, show):
+    status, out = shown(capsys, "think/10", f"results={results}", "--stored", "--format", style, "--show", show)
+    assert status == 0
+    sides = {"ours": "0.75×", "published": "0.86×", "delta": "−0.11", "both": "(0.86×)"}
+    assert sides[show].replace("−", "$-$" if style == "latex" else "−") in out
+    assert ("53.3" in out) == (show in ("published", "both"))
+    if style == "text":
+        assert max(map(len, out.splitlines())) <= 100
+
+
+def test_csv_names_units_devices_and_bases(results, capsys):
+    _, out = shown(capsys, "think/10", f"results={results}", "--stored", "--format", "csv")
+    rows = {(r["method"], r["setting"], r["column"]): r for r in csv.DictReader(io.StringIO(out))}
+    assert len(rows) == 9
+    memory = rows["kivi+think", "bits=4/4;ratio=0.4;batch=300;prompt=160;gen=338", "peak_memory"]
+    assert float(memory["ratio"]) == 0.75 and float(memory["ours"]) == 0.03 and memory["unit"] == "GB"
+    assert memory["base"] == "kivi" and memory["device"] == "CPU a processor, 1 thread" and memory["delta"] == ""
+    assert memory["workload"] == "160+338x4" and memory["published_percent_of_full"] == ""
+    assert {r["status"] for r in rows.values()} == {"measured", "OOM"}
+
+
+def test_a_number_traces_to_its_line_and_that_of_its_base(results, capsys):
+    status, out = shown(capsys, "think/10", f"results={results}", "--stored", "--trace", KIVI, "tpot")
+    assert status == 0 and "median 0.02" in out and "5 ms/token" in out and "think10.jsonl, line 1," in out
+    other = KIVI.replace("kivi bits=4/4", "kivi+think bits=4/4;ratio=0.4")
+    _, out = shown(capsys, "think/10", f"results={results}", "--stored", "--trace", other, "peak_memory")
+    assert "row: " in out and "line 2," in out and "base: " in out and "line 1," in out and "ratio 0.75" in out
+
+
+def test_rows_of_a_gpu_come_first_and_never_meet_those_of_a_cpu(results, capsys):
+    both = think10("llama2-7b", "160+338x300", device="a GPU")[:1]
+    records.append(results / "gpu" / "think10.jsonl", both)
+    status, out = shown(capsys, "think/10", f"results={results}")
+    assert status == 0 and "llama2-7b with random weights on a GPU" in out and "stand-in" not in out.lower()
+    # what is missing on the GPU is missing: the CPU's row is no substitute
+    assert "not measured yet: scripts/gpu_tables.sh think10" in out and "0.75×" not in out
+    _, small = shown(capsys, "think/10", f"results={results}", "model=tiny", "--stored")
+    assert "0.75×" in small and "a GPU" not in small
+
+
+def test_a_cpus_rows_among_a_gpus_are_left_out(tmp_path, capsys):
+    rows = [*think10("llama2-7b", "160+338x300"), *think10("llama2-7b", "160+338x300", device="a GPU", session="t")]
+    records.append(tmp_path / "gpu" / "think10.jsonl", rows)
+    _, out = shown(capsys, "think/10", f"results={tmp_path}")
+    assert "3 rows of CPU a processor, 1 thread are left out" in out
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_without_rows_the_printed_side_stands_with_what_would_measure_it(name, tmp_path, capsys):
+    status, out = shown(capsys, name, f"results={tmp_path}", "--stored")
+    assert status == 0 and "as printed" in out and f"python -m kvbench table {name}" in out
+    assert max(map(len, out.splitlines())) <= 100
+    own = papers.load(*name.split("/")).model
+    status, out = shown(capsys, name, f"results={tmp_path}", f"model={own}")
+    assert status == 0 and f"not measured yet: scripts/gpu_tables.sh {papers.load(*name.split('/')).results}" in out
+
+
+def test_bases_are_those_of_the_same_workload(tmp_path, capsys):
+    _, out = shown(capsys, "uncomp/10", f"results={tmp_path}", "--stored", "--format", "csv")
+    rows = {(r["method"], r["setting"], r["column"]): r for r in csv.DictReader(io.StringIO(out))}
+    cell = rows["uncomp-stage", "batch=8;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]
+    assert float(cell["published_ratio"]) == pytest.approx(4.822 / 11.823)
+    # the paper's full cache does not fit there
+    assert rows["uncomp-stage", "batch=12;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]["published_ratio"] == ""
+    _, out = shown(capsys, "uncomp/10", f"results={tmp_path}", "--stored")
+    assert "paper OOM" in out and "28.055" in out
+
+
+def test_what_is_missing_is_measured_once(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def measure(words, plan=False, alone=True):
+        given = dict(w.split("=", 1) for w in words)
+        asked.append(given)
+        path = Path(given["folder"]) / f"{given['name']}.jsonl"
+        records.append(path, think10(given["model"], given["workloads"]))
+        return [], path
+
+    monkeypatch.setattr(bench_time, "measure", measure)
+    assert main(["table", "think/10", f"results={tmp_path}", "repeats=1"]) == 0
+    (given,) = asked
+    assert given["workloads"] == "160+338x4" and given["method"] == "kivi,kivi+think" and given["device"] == "cpu"
+    assert given["repeats"] == "1" and given["threads"] == "1" and given["name"] == "think10"
+    assert main(["table", "think/10", f"results={tmp_path}"]) == 0 and len(asked) == 1
+    assert main(["table", "think/10", f"results={tmp_path}", "again=true"]) == 0 and len(asked) == 2
+    # the paper's own model is not measured here
+    assert main(["table", "think/10", f"results={tmp_path}", "model=llama2-7b"]) == 0 and len(asked) == 2
+    assert main(["table", "think/10", f"results={tmp_path / 'x'}", "--stored"]) == 0 and len(asked) == 2
+
+
+def test_a_plan_measures_nothing(tmp_path, capsys):
+    status, out = shown(capsys, "think/10", f"results={tmp_path}", "--plan")
+    assert status == 0 and out.count("to measure") == 4 and "160+338x4" in out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["think/10", "limit=2"], "limit=2 is not possible here: think/10 is timed, not scored"),
+        (["think/10", "--stored", "--trace", "nothing", "tpot"], "unknown row"),
+        (["think/10", "--stored", "--trace", KIVI, "nothing"], "unknown column"),
+        (["think/10", "model=llama2-7b", "--trace", HALF, "tpot"], "is not there: not measured yet (scripts/gpu_tab"),
+        (["think/10", "model=llama2-7b", "again=true"], "again=true is not possible here"),
+        (["think/10", "repeats=0", "again=true"], "repeats=0 is not possible"),
+    ],
+)
+def test_mistakes_are_named(arguments, message, results, capsys):
+    assert main(["table", *arguments, f"results={results}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rows_that_failed_are_an_error_with_its_reason(tmp_path, capsys):
+    rows = think10("tiny", "160+338x4")
+    records.append(tmp_path / "cpu" / "think10.jsonl", [*rows[:2], rows[2] | {"status": "refused", "reason": "why"}])
+    status, out = shown(capsys, "think/10", f"results={tmp_path}", "--stored")
+    assert status == 1 and "✗ (0.83×)" in out and "✗ think+kivi ratio=0.5 bits=4 at 160+338x4: why" in out
+
+
+def test_the_report_shows_them(results):
+    table = declared.load("think", "10")
+    text = html_tables.fragment(view(measured.prepare(table, "", [f"results={results}"])))
+    assert "0.75×" in text and "OOM" in text and "CPU a processor" in text
+
+
+def test_what_is_counted_of_a_table(results):
+    seen = view(measured.prepare(declared.load("think", "10"), "", [f"results={results}"]))
+    line = counts.count(seen)
+    assert line == {"table": "think/10", "model": "tiny", "measured": "9", "refused": "0", "missing": "0"}
+    counts.write(results / "tables", line | {"table": "think/9"})
+    counts.write(results / "tables", line)
+    assert list(counts.read(results / "tables")) == ["think/9", "think/10"]
+    none = counts.count(view(measured.prepare(declared.load("qhitter", "2"), "", [f"results={results}"])))
+    assert (none["measured"], none["missing"]) == ("0", "30")
+
+
+def test_the_list_says_what_is_measured(results, capsys):
+    seen = view(measured.prepare(declared.load("think", "10"), "", [f"results={results}"]))
+    counts.write(results / "tables", counts.count(seen) | {"refused": "2"})
+    assert main(["list", "tables", f"results={results}"]) == 0
+    out = capsys.readouterr().out
+    assert "(9 published; tiny: 9 measured, 2 refused)" in " ".join(out.split())
+    assert main(["list", "tables", f"results={results}", "--json"]) == 0
+    found = {t["id"]: t for t in json.loads(capsys.readouterr().out)["tables"]}
+    assert found["think/10"]["ours"] == {"model": "tiny", "measured": 9, "refused": 2, "missing": 0}
+    assert found["think/2"]["ours"] is None
+
+
+def test_the_list_covers_every_committed_table():
+    known = counts.read(ROOT / "results" / "tables")
+    assert set(known) == {t.id for t in declared.find("all") if t.measurable or t.kind == timings.KIND}
+
+
+def test_verifying_finds_one_altered_digit(tmp_path, monkeypatch):
+    import paper_tables
+
+    shutil.copytree(ROOT / "results" / "cpu", tmp_path / "cpu")
+    (tmp_path / "tables").mkdir()
+    for name in ("think-10.md", counts.FILE):
+        shutil.copy(ROOT / "results" / "tables" / name, tmp_path / "tables" / name)
+    monkeypatch.setattr(paper_tables, "ROWS", tmp_path)
+    monkeypatch.setattr(paper_tables, "FOLDER", tmp_path / "tables")
+    assert paper_tables.main(["think/10", "--verify"]) == 0
+    page, rows = tmp_path / "tables" / "think-10.md", tmp_path / "cpu" / "think10.jsonl"
+    before = page.read_text()
+    at = before.index("ours ") + 5
+    page.write_text(before[:at] + str((int(before[at]) + 1) % 10) + before[at + 1 :])
+    assert paper_tables.main(["think/10", "--verify"]) == 1
+    page.write_text(before)
+    assert paper_tables.main(["think/10", "--verify"]) == 0
+    changed = records.read(rows)
+    for r in changed:
+        if r["method"] == "kivi bits=4":
+            r["quantities"]["tpot"]["median"] *= 1.1
+    rows.write_text("".join(json.dumps(r) + "\n" for r in changed))
+    assert paper_tables.main(["think/10", "--verify"]) == 1
