@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     """Measure what is missing and print all that was asked for; 1 if a row failed."""
     from kvbench.bench import time_table
 
-    rows, path = measure(args.overrides, plan=args.plan, alone=args.json)
+    rows, path = measure(args)
     if args.plan:
         return 0
     if args.json:
@@ -54,25 +54,22 @@ def main(args: argparse.Namespace) -> int:
     return 1 if any(row["status"] == "failed" for row in rows) else 0
 
 
-def measure(overrides: Sequence[str], plan: bool = False, alone: bool = True) -> tuple[list[dict[str, Any]], Path]:
-    """Measure what is missing of the verb's arguments: all rows asked for, and the file that they are kept in.
-
-    ``plan``: measure nothing, print what would be. ``alone``: without the full cache of rows of older sessions.
-    """
-    given = dict(o.partition("=")[::2] for o in overrides)
+def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], Path]:
+    """Measure what is missing of the verb's arguments: all rows asked for, and the file that they are kept in."""
+    given = dict(o.partition("=")[::2] for o in args.overrides)
     own = {**OWN, **{k: v for k, v in given.items() if k in OWN}}
     _refuse_keys(given)
-    rest = [alias(o) for o in overrides if o.partition("=")[0] not in OWN]
+    rest = [alias(o) for o in args.overrides if o.partition("=")[0] not in OWN]
     if "method" not in given:
         rest.append(f"method={METHODS}")
     if not {"weights", "model.weights"} & set(given):
         rest.append("weights=random")
     path = Path(own["folder"]) / f"{_name(own['name'])}.jsonl"
-    return [row for one in rewrite(rest).runs for row in _one_model(one, own, path, plan, alone)], path
+    return [row for overrides in rewrite(rest).runs for row in _one_model(overrides, own, path, args)], path
 
 
 def _one_model(
-    overrides: Sequence[str], own: Mapping[str, str], path: Path, plan: bool, alone: bool
+    overrides: Sequence[str], own: Mapping[str, str], path: Path, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """The rows asked for of one model, measured where they are missing."""
     import torch
@@ -90,7 +87,7 @@ def _one_model(
     again, limit = _flag(own, "again"), settings.limit
     known = records.latest(records.read(path))
     finished = {} if again else {k: r for k, r in known.items() if r["status"] in records.FINISHED}
-    if plan:
+    if args.plan:
         _plan(entrants, workloads, settings, finished, path)
         return []
     loaded: list[PreTrainedModel] = []
@@ -113,7 +110,7 @@ def _one_model(
     # rows that were measured before stand beside the full cache of their own session
     beside = [r for r in records.read(path) if r["method"] == "full"]
     chosen = [known[k] for k in wanted if k in known]
-    return [*chosen] if alone else _with_bases(chosen, beside)
+    return [*chosen] if args.json else _with_bases(chosen, beside)
 
 
 def _with_bases(chosen: list[dict[str, Any]], full: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench import archive
-from kvbench.papers import declared, measured, standin, timings
+from kvbench.papers import declared, measured
 from kvbench.papers.declared import Declared
 from kvbench.papers.grid import Grid, Text, grid, notes, runs
 from kvbench.papers.view import View, view
@@ -32,9 +32,7 @@ def _section(table: Declared, model: str, results: str, samples: Path, arguments
             return fragment(view(measured.prepare(table, model, [f"results={folder}", f"limit={count}"])))
     if table.measurable:
         return fragment(view(measured.prepare(table, model, [f"results={results}", *arguments])))
-    # of an efficiency table what was timed, on a GPU where there are rows of one
-    shown = "" if table.kind == timings.KIND and model == standin.MODEL else model
-    return fragment(view(measured.prepare(table, shown, [f"results={results}"])))
+    return fragment(view(measured.prepare(table, model, [f"results={results}"])))
 
 
 def fragment(seen: View) -> str:

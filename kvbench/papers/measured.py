@@ -101,12 +101,13 @@ def prepare(declared: Declared, model: str, arguments: Sequence[str] = ()) -> Ou
 
     Rows of other models are skipped, unless the model is none of the table's: then it stands in for all of them, and
     the tiny model with tasks and budgets of its own. Columns whose dataset is not there are left out. An efficiency
-    table shows what is stored in ``results=``. ``model`` may be empty: tiny, or of an efficiency table the paper's own
-    where there are rows of it. Raises UsageError for what is not possible, or where no dataset is there.
+    table shows what is stored in ``results=``, and tiny gives way to the paper's own model where there are rows of it.
+    No ``model`` is tiny. Raises UsageError for what is not possible, or where no dataset is there.
     """
     if declared.kind == timings.KIND:
         given = dict(a.partition("=")[::2] for a in arguments)
-        return timed(timings.read(declared, model, Path(given.get("results", RESULTS))))
+        chosen = "" if model == standin.MODEL else model
+        return timed(timings.read(declared, chosen, Path(given.get("results", RESULTS))))
     model = model or standin.MODEL
     stand_in = _stands_in(declared, model)
     if not declared.measurable:

@@ -107,7 +107,7 @@ def notes(timings: Timings, entries: Sequence[Entry]) -> list[str]:
             found.append(f"Stand-in's workloads: {bench.stand_in.words()}. {_mapping(timings)}")
         if len(_named(timings)) > 1:
             found.append("Ours is of one device and stands beside each of the paper's.")
-        found.append(_repeats(timings))
+        found += [_repeats(timings), *_directions(timings)]
     else:
         found.append(f"(N.NN×): the paper's over its own {bench.base}; the paper's is {theirs}.")
     found += [f"Ours: {note}." for note in bench.notes if timings.there]
@@ -159,6 +159,18 @@ def _repeats(timings: Timings) -> str:
     found = sorted({(str(r["workload"]), r["method"], r["batch"]) for r in rows if str(r["workload"]).endswith("xmax")})
     fitted = f" Rows that fit: {', '.join(f'{m} {b}' for _, m, b in found)}." if found else ""
     return f"Medians of {', '.join(map(str, counts)) or 'no'} repeats in shuffled order.{fitted}"
+
+
+def _directions(timings: Timings) -> Iterator[str]:
+    """How many ratios lie on the same side of 1 as the paper's, as they are shown."""
+    pairs = [
+        (round(c.ratio, 2) - 1, round(c.published_ratio, 2) - 1)
+        for p, c in timings.cells.items()
+        if c.ratio is not None and c.published_ratio is not None and p.method != timings.bench.base
+    ]
+    same = sum((a > 0) == (b > 0) and (a < 0) == (b < 0) for a, b in pairs)
+    if pairs:
+        yield f"{same} of {len(pairs)} ratios lie on the paper's side of 1."
 
 
 def _not_run(timings: Timings) -> Iterator[str]:

@@ -6,6 +6,7 @@ stands in for it on a CPU, at sizes that bench<N>.yaml scales down, and is measu
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,8 @@ def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> N
     words = [w for w in timings.bench.words(wanted) if w.partition("=")[0] not in keys]
     threads = torch.get_num_threads()
     try:
-        bench_time.measure([*words, *more, f"folder={timings.file.parent}", f"name={timings.file.stem}"], plan)
+        asked = [*words, *more, f"folder={timings.file.parent}", f"name={timings.file.stem}"]
+        bench_time.measure(Namespace(overrides=asked, plan=plan, json=True))
     finally:
         torch.set_num_threads(threads)
 

@@ -80,6 +80,8 @@ def test_ratios_stand_beside_ratios_and_values_on_their_devices(results, capsys)
     assert "OOM (0.83×)<br>paper 51.2" in out
     assert "tiny with random weights on CPU a processor, 1 thread; the paper's is llama-2-7b on NVIDIA A100" in out
     assert "(stand-in)" in out and "160+338x4 for 160+338x300" in out and "rows those over 75" in out
+    # memory is below 1 on both sides, the first token above; a token below there and above here
+    assert "2 of 3 ratios lie on the paper's side of 1." in out
     assert "GPU numbers are missing: scripts/gpu_tables.sh think10" in out
 
 
@@ -156,8 +158,8 @@ def test_bases_are_those_of_the_same_workload(tmp_path, capsys):
 def test_what_is_missing_is_measured_once(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def measure(words, plan=False, alone=True):
-        given = dict(w.split("=", 1) for w in words)
+    def measure(args):
+        given = dict(w.split("=", 1) for w in args.overrides)
         asked.append(given)
         path = Path(given["folder"]) / f"{given['name']}.jsonl"
         records.append(path, think10(given["model"], given["workloads"]))
@@ -205,8 +207,11 @@ def test_rows_that_failed_are_an_error_with_its_reason(tmp_path, capsys):
 
 def test_the_report_shows_them(results):
     table = declared.load("think", "10")
-    text = html_tables.fragment(view(measured.prepare(table, "", [f"results={results}"])))
+    text = html_tables.fragment(view(measured.prepare(table, "tiny", [f"results={results}"])))
     assert "0.75×" in text and "OOM" in text and "CPU a processor" in text
+    records.append(results / "gpu" / "think10.jsonl", think10("llama2-7b", "160+338x300", device="a GPU"))
+    text = html_tables.fragment(view(measured.prepare(table, "tiny", [f"results={results}"])))
+    assert "on a GPU" in text and "CPU a processor" not in text
 
 
 def test_what_is_counted_of_a_table(results):
@@ -260,3 +265,16 @@ def test_verifying_finds_one_altered_digit(tmp_path, monkeypatch):
             r["quantities"]["tpot"]["median"] *= 1.1
     rows.write_text("".join(json.dumps(r) + "\n" for r in changed))
     assert paper_tables.main(["think/10", "--verify"]) == 1
+
+
+@pytest.mark.slow
+def test_a_table_is_timed_for_real(tmp_path, capsys):
+    status, out = shown(capsys, "vatp/4", f"results={tmp_path}", "repeats=1", "warmup=0", "--format", "csv")
+    assert status == 0
+    rows = {r["method"]: r for r in records.read(tmp_path / "cpu" / "vatp4.jsonl")}
+    cells = [r for r in csv.DictReader(io.StringIO(out)) if "budget=0.25;gpu=a100-80g" in r["setting"]]
+    quarter = next(m for m in rows if m.startswith("scissorhands+vatp half_ratio=0.125"))
+    speeds = [rows[m]["quantities"]["throughput"]["median"] for m in (quarter, "full")]
+    assert float(cells[0]["ratio"]) == pytest.approx(speeds[0] / speeds[1])
+    assert {r["workload"] for r in rows.values()} == {"512+16x12"}
+
