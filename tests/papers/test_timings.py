@@ -277,4 +277,3 @@ def test_a_table_is_timed_for_real(tmp_path, capsys):
     speeds = [rows[m]["quantities"]["throughput"]["median"] for m in (quarter, "full")]
     assert float(cells[0]["ratio"]) == pytest.approx(speeds[0] / speeds[1])
     assert {r["workload"] for r in rows.values()} == {"512+16x12"}
-
