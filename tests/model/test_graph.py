@@ -1,0 +1,104 @@
+"""A recorded decode step gives the logits of plain steps, and is refused where steps are not alike."""
+
+import pytest
+import torch
+from families import build as family
+
+import kvbench
+from kvbench.errors import KvbenchError
+from kvbench.methods.registry import knob_names
+from kvbench.model.graph import Graph
+from kvbench.model.interface import attached
+from kvbench.model.step import build, step
+
+KNOBS = {"kv_size": 48, "ratio": 0.4, "value_ratio": 0.4}
+N, NEW = 90, 3
+
+
+def caches(model, methods, rows=2):
+    g = torch.Generator().manual_seed(0)
+    read = [torch.randint(3, 120, (N,), generator=g) for _ in range(rows)]
+    owned = [{k for m in method.split("+") for k in knob_names(m)} for method in methods]
+    asked = [
+        {"method": m, **{k: v for k, v in KNOBS.items() if k in mine}} for m, mine in zip(methods, owned, strict=True)
+    ]
+    return [c for ids in read for c in kvbench.prefill(model, ids, asked)]
+
+
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        ("llama", ["full"]),
+        ("llama", ["snapkv+think"]),
+        ("llama", ["full", "snapkv", "adakv", "adakv+think"]),
+        ("opt", ["full", "snapkv"]),
+        ("opt", ["adakv+thinkv"]),
+    ],
+)
+def test_a_graph_gives_the_logits_of_plain_steps(name, methods):
+    model = family(name)
+    held = caches(model, methods, 2 if len(methods) == 1 else 1)
+    with torch.no_grad(), attached(model):
+        plain, recorded = build(model, held, NEW + 1), build(model, held, NEW + 1)
+        graph = Graph(model, recorded)
+        token = torch.stack([c.logits for c in held]).argmax(dim=-1)[:, None]
+        for i in range(NEW + 1):
+            positions = torch.full_like(token, N + i)
+            want = step(model, plain, token, positions)
+            # a plain step may follow
+            found = graph.step(token, positions) if i < NEW else step(model, recorded, token, positions)
+            assert (found - want).abs().max() < 1e-5 * want.abs().max()
+            token = want[:, -1].argmax(dim=-1)[:, None]
+    for mine, theirs in zip(recorded, plain, strict=True):
+        assert mine.stored() == theirs.stored() and mine.held().tolist() == theirs.held().tolist()
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine.tail(), theirs.tail(), strict=True))
+
+
+def test_a_graph_follows_plain_steps():
+    model = family("llama")
+    held = caches(model, ["snapkv"])
+    with torch.no_grad(), attached(model):
+        plain, recorded = build(model, held, NEW), build(model, held, NEW)
+        for layer in recorded:
+            # storage that was never written holds anything
+            layer.keys, layer.values = (torch.full((2, x.shape[0], NEW, x.shape[2]), torch.nan) for x in dense(layer))
+        token = torch.tensor([[5], [7]])
+        for i in range(NEW):
+            positions = torch.full_like(token, N + i)
+            if i == 1:
+                graph = Graph(model, recorded)
+            found = graph.step(token, positions) if i >= 1 else step(model, recorded, token, positions)
+            assert torch.allclose(found, step(model, plain, token, positions), atol=1e-4)
+
+
+def dense(layer):
+    """Keys and values [H, L, D] of the layer's only group of its first row."""
+    (group,) = layer.groups
+    return group.segments[0].k[0], group.segments[0].v[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("kivi", "packs tokens or keeps latents"),
+        ("tova", "evicts while decoding"),
+        ("twilight", "decides in each step what is attended"),
+        ("chai", "heads share logits"),
+    ],
+)
+def test_steps_that_are_not_alike_have_no_graph(method, why):
+    model = family("llama")
+    held = caches(model, [method], rows=1)
+    with torch.no_grad(), attached(model), pytest.raises(KvbenchError, match=f"layer [02]: its? {why}"):
+        Graph(model, build(model, held, NEW))
+
+
+def test_a_sliding_window_that_is_outgrown_has_no_graph():
+    model = family("mistral")
+    (held,) = caches(model, ["full"], rows=1)
+    before, model.config.sliding_window = model.config.sliding_window, N
+    try:
+        with torch.no_grad(), attached(model), pytest.raises(KvbenchError, match="outgrows the model's sliding window"):
+            Graph(model, build(model, [held], NEW))
+    finally:
+        model.config.sliding_window = before
