@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,39 +14,45 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, cache_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.bench.clock import Clock, Mark, timed_attention
 from kvbench.bench.passes import Pass
-from kvbench.errors import unknown
-from kvbench.shape import from_config
+from kvbench.errors import KvbenchError, unknown
+from kvbench.memory import release
 
-QUANTISERS = {"optimum.quanto": "quanto", "hqq": "hqq"}
 BITS = 4
 RATIO = 0.5
+FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
+WHOLE = "the whole cache is made exact again in every step"
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another way to generate. ``packages``: any one of them must be there (all of them, if ``every``).
+    """Another way to generate.
 
-    ``options`` of ``generate``; ``context`` is entered around it. ``never`` says why it is only declared here.
+    packages: all that it needs. cache: given to ``generate``, of (model, tokens of prompt and answer). context: entered
+    around it, untimed; what it yields generates. marks: what a reader of its row must know, by device. compiled: the
+    steps are compiled on a GPU, so that attention in them cannot be timed. never: why it is only declared here.
     """
 
     name: str
     what: str
     packages: tuple[str, ...] = ()
-    options: Callable[[], Mapping[str, Any]] = dict
-    context: Callable[[PreTrainedModel], Any] = field(default=lambda model: nullcontext())
-    cuda: bool = False
+    cache: Callable[[PreTrainedModel, int], Any] = field(
+        default=lambda model, tokens: cache_utils.DynamicCache(config=model.config)
+    )
+    context: Callable[[PreTrainedModel], Any] = field(default=lambda model: nullcontext(model))
+    marks: Callable[[torch.device], tuple[str, ...]] = field(default=lambda device: ())
+    compiled: bool = False
     never: str = ""
 
     def missing(self, device: torch.device) -> str:
         """Why it cannot run here; '' if it can."""
-        if self.packages and not any(_installed(p) for p in self.packages):
-            return f"needs {' or '.join(self.packages)}, which is not installed"
-        if self.cuda and device.type != "cuda":
-            return "needs a CUDA device"
+        absent = [p.replace(".", "-") for p in self.packages if not _installed(p)]
+        if absent:
+            return f"needs {' and '.join(absent)}, which is not installed"
         return self.never
 
 
@@ -56,41 +63,101 @@ def _installed(package: str) -> bool:
         return False
 
 
-def _quantised() -> Mapping[str, Any]:
-    backend = next(name for package, name in QUANTISERS.items() if _installed(package))
-    return {"cache_implementation": "quantized", "cache_config": {"backend": backend, "nbits": BITS}}
+def _static(model: PreTrainedModel, tokens: int) -> Any:
+    return cache_utils.StaticCache(config=model.config, max_cache_len=tokens - 1)
 
 
-def _press(model: PreTrainedModel) -> Any:
-    return import_module("kvpress").SnapKVPress(compression_ratio=RATIO)(model)
+def _quantised(backend: str) -> Callable[[PreTrainedModel, int], Any]:
+    options = {} if backend == "fp8" else {"nbits": BITS}
+    return lambda model, tokens: cache_utils.QuantizedCache(backend, model.config, **options)
 
 
-@dataclass
-class _Offloaded:
-    """Weights in the processor's memory, brought to the device layer by layer."""
+@contextmanager
+def _pressed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """kvpress compresses what ``model`` reads. It wraps all attention functions for good when it is imported: here for
+    as long as it is used, since its wrapper reads the shape of keys, which kvbench's layers do not have."""
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    try:
+        kvpress = import_module("kvpress")
+        if dict(ALL_ATTENTION_FUNCTIONS) == before:
+            kvpress.patch_attention_functions()
+        with kvpress.SnapKVPress(compression_ratio=RATIO)(model):
+            yield model
+    finally:
+        for name, plain in before.items():
+            if ALL_ATTENTION_FUNCTIONS[name] is not plain:
+                del ALL_ATTENTION_FUNCTIONS[name]
 
-    model: PreTrainedModel
 
-    def __enter__(self) -> None:
-        import_module("accelerate").cpu_offload(self.model, execution_device=self.model.device)
+@contextmanager
+def _offloaded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Weights in the processor's memory, or on a CPU on disk, brought to the device layer by layer."""
+    accelerate, device = import_module("accelerate"), model.device
+    with tempfile.TemporaryDirectory() as folder:
+        if device.type == "cuda":
+            accelerate.cpu_offload(model, execution_device=device)
+            release()
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            accelerate.disk_offload(model, folder, execution_device=device)
+        try:
+            yield model
+        finally:
+            import_module("accelerate.hooks").remove_hook_from_submodules(model)
+            if device.type != "cuda":
+                for p in model.parameters():
+                    p.data = p.data.clone()
+            # each module got weights of its own back
+            model.tie_weights()
 
-    def __exit__(self, *_: object) -> None:
-        hooks = import_module("accelerate.hooks")
-        hooks.remove_hook_from_submodules(self.model)
+
+def _offload_marks(device: torch.device) -> tuple[str, ...]:
+    on_disk = "weights are read from disk in each step: a CPU has no other memory to bring them from"
+    return () if device.type == "cuda" else (on_disk,)
+
+
+@contextmanager
+def _deepspeed(model: PreTrainedModel) -> Iterator[Any]:
+    """DeepSpeed's engine around ``model``. Its kernels would replace the model's layers for good, and all other rows
+    run on this model."""
+    yield import_module("deepspeed").init_inference(model, dtype=model.dtype, replace_with_kernel_inject=False)
 
 
 PEERS = {
     p.name: p
     for p in (
         Peer("dynamic", "transformers' generate with DynamicCache"),
-        Peer("static", "transformers' generate with StaticCache", options=lambda: {"cache_implementation": "static"}),
-        Peer("quantized", f"transformers' QuantizedCache at {BITS} bits", tuple(QUANTISERS), _quantised),
-        Peer(
-            "offload", "generate with weights offloaded by accelerate", ("accelerate",), context=_Offloaded, cuda=True
+        Peer("static", "transformers' generate with StaticCache", cache=_static, compiled=True),
+        *(
+            Peer(name, what, packages, _quantised(name), marks=lambda device: (WHOLE,), never=never)
+            for name, what, packages, never in (
+                ("quanto", f"transformers' QuantizedCache at {BITS} bits by quanto", ("optimum.quanto",), ""),
+                ("hqq", f"transformers' QuantizedCache at {BITS} bits by hqq", ("hqq",), ""),
+                ("fp8", "transformers' QuantizedCache in FP8", (), "" if FP8 else "needs a newer transformers"),
+            )
         ),
-        Peer("kvpress", f"kvpress' SnapKV that drops {RATIO:.0%} of the prompt", ("kvpress",), context=_press),
-        Peer("deepspeed", "DeepSpeed-Inference", ("deepspeed",), never="declared, not driven from here"),
-        Peer("flexgen", "FlexGen's own engine", ("flexllmgen", "flexgen"), never="declared, not driven from here"),
+        Peer(
+            "offload",
+            "generate with weights offloaded by accelerate",
+            ("accelerate",),
+            context=_offloaded,
+            marks=_offload_marks,
+        ),
+        Peer(
+            "kvpress",
+            f"kvpress' SnapKV that drops {RATIO:.0%} of the prompt",
+            ("kvpress",),
+            context=_pressed,
+            marks=lambda device: (f"SnapKV at {RATIO:.0%} of the prompt; tokens of the answer are all kept",),
+        ),
+        Peer(
+            "deepspeed",
+            "DeepSpeed-Inference",
+            ("deepspeed",),
+            context=_deepspeed,
+            marks=lambda device: ("the engine alone: none of its kernels, nothing offloaded",),
+        ),
+        Peer("flexgen", "FlexGen's own engine", never="declared, not driven from here: it runs its own models alone"),
     )
 }
 
@@ -103,25 +170,37 @@ def find(name: str) -> Peer:
 
 
 class _Marks(StoppingCriteria):
-    """Never stops: takes down the moment of each new token."""
+    """Never stops: takes down the moments at which each token ends and the next begins, and the first cache's bytes."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.marks: list[Mark] = []
+    def __init__(self, clock: Clock, cache: Any) -> None:
+        self.clock, self.cache = clock, cache
+        self.marks: list[tuple[Mark, Mark]] = []
+        self.held, self.aside = 0, 0.0
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.marks.append(self.clock.mark())
+        ended = self.clock.mark()
+        if not self.marks:
+            # counting bytes is no part of the work
+            start = time.perf_counter()
+            self.held = cache_bytes(self.cache)
+            self.aside = time.perf_counter() - start
+        self.marks.append((ended, self.clock.mark()))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
-    """``new`` tokens of each row of ``ids`` [B, n] by transformers' generate under ``peer``; prompts read together."""
-    clock, ids = Clock(model.device), ids.to(model.device)
-    marks = _Marks(clock)
-    with torch.no_grad(), peer.context(model), timed_attention(model.config._attn_implementation, clock):
+def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int, keep_tokens: bool = False) -> Pass:
+    """``new`` tokens of each row of ``ids`` [B, n] by transformers' generate under ``peer``; prompts read together.
+
+    Raises KvbenchError where the peer did not do so.
+    """
+    device, n = model.device, ids.shape[1]
+    clock, ids, cache = Clock(device), ids.to(device), peer.cache(model, n + new)
+    marks, blind = _Marks(clock, cache), peer.compiled and device.type == "cuda"
+    timed = nullcontext() if blind else timed_attention(str(model.config._attn_implementation), clock)
+    with torch.no_grad(), peer.context(model) as generating, timed:
         clock.wait()
         began, start = time.perf_counter(), clock.mark()
-        out = model.generate(  # type: ignore[operator]
+        tokens = generating.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new,
@@ -129,19 +208,18 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
-            return_dict_in_generate=True,
+            past_key_values=cache,
             stopping_criteria=StoppingCriteriaList([marks]),
-            **peer.options(),
-        )
+        )[:, n:]
         clock.wait()
-        total = time.perf_counter() - began
-    steps = tuple(clock.seconds(a, b) for a, b in zip(marks.marks, marks.marks[1:], strict=False))
-    first = clock.seconds(start, marks.marks[0])
-    held = cache_bytes(out.past_key_values)
-    del out
+        total = time.perf_counter() - began - marks.aside
+    if tokens.shape[1] != new or len(marks.marks) != new:
+        raise KvbenchError(f"{peer.name} generated {tokens.shape[1]} tokens a row instead of {new}")
+    steps = tuple(clock.seconds(a, b) for (_, a), (b, _) in zip(marks.marks, marks.marks[1:], strict=False))
+    first = clock.seconds(start, marks.marks[0][0])
+    read = (marks.held + cache_bytes(cache)) / 2
+    del cache, marks.cache
     gc.collect()
-    shape, width = from_config(model.config), next(model.parameters()).element_size()
-    dense = len(ids) * shape.full_bytes(ids.shape[1], width)
     return Pass(
         ttft=first,
         prefill=first,
@@ -149,20 +227,37 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
         build=0.0,
         decode=sum(steps),
         tpot=sum(steps) / len(steps),
-        attention=clock.attention_seconds(),
+        attention=None if blind else clock.attention_seconds(),
         total=total,
         steps=steps,
-        cache_bytes=held if held is not None else dense,
-        read_bytes=float(held if held is not None else dense),
+        cache_bytes=marks.held,
+        read_bytes=read,
+        tokens=tokens.cpu() if keep_tokens else None,
     )
 
 
-def cache_bytes(cache: Any) -> int | None:
-    """Bytes of the tensors that a transformers cache holds at the end; None where it does not show them."""
-    tensors = [
-        t
-        for layer in getattr(cache, "layers", ())
-        for name in ("keys", "values", "_quantized_keys", "_quantized_values")
-        if isinstance(t := getattr(layer, name, None), Tensor)
-    ]
-    return sum(t.nbytes for t in tensors) if tensors else None
+def cache_bytes(cache: Any) -> int:
+    """Bytes of the storages that a transformers cache holds, what quantisers packed and their scales among them."""
+    names = ("keys", "values", "_quantized_keys", "_quantized_values")
+    found = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for layer in cache.layers
+        for name in names
+        for t in _tensors(getattr(layer, name, None))
+    }
+    return sum(found.values())
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    """The plain tensors of which ``x`` is made: of a pair, a mapping, or a tensor that wraps others."""
+    if isinstance(x, Mapping):
+        for part in x.values():
+            yield from _tensors(part)
+    elif isinstance(x, (tuple, list)):
+        for part in x:
+            yield from _tensors(part)
+    elif isinstance(x, Tensor) and hasattr(x, "__tensor_flatten__"):
+        for name in x.__tensor_flatten__()[0]:
+            yield from _tensors(getattr(x, name))
+    elif isinstance(x, Tensor):
+        yield x

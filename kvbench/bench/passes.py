@@ -7,8 +7,10 @@ row generates all of its tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from kvbench.bench.clock import Clock, Mark, timed_attention
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.methods.chain import Chain
 from kvbench.model.adapted import adapted
+from kvbench.model.graph import Graph
 from kvbench.model.interface import NAME, attached
 from kvbench.model.prefill import prefill_chains
 from kvbench.model.rows import RowLayer
@@ -32,7 +35,8 @@ class Pass:
     ttft: until every row has its first token and the decode batch stands (prefill, compress and build together).
     total: by a clock of its own around everything; with ``sampled`` decoding, what it would have been.
     steps: seconds of the decode steps that ran, each by its own marks. tpot: of one step, the mean over the generation.
-    cache_bytes: held after the prompts, payload and overhead. read_bytes: payload that a step finds, on the way.
+    attention: None where it cannot be told apart. cache_bytes: held after the prompts, payload and overhead.
+    read_bytes: payload that a step finds, on the way.
     """
 
     ttft: float
@@ -41,7 +45,7 @@ class Pass:
     build: float
     decode: float
     tpot: float
-    attention: float
+    attention: float | None
     total: float
     steps: tuple[float, ...]
     cache_bytes: int
@@ -56,17 +60,24 @@ class Pass:
 
 
 def run(
-    model: PreTrainedModel, chain: Chain, ids: Tensor, new: int, sample: int | None = None, keep_tokens: bool = False
+    model: PreTrainedModel,
+    chain: Chain,
+    ids: Tensor,
+    new: int,
+    sample: int | None = None,
+    keep_tokens: bool = False,
+    graph: bool = False,
 ) -> Pass:
     """Read ``ids`` [B, n] and generate ``new`` tokens a row under ``chain``.
 
     ``sample``: run only so many steps at each of several cache lengths, where the method allows it, and interpolate.
-    Out of memory is raised as PyTorch does.
+    ``graph``: decode by one recorded step; recording it counts as build, and attention in it is not timed. Out of
+    memory is raised as PyTorch does; KvbenchError where there is no such graph.
     """
     clock = Clock(model.device)
     clock.wait()
     began = time.perf_counter()
-    with torch.no_grad(), timed_attention(NAME, clock):
+    with torch.no_grad(), nullcontext() if graph else timed_attention(NAME, clock):
         caches = [prefill_chains(model, row, [chain])[0] for row in ids]
         first = torch.stack([c.logits for c in caches]).argmax(dim=-1)[:, None]
         clock.wait()
@@ -79,9 +90,10 @@ def run(
             start = time.perf_counter()
             batch, seen = build(model, caches, new - 1), caches[0].seen
             del caches
+            take = Graph(model, batch).step if graph else partial(step, model, batch)
             clock.wait()
             ready = time.perf_counter()
-            decoding = _Decoding(model, batch, seen, first, clock)
+            decoding = _Decoding(take, batch, seen, first, clock)
             # counting bytes is no part of the work
             aside = start - began - prompts + time.perf_counter() - ready
             for at in [0] if stretches is None else stretches:
@@ -101,7 +113,7 @@ def run(
         build=ready - start,
         decode=decode,
         tpot=decode / (new - 1),
-        attention=reading + attention * decode / sum(steps),
+        attention=None if graph else reading + attention * decode / sum(steps),
         total=ttft + decode if found is not None else ended - began - aside,
         steps=steps,
         cache_bytes=cache_bytes,
@@ -115,9 +127,14 @@ class _Decoding:
     """The steps of one decode batch; every token is fed on where it is, without a copy to the processor."""
 
     def __init__(
-        self, model: PreTrainedModel, batch: Sequence[RowLayer], seen: int, first: Tensor, clock: Clock
+        self,
+        take: Callable[[Tensor, Tensor], Tensor],
+        batch: Sequence[RowLayer],
+        seen: int,
+        first: Tensor,
+        clock: Clock,
     ) -> None:
-        self.model, self.batch, self.seen, self.clock = model, batch, seen, clock
+        self.take, self.batch, self.seen, self.clock = take, batch, seen, clock
         self.token, self.tokens = first, [first]
         self.spans: list[tuple[Mark, Mark]] = []
         self.reads: list[int] = []
@@ -132,6 +149,6 @@ class _Decoding:
         for _ in range(steps):
             start = self.clock.mark()
             positions = torch.full_like(self.token, self.seen + self.batch[0].used)
-            self.token = step(self.model, self.batch, self.token, positions)[:, -1].argmax(dim=-1)[:, None]
+            self.token = self.take(self.token, positions)[:, -1].argmax(dim=-1)[:, None]
             self.spans.append((start, self.clock.mark()))
             self.tokens.append(self.token)

@@ -139,7 +139,7 @@ class Processes:
     def ask(
         self, what: str, overrides: Sequence[str], label: str, workload: Workload, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Do ``what`` (peak, largest) for one chain; returns what was found, or ``{"oom": True}``.
+        """Do ``what`` (peak, largest; "peak of a peer") for one chain or peer; what was found, or ``{"oom": True}``.
 
         Raises KvbenchError where it failed otherwise.
         """
@@ -185,11 +185,10 @@ def main() -> int:
 
 
 def _answer(cfg: config.RunConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
-    from kvbench.bench import architecture
+    from kvbench.bench import architecture, generators
 
     torch.set_num_threads(asked["threads"])
-    chains = [Chain(), *(c.chain for c in cfg.chains)]
-    chain = chains[["full", *(c.label for c in cfg.chains)].index(asked["label"])]
+    chains = {"full": Chain(), **{c.label: c.chain for c in cfg.chains}}
     workload, device = parse(asked["workload"]), torch.device("cpu")
     release()
     before = _status("VmRSS")
@@ -197,11 +196,18 @@ def _answer(cfg: config.RunConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
         with limited(asked["limit"], device):
             model = architecture.build(cfg.model, device, asked["layers"])
             if asked["what"] == "largest":
-                return {"batch": largest(lambda b: fits(model, chain, workload.sized(b), asked["seed"]))}
+                return {
+                    "batch": largest(lambda b: fits(model, chains[asked["label"]], workload.sized(b), asked["seed"]))
+                }
             ids = prompts(workload, int(model.config.vocab_size), asked["seed"])
-            passes.run(model, chain, ids, workload.new, asked["sample"])
+            if asked["what"] == "peak":
+                passes.run(model, chains[asked["label"]], ids, workload.new, asked["sample"], graph=asked["graph"])
+            else:
+                generators.run(model, generators.find(asked["label"]), ids, workload.new)
             high = _status("VmHWM")
             return asdict(Peak(high - before, high))
+    except KvbenchError as error:
+        return {"error": str(error)}
     except Exception as error:
         return (
             {"oom": True} if is_out_of_memory(error) else {"error": f"{type(error).__name__}: {error}".split("\n")[0]}

@@ -82,6 +82,9 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
         yield "∫ integrated: steps were run at a few cache lengths and interpolated between them." + (
             f" Over a full generation: {', '.join(checks)}." if checks else ""
         )
+    marks = dict.fromkeys(mark for r in done for mark in r["marks"] if mark != "integrated")
+    for mark in marks:
+        yield f"{', '.join(dict.fromkeys(r['method'] for r in done if mark in r['marks']))}: {mark}."
     for r in rows:
         if r["status"] != MEASURED:
             yield f"{r['status']}: {r['method']} at {r['workload']}{': ' if r['reason'] else ''}{r['reason']}"

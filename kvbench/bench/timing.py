@@ -8,18 +8,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from kvbench.bench import generators, passes, peak, roofline
 from kvbench.bench.architecture import weight_bytes
 from kvbench.bench.passes import Pass
 from kvbench.bench.peak import Peak
-from kvbench.bench.records import FAILED, MEASURED, NOT_RUN, OOM, REFUSED, Row, key, spread
+from kvbench.bench.records import FAILED, FINISHED, MEASURED, NOT_RUN, OOM, REFUSED, Row, key, spread
 from kvbench.bench.workload import Workload, prompts
 from kvbench.config import ChainConfig
 from kvbench.errors import KvbenchError
 from kvbench.memory import is_out_of_memory, release
 
+TOGETHER = "its prompts are read all at once, kvbench's one by one"
+GRAPH = "recording the graph is part of build"
+ON_CPU = "a CPU runs the graph's operations one by one: a check of its answers, not of its speed"
 SECONDS = ("ttft", "prefill", "compress", "build", "decode", "tpot", "attention", "total")
 
 
@@ -44,17 +48,30 @@ class Settings:
 
 @dataclass(frozen=True)
 class Entrant:
-    """What is timed: a chain of kvbench or a peer."""
+    """What is timed: a chain of kvbench, its decode steps plain or by a recorded graph, or a peer."""
 
     name: str
     chain: ChainConfig | None = None
     peer: generators.Peer | None = None
+    graph: bool = False
 
     def identity(self) -> dict[str, Any]:
         """What decides its numbers beside model, workload and settings."""
         if self.chain is None:
             return {"peer": self.name}
-        return {"method": self.chain.chain.name, **self.chain.chain.identity()}
+        by = {"step": "graph"} if self.graph else {}
+        return {"method": self.chain.chain.name, **self.chain.chain.identity(), **by}
+
+    @property
+    def label(self) -> str:
+        """Of its chain, or the peer's name."""
+        return self.name if self.chain is None else self.chain.label
+
+    def marks(self, device: torch.device) -> tuple[str, ...]:
+        """What a reader of its row must know."""
+        if self.peer is not None:
+            return (TOGETHER, *self.peer.marks(device))
+        return (GRAPH, *([ON_CPU] if device.type == "cpu" else [])) if self.graph else ()
 
 
 @dataclass
@@ -74,6 +91,14 @@ def row_key(entrant: Entrant, workload: Workload, settings: Settings) -> str:
     how = {"sample": settings.sample, "limit": settings.limit, "layers": settings.layers, "seed": settings.seed}
     where = {k: settings.facts.get(k) for k in ("model", "weights", "dtype", "device", "threads", "paths")}
     return key({"who": entrant.identity(), "workload": workload.name, **how, **where})
+
+
+def why_not(entrant: Entrant, workload: Workload, device: torch.device) -> str:
+    """Why a peer does not run here; '' if it does, and for kvbench's own methods."""
+    if entrant.peer is None:
+        return ""
+    searched = "the largest batch is searched for kvbench's methods alone" if workload.batch is None else ""
+    return entrant.peer.missing(device) or searched
 
 
 def measure(
@@ -119,12 +144,11 @@ def _enter(
 ) -> None:
     """Settle the batch and get ready."""
     name, chain, asked = t.entrant.name, t.entrant.chain, t.workload.batch
-    if t.entrant.peer is not None:
-        missing = t.entrant.peer.missing(model.device)
-        if missing or t.workload.batch is None:
-            t.status, t.reason = NOT_RUN, missing or "the largest batch is searched for kvbench's methods alone"
-            return
+    if why := why_not(t.entrant, t.workload, model.device):
+        t.status, t.reason = NOT_RUN, why
+        return
     options = {"seed": settings.seed, "limit": settings.limit, "layers": settings.layers, "sample": settings.sample}
+    options["graph"] = t.entrant.graph
     if chain is not None and t.workload.batch is None:
         say(f"{t.workload.name} {name}: the largest batch")
         batch = _try(t, lambda: _largest(model, chain, t.workload, settings, processes, options))
@@ -150,10 +174,11 @@ def _ready(
     say: Callable[[str], None],
 ) -> None:
     """Measure the peak of memory, and warm up."""
-    name, chain, cpu = t.entrant.name, t.entrant.chain, model.device.type == "cpu"
-    if chain is not None and cpu:
+    name = t.entrant.name
+    if model.device.type == "cpu":
         say(f"{t.workload.name} {name}: memory")
-        asked = _try(t, lambda: processes.ask("peak", settings.overrides, chain.label, t.workload, options))
+        what = "peak" if t.entrant.chain is not None else "peak of a peer"
+        asked = _try(t, lambda: processes.ask(what, settings.overrides, t.entrant.label, t.workload, options))
         if asked is None:
             return
         if asked.get("oom"):
@@ -188,7 +213,7 @@ def _pass(model: PreTrainedModel, t: _Tried, settings: Settings) -> Pass:
     if t.entrant.peer is not None:
         return generators.run(model, t.entrant.peer, ids, t.workload.new)
     assert t.entrant.chain is not None
-    return passes.run(model, t.entrant.chain.chain, ids, t.workload.new, settings.sample)
+    return passes.run(model, t.entrant.chain.chain, ids, t.workload.new, settings.sample, graph=t.entrant.graph)
 
 
 def _try(t: _Tried, run: Callable[[], Any]) -> Any:
@@ -222,7 +247,8 @@ def _row(model: PreTrainedModel, t: _Tried, found: Sequence[Pass], bandwidth: fl
     if t.status != MEASURED or not found:
         return row
     assert asked.batch is not None
-    values: dict[str, list[float]] = {name: [getattr(p, name) for p in found] for name in SECONDS}
+    seconds = {name: [getattr(p, name) for p in found] for name in SECONDS}
+    values: dict[str, list[float]] = {name: taken for name, taken in seconds.items() if None not in taken}
     values["throughput"] = [asked.batch * asked.new / p.total for p in found]
     values["decode_throughput"] = [asked.batch / p.tpot for p in found]
     values["cache_bytes"] = [float(p.cache_bytes) for p in found]
@@ -234,6 +260,7 @@ def _row(model: PreTrainedModel, t: _Tried, found: Sequence[Pass], bandwidth: fl
         values["check"] = [p.total / t.full.total for p in found]
     row["quantities"] = {name: spread(v) for name, v in values.items()}
     row["marks"] = ["integrated"] if any(p.integrated for p in found) else []
+    row["marks"] += t.entrant.marks(model.device)
     step = row["quantities"]["tpot"]["median"]
     read = sum(p.read_bytes for p in found) / len(found)
     row["roofline"] = roofline.of(model, asked.batch, read, bandwidth, step).as_json()
@@ -241,6 +268,22 @@ def _row(model: PreTrainedModel, t: _Tried, found: Sequence[Pass], bandwidth: fl
         {"starts": p.sampled.starts, "width": p.sampled.width, "times": p.sampled.times} for p in found if p.sampled
     ]
     return row
+
+
+def finished(
+    known: Mapping[str, Row],
+    entrants: Sequence[Entrant],
+    workloads: Sequence[Workload],
+    settings: Settings,
+    device: torch.device,
+) -> dict[str, Row]:
+    """Of rows by key, those that need not be tried again: what ended, and peers that still cannot run."""
+    barred = {row_key(e, w, settings): why_not(e, w, device) for w in workloads for e in entrants}
+    return {
+        k: row
+        for k, row in known.items()
+        if row["status"] in FINISHED or (row["status"] == NOT_RUN and row["reason"] == barred.get(k))
+    }
 
 
 def sessions(

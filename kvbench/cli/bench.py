@@ -16,6 +16,7 @@ EXAMPLES = """examples:
   python -m kvbench bench time method=full,snapkv,kivi workloads=256+64x4,1024+32 repeats=5 kv_size=64
   python -m kvbench bench time method=kivi workloads=512+1024 generate=sampled check=true
   python -m kvbench bench time method=full,kivi workloads=64+16xmax memory_limit=0.25
+  python -m kvbench bench time method=full,snapkv kv_size=64 step=plain,graph
   python -m kvbench bench time model=llama2-7b weights=random method=kivi workloads=160+338x300 --plan
 
 memory prints, for each method (default: all, and a few chains) and each prompt size n= (default 512,4096), the bytes
@@ -31,7 +32,9 @@ memory's speed. Rows are kept; what is there is not measured again.
 keys: model=, weights=random|trained (default random, of the exact architecture in conf/model), method= and knobs as
 in run, workloads=prompt+new[xbatch],... (xmax: the largest batch that fits), repeats=3, warmup=1,
 generate=full|sampled (long answers by 64 steps at 4 cache lengths; steps= for others), check=true (one full answer
-beside the sampled ones), peers=dynamic,static,quantized,offload,kvpress,deepspeed,flexgen|all|none,
+beside the sampled ones), step=plain|graph|plain,graph (a decode step recorded once and replayed: on a GPU a CUDA
+graph, which nobody has run yet; for caches that only grow by new tokens, the others' rows are refused),
+peers=dynamic,static,quanto,hqq,fp8,offload,kvpress,deepspeed,flexgen|all|none,
 memory_limit= GiB of the process, layers= fewer layers, seed=, name= and folder= of the rows
 (default results/bench/time.jsonl), again=true, device=, dtype=, threads=.
 

@@ -27,6 +27,7 @@ OWN = {
     "generate": "full",
     "steps": "64",
     "check": "false",
+    "step": "plain",
     "peers": "dynamic,static",
     "memory_limit": "null",
     "layers": "null",
@@ -82,13 +83,13 @@ def _one_model(
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     device = load.resolve_device(cfg.device)
-    workloads, entrants = _workloads(own["workloads"]), _entrants(cfg, own["peers"])
+    workloads, entrants = _workloads(own["workloads"]), _entrants(cfg, own["peers"], own["step"])
     settings = _settings(cfg, overrides, own, device)
     again, limit = _flag(own, "again"), settings.limit
     known = records.latest(records.read(path))
-    finished = {} if again else {k: r for k, r in known.items() if r["status"] in records.FINISHED}
+    finished = {} if again else timing.finished(known, entrants, workloads, settings, device)
     if args.plan:
-        _plan(entrants, workloads, settings, finished, path)
+        _plan(entrants, workloads, settings, finished, path, device)
         return []
     loaded: list[PreTrainedModel] = []
 
@@ -120,18 +121,24 @@ def _with_bases(chosen: list[dict[str, Any]], full: Sequence[Mapping[str, Any]])
     return [*chosen, *(dict(r) for r in full if r["session"] in older)]
 
 
-def _entrants(cfg: RunConfig, peers: str) -> list[Entrant]:
-    """The full cache first, then the methods, then the peers."""
+def _entrants(cfg: RunConfig, peers: str, step: str) -> list[Entrant]:
+    """The full cache first, then the methods, each as ``step`` says, then the peers."""
     from kvbench.bench.generators import PEERS, find
     from kvbench.bench.timing import Entrant
     from kvbench.config import ChainConfig
     from kvbench.methods.chain import Chain
 
-    chains = [c for c in cfg.chains if c.chain.stages]
+    full = ChainConfig(Chain(), "full")
+    chains = [full, *(c for c in cfg.chains if c.chain.stages)]
     names = {"all": list(PEERS), "none": []}.get(peers, split_list(peers))
+    ways = split_list(step)
+    if wrong := [way for way in ways if way not in ("plain", "graph")]:
+        raise unknown("value of step", wrong[0], ("plain", "graph"))
+    timed = {"plain": [Entrant(c.label, c) for c in chains]}
+    timed["graph"] = [Entrant(f"{c.label} step=graph", c, graph=True) for c in chains]
     return [
-        Entrant("full", ChainConfig(Chain(), "full")),
-        *(Entrant(c.label, c) for c in chains),
+        *timed["plain"][: "plain" not in ways],
+        *(entrant for way in dict.fromkeys(ways) for entrant in timed[way]),
         *(Entrant(n, peer=find(n)) for n in names),
     ]
 
@@ -170,22 +177,18 @@ def _plan(
     settings: Settings,
     finished: Mapping[str, Any],
     path: Path,
+    device: Any,
 ) -> None:
-    from kvbench.bench.timing import row_key
+    from kvbench.bench.records import NOT_RUN
+    from kvbench.bench.timing import row_key, why_not
 
     for w in workloads:
         for e in entrants:
-            there = row_key(e, w, settings) in finished
-            missing = e.peer.missing(_device(settings)) if e.peer is not None else ""
+            there = finished.get(row_key(e, w, settings), {}).get("status", NOT_RUN) != NOT_RUN
+            missing = why_not(e, w, device)
             state = "there" if there else f"not run: {missing}" if missing else "to measure"
             print(f"{settings.facts['model']}  {w.name:<16} {e.name:<40} {state}")
     print(f"Rows: {path}")
-
-
-def _device(settings: Settings) -> Any:
-    import torch
-
-    return torch.device("cpu" if str(settings.facts["device"]).startswith("cpu") else "cuda")
 
 
 def _workloads(text: str) -> list[Workload]:

@@ -1,7 +1,10 @@
 """One timed pass: the tokens of runs, times that add up, sampled generations, random weights of known sizes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench import config
 from kvbench.bench import architecture, generators, passes, roofline
@@ -77,6 +80,19 @@ def test_a_pass_gives_the_tokens_of_runs_and_times_that_add_up(model, method):
     assert 0 < found.attention < found.total
 
 
+@pytest.mark.parametrize("sample", [None, 4])
+def test_a_pass_by_a_graph_gives_the_same_tokens(model, sample):
+    (chain,) = chains("snapkv", kv_size=64)
+    ids = prompts(Workload(100, 22, 2), 721, 0)
+    plain, graph = (
+        passes.run(model, chain, ids, 22, sample, keep_tokens=sample is None, graph=by) for by in (False, True)
+    )
+    assert graph.cache_bytes == plain.cache_bytes and graph.read_bytes == plain.read_bytes
+    assert len(graph.steps) == len(plain.steps) and graph.integrated == plain.integrated
+    assert graph.attention is None and graph.build > plain.build
+    assert sample is not None or graph.tokens.tolist() == plain.tokens.tolist()
+
+
 def test_bytes_that_a_step_reads_are_those_of_the_mean_length(model):
     ids = prompts(Workload(100, 21, 2), 721, 0)
     found = passes.run(model, chains("full")[0], ids, 21)
@@ -135,17 +151,66 @@ def test_a_sampled_pass_is_marked_and_ends_where_a_full_one_does(model, method):
     assert found.total == pytest.approx(found.ttft + 99 * found.tpot)
 
 
-def test_peers_generate_as_many_tokens_and_say_why_they_cannot(model):
-    ids = prompts(Workload(64, 9, 2), 721, 0)
-    for name in ("dynamic", "static"):
-        found = generators.run(model, generators.find(name), ids, 9)
-        assert len(found.steps) == 8 and 0 < found.attention < found.total
-        assert found.total == pytest.approx(found.ttft + 8 * found.tpot, rel=0.2)
-        # 72 tokens are fed at most, the last one is not
-        assert found.cache_bytes in (2 * n * 6 * 2 * 4 * 32 * 4 for n in (72, 73))
-    assert "not installed" in generators.find("deepspeed").missing(CPU) or generators.find("deepspeed").never
+KEYS_AND_VALUES = 2 * 6 * 2 * 4 * 32  # numbers of one token in two rows
+
+
+@pytest.mark.parametrize("name", generators.PEERS)
+def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
+    peer = generators.find(name)
+    if why := peer.missing(CPU):
+        assert why.startswith(("needs ", "declared, not driven"))
+        return
+    ids, weights = prompts(Workload(80, 9, 2), 721, 0), architecture.weight_bytes(model)
+    found = generators.run(model, peer, ids, 9, keep_tokens=True)
+    assert found.tokens.shape == (2, 9) and len(found.steps) == 8 and 0 < found.attention < found.total
+    assert found.total == pytest.approx(found.ttft + found.decode, rel=0.05)
+    # the last of 89 tokens is not fed; FP8 has a scale for all keys and one for all values of a layer
+    held = {"dynamic": 80 * 4, "static": 88 * 4, "offload": 80 * 4, "kvpress": 40 * 4, "fp8": 80}
+    if name in held:
+        assert found.cache_bytes == held[name] * KEYS_AND_VALUES + (2 * 6 * 4 if name == "fp8" else 0)
+    assert architecture.weight_bytes(model) == weights and not any(p.is_meta for p in model.parameters())
+    # whatever it did to the model and to transformers is undone
+    assert len(passes.run(model, chains("full")[0], ids, 3).steps) == 2
+
+
+def test_a_peer_that_is_not_known():
     with pytest.raises(UsageError, match="unknown peer 'vllm'"):
         generators.find("vllm")
+    assert generators.Peer("x", "", ("no.such", "torch")).missing(CPU) == "needs no-such, which is not installed"
+
+
+def test_a_caches_bytes_are_those_of_all_it_is_made_of():
+    class Wrapped(torch.Tensor):
+        """As quantisers' tensors: as large as what it stands for, and made of others."""
+
+        def __tensor_flatten__(self):
+            return ["codes", "scale"], None
+
+    packed = torch.zeros(100).as_subclass(Wrapped)
+    packed.codes, packed.scale = torch.zeros(50, dtype=torch.uint8), torch.zeros(4)
+    residual = torch.zeros(6, dtype=torch.float16)
+    of_pair, of_mapping = (torch.zeros(3), torch.zeros(1)), (torch.zeros(7), {"scale": torch.zeros(2), "bits": 4})
+    layers = [
+        SimpleNamespace(keys=residual, values=residual[:3], _quantized_keys=packed, _quantized_values=None),
+        SimpleNamespace(keys=None, _quantized_keys=of_pair, _quantized_values=of_mapping),
+    ]
+    assert generators.cache_bytes(SimpleNamespace(layers=layers)) == 12 + 50 + 16 + (3 + 1 + 7 + 2) * 4
+
+
+def test_attention_is_timed_whatever_wraps_it(model):
+    plain, seen = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+
+    def wrapper(*args, **kwargs):
+        seen.append(1)
+        return plain(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = wrapper
+    try:
+        found = generators.run(model, generators.find("dynamic"), prompts(Workload(20, 2, 1), 721, 0), 2)
+        assert found.attention > 0 and len(seen) == 2 * 6 and ALL_ATTENTION_FUNCTIONS["sdpa"] is wrapper
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
 
 
 def test_the_bound_is_bytes_over_bandwidth(model):

@@ -1,6 +1,7 @@
 """``bench time`` end to end: rows whose numbers agree with each other, resumed, refused, out of memory."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from kvbench.config import ChainConfig
 from kvbench.errors import KvbenchError
 from kvbench.methods.chain import Chain
 
-SMALL = ["bench", "time", "method=full,snapkv,kivi", "kv_size=48", "workloads=96+9x3", "repeats=2", "peers=dynamic"]
+SMALL = ["bench", "time", "method=full,snapkv,kivi", "kv_size=48", "workloads=96+9x3", "repeats=2", "warmup=1"]
+SMALL += ["peers=dynamic,deepspeed"]
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +25,23 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("bench")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """One process for all peaks: what it imports takes longer than they do."""
+    shared, close = peak.Processes(), peak.Processes.__exit__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peak.Processes, "__enter__", lambda self: shared)
+        patch.setattr(peak.Processes, "__exit__", lambda self, *_: None)
+        yield
+    close(shared)
+
+
 @pytest.fixture(scope="module")
 def rows(folder):
     assert main([*SMALL, f"folder={folder}", "name=first"]) == 0
-    return {r["method"]: r for r in records.read(folder / "first.jsonl")}
+    found = {r["method"]: r for r in records.read(folder / "first.jsonl")}
+    assert found.pop("deepspeed")["status"] in ("not run", "measured")
+    return found
 
 
 def test_numbers_of_a_row_agree_with_each_other(rows):
@@ -34,15 +49,15 @@ def test_numbers_of_a_row_agree_with_each_other(rows):
     for row in rows.values():
         assert row["status"] == "measured", row["reason"]
         q = {name: found["median"] for name, found in row["quantities"].items()}
-        assert q["ttft"] + 8 * q["tpot"] == pytest.approx(q["total"], rel=0.05 if row["kind"] == "kvbench" else 0.2)
+        assert q["ttft"] + 8 * q["tpot"] == pytest.approx(q["total"], rel=0.05)
         speeds = sorted(27 / row["quantities"]["total"][end] for end in ("q1", "median", "q3"))
         assert speeds[0] * 0.99 <= q["throughput"] <= speeds[2] * 1.01
         assert row["roofline"]["fraction"] == pytest.approx(row["roofline"]["bound"] / q["tpot"])
-        assert set(row["orders"][0]) == set(rows) and len(row["orders"]) == 2
+        assert set(rows) <= set(row["orders"][0]) and len(row["orders"]) == 2
 
 
 def test_the_peak_is_at_least_weights_and_cache(rows):
-    for name in ("full", "snapkv kv_size=48", "kivi"):
+    for name in rows:
         q = {k: v["median"] for k, v in rows[name]["quantities"].items()}
         assert q["weight_bytes"] + q["cache_bytes"] <= q["peak_allocated"] <= q["peak_reserved"]
         assert rows[name]["facts"]["torch"] == torch.__version__ and rows[name]["facts"]["threads"]
@@ -65,7 +80,7 @@ def test_a_new_method_is_measured_beside_the_full_cache(rows, folder, capsys, mo
     more = [a.replace("full,snapkv,kivi", "full,snapkv,kivi,think") for a in SMALL]
     assert main([*more, f"folder={folder}", "name=first", "--json"]) == 0
     found = records.read(folder / "first.jsonl")
-    assert [r["method"] for r in found[len(rows) :]] == ["full", "think ratio=0.4"]
+    assert [r["method"] for r in found[len(rows) + 1 :]] == ["full", "think ratio=0.4"]
     shown = {r["method"]: r for r in json.loads(capsys.readouterr().out)}
     assert shown["think ratio=0.4"]["ratios"]["cache_bytes"] < 1
     # a ratio is to the full cache of the same session, or there is none
@@ -85,6 +100,7 @@ def test_a_plan_measures_nothing(tmp_path, capsys):
         ("workloads=12", "workloads=12 is not possible"),
         ("repeats=0", "repeats=0 is not possible: a whole number, 1 or more"),
         ("generate=some", "unknown value of generate 'some'"),
+        ("step=plain,fast", "unknown value of step 'fast'"),
         ("peers=vllm", "unknown peer 'vllm'"),
         ("memory_limit=-1", "memory_limit=-1 is not possible"),
         ("name=a/b", "name=a/b is not possible"),
@@ -105,6 +121,8 @@ def settings(**changes):
 
 
 def entrants(*methods):
+    if not methods:
+        return [timing.Entrant("full", ChainConfig(Chain(), "full"))]
     cfg = config.parse(config.compose_config(rewrite([f"method={','.join(methods)}"]).runs[0]))
     return [timing.Entrant("full", ChainConfig(Chain(), "full")), *(timing.Entrant(c.label, c) for c in cfg.chains)]
 
@@ -127,10 +145,10 @@ def model():
 def test_what_happens_to_one_row_leaves_the_others(error, status, model, monkeypatch):
     plain = passes.run
 
-    def run(m, chain, *rest):
+    def run(m, chain, *rest, **how):
         if chain.stages:
             raise error
-        return plain(m, chain, *rest)
+        return plain(m, chain, *rest, **how)
 
     monkeypatch.setattr(passes, "run", run)
     monkeypatch.setattr(peak.Processes, "ask", lambda *a: {"allocated": 1, "reserved": 2})
@@ -141,7 +159,7 @@ def test_what_happens_to_one_row_leaves_the_others(error, status, model, monkeyp
 
 
 def test_processes_find_what_fits_and_die_alone():
-    small = {"seed": 0, "layers": None, "sample": None}
+    small = {"seed": 0, "layers": None, "sample": None, "graph": False}
     asked = (("model=tiny", "model.weights=random"), "full")
     with peak.Processes() as processes:
         assert processes.ask("peak", *asked, Workload(256, 4, 64), {**small, "limit": 0.03}) == {"oom": True}
@@ -152,6 +170,55 @@ def test_processes_find_what_fits_and_die_alone():
         assert 4 * 256 * 6144 < found["allocated"] < found["reserved"]
         with pytest.raises(KvbenchError, match="full at 256"):
             processes.ask("peak", *asked, Workload(256, 4, 2), {**small, "limit": None, "layers": "x"})
+
+
+def test_out_of_memory_in_one_row_is_its_result(model):
+    """Really out of memory: the caches of 64 rows of 256 tokens take 96 MiB, those of 16 tokens 6 MiB."""
+    asked = settings(limit=0.08, warmup=0)
+    asked = replace(asked, overrides=(*asked.overrides, "method=streamingllm", "method.streamingllm.kv_size=16"))
+    cfg = config.parse(config.compose_config(list(asked.overrides)))
+    row = timing.Entrant("small", cfg.chains[0])
+    found = timing.measure(model, [*entrants(), row], Workload(256, 2, 64), asked)
+    assert [(r["method"], r["status"], r["reason"]) for r in found] == [
+        ("full", "OOM", "out of memory in a process of its own"),
+        ("small", "measured", ""),
+    ]
+    assert records.value(found[1], "peak_allocated") < 0.08 * 2**30
+
+
+def test_what_was_finished_outlives_an_end_in_the_middle(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(peak.Processes, "ask", lambda *a: {"allocated": 1, "reserved": 2})
+    asked = ["bench", "time", "method=full", "workloads=20+2,24+2,28+2", "repeats=1", "warmup=0", "peers=none"]
+    asked += [f"folder={tmp_path}", "name=x"]
+    measure, begun = timing.measure, []
+
+    def killed(model, entrants, workload, *rest):
+        begun.append(workload.name)
+        if begun == ["20+2x1", "24+2x1"]:
+            raise KeyboardInterrupt
+        return measure(model, entrants, workload, *rest)
+
+    monkeypatch.setattr(timing, "measure", killed)
+    assert main(asked) == 130
+    assert [r["workload"] for r in records.read(tmp_path / "x.jsonl")] == ["20+2x1"]
+    assert main(asked) == 0 and begun[2:] == ["24+2x1", "28+2x1"]
+    assert [r["workload"] for r in records.read(tmp_path / "x.jsonl")] == ["20+2x1", "24+2x1", "28+2x1"]
+    capsys.readouterr()
+
+
+def test_a_recorded_step_is_a_row_of_its_own(tmp_path, capsys):
+    asked = ["bench", "time", "method=full,kivi", "workloads=40+4", "repeats=1", "warmup=0", "peers=none"]
+    assert main([*asked, "step=graph", f"folder={tmp_path}", "name=x"]) == 0
+    rows = {r["method"]: r for r in records.read(tmp_path / "x.jsonl")}
+    assert {name: r["status"] for name, r in rows.items()} == {
+        "full": "measured",
+        "full step=graph": "measured",
+        "kivi step=graph": "refused",
+    }
+    assert len({r["key"] for r in rows.values()}) == 3 and "attention" not in rows["full step=graph"]["quantities"]
+    told = " ".join(capsys.readouterr().out.split())
+    assert "full step=graph: recording the graph is part of build." in told
+    assert "refused: kivi step=graph at 40+4x1" in told and "packs tokens" in told
 
 
 def test_the_largest_batch_is_timed(model, monkeypatch):
