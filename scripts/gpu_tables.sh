@@ -60,10 +60,12 @@ while IFS='|' read -r name minutes arguments; do
     continue
   fi
   began=$SECONDS
+  # in the foreground: an interrupt is for the part, too
   # shellcheck disable=SC2086
-  timeout --signal=INT --kill-after=20 $PART_SECONDS "$PYTHON" -m kvbench bench time $arguments folder="$FOLDER" name="$name" </dev/null
+  timeout --foreground --signal=INT --kill-after=20 $PART_SECONDS "$PYTHON" -m kvbench bench time $arguments folder="$FOLDER" name="$name" </dev/null
   status=$?
   left=$((left - (SECONDS - began)))
+  [ $status = 130 ] && exit 130
   [ $status = 124 ] && echo "stopped after $PART_SECONDS s; workloads that were finished are kept"
   [ $status = 0 ] || failed=1
 done <<<"$PARTS"
