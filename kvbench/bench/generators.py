@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -120,7 +121,10 @@ def _offload_marks(device: torch.device) -> tuple[str, ...]:
 def _deepspeed(model: PreTrainedModel) -> Iterator[Any]:
     """DeepSpeed's engine around ``model``. Its kernels would replace the model's layers for good, and all other rows
     run on this model."""
-    yield import_module("deepspeed").init_inference(model, dtype=model.dtype, replace_with_kernel_inject=False)
+    # it logs on standard output, which is for tables and JSON
+    with redirect_stdout(sys.stderr):
+        engine = import_module("deepspeed").init_inference(model, dtype=model.dtype, replace_with_kernel_inject=False)
+    yield engine
 
 
 PEERS = {
