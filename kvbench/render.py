@@ -30,11 +30,15 @@ STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", "% of\nfull", "prefill\nm
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of strings, ready for any format. Lines of a cell are separated by newlines."""
+    """A table of strings, ready for any format. Lines of a cell are separated by newlines.
+
+    left: columns of text, from the first on; those behind them are numbers.
+    """
 
     title: str
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    left: int = 1
 
 
 def sheets(report: Mapping[str, Any]) -> list[Sheet]:
@@ -207,7 +211,7 @@ def compose(tables: Sequence[Sheet], notes: Sequence[str], style: str) -> str:
 def _text(sheet: Sheet) -> str:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     for i, header in enumerate(sheet.headers):
-        table.add_column(header, justify="left" if i == 0 else "right")
+        table.add_column(header, justify="left" if i < sheet.left else "right")
     for i, row in enumerate(sheet.rows):
         table.add_row(*row, end_section=i == len(sheet.rows) - 1)
         if sheet.title == "scores" and i < len(sheet.rows) - 1:
@@ -219,18 +223,26 @@ def _text(sheet: Sheet) -> str:
 
 def _markdown(sheet: Sheet) -> str:
     head = [h.replace("\n", " ") for h in sheet.headers]
-    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(['---', *['---:'] * (len(head) - 1)])}|"]
+    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(['---'] * sheet.left + ['---:'] * (len(head) - sheet.left))}|"]
     lines += [f"| {' | '.join(c.replace(chr(10), ' ') for c in row)} |" for row in sheet.rows]
     return "\n".join(lines) + "\n"
 
 
 def _latex(sheet: Sheet) -> str:
     def escape(text: str) -> str:
-        for a, b in (("%", r"\%"), ("_", r"\_"), ("Δ", r"$\Delta$"), ("−", "$-$"), ("✗", r"$\times$"), ("\n", " ")):
+        for a, b in (
+            ("%", r"\%"),
+            ("_", r"\_"),
+            ("Δ", r"$\Delta$"),
+            ("−", "$-$"),
+            ("✗", r"$\times$"),
+            ("✓", r"$\checkmark$"),
+            ("\n", " "),
+        ):
             text = text.replace(a, b)
         return text
 
-    lines = [rf"\begin{{tabular}}{{l{'r' * (len(sheet.headers) - 1)}}}", r"\toprule"]
+    lines = [rf"\begin{{tabular}}{{{'l' * sheet.left}{'r' * (len(sheet.headers) - sheet.left)}}}", r"\toprule"]
     lines += [" & ".join(map(escape, sheet.headers)) + r" \\", r"\midrule"]
     lines += [" & ".join(map(escape, row)) + r" \\" for row in sheet.rows]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvbench.cache.pack import Packed
 
+FOREVER = 2**62  # tokens: more than any cache sees
 Values = Tensor | Packed  # keys or values in one storage format
 
 
@@ -33,6 +34,11 @@ class Residual:
     def most(self) -> int:
         """Exact tokens at most, once packing is settled."""
         return max(self.keep + self.unit, self.block) - 1
+
+    @classmethod
+    def everything(cls) -> Residual:
+        """All tokens stay exact, however many come."""
+        return cls(FOREVER, 1, 1)
 
     def at_least(self, keep: int) -> Residual:
         """The same with no fewer than ``keep`` exact tokens."""

@@ -55,7 +55,9 @@ class Store:
         self.total = [p.shape[1] + r.shape[1] for p, r in zip(packed, rest, strict=True)]
         most = max(residual.packed(t + room) for t in self.total) // self.step
         self.codes = first.map(lambda t: t.new_zeros(len(packed), t.shape[0], max(most, 1), *t.shape[2:]))
-        slots = max(residual.most, *(r.shape[1] for r in rest)) + at_once
+        # no ring is longer than all that will come, which is what a residual of everything needs
+        most_exact = min(residual.most, max(self.total) + room)
+        slots = max(most_exact, *(r.shape[1] for r in rest)) + at_once
         self.ring = rest[0].new_zeros(len(packed), rest[0].shape[0], slots, rest[0].shape[2])
         given = [c for c in channels if c is not None]
         self.channels = torch.stack(given).long().to(device) if given else None  # [U, H, C]

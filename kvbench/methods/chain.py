@@ -61,6 +61,7 @@ class Chain:
         check_lowrank(ordered, self.evicts)
         if self.evicts:
             self._check_evicting()
+        self._check_halves()
 
     def _check_evicting(self) -> None:
         """Refuse what cannot stand beside a selector that evicts while decoding."""
@@ -86,6 +87,22 @@ class Chain:
                 f"method={self.name!r}: {selector.id} evicts tokens while decoding as set here; {pruner.id} then "
                 f"leaves new tokens whole, and {quantiser.id} would have to pack them at another width: "
                 f"leave out {pruner.id} or {quantiser.id}, or use a variant that evicts only after the prompt"
+            )
+
+    def _check_halves(self) -> None:
+        """Refuse what goes with a quantiser only where it packs keys and values alike."""
+        if self.quantiser is None or self.quantiser.only is None:
+            return
+        pruner, named = self.packed_pruner, f"method.{self.quantiser.id}.only={self.quantiser.only}"
+        if pruner is not None:
+            raise UsageError(
+                f"method={self.name!r}: {pruner.id} drops channels of what {self.quantiser.id} packs, and {named} "
+                "leaves half of the cache exact: leave out one of the two"
+            )
+        if self.evicts and self.selector is not None:
+            raise UsageError(
+                f"method={self.name!r}: {self.selector.id} evicts tokens while decoding as set here, from a cache of "
+                f"one format: leave out {named}"
             )
 
     def _check_sinks(self) -> None:

@@ -32,17 +32,24 @@ class FlexGen(Quantiser):
     code_prefill: bool = False
 
     def check(self) -> None:
+        super().check()
         self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
         self.at_least("group", 1, "channels")
 
     @property
     def prefill_key(self) -> str:
-        return f"flexgen bits={self.bits} group={self.group}" if self.code_prefill else ""
+        if not self.code_prefill:
+            return ""
+        half = f" only={self.only}" if self.only else ""
+        return f"flexgen bits={self.bits} group={self.group}{half}"
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.code_prefill:
             return k, v
-        return self.pack_keys(k).dequantise(k.dtype), self.pack_values(v).dequantise(v.dtype)
+        return (
+            k if self.only == "values" else self.pack_keys(k).dequantise(k.dtype),
+            v if self.only == "keys" else self.pack_values(v).dequantise(v.dtype),
+        )
 
     def residuals(self) -> tuple[Residual, Residual]:
         return Residual(0, 1, 1), Residual(0, 1, 1)

@@ -35,6 +35,7 @@ class Kivi(Quantiser):
     residual: int = 128
 
     def check(self) -> None:
+        super().check()
         self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
         self.at_least("group", 1, "elements")
         whole = self.residual >= 1 and self.residual % self.group == 0

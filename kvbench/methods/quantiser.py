@@ -15,6 +15,8 @@ from kvbench.methods.base import Block, Role, Stage
 from kvbench.methods.pruner import ChannelPruner
 from kvbench.types import LayerCache, Observation, Segment
 
+HALVES = ("keys", "values")
+
 
 @dataclass(frozen=True)
 class Coder:
@@ -41,10 +43,18 @@ class Quantiser(Stage):
     """A stage that packs all tokens but a residual of the newest, and goes on packing while decoding.
 
     A token is read exactly until after the step in which it leaves the residual.
+
+    only: ``keys`` or ``values`` to pack these alone and keep the other exact (Q-Hitter's figure 10); not set: both.
     """
 
     role: ClassVar[Role] = "quantise"
     by_token: ClassVar[bool] = False  # True: each token is packed alone and at once, so that any can be evicted
+
+    only: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        self.require("only", self.only in (None, *HALVES), " or ".join(HALVES))
 
     def residuals(self) -> tuple[Residual, Residual]:
         """Which of the newest tokens stay exact, as keys and as values."""
@@ -71,6 +81,10 @@ class Quantiser(Stage):
         keys, values = self.residuals()
         if pruner is not None:
             keys, values = keys.at_least(pruner.recent), values.at_least(pruner.recent)
+        if self.only == "keys":
+            values = Residual.everything()
+        elif self.only == "values":
+            keys = Residual.everything()
         return Coder(self, keys, values)
 
     def packed_layout(

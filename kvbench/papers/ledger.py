@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -29,6 +30,8 @@ def settle(papers: Sequence[str], model: str, arguments: Sequence[str], limit: i
         found: dict[str, Any] = {}
         for paper in papers:
             mine = [c for c in ledger if c.paper == paper and c in open_ and c.test != "elsewhere"]
+            if mine:
+                print(f"kvbench: {paper}: {len(mine)} claims, {n} examples a task", file=sys.stderr)
             found |= _measure(paper, mine, model, [*arguments, f"limit={n}"])
         # corrected over the whole ledger, whatever is open: those settled keep their places
         for verdict in claims.decide(open_, found, len(limits), family=sum(c.test != "elsewhere" for c in ledger)):
@@ -59,7 +62,8 @@ def sheet(verdicts: Sequence[Verdict]) -> Sheet:
         )
         for v in verdicts
     )
-    return Sheet("scores", ("claim", "what the paper says", "verdict", "difference in points"), rows)
+    headers = ("claim", "what the paper says", "verdict", "difference in points")
+    return Sheet("scores", headers, rows, left=len(headers))
 
 
 def plain(verdict: Verdict) -> dict[str, Any]:
@@ -69,11 +73,12 @@ def plain(verdict: Verdict) -> dict[str, Any]:
 
 def notes(verdicts: Sequence[Verdict], model: str, stand_in: bool) -> list[str]:
     """What the reader must know of a ledger."""
-    tested = sum(v.mean is not None for v in verdicts)
+    tested = sum(v.claim.test != "elsewhere" for v in verdicts)
     lines = [
         f"Model {model}" + (", a stand-in for the papers' models: tasks and budgets are its own." if stand_in else "."),
         f"Differences are paired, in points of 100, with 95 % bootstrap intervals; a verdict needs p < {claims.LEVEL} "
-        f"(random sign flips), corrected for {tested} claims (Holm) and for every look at the data.",
+        f"(Gaffke's test, of a mean of bounded differences), corrected for {tested} claims (Holm) and for every look "
+        "at the data.",
         "better: above 0; no worse: above minus the margin; undecided: the pairs that would decide it with a chance of "
         f"{100 * claims.POWER:.0f} %, if the difference is what it seems.",
     ]

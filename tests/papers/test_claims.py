@@ -22,35 +22,59 @@ def verdict(found, **kwargs):
 
 
 def test_a_clear_difference_supports_and_its_opposite_contradicts():
-    up, down = {"t": [10.0] * 30}, {"t": [-10.0] * 30}
+    up, down = {"t": [50.0] * 30}, {"t": [-50.0] * 30}
     assert verdict(up).verdict == SUPPORTED
     assert verdict(down).verdict == CONTRADICTED
-    assert verdict(up).mean == 10.0
+    assert verdict(up).mean == 50.0
 
 
-def test_no_difference_is_no_worse_but_not_better():
-    same = {"t": [0.0] * 40}
-    assert verdict(same).verdict == UNDECIDED
-    assert verdict(same, test="no_worse").verdict == SUPPORTED
-    assert verdict({"t": [-5.0] * 40}, test="no_worse").verdict == CONTRADICTED
+def test_pairs_without_a_difference_exclude_a_loss_only_by_their_number():
+    """One prompt of a hundred that loses everything costs a point: 40 pairs meet none of them two times in three."""
+    few, many = {"t": [0.0] * 40}, {"t": [0.0] * 400}
+    found = verdict(few, test="no_worse")
+    assert found.verdict == UNDECIDED
+    assert found.p_for == pytest.approx(0.99**40, abs=0.01)
+    # 0.99^n < 0.05
+    assert found.would_take == int(np.ceil(np.log(0.05) / np.log(0.99)))
+    assert verdict(many, test="no_worse").verdict == SUPPORTED
+    assert verdict(many, test="no_worse").p_for == pytest.approx(0.99**400, abs=0.005)
+    assert verdict(many).verdict == UNDECIDED
+    assert verdict({"t": [-20.0] * 40}, test="no_worse").verdict == CONTRADICTED
 
 
 def test_each_task_must_pass_where_each_is_claimed():
-    tasks = {"a": [0.0] * 40, "b": [-20.0] * 40, "c": [30.0] * 40}
+    tasks = {"a": [0.0] * 400, "b": [-20.0] * 60, "c": [30.0] * 400}
     assert verdict(tasks, test="no_worse").verdict == SUPPORTED
     assert verdict(tasks, test="no_worse_each").verdict == CONTRADICTED
 
 
 def test_few_examples_decide_nothing_and_say_how_many_would():
-    found = verdict({"t": [5.0, -1.0, 3.0, -2.0]})
+    found = verdict({"t": [100.0, -50.0, 75.0, -100.0]})
     assert found.verdict == UNDECIDED
-    # (z_0.95 + z_0.8)^2 * (s / m)^2 with one test: s = 3.30 (n - 1), m = 1.25
-    assert found.would_take == int(np.ceil(((1.6449 + 0.8416) * np.std([5, -1, 3, -2], ddof=1) / 1.25) ** 2))
+    # (z_0.95 + z_0.8)^2 * (s / m)^2 with one test, m = 6.25
+    spread = np.std([100, -50, 75, -100], ddof=1)
+    assert found.would_take == int(np.ceil(((1.6449 + 0.8416) * spread / 6.25) ** 2))
 
 
-def test_p_of_four_equal_signs_is_one_sixteenth():
-    found = verdict({"t": [1.0, 1.0, 1.0, 1.0]})
-    assert found.p_for == pytest.approx(1 / 16, abs=0.01)
+def test_p_of_four_equal_signs_at_the_end_of_the_scale_is_one_sixteenth():
+    assert claims.p_above(np.full(4, 100.0), 0.0) == pytest.approx(1 / 16, abs=0.01)
+
+
+def test_p_of_ones_and_zeros_is_near_the_binomial_tail():
+    """8 pairs, one better by 100 points each, 2 worse: binomial tail P(X >= 8 of 10 at 1/2) = 56/1024."""
+    values = np.array([100.0] * 8 + [-100.0] * 2)
+    # Beta(8, 3) below 1/2, which is that tail
+    assert claims.p_above(values, 0.0) == pytest.approx(56 / 1024, abs=0.006)
+
+
+@pytest.mark.parametrize("lost", [0.01, 0.02, 0.1])
+def test_a_true_null_is_rejected_no_more_often_than_the_level_says(lost):
+    """Prompts lose everything as often as the margin just forbids: 1 of 20 ledgers may say no worse."""
+    rng = np.random.default_rng(1)
+    wrong = [
+        claims.p_above(np.where(rng.random(60) < lost, -100.0, 0.0), -100.0 * lost) < claims.LEVEL for _ in range(60)
+    ]
+    assert np.mean(wrong) <= 0.12  # 0.05 and two standard errors of 60
 
 
 def test_holm_by_hand():
@@ -61,9 +85,17 @@ def test_holm_by_hand():
 
 def test_looks_at_the_data_are_paid_for():
     made = claim()
-    found = {made.id: ({"t": np.array([1.0] * 6)}, "")}  # p = 1/64
+    found = {made.id: ({"t": np.array([100.0] * 6)}, "")}  # p = 1/64
     assert decide([made], found, looks=1)[0].verdict == SUPPORTED
     assert decide([made], found, looks=4)[0].verdict == UNDECIDED
+
+
+def test_the_ledger_is_corrected_for_claims_that_are_not_open_any_more():
+    made = claim()
+    found = {made.id: ({"t": np.array([100.0] * 6)}, "")}
+    one, of_many = decide([made], found)[0], decide([made], found, family=10)[0]
+    assert of_many.p_for == pytest.approx(10 * one.p_for)
+    assert of_many.verdict == UNDECIDED
 
 
 def test_a_side_that_cannot_run_is_not_testable_and_says_why():
