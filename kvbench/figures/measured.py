@@ -51,7 +51,8 @@ class Sweep:
     """Points that are measured on the same prompts.
 
     dataset: of the tiny model; published: the paper's own, for any other. arguments: more of ``run``'s. baseline: the
-    full cache is measured, too. length: prompt tokens of the paper, by which the tiny model's windows are scaled.
+    full cache is measured, too. length: prompt tokens of the paper, by which windows and sizes are scaled for the tiny
+    model.
     """
 
     points: tuple[Point, ...]
@@ -205,6 +206,8 @@ def _chain(point: Point, values: Mapping[str, Any], small: settings.StandIn | No
     stages = registry.split(point.method)
     scaled = settings.scaled_windows(values, stages, small) if small else {}
     knobs = {**{k: int(v) for k, v in scaled.items()}, **point.knobs}
+    if small and "kv_size" in knobs:
+        knobs["kv_size"] = small.tokens(knobs["kv_size"])
     return registry.parse({"method": point.method, **knobs}, preset=values)
 
 

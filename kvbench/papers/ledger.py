@@ -98,11 +98,12 @@ def _evidence(v: Verdict) -> str:
     worst = min(v.tasks, key=lambda t: v.tasks[t])
     p = v.p_against if v.verdict == "contradicted" else v.p_for
     more = f"\nwould take {v.would_take:,} pairs" if v.would_take else ""
-    text = f"{v.mean:+.1f}{interval}\nn {v.n:,}, p {p:.2g}{margin}\nleast {v.tasks[worst]:+.1f} ({worst}){more}"
+    least = f"least {v.tasks[worst]:+.1f} ({worst.rpartition('/')[2]})"
+    text = f"{v.mean:+.1f}{interval}\nn {v.n:,}, p {p:.2g}{margin}\n{least}{more}"
     return text.replace("-", "−") if "−" not in text else text
 
 
-def _folded(text: str, width: int = 34) -> str:
+def _folded(text: str, width: int = 30) -> str:
     from textwrap import fill
 
     return fill(text, width)

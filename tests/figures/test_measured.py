@@ -47,7 +47,7 @@ def ran(tmp_path_factory):
 
 def invented(figure):
     """Data of a figure's columns for every point that it declares, each with two tasks."""
-    if figure.id == "think/fig3":
+    if figure.id == "think/fig3b":
         return think_memory.memory(Measured(()))
     rng = np.random.default_rng(0)
     if figure.id == "needle/heatmap":
@@ -182,7 +182,7 @@ BAD = {
     "plot vatp/fig3 --stored results={tmp}": "nothing of it is in",
     "plot uncomp/fig1 --stored": "--stored is not possible with uncomp/fig1",
     "plot qhitter/fig7 dataset=tiny": "dataset=tiny is not possible with qhitter/fig7",
-    "plot think/fig3 model=tiny": "model= is not possible with think/fig3: it is computed from formulas alone",
+    "plot think/fig3b model=tiny": "model= is not possible with think/fig3b: it is computed from formulas alone",
     "plot qhitter/fig5 results={tmp}": "dataset=wikitext2 needs wikitext2/test.txt",
     "plot needle/heatmap results={tmp}": "give haystack=FOLDER",
 }
