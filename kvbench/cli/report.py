@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import KvbenchError, UsageError
+
+if TYPE_CHECKING:
+    from kvbench.html.tables import Measured, Part
+    from kvbench.papers.audit import Finding
 
 EXAMPLES = """examples:
   python -m kvbench report samples=1 output=report.html
@@ -52,32 +59,52 @@ def _page(results: Path, model: str, count: int, overrides: list[str], chosen: b
     from kvbench import config, experiment
     from kvbench.cli.rewrite import rewrite
     from kvbench.html import page, samples, tables
+    from kvbench.papers.audit import audit
 
     written = [o for o in overrides if not o.startswith("results=")]
     run = rewrite([*([] if chosen else METHODS), *written, f"results={results}", f"limit={max(1, count)}"]).runs[0]
     shown: list[dict[str, Any]] = []
     if count:
         shown = samples.collect(experiment.prepare(config.parse(config.compose_config(run))), count)
+    parts = tables.parts(model, str(results), results / "tables")
+    verdicts, found = _verdicts(results), audit()
     sections = [
-        ("tables", "Tables", page.tables(tables.sections(model, str(results), results / "tables"))),
+        ("tables", "Tables", page.tables((p.paper, p.title, p.content) for p in parts)),
         ("figures", "Figures", page.figures(results / "figures")),
-        ("claims", "Claims", _claims(results)),
-        ("audit", "Audit", _audit()),
+        ("claims", "Claims", _claims(verdicts)),
+        ("audit", "Audit", _audit(found)),
         ("samples", "Examples", page.browser(len(shown))),
-        ("runs", "Runs", _runs(results)),
+        ("runs", "Runs", _behind([p.measured for p in parts if p.measured]) + _runs(results)),
     ]
-    return page.build("kvbench", sections, shown)
+    return page.build("kvbench: five papers on KV-cache compression", sections, shown, _lead(model, parts, found))
 
 
-def _claims(results: Path) -> str:
-    """The ledger that `claims` wrote last."""
+def _lead(model: str, parts: Sequence[Part], found: Sequence[Finding]) -> str:
+    ours = sum("as printed" not in p.title for p in parts)
+    stands = (
+        ", a stand-in: compare orders with the papers', not values" if any("stand-in" in p.title for p in parts) else ""
+    )
+    return (
+        f"{len(parts)} tables, {ours} of them with our numbers on {model}{stands}. In a cell ours comes first, the "
+        f"paper's below it. {len(found)} findings about the papers' own numbers. Click a column's head to sort."
+    )
+
+
+def _verdicts(results: Path) -> list[dict[str, Any]] | None:
+    """The ledger that `claims` wrote last; None if it never did."""
+    path = results / "claims.json"
+    try:
+        return list(json.loads(path.read_text(encoding="utf-8"))["verdicts"]) if path.exists() else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); run python -m kvbench claims again") from None
+
+
+def _claims(verdicts: list[dict[str, Any]] | None) -> str:
     from kvbench.html import page
 
-    path = results / "claims.json"
-    if not path.exists():
+    if verdicts is None:
         return "<p>None yet: python -m kvbench claims.</p>"
     try:
-        verdicts = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
         body = [
             (
                 v["claim"]["id"],
@@ -87,25 +114,49 @@ def _claims(results: Path) -> str:
                 "—" if v["mean"] is None else f"{v['mean']:+.1f}",
                 "—" if not v["ci"] else f"[{v['ci'][0]:.1f}, {v['ci'][1]:.1f}]",
                 v["n"],
-                v["reason"],
+                v["reason"] or (f"would take {v['would_take']:,} pairs" if v["would_take"] else ""),
             )
             for v in verdicts
         ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); run python -m kvbench claims again") from None
-    head = ("claim", "what the paper says", "where", "verdict", "difference", "interval", "n", "why")
-    return page.rows(head, body, [f"verdict-{v['verdict'].split()[0]}" for v in verdicts])
+        kinds = [f"verdict-{v['verdict'].split()[0]}" for v in verdicts]
+        counts = Counter(v["verdict"] for v in verdicts)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"claims.json is not a ledger ({error}); run python -m kvbench claims again") from None
+    head = ("claim", "what the paper says", "where", "verdict", "points", "interval", "n", "why")
+    said = ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common())
+    how = "Paired differences in points of 100, with 95 % intervals; verdicts are corrected for the number of claims."
+    return f"<p>{html.escape(said)}. {how}</p>" + page.rows(head, body, kinds)
 
 
-def _audit() -> str:
+def _audit(found: Sequence[Finding]) -> str:
     from kvbench.html import page
-    from kvbench.papers.audit import audit
 
-    head = ("paper", "table", "row", "cell", "printed", "recomputed", "weight", "why")
+    head = ("table", "row", "cell", "printed", "recomputed", "weight", "why")
     return page.rows(
         head,
-        [(f.paper, f.table, f.row, f.cell, f.printed, f.recomputed, f.weight, f.why) for f in audit()],
+        [
+            (
+                f"{f.paper}/{f.table}",
+                f.row,
+                f.cell,
+                "" if f.printed == f.row else f.printed,
+                f.recomputed,
+                f.weight,
+                f.why,
+            )
+            for f in found
+        ],
     )
+
+
+def _behind(measured: Sequence[Measured]) -> str:
+    """What the committed samples behind the tables were measured with."""
+    from kvbench.html import page, tables
+
+    if not measured:
+        return ""
+    body = [(m.table, m.cells, m.answers, *(m.facts[k] for k in tables.FACTS)) for m in measured]
+    return "<h3>Samples behind the tables</h3>" + page.rows(("table", "cells", "answers", *tables.FACTS), body)
 
 
 def _runs(results: Path) -> str:
@@ -129,4 +180,5 @@ def _runs(results: Path) -> str:
             )
         )
     head = ("method", "dataset", "n", "device", "torch", "transformers", "dtype", "commit", "cell")
-    return page.rows(head, body) if body else "<p>No cells in the store.</p>"
+    title = f"<h3>Cells of the store: {len(body)}</h3>"
+    return title + (page.rows(head, body) if body else "<p>None.</p>")

@@ -14,23 +14,34 @@ function shown(cell) {
   return number ? Number(number[0]) : -Infinity;
 }
 
+function compare(a, b) {
+  const number = (text) => /^[+\-−]?\d/.test(text) ? Number(text.replace("−", "-").replace(/,/g, "").match(/[+-]?\d+(\.\d+)?/)[0]) : NaN;
+  const [x, y] = [number(a), number(b)];
+  return Number.isNaN(x) || Number.isNaN(y) ? a.localeCompare(b, undefined, { numeric: true }) : x - y;
+}
+
 for (const table of document.querySelectorAll("table.paper, table.sortable")) {
   const heads = [...table.tHead.rows[table.tHead.rows.length - 1].cells];
-  heads.forEach((head, column) => head.addEventListener("click", () => {
-    const up = head.dataset.order === "down";
-    heads.forEach((h) => delete h.dataset.order);
-    head.dataset.order = up ? "up" : "down";
-    for (const body of table.tBodies) {
-      const rows = [...body.rows].filter((r) => !r.classList.contains("block"));
-      const key = (r) => r.cells[column];
-      const text = table.classList.contains("sortable") || column === 0;
-      rows.sort((a, b) => text
-        ? key(a).textContent.localeCompare(key(b).textContent, undefined, { numeric: true })
-        : shown(key(a)) - shown(key(b)));
-      if (!up) rows.reverse();
-      for (const row of rows) body.append(row);
-    }
-  }));
+  heads.forEach((head, column) => {
+    const text = table.classList.contains("sortable") || column === 0;
+    const sort = () => {
+      const before = head.getAttribute("aria-sort");
+      const first = text && !head.classList.contains("number") ? "ascending" : "descending";
+      const order = before === null ? first : before === "ascending" ? "descending" : "ascending";
+      heads.forEach((h) => h.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", order);
+      for (const body of table.tBodies) {
+        const rows = [...body.rows].filter((r) => !r.classList.contains("block"));
+        const key = (r) => r.cells[column];
+        rows.sort((a, b) => text ? compare(key(a).textContent, key(b).textContent) : shown(key(a)) - shown(key(b)));
+        if (order === "descending") rows.reverse();
+        for (const row of rows) body.append(row);
+      }
+    };
+    head.tabIndex = 0;
+    head.addEventListener("click", sort);
+    head.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
+  });
 }
 
 const store = document.getElementById("samples-data");
@@ -46,20 +57,40 @@ function make(tag, text, parent) {
   return element;
 }
 
+function places(sample) {
+  const found = new Set();
+  const starts = [];
+  let text = "";
+  for (const token of sample.tokens) { starts.push(text.length); text += token; }
+  for (const answer of sample.answers) {
+    if (answer.trim().length < 2) continue;
+    for (let at = text.indexOf(answer); at >= 0; at = text.indexOf(answer, at + 1))
+      starts.forEach((start, i) => {
+        if (start < at + answer.length && start + sample.tokens[i].length > at) found.add(i);
+      });
+  }
+  return found;
+}
+
 function paint(sample, method) {
   prompt.replaceChildren();
+  const found = places(sample);
   sample.tokens.forEach((token, i) => {
     const span = make("span", token, prompt);
     const share = Number(method.kept[i] || 0) / 9;
     if (share) span.style.background = `rgba(var(--keep), ${0.12 + 0.5 * share})`;
+    if (found.has(i)) span.className = "found";
     span.title = `token ${i}: kept by ${Math.round(100 * share)} % of layers and heads`;
   });
+  const first = prompt.querySelector(".found");
+  prompt.scrollTop = first ? Math.max(0, first.offsetTop - prompt.offsetTop - prompt.clientHeight / 2) : 0;
   for (const row of answers.rows) row.classList.toggle("chosen", row.dataset.label === method.label);
 }
 
 function choose() {
   const sample = samples[chooser.selectedIndex];
   document.getElementById("reference").textContent = sample.answers.join(" | ") + (sample.question ? ` (asked later: ${sample.question})` : "");
+  document.getElementById("metric").textContent = sample.metric;
   answers.replaceChildren();
   for (const method of sample.methods) {
     const row = make("tr", "", answers);

@@ -5,34 +5,67 @@ from __future__ import annotations
 import html
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench import archive
 from kvbench.papers import declared, measured
 from kvbench.papers.declared import Declared
-from kvbench.papers.grid import Grid, Text, grid, notes, runs
+from kvbench.papers.grid import Grid, Text, grid, notes, runs, title
 from kvbench.papers.view import View, view
 from kvbench.store import ResultStore
 
+FACTS = ("model", "device", "dtype", "torch", "transformers", "kvbench", "commit")
 VIEWS = ("ours", "beside", "published", "delta")
 """What a cell can show: our side, the printed one beside it (as a share on a stand-in), that alone, the difference."""
 
 
-def sections(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """(id and title, HTML) of every declared table: from the samples committed in ``samples``, else from the store."""
-    return [(f"{t.id}: {t.title}", _section(t, model, results, samples, arguments)) for t in declared.find("all")]
+@dataclass(frozen=True)
+class Part:
+    """One table for the page: its paper, its title, its HTML, and what the samples behind it were measured with."""
+
+    paper: str
+    title: str
+    content: str
+    measured: Measured | None = None
 
 
-def _section(table: Declared, model: str, results: str, samples: Path, arguments: Sequence[str]) -> str:
+@dataclass(frozen=True)
+class Measured:
+    """How many cells and answers are behind a table, and the values that their provenance has, by key."""
+
+    table: str
+    cells: int
+    answers: int
+    facts: dict[str, str]
+
+
+def parts(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[Part]:
+    """Every declared table: from the samples committed in ``samples``, else from the store."""
+    return [_part(t, model, results, samples, arguments) for t in declared.find("all")]
+
+
+def _part(table: Declared, model: str, results: str, samples: Path, arguments: Sequence[str]) -> Part:
     packed = samples / f"{table.paper}-{table.table}.samples.jsonl.gz"
     if table.measurable and model == "tiny" and packed.exists():
         with tempfile.TemporaryDirectory() as folder:
-            cells = archive.unpack(packed, ResultStore(Path(folder)))
-            count = max(len(ResultStore(Path(folder)).samples(c)) for c in cells)
-            return fragment(view(measured.prepare(table, model, [f"results={folder}", f"limit={count}"])))
+            store = ResultStore(Path(folder))
+            cells = archive.unpack(packed, store)
+            counts = [len(store.samples(c)) for c in cells]
+            seen = view(measured.prepare(table, model, [f"results={folder}", f"limit={max(counts)}"]))
+            behind = Measured(table.id, len(cells), sum(counts), provenance(store, cells))
+            return Part(table.paper, title(seen), fragment(seen), behind)
     if table.measurable:
-        return fragment(view(measured.prepare(table, model, [f"results={results}", *arguments])))
-    return fragment(view(measured.prepare(table, model, [f"results={results}"])))
+        seen = view(measured.prepare(table, model, [f"results={results}", *arguments]))
+    else:
+        seen = view(measured.prepare(table, model, [f"results={results}"]))
+    return Part(table.paper, title(seen), fragment(seen))
+
+
+def provenance(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
+    """The values of FACTS over all ``cells``, each once."""
+    entries = [p for c in cells for p in (store.cell(c) or {}).get("provenance", [])]
+    return {key: ", ".join(dict.fromkeys(str(e[key]) for e in entries if e.get(key))) for key in FACTS}
 
 
 def fragment(seen: View) -> str:

@@ -1,7 +1,11 @@
 """The HTML page: self-contained, escaped, and with what the browser of examples needs."""
 
+import html
 import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +67,69 @@ def test_text_from_data_cannot_become_markup():
     assert "<img" not in text
     assert text.count("</script>") == 2
     assert data_of(text) == [{"tokens": [evil]}]
+
+
+def test_columns_of_numbers_stand_right_and_long_texts_are_wrapped():
+    text = page.rows(["n", "id", "why"], [["−1.5", "a/2", "x" * 40], ["1,200", "b", ""]])
+    assert text.count('<td class="number">') == text.count('<td class="short">') == text.count('<td class="text">') == 2
+
+
+def test_figures_say_what_they_show_and_what_is_here(tmp_path):
+    folder = tmp_path / "think"
+    folder.mkdir()
+    committed = Path(__file__).parents[2] / "results" / "figures" / "think"
+    for kind in ("png", "csv"):
+        (folder / f"fig3b.{kind}").write_bytes((committed / f"fig3b.{kind}").read_bytes())
+    text = page.figures(tmp_path)
+    assert "think/fig3b: memory against batch size" in text
+    assert "<b>Here</b> One sequence of 497 tokens holds" in text
+    assert "<b>The paper</b> KIVI alone allows four times the batch" in text
+
+
+def test_figure_10_comes_behind_figure_9():
+    assert sorted(["q/fig10", "q/fig9", "q/fig2"], key=page._order) == ["q/fig2", "q/fig9", "q/fig10"]
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROBE = """
+const table = document.querySelector("#audit ~ .scroll table");
+const column = () => [...table.tBodies[0].rows].map((r) => r.cells[5].textContent);
+const before = column();
+table.tHead.rows[0].cells[5].click();
+document.querySelector("[data-view=published]").click();
+document.querySelectorAll("details").forEach((d) => (d.open = true));
+const cell = [...document.querySelectorAll("table.paper td")].find((c) => c.querySelector(".published").textContent);
+parent.postMessage(JSON.stringify({
+  errors: window.errors, width: document.documentElement.scrollWidth, before, after: column(),
+  shown: [...cell.children].filter((c) => getComputedStyle(c).display !== "none").map((c) => c.className),
+  kept: [...document.querySelectorAll("#prompt span")].filter((t) => t.style.background).length,
+}), "*");
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_in_a_browser(written, tmp_path, width):
+    """Nothing fails, the page is no wider than the screen, columns sort, views switch, and kept tokens are shaded."""
+    watch = "<script>window.errors = []; addEventListener('error', (e) => window.errors.push(e.message));</script>"
+    probed = written.replace("<body", f"{watch}<body", 1)
+    (tmp_path / "page.html").write_text(probed.replace("</body>", f"<script>{PROBE}</script></body>"))
+    show = "addEventListener('message', (e) => { document.getElementById('said').textContent = e.data; })"
+    frame = (
+        f'<pre id="said"></pre><script>{show}</script><iframe width="{width}" height="900" src="page.html"></iframe>'
+    )
+    (tmp_path / "frame.html").write_text(frame)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'user'}"]
+    command = [BROWSER, *flags, "--virtual-time-budget=3000", "--dump-dom", f"file://{tmp_path / 'frame.html'}"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    said = json.loads(html.unescape(re.search(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)[1]))
+    assert said["errors"] == []
+    assert said["width"] <= width
+    assert said["shown"] == ["published"]
+    assert said["after"] == sorted(said["before"]) != said["before"]
+    # streamingllm keeps 24 tokens of 256; it is chosen first, as the best that compresses
+    assert said["kept"] == 24
 
 
 def test_bad_requests(capsys):
