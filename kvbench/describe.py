@@ -122,11 +122,11 @@ def _prompts() -> Iterator[str]:
 
 def _presets() -> Iterator[str]:
     yield "## Presets (`preset=`)\n"
-    yield "In place of the plain defaults; knobs that are typed win. Budgets that are not named here are the user's.\n"
-    for name in presets.available():
-        yield f"### {name}\n\n{presets.about(name)}\n"
-        rows = [(s.key, _plain(s.value), s.model or "any", s.source) for s in presets.settings(name)]
-        yield _table(("key", "value", "model", "where it comes from"), rows)
+    yield (
+        "In place of the plain defaults; knobs that are typed win. Budgets that a preset does not name are the user's. "
+        "Every value with where it comes from stands in [reference.md](reference.md), `python -m kvbench reference`.\n"
+    )
+    yield _table(("preset", "what it is"), [(name, presets.about(name)) for name in presets.available()])
 
 
 def _metrics() -> Iterator[str]:
