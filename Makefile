@@ -73,7 +73,7 @@ tables: $(VENV)/.ready  ## the papers' tables on the tiny model, measured where 
 	$(PY) scripts/paper_tables.py
 
 tables-quick: $(VENV)/.ready  ## one paper's table on the tiny model, in three minutes
-	$(PY) -m kvbench table uncomp/1 limit=8
+	$(PY) -m kvbench table uncomp/2 limit=8
 
 claims: $(VENV)/.ready  ## what the papers claim, tested on the tiny model
 	$(PY) -m kvbench claims

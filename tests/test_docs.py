@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvbench import archive
+from kvbench.cli.main import main
+from kvbench.store import ResultStore
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -37,6 +41,14 @@ def test_adding_the_readmes_method_takes_one_file_and_one_yaml(tmp_path):
 def test_the_readmes_python_example_runs(capsys):
     exec(compile(block("Python"), "README.md", "exec"), {"__name__": "readme"})
     assert "471" in capsys.readouterr().out
+
+
+def test_the_readmes_table_is_what_the_committed_samples_give(tmp_path, capsys):
+    archive.unpack(ROOT / "results" / "tables" / "uncomp-2.samples.jsonl.gz", ResultStore(tmp_path))
+    command = re.search(r"^tables-quick:.*\n\t.*kvbench (table .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert f"python -m kvbench {command}" in README
+    assert main([*command.split(), "--stored", f"results={tmp_path}"]) == 0
+    assert block("`make tables-quick`") == capsys.readouterr().out, f"run: python -m kvbench {command}"
 
 
 def test_make_targets_in_the_readme_exist():
