@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from textwrap import fill
 from typing import Any
 
 from kvbench import experiment
@@ -12,6 +13,8 @@ from kvbench.papers import claims, measured
 from kvbench.papers.claims import UNDECIDED, Claim, Verdict
 from kvbench.render import Sheet
 
+SAYS = 46
+"""Characters of a line of a statement."""
 MARKS = {"supported": "✓", "contradicted": "✗", "undecided": "?", "not testable here": "—"}
 
 
@@ -54,15 +57,9 @@ def _measure(paper: str, mine: Sequence[Claim], model: str, arguments: Sequence[
 def sheet(verdicts: Sequence[Verdict]) -> Sheet:
     """The ledger as a table of strings."""
     rows = tuple(
-        (
-            f"{MARKS[v.verdict]} {v.claim.id}",
-            _folded(v.claim.says),
-            v.verdict,
-            _evidence(v),
-        )
-        for v in verdicts
+        (f"{MARKS[v.verdict]} {v.claim.id}\n{fill(v.claim.says, SAYS)}", v.verdict, _evidence(v)) for v in verdicts
     )
-    headers = ("claim", "what the paper says", "verdict", "difference in points")
+    headers = ("what the paper says", "verdict", "difference in points")
     return Sheet("scores", headers, rows, left=len(headers))
 
 
@@ -96,14 +93,8 @@ def _evidence(v: Verdict) -> str:
     )
     interval = f" [{v.ci[0]:.1f}, {v.ci[1]:.1f}]" if v.ci else ""
     worst = min(v.tasks, key=lambda t: v.tasks[t])
-    p = v.p_against if v.verdict == "contradicted" else v.p_for
+    p = min(x for x in (v.p_for, v.p_against) if x is not None)
     more = f"\nwould take {v.would_take:,} pairs" if v.would_take else ""
     least = f"least {v.tasks[worst]:+.1f} ({worst.rpartition('/')[2]})"
     text = f"{v.mean:+.1f}{interval}\nn {v.n:,}, p {p:.2g}{margin}\n{least}{more}"
     return text.replace("-", "−") if "−" not in text else text
-
-
-def _folded(text: str, width: int = 30) -> str:
-    from textwrap import fill
-
-    return fill(text, width)

@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from kvbench import render
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError
-from kvbench.papers import claims
+from kvbench.papers import claims, ledger
 from kvbench.papers.claims import CONTRADICTED, ELSEWHERE, SUPPORTED, UNDECIDED, Claim, decide, holm
 from kvbench.papers.settings import knobs
 
@@ -124,6 +125,22 @@ def test_the_ledger_end_to_end(tmp_path, capsys):
     found = {v["claim"]["id"]: v for v in json.loads(capsys.readouterr().out)["verdicts"]}
     assert set(found) == {c.id for c in claims.load("vatp")}
     assert all(v["n"] == 2 * len(v["tasks"]) for v in found.values())
+
+
+@pytest.mark.parametrize("style", ["text", "md", "latex"])
+def test_the_ledger_on_the_page(style):
+    """Every claim of every paper fits 100 columns with its whole name, and text stands left."""
+    every = [c for paper in claims.PAPERS for c in claims.load(paper)]
+    tested = [c for c in every if c.test != "elsewhere"]
+    found = {c.id: ({"tiny/multikey": np.array([0.0, -100.0, 50.0])}, "") for c in tested}
+    verdicts = decide(every, found)
+    text = render.compose([ledger.sheet(verdicts)], ledger.notes(verdicts, "tiny", True), style)
+    shown = text if style != "latex" else text.replace(r"\_", "_")
+    assert all(c.id in shown for c in every)
+    if style == "text":
+        assert max(map(len, text.splitlines())) <= 100
+        assert all(line == line.lstrip() or line.startswith(" " * 40) for line in text.splitlines())
+    assert f"corrected for {len(tested)} claims" in " ".join(text.split())
 
 
 def test_a_limit_above_up_to_is_refused(capsys):
