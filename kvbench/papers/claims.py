@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from kvbench.errors import KvbenchError
+from kvbench.errors import KvbenchError, unknown
 from kvbench.metrics import metric, stats
 from kvbench.papers import declared
 from kvbench.papers.declared import PAPERS, Column, Declared
@@ -113,10 +113,11 @@ def load(paper: str) -> tuple[Claim, ...]:
 
 
 def find(wanted: str) -> tuple[str, ...]:
-    """The papers of ``all`` or of one name."""
+    """The papers of ``all`` or of one name; UsageError for any other."""
     if wanted == "all":
         return PAPERS
-    declared.find(wanted.partition("/")[0])
+    if wanted not in PAPERS:
+        raise unknown("paper", wanted, ("all", *PAPERS))
     return (wanted,)
 
 

@@ -146,3 +146,9 @@ def test_the_ledger_on_the_page(style):
 def test_a_limit_above_up_to_is_refused(capsys):
     assert main(["claims", "vatp", "limit=8", "up_to=4"]) == 2
     assert "up_to=4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["vatq", "vatp/1"])
+def test_an_unknown_paper_is_refused(name, capsys):
+    assert main(["claims", name]) == 2
+    assert f"unknown paper '{name}'" in capsys.readouterr().err
