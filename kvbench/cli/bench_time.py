@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,12 +183,14 @@ def _plan(
     from kvbench.bench.records import NOT_RUN
     from kvbench.bench.timing import row_key, why_not
 
+    wide = max(len(w.name) for w in workloads), max(len(e.name) for e in entrants)
     for w in workloads:
         for e in entrants:
             there = finished.get(row_key(e, w, settings), {}).get("status", NOT_RUN) != NOT_RUN
             missing = why_not(e, w, device)
             state = "there" if there else f"not run: {missing}" if missing else "to measure"
-            print(f"{settings.facts['model']}  {w.name:<16} {e.name:<40} {state}")
+            line = f"{settings.facts['model']}  {w.name:<{wide[0]}}  {e.name:<{wide[1]}}  {state}"
+            print(textwrap.fill(line, 100, subsequent_indent="    ", drop_whitespace=True))
     print(f"Rows: {path}")
 
 

@@ -44,7 +44,10 @@ def grid(view: View, show: str) -> Grid:
     blocks = []
     for heading, indices in by_block(view.rows, view.ours.declared.blocks).items():
         compressed = [i for i in indices if view.rows[i][0].row.method != base]
-        top = [best([view.rows[i][1][c] for i in compressed], shown) for c in range(len(view.columns))]
+        top = [
+            best([view.rows[i][1][c] for i in compressed], shown, _lower(view, compressed, column.name))
+            for c, column in enumerate(view.columns)
+        ]
         rows = []
         for i in indices:
             line, entries = view.rows[i]
@@ -59,6 +62,12 @@ def grid(view: View, show: str) -> Grid:
         blocks.append((heading, tuple(rows)))
     names = tuple(c.name if timings is None else timing_text.name(timings, c.name) for c in view.columns)
     return Grid(("", *names), ("", *(c.group for c in view.columns)), tuple(blocks))
+
+
+def _lower(view: View, rows: Sequence[int], column: str) -> bool:
+    """Whether what the paper prints in a column is better if it is less."""
+    cells = (view.rows[i][0].row.cells.get(column) for i in rows)
+    return any(c is not None and c.metric == "perplexity" for c in cells)
 
 
 def _facts(setting: str, heading: str) -> Iterator[str]:

@@ -329,13 +329,16 @@ def _ends(values: NDArray[np.float64]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def best(entries: Sequence[Entry], shown: str) -> float | None:
-    """The best of what is shown (``ours``, ``relative``, ``published``) in a block; None where nothing is."""
+def best(entries: Sequence[Entry], shown: str, lower: bool = False) -> float | None:
+    """The best of what is shown (``ours``, ``relative``, ``published``) in a block; None where nothing is.
+
+    ``lower``: less is better, as of perplexities, whose shares are turned round.
+    """
     values = [getattr(e, shown) for e in entries if getattr(e, shown) is not None]
     if len(values) < 2:
         return None
-    lower = any(e.timed is not None and e.timed.lower for e in entries)
-    return min(values) if lower else max(values)
+    less = any(e.timed is not None and e.timed.lower for e in entries) or (lower and shown in ("ours", "published"))
+    return min(values) if less else max(values)
 
 
 def heading_of(key: str, value: str) -> str:
