@@ -35,7 +35,7 @@ from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
 from kvbench.types import Cache, Example
 
-ROWS_CPU, ROWS_GPU = 48, 128
+ROWS_CPU, ROWS_GPU = 96, 128
 REASON_LENGTH = 300
 
 Result = TypeVar("Result")
