@@ -72,7 +72,8 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         check_storages(chain.name, layer, i, storages)
         held_payload = storage_bytes(t for s in layer.segments for t in s.payload())
         held_overhead = layer.nbytes() - held_payload
-        blocks = [chain.layout(k, head_dim, item, i) for k in kept]
+        layouts = {k: chain.layout(k, head_dim, item, i) for k in set(kept)}
+        blocks = [layouts[k] for k in kept]
         check_sharing(chain, layer, i, n_layers, kv_heads, heads)
         want_payload = payload_formula(layer, blocks)
         if held_payload != want_payload:

@@ -42,6 +42,10 @@ def as_stored(s: Segment) -> Segment:
 
 def gather(t: Tensor, index: Tensor) -> Tensor:
     """t [H, L, ...] at index [H, m] -> [H, m, ...], contiguous."""
+    heads, slots = t.shape[:2]
+    if t.is_contiguous() and slots:
+        first = torch.arange(0, heads * slots, slots, device=index.device)[:, None]
+        return t.flatten(0, 1).index_select(0, (index + first).flatten()).unflatten(0, index.shape)
     expanded = index.reshape(*index.shape, *([1] * (t.dim() - 2))).expand(*index.shape, *t.shape[2:])
     return torch.gather(t, 1, expanded)
 

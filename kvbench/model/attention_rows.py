@@ -72,10 +72,11 @@ def column_sums(
         for start in range(0, n, size):
             end = min(n, start + size)
             rows = (q[at, :, start:end].flatten(1, 2) @ k[at, :, :end]).view(-1, group, end - start, end)
-            rows[..., start:].masked_fill_(later[: end - start, : end - start], -torch.inf)
             if lse is not None:
-                sums[at, :, :end] += rows.exp_().sum(dim=2)
+                rows.exp_()[..., start:].tril_()
+                sums[at, :, :end] += rows.sum(dim=2)
                 continue
+            rows[..., start:].masked_fill_(later[: end - start, : end - start], -torch.inf)
             rows.sub_(rows.amax(dim=-1, keepdim=True)).exp_()
             # dividing by the sums of rows and adding up is one product
             weights = rows.sum(dim=-1, keepdim=True).reciprocal_().transpose(2, 3)
