@@ -64,7 +64,7 @@ def test_names_that_are_none(tmp_path, monkeypatch):
 def test_list_tables(capsys):
     assert main(["list", "tables"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"uncomp/10 +efficiency: .*\(54 published,\s+6 missing\)", shown)
+    assert re.search(r"uncomp/10 +efficiency: .*\(54 published,\s+6 missing;\s+tiny: 60 measured\)", shown)
     assert "think/fig6" in shown and "qhitter/figure10" in shown
     assert max(map(len, shown.splitlines())) <= 100
     assert main(["list"]) == 0
