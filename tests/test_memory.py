@@ -1,5 +1,6 @@
 """Memory for caches: asked for, or a share of what is free on the device that has least room for its part."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_the_device_with_least_room_for_its_part_decides(monkeypatch, free, shar
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shares_are_those_of_the_attention_layers(family):
-    model = build(family)
+    model = copy.deepcopy(build(family))  # all tests share the one that is built
     assert memory.shares(model) == {CPU: 1.0}
     # accelerate leaves the weights of each layer on the device of that layer
     first = next(m for m in model.modules() if getattr(m, "layer_idx", None) == 0)
