@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kvbench.config import ChainConfig, RunConfig
@@ -33,7 +34,7 @@ class Cell:
     task: Task
     column: str
 
-    @property
+    @cached_property
     def id(self) -> str:
         text = json.dumps(self.identity, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
