@@ -12,11 +12,21 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from kvbench.errors import KvbenchError
 from kvbench.model.interface import attention_modules
 
 GIB = 2**30
 USED_SHARE = 0.7
 """Of the free memory, what ``memory=auto`` takes: activations, padding and other processes need the rest."""
+
+
+def of_process(key: str) -> int:
+    """Bytes of this process by Linux's name: VmRSS resident now, VmHWM resident at most, VmData of its own."""
+    status = Path("/proc/self/status")
+    for line in status.read_text(encoding="ascii", errors="replace").splitlines() if status.exists() else ():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise KvbenchError(f"/proc/self/status has no {key}: a process's memory is measured on Linux")
 
 
 def limit(asked: float | None, shares: Mapping[torch.device, float]) -> int:

@@ -22,6 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import api
+from kvbench.memory import of_process
 from kvbench.model.interface import attached
 from kvbench.model.step import build, step
 
@@ -79,12 +80,12 @@ def reset_peak() -> int:
         return torch.cuda.memory_allocated()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return of_process("VmRSS")
 
 
 def peak() -> int:
     """The most bytes in use since ``reset_peak``."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _status("VmHWM")
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else of_process("VmHWM")
 
 
 def held() -> int:
@@ -93,7 +94,7 @@ def held() -> int:
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     ctypes.CDLL(None).malloc_trim(0)
-    return _status("VmRSS")
+    return of_process("VmRSS")
 
 
 def prefill_peak(method: str, tokens: int) -> dict[str, float]:
@@ -130,13 +131,6 @@ def decode_growth(name: str, new: int) -> dict[str, float]:
         found["tokens"] = float(torch.cat([c.flatten().float() for c in counts]).mean())
         found["excess"] = float(max(int((c.cpu() - p).max()) for c, p in zip(counts, promised, strict=True)))
     return found
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")
 
 
 def _in_process(*arguments: str) -> dict[str, float]:

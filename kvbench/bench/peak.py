@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +26,7 @@ from kvbench.bench import passes
 from kvbench.bench.sampling import moves, skip
 from kvbench.bench.workload import Workload, parse, prompts
 from kvbench.errors import KvbenchError
-from kvbench.memory import GIB, is_out_of_memory, release
+from kvbench.memory import GIB, is_out_of_memory, of_process, release
 from kvbench.methods.chain import Chain
 from kvbench.model.adapted import adapted
 from kvbench.model.interface import attached
@@ -116,7 +115,7 @@ def limited(limit: float | None, device: torch.device) -> Iterator[None]:
         import resource
 
         before = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (int(_status("VmData") + limit * GIB), before[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (int(of_process("VmData") + limit * GIB), before[1]))
         try:
             yield
         finally:
@@ -199,7 +198,7 @@ def _answer(cfg: config.RunConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
         for package in generators.find(asked["label"]).packages:
             import_module(package)
     release()
-    before = _status("VmRSS")
+    before = of_process("VmRSS")
     try:
         with limited(asked["limit"], device):
             model = architecture.build(cfg.model, device, asked["layers"])
@@ -212,7 +211,7 @@ def _answer(cfg: config.RunConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
                 passes.run(model, chains[asked["label"]], ids, workload.new, asked["sample"], graph=asked["graph"])
             else:
                 generators.run(model, generators.find(asked["label"]), ids, workload.new)
-            high = _status("VmHWM")
+            high = of_process("VmHWM")
             return asdict(Peak(high - before, high))
     except KvbenchError as error:
         return {"error": str(error)}
@@ -220,13 +219,6 @@ def _answer(cfg: config.RunConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
         return (
             {"oom": True} if is_out_of_memory(error) else {"error": f"{type(error).__name__}: {error}".split("\n")[0]}
         )
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KvbenchError(f"/proc/self/status has no {key}: peaks are measured on Linux")
 
 
 if __name__ == "__main__":

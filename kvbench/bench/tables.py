@@ -31,6 +31,7 @@ from kvbench import config, experiment
 from kvbench.bench.overhead import through_kvbench
 from kvbench.cli.rewrite import rewrite
 from kvbench.experiment import Prepared
+from kvbench.memory import of_process
 from kvbench.model import load
 from kvbench.runner import Host
 
@@ -194,14 +195,6 @@ def resident(methods: str, threads: int) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-def peak_mib() -> float:
-    """This process's peak resident memory so far, in MiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError("this system does not tell a process's peak resident memory")
-
-
 def memory(threads: int) -> bool:
     """Peak resident memory of all rows over that of the full row alone."""
     alone, together = resident("full", threads), resident(",".join(METHODS), threads)
@@ -230,7 +223,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         if args.resident:
             big_case(Path(name), 1, args.resident).at_once()
-            print(peak_mib())
+            print(of_process("VmHWM") / 2**20)
             return 0
         print(f"{args.repeats} repeats, {args.threads} threads, load {os.getloadavg()[0]:.1f}")
         if "a" in args.part:

@@ -65,14 +65,14 @@ def column_sums(
         q, k = torch.cat([q, -lse[..., None]], dim=-1), F.pad(k, (0, 1), value=1.0)
     q = q.view(hk, group, n, -1)
     k = k.transpose(1, 2).contiguous()
-    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    later = None if lse is not None else torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     sums = q.new_zeros(hk, group, n)
     for first in range(0, hk, heads):
         at = slice(first, first + heads)
         for start in range(0, n, size):
             end = min(n, start + size)
             rows = (q[at, :, start:end].flatten(1, 2) @ k[at, :, :end]).view(-1, group, end - start, end)
-            if lse is not None:
+            if later is None:
                 rows.exp_()[..., start:].tril_()
                 sums[at, :, :end] += rows.sum(dim=2)
                 continue

@@ -102,12 +102,13 @@ def attend_packed(
     if not _fits(query, heads):
         return None
     from kvbench.cache.kernels import packed as kernel
+    from kvbench.cache.kernels import softmax
     from kvbench.cache.kernels.merge import Parts
 
     if not all(kernel.readable(x) for x in packed):
         return None
     query = query.contiguous()
-    cut = kernel.cut(query, heads, max(counts[0]))
+    cut = softmax.cut(query, heads, max(counts[0]))
     parts = Parts.room(cut.count, query)
     numbers = torch.tensor(counts, dtype=torch.int32, device=query.device)
     with torch.cuda.device_of(query):

@@ -17,13 +17,12 @@ from kvbench.cache.kernels.merge import Parts
 from kvbench.cache.kernels.softmax import (
     Splits,
     begun,
+    cut,
     finished,
     places,
     power,
-    processors,
     product_type,
     softmax_step,
-    splits,
 )
 
 
@@ -46,8 +45,7 @@ class Run:
 
     def splits(self, query: Tensor) -> Splits:
         """How query [B, Hq, T, D] has this cut."""
-        token_bytes = query.element_size() * power(query.shape[3], 16)
-        return splits(self.longest, len(query) * self.heads, token_bytes, processors(query.device))
+        return cut(query, self.heads, self.longest)
 
 
 def attend(query: Tensor, run: Run, scale: float, cut: Splits, parts: Parts) -> None:

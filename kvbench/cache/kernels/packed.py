@@ -21,19 +21,10 @@ from kvbench.cache.kernels.softmax import (
     finished,
     places,
     power,
-    processors,
     product_type,
     softmax_step,
-    splits,
 )
 from kvbench.cache.pack import Packed
-
-
-def cut(query: Tensor, heads: int, longest: int) -> Splits:
-    """How query [U, Hq, T, D] has ``longest`` tokens of ``heads`` stored heads cut."""
-    # a tile of codes becomes one of numbers in the query's type
-    token_bytes = query.element_size() * power(query.shape[3], 16)
-    return splits(longest, len(query) * heads, token_bytes, processors(query.device))
 
 
 def readable(x: Packed) -> bool:

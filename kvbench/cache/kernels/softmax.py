@@ -35,6 +35,13 @@ def splits(longest: int, programs: int, token_bytes: int, processors: int) -> Sp
     return Splits(max(1, -(-longest // span)), span, block)
 
 
+def cut(query: Tensor, heads: int, longest: int) -> Splits:
+    """How query [B, Hq, T, D] has up to ``longest`` tokens of each of ``heads`` stored heads cut."""
+    # a token of any format becomes one of numbers in the query's type
+    token_bytes = query.element_size() * power(query.shape[3], 16)
+    return splits(longest, len(query) * heads, token_bytes, processors(query.device))
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU, or of what interprets the kernels."""
