@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from kvbench.cache.pack import Packed
 
 if TYPE_CHECKING:
     from kvbench.methods.chain import Chain
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,14 @@ class Observation:
     inv_freq: Tensor | None = None  # [r / 2], the model's rotary frequencies; None where positions are learned
     length: int = 0  # tokens of the prompt; 0: n
     positions: Tensor | None = None  # [n] int64, ascending; None: 0 .. n - 1
-    found: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    found: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def once(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
+    def once(self, key: Any, compute: Callable[[], Found]) -> Found:
         """What ``compute`` finds of this layer, computed by the first chain that asks for ``key``; never changed."""
         if key not in self.found:
             self.found[key] = compute()
-        return self.found[key]
+        found: Found = self.found[key]
+        return found
 
     @property
     def prompt_tokens(self) -> int:
@@ -248,6 +251,14 @@ class LayerCache:
             for h in range(heads):
                 kept[h].append(parts[h])
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept]
+
+    def even_positions(self) -> Tensor | None:
+        """``kept_positions`` [H, tokens] in one tensor, [1, tokens] where all heads share them; None where ragged."""
+        if any(s.lengths is not None for s in self.segments):
+            return None
+        heads = max(s.positions.shape[0] for s in self.segments)
+        parts = [per_head(s.positions, heads) for s in self.segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def nbytes(self) -> int:
         """Bytes of the storages that this layer keeps alive, payload and overhead."""

@@ -171,3 +171,31 @@ def test_column_sums_are_charged_to_the_methods_that_need_them():
     full, h2o = kvbench.prefill(model, ids, ["full", "h2o"])
     assert full.prefill_s == h2o.prefill_s
     assert h2o.compress_s > 3 * full.compress_s
+
+
+def test_chains_that_begin_alike_choose_their_tokens_once_and_store_them_as_each_alone(monkeypatch):
+    from kvbench.methods.snapkv import SnapKV
+
+    asked = []
+    choose = SnapKV.choose
+    monkeypatch.setattr(SnapKV, "choose", lambda *a: asked.append(a[2].layer) or choose(*a))
+    model, ids = build("llama"), prompt(90)
+    knobs = {"kv_size": 40, "snapkv.window": 8, "recent": 8, "group": 16, "residual": 16}
+    methods = ["snapkv", "snapkv+think", "snapkv+kivi"]
+    together = kvbench.prefill(model, ids, methods, **knobs)
+    assert asked == list(range(len(together[0].layers)))
+    other = kvbench.prefill(model, ids, ["snapkv", {"method": "snapkv", "window": 9}], kv_size=40)
+    assert len(asked) == 3 * len(other[0].layers)  # another knob is another choice
+    for method, shared in zip(methods, together, strict=True):
+        (alone,) = kvbench.prefill(model, ids, [method], **{k: v for k, v in knobs.items() if _knows(method, k)})
+        for a, b in zip(alone.layers, shared.layers, strict=True):
+            for x, y in zip(a.tensors(), b.tensors(), strict=True):
+                assert torch.equal(x, y)
+    before = [[t.clone() for layer in c.layers for t in layer.tensors()] for c in together]
+    kvbench.generate(model, together, 16)
+    after = [[t for layer in c.layers for t in layer.tensors()] for c in together]
+    assert all(torch.equal(x, y) for xs, ys in zip(before, after, strict=True) for x, y in zip(xs, ys, strict=True))
+
+
+def _knows(method, knob):
+    return {"recent": "think", "group": "kivi", "residual": "kivi"}.get(knob, "snapkv") in method

@@ -113,9 +113,9 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
     """Tokens held per stored head; raises Refused unless they are distinct prompt positions in ascending order."""
     if layer.seen != n:
         raise Refused(f"{name}: layer {index} says that it has read {layer.seen} tokens, the prompt has {n}")
-    kept = layer.kept_positions()
-    if len(kept) != heads:
-        raise Refused(f"{name}: layer {index} stores {len(kept)} heads, the chain declares {heads}")
+    stored = max([layer.heads, *(s.heads for s in layer.segments)])
+    if stored != heads:
+        raise Refused(f"{name}: layer {index} stores {stored} heads, the chain declares {heads}")
     for segment in layer.segments:
         slots, values = segment.k.shape[1], segment.v.shape[1]
         if segment.codes is not None:
@@ -124,24 +124,24 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
         heads_differ = segment.k.shape[0] != segment.v.shape[0] and segment.leads is None
         if values != slots or heads_differ or segment.positions.shape[1] != slots or ragged:
             raise Refused(f"{name}: layer {index} holds keys, values and positions of different lengths")
+    even = layer.even_positions()
+    if even is not None and even.shape[1] and _in_order(even, n):
+        return [even.shape[1]] * heads
+    kept = layer.kept_positions()
     for head, positions in enumerate(kept):
         if len(positions) == 0 and (layer.copy_from is None or int(layer.copy_from[head]) == head):
             raise Refused(f"{name}: layer {index}, head {head} holds no token at all")
-    counts = [len(p) for p in kept]
-    if len(set(counts)) == 1 and counts[0]:
-        rows = torch.stack(kept)
-        ascending = bool((rows[:, 1:] > rows[:, :-1]).all())
-        if ascending and int(rows[:, 0].min()) >= 0 and int(rows[:, -1].max()) < n:
-            return counts
-    for head, positions in enumerate(kept):
-        if len(positions) == 0:
-            continue
-        ascending = bool((positions[1:] > positions[:-1]).all())
-        if not ascending or int(positions[0]) < 0 or int(positions[-1]) >= n:
+        if len(positions) and not _in_order(positions[None], n):
             raise Refused(
                 f"{name}: layer {index}, head {head} does not hold distinct prompt positions 0..{n - 1} in order"
             )
-    return counts
+    return [len(p) for p in kept]
+
+
+def _in_order(positions: torch.Tensor, n: int) -> bool:
+    """Whether each row of positions [H, m] ascends within 0..n-1."""
+    ascending = bool((positions[:, 1:] > positions[:, :-1]).all())
+    return ascending and int(positions[:, 0].min()) >= 0 and int(positions[:, -1].max()) < n
 
 
 def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv_heads: int, heads: int) -> None:

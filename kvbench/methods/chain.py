@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -311,8 +312,11 @@ class Chain:
 
     def run(self, stage: Stage, cache: LayerCache, obs: Observation) -> LayerCache:
         """One stage over one layer: a selector under the chain's modifiers, a quantiser with the chain's pruner."""
-        if isinstance(stage, Selector) and self.modifiers:
-            return stage.choose(cache, obs, self.modifiers)
+        if isinstance(stage, Selector):
+            modified = partial(stage.choose, cache, obs, self.modifiers)
+            choose = modified if self.modifiers else partial(stage.compress, cache, obs)
+            # chains that begin alike choose alike
+            return obs.once((stage, self.modifiers, cache.heads), choose) if stage is self.stages[0] else choose()
         if stage is self.packed_pruner:
             return cache
         if isinstance(stage, Quantiser):

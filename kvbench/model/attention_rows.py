@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.types import per_head
 
 BLOCK_BYTES = 16 * 2**20
-CACHED_BYTES = 2**20
+CACHED_BYTES = 2**20  # of one CPU thread
 
 
 def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None = None) -> Tensor:
@@ -52,12 +52,12 @@ def column_sums(
 
     query [Hq, n, D], keys [Hk, n, D] -> [Hq, n] fp32 sums of the causal softmax over query rows. ``lse`` [Hq, n], the
     logarithm of each row's sum of exponentials, saves passes where attention itself has computed it. A CPU goes through
-    the rows in blocks of ``block_bytes`` that stay in its cache, one kv head after the other.
+    the rows in blocks of ``block_bytes`` that stay in its cache, as many kv heads at a time as it has threads.
     """
     hq, n = query.shape[:2]
     hk, group = keys.shape[0], hq // keys.shape[0]
-    block_bytes = block_bytes or (BLOCK_BYTES if query.is_cuda else CACHED_BYTES)
-    heads = hk if query.is_cuda else 1
+    heads = hk if query.is_cuda else min(hk, torch.get_num_threads())
+    block_bytes = block_bytes or (BLOCK_BYTES if query.is_cuda else heads * CACHED_BYTES)
     size = max(1, min(n, block_bytes // (4 * heads * group * n)))
     q = query.float() * scale
     k = keys.float()

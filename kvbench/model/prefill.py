@@ -10,6 +10,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ from kvbench.model.interface import (
     synchronise,
 )
 from kvbench.model.lowrank import lifts
-from kvbench.types import Cache, Needs, Observation, per_head
+from kvbench.types import Cache, LayerCache, Needs, Observation, per_head
 
 EXACT = 0
 CHOSEN_BY = 5  # first tokens by which heads are grouped
@@ -253,17 +254,14 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
     query_heads = int(model.config.num_attention_heads)
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
+        def dense(heads: int) -> LayerCache:
+            where, length = obs.positions, obs.prompt_tokens
+            return ops.dense(k, v, heads=heads, query_heads=query_heads, positions=where, length=length)
+
         for i, chain in enumerate(chains):
             with _clock(k.device, spent, i):
-                dense = ops.dense(
-                    k,
-                    v,
-                    heads=chain.heads(k.shape[0], query_heads),
-                    query_heads=query_heads,
-                    positions=obs.positions,
-                    length=obs.prompt_tokens,
-                )
-                layers[i].add(dense, obs)
+                heads = chain.heads(k.shape[0], query_heads)
+                layers[i].add(obs.once(("dense", heads), partial(dense, heads)), obs)
 
     total = [0.0]
     with _clock(ids.device, total, 0):
