@@ -11,10 +11,14 @@ much of each was measured stands in results/tables/counts.csv.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvbench import archive, experiment
@@ -27,45 +31,69 @@ from kvbench.store import ResultStore
 
 ROWS = Path(__file__).resolve().parent.parent / "results"
 FOLDER = ROWS / "tables"
-EXAMPLES = {"think": 20}
-FEWER = 10
-"""Examples a task: measured so far on two busy cores; raise them and run again, what is there is kept."""
-
-
-def examples(table: Declared) -> int:
-    """How many examples of each task a table has."""
-    return EXAMPLES.get(table.paper, FEWER)
+EXAMPLES = 20  # of each task
 
 
 def rendered(seen: View) -> str:
     """The table as Markdown, with the command that makes it."""
     table = seen.ours.declared
-    limit = "" if table.kind == timings.KIND else f" limit={examples(table)}"
+    limit = "" if table.kind == timings.KIND else f" limit={EXAMPLES}"
     head, _, rest = page.render(seen, "md").partition("\n")
     return f"{head}\n\n`python -m kvbench table {table.id}{limit}`\n{rest}"
 
 
-def prepare(table: Declared, results: str) -> Ours:
+def prepare(table: Declared, results: str, *more: str) -> Ours:
     """The table's run with its results in ``results``; what was timed is in a folder of its own, which is committed."""
     if table.kind == timings.KIND:
         return measured.timed(timings.read(table, "", ROWS))
-    return measured.prepare(table, standin.MODEL, [f"results={results}", f"limit={examples(table)}"])
+    return measured.prepare(table, standin.MODEL, [f"results={results}", f"limit={EXAMPLES}", *more])
 
 
-def measure(table: Declared, results: str) -> None:
-    """Measure what is missing and write the table, and its samples."""
+def measure_shard(table_id: str, results: str, shard: int, shards: int) -> None:
+    """Measure one process's part of a table."""
+    (table,) = declared.find(table_id)
+    ours = prepare(table, results, f"shard={shard}", f"shards={shards}", "threads=1")
+    assert ours.run is not None
+    experiment.measure(ours.run, quiet=True)
+
+
+def write(table: Declared, results: str) -> None:
+    """Write the table from what was measured, and its samples; what is timed is measured here, alone."""
     ours = prepare(table, results)
     if ours.timings is not None:
         timings.measure(ours.timings)
         ours = prepare(table, results)
     elif ours.run is not None:
-        experiment.measure(ours.run)
+        experiment.settle(ours.run)
         cells = [c.id for g in ours.run.groups for c in g.cells]
         archive.pack(ours.run.store, cells, _samples(table))
     seen = view(ours)
     _page(table).write_text(rendered(seen), encoding="utf-8")
     if _counted(table):
         counts.write(FOLDER, counts.count(seen))
+
+
+def measure(tables: Sequence[Declared], results: str, workers: int) -> None:
+    """Measure what is missing of all tables and write each as soon as it is whole.
+
+    Every process takes its share of the examples of one table after the other: never two of them the same share of a
+    cell that two tables have in common.
+    """
+    start = time.monotonic()
+    with ExitStack() as pools:
+        parts: dict[str, list[Future[None]]] = {t.id: [] for t in tables}
+        for shard in range(workers):
+            pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+            pools.callback(pool.shutdown, cancel_futures=True)
+            for table in tables:
+                if table.measurable:
+                    parts[table.id].append(pool.submit(measure_shard, table.id, results, shard, workers))
+        # what is timed waits until nothing else runs
+        for table in sorted(tables, key=lambda t: t.kind == timings.KIND):
+            for part in parts[table.id]:
+                part.result()
+            write(table, results)
+            print(f"{_page(table)}  ({time.monotonic() - start:.0f} s so far)", flush=True)
 
 
 def verify(table: Declared) -> bool:
@@ -96,20 +124,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("tables", nargs="*", default=["all"], help="paper/number, paper or all (default)")
     parser.add_argument("--verify", action="store_true", help="re-render from samples and compare")
     parser.add_argument("--results", default="results", help="folder of measured cells")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that share the examples")
     args = parser.parse_args(arguments)
-    wrong = []
-    start = time.monotonic()
     try:
-        tables = {t.id: t for name in args.tables for t in declared.find(name)}
-        for table in tables.values():
-            if not args.verify:
-                measure(table, args.results)
-                print(f"{_page(table)}  ({time.monotonic() - start:.0f} s so far)", flush=True)
-            elif not verify(table):
-                wrong.append(table.id)
+        tables = list({t.id: t for name in args.tables for t in declared.find(name)}.values())
+        if not args.verify:
+            measure(tables, args.results, args.workers)
+            return 0
+        wrong = [t.id for t in tables if not verify(t)]
     except KvbenchError as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return error.status
+    except KeyboardInterrupt:
+        print("kvbench: interrupted; finished answers are kept: run it again to go on", file=sys.stderr)
+        return 130
     if wrong:
         print(f"kvbench: {', '.join(wrong)} differ from their samples; make tables", file=sys.stderr)
     return 1 if wrong else 0
