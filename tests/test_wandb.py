@@ -86,6 +86,12 @@ def test_each_cell_is_a_run_that_holds_its_metrics_and_goes_on_when_resumed(tmp_
         assert [row[3] for row in shown["data"]] == [s["score"] for s in samples]
 
 
+def test_cells_of_a_papers_table_are_grouped_under_it(tmp_path, capsys):
+    assert main(["table", "think/4", "limit=1", "length=256", f"results={tmp_path}", *OFFLINE]) == 0
+    capsys.readouterr()
+    assert {r["group"] for runs in wandb_files.runs(tmp_path).values() for r in runs} == {"think/4"}
+
+
 def test_needle_runs_have_a_heat_map_over_all_lengths(tmp_path):
     (tmp_path / "essay.txt").write_text(HAYSTACK)
     needle = ["dataset=needle", f"haystack={tmp_path / 'essay.txt'}", "lengths=128,192", "depths=0,100", "repeats=2"]

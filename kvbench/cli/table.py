@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,10 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
         return print_plans([ours.run] if ours.run else [], as_json=False)
     if ours.run is not None and not args.stored:
         words = ["table", args.table, *args.overrides]
+        logger = ours.run.cfg.logger
+        follow = listeners(replace(logger, group=logger.group or table.id))
         with stopping([ours.run], words) as stop:
-            experiment.measure(ours.run, listeners=listeners(ours.run.cfg.logger))
+            experiment.measure(ours.run, listeners=follow)
         if stop.status is not None:
             return stop.status
     if args.trace:
