@@ -7,11 +7,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import TimeRemainingColumn as Remaining
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
 
 from kvbench.plan import Cell
 
@@ -114,9 +124,26 @@ def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answer
         yield _Plain(sum(totals.values()), unit).tick
 
 
+class Left(ProgressColumn):
+    """Time left at the mean rate so far: rich's own estimate takes the burst in which a batch ends for the rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[TaskID, tuple[float, float]] = {}  # done, and when it came to that
+
+    def render(self, task: Task) -> Text:
+        if not task.completed or task.total is None or task.elapsed is None:
+            return Text("-:--:--", style="progress.remaining")
+        if self._last.get(task.id, (0.0, 0.0))[0] != task.completed:
+            self._last[task.id] = task.completed, task.elapsed
+        done, at = self._last[task.id]
+        left = max(0.0, at / done * (task.total - done) - (task.elapsed - at))
+        return Text(str(timedelta(seconds=round(left))), style="progress.remaining")
+
+
 def _bars(more: str) -> Progress:
     bar = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(more)]
-    times = [TimeElapsedColumn(), TextColumn("ETA"), Remaining()]
+    times = [TimeElapsedColumn(), TextColumn("ETA"), Left()]
     return Progress(*bar, *times, console=Console(stderr=True), transient=True)
 
 

@@ -52,6 +52,16 @@ def test_plain_lines_tell_rate_tokens_kept_and_time_left(monkeypatch, capsys):
     ]
 
 
+def test_time_left_is_by_the_mean_rate_though_answers_come_in_bursts():
+    left, task = progress.Left(), SimpleNamespace(id=0, completed=0, total=150, elapsed=5.0)
+    assert left.render(task).plain == "-:--:--"
+    seen = []
+    # 75 answers at once after 15 s, and none for a while: as many again take 15 s more
+    for task.completed, task.elapsed in ((75, 15.0), (75, 20.0), (75, 40.0), (150, 42.0)):
+        seen.append(left.render(task).plain)
+    assert seen == ["0:00:15", "0:00:10", "0:00:00", "0:00:00"]
+
+
 def test_a_terminal_has_one_line_per_group_that_has_something_to_do(monkeypatch):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
