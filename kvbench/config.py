@@ -178,7 +178,8 @@ class RunConfig:
         number = isinstance(self.memory, (int, float)) and not isinstance(self.memory, bool) and self.memory > 0
         _check("memory", self.memory, self.memory is None or number, "auto, or GiB that caches may take, above 0")
         _check("shards", self.shards, _whole(self.shards) and self.shards >= 1, "a whole number, 1 or more")
-        _check("shard", self.shard, _whole(self.shard) and 0 <= self.shard < self.shards, f"0 to {self.shards - 1}")
+        whole = _whole(self.shard) and 0 <= self.shard < self.shards
+        _check("shard", self.shard, whole, f"0 to {self.shards - 1}, since shards={self.shards}")
         _check("results", self.results, bool(self.results), "a folder")
         _check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
         for name in ("calibration", "calibration_text"):

@@ -1,4 +1,4 @@
-"""The two errors that users meet; everything else is a bug."""
+"""The two errors that users meet, and what is said of them; everything else is a bug."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ class UsageError(KvbenchError, ValueError):
     """A request that cannot be carried out as written: names the key, the value, what is allowed and what to do."""
 
     status = 2
+
+
+def ending(error: BaseException) -> str:
+    """Why a run ended before its time, in words."""
+    if isinstance(error, SystemExit):
+        return "its process was told to end"
+    return str(error) or type(error).__name__
 
 
 def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "") -> UsageError:

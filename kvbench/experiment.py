@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvbench import memory, presets
 from kvbench.cli.rewrite import entries
 from kvbench.config import RunConfig
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, ending
 from kvbench.listener import Listener, Listeners, Status
 from kvbench.model import load
 from kvbench.plan import Cell, Group
@@ -111,7 +111,7 @@ def _end(prepared: Prepared, group: Group, told: Listeners, stopped: BaseExcepti
         status: Status = "interrupted" if stopped is not None and cell.id in left else "partial"
         if found.status in ("complete", "refused", "failed", "interrupted"):
             status = cast(Status, found.status)
-        reason = found.reason or (str(stopped) or type(stopped).__name__ if status == "interrupted" else None)
+        reason = found.reason or (ending(stopped) if stopped is not None and status == "interrupted" else None)
         told.ended(cell, status, metrics, reason)
 
 

@@ -198,6 +198,9 @@ def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
     identity, context = identify(cfg, source, device), context_of(cfg, source)
     session = open_session(cfg, identity, tokenizer, context)
     groups = build_groups(cfg, identity, tokenizer, context, session.chain_identity)
+    if not reading:
+        for cell in (c for g in groups for c in g.cells):
+            store.cell(cell.id)  # a damaged record is told before hours of measuring, not after
     return Prepared(cfg, source, tokenizer, tuple(groups), context, identity["dtype"], store, session, matched)
 
 

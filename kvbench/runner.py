@@ -19,7 +19,7 @@ from kvbench.cache.audit import Refused, audit
 from kvbench.cache.peak import Stored, check_bytes, check_peak
 from kvbench.config import Sampling
 from kvbench.decode_queue import DecodeQueue, Row, in_parts
-from kvbench.errors import KvbenchError, UsageError
+from kvbench.errors import KvbenchError, UsageError, ending
 from kvbench.listener import Listeners
 from kvbench.memory import GIB, is_out_of_memory, release
 from kvbench.metrics import score
@@ -343,5 +343,5 @@ def run_group(
         except BaseException as error:
             left = pending(group, {c.id: list(store.samples(c.id)) for c in cells})
             for cell in run.active([c for c in cells if any(c in some for some in left.values())]):
-                store.mark(cell, "interrupted", str(error) or type(error).__name__)
+                store.mark(cell, "interrupted", ending(error))
             raise

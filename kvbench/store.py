@@ -141,7 +141,7 @@ class ResultStore:
             if held is None:
                 raise KvbenchError(
                     f"another process is measuring {cell.label} on {cell.column} (cell {cell.id}, shard {shard}); "
-                    "wait for it, or give this one another shard with -m shard=0,1"
+                    "wait for it. To measure with two processes give one shard=0 shards=2 and the other shard=1 shards=2"
                 )
             try:
                 path = folder / f"samples-{shard}.jsonl"
@@ -191,8 +191,8 @@ class ResultStore:
     def status(self, cell_id: str) -> Status:
         """What is known of a cell, from its files alone; raises UsageError if its record is damaged."""
         folder = self.folder(cell_id)
-        record, metrics = self.cell(cell_id) or {}, read_json(folder / "metrics.json") or {}
-        n, of = len(self.samples(cell_id)), record.get("of", metrics.get("of"))
+        record = self.cell(cell_id) or {}
+        n, of = len(self.samples(cell_id)), record.get("of", self.metrics(cell_id).get("of"))
         before = self._marks(cell_id)
         measuring = tuple(sorted(int(p.name.removeprefix("lock-")) for p in folder.glob("lock-*") if locked(p)))
         # a mark that is there before and after is not one of a cell that is opened or closed meanwhile
@@ -234,6 +234,15 @@ class ResultStore:
     def cell(self, cell_id: str) -> dict[str, Any] | None:
         """The cell's record, or None if it was never started."""
         return read_json(self.folder(cell_id) / "cell.json")
+
+    def metrics(self, cell_id: str) -> dict[str, Any]:
+        """The means that the last run wrote; nothing before, and a warning where they are damaged."""
+        path = self.folder(cell_id) / "metrics.json"
+        try:
+            return read_json(path) or {}
+        except UsageError:
+            self._warn(path, "cannot be read; the same run makes it again from the samples, which are safe")
+            return {}
 
     def samples(self, cell_id: str) -> dict[str, Sample]:
         """The cell's intact samples by example id, in the order of their ids; damaged lines become warnings.

@@ -86,7 +86,7 @@ def _waste(store: ResultStore, cell: str) -> Iterator[Removal]:
     if status.status in EMPTY and not status.n:
         yield Removal("cell", cell, folder, f"{status.status}, nothing measured")
         return
-    for path in sorted(folder.glob("state-*.json")):
+    for path in sorted([*folder.glob("state-*.json"), *folder.glob("traceback-*.txt")]):
         yield Removal("mark", cell, path, f"{status.status}, {status.n} samples stay")
     for path in sorted(folder.glob("*.tmp")):
         with suppress(FileNotFoundError):

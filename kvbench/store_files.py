@@ -160,7 +160,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); move it away to measure this cell again") from None
+        raise UsageError(f"{path} cannot be read ({error}); move its folder away to measure this cell again") from None
     return content
 
 

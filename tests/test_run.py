@@ -224,8 +224,12 @@ def test_damaged_cell_record_names_the_file(tmp_path, capsys):
     run_json(capsys, *arguments)
     path = next(tmp_path.glob("cells/*/cell.json"))
     path.write_text("{")
-    with pytest.raises(UsageError, match="move it away"):
+    with pytest.raises(UsageError, match="move its folder away"):
         ResultStore(tmp_path).cell(path.parent.name)
+    # told before anything is measured, whichever cell it is of
+    assert main(["run", *arguments, "method=snapkv+think,h2o"]) == 2
+    assert "cell.json cannot be read" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("cells/*"))) == 2
 
 
 def test_progress_prints_plain_lines_off_a_terminal(capsys, monkeypatch):

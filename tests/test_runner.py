@@ -160,6 +160,19 @@ def test_a_prompt_or_an_answer_that_cannot_be_handled_costs_its_dataset_only(nam
     assert run_json(capsys, *arguments)[0] == 0
 
 
+def test_a_launcher_that_ends_its_worker_leaves_a_reason_in_words(tmp_path, monkeypatch):
+    prepared = prepare(*SMALL, "limit=1", f"results={tmp_path}", "method=snapkv")
+
+    def add(self, row, line, answer):
+        raise SystemExit(1)  # Ray's worker on SIGTERM
+
+    monkeypatch.setattr(runner.GroupRun, "add", add)
+    with pytest.raises(SystemExit):
+        experiment.measure(prepared, quiet=True)
+    found = [prepared.store.status(c.id) for c in prepared.groups[0].cells]
+    assert {(s.status, s.reason) for s in found} == {("interrupted", "its process was told to end")}
+
+
 def test_an_interrupt_marks_only_cells_that_have_something_left(tmp_path, capsys, monkeypatch):
     arguments = [*SMALL, "limit=3", f"results={tmp_path}"]
     assert run_json(capsys, *arguments, "method=snapkv", "baseline=false")[0] == 0

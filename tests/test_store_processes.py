@@ -39,7 +39,7 @@ def test_a_second_run_of_a_cell_is_refused_while_the_first_goes_on(tmp_path, cap
         assert main(["run", *arguments]) == 1
         error = capsys.readouterr().err
         assert "another process is measuring" in error
-        assert "-m shard=0,1" in error
+        assert "one shard=0 shards=2 and the other shard=1 shards=2" in error
         assert first.poll() is None
         assert main(["list", "runs", f"results={tmp_path}", "status=started", "--json"]) == 0
         assert [r["measuring"] for r in json.loads(capsys.readouterr().out)["runs"]] == [[0], [0]]

@@ -285,6 +285,11 @@ def _bare(knob: str, value: str, chains: Sequence[Sequence[str]], datasets: Sequ
     if in_data:
         return [o for d in in_data for o in _set("dataset", d, knob, value, entries("dataset")[d])]
     if not in_methods:
+        if knob == "paper":
+            raise UsageError(
+                f"paper={value} is not a key here: `python -m kvbench table {value}/2` measures a table of a paper, and "
+                f"preset={value} sets what its tables were made with"
+            )
         raise unknown("knob", knob, _known_knobs(chains, datasets), f"No method of {_written(chains)} owns it.")
     owners = registry.route(chains, knob)
     return [o for m in owners for o in _set("method", m, knob, value, registry.defaults(m))]

@@ -11,7 +11,6 @@ from typing import Any
 from kvbench.cli.rewrite import split_list
 from kvbench.errors import UsageError, unknown
 from kvbench.store import STATUSES, ResultStore
-from kvbench.store_files import read_json
 
 FILTERS = ("status", "model", "method", "dataset", "cells")
 DAMAGED = "damaged"
@@ -49,7 +48,7 @@ def row(store: ResultStore, name: str) -> dict[str, Any]:
     empty = {"id": name, "label": "", "dataset": "", "model": "", "folder": str(folder), "imported": False}
     try:
         record, status = store.cell(name) or {}, store.status(name)
-        metrics = read_json(folder / "metrics.json") or {}
+        metrics = store.metrics(name)
     except UsageError as error:
         return {**empty, "status": DAMAGED, "n": 0, "of": None, "reason": str(error), "measuring": [], "changed": None}
     current = metrics.get("n") == status.n

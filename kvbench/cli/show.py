@@ -50,7 +50,6 @@ def main(args: argparse.Namespace) -> int:
 def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
     from kvbench.render import size
     from kvbench.store import ResultStore
-    from kvbench.store_files import read_json
 
     store = ResultStore(Path(args.results))
     record = store.cell(cell_id)
@@ -60,7 +59,7 @@ def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
     shown: dict[str, Any] = {
         **record,
         "refused": store.refusal(cell_id),
-        "metrics": read_json(store.folder(cell_id) / "metrics.json"),
+        "metrics": store.metrics(cell_id) or None,
         "samples": samples[: args.samples],
     }
     if args.json:

@@ -36,6 +36,8 @@ BAD = {
     "run limit=0": "limit=0 is not possible",
     "run limit=3 limit=4": "2 times",
     "run shard=0,1": "add -m",
+    "run shard=3": "shard=3 is not possible: 0 to 0, since shards=1",
+    "run paper=think": "`python -m kvbench table think/2` measures",
     "run -m": "give shard=0,1",
     "run device=cuda:9x": "unknown device",
     "run dtype=float8": "model.dtype",

@@ -128,12 +128,23 @@ def test_a_damaged_record_is_listed_and_left_alone(store, capsys):
     assert not store.folder("partial").exists()
 
 
+def test_damaged_metrics_cost_a_warning_and_nothing_measured(store, capsys):
+    (store.folder("partial") / "metrics.json").write_text('{"n": 4, "sco')
+    assert main(["list", "runs", f"results={store.root}"]) == 0
+    assert "partial/metrics.json: cannot be read; the same run makes it again" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    row = listed(capsys, store)["partial"]
+    assert (row["status"], row["n"], row.get("score")) == ("partial", 4, None)
+
+
 def test_clean_shows_first_and_then_keeps_every_intact_sample(store, capsys):
     folder = store.folder("partial")
     stale, fresh = folder / "metrics.json.0a.tmp", folder / "metrics.json.0b.tmp"
     stale.write_text("{")
     fresh.write_text("{")
     os.utime(stale, (1, 1))
+    (store.folder("failed") / "traceback-0.txt").write_text("ValueError")
     path = folder / "samples-0.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"x" + lines[1] + b"".join(lines[2:]) + lines[0][:40])
@@ -155,6 +166,7 @@ def test_clean_shows_first_and_then_keeps_every_intact_sample(store, capsys):
     assert {c: after.samples(c) for c in after.folders()} == {c: s for c, s in samples.items() if s}
     assert (folder / "damaged-0.jsonl").read_bytes() == b"x" + lines[1] + lines[0][:40] + b"\n"
     assert not stale.exists()
+    assert not list(store.root.rglob("traceback-*"))
     assert fresh.exists()
     assert not list(store.root.rglob("lock*"))
     assert {after.status(c).status for c in ("failed", "interrupted")} == {"partial"}
