@@ -11,6 +11,11 @@ from packaging.specifiers import SpecifierSet
 
 from kvbench import archive
 from kvbench.cli.main import main
+from kvbench.cli.rewrite import rewrite
+from kvbench.config import compose_config, parse
+from kvbench.estimate import cache_bytes
+from kvbench.plan import with_baseline
+from kvbench.shape import Shape
 from kvbench.store import ResultStore
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +55,27 @@ def test_the_readmes_table_is_what_the_committed_samples_give(tmp_path, capsys):
     assert f"python -m kvbench {command}" in README
     assert main([*command.split(), "--stored", f"results={tmp_path}"]) == 0
     assert block("`make tables-quick`") == capsys.readouterr().out, f"run: python -m kvbench {command}"
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "rows", "held", "decoding"),
+    [
+        ("llama3-8b-instruct", Shape(32, 32, 8, 128), 33, 12.8, 26),
+        ("llama3-70b-instruct", Shape(80, 64, 8, 128), 13, 25.4, 51),
+    ],
+)
+def test_the_tables_to_scale_out_have_the_rows_and_bytes_that_their_cost_is_reckoned_from(
+    model, shape, rows, held, decoding
+):
+    text = (ROOT / "docs" / "scale-out.md").read_text(encoding="utf-8")
+    (words,) = (t for t in re.findall(r'TABLE="(.*?)"', text, re.DOTALL) if f"model={model}" in t.split())
+    chains = with_baseline(parse(compose_config(rewrite(words.split()).runs[0])).chains, baseline=True)
+    assert len(chains) == rows
+    found = sum(cache_bytes(c.chain, shape, n=6400, itemsize=2) for c in chains)
+    new_tokens = rows * shape.full_bytes(509_000 // 3750, 2)
+    assert f"{found / 2**30:.1f}" == f"{held}"
+    assert round((2 * found + new_tokens) / 2**30) == decoding
+    assert f"{held} GiB" in text and f"{decoding} GiB" in text
 
 
 @pytest.mark.parametrize(
