@@ -141,7 +141,7 @@ class ResultStore:
             if held is None:
                 raise KvbenchError(
                     f"another process is measuring {cell.label} on {cell.column} (cell {cell.id}, shard {shard}); "
-                    "wait for it. To measure with two processes give one shard=0 shards=2 and the other shard=1 shards=2"
+                    "wait for it. For two processes at once give one shard=0 shards=2 and the other shard=1 shards=2"
                 )
             try:
                 path = folder / f"samples-{shard}.jsonl"

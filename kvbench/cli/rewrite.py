@@ -286,9 +286,10 @@ def _bare(knob: str, value: str, chains: Sequence[Sequence[str]], datasets: Sequ
         return [o for d in in_data for o in _set("dataset", d, knob, value, entries("dataset")[d])]
     if not in_methods:
         if knob == "paper":
+            name = value.partition("/")[0]
             raise UsageError(
-                f"paper={value} is not a key here: `python -m kvbench table {value}/2` measures a table of a paper, and "
-                f"preset={value} sets what its tables were made with"
+                f"paper={value} is not a key here: `python -m kvbench table {name}/2` measures a table of the paper, "
+                f"preset={name} sets what its tables were made with"
             )
         raise unknown("knob", knob, _known_knobs(chains, datasets), f"No method of {_written(chains)} owns it.")
     owners = registry.route(chains, knob)
