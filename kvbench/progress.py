@@ -41,6 +41,7 @@ class Count:
     kept: float = 0.0
     start: float | None = None
     last: float = 0.0
+    said: int = 0
     line: TaskID | None = None
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -86,6 +87,9 @@ class Display:
             self._plain(cell.column, count, now)
 
     def ended(self, cell: Cell, status: str, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
+        count = self.counts.get(cell.column)
+        if self.bars is None and count is not None and count.said < count.done:
+            self._plain(cell.column, count, time.monotonic(), ended=True)
         # the next group starts where this one ends: reading its first prompt is part of its time
         waiting = [name for name, count in self.counts.items() if count.start is None]
         if waiting and cell.column == self.current:
@@ -103,9 +107,11 @@ class Display:
             if self.bars is not None and count.line is not None:
                 self.bars.start_task(count.line)
 
-    def _plain(self, name: str, count: Count, now: float) -> None:
+    def _plain(self, name: str, count: Count, now: float, ended: bool = False) -> None:
         left = (now - (count.start or now)) / count.done * (count.total - count.done)
-        _say(f"{name}: {count.done} of {count.total} answers, {count.text(now)}, about {left:.0f} s left")
+        count.said = count.done
+        rest = "" if ended else f", about {left:.0f} s left"
+        _say(f"{name}: {count.done} of {count.total} answers, {count.text(now)}{rest}")
 
 
 @contextmanager

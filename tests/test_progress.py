@@ -52,6 +52,16 @@ def test_plain_lines_tell_rate_tokens_kept_and_time_left(monkeypatch, capsys):
     ]
 
 
+def test_a_group_that_ends_early_says_how_far_it_came(monkeypatch, capsys):
+    display, clock = shown(monkeypatch, terminal=False)
+    clock.now += 10
+    display.stored(cell("needle"), {"kept": 50, "n": 100})
+    for status in ("failed", "complete"):
+        display.ended(cell("needle"), status, None, None)
+    display.close()
+    assert capsys.readouterr().err.splitlines() == ["kvbench: needle: 1 of 4 answers, 0.1 answers/s, kept 50 %"]
+
+
 def test_time_left_is_by_the_mean_rate_though_answers_come_in_bursts():
     left, task = progress.Left(), SimpleNamespace(id=0, completed=0, total=150, elapsed=5.0)
     assert left.render(task).plain == "-:--:--"
