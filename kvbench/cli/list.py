@@ -16,7 +16,7 @@ EXAMPLES = """examples:
   python -m kvbench list
   python -m kvbench list methods --json
   python -m kvbench list presets            (every value with where it comes from)
-  python -m kvbench list tables             (tables and figures of the papers, and what is measured of them)
+  python -m kvbench list tables             (of the papers, with figures, and what is measured)
   python -m kvbench list runs
   python -m kvbench list runs status=failed,interrupted results=FOLDER
   python -m kvbench list runs method=snapkv dataset=tiny/needle --json"""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from textwrap import fill
 
 import kvbench
 from kvbench.errors import KvbenchError
@@ -29,6 +31,24 @@ VERBS = {
 }
 
 
+WIDTH = 100
+"""Characters of a line of help, as of tables."""
+
+
+def folded(text: str) -> str:
+    """Help whose lines fit WIDTH: paragraphs are filled anew, examples and what is indented stay."""
+    lines: list[str] = []
+    filling = False
+    for line in text.splitlines():
+        own = not line or line.startswith(" ") or re.match(r"[a-z]+:", line) is not None
+        if filling and not own:
+            lines[-1] += f" {line}"
+        else:
+            lines.append(line)
+        filling = bool(line) and not line.startswith(" ") and not line.endswith(":")
+    return "\n".join(line if line.startswith(" ") else fill(line, WIDTH, break_on_hyphens=False) for line in lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status: 0 done, 1 failed, 2 a request that cannot be carried out."""
     parser = argparse.ArgumentParser(
@@ -44,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             verb,
             help=text,
             description=text,
-            epilog=module.EXAMPLES,
+            epilog=folded(module.EXAMPLES),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.arguments(sub)

@@ -51,6 +51,17 @@ def test_every_verb_has_examples_and_each_exception_is_one_of_them():
         assert any(re.search(pattern, line) for line in lines), pattern
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fits_a_terminal(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 100 for line in lines if not line.startswith("  python -m kvbench"))
+    words = " ".join(import_module(f"kvbench.cli.{verb}").EXAMPLES.split())
+    assert words in " ".join(" ".join(lines).split())  # nothing is lost
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder as a clone is, with one measured cell in its results: the cell's id and the folder."""
