@@ -107,6 +107,53 @@ parent.postMessage(JSON.stringify({
 """
 
 
+CONTRAST = """
+const parts = (s) => {
+  const found = s.match(/[\\d.]+/g).map(Number);
+  return found.length < 4 ? [...found, 1] : found;
+};
+const over = (a, b) => [0, 1, 2].map((i) => a[i] * a[3] + b[i] * (1 - a[3]));
+const light = (c) => c.map((v) => v / 255).map((v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+  .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+document.querySelectorAll("details").forEach((d) => { d.open = true; });
+const least = {};
+for (const view of ["both", "published", "delta"]) {
+  document.body.className = "view-" + view;
+  for (const e of document.body.querySelectorAll("*")) {
+    const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || ["SCRIPT", "STYLE", "OPTION"].includes(e.tagName) || !e.getClientRects().length) continue;
+    let ground = [0, 0, 0], seen = 1;
+    const chain = [];
+    for (let x = e; x; x = x.parentElement) { chain.unshift(x); seen *= Number(getComputedStyle(x).opacity); }
+    for (const x of chain) ground = over(parts(getComputedStyle(x).backgroundColor), ground);
+    const ink = parts(getComputedStyle(e).color);
+    const [a, b] = [light(over([...ink.slice(0, 3), ink[3] * seen], ground)), light(ground)].sort((x, y) => y - x);
+    const key = e.tagName + "." + e.className;
+    least[key] = Math.min(least[key] || 99, (a + .05) / (b + .05));
+  }
+}
+const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+document.body.innerHTML = `<pre id="said"></pre>`;
+document.getElementById("said").textContent = JSON.stringify({ dark, least });
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize("dark", [True, False])
+def test_text_is_readable_on_light_and_dark(written, tmp_path, dark):
+    """Every text has a contrast of 4.5 to 1 or more with what is behind it (WCAG 2.1, level AA), in all views."""
+    path = tmp_path / "page.html"
+    path.write_text(written.replace("</body>", f"<script>{CONTRAST}</script></body>"))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    flags += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [BROWSER, *flags, "--virtual-time-budget=3000", "--dump-dom", f"file://{path}"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    said = json.loads(html.unescape(re.search(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)[1]))
+    assert said["dark"] == dark
+    assert len(said["least"]) > 10
+    assert {k: round(v, 2) for k, v in said["least"].items() if v < 4.5} == {}
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_in_a_browser(written, tmp_path, width):
