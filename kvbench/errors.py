@@ -27,7 +27,7 @@ def ending(error: BaseException) -> str:
 
 def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "") -> UsageError:
     """The error for a name that is not one of ``allowed``, with the nearest ones first."""
-    names = sorted(allowed)
+    names = sorted(set(allowed))
     near = difflib.get_close_matches(str(value), names, n=3, cutoff=0.5)
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     listed = f" Available: {', '.join(names)}." if names else ""

@@ -27,6 +27,7 @@ model= is tiny by default, which stands in for the papers' models: its six tasks
 its prompts, and both sides in per cent of their own full cache. On a model of the table, rows of other models are left
 out and differences are shown; there, and on any other model, the paper's own datasets are read.
 What else you give goes to `run`: limit=, results=, data.root=, max_length=, ...
+
 Efficiency tables (think/10, think/11, refreekv/3, refreekv/10, uncomp/3, uncomp/10, vatp/3, vatp/4, qhitter/2) show
 ratios to a base row beside the paper's, and each side's own values. They are timed by `bench time`: on the paper's
 model by scripts/gpu_tables.sh (rows in results/gpu, shown where there are any), else on model=tiny on a CPU at scaled
@@ -84,7 +85,7 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
     """Print one table; 1 if any of its cells was refused or failed, more if a signal ended it."""
     from kvbench import experiment
     from kvbench.cli.run import print_plans, stopping
-    from kvbench.papers import measured, page, view
+    from kvbench.papers import measured, page, trace, view
     from kvbench.wandb_logger import listeners
 
     if args.show == "published":
@@ -102,10 +103,10 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
         if stop.status is not None:
             return stop.status
     if args.trace:
-        _trace(ours, *args.trace)
+        print(trace.trace(ours, *args.trace))
         return 0
     seen = view.view(ours)
-    print(page.render(seen, args.format, args.show), end="")
+    print(page.render(seen, args.format, args.show, sys.stdout.isatty()), end="")
     return int(any(e.status in ("refused", "failed") for _, entries in seen.rows for e in entries))
 
 
@@ -139,29 +140,5 @@ def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespac
         print(timings.trace(found, *args.trace))
         return 0
     seen = view.view(measured.timed(found))
-    print(page.render(seen, args.format, args.show), end="")
+    print(page.render(seen, args.format, args.show, sys.stdout.isatty()), end="")
     return int(any(e.status in ("refused", "failed") for _, entries in seen.rows for e in entries))
-
-
-def _trace(ours: Any, row: str, column: str) -> None:
-    """Print where a number comes from: the cell, its files, and each example's score."""
-    from kvbench.errors import unknown
-
-    lines = [line for line in ours.lines if line.row.name == row]
-    columns = [c for c in ours.declared.scores if c.name == column]
-    if not lines:
-        raise unknown("row", row, [line.row.name for line in ours.lines])
-    if not columns:
-        raise unknown("column", column, [c.name for c in ours.declared.scores])
-    found = ours.cell(lines[0], columns[0])
-    if found is None:
-        raise UsageError(f"{row} on {column} is not run here: {lines[0].refused or lines[0].skipped}")
-    group, cell = found
-    store = ours.run.store
-    samples = store.samples(cell.id)
-    print(f"{ours.declared.id}, {row}, {column}: {cell.label} on {group.column}, cell {cell.id}")
-    print(f"files: {store.folder(cell.id)}/samples-*.jsonl, cell.json, metrics.json")
-    for example in group.examples:
-        sample = samples.get(example.id)
-        text = "not measured" if sample is None else f"{sample['score']!s:<8} {str(sample['prediction'])[:60]!r}"
-        print(f"  {example.id}: {text}")

@@ -11,7 +11,8 @@ from pathlib import Path
 from kvbench import archive
 from kvbench.papers import declared, measured
 from kvbench.papers.declared import Declared
-from kvbench.papers.grid import Grid, Text, grid, notes, runs, title
+from kvbench.papers.grid import Grid, Text, grid, notes, title
+from kvbench.papers.page import spans_html
 from kvbench.papers.view import View, view
 from kvbench.store import ResultStore
 
@@ -74,7 +75,7 @@ def fragment(seen: View) -> str:
     first = grids["ours"]
     out = ['<div class="scroll"><table class="paper"><thead>']
     if any(first.groups):
-        out.append(f'<tr class="groups">{_spans(first.groups)}</tr>')
+        out.append(f'<tr class="groups">{spans_html(first.groups)}</tr>')
     out.append("<tr>" + "".join(f"<th>{html.escape(n)}</th>" for n in first.names) + "</tr></thead>")
     for b, (heading, rows) in enumerate(first.blocks):
         out.append("<tbody>")
@@ -82,7 +83,7 @@ def fragment(seen: View) -> str:
             out.append(f'<tr class="block"><th colspan="{len(first.names)}">{html.escape(heading)}</th></tr>')
         out += [_row(grids, b, r) for r in range(len(rows))]
         out.append("</tbody>")
-    said = "".join(f"<li>{html.escape(n)}</li>" for n in notes(seen))
+    said = "".join(f"<li>{html.escape(n)}</li>" for n in notes(seen, "beside"))
     return "\n".join([*out, f"</table></div><ul class='notes'>{said}</ul>"])
 
 
@@ -101,7 +102,3 @@ def _row(grids: dict[str, Grid], block: int, row: int) -> str:
 def _lines(text: Text) -> str:
     first, *rest = [html.escape(line) for line in text.lines] or [""]
     return (f"<b>{first}</b>" if text.bold else first) + "".join(f"<small>{line}</small>" for line in rest)
-
-
-def _spans(groups: Sequence[str]) -> str:
-    return "".join(f'<th colspan="{count}">{html.escape(name)}</th>' for name, count in runs(groups))

@@ -18,13 +18,16 @@ from kvbench.errors import KvbenchError, unknown
 from kvbench.papers import index, published
 from kvbench.papers.published import Published
 
-RUN_KINDS = ("quality", "ablation")
-"""Tables whose cells are scores of a method on a dataset, which ``run`` measures."""
+RUN_KINDS = ("quality", "ablation", "analysis")
+"""Tables whose cells, where they are scores of a method on a dataset, ``run`` measures."""
 
 FACTS = "dataset-facts"
 SCORES = ("accuracy", "f1", "rouge_l", "edit_sim", "bleu", "perplexity", "mean")
+RATIO = "ratio_to_full"
+"""What is printed of a score that is its per cent of the full cache's."""
 MEANS = {"avg"}
 SCORE, BUDGET = "score", "budget"
+MEAN, RELATIVE, SHARE = "mean", "relative", "share"
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,10 @@ class Declared:
 
     title: what it shows. kind: as in paper.yaml. blocks: keys of a row's setting (or ``model``) whose values head
     blocks of rows. full: the paper's tables that have a full-cache row where this one has none. arguments: of ``run``
-    by published method, for what the paper's rows leave unsaid. average: how the paper averages, the mean or the mean
-    share of the full cache (relative). entries: conf/model by published model, where the names differ. stand_in:
-    arguments that the stand-in alone needs, by method. sources: where what is not printed comes from.
+    by published method, for what the paper's rows leave unsaid. average: how the paper averages, the mean, the mean
+    share of the full cache (share), or how far that is from 100 (relative). entries: conf/model by published model,
+    where the names differ. stand_in: arguments that the stand-in alone needs, by method. sources: where what is not
+    printed comes from.
     """
 
     paper: str
@@ -76,7 +80,7 @@ class Declared:
     blocks: tuple[str, ...] = ("model",)
     full: tuple[str, ...] = ()
     arguments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    average: str = "mean"
+    average: str = MEAN
     entries: Mapping[str, str] = field(default_factory=dict)
     stand_in: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
@@ -136,7 +140,7 @@ def _place(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
     """The row (model, method, setting) and the column of a printed cell; facts of datasets have a row each."""
     if kind == FACTS:
         return ("", cell.dataset, ""), Column("", cell.metric)
-    what = SCORE if cell.metric in SCORES else cell.metric
+    what = SCORE if cell.metric in (*SCORES, RATIO) else cell.metric
     return (cell.model, cell.method, cell.setting), Column(cell.dataset, what, group_of(cell.dataset))
 
 

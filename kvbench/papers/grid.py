@@ -8,6 +8,7 @@ from itertools import groupby
 from textwrap import wrap
 
 from kvbench.papers import standin, timing_text
+from kvbench.papers.declared import MEANS, Row
 from kvbench.papers.view import Entry, View, best, by_block, heading_of
 
 SHOWS = ("both", "ours", "published", "delta")
@@ -61,7 +62,10 @@ def grid(view: View, show: str) -> Grid:
             rows.append((label, *cells))
         blocks.append((heading, tuple(rows)))
     names = tuple(c.name if timings is None else timing_text.name(timings, c.name) for c in view.columns)
-    return Grid(("", *names), ("", *(c.group for c in view.columns)), tuple(blocks))
+    groups = [c.group for c in view.columns]
+    if len({*groups} - {""}) < 2:  # one group says nothing
+        groups = [""] * len(groups)
+    return Grid(("", *names), ("", *groups), tuple(blocks))
 
 
 def _lower(view: View, rows: Sequence[int], column: str) -> bool:
@@ -118,9 +122,10 @@ def _printed(entry: Entry, relative: bool) -> str:
         return ""
     if relative and value is None and entry.published is not None:
         return f"{_number(entry.published, 2)}{entry.mark} abs"
-    text = entry.printed if entry.printed and not relative else _number(value, 1 if relative else 2)
+    as_printed = not relative or value == entry.published  # of some tables the printed values are shares
+    text = entry.printed if entry.printed and as_printed else _number(value, 1 if relative else 2)
     text += entry.mark
-    if entry.exact and not relative:
+    if entry.exact and as_printed:
         text += f" {entry.exact}"
     if entry.stated is not None and not relative:
         text += f" stated {_number(entry.stated, 2)}"
@@ -142,49 +147,17 @@ def _delta(entry: Entry, stand_in: bool) -> str:
     return _number(entry.relative - entry.published_relative, 1, sign=True)
 
 
-def notes(view: View) -> list[str]:
-    """What the reader must know: what the numbers are, n, marks, refusals, the mapping of a stand-in."""
+def notes(view: View, show: str = "both") -> list[str]:
+    """What the reader must know of one of SHOWS, or ``beside``: what the numbers are, n, marks, refusals, a mapping."""
     ours, declared = view.ours, view.ours.declared
-    if ours.timings is not None:
-        return [*timing_text.notes(ours.timings, [e for _, row in view.rows for e in row]), *declared.sources]
     entries = [e for _, row in view.rows for e in row]
-    lines = []
-    if ours.run is None:
-        pass
-    elif ours.stand_in:
-        lines.append(
-            f"Stand-in: {ours.model} is none of the paper's models ({', '.join(declared.models())}). Numbers are per "
-            "cent of its own full cache, in brackets those of the paper's models; compare orders, not values."
-        )
-        if any(e.published is not None and e.published_relative is None for e in entries):
-            lines.append("abs: as printed, since the paper has no full-cache row of that model.")
-        if ours.model == standin.MODEL and ours.tasks:
-            lines.append(f"Tasks of the tiny suite: {standin.mapping(ours.tasks)}. Averages count each task once.")
-            if declared.length != standin.PROMPT:
-                lines.append(
-                    f"Numbers of tokens are scaled by {standin.PROMPT}/{declared.length}: 512 there are "
-                    f"{round(512 * standin.PROMPT / declared.length)} here; windows likewise, down to 2."
-                )
-    else:
-        lines.append("Ours (published, Δ ours minus published); averages are computed from the cells.")
-    counts = sorted({e.n for e in entries if e.n})
-    if counts:
-        lines.append(
-            f"n = {', '.join(map(str, counts))} of {max(e.of for e in entries)} examples a cell; [a, b]: 95 % "
-            "bootstrap interval" + (" of paired examples." if ours.stand_in else ".")
-        )
-    for mark, text in (("?", "suspect"), ("~", "repaired")):
-        if any(e.mark == mark for e in entries):
-            lines.append(f"{mark}: the printed value is {text} (kvbench/papers/{declared.paper}).")
-    wrong = sum(e.stated is not None for e in entries)
-    if wrong:
-        lines.append(f"{wrong} averages that the paper states do not follow from its cells (--show published).")
-    recomputed = [e.exact for e in entries if e.exact]
-    if recomputed:
-        right = recomputed.count("✓")
-        lines.append(
-            f"✓: {right} of {len(recomputed)} printed values that need no model follow from what they rest on."
-        )
+    if ours.timings is not None:
+        return [*timing_text.notes(ours.timings, entries, show), *declared.sources]
+    lines = list(_ours_notes(view, entries, show)) if ours.run is not None and show != "published" else []
+    if show in ("both", "beside", "published"):
+        lines += _printed_notes(view, entries, ours.stand_in and show != "published")
+    if show == "published":
+        return [*lines, *declared.sources]
     refused = {e.reason: line.row.name for line, row in view.rows for e in row if e.status in WRONG}
     lines += [f"✗ {name}: {reason}" for reason, name in refused.items()]
     skipped = list(dict.fromkeys(line.skipped for line, _ in view.rows if line.skipped))
@@ -195,14 +168,72 @@ def notes(view: View) -> list[str]:
     return [*lines, *declared.sources]
 
 
-def title(view: View) -> str:
+def _ours_notes(view: View, entries: Sequence[Entry], show: str) -> Iterator[str]:
+    """What our numbers are, the mapping of a stand-in, and n."""
+    ours, declared = view.ours, view.ours.declared
+    if ours.stand_in:
+        theirs = {
+            "both": ", in brackets those of the paper's models",
+            "beside": ", below them those of the paper's models",
+            "delta": " less those of the paper's models",
+        }
+        yield (
+            f"Stand-in: {ours.model} is none of the paper's models ({', '.join(declared.models())}). Numbers are per "
+            f"cent of its own full cache{theirs.get(show, '')}; compare orders, not values."
+        )
+        if any(e.published is not None and e.published_relative is None for e in entries):
+            if show == "delta":
+                yield "—: the paper has no full-cache row of that model."
+            elif show != "ours":
+                yield "abs: as printed, since the paper has no full-cache row of that model."
+        if ours.model == standin.MODEL and ours.tasks:
+            once = " Averages count each task once." if any(c.dataset in MEANS for c in view.columns) else ""
+            yield f"Tasks of the tiny suite: {standin.mapping(ours.tasks)}.{once}"
+            if declared.length != standin.PROMPT:
+                yield (
+                    f"Numbers of tokens are scaled by {standin.PROMPT}/{declared.length}: 512 there are "
+                    f"{round(512 * standin.PROMPT / declared.length)} here; windows likewise, down to 2."
+                )
+    else:
+        what = {"ours": "Ours", "delta": "Δ: ours minus published"}
+        yield f"{what.get(show, 'Ours (published, Δ ours minus published)')}; averages are computed from the cells."
+    counts = sorted({e.n for e in entries if e.n})
+    if counts:
+        paired = " of paired examples" if ours.stand_in else ""
+        interval = "" if show == "delta" else f"; [a, b]: 95 % bootstrap interval{paired}"
+        yield f"n = {', '.join(map(str, counts))} of {max(e.of for e in entries)} examples a cell{interval}."
+
+
+def _printed_notes(view: View, entries: Sequence[Entry], relative: bool) -> Iterator[str]:
+    """Marks of printed values, and averages that the paper states and its cells do not give."""
+    paper = view.ours.declared.paper
+    for mark, text in (("?", "suspect"), ("~", "repaired")):
+        if any(e.mark == mark for e in entries):
+            yield f"{mark}: the printed value is {text} (kvbench/papers/{paper})."
+    wrong = [(line.row, e) for line, row in view.rows for e in row if e.stated is not None]
+    if wrong and relative:  # a share has no room for it
+        said = ", ".join(f"{_number(e.stated, 2)} for {_number(e.published, 2)} ({_named(view, r)})" for r, e in wrong)
+        yield f"Averages that the paper states, for what its cells give: {said}."
+    elif wrong:
+        yield "stated: the average that the paper states, where its cells give another."
+    recomputed = [e.exact for e in entries if e.exact]
+    if recomputed:
+        right = recomputed.count("✓")
+        yield f"✓: {right} of {len(recomputed)} printed values that need no model follow from what they rest on."
+
+
+def _named(view: View, row: Row) -> str:
+    """A row's name, with its model where the table has several."""
+    return f"{row.model} {row.name}" if len(view.ours.declared.models()) > 1 else row.name
+
+
+def title(view: View, show: str = "both") -> str:
     """One line: which table, what it shows, on which model."""
-    declared = view.ours.declared
-    if view.ours.timings is not None:
-        return timing_text.title(view.ours.timings)
-    if view.ours.run is None:
-        return f"{declared.id}: {declared.title} — as printed"
-    return f"{declared.id}: {declared.title} — {view.ours.model}{' (stand-in)' if view.ours.stand_in else ''}"
+    declared, timings = view.ours.declared, view.ours.timings
+    start = f"{declared.id}: {declared.title}"
+    if show == "published" or (view.ours.run is None and (timings is None or not timings.there)):
+        return f"{start} — as printed"
+    return f"{start} — {view.ours.model}{' (stand-in)' if view.ours.stand_in else ''}"
 
 
 def runs(groups: Sequence[str]) -> Iterator[tuple[str, int]]:

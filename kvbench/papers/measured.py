@@ -87,7 +87,8 @@ def printed(declared: Declared, model: str, why: str) -> Ours:
     if declared.kind == timings.KIND:
         return timed(timings.read(declared, model, Path(RESULTS)))
     lines = tuple(Line(r, skipped=why) for r in declared.rows)
-    return Ours(declared, model, _stands_in(declared, model), lines, None, {})
+    # what is no score stands as it is printed
+    return Ours(declared, model, declared.measurable and _stands_in(declared, model), lines, None, {})
 
 
 def timed(found: Timings) -> Ours:
@@ -111,7 +112,7 @@ def prepare(declared: Declared, model: str, arguments: Sequence[str] = ()) -> Ou
     model = model or standin.MODEL
     stand_in = _stands_in(declared, model)
     if not declared.measurable:
-        return printed(declared, model, f"a table of {declared.kind}")
+        return printed(declared, model, f"its numbers are no scores ({declared.kind})")
     small = replace(standin.TINY, of=declared.length) if model == standin.MODEL else None
     values = presets.values(declared.preset, model if model in entries("model") else "")
     lines = tuple(

@@ -8,11 +8,13 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from textwrap import fill
+from itertools import chain
+from textwrap import fill, wrap
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text as RichText
 
 from kvbench.papers import timing_text
 from kvbench.papers.grid import Grid, Text, grid, notes, runs, title
@@ -20,6 +22,16 @@ from kvbench.papers.view import View
 from kvbench.render import WIDTH
 
 FORMATS = ("text", "md", "csv", "latex", "html")
+SYMBOLS = {
+    "Δ": r"$\Delta$",
+    "−": "$-$",
+    "✗": r"$\times$",
+    "×": r"$\times$",
+    "—": "---",
+    "✓": r"$\checkmark$",
+    "∫": r"$\int$",
+}
+"""What LaTeX has for signs that its fonts lack."""
 CSV_FIELDS = (
     *("paper", "table", "model", "method", "setting", "column", "status", "ours", "ci_low", "ci_high", "n", "of"),
     *("published", "mark", "delta", "stand_in", "ours_percent_of_full", "percent_low", "percent_high"),
@@ -28,28 +40,65 @@ CSV_FIELDS = (
 )
 
 
-def render(view: View, style: str = "text", show: str = "both") -> str:
-    """The table in one of FORMATS, showing one of SHOWS, with what the reader must know below it."""
+def render(view: View, style: str = "text", show: str = "both", terminal: bool = False) -> str:
+    """The table in one of FORMATS, showing one of SHOWS, with what the reader must know below it.
+
+    ``terminal``: text is for a terminal, where the best of a block is bold.
+    """
     if style == "csv":
         return _csv(view)
-    return _RENDERERS[style](view, grid(view, show), notes(view))
+    name, whole, lines = title(view, show), grid(view, show), notes(view, show)
+    return _text(name, whole, lines, terminal) if style == "text" else _RENDERERS[style](name, whole, lines)
 
 
-def _text(view: View, whole: Grid, lines: Sequence[str]) -> str:
-    parts = [fill(title(view), WIDTH), ""]
+def _text(name: str, whole: Grid, lines: Sequence[str], bold: bool) -> str:
+    parts = [fill(name, WIDTH), ""]
     for piece in _folded(whole):
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
-        for i, name in enumerate(piece.names):
-            table.add_column(_short(name), justify="left" if i == 0 else "right")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="none")
+        for i, column in enumerate(piece.names):
+            table.add_column(_short(column), justify="left" if i == 0 else "right")
         for heading, rows in piece.blocks:
             if heading:
                 table.add_row("· " + heading.replace(", ", "\n  "))
             for j, row in enumerate(rows):
-                table.add_row(*("\n".join(c.lines) for c in row), end_section=j == len(rows) - 1)
-        console = Console(width=WIDTH, file=io.StringIO(), color_system=None, legacy_windows=False)
+                table.add_row(*map(_styled, row), end_section=j == len(rows) - 1)
+        console = Console(
+            width=WIDTH,
+            file=io.StringIO(),
+            color_system="standard" if bold else None,
+            force_terminal=bold,
+            legacy_windows=False,
+        )
         console.print(table)
-        parts += [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+        drawn = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+        parts += [*_group_lines(piece, drawn), *drawn]
     return "\n".join([*parts, *(fill(n, WIDTH, break_long_words=False) for n in lines)]) + "\n"
+
+
+def _styled(cell: Text) -> RichText:
+    first, *rest = cell.lines or ("",)
+    return RichText("\n").join([RichText(first, style="bold" if cell.bold else ""), *map(RichText, rest)])
+
+
+def _group_lines(piece: Grid, drawn: Sequence[str]) -> list[str]:
+    """The names of groups over their columns, whose right ends are those of the names in the line above the rule."""
+    if not any(piece.groups):
+        return []
+    rule = next(i for i, line in enumerate(drawn) if line.startswith("─"))
+    ends = [0, *(found.end() for found in re.finditer(r"\S+(?: \S+)*", drawn[rule - 1]))]
+    spans, column = [], 0
+    for group, count in runs(piece.groups):
+        last = column + count - 1
+        start = max(ends[column - 1] + 2, ends[column] - _width(piece, column)) if column else 0
+        if group:
+            spans.append((start, ends[last] - start, wrap(group, max(8, ends[last] - start))))
+        column = last + 1
+    tallest = max(len(lines) for _, _, lines in spans)
+    out = [""] * tallest
+    for start, room, lines in spans:
+        for i, line in enumerate(lines, tallest - len(lines)):
+            out[i] = out[i].ljust(start) + line.center(room).rstrip()
+    return out
 
 
 def _short(name: str) -> str:
@@ -60,22 +109,25 @@ def _short(name: str) -> str:
 def _folded(whole: Grid) -> Iterator[Grid]:
     """The grid in pieces of columns that fit WIDTH, each with the rows' labels."""
 
-    def width(column: int) -> int:
-        texts = list(_short(whole.names[column]).split("\n"))
-        texts += [line for _, rows in whole.blocks for row in rows for line in row[column].lines]
-        return max(map(len, texts)) + 2
-
     headings = max(len(part) + 4 for heading, _ in whole.blocks for part in heading.split(", "))
-    room = WIDTH - max(width(0), headings)
+    room = WIDTH - max(_width(whole, 0) + 2, headings)
     part: list[int] = []
     used = 0
     for column in range(1, len(whole.names)):
-        if part and used + width(column) > room:
+        needed = _width(whole, column) + 2
+        if part and used + needed > room:
             yield _columns(whole, part)
             part, used = [], 0
         part.append(column)
-        used += width(column)
+        used += needed
     yield _columns(whole, part)
+
+
+def _width(whole: Grid, column: int) -> int:
+    """Characters of a column's widest line."""
+    texts = _short(whole.names[column]).split("\n")
+    texts += [line for _, rows in whole.blocks for row in rows for line in row[column].lines]
+    return max(map(len, texts))
 
 
 def _columns(whole: Grid, chosen: Sequence[int]) -> Grid:
@@ -88,9 +140,12 @@ def _columns(whole: Grid, chosen: Sequence[int]) -> Grid:
     )
 
 
-def _markdown(view: View, whole: Grid, lines: Sequence[str]) -> str:
-    head = [f"# {title(view)}", "", f"| {' | '.join(whole.names)} |"]
+def _markdown(name: str, whole: Grid, lines: Sequence[str]) -> str:
+    head = [f"# {name}", "", f"| {' | '.join(whole.names)} |"]
     head.append(f"|{'|'.join(['---', *['---:'] * (len(whole.names) - 1)])}|")
+    if any(whole.groups):  # Markdown has one line of heads, and no cell over several columns
+        firsts = [[f"*{group}*" if group else ""] + [""] * (count - 1) for group, count in runs(whole.groups)]
+        head.append(f"| {' | '.join(chain.from_iterable(firsts))} |")
     for heading, rows in whole.blocks:
         if heading:
             head.append(f"| *{heading}* |{' |' * (len(whole.names) - 1)}")
@@ -104,7 +159,7 @@ def _bold(cell: Text, mark: str, between: str) -> str:
     return between.join([f"{mark}{cell.lines[0]}{mark}", *cell.lines[1:]])
 
 
-def _latex(view: View, whole: Grid, lines: Sequence[str]) -> str:
+def _latex(name: str, whole: Grid, lines: Sequence[str]) -> str:
     def cell(text: Text) -> str:
         first, *rest = [_escaped(line) for line in text.lines] or [""]
         # {}: a bracket right after a line break would be read as its length
@@ -112,8 +167,8 @@ def _latex(view: View, whole: Grid, lines: Sequence[str]) -> str:
 
     count = len(whole.names)
     out = [
-        f"% {title(view)}",
-        "% needs booktabs and makecell",
+        f"% {name}",
+        "% needs booktabs, makecell and amssymb",
         rf"\begin{{tabular}}{{l{'r' * (count - 1)}}}",
         r"\toprule",
     ]
@@ -143,16 +198,21 @@ def _escaped(text: str) -> str:
         ("#", r"\#"),
         ("~", r"\textasciitilde "),
     )
-    for a, b in (*pairs, ("Δ", r"$\Delta$"), ("−", "$-$"), ("✗", r"$\times$"), ("—", "---")):
+    for a, b in (*pairs, *SYMBOLS.items()):
         text = text.replace(a, b)
     return text
 
 
-def table_html(view: View, whole: Grid) -> str:
+def spans_html(groups: Sequence[str]) -> str:
+    """Heads over the columns of each group."""
+    return "".join(f'<th colspan="{count}">{html.escape(name)}</th>' for name, count in runs(groups))
+
+
+def table_html(whole: Grid) -> str:
     """The table alone, as an HTML fragment."""
     out = ["<table>", "<thead>"]
     if any(whole.groups):
-        out.append("<tr>" + "".join(f"<th>{html.escape(g)}</th>" for g in whole.groups) + "</tr>")
+        out.append(f"<tr>{spans_html(whole.groups)}</tr>")
     out += ["<tr>" + "".join(f"<th>{html.escape(n)}</th>" for n in whole.names) + "</tr>", "</thead>"]
     for heading, rows in whole.blocks:
         out.append("<tbody>")
@@ -174,12 +234,12 @@ def _html_cell(cell: Text) -> str:
     )
 
 
-def _html(view: View, whole: Grid, lines: Sequence[str]) -> str:
+def _html(name: str, whole: Grid, lines: Sequence[str]) -> str:
     body = "".join(f"<li>{html.escape(n)}</li>" for n in lines)
-    name = html.escape(title(view))
+    name = html.escape(name)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title></head>\n<body>\n'
-        f"<h1>{name}</h1>\n{table_html(view, whole)}\n<ul>{body}</ul>\n</body></html>\n"
+        f"<h1>{name}</h1>\n{table_html(whole)}\n<ul>{body}</ul>\n</body></html>\n"
     )
 
 
@@ -229,4 +289,4 @@ def _csv(view: View) -> str:
     return out.getvalue()
 
 
-_RENDERERS = {"text": _text, "md": _markdown, "latex": _latex, "html": _html}
+_RENDERERS = {"md": _markdown, "latex": _latex, "html": _html}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvbench.bench.placed import INTEGRATED, MISSING
@@ -76,62 +77,76 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def title(timings: Timings) -> str:
-    """One line: which table, what it shows, on what."""
-    start = f"{timings.table.id}: {timings.table.title}"
-    if not timings.there:
-        return f"{start} — as printed"
-    return f"{start} — {timings.bench.model}{' (stand-in)' if timings.stand_in else ''}"
-
-
-def notes(timings: Timings, entries: Sequence[Entry]) -> list[str]:
+def notes(timings: Timings, entries: Sequence[Entry], show: str = "both") -> list[str]:
     """What the reader must know: both devices, what ratios are of, the scale of a stand-in, what is not there."""
-    bench, table = timings.bench, timings.table
+    bench = timings.bench
+    if show == "published":
+        return [
+            f"N.NN×: the paper's over its own {bench.base}; the paper's is {_theirs(timings)}.",
+            *_printed_notes(entries),
+        ]
     cells = [e.timed for e in entries if e.timed is not None]
-    models = [{"unstated": "a model that is not stated"}.get(m, m) for m in table.models() if m]
-    theirs = f"{' and '.join(models)} on {_paper_device(timings)}"
-    found = []
     if timings.there:
-        beside = f"ours over our {bench.base} row, measured beside it (the paper's over its own)"
-        if timings.stand_in:
-            found.append(
-                f"Stand-in: ours is {bench.model} with random weights on {timings.device}; the paper's is {theirs}. "
-                f"N.NN×: {beside}. Only ratios compare, and of those the direction; no GPU took part."
-            )
-        else:
-            found.append(
-                f"Ours: {bench.model} with random weights on {timings.device}; the paper's: {theirs}. N.NN×: {beside}. "
-                "Only ratios compare."
-            )
-        if timings.stand_in:
-            found.append(f"Stand-in's workloads: {bench.stand_in.words()}. {_mapping(timings)}")
-        if len(_named(timings)) > 1:
-            found.append("Ours is of one device and stands beside each of the paper's.")
-        found += [_repeats(timings), *_directions(timings)]
+        found = list(_ours_notes(timings, show))
     else:
-        found.append(f"(N.NN×): the paper's over its own {bench.base}; the paper's is {theirs}.")
-    found += [f"Ours: {note}." for note in bench.notes if timings.there]
+        found = [f"(N.NN×): the paper's over its own {bench.base}; the paper's is {_theirs(timings)}."]
     if any(INTEGRATED in c.marks for c in cells):
         found.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")
-    if any(e.timed is not None and _printed(e) == OOM for e in entries) or any(c.status == OOM for c in cells):
-        found.append("OOM: out of memory.")
-    recomputed = [e.exact for e in entries if e.exact]
-    if recomputed:
-        found.append(f"✓: {recomputed.count('✓')} of {len(recomputed)} printed values follow from those beside them.")
-    for mark, text in (("?", "suspect"), ("~", "repaired")):
-        if any(e.mark == mark for e in entries):
-            found.append(f"{mark}: the printed value is {text} (kvbench/papers/{table.paper}).")
+    if show != "delta":
+        found += _printed_notes([replace(e, exact="", mark="") if show == "ours" else e for e in entries])
     wrong = {(c.row["method"], c.row["workload"], c.reason) for c in cells if c.row and c.status in (REFUSED, FAILED)}
     found += [f"✗ {method} at {workload}: {reason}" for method, workload, reason in sorted(wrong)]
     found += _not_run(timings)
     if any(c.status == MISSING for c in cells):
         found.append(f"— not measured yet: {timings.command}")
-    found += [f"{n} rows of {device} are left out: a table shows one device." for device, n in timings.left_out.items()]
+    found += [f"Left out: {n} rows of {device}; a table shows one device." for device, n in timings.left_out.items()]
     if timings.stand_in:
         found.append(f"GPU numbers are missing: {SCRIPT} {bench.results} measures them; they are then shown instead.")
     if timings.there:
         found.append(f"Rows: {timings.file.parent.name}/{timings.file.name}.")
     return found
+
+
+def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
+    """Both devices, what a ratio is of, and what a stand-in is scaled to."""
+    bench, theirs = timings.bench, _theirs(timings)
+    less = "±N.NN: our ratio less the paper's. A ratio is" if show == "delta" else "N.NN×:"
+    beside = f"{less} ours over our {bench.base} row, measured beside it (the paper's over its own)"
+    if timings.stand_in:
+        yield (
+            f"Stand-in: ours is {bench.model} with random weights on {timings.device}; the paper's is {theirs}. "
+            f"{beside}. Only ratios compare, and of those the direction; no GPU took part."
+        )
+        yield f"Stand-in's workloads: {bench.stand_in.words()}. {_mapping(timings)}"
+    else:
+        yield (
+            f"Ours: {bench.model} with random weights on {timings.device}; the paper's: {theirs}. {beside}. "
+            "Only ratios compare."
+        )
+    if len(_named(timings)) > 1:
+        yield "Ours is of one device and stands beside each of the paper's."
+    yield _repeats(timings)
+    yield from _directions(timings)
+    yield from (f"Ours: {note}." for note in bench.notes)
+
+
+def _printed_notes(entries: Sequence[Entry]) -> Iterator[str]:
+    """What marks beside the numbers say."""
+    if any(e.timed is not None and (_printed(e) == OOM or e.timed.status == OOM) for e in entries):
+        yield "OOM: out of memory."
+    recomputed = [e.exact for e in entries if e.exact]
+    if recomputed:
+        yield f"✓: {recomputed.count('✓')} of {len(recomputed)} printed values follow from those beside them."
+    for mark, text in (("?", "suspect"), ("~", "repaired")):
+        paper = next((e.timed.printed.paper for e in entries if e.mark == mark and e.timed is not None), "")
+        if paper:
+            yield f"{mark}: the printed value is {text} (kvbench/papers/{paper})."
+
+
+def _theirs(timings: Timings) -> str:
+    """The paper's models and devices."""
+    models = [{"unstated": "a model that is not stated"}.get(m, m) for m in timings.table.models() if m]
+    return f"{' and '.join(models)} on {_paper_device(timings)}"
 
 
 def _paper_device(timings: Timings) -> str:

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvbench.bench import papers, placed, records
 from kvbench.bench.placed import Cell
+from kvbench.bench.records import Row
 from kvbench.errors import UsageError, unknown
 from kvbench.papers import standin
 from kvbench.papers.declared import Declared
 from kvbench.papers.published import Published, model_id
+from kvbench.shape import Shape
 
 KIND = "efficiency"
 SCRIPT = "scripts/gpu_tables.sh"
 DONE = ("measured", "OOM")
+TOKENS, BYTES = "kept_tokens", "cache_bytes"
+"""A share of tokens, and what it follows from."""
 KEYS = ("repeats", "warmup", "steps", "generate", "check", "seed", "memory_limit", "threads", "again")
 """Arguments of ``bench time`` that a table leaves open."""
 
@@ -79,9 +86,41 @@ def read(table: Declared, model: str, results: Path) -> Timings:
         bench = bench.on(model)
     file = results / ("cpu" if bench.scaled else "gpu") / f"{bench.results}.jsonl"
     rows = records.read(file)
-    cells = placed.place(bench, table.printed, rows)
+    cells = [_with_tokens(bench, c, rows) for c in placed.place(bench, table.printed, rows)]
     by_cell = dict(zip(table.printed, cells, strict=True))
     return Timings(table, bench, file, by_cell, placed.others(bench, cells, rows))
+
+
+def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
+    """The share of the prompt's tokens that a row's caches hold, from its bytes.
+
+    Of a method that keeps whole keys and values of some tokens, as many in every head of a layer: what it would hold of
+    all tokens are the full cache's bytes, but with the payload of as many heads as it stores.
+    """
+    itemsize = getattr(torch, row["dtype"]).itemsize
+    heads = shape.query_heads if "per=query_head" in row["method"].split() else shape.kv_heads
+    more = (shape.full_bytes(row["prompt"], itemsize, h) for h in (heads, shape.kv_heads))
+    of_all = full["quantities"][BYTES]["median"] + row["batch"] * (next(more) - next(more))
+    return float(row["quantities"][BYTES]["median"] / of_all)
+
+
+def _with_tokens(bench: papers.Declared, cell: Cell, rows: Sequence[Row]) -> Cell:
+    """The cell with its share of tokens where that is what is asked for."""
+    if bench.quantities.get(cell.printed.metric) != TOKENS or cell.row is None or cell.status != records.MEASURED:
+        return cell
+    full = records.base(cell.row, rows)
+    if full is None or full["status"] != records.MEASURED:
+        return cell
+    return replace(cell, value=100 * kept_tokens(cell.row, full, _shape(bench.model)))
+
+
+@cache
+def _shape(model: str) -> Shape:
+    from kvbench import config
+    from kvbench.cli.bench_memory import shape_of
+    from kvbench.cli.rewrite import rewrite
+
+    return shape_of(config.parse(config.compose_config(rewrite([f"model={model}"]).runs[0])))
 
 
 def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> None:
@@ -89,8 +128,6 @@ def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> N
 
     ``plan``: only say what would be measured. Raises UsageError for an argument that is not possible.
     """
-    import torch
-
     from kvbench.cli import bench_time
 
     keys = dict(m.partition("=")[::2] for m in more)
@@ -136,7 +173,7 @@ def trace(timings: Timings, row: str, column: str) -> str:
     lines = [f"{table.id}, {row}, {column}: {quantity} of {cell.row['method']} at {cell.row['workload']}"]
     for what, of in (("row", cell.row), ("base", cell.base)):
         if of is not None:
-            lines += _lines(timings.file, what, of, placed.source(quantity))
+            lines += _lines(timings.file, what, of, BYTES if quantity == TOKENS else placed.source(quantity))
     unit = cell.printed.unit
     if cell.value is not None:
         lines.append(f"{cell.value:.6g} {unit} on {cell.device}")

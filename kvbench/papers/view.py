@@ -11,23 +11,20 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvbench.bench.placed import Cell as Timed
 from kvbench.bench.records import NOT_RUN
-from kvbench.metrics import metric, stats
-from kvbench.papers.declared import BUDGET, MEANS, SCORE, Column, Row
+from kvbench.metrics import metric
+from kvbench.papers import shares
+from kvbench.papers.declared import BUDGET, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column, Row
 from kvbench.papers.exact import Exact, exact
 from kvbench.papers.measured import Line, Ours
 from kvbench.papers.published import MARKS, Published
-from kvbench.report import FEWEST
+from kvbench.papers.shares import Pairs
 
 AVERAGE = Column("avg", SCORE)
-ROUNDING = 0.02
-"""Difference of a printed average to that of its printed cells which rounding can explain."""
-DRAWS = 2000
-
-Pairs = NDArray[np.float64]
+ROUNDING = 2
+"""Units of a printed average's last digit by which rounding can explain a difference to that of its printed cells."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class _Reading:
 
     def relative(self, line: Line, column: Column, cell: str) -> tuple[float | None, tuple[float, float] | None]:
         if cell not in self.relatives:
-            self.relatives[cell] = _relative(self.paired(line, column, cell), _lower(self.ours, column))
+            self.relatives[cell] = shares.of_task(self.paired(line, column, cell), _lower(self.ours, column))
         return self.relatives[cell]
 
 
@@ -173,10 +170,12 @@ def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
     if printed is None or found["status"] != "measured" or found["score"] is None:
         return Entry(**base)
     relative, interval = reading.relative(line, column, found["cell"])
+    share = printed.metric == RATIO
+    score, ci = (relative, interval) if share else (found["score"], found["ci"])
     return replace(
         Entry(**base),
-        ours=found["score"],
-        ci=tuple(found["ci"]) if found["ci"] else None,
+        ours=score,
+        ci=tuple(ci) if ci else None,
         relative=relative,
         relative_ci=interval,
         n=found["n"],
@@ -189,19 +188,22 @@ def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
 def _average(reading: _Reading, line: Line, columns: Sequence[Column], entries: Sequence[Entry]) -> Entry:
     """The mean over columns as the paper takes it; on a stand-in over distinct tasks only."""
     ours = reading.ours
-    relative = ours.declared.average == "relative"
+    relative = ours.declared.average in (RELATIVE, SHARE)
     columns, entries = zip(*((c, e) for c, e in zip(columns, entries, strict=True) if c.what == SCORE), strict=True)
     stated = line.row.cells.get(AVERAGE.name) or next(
         (c for name, c in line.row.cells.items() if name.startswith("avg/")), None
     )
+    # of the full cache itself the paper prints the share, 100, not how far it is from that
+    whole = stated is not None and stated.metric == RATIO
+    less = 100 if ours.declared.average == RELATIVE and not whole else 0
     printed = [e.published_relative if relative else e.published for e in entries]
     known = [p for p in printed if p is not None]
-    published = fmean(known) - (100 if relative else 0) if len(known) == len(entries) else None
+    published = fmean(known) - less if len(known) == len(entries) else None
     differs = (
         stated is not None
         and stated.value is not None
         and published is not None
-        and abs(stated.value - published) > ROUNDING
+        and abs(stated.value - published) > ROUNDING * 10.0 ** -_decimals(stated)
     )
     base: dict[str, Any] = {
         "status": "missing" if any(e.status in ("missing", "none") for e in entries) else entries[0].status,
@@ -216,16 +218,20 @@ def _average(reading: _Reading, line: Line, columns: Sequence[Column], entries: 
     distinct = {ours.tasks[c.dataset]: (c, e) for c, e in reversed(scored)}
     chosen = list(distinct.values()) if ours.stand_in else scored
     scores = [e.relative if relative else e.ours for _, e in chosen]
-    share, interval = _mean_relative([reading.paired(line, c, e.cell) for c, e in chosen], relative)
+    share, interval = shares.of_mean([reading.paired(line, c, e.cell) for c, e in chosen], relative)
     known_scores = [s for s in scores if s is not None]
     return Entry(
         **{**base, "status": "measured"},
-        ours=fmean(known_scores) - (100 if relative else 0) if known_scores else None,
+        ours=fmean(known_scores) - less if known_scores else None,
         relative=share,
         relative_ci=interval,
         n=min(e.n for _, e in chosen),
         of=max(e.of for _, e in chosen),
     )
+
+
+def _decimals(cell: Published) -> int:
+    return sum(c.isdigit() for c in cell.printed.partition(".")[2])
 
 
 def _exact(found: Exact | None) -> str:
@@ -240,6 +246,8 @@ def _printed_full(ours: Ours, row: Row, column: Column) -> Published | None:
 
 def _share(value: Published | None, whole: Published | None) -> float | None:
     """A printed value in per cent of the printed full cache; of a perplexity, the other way round."""
+    if value is not None and value.metric == RATIO:
+        return value.value
     if value is None or whole is None or value.value is None or not whole.value:
         return None
     if value.metric == "perplexity":
@@ -280,53 +288,6 @@ def _pairs(ours: Ours, line: Line, column: Column) -> Pairs:
         ],
         dtype=np.float64,
     ).reshape(-1, 2)
-
-
-def _relative(pairs: Pairs, lower: bool) -> tuple[float | None, tuple[float, float] | None]:
-    """A mean in per cent of the full cache's over the same examples, with the interval of resampled pairs."""
-    if not len(pairs):
-        return None, None
-    if lower:  # sums of log losses: what is printed is their exponential
-        share = 100 * float(np.exp(pairs[:, 1].mean() - pairs[:, 0].mean()))
-        return share, None
-    if pairs[:, 1].mean() == 0:
-        return None, None
-    share = 100 * float(pairs[:, 0].mean() / pairs[:, 1].mean())
-    if len(pairs) < FEWEST:
-        return share, None
-    if np.ptp(pairs, axis=0).max() == 0:  # every resample is the same: what n equal draws cannot exclude
-        low, high = stats.bootstrap_ci(pairs[:, 0]) or (None, None)
-        whole = float(pairs[0, 1])
-        return share, None if low is None or high is None else (100 * low / whole, 100 * high / whole)
-    draws = _draws(pairs)
-    return share, _ends(100 * draws[:, 0] / np.maximum(draws[:, 1], 1e-12))
-
-
-def _mean_relative(tasks: Sequence[Pairs], relative: bool) -> tuple[float | None, tuple[float, float] | None]:
-    """The same of a mean over tasks: of the ratios if ``relative``, else the ratio of the means."""
-    if not tasks or any(not len(t) or t[:, 1].mean() == 0 for t in tasks):
-        return None, None
-
-    def share(means: Sequence[Any]) -> Any:
-        if relative:
-            return 100 * sum(m[..., 0] / np.maximum(m[..., 1], 1e-12) for m in means) / len(means)
-        return 100 * sum(m[..., 0] for m in means) / np.maximum(sum(m[..., 1] for m in means), 1e-12)
-
-    point = float(share([t.mean(0) for t in tasks]))
-    if min(map(len, tasks)) < FEWEST:
-        return point, None
-    return point, _ends(share([_draws(t, seed) for seed, t in enumerate(tasks)]))
-
-
-def _draws(pairs: Pairs, seed: int = 0) -> Pairs:
-    """Means [DRAWS, 2] of resampled pairs."""
-    index = np.random.default_rng(seed).integers(len(pairs), size=(DRAWS, len(pairs)))
-    return pairs[index].mean(1)
-
-
-def _ends(values: NDArray[np.float64]) -> tuple[float, float]:
-    low, high = np.quantile(values, [0.025, 0.975])
-    return float(low), float(high)
 
 
 def best(entries: Sequence[Entry], shown: str, lower: bool = False) -> float | None:

@@ -4,14 +4,17 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 
-from kvbench import presets
+from kvbench import experiment, presets
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import rewrite
 from kvbench.config import compose_config, parse
-from kvbench.papers import declared, grid, measured, page, standin
+from kvbench.papers import declared, grid, measured, page, shares, standin, trace
 from kvbench.papers.declared import Column
 from kvbench.papers.view import view
 from kvbench.store_files import line_of
@@ -84,6 +87,41 @@ def test_relative_averages_are_those_of_refreekv():
     assert entries[-1].published == pytest.approx(100 * sum(shares) / len(shares) - 100)
 
 
+def test_the_papers_own_full_row_has_an_average_that_is_right():
+    seen = view(measured.printed(table("refreekv/8"), "tiny", "not run"))
+    full = [entries[-1] for line, entries in seen.rows if line.row.method == "full"]
+    assert [(e.published, e.stated) for e in full] == [(100, None)] * 3
+    wrong = view(measured.printed(table("refreekv/2"), "tiny", "not run"))
+    assert sum(e.stated is not None for _, row in wrong.rows for e in row) == 8
+
+
+def test_printed_shares_are_beside_ours_and_averaged_as_printed(tmp_path):
+    arguments = [f"results={tmp_path}", "limit=1", "length=256", "dataset.tiny.examples=1"]
+    ours = measured.prepare(table("refreekv/1"), "tiny", arguments)
+    experiment.measure(ours.run, quiet=True)
+    line, entries = view(ours).rows[3]
+    assert line.row.name == "h2o budget=0.2"
+    assert [e.published_relative for e in entries[:-1]] == [3.2, 8.5, 96.5]
+    assert [e.ours for e in entries] == [e.relative for e in entries]
+    assert entries[-1].published == pytest.approx((3.2 + 8.5 + 96.5) / 3)
+    assert entries[-1].stated is None  # 36.1 is 36.07, rounded
+    assert "(3.2 ✓)" in page.render(view(ours))
+
+
+def test_the_interval_of_an_average_of_equal_scores_is_not_a_point():
+    ones = np.ones((10, 2))
+    share, (low, high) = shares.of_mean([ones, ones], of_ratios=False)
+    assert (share, high) == (100, 100)
+    assert low == pytest.approx(100 * 0.025 ** (1 / 20))
+
+
+def test_the_share_of_a_perplexity_has_an_interval():
+    losses = np.array([[2.0, 1.9], [3.0, 2.8], [2.5, 2.5], [2.2, 2.1], [2.9, 2.6]] * 2)
+    share, (low, high) = shares.of_task(losses, lower=True)
+    assert share == pytest.approx(100 * np.exp((losses[:, 1] - losses[:, 0]).mean()))
+    assert low < share < high < 100
+
+
 def test_the_stand_in_maps_every_dataset_and_counts_each_task_once(store, tmp_path):
     ours = measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     seen = view(ours)
@@ -122,6 +160,45 @@ def test_every_view_in_every_format(store, capsys, style, show):
         assert not re.search(r"\\\\\[", out)
 
 
+@pytest.mark.parametrize("name", ["refreekv/1", "refreekv/10", "uncomp/5", "think/4", "think/10"])
+def test_latex_has_no_sign_that_its_fonts_lack(name):
+    ours = measured.prepare(table(name), "tiny", []) if "1" in name else measured.printed(table(name), "tiny", "")
+    text = page.render(view(ours), "latex", "both" if ours.timings else "published")
+    lines = [line for line in text.splitlines() if not line.startswith("%")]
+    assert all(line.isascii() for line in lines)
+    assert not any(re.search(r"(?<!\\)[%_#]", line) for line in lines)
+    assert (r"\checkmark" in text) == (name not in ("think/4", "think/10"))
+
+
+def test_notes_say_what_the_view_shows(store):
+    seen = view(measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL]))
+    said = {show: " ".join(grid.notes(seen, show)) for show in (*grid.SHOWS, "beside")}
+    assert [show for show in said if "in brackets those of the paper" in said[show]] == ["both"]
+    assert "below them those of the paper" in said["beside"]
+    assert "less those of the paper" in said["delta"]
+    assert [show for show in said if "Stand-in" in said[show]] == ["both", "ours", "delta", "beside"]
+    assert [show for show in said if "suspect" in said[show]] == ["both", "published", "beside"]
+    assert "31.77 for 31.67 (kivi+think bits=2/2;ratio=0.4)" in said["both"]
+    assert "stated: the average that the paper states" in said["published"]
+    assert "n = " not in said["published"]
+    assert grid.title(seen, "published").endswith("as printed")
+
+
+def test_groups_of_tasks_stand_over_their_columns(store):
+    seen = view(measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL]))
+    lines = page.render(seen, "text").splitlines()
+    above, names = next((a, b) for a, b in pairwise(lines) if "single-document QA" in a)
+    rule = next(line for line in lines[lines.index(names) :] if line.startswith("─"))
+    names = lines[lines.index(rule) - 1]
+    start = above.index("single-document QA")
+    assert names.index("narrativeqa") <= start < start + len("single-document QA") <= names.index("hotpotqa")
+    assert above.index("multi-document QA") >= names.index("hotpotqa")
+    assert "|  | *single-document QA* |  |  | *multi-document QA* |" in page.render(seen, "md")
+    assert '<th colspan="3">few-shot</th>' in page.render(seen, "html")
+    assert "\x1b[1m" in page.render(seen, "text", terminal=True)
+    assert "\x1b" not in page.render(seen, "text")
+
+
 def test_csv_has_one_line_per_cell(store, capsys):
     _, out = shown(capsys, "think/4", f"results={store}", *SMALL, "--stored", "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(out)))
@@ -135,6 +212,26 @@ def test_a_number_traces_to_its_lines(store, capsys):
     cell = re.search(r"cell (\w{16})", out)[1]
     lines = [json.loads(x) for x in (store / "cells" / cell / "samples-0.jsonl").read_text().splitlines()]
     assert all(line["id"] in out for line in lines)
+
+
+def test_an_average_traces_to_its_cells(store, capsys):
+    arguments = ["think/4", f"results={store}", *SMALL, "--stored"]
+    _, out = shown(capsys, *arguments, "--trace", "kivi bits=2/2", "avg")
+    ours = measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
+    seen = view(ours)
+    cells = {ours.cell(ours.lines[0], c)[1].id for c in ours.declared.scores}
+    assert len(cells) == 6
+    assert all(out.count(f"cell {cell}") == 1 for cell in cells)
+    assert f"shown: {seen.rows[0][1][-1].relative:.6g} % of the full cache" in out
+
+
+def test_of_rows_with_one_name_the_one_that_is_run_is_traced(tmp_path):
+    ours = measured.prepare(table("think/2"), "tiny", [f"results={tmp_path}", "limit=1"])
+    name = "snapkv kv_size=512"
+    first, second = (line for line in ours.lines if line.row.name == name)
+    lines = tuple(replace(x, chain=None, skipped="another model") if x is first else x for x in ours.lines)
+    out = trace.trace(replace(ours, lines=lines), name, "qasper")
+    assert f"cell {ours.cell(second, Column('qasper', declared.SCORE, 'single-document QA'))[1].id}" in out
 
 
 def test_another_score_changes_exactly_the_cells_that_hold_it(store, tmp_path, capsys):
@@ -158,6 +255,12 @@ def test_another_score_changes_exactly_the_cells_that_hold_it(store, tmp_path, c
     assert changed == {("kivi", "lcc"), ("kivi", "repobench-p"), ("kivi", "avg")}
 
 
+def test_facts_of_datasets_stand_as_printed(capsys):
+    status, out = shown(capsys, "vatp/5", "--format", "md")
+    assert status == 0 and " abs" not in out
+    assert "| narrativeqa | —<br>(18409) | (F1 ✓) | (200 ✓) |" in out
+
+
 def test_nothing_stored_shows_dashes(tmp_path, capsys):
     status, out = shown(capsys, "think/4", f"results={tmp_path}", "--stored")
     assert status == 0
@@ -175,6 +278,7 @@ def test_nothing_stored_shows_dashes(tmp_path, capsys):
         (["think", "--trace", "a", "b"], "--trace needs one table"),
         (["think/4", "--stored", "--trace", "nothing", "lcc"], "unknown row"),
         (["think/4", "--stored", "--trace", "kivi bits=2/2", "nothing"], "unknown column"),
+        (["uncomp/5", "--trace", "qasper", "length"], "no numbers of ours"),
         (["think/4", "model=nowhere/absent"], "download=true"),
     ],
 )

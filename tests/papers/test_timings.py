@@ -15,6 +15,7 @@ from kvbench.cli.main import main
 from kvbench.html import tables as html_tables
 from kvbench.papers import counts, declared, grid, measured, timings
 from kvbench.papers.view import view
+from kvbench.shape import Shape
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -131,7 +132,45 @@ def test_a_cpus_rows_among_a_gpus_are_left_out(tmp_path, capsys):
     rows = [*think10("llama2-7b", "160+338x300"), *think10("llama2-7b", "160+338x300", device="a GPU", session="t")]
     records.append(tmp_path / "gpu" / "think10.jsonl", rows)
     _, out = shown(capsys, "think/10", f"results={tmp_path}")
-    assert "3 rows of CPU a processor, 1 thread are left out" in out
+    assert "Left out: 3 rows of CPU a processor, 1 thread" in out
+
+
+def test_a_share_of_tokens_follows_from_bytes():
+    # 2 layers, 4 query heads on 2 kv heads of 8 channels, 10 tokens, float32; 4 bytes of positions a token and layer
+    shape, at = Shape(layers=2, query_heads=4, kv_heads=2, head_dim=8), "10+4x3"
+    own, each = (2 * heads * 8 * 2 * 4 for heads in (2, 4))  # payload of one token in all layers
+    full = row("full", at, "tiny", cache_bytes=3 * 10 * (own + 8)) | {"dtype": "float32"}
+    kept = 3 * (10 + 5) / 2  # all tokens of the first layer, half of those of the second, of three rows
+    repeated = row("refreekv per=query_head", at, "tiny", cache_bytes=kept * (each + 8)) | {"dtype": "float32"}
+    plain = row("refreekv", at, "tiny", cache_bytes=kept * (own + 8)) | {"dtype": "float32"}
+    assert timings.kept_tokens(repeated, full, shape) == pytest.approx(0.75)
+    assert timings.kept_tokens(plain, full, shape) == pytest.approx(0.75)
+
+
+def test_the_budget_of_refreekv_is_one_of_tokens(tmp_path, capsys):
+    # the tiny model: 6 layers, 8 query heads on 4 kv heads of 32 channels
+    at, full = "512+1024x1", 512 * 6 * (4 * 32 * 2 * 4 + 4)
+    rows = [
+        row("full", at, "tiny", cache_bytes=full) | {"dtype": "float32"},
+        row("refreekv per=query_head", at, "tiny", cache_bytes=384 * 6 * (8 * 32 * 2 * 4 + 4)) | {"dtype": "float32"},
+    ]
+    records.append(tmp_path / "cpu" / "refreekv10.jsonl", rows)
+    arguments = ["refreekv/10", f"results={tmp_path}", "--stored"]
+    _, out = shown(capsys, *arguments, "--format", "csv")
+    found = {(r["method"], r["setting"], r["column"]): r["ours"] for r in csv.DictReader(io.StringIO(out))}
+    where = "batch=1;input=4096;output=8192"
+    assert float(found["refreekv", where, "narrativeqa/budget"]) == pytest.approx(75)
+    _, out = shown(capsys, *arguments, "--trace", f"refreekv {where}", "narrativeqa/budget")
+    assert f"cache_bytes: median {384 * 6 * (8 * 32 * 2 * 4 + 4)}" in out and "75 pct" in out
+
+
+def test_notes_of_timings_say_what_the_view_shows(results):
+    seen = view(measured.prepare(declared.load("think", "10"), "tiny", [f"results={results}"]))
+    said = {show: " ".join(grid.notes(seen, show)) for show in grid.SHOWS}
+    assert [show for show in said if "Stand-in" in said[show]] == ["both", "ours", "delta"]
+    assert [show for show in said if "our ratio less the paper's" in said[show]] == ["delta"]
+    assert "the paper's over its own kivi" in said["published"]
+    assert grid.title(seen, "published").endswith("as printed")
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -1,0 +1,97 @@
+"""Where a number of a paper's table comes from: the stored lines behind it, and how it follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from kvbench.errors import UsageError, unknown
+from kvbench.methods.chain import Chain
+from kvbench.papers.declared import MEANS, Column
+from kvbench.papers.measured import Line, Ours
+from kvbench.papers.view import View, view
+
+
+def trace(ours: Ours, row: str, column: str) -> str:
+    """The cell behind a number with each example's score, or the cells behind an average. UsageError for no such."""
+    lines = [line for line in ours.lines if line.row.name == row]
+    if not lines:
+        raise unknown("row", row, [line.row.name for line in ours.lines])
+    seen = view(ours)
+    columns = [c for c in seen.columns if c in ours.declared.scores or c.dataset in MEANS]
+    if not columns:
+        raise UsageError(f"{ours.declared.id} has no numbers of ours to trace: it shows what is printed")
+    chosen = next((c for c in columns if c.name == column), None)
+    if chosen is None:
+        raise unknown("column", column, [c.name for c in columns])
+    # of rows with one name, as of two models, the one that is run here
+    line = next((x for x in lines if x.chain is not None), lines[0])
+    if line.chain is None:
+        raise UsageError(f"{row} on {column} is not run here: {line.refused or line.skipped}")
+    if chosen.dataset in MEANS:
+        found = [*_average(ours, line), *_shown(seen, line, chosen)]
+    else:
+        found = [*_lines(ours, line, chosen), *_shown(seen, line, chosen)]
+    return "\n".join([f"{ours.declared.id}, {row}, {column}:", *found])
+
+
+def _lines(ours: Ours, line: Line, column: Column) -> Iterator[str]:
+    """Every example's line of a cell, with the full cache's score beside it on a stand-in."""
+    found = ours.cell(line, column)
+    if found is None or ours.run is None:
+        raise UsageError(f"{line.row.name} on {column.name} is not run here: {ours.absent.get(column.dataset, '')}")
+    (group, cell), store = found, ours.run.store
+    samples, whole = store.samples(cell.id), ours.full(column)
+    beside = store.samples(whole[1].id) if whole is not None and ours.stand_in else {}
+    yield from _place(ours, line, column)
+    yield f"files: {store.folder(cell.id)}/samples-*.jsonl, cell.json, metrics.json"
+    for example in group.examples:
+        sample, other = samples.get(example.id), beside.get(example.id)
+        if sample is None:
+            yield f"  {example.id}: not measured"
+        else:
+            full = "" if other is None else f"(full {other['score']!s}) "
+            yield f"  {example.id}: {sample['score']!s:<8} {full}{str(sample['prediction'])[:60]!r}"
+
+
+def _place(ours: Ours, line: Line, column: Column) -> Iterator[str]:
+    """A cell with its mean and how many lines it has; on a stand-in the full cache's, too."""
+    found, whole = ours.cell(line, column), ours.full(column)
+    if found is None:
+        yield f"{column.name}: not run here"
+        return
+    group, cell = found
+    yield f"{column.name} ({group.column}): {_mean(ours.value(line, column))}, cell {cell.id}"
+    if ours.stand_in and whole is not None:
+        yield f"  full cache: {_mean(ours.value(replace(line, chain=Chain(), refused=''), column))}, cell {whole[1].id}"
+
+
+def _mean(value: dict[str, Any]) -> str:
+    if value["status"] != "measured" or value["score"] is None:
+        return str(value["status"])
+    return f"{value['score']:.6g} ({value['metric']}, {value['n']} lines)"
+
+
+def _average(ours: Ours, line: Line) -> Iterator[str]:
+    """The cells of an average, each task once."""
+    known: set[str] = set()
+    for column in ours.declared.scores:
+        task = ours.tasks.get(column.dataset, column.dataset)
+        if not ours.stand_in or task not in known:
+            known.add(task)
+            yield from (f"  {text}" for text in _place(ours, line, column))
+
+
+def _shown(seen: View, line: Line, column: Column) -> Iterator[str]:
+    """What the table shows of it."""
+    entries = next(row for other, row in seen.rows if other is line)
+    entry = entries[seen.columns.index(column)]
+    stand_in = seen.ours.stand_in
+    value = entry.relative if stand_in else entry.ours
+    if value is not None:
+        yield f"shown: {value:.6g}{' % of the full cache' if stand_in else ''}"
+    if entry.published is not None:
+        share = entry.published_relative
+        beside = f", {share:.6g} % of its full cache" if stand_in and share is not None else ""
+        yield f"published: {entry.published:.6g}{beside}"
