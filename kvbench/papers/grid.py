@@ -63,7 +63,8 @@ def grid(view: View, show: str) -> Grid:
         blocks.append((heading, tuple(rows)))
     names = tuple(c.name if timings is None else timing_text.name(timings, c.name) for c in view.columns)
     groups = [c.group for c in view.columns]
-    if len({*groups} - {""}) < 2:  # one group says nothing
+    named = [(group, count) for group, count in runs(groups) if group]
+    if len(named) < 2 or all(count == 1 for _, count in named):  # what is one group, or one column, says nothing
         groups = [""] * len(groups)
     return Grid(("", *names), ("", *groups), tuple(blocks))
 

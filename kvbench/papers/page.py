@@ -52,7 +52,7 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
 
 
 def _text(name: str, whole: Grid, lines: Sequence[str], bold: bool) -> str:
-    parts = [fill(name, WIDTH), ""]
+    parts = [fill(name, WIDTH, break_on_hyphens=False), ""]
     for piece in _folded(whole):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="none")
         for i, column in enumerate(piece.names):
@@ -72,7 +72,7 @@ def _text(name: str, whole: Grid, lines: Sequence[str], bold: bool) -> str:
         console.print(table)
         drawn = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
         parts += [*_group_lines(piece, drawn), *drawn]
-    return "\n".join([*parts, *(fill(n, WIDTH, break_long_words=False) for n in lines)]) + "\n"
+    return "\n".join([*parts, *(fill(n, WIDTH, break_long_words=False, break_on_hyphens=False) for n in lines)]) + "\n"
 
 
 def _styled(cell: Text) -> RichText:
@@ -91,7 +91,9 @@ def _group_lines(piece: Grid, drawn: Sequence[str]) -> list[str]:
         last = column + count - 1
         start = max(ends[column - 1] + 2, ends[column] - _width(piece, column)) if column else 0
         if group:
-            spans.append((start, ends[last] - start, wrap(group, max(8, ends[last] - start))))
+            lines = wrap(group, max(1, ends[last] - start), break_long_words=False)
+            start = min(start, ends[last] - max(map(len, lines)))
+            spans.append((start, ends[last] - start, lines))
         column = last + 1
     tallest = max(len(lines) for _, _, lines in spans)
     out = [""] * tallest

@@ -199,6 +199,15 @@ def test_groups_of_tasks_stand_over_their_columns(store):
     assert "\x1b" not in page.render(seen, "text")
 
 
+def test_groups_of_one_column_each_are_left_out(tmp_path):
+    seen = view(measured.prepare(table("uncomp/2"), "tiny", [f"results={tmp_path}", "limit=1"]))
+    assert not any(grid.grid(seen, "both").groups)
+    for name in ("refreekv/2", "refreekv/8", "think/1", "vatp/1"):  # names of groups in folded pieces
+        lines = page.render(view(measured.printed(table(name), "tiny", "")), "text").splitlines()
+        assert any("summarisation" in line for line in lines)
+        assert max(map(len, lines)) <= 100
+
+
 def test_csv_has_one_line_per_cell(store, capsys):
     _, out = shown(capsys, "think/4", f"results={store}", *SMALL, "--stored", "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(out)))
