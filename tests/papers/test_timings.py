@@ -92,7 +92,10 @@ def test_every_view_in_every_format(results, capsys, style, show):
     status, out = shown(capsys, "think/10", f"results={results}", "--stored", "--format", style, "--show", show)
     assert status == 0
     sides = {"ours": "0.75×", "published": "0.86×", "delta": "−0.11", "both": "(0.86×)"}
-    assert sides[show].replace("−", "$-$" if style == "latex" else "−") in out
+    wanted = sides[show]
+    if style == "latex":
+        wanted = wanted.replace("−", "$-$").replace("×", r"$\times$")
+    assert wanted in out
     assert ("53.3" in out) == (show in ("published", "both"))
     if style == "text":
         assert max(map(len, out.splitlines())) <= 100
