@@ -31,7 +31,7 @@ from kvbench.store import ResultStore
 
 ROWS = Path(__file__).resolve().parent.parent / "results"
 FOLDER = ROWS / "tables"
-EXAMPLES = 20  # of each task
+EXAMPLES = 50  # of each task
 
 
 def rendered(seen: View) -> str:
