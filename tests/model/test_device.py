@@ -1,0 +1,110 @@
+"""On a device of its own, such as a GPU: nothing stays behind on the CPU, and a step that is recorded waits for nothing."""
+
+import copy
+
+import pytest
+import torch
+from elsewhere import DEVICE, Elsewhere, moved, pretended
+from families import build as family
+
+from kvbench.accounting import held
+from kvbench.bench.sampling import skip
+from kvbench.methods import registry
+from kvbench.methods.base import Modifier
+from kvbench.methods.chain import Chain
+from kvbench.model import graph
+from kvbench.model.interface import attached
+from kvbench.model.prefill import prefill_chains
+from kvbench.model.step import build, step
+
+CHAINS = ["snapkv+think", "adakv+think", "adakv+kivi", "think+kivi", "h2o+think variant=orig", "scissorhands+vatp"]
+N, NEW = 60, 40
+
+
+def every_method():
+    """Those that need no calibration, each by itself or on the first that it decorates, and some chains."""
+    written = [*CHAINS, "uncomp-group grouping=random"]
+    for name in registry.available():
+        stage = registry.make_stage(name, registry.defaults(name)) if name != "full" else None
+        if stage is None or not stage.unbound:
+            written.append(f"{stage.decorates[0]}+{name}" if isinstance(stage, Modifier) else name)
+    return [parsed(w) for w in written]
+
+
+def parsed(written):
+    method, *knobs = written.split()
+    sized = any("kv_size" in registry.knob_names(m) for m in method.split("+"))
+    return registry.parse({"method": method, **({"kv_size": 40} if sized else {}), **dict(k.split("=") for k in knobs)})
+
+
+def answered(model, chains):
+    """Logits of two steps of every chain's two rows, a few tokens apart, and of one where half of the rows are left."""
+    ids = torch.randint(3, 120, (N,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), attached(model):
+        read = [prefill_chains(model, ids[:n], chains) for n in (N, N - 15)]
+        caches = [c for pair in zip(*read, strict=True) for c in pair]
+        assert all(held(layer).total > 0 for c in caches for layer in c.layers)
+        batch, found = build(model, caches, NEW), []
+        starts = torch.tensor([[c.seen] for c in caches], device=model.device)
+        token = torch.full_like(starts, 5)
+        for t in range(2):
+            found.append(step(model, batch, token, starts + t))
+        odd = torch.arange(1, len(caches), 2)
+        for layer in batch:
+            layer.keep(odd)
+            assert all(n > 0 for n in layer.stored())
+        found.append(step(model, batch, token[1::2], starts[1::2] + 2))
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_every_method_runs_where_the_model_is(name):
+    chains = every_method()
+    if name == "opt":
+        chains = [c for c in chains if "expectedattention" not in c.name]
+    # those that change what the model computes are apart
+    model = copy.deepcopy(family(name))
+    want = answered(model, chains)
+    moved(model)
+    with pretended():
+        found = answered(model, chains)
+    for mine, theirs in zip(found, want, strict=True):
+        assert mine.device == DEVICE and (mine.inner - theirs).abs().max() < 1e-4
+
+
+def test_what_mixes_devices_fails_as_on_a_gpu():
+    with pretended() as waits:
+        there = torch.ones(3, device=DEVICE)
+        with pytest.raises(RuntimeError, match="same device"):
+            there + torch.ones(3)
+        assert not waits
+        there[there > 0] + there[torch.tensor([0])]
+        assert float(there.sum()) == 3 and torch.tensor([2], device=DEVICE).tolist() == [2]
+        assert waits == ["aten::index", "aten::index", "aten::_local_scalar_dense", "tensor", "tolist"]
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox"])
+@pytest.mark.parametrize("method", ["full", "snapkv+think", "adakv"])
+def test_a_recorded_step_waits_for_nothing(name, method, monkeypatch):
+    """CUDA records no step in which the processor waits for the device or hands it numbers."""
+    model, ids = moved(copy.deepcopy(family(name))), torch.arange(3, 3 + N)
+    asked = []
+
+    def recorded(run, device):
+        run()
+        before = len(waits)
+        run()
+        asked.extend(waits[before:])
+        return run
+
+    monkeypatch.setattr(graph, "recorded", recorded)
+    with pretended() as waits, torch.no_grad(), attached(model):
+        chain = parsed(method) if method != "full" else Chain()
+        batch = build(model, [prefill_chains(model, ids, [chain])[0] for _ in range(2)], NEW)
+        recording = graph.Graph(model, batch)
+        assert isinstance(recording.place, Elsewhere) and asked == []
+        skip(model, batch, 9)
+        before = len(waits)
+        token = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
+        recording.step(token, token + N + 9)
+        assert waits[before:] == []
