@@ -18,6 +18,15 @@ from kvbench.model.interface import attention_modules
 GIB = 2**30
 USED_SHARE = 0.7
 """Of the free memory, what ``memory=auto`` takes: activations, padding and other processes need the rest."""
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "DefaultCPUAllocator",
+    "CUDA out of memory",
+    "CUDA error: out of memory",  # of the driver, where PyTorch's allocator is not asked
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+"""What errors of no type of their own say."""
 
 
 def of_process(key: str) -> int:
@@ -80,10 +89,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on a GPU or on the CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("can't allocate memory", "DefaultCPUAllocator", "CUDA out of memory")
-    )
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
 def release() -> None:

@@ -18,28 +18,32 @@ KIVI="method=kivi,kivi+think bits=4 ratio=0.4,0.5"
 UNCOMP="model=llama2-7b-chat preset=uncomp method=uncomp-stage+uncomp-group,uncomp-group grouping=random least_size=512 kv_size=384"
 BASELINES="model=llama2-7b-chat preset=uncomp method=h2o,pyramidkv,snapkv kv_size=384"
 VATP="model=llama2-7b-chat preset=vatp method=scissorhands,scissorhands+vatp half_ratio=0.25,0.125"
+QHITTER="model=opt-6.7b preset=qhitter method=h2o,qhitter kv_ratio=0.2 bits=4"
+LONG="model=mistral-7b-instruct-v0.2"
 REFREEKV="model=llama3-8b-instruct preset=refreekv"
 
 # name | minutes, estimated and never tried | arguments of bench time
 PARTS="\
-think10   | 5 | model=llama2-7b $KIVI workloads=160+338x300 repeats=2 generate=sampled steps=16
-uncomp3   | 2 | $UNCOMP workloads=3500+64x1 repeats=5
+think10   | 4 | model=llama2-7b $KIVI workloads=160+338x300 repeats=2 generate=sampled steps=16
+uncomp3   | 1 | $UNCOMP workloads=3500+64x1 repeats=5
 uncomp3   | 1 | $BASELINES workloads=3500+64x1 repeats=5
 vatp4     | 4 | $VATP workloads=4096+128x12 repeats=2
-think11   | 5 | model=llama2-7b $KIVI workloads=160+338xmax memory_limit=30 repeats=2 generate=sampled steps=16
-uncomp10  | 4 | $UNCOMP workloads=3712+384x1,3712+384x4,3712+384x8 repeats=1 generate=sampled steps=16
-qhitter2  | 3 | model=opt-6.7b preset=qhitter method=h2o,qhitter kv_ratio=0.2 bits=4 workloads=512+32x16,512+512x16 repeats=2 peers=dynamic,offload,deepspeed,flexgen generate=sampled steps=16
-refreekv10| 3 | $REFREEKV method=refreekv workloads=512+512x8,512+512x16,2048+2048x16,4096+4096x8 repeats=1 generate=sampled steps=16
+think11   | 4 | model=llama2-7b $KIVI workloads=160+338xmax memory_limit=30 repeats=2 generate=sampled steps=16
+uncomp10  | 3 | $UNCOMP workloads=3712+384x1,3712+384x4,3712+384x8 repeats=1 generate=sampled steps=16
+targets   | 3 | $LONG method=snapkv,think kv_size=1024 workloads=16384+64x8,16384+64x1 repeats=2
+qhitter2  | 3 | $QHITTER workloads=512+32x16 repeats=1 peers=dynamic,offload,deepspeed,flexgen
+refreekv10| 2 | $REFREEKV method=refreekv workloads=512+512x8,512+512x16,2048+2048x16,4096+4096x8 repeats=1 generate=sampled steps=16
 think3b   | 3 | model=llama2-7b-chat method=kivi,kivi+think ratio=0.4 bits=2,4 workloads=160+338x32,160+338x64,160+338x128 repeats=1 generate=sampled steps=16
 refreekv3 | 2 | $REFREEKV method=refreekv,h2o,streamingllm,snapkv kv_ratio=0.5 workloads=7500+32x1,7500+128x1 repeats=3
 check     | 1 | model=llama2-7b method=kivi bits=4 workloads=160+338x16 repeats=1 generate=sampled steps=16 check=true
+targets   | 2 | $LONG method=snapkv kv_size=1024 workloads=16384+64x1,16384+64x8 repeats=1 step=plain,graph
 uncomp10  | 3 | $UNCOMP workloads=3712+384x10,3712+384x12,4032+64x1,4032+64x8,4032+64x10 repeats=1 generate=sampled steps=16
-refreekv10| 3 | $REFREEKV method=refreekv workloads=512+4096x2,4096+8192x1,4096+8192x2,8192+16384x1 repeats=1 generate=sampled steps=64
-qhitter2  | 1 | model=opt-6.7b preset=qhitter method=h2o,qhitter kv_ratio=0.2 bits=4 workloads=512+1024x16 repeats=1 peers=dynamic,deepspeed,flexgen generate=sampled steps=64"
+refreekv10| 2 | $REFREEKV method=refreekv workloads=512+4096x2,4096+8192x1,4096+8192x2,8192+16384x1 repeats=1 generate=sampled steps=64
+qhitter2  | 2 | $QHITTER workloads=512+512x16,512+1024x16 repeats=1 peers=deepspeed,flexgen generate=sampled steps=16"
 
 small() {  # the same arguments at sizes of seconds
   sed -E -e 's/model=[^ ]+/model=tiny/' -e 's/workloads=[^ ]*xmax/workloads=160+6xmax/' -e 's/memory_limit=[^ ]+/memory_limit=0.02/' \
-    -e 's/workloads=[^ ]*x[0-9]+/workloads=160+6x2/' -e 's/kv_size=384/kv_size=130/' -e 's/repeats=[0-9]+/repeats=1/' \
+    -e 's/workloads=[^ ]*x[0-9]+/workloads=160+6x2/' -e 's/kv_size=[0-9]+/kv_size=130/' -e 's/repeats=[0-9]+/repeats=1/' \
     -e 's/steps=[0-9]+/steps=1/'
 }
 

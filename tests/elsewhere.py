@@ -1,5 +1,5 @@
-"""A GPU that is not there: tensors that say they are on cuda:0 and are computed on the CPU. Whatever mixes devices fails
-as it would on a real one, and ``waits`` tells where the processor would have to wait for the device."""
+"""A GPU that is not there: tensors that say they are on cuda:0 and are computed on the CPU. Whatever mixes devices
+fails as it would on a real one, and ``waits`` tells where the processor would have to wait for the device."""
 
 from contextlib import contextmanager
 from unittest.mock import patch

@@ -43,6 +43,11 @@ def facts(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def under_load(device: torch.device) -> dict[str, Any]:
+    """A GPU's clocks right after it has worked, which those of an idle one do not tell; nothing elsewhere."""
+    return {"clocks_after": clocks(device)} if device.type == "cuda" else {}
+
+
 def paths(device: torch.device) -> str:
     """What decode attention runs on: kernels on a GPU, compiled code for packed caches on a CPU, else plain PyTorch."""
     if device.type == "cpu":
@@ -55,7 +60,9 @@ def clocks(device: torch.device) -> dict[str, str]:
     """What nvidia-smi says of the device's clocks now; empty where it cannot be asked."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    asked = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader", f"--id={device.index or 0}"]
+    # by its own name: the number that PyTorch has for it depends on CUDA_VISIBLE_DEVICES
+    card = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    asked = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader", card]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

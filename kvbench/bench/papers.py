@@ -67,7 +67,8 @@ class Declared:
     results: the file of measured rows. arguments: of ``bench time``, for all of its methods. methods: our row by
     published method, with as many of its settings as it takes to tell it apart. quantities: ours by published metric.
     base: the published method that ratios are to. device: the paper's, where its rows do not say. notes: what else
-    the reader must know of ours. not_run: reasons by model, method or dataset. stand_in: on a small model on a CPU.
+    the reader must know of ours. not_run: reasons by model, method or dataset, with settings where it is about some
+    cells alone. stand_in: on a small model on a CPU.
     scaled: whether this is the stand-in's side.
     """
 
@@ -106,7 +107,9 @@ class Declared:
 
     def why_not(self, cell: Published) -> str:
         """The reason why a published cell is not run; '' if it is."""
-        return next((self.not_run[k] for k in (cell.model, cell.method, cell.dataset) if k in self.not_run), "")
+        names, facts = (cell.model, cell.method, cell.dataset), {f"{k}={v}" for k, v in cell.settings.items()}
+        about = ((*words.split(), why) for words, why in self.not_run.items())
+        return next((why for name, *some, why in about if name in names and set(some) <= facts), "")
 
     def on(self, model: str) -> Declared:
         """The same table on a small model, at the stand-in's sizes."""

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.bench.architecture import step_weight_bytes
+from kvbench.memory import release
 from kvbench.model.interface import head_counts, synchronise
 from kvbench.shape import from_config
 
@@ -63,6 +64,8 @@ def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
     """Bytes a second, read and written, of the device's own copy of ``size`` bytes: the median of several."""
     asked = size or COPIED.get(device.type, COPIED["cpu"])
     if device.type == "cuda":
+        # what others have given up is still PyTorch's, and no free memory
+        release()
         # a quarter of what is free, so that it fits beside a large model
         asked = min(asked, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.zeros(asked, dtype=torch.uint8, device=device)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.bench import generators, passes, peak, roofline
+from kvbench.bench import environment, generators, passes, peak, roofline
 from kvbench.bench.architecture import weight_bytes
 from kvbench.bench.passes import Pass
 from kvbench.bench.peak import Peak
@@ -128,14 +128,15 @@ def measure(
             orders.append([t.entrant.name for t in going])
             for t in going:
                 say(f"{t.workload.name} {t.entrant.name}: {i + 1} of {settings.repeats}")
-                done = _try(t, lambda t=t: _pass(model, t, settings))  # type: ignore[misc]
+                done = _try(t, lambda t=t: _timed(model, t, settings))  # type: ignore[misc]
                 if done is not None:
                     found[t.entrant.name].append(done)
         for t in tried:
             if settings.check and t.status == MEASURED and any(p.integrated for p in found[t.entrant.name]):
                 say(f"{t.workload.name} {t.entrant.name}: all steps, to check")
                 t.full = _try(t, lambda t=t: _pass(model, t, replace(settings, sample=None)))  # type: ignore[misc]
-    together = {"session": session, "seed": settings.seed, "orders": orders, "facts": dict(settings.facts)}
+        facts = {**settings.facts, **environment.under_load(model.device)}
+    together = {"session": session, "seed": settings.seed, "orders": orders, "facts": facts}
     return [_row(model, t, found[t.entrant.name], bandwidth, settings) | together for t in tried]
 
 
@@ -216,6 +217,14 @@ def _pass(model: PreTrainedModel, t: _Tried, settings: Settings) -> Pass:
     return passes.run(model, t.entrant.chain.chain, ids, t.workload.new, settings.sample, graph=t.entrant.graph)
 
 
+def _timed(model: PreTrainedModel, t: _Tried, settings: Settings) -> Pass:
+    if t.peak is not None:
+        return _pass(model, t, settings)
+    # without a warm-up nobody has seen yet how much memory it takes
+    done, t.peak = peak.watched(lambda: _pass(model, t, settings), model.device)
+    return done
+
+
 def _try(t: _Tried, run: Callable[[], Any]) -> Any:
     """What ``run`` returns; None, with the status and reason noted, if it fails."""
     try:
@@ -277,13 +286,24 @@ def finished(
     settings: Settings,
     device: torch.device,
 ) -> dict[str, Row]:
-    """Of rows by key, those that need not be tried again: what ended, and peers that still cannot run."""
+    """Of rows by key, those that need not be tried again: what ended, and peers that still cannot run.
+
+    A row of fewer repeats than are asked for, or without the check that is, has not ended.
+    """
     barred = {row_key(e, w, settings): why_not(e, w, device) for w in workloads for e in entrants}
     return {
         k: row
         for k, row in known.items()
-        if row["status"] in FINISHED or (row["status"] == NOT_RUN and row["reason"] == barred.get(k))
+        if (row["status"] in FINISHED and _enough(row, settings))
+        or (row["status"] == NOT_RUN and row["reason"] == barred.get(k))
     }
+
+
+def _enough(row: Row, settings: Settings) -> bool:
+    if row["status"] != MEASURED:
+        return True
+    unchecked = settings.check and "integrated" in row["marks"] and "check" not in row["quantities"]
+    return row["quantities"]["total"]["n"] >= settings.repeats and not unchecked
 
 
 def sessions(

@@ -97,7 +97,7 @@ class Store:
         """Pack what has left the residual."""
         block = self.residual.unit
         while True:
-            due = [u for u, n in enumerate(self.total) if self.residual.packed(n) > self.packed[u]]
+            due = self._due()
             if not due:
                 return
             span = self._span(self.packed, block) if len(due) == len(self.total) else None
@@ -116,6 +116,23 @@ class Store:
                 mine[rows[:, None], :, at] = fresh.transpose(1, 2)
             for u in due:
                 self.packed[u] += block
+
+    def _due(self) -> Sequence[int]:
+        """The rows of which tokens have left the residual."""
+        if len(set(self.total)) == len(set(self.packed)) == 1:
+            # rows of a batch are often alike, and a step has no time to ask hundreds of them in every layer
+            return range(len(self.total)) if self.residual.packed(self.total[0]) > self.packed[0] else ()
+        return [u for u, n in enumerate(self.total) if self.residual.packed(n) > self.packed[u]]
+
+    def skip(self, tokens: int) -> None:
+        """Hold ``tokens`` more without any being written or packed: what is stored for them is random."""
+        before, self.total = min(self.packed), [n + tokens for n in self.total]
+        self.packed = [max(p, self.residual.packed(n)) for p, n in zip(self.packed, self.total, strict=True)]
+        codes, scale, low = self.codes.tokens(before, max(self.packed)).payload()
+        codes.random_(0, 256)
+        for numbers in (scale, low):
+            numbers.uniform_(0.01, 0.1)
+        self.ring.normal_()
 
     def _settle_together(self, span: slice) -> None:
         """Pack the tokens in the slots ``span``, which every row packs next: no index is made for it."""
@@ -165,6 +182,11 @@ class CodedRows:
         """Take k, v [U, Hk, T, D] of T new tokens."""
         self.k.add(k)
         self.v.add(v)
+
+    def skip(self, tokens: int) -> None:
+        """Hold ``tokens`` more, random ones, at once: for who asks what a step costs, not what it says."""
+        self.k.skip(tokens)
+        self.v.skip(tokens)
 
     def attend(
         self, query: Tensor, scale: float, masker: Masker | None = None, sizes: list[Tensor] | None = None

@@ -63,15 +63,20 @@ class StillLayer(KvbenchLayer):
         mine = self.layer
         assert mine.keys is not None and mine.values is not None
         older = torch.arange(mine.capacity, device=query.device) < self.place
+
+        def tail(k: Tensor, v: Tensor) -> RowSegment:
+            # kernels step through lengths row by row
+            length = self.place.to(torch.int32).repeat(len(k), 1)
+            return RowSegment(k, v, older.expand(len(k), 1, -1), lengths=length)
+
+        if len(mine.groups) == 1 and mine.groups[0].heads is None:
+            # all rows in their order: nothing of the tail is copied
+            return attend(query, [*mine.groups[0].segments, tail(mine.keys, mine.values)], self.newest, scale)
         out = torch.empty_like(query)
         for g in mine.groups:
-            asked = g.split(query)
-            rows = len(asked)
-            # kernels step through it row by row
-            length = self.place.to(torch.int32).repeat(rows, 1)
-            tail = RowSegment(g.tail(mine.keys), g.tail(mine.values), older.expand(rows, 1, -1), lengths=length)
             newest = (g.tail(self.newest[0]), g.tail(self.newest[1]))
-            g.put(out, attend(asked, [*g.segments, tail], newest, scale))
+            segments = [*g.segments, tail(g.tail(mine.keys), g.tail(mine.values))]
+            g.put(out, attend(g.split(query), segments, newest, scale))
         return out
 
 

@@ -181,6 +181,22 @@ def test_the_script_keeps_to_its_time_and_names_what_is_not_run(dry):
     assert "qhitter/2: not run: opt-30b" in dry and "refreekv/3: not run: llama-3-70b-instruct" in dry
 
 
+def test_the_script_measures_what_the_targets_are_about(dry):
+    """Decoding of what compresses the prompt alone: 16k tokens, one row and eight, with and without a recorded step."""
+    given = [dict(a.split("=", 1) for a in arguments.split()) for arguments in papers.files(dry)["targets"]]
+    for arguments in given:
+        sizes = [workload.parse(w) for w in split_list(arguments["workloads"])]
+        assert {s.batch for s in sizes} == {1, 8} and min(s.prompt for s in sizes) >= 16384
+    assert {a.get("step", "plain") for a in given} == {"plain", "plain,graph"}
+
+
+def test_a_reason_may_be_about_some_settings_alone():
+    found = placed.place(papers.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
+    offloaded = [c for c in found if c.printed.method == "accelerate" and c.printed.model != "opt-30b"]
+    status = {c.printed.settings["gen"]: c.status for c in offloaded}
+    assert status == {"32": "missing", "512": "not run", "1024": "not run"}
+
+
 @pytest.mark.parametrize(("paper", "table"), papers.tables())
 def test_every_declared_row_is_measured_by_a_part(paper, table, dry):
     declared, made = papers.load(paper, table), set()

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from elsewhere import DEVICE, pretended
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench import config
@@ -117,7 +118,7 @@ def test_times_between_stretches_are_interpolated():
     assert bent.seconds == pytest.approx(12.0)
 
 
-@pytest.mark.parametrize("method", ["full", "snapkv+think", "kivi", "snapkv+kivi"])
+@pytest.mark.parametrize("method", ["full", "snapkv+think", "kivi", "snapkv+kivi", "adakv+kivi"])
 def test_a_skipped_cache_holds_as_much_as_one_that_was_decoded(model, method):
     (chain,) = chains(method)
     ids = prompts(Workload(160, 100, 2), 721, 0)
@@ -132,6 +133,33 @@ def test_a_skipped_cache_holds_as_much_as_one_that_was_decoded(model, method):
         step(model, skipped, token, torch.full_like(token, 250))
     assert [layer.stored() for layer in skipped] == [layer.stored() for layer in walked]
     assert [layer.used for layer in skipped] == [layer.used for layer in walked]
+
+
+def test_packed_rows_are_skipped_at_once(model, monkeypatch):
+    """Packing 90 tokens one by one in every layer takes as long as the steps that are left out."""
+    (chain,) = chains("kivi")
+    caches = [prefill_chains(model, row, [chain])[0] for row in prompts(Workload(160, 400, 2), 721, 0)]
+    batch = build(model, caches, 400)
+    stores = [s for layer in batch for g in layer.groups for s in (g.coded.k, g.coded.v)]
+    before = [s.codes.codes.clone() for s in stores]
+    with monkeypatch.context() as patch:
+        for store in stores:
+            patch.setattr(store, "pack", None)
+        skip(model, batch, 300)
+    for store, old in zip(stores, before, strict=True):
+        assert store.total == [460, 460] and store.packed == [store.residual.packed(460)] * 2
+        # what the prompt left is still there, and what comes behind it is not all alike
+        first, step = store.residual.packed(160) // store.step, store.residual.packed(460) // store.step
+        assert torch.equal(store.codes.codes[:, :, :first], old[:, :, :first])
+        assert store.codes.codes[:, :, first:step].unique().numel() > 100 and store.ring.std() > 0.9
+    with torch.no_grad(), attached(model):
+        found = step_of(model, batch, 460)
+    assert found.isfinite().all()
+
+
+def step_of(model, batch, position):
+    token = torch.zeros(2, 1, dtype=torch.int64)
+    return step(model, batch, token, torch.full_like(token, position))
 
 
 def test_a_cache_that_evicts_is_sampled_only_at_its_budget(model):
@@ -221,6 +249,15 @@ def test_the_bound_is_bytes_over_bandwidth(model):
     assert found.moved == architecture.weight_bytes(model) + 1e6 + written
     assert found.fraction == pytest.approx(found.moved / 1e9 / 0.01)
     assert 1e8 < roofline.copy_bandwidth(CPU, 2**24) < 1e13
+
+
+def test_a_copy_is_made_in_memory_that_others_have_given_back(monkeypatch):
+    cached = [70 * 2**20]
+    monkeypatch.setattr(roofline, "release", cached.clear)
+    monkeypatch.setattr(roofline, "synchronise", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**24 if not cached else 3, 2**30))
+    with pretended():
+        assert 1e7 < roofline.copy_bandwidth(DEVICE) < 1e13
 
 
 @pytest.mark.parametrize(("text", "expected"), [("160+338x300", (160, 338, 300)), ("512+32", (512, 32, 1))])

@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvbench import config
-from kvbench.bench import architecture, passes, peak, records, time_table, timing
+from kvbench.bench import architecture, environment, passes, peak, records, time_table, timing
 from kvbench.bench.workload import Workload
 from kvbench.cli.bench_time import OWN
 from kvbench.cli.main import main
@@ -140,6 +141,9 @@ def model():
     [
         (torch.OutOfMemoryError("CUDA out of memory"), "OOM"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "OOM"),
+        (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), "OOM"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "OOM"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "OOM"),
         (KvbenchError("the model attends a sliding window"), "refused"),
         (ZeroDivisionError("x"), "failed"),
     ],
@@ -269,6 +273,46 @@ def test_a_check_runs_all_steps_once(model, monkeypatch):
     assert row["marks"] == ["integrated"] and 0.2 < row["quantities"]["check"]["median"] < 5
     assert row["sampled"][0]["starts"] == (0, 17, 34, 51)
     assert "generation: full 0" in time_table.render([row | {"workload": "64+60x1"}]).replace("full 1", "full 0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "there"),
+    [({}, 1), ({"repeats": 2}, 0), ({"check": True}, 0), ({"check": True, "sample": None}, 1)],
+)
+def test_a_row_with_less_than_is_asked_for_is_measured_again(changes, there):
+    asked = settings(**{"sample": 8, **changes})
+    (full,), at = entrants(), Workload(64, 60, 1)
+    row = {"key": timing.row_key(full, at, asked), "status": "measured", "reason": ""}
+    row |= {"marks": ["integrated"] if asked.sample else [], "quantities": {"total": {"median": 1.0, "n": 1}}}
+    cpu = torch.device("cpu")
+    assert len(timing.finished({row["key"]: row}, [full], [at], asked, cpu)) == there
+    row["status"], row["quantities"] = "OOM", {}
+    assert timing.finished({row["key"]: row}, [full], [at], asked, cpu)
+
+
+def test_without_a_warm_up_a_gpus_peak_is_that_of_the_first_repeat(model, monkeypatch):
+    seen = [peak.Peak(1 << 40, 1 << 41), peak.Peak(3, 4)]
+    monkeypatch.setattr(peak.Processes, "ask", lambda *a: None)
+    monkeypatch.setattr(peak, "watched", lambda run, device: (run(), seen.pop(0)))
+    monkeypatch.setattr(timing, "_ready", lambda *a: None)
+    (row,) = timing.measure(model, entrants(), Workload(20, 3, 1), settings(repeats=2))
+    assert row["quantities"]["peak_allocated"]["median"] == 1 << 40 and len(seen) == 1
+
+
+def test_a_gpus_clocks_are_read_by_its_own_name_and_under_load(monkeypatch):
+    cpu, asked = torch.device("cpu"), []
+
+    def told(command, **how):
+        asked.append(command)
+        return SimpleNamespace(stdout="1980 MHz, 2619 MHz, 1980 MHz, 2619 MHz, 700.00 W, 570.1\n")
+
+    monkeypatch.setattr(environment.shutil, "which", lambda name: name)
+    monkeypatch.setattr(environment.subprocess, "run", told)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="4c1f-22"))
+    found = environment.under_load(torch.device("cuda"))["clocks_after"]
+    # the first device that PyTorch sees may be the machine's fourth
+    assert asked[0][-1] == "--id=GPU-4c1f-22" and found["clocks.sm"] == "1980 MHz" and len(found) == 6
+    assert environment.under_load(cpu) == {}
 
 
 def test_rows_survive_a_line_that_was_cut_off(tmp_path):

@@ -233,9 +233,14 @@ held = [kvbench.prefill(model, ids, chain)[0] for _ in range(8)]
 print(resident() - before, sum(c.nbytes() for c in held))
 """
     grown = {}
-    for which in ("full", "small"):
-        done = subprocess.run([sys.executable, "-c", code, which], capture_output=True, text=True, check=True)
-        growth, nbytes = map(int, done.stdout.split())
+    command = [sys.executable, "-c", code]
+    begun = {
+        which: subprocess.Popen([*command, which], stdout=subprocess.PIPE, text=True) for which in ("full", "small")
+    }
+    for which, process in begun.items():
+        told, _ = process.communicate()
+        assert process.returncode == 0
+        growth, nbytes = map(int, told.split())
         grown[which] = growth
         assert 0.95 * nbytes < growth < 1.15 * nbytes
     assert grown["full"] > 6 * grown["small"]

@@ -154,6 +154,12 @@ def test_provenance_says_which_attention_it_was(monkeypatch):
         assert (facts["attention"], facts["packed"]) == (name, name)
 
 
+@pytest.mark.parametrize("counts", [[[5, 5], [3, 3], [0, 0]], [[5, 6], [3, 3], [0, 1]], [[7], [4], [2]]])
+def test_counts_of_rows(counts):
+    found = kernels._numbers(counts, torch.device("cpu"))
+    assert found.tolist() == counts and found.dtype == torch.int32 and found.is_contiguous()
+
+
 def test_rows_of_ragged_heads_move_up():
     lengths = [[2, 0, 3], [1, 1, 1], [4, 2, 5]]
     held, start = [], 0

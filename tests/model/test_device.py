@@ -1,4 +1,4 @@
-"""On a device of its own, such as a GPU: nothing stays behind on the CPU, and a step that is recorded waits for nothing."""
+"""On a device of its own, such as a GPU: nothing stays behind on the CPU, and a recorded step waits for nothing."""
 
 import copy
 

@@ -110,10 +110,20 @@ def attend_packed(
     query = query.contiguous()
     cut = softmax.cut(query, heads, max(counts[0]))
     parts = Parts.room(cut.count, query)
-    numbers = torch.tensor(counts, dtype=torch.int32, device=query.device)
+    numbers = _numbers(counts, query.device)
     with torch.cuda.device_of(query):
         kernel.attend(query, scale, packed, exact, channels, numbers, cut, parts)
         return parts.merged(query)[0]
+
+
+def _numbers(counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """``counts`` [3, U] int32 on ``device``. Where rows are alike nothing is copied there, which would wait for it."""
+    if any(len(set(of)) > 1 for of in counts):
+        return torch.tensor(counts, dtype=torch.int32, device=device)
+    found = torch.empty(len(counts), len(counts[0]), dtype=torch.int32, device=device)
+    for row, of in zip(found, counts, strict=True):
+        row.fill_(of[0])
+    return found
 
 
 def _fits(query: Tensor, heads: int) -> bool:
