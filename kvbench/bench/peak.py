@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -222,4 +223,6 @@ def _answer(cfg: config.RunConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    # an interrupt from the keyboard ends it, too, and is for the process that asks to report
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise SystemExit(main())
