@@ -14,6 +14,7 @@ from kvbench.errors import KvbenchError
 
 MEASURED, OOM, REFUSED, FAILED, NOT_RUN = "measured", "OOM", "refused", "failed", "not run"
 FINISHED = (MEASURED, OOM, REFUSED)
+FULL = "full"
 """What need not be tried again."""
 
 Row = dict[str, Any]
@@ -77,7 +78,7 @@ def value(row: Mapping[str, Any], quantity: str) -> float | None:
     return None if found is None else float(found["median"])
 
 
-def base(row: Mapping[str, Any], rows: Sequence[Row], method: str = "full") -> Row | None:
+def base(row: Mapping[str, Any], rows: Sequence[Row], method: str = FULL) -> Row | None:
     """The row of ``method`` that was measured beside ``row``: the same session, model and workload."""
     for other in reversed(rows):
         alike = all(other.get(k) == row.get(k) for k in ("session", "model", "workload"))

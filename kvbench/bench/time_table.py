@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvbench.bench.records import MEASURED, NOT_RUN, Row, base, ratio, value
+from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, base, ratio, value
 from kvbench.render import Sheet, compose
 
 TIMES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("decode", "decode"), ("total", "total"))
@@ -13,24 +13,24 @@ PARTS = (("prefill", "prefill"), ("compress", "compress"), ("build", "build"), (
 BYTES = (("peak_allocated", "peak"), ("peak_reserved", "reserved"), ("cache_bytes", "cache"))
 
 
-def render(rows: Sequence[Row], style: str = "text") -> str:
-    """One block of sheets per model and workload, and what the reader must know."""
+def render(rows: Sequence[Row], style: str = "text", over: str = FULL) -> str:
+    """One block of sheets per model and workload, ratios to the row of ``over``, and what the reader must know."""
     blocks = dict.fromkeys((r["model"], r["workload"]) for r in rows)
     parts = []
     for model, workload in blocks:
         mine = [r for r in rows if (r["model"], r["workload"]) == (model, workload)]
         parts.append(
-            f"{model}: prompt + new tokens x rows {workload}\n\n" + compose(list(_sheets(mine, rows)), [], style)
+            f"{model}: prompt + new tokens x rows {workload}\n\n" + compose(list(_sheets(mine, rows, over)), [], style)
         )
-    return "\n".join([*parts, compose([], list(_notes(rows)), style)])
+    return "\n".join([*parts, compose([], list(_notes(rows, over)), style)])
 
 
-def _sheets(mine: Sequence[Row], rows: Sequence[Row]) -> Iterator[Sheet]:
+def _sheets(mine: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[Sheet]:
     shown = [r for r in mine if r["status"] != NOT_RUN]
     head = ("method", "batch", *(name for _, name in TIMES), "tokens/s")
     body = []
     for r in shown:
-        to = base(r, rows)
+        to = base(r, rows, over)
         cells = [_time(r, q, to) for q, _ in TIMES]
         body.append((_label(r), str(r["batch"] or "max"), *cells, _speed(r, to)))
     yield Sheet("times", head, tuple(_marked(r, line) for r, line in zip(shown, body, strict=True)))
@@ -38,11 +38,11 @@ def _sheets(mine: Sequence[Row], rows: Sequence[Row]) -> Iterator[Sheet]:
     if not done:
         return
     head = ("method", *(name for _, name in PARTS))
-    yield Sheet("parts", head, tuple((_label(r), *(_time(r, q, base(r, rows)) for q, _ in PARTS)) for r in done))
+    yield Sheet("parts", head, tuple((_label(r), *(_time(r, q, base(r, rows, over)) for q, _ in PARTS)) for r in done))
     head = ("method", *(name for _, name in BYTES), "step\nmoves", "bound", "reached")
     lines = []
     for r in done:
-        roof, to = r["roofline"], base(r, rows)
+        roof, to = r["roofline"], base(r, rows, over)
         sizes = [_size(r, q, to) for q, _ in BYTES]
         lines.append(
             (_label(r), *sizes, _bytes(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %")
@@ -50,12 +50,12 @@ def _sheets(mine: Sequence[Row], rows: Sequence[Row]) -> Iterator[Sheet]:
     yield Sheet("bytes", head, tuple(lines))
 
 
-def _notes(rows: Sequence[Row]) -> Iterator[str]:
+def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:
     done = [r for r in rows if r["status"] == MEASURED]
     if done:
         repeats = sorted({r["quantities"]["total"]["n"] for r in done})
         yield (
-            f"Medians of {', '.join(map(str, repeats))} repeats in shuffled order, [quartiles]; N.NNx: over full in "
+            f"Medians of {', '.join(map(str, repeats))} repeats in shuffled order, [quartiles]; N.NNx: over {over} in "
             "the same session. TTFT: all rows have their first token and the decode batch stands. TPOT: one step of "
             "all rows. tokens/s: new tokens of all rows over the total."
         )
@@ -76,7 +76,7 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
             f"{done[-1]['weights']}, decode attention {facts.get('paths', 'plain')}."
         )
     if len({r["session"] for r in done}) > 1:
-        yield "Rows are of several sessions: each has its own full cache, and ratios are to that."
+        yield f"Rows are of several sessions: each has its own row of {over}, and ratios are to that."
     if any("integrated" in r["marks"] for r in done):
         checks = [f"{r['method']} {value(r, 'check'):.3f}" for r in done if value(r, "check") is not None]
         yield "∫ integrated: steps were run at a few cache lengths and interpolated between them." + (
@@ -143,11 +143,11 @@ def _bytes(n: float) -> str:
     return f"{n:.0f} B"
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows with their ratios to the full cache of the same session."""
+def as_json(rows: Sequence[Row], over: str = FULL) -> list[dict[str, Any]]:
+    """Rows with their ratios to the row of ``over``, a method or a peer, in the same session."""
 
     def ratios(row: Mapping[str, Any]) -> dict[str, float]:
-        to = base(row, rows)
+        to = base(row, rows, over)
         found = {q: ratio(row, to, q) for q in row["quantities"]}
         return {q: r for q, r in found.items() if r is not None}
 

@@ -15,7 +15,7 @@ from kvbench.bench import environment, generators, passes, peak, roofline
 from kvbench.bench.architecture import weight_bytes
 from kvbench.bench.passes import Pass
 from kvbench.bench.peak import Peak
-from kvbench.bench.records import FAILED, FINISHED, MEASURED, NOT_RUN, OOM, REFUSED, Row, key, spread
+from kvbench.bench.records import FAILED, FINISHED, FULL, MEASURED, NOT_RUN, OOM, REFUSED, Row, key, spread
 from kvbench.bench.workload import Workload, prompts
 from kvbench.config import ChainConfig
 from kvbench.errors import KvbenchError
@@ -313,16 +313,17 @@ def sessions(
     settings: Settings,
     finished: Mapping[str, Row],
     say: Callable[[str], None] = lambda text: None,
+    beside: Sequence[str] = (FULL,),
 ) -> Iterator[list[Row]]:
-    """The rows that are missing of each workload, as they are ready. ``full``, the first, is measured beside them.
+    """The rows that are missing of each workload, as they are ready; those of ``beside`` are measured with them again.
 
     Nothing is loaded where nothing is missing.
     """
     for workload in workloads:
         keys = {e.name: row_key(e, workload, settings) for e in entrants}
-        missing = [e for e in entrants if keys[e.name] not in finished]
+        missing = {e.name for e in entrants if keys[e.name] not in finished}
         if not missing:
             continue
-        chosen = missing if entrants[0] in missing else [entrants[0], *missing]
+        chosen = [e for e in entrants if e.name in missing or e.name in beside]
         rows = measure(model(), chosen, workload, settings, say)
         yield [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows]

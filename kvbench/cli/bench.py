@@ -35,6 +35,7 @@ generate=full|sampled (long answers by 64 steps at 4 cache lengths; steps= for o
 beside the sampled ones), step=plain|graph|plain,graph (a decode step recorded once and replayed: on a GPU a CUDA
 graph, which nobody has run yet; for caches that only grow by new tokens, the others' rows are refused),
 peers=dynamic,static,quanto,hqq,fp8,offload,kvpress,deepspeed,flexgen|all|none,
+over= the method or peer that ratios are to (default full),
 memory_limit= GiB of the process, layers= fewer layers, seed=, name= and folder= of the rows
 (default results/bench/time.jsonl), again=true, device=, dtype=, threads=.
 

@@ -30,6 +30,7 @@ OWN = {
     "check": "false",
     "step": "plain",
     "peers": "dynamic,static",
+    "over": "full",
     "memory_limit": "null",
     "layers": "null",
     "seed": "0",
@@ -46,12 +47,13 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.bench import time_table
 
     rows, path = measure(args)
+    over = dict(o.partition("=")[::2] for o in args.overrides).get("over", OWN["over"])
     if args.plan:
         return 0
     if args.json:
-        print(json.dumps(time_table.as_json(rows), indent=1, ensure_ascii=False))
+        print(json.dumps(time_table.as_json(rows, over), indent=1, ensure_ascii=False))
     else:
-        print(time_table.render(rows), end="")
+        print(time_table.render(rows, over=over), end="")
         print(f"Rows: {path}")
     return 1 if any(row["status"] == "failed" for row in rows) else 0
 
@@ -85,6 +87,9 @@ def _one_model(
         torch.set_num_threads(cfg.threads)
     device = load.resolve_device(cfg.device)
     workloads, entrants = _workloads(own["workloads"]), _entrants(cfg, own["peers"], own["step"])
+    beside = dict.fromkeys((records.FULL, own["over"]))
+    if own["over"] not in [e.name for e in entrants]:
+        raise unknown("value of over", own["over"], [e.name for e in entrants])
     settings = _settings(cfg, overrides, own, device)
     again, limit = _flag(own, "again"), settings.limit
     known = records.latest(records.read(path))
@@ -105,21 +110,17 @@ def _one_model(
 
     if limit is not None and limit <= 0:
         raise UsageError(f"memory_limit={limit} is not possible: GiB, above 0")
-    for found in timing.sessions(model, entrants, workloads, settings, finished, say):
+    for found in timing.sessions(model, entrants, workloads, settings, finished, say, tuple(beside)):
         records.append(path, found)
     known = records.latest(records.read(path))
     wanted = [timing.row_key(e, w, settings) for w in workloads for e in entrants]
-    # rows that were measured before stand beside the full cache of their own session
-    beside = [r for r in records.read(path) if r["method"] == "full"]
     chosen = [known[k] for k in wanted if k in known]
-    return [*chosen] if args.json else _with_bases(chosen, beside)
-
-
-def _with_bases(chosen: list[dict[str, Any]], full: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows whose full cache is of another session say so: they carry the latest one they have."""
-    sessions = {r["session"] for r in chosen if r["method"] == "full"}
-    older = {r["session"] for r in chosen} - sessions
-    return [*chosen, *(dict(r) for r in full if r["session"] in older)]
+    if args.json:
+        return chosen
+    # rows that were measured before stand beside the full cache of their own session
+    there, sessions = {(r["session"], r["key"]) for r in chosen}, {r["session"] for r in chosen}
+    older = [r for r in records.read(path) if r["session"] in sessions and r["method"] in beside]
+    return [*chosen, *(r for r in older if (r["session"], r["key"]) not in there)]
 
 
 def _entrants(cfg: RunConfig, peers: str, step: str) -> list[Entrant]:

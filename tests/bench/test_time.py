@@ -78,6 +78,20 @@ def test_a_finished_row_is_not_measured_again(rows, folder, capsys, monkeypatch)
     assert "TTFT" in out and "reached" in out and all(len(line) <= 100 for line in out.splitlines())
 
 
+def test_ratios_are_to_the_row_that_is_asked_for(rows, folder, capsys):
+    there = [*SMALL, f"folder={folder}", "name=first", "over=dynamic"]
+    assert main([*there, "--json"]) == 0
+    shown = {r["method"]: r["ratios"] for r in json.loads(capsys.readouterr().out)}
+    for name, row in rows.items():
+        for q in ("tpot", "peak_allocated"):
+            ours, theirs = (r["quantities"][q]["median"] for r in (row, rows["dynamic"]))
+            assert shown[name][q] == pytest.approx(ours / theirs)
+    assert main(there) == 0
+    assert "N.NNx: over dynamic in" in " ".join(capsys.readouterr().out.split())
+    assert main([*SMALL, f"folder={folder}", "name=first", "over=static"]) == 2
+    assert "unknown value of over 'static'" in capsys.readouterr().err
+
+
 def test_a_new_method_is_measured_beside_the_full_cache(rows, folder, capsys, monkeypatch):
     monkeypatch.setattr(peak.Processes, "ask", lambda *a: {"allocated": 1, "reserved": 2})
     more = [a.replace("full,snapkv,kivi", "full,snapkv,kivi,think") for a in SMALL]
