@@ -88,8 +88,8 @@ def run(
         stretches = windows(new - 1, sample) if sample is not None and moves(caches) else None
         with adapted(model, chain), attached(model):
             start = time.perf_counter()
-            batch, seen = build(model, caches, new - 1), caches[0].seen
-            del caches
+            seen = caches[0].seen
+            batch = build(model, caches, new - 1, give_up=True)
             take = Graph(model, batch).step if graph else partial(step, model, batch)
             clock.wait()
             ready = time.perf_counter()

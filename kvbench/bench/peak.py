@@ -92,8 +92,7 @@ def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tens
     caches += prefill_chains(model, prompt, [chain])
     with adapted(model, chain), attached(model):
         moving, seen = moves(caches), caches[0].seen
-        batch = build(model, caches, workload.new - 1)
-        del caches
+        batch = build(model, caches, workload.new - 1, give_up=True)
         if moving:
             skip(model, batch, workload.new - 2)
         token = torch.zeros(workload.batch, 1, dtype=torch.int64, device=model.device)

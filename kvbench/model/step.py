@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -17,33 +18,34 @@ from kvbench.model.rows import RowLayer
 from kvbench.types import Cache
 
 
-def build(model: PreTrainedModel, caches: Sequence[Cache], capacity: int, at_once: int = 1) -> list[RowLayer]:
+def build(
+    model: PreTrainedModel, caches: Sequence[Cache], capacity: int, at_once: int = 1, give_up: bool = False
+) -> list[RowLayer]:
     """The decode batch of ``caches``, one RowLayer per model layer, with room for ``capacity`` new tokens.
 
     The model is as their chains adapt it, for as long as the batch is used.
 
-    ``at_once`` of them at most come in one step.
+    ``at_once`` of them at most come in one step. ``give_up`` empties the list ``caches``: each layer is freed once
+    the batch has it, so that memory never holds all of them twice.
     """
     window = sliding_window(model.config)
     windowed = window is not None and max(c.seen for c in caches) + capacity > window
-    evictors = [c.chain.evictor for c in caches]
+    chains = [c.chain for c in caches]
+    evictors = [c.evictor for c in chains]
     lifted = lifts(model)
     rotary = rotation(model) if any(e is not None and e.rolled for e in evictors) else None
-    return [
-        RowLayer(
-            [c.layers[i] for c in caches],
-            capacity,
-            windowed,
-            evictors,
-            i,
-            rotary,
-            [c.chain.masker(i) for c in caches],
-            [c.chain.coder for c in caches],
-            at_once,
-            lifted[i] if lifted else None,
+    columns = deque([c.layers[i] for c in caches] for i in range(len(caches[0].layers)))
+    if give_up:
+        assert isinstance(caches, list)
+        caches.clear()
+    layers = []
+    for i in range(len(columns)):
+        maskers, coders = [c.masker(i) for c in chains], [c.coder for c in chains]
+        lift = lifted[i] if lifted else None
+        layers.append(
+            RowLayer(columns.popleft(), capacity, windowed, evictors, i, rotary, maskers, coders, at_once, lift)
         )
-        for i in range(len(caches[0].layers))
-    ]
+    return layers
 
 
 def stored_in(batch: Sequence[RowLayer]) -> list[Stored]:

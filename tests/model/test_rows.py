@@ -1,6 +1,7 @@
 """A decode batch attends every row and head as if it were alone: ragged heads, thin keys and masks together."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from families import build, prompt
 
 import kvbench
 from kvbench.methods.twilight import Twilight
+from kvbench.model import step as stepping
 from kvbench.model.decode import Ending, generate_rows
 from kvbench.model.rows import RowLayer
 from kvbench.types import LayerCache, Segment
@@ -99,3 +101,24 @@ def test_packed_rows_that_are_left_alone_go_on_attending_what_they_packed():
     # the exact row leaves after its second token; its dense tail must not become all that the other one reads
     together = generate_rows(model, [full, packed], endings)
     assert together[1] == generate_rows(model, [packed], endings[1:])[0]
+
+
+@pytest.mark.parametrize("methods", [["full", "full"], ["h2o", "h2o"], ["kivi", "snapkv", "full"]])
+def test_a_batch_that_is_given_its_caches_frees_them_layer_by_layer(monkeypatch, methods):
+    model = build("llama")
+    caches = [kvbench.prefill(model, prompt(80, i), [m])[0] for i, m in enumerate(methods)]
+    kept = [kvbench.prefill(model, prompt(80, i), [m])[0] for i, m in enumerate(methods)]
+    seen = [[weakref.ref(t.untyped_storage()) for c in caches for t in c.layers[i].tensors()] for i in range(2)]
+    alive = []
+
+    class Watched(RowLayer):
+        def __init__(self, *arguments):
+            alive.append(sum(ref() is not None for ref in seen[0]))
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(stepping, "RowLayer", Watched)
+    batch = stepping.build(model, caches, 8, give_up=True)
+    assert not caches and alive[0] == len(seen[0]) > 2 * alive[1]
+    for ours, theirs in zip(batch, stepping.build(model, kept, 8), strict=True):
+        assert ours.stored() == theirs.stored()
+    assert kept and all(c.layers for c in kept)
