@@ -5,13 +5,22 @@ PY := $(VENV)/bin/python
 ARGS ?= method=snapkv+think ratio=0.4
 KILLS ?= 100
 
-.PHONY: help run test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-kernels bench-sync bench-tiny verify-tables card tables tables-quick claims report audit clean
+DATA ?= $(or $(KVBENCH_DATA),data)
+REAL ?= smollm2-135m-q4_1
+
+.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-kernels bench-sync bench-tiny verify-tables card tables tables-real tables-quick claims report audit clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
 
 run: $(VENV)/.ready  ## the main job; another one with ARGS="method=full,h2o kv_size=64,128"
 	$(PY) -m kvbench run $(ARGS)
+
+run-real: $(VENV)/.ready  ## a pretrained model on LongBench's prompts: fetches both once (DATA=folder), then ten minutes
+	$(PY) -m kvbench model fetch $(REAL)
+	@test -e $(DATA)/longbench_mini || $(PY) -m kvbench data fetch longbench_mini data.root=$(DATA)
+	$(PY) -m kvbench run model=$(REAL) method=snapkv+think,snapkv,h2o,streamingllm ratio=0.4 prompt=chat max_length=2000 limit=8 \
+	  dataset=longbench_mini/qasper,longbench_mini/triviaqa,longbench_mini/trec,longbench_mini/samsum,longbench_mini/lcc data.root=$(DATA)
 
 test: $(VENV)/.ready  ## all tests
 	$(PY) -m pytest
@@ -66,11 +75,15 @@ bench-kernels: $(VENV)/.ready  ## decode attention by Triton kernels, over plain
 bench-sync: $(VENV)/.ready  ## what it costs to have answers on the device, not only written
 	$(PY) -m kvbench.bench.sync
 
-bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (results/tables)
+bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (results/tiny)
 	$(PY) scripts/tiny_table.py
 
-tables: $(VENV)/.ready  ## the papers' tables on the tiny model, measured where missing (results/tables); under an hour
+tables: $(VENV)/.ready  ## the papers' tables on the tiny model, measured where missing (results/tiny); under an hour
 	$(PY) scripts/paper_tables.py
+
+tables-real: $(VENV)/.ready  ## the papers' tables on a pretrained model and the papers' data (results/tables); hours
+	$(PY) -m kvbench model fetch $(REAL)
+	$(PY) scripts/paper_tables.py --model $(REAL)
 
 tables-quick: $(VENV)/.ready  ## one paper's table on the tiny model, in three minutes
 	$(PY) -m kvbench table uncomp/2 limit=8

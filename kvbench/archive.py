@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,6 +39,23 @@ def unpack(path: Path, store: ResultStore) -> list[str]:
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{path} is not a file of samples: {error}") from None
     return cells
+
+
+def restore(path: Path, store: ResultStore) -> int:
+    """Put into ``store`` what it lacks of ``path``, so that a run goes on from there; returns how many answers came."""
+    came = 0
+    with tempfile.TemporaryDirectory() as folder:
+        packed = ResultStore(Path(folder))
+        for cell in unpack(path, packed):
+            if store.cell(cell) is None:
+                write_json(store.folder(cell) / "cell.json", packed.cell(cell) or {})
+            known = store.samples(cell)
+            missing = [s for i, s in packed.samples(cell).items() if i not in known]
+            if missing:
+                with (store.folder(cell) / "samples-0.jsonl").open("a", encoding="utf-8") as out:
+                    out.writelines(map(line_of, missing))
+            came += len(missing)
+    return came
 
 
 def _line(entry: object) -> bytes:

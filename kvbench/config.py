@@ -18,6 +18,8 @@ from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.tasks.prompt import PromptPolicy
 
+MAX_THREADS = 1024
+"""More than any processor has; a million would take the machine down before PyTorch says no."""
 BUDGETS = ("kv_size", "kv_ratio", "ratio", "value_ratio")
 
 
@@ -52,6 +54,7 @@ class ModelConfig:
     verified: bool = runtime(default=False)
     shape: Mapping[str, int] | None = runtime(default=None)
     architecture: Mapping[str, Any] | None = runtime(default=None)
+    fetch: Mapping[str, Any] | None = runtime(default=None)
 
     def __post_init__(self) -> None:
         allowed = ("auto", "float32", "bfloat16", "float16")
@@ -175,6 +178,8 @@ class RunConfig:
         for name in ("max_length", "limit", "batch_rows", "threads"):
             value = getattr(self, name)
             _check(name, value, value is None or (_whole(value) and value >= 1), "a whole number, 1 or more")
+        enough = self.threads is None or self.threads <= MAX_THREADS
+        _check("threads", self.threads, enough, f"auto, or 1 to {MAX_THREADS}")
         number = isinstance(self.memory, (int, float)) and not isinstance(self.memory, bool) and self.memory > 0
         _check("memory", self.memory, self.memory is None or number, "auto, or GiB that caches may take, above 0")
         _check("shards", self.shards, _whole(self.shards) and self.shards >= 1, "a whole number, 1 or more")

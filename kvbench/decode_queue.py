@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,6 +61,9 @@ class DecodeQueue:
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running) + len(self.apart)
 
+    def __iter__(self) -> Iterator[Row]:
+        yield from (*self.running, *self.apart, *self.waiting)
+
     def add(self, row: Row) -> None:
         self.waiting.append(row)
 
@@ -110,9 +113,9 @@ class DecodeQueue:
             return
         if len(self.running) > ENTER_SHARE * self.most_rows or cost > ENTER_SHARE * self.most_bytes:
             return
-        kind = (self.running or self.waiting)[0].cache.chain.adaptation
+        kind = (self.running or self.waiting)[0].cache.chain.batch
         entering: list[Row] = []
-        for row in [r for r in self.waiting if r.cache.chain.adaptation == kind]:
+        for row in [r for r in self.waiting if r.cache.chain.batch == kind]:
             count = len(self.running) + len(entering)
             cost += row.cost
             if count and (count >= self.most_rows or cost > self.most_bytes):

@@ -18,6 +18,10 @@ class UsageError(KvbenchError, ValueError):
     status = 2
 
 
+class Refused(KvbenchError):
+    """A result that must not be reported: what was measured contradicts what was claimed, or is no number."""
+
+
 def ending(error: BaseException) -> str:
     """Why a run ended before its time, in words."""
     if isinstance(error, SystemExit):

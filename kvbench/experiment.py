@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -13,17 +15,22 @@ from kvbench import memory, presets
 from kvbench.cli.rewrite import entries
 from kvbench.config import RunConfig
 from kvbench.errors import UsageError, ending
+from kvbench.host import Host
 from kvbench.listener import Listener, Listeners, Status
-from kvbench.model import load
+from kvbench.model import load, precision
 from kvbench.plan import Cell, Group
 from kvbench.prepared import Prepared as Prepared
 from kvbench.prepared import check_model, context_of, identify, open_session, threads
 from kvbench.prepared import prepare as prepare
 from kvbench.progress import Display
 from kvbench.provenance import provenance
-from kvbench.report import collect, summarise
-from kvbench.runner import Host, run_group
+from kvbench.report import collect, completed, summarise
+from kvbench.runner import ModelChanged, run_group
 from kvbench.tasks.base import Tokenizer
+from kvbench.tasks.spread import left_out
+
+ROUNDED = 4
+"""Tasks by whose first prompts rounding is measured."""
 
 
 def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
@@ -84,20 +91,44 @@ def _measure_groups(prepared: Prepared, quiet: bool, told: Listeners, ended: set
 
     Metrics of a group are written when all of it is measured.
     """
-    cfg, store = prepared.cfg, prepared.store
-    groups = prepared.groups
+    cfg, groups = prepared.cfg, prepared.groups
     host, facts = None, {}
     if any(t["answers_to_do"] for t in prepared.todo()):
         threads = set_threads(cfg, prepared.source.config)
         model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
         host, facts = make_host(prepared, model), {**provenance(model, threads), "model": _model_name(cfg)}
+        facts |= _rounding(host, groups)
         groups = prepared.bound(model, quiet)
     for group in groups:
         if host is not None:
             for part in prepared.estimate(group).parts(group, host.memory):
-                run_group(host, part, store, facts, cfg.shard, cfg.mix, told)
+                host = _run_part(prepared, host, part, facts, told)
         _end(prepared, group, told)
         ended.update(c.id for c in group.cells)
+
+
+def _rounding(host: Host, groups: Sequence[Group]) -> dict[str, Any]:
+    """What rounding alone changes in half precision, for the record; nothing in fp32."""
+    if host.model.dtype == torch.float32:
+        return {}
+    found = None
+    with suppress(Exception):  # what is wrong with a prompt or the model is told where it is measured
+        read = [host.encode(g.examples[0], g.task).ids for g in groups if g.examples][:ROUNDED]
+        found = precision.rounding(host.model, [torch.tensor(ids) for ids in read])
+    return {} if found is None else {"rounding": found}
+
+
+def _run_part(prepared: Prepared, host: Host, part: Group, facts: dict[str, Any], told: Listeners) -> Host:
+    """Measure one part; with the model read again, and without the methods that changed it, where some did."""
+    cfg = prepared.cfg
+    while True:
+        try:
+            run_group(host, part, prepared.store, facts, cfg.shard, cfg.mix, told)
+            return host
+        except ModelChanged as changed:
+            part = replace(part, cells=tuple(c for c in part.cells if c.id not in changed.cells))
+            print(f"kvbench: {changed}: it is read again for the others", file=sys.stderr)
+        host = make_host(prepared, load.load_weights(cfg.model, prepared.source, host.model.device))
 
 
 def _end(prepared: Prepared, group: Group, told: Listeners, stopped: BaseException | None = None) -> None:
@@ -135,7 +166,7 @@ def make_host(prepared: Prepared, model: PreTrainedModel) -> Host:
 def report(prepared: Prepared) -> dict[str, Any]:
     """The report of what the store holds for this run's cells, measured now or before."""
     cfg = prepared.cfg
-    notes = []
+    notes = [*prepared.advice(), *_precision(prepared)]
     foreign = sorted({d.name for d in cfg.datasets} - {"tiny"})
     if cfg.model.path == "embedded:tiny" and foreign:
         notes.append(
@@ -145,10 +176,30 @@ def report(prepared: Prepared) -> dict[str, Any]:
         notes.append("Random weights: scores mean nothing, only bytes and times do.")
     if cfg.shards > 1:
         notes.append(f"Shard {cfg.shard} of {cfg.shards}: the other shards' examples are not counted here.")
+    else:
+        notes += [
+            f"{g.task.id}: limit={len(g.examples)} leaves out {' and '.join(out)}."
+            for g in prepared.groups
+            if (out := left_out(g.examples, g.task.examples, g.task.grid))
+        ]
     notes += [f"{m} for prompts no shorter than that." for m in prepared.matched]
     collected = collect(prepared.groups, prepared.store, notes)
     matched = {"matched": [asdict(m) for m in prepared.matched]} if prepared.matched else {}
     return {"model": cfg.model.path, "settings": settings(prepared), **matched, **collected}
+
+
+def _precision(prepared: Prepared) -> list[str]:
+    """What a reader must know of the dtype: a better one for this machine, what rounding alone changed."""
+    asked, device = prepared.cfg.model.dtype, load.resolve_device(prepared.cfg.device)
+    tiny = prepared.cfg.model.path == "embedded:tiny"
+    better = precision.matters(asked, prepared.dtype, device) and not (tiny and asked == "auto")
+    records = [prepared.store.cell(c.id) or {} for g in prepared.groups for c in g.cells]
+    found = [p["rounding"] for r in records for p in r.get("provenance", []) if "rounding" in p]
+    most = max(found, key=lambda f: f["prompts"], default=None)
+    return [
+        *([f"Dtype {precision.choice(asked, prepared.dtype, device)}."] if better else []),
+        *([precision.told(most, prepared.dtype)] if most else []),
+    ]
 
 
 def _model_name(cfg: RunConfig) -> str:
@@ -178,7 +229,7 @@ def settings(prepared: Prepared) -> str:
 
 def _write_metrics(prepared: Prepared, group: Group, cell: Cell) -> dict[str, Any] | None:
     """Write metrics.json of a cell from all its samples, atomically; None where there are none, or none to report."""
-    samples = list(prepared.store.samples(cell.id).values())
+    samples = completed(cell, prepared.store.samples(cell.id).values())
     if not samples or prepared.store.refusal(cell.id) is not None:
         return None
     metrics = summarise(samples, group.task.metric, len(group.task.examples))

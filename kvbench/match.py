@@ -2,8 +2,8 @@
 
     method=h2o,h2o+think kv_size=128 match=bytes     h2o runs with kv_size=109
 
-The reference is the last method named, or ``reference=``. Bytes are payload after the prompt: ``match=bytes`` counts
-what is stored, ``match=nominal`` what ThinK's paper counts (arXiv 2407.21018, table 7).
+The reference is the last method named, or ``reference=``. Bytes are payload after the prompt at 16 bits:
+``match=bytes`` counts what is stored, ``match=nominal`` what ThinK's paper counts (arXiv 2407.21018, table 7).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvbench.accounting import declared, nominal
+from kvbench.accounting import HALF, declared, nominal
 from kvbench.config import ChainConfig, RunConfig, chain_config
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
@@ -44,7 +44,7 @@ class Matched:
     sizes: dict[str, int]
 
     def __str__(self) -> str:
-        counts = [f"{_text(*self.bytes)} are held"]
+        counts = [f"{_text(*self.bytes)} are held at 16 bits"]
         if self.nominal != self.bytes:
             counts.append(f"{_text(*self.nominal)} nominal")
         other = next(k for k in KINDS if k != self.by)
@@ -52,9 +52,7 @@ class Matched:
         return f"match={self.by}: {self.method} against {self.reference}: {', '.join(counts)}{also}"
 
 
-def settle(
-    cfg: RunConfig, shape: Shape, itemsize: int, tokens: int | None = None
-) -> tuple[RunConfig, tuple[Matched, ...]]:
+def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[RunConfig, tuple[Matched, ...]]:
     """The run with every chain but the reference at the kv_size whose bytes come nearest, and what was found.
 
     Each setting of the reference gives every other chain a kv_size of its own; the full cache stays as it is.
@@ -73,7 +71,7 @@ def settle(
         )
     found: list[Matched] = []
     chains = [c for c in cfg.chains if not c.chain.stages]
-    prices = {kind: _price(kind, shape, tokens or LONG, itemsize) for kind in KINDS}
+    prices = {kind: _price(kind, shape, tokens or LONG) for kind in KINDS}
     for reference in references:
         _check_reference(reference.chain, cfg.match, tokens)
         for other in others:
@@ -199,12 +197,12 @@ def _text(own: float, reference: float) -> str:
     return f"{own / size:.2f} and {reference / size:.2f} {unit} ({far:+.2f} %)".replace("-", "−")
 
 
-def _price(kind: str, shape: Shape, tokens: int, itemsize: int) -> Price:
+def _price(kind: str, shape: Shape, tokens: int) -> Price:
     def price(chain: Chain) -> float:
         if kind == "nominal":
-            found = nominal(chain, shape, tokens, itemsize)
+            found = nominal(chain, shape, tokens, HALF)
         else:
-            whole = declared(chain, shape, tokens, itemsize)
+            whole = declared(chain, shape, tokens, HALF)
             found = None if whole is None else whole.payload
         if found is None:
             raise UsageError(

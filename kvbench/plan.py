@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from kvbench.config import ChainConfig, RunConfig
-from kvbench.errors import UsageError
+from kvbench.errors import Refused, UsageError
 from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.metrics import metric
@@ -36,8 +36,17 @@ class Cell:
 
     @cached_property
     def id(self) -> str:
-        text = json.dumps(self.identity, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _hash(self.identity)
+
+    def check_knobs(self) -> None:
+        """Raise Refused where a stage that is not kvbench's own has become another than the one that was asked for."""
+        now = {**self.identity, "chain": {**self.identity["chain"], **self.chain.identity()}}
+        if self.chain.foreign and _hash(now) != self.id:
+            raise Refused(f"{self.chain.name} changes its own knobs while it runs")
+
+
+def _hash(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,8 @@ def build_groups(
     chains = with_baseline(cfg.chains, cfg.baseline)
     groups = []
     for dataset in cfg.datasets:
-        tasks = load_tasks(dataset.name, dataset.knobs, dataset.tasks, tokenizer, cfg.data_root)
+        chat = policy.template != "off"
+        tasks = load_tasks(dataset.name, dataset.knobs, dataset.tasks, tokenizer, cfg.data_root, chat)
         for task in tasks:
             column = f"{task.id} {dataset.label}".strip()
             base = {
@@ -85,7 +95,7 @@ def build_groups(
             _check_answers(task, context)
             _check_chunks(task, [c.chain for c in chains])
             limit = cfg.limit if cfg.limit is not None else dataset.default_limit
-            groups.append(Group(task, column, cells, _mine(task.examples[:limit], cfg)))
+            groups.append(Group(task, column, cells, _mine(task.taken(limit), cfg)))
     if not any(g.examples for g in groups) and cfg.shards == 1:
         raise UsageError("nothing to measure: the datasets have no examples")
     return groups

@@ -12,13 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench import match, memory, rough
+from kvbench.advice import about_prompts
 from kvbench.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.config import RunConfig
 from kvbench.estimate import Estimate, estimate
-from kvbench.model import load
+from kvbench.host import ROWS_CPU, ROWS_GPU
+from kvbench.model import load, precision
 from kvbench.model.interface import head_counts
 from kvbench.plan import Cell, Group, build_groups, pending
-from kvbench.runner import ROWS_CPU, ROWS_GPU
 from kvbench.shape import Shape, from_config
 from kvbench.store import ResultStore
 from kvbench.tasks.base import Tokenizer
@@ -46,6 +47,10 @@ class Prepared:
         """Example id -> the cells that still need it."""
         return pending(group, {c.id: list(self.store.samples(c.id)) for c in group.cells})
 
+    def advice(self) -> list[str]:
+        """What is known to be pointless or harmful about prompts and answers before anything is read."""
+        return about_prompts(self.cfg.prompt, [g.task for g in self.groups], self.tokenizer)
+
     def plan(self) -> dict[str, Any]:
         """``todo`` with what each group takes, and the memory that it must fit into, before the model is loaded.
 
@@ -69,7 +74,13 @@ class Prepared:
             unknown = found.seconds is None
             seconds = self._roughly(group, found, saved["prefills"]) if unknown else found.seconds
             planned.append({**facts, **takes, **saved, "seconds": seconds, "rough": unknown})
-        return {"memory": room, "device": str(load.resolve_device(self.cfg.device)), "groups": planned}
+        return {
+            "memory": room,
+            "device": str(load.resolve_device(self.cfg.device)),
+            "dtype": precision.choice(self.cfg.model.dtype, self.dtype, load.resolve_device(self.cfg.device)),
+            "groups": planned,
+            "notes": self.advice(),
+        }
 
     def devices(self) -> dict[torch.device, float]:
         """The devices that the model will be on, with the share of its layers on each: equal shares of all GPUs here
@@ -191,8 +202,7 @@ def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
         store.check()
     device = load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
-    precision = load.resolve_dtype(cfg.model, device, source.config)
-    cfg, matched = match.settle(cfg, from_config(source.config), precision.itemsize)
+    cfg, matched = match.settle(cfg, from_config(source.config))
     check_model(cfg, source)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
     identity, context = identify(cfg, source, device), context_of(cfg, source)

@@ -49,9 +49,11 @@ class Count:
         self.kept += line["kept"] / max(1, line["n"])
 
     def text(self, now: float) -> str:
-        """Rate and mean tokens kept."""
+        """Rate, or what an answer takes where that is long, and mean tokens kept."""
         elapsed = max(now - (self.start or now), 1e-9)
-        return f"{self.done / elapsed:.1f} answers/s, kept {100 * self.kept / max(1, self.done):.0f} %"
+        rate = self.done / elapsed
+        pace = f"{rate:.1f} answers/s" if rate >= 0.05 or not self.done else f"{1 / rate:.0f} s per answer"
+        return f"{pace}, kept {100 * self.kept / max(1, self.done):.0f} %"
 
 
 class Display:
@@ -65,6 +67,8 @@ class Display:
     def begin(self, prepared: Prepared) -> None:
         todo = prepared.todo()
         self.counts = {t["task"]: Count(t["answers_to_do"]) for t in todo if t["answers_to_do"]}
+        for note in prepared.advice() if self.counts else ():
+            _say(note)
         if self.counts and sys.stderr.isatty():
             self.bars = _bars("{task.fields[rate]}")
             for name, count in self.counts.items():

@@ -22,10 +22,17 @@ ENDS = ((0, "low"), (1, "high"))
 CSV_FIELDS = (
     *("method", "task", "status", "metric", "score", "ci_low", "ci_high", "delta", "delta_ci_low", "delta_ci_high"),
     *("n", "of", "unscored", "prompt_tokens", "kept", "nominal", "payload", "overhead", "full_bytes"),
-    *("payload_kv_head", "payload_query_head", "attended", "decode_peak", "cell", "reason"),
+    *("percent_of_full", "payload_kv_head", "payload_query_head", "attended", "decode_peak", "evicts"),
+    *("cell", "reason"),
 )
 ATTENDED = "attended\n%"
-STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", "% of\nfull", "prefill\nms", "compress\nms", "ms/token")
+EVICTS = "evicts"
+EVICTING = (
+    "keeps to its budget while it answers or is scored, too, so it holds less than a method that compresses the prompt "
+    "alone and keeps every token after it."
+)
+SHARE = "% of\nfull at\n16 bits"
+STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", SHARE, "prefill\nms", "compress\nms", "ms/token")
 
 
 @dataclass(frozen=True)
@@ -129,12 +136,13 @@ def _storage_text(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _kept(row: Mapping[str, Any]) -> str:
-    """Tokens kept in per cent, and the budget asked for where it differs or there is none."""
+    """Tokens kept in per cent, the budget asked for where it differs or there is none, and who goes on evicting."""
     kept, asked = row["kept_percent"], row["nominal_percent"]
+    end = f"\n{EVICTS}" if row.get("evicts") else ""
     if asked is None:
-        return f"{kept:.1f}\nasked —"
+        return f"{kept:.1f}\nasked —{end}"
     digits = next((d for d in (1, 2, 3) if f"{kept:.{d}f}" != f"{asked:.{d}f}"), None)
-    return f"{kept:.1f}" if digits is None else f"{kept:.{digits}f}\nasked {asked:.{digits}f}"
+    return (f"{kept:.1f}" if digits is None else f"{kept:.{digits}f}\nasked {asked:.{digits}f}") + end
 
 
 def _payload(row: Mapping[str, Any]) -> str:
@@ -172,13 +180,17 @@ def legend(report: Mapping[str, Any]) -> list[str]:
             + (f" Below {FEWEST} examples no interval is shown." if counts[0][0] < FEWEST else "")
         )
         lines.append(
-            "Bytes are held after prefill, mean per prompt; % of full counts payload and overhead. ms/token is a "
-            "share of the decode batch that all methods ran in; speed claims come from `make bench-overhead`."
+            "Bytes are held after prefill, mean per prompt. % of full: payload and overhead over the full cache's keys "
+            "and values, both at 16 bits by formula, whatever the run held; full has positions beside them, hence "
+            "above 100. ms/token is a share of the decode batch that all methods ran in; speed claims come from "
+            "`make bench-overhead`."
         )
     if any("\n" in _payload(r) for r in report["rows"] if "payload" in r):
         lines.append(
-            "q, kv: payload of as many tokens under per=query_head or kv_head, by formula; % of full is what is held."
+            "q, kv: payload of as many tokens under per=query_head or kv_head, by formula; % of full is of those held."
         )
+    if any(r.get("evicts") for r in report["rows"]):
+        lines.append(f"{EVICTS}: {EVICTING}")
     if _masks(report):
         lines.append("attended %: what a decode step attends where a method masks, new tokens too, against the prompt.")
     for key, text in (

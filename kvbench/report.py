@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 
+from kvbench.accounting import at_16_bits
+from kvbench.advice import about_floors, at_floor
+from kvbench.labels import fields
 from kvbench.metrics import metric, stats
 from kvbench.plan import Cell, Group
 from kvbench.store import ResultStore
@@ -18,6 +22,21 @@ FEWEST = 8
 """Examples below which a bootstrap says nothing: no interval is shown."""
 
 
+HALVES = ("payload16", "overhead16", "full16")
+"""Bytes at 16 bits, of which shares of the full cache are made."""
+
+
+def completed(cell: Cell, samples: Iterable[Sample]) -> list[Sample]:
+    """The samples, with bytes at 16 bits by formula where older lines have none."""
+    itemsize = getattr(torch, cell.identity["model"]["dtype"]).itemsize
+    return [s if HALVES[0] in s else {**s, **at_16_bits(cell.chain, s, itemsize)} for s in samples]
+
+
+def share(found: Mapping[str, Any]) -> float:
+    """Bytes held in per cent of the full cache's keys and values, both at 16 bits."""
+    return float(100 * (found["payload16"] + found["overhead16"]) / found["full16"])
+
+
 def summarise(samples: Sequence[Sample], name: str, of: int) -> dict[str, Any]:
     """The metrics of one cell: mean score in printed units, 95 % interval, tokens kept, bytes, and times apart."""
     show = metric(name).show
@@ -25,6 +44,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> dict[str, Any]:
     # an answer of one token attends nothing while decoding
     attended = [s["attended"] for s in samples if "attended" in s]
     interval = stats.bootstrap_ci(scored, bounds=_bounds(name)) if len(scored) >= FEWEST else None
+    halves = {key: fmean(s[key] for s in samples) for key in HALVES}
     return {
         "metric": name,
         "n": len(samples),
@@ -40,6 +60,8 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> dict[str, Any]:
         "payload_kv_head": _mean(samples, "payload_kv_head"),
         "payload_query_head": _mean(samples, "payload_query_head"),
         "full_bytes": fmean(s["full_bytes"] for s in samples),
+        **halves,
+        "percent_of_full": share(halves),
         "decode_peak": max((s["decode_peak"] for s in samples if "decode_peak" in s), default=None),
         "cut": sum(s["cut"] > 0 for s in samples),
         "shrunk": sum(bool(s["shrunk"]) for s in samples),
@@ -70,9 +92,20 @@ def collect(groups: Sequence[Group], store: ResultStore, notes: Sequence[str] = 
     rows = []
     for label in labels:
         cells = [measured(g, next(c for c in g.cells if c.label == label), store) for g in groups]
-        rows.append({"method": label, "cells": cells, **_storage([c for c in cells if c["status"] == "measured"])})
+        measures = _storage([c for c in cells if c["status"] == "measured"])
+        rows.append({"method": label, "evicts": any(c["evicts"] for c in cells), "cells": cells, **measures})
+    columns = [
+        {
+            "task": g.column,
+            "metric": g.task.metric,
+            "category": g.task.category,
+            "floor": any(r["cells"][i].get("floor", False) for r in rows),
+        }
+        for i, g in enumerate(groups)
+    ]
+    notes = [*(about_floors(columns) if len(rows) > 1 else ()), *notes]
     return {
-        "columns": [{"task": g.column, "metric": g.task.metric, "category": g.task.category} for g in groups],
+        "columns": columns,
         "rows": rows,
         "notes": [*dict.fromkeys(g.task.note for g in groups if g.task.note), *notes, *store.warnings],
         "results": str(store.root),
@@ -81,7 +114,7 @@ def collect(groups: Sequence[Group], store: ResultStore, notes: Sequence[str] = 
 
 def measured(group: Group, cell: Cell, store: ResultStore) -> dict[str, Any]:
     """What a table shows of one cell: its status, and its summary over this run's examples or why there is none."""
-    base: dict[str, Any] = {"task": group.column, "cell": cell.id}
+    base = {"task": group.column, "cell": cell.id, "evicts": cell.chain.evicts, **fields(cell.identity)}
     refusal = store.refusal(cell.id)
     if refusal is not None:
         return {**base, "status": "refused", "reason": refusal}
@@ -92,7 +125,9 @@ def measured(group: Group, cell: Cell, store: ResultStore) -> dict[str, Any]:
         return {**base, "status": "failed", "reason": found.reason}
     if not samples:
         return {**base, "status": "missing"}
-    summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
+    summary = summarise(completed(cell, samples.values()), group.task.metric, len(group.task.examples))
+    if not cell.chain.stages:
+        base["floor"] = at_floor(group.task, summary["score"])
     return {**base, "status": "measured", **summary, **_difference(group, cell, samples, store)}
 
 
@@ -153,7 +188,7 @@ def _storage(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         value = known(key)
         return None if value is None else 100 * value / mean("prompt_tokens")
 
-    held = mean("payload") + mean("overhead")
+    halves = {key: mean(key) for key in HALVES}
     return {
         "score_mean": _mean_score(cells),
         "kept_percent": 100 * mean("kept") / mean("prompt_tokens"),
@@ -163,8 +198,8 @@ def _storage(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "overhead": mean("overhead"),
         "payload_kv_head": known("payload_kv_head"),
         "payload_query_head": known("payload_query_head"),
-        "percent_of_full": 100 * held / mean("full_bytes"),
-        "payload_percent_of_full": 100 * mean("payload") / mean("full_bytes"),
+        "percent_of_full": share(halves),
+        "payload_percent_of_full": 100 * halves["payload16"] / halves["full16"],
         "prefill_ms": 1000 * mean("prefill_s", "timing"),
         "compress_ms": 1000 * mean("compress_s", "timing"),
         "decode_ms_per_token": 1000 * mean("decode_s_per_token", "timing"),

@@ -10,67 +10,44 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from math import isfinite
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
-from kvbench.cache.audit import Refused, audit
+from kvbench.cache.audit import audit
 from kvbench.cache.peak import Stored, check_bytes, check_peak
-from kvbench.config import Sampling
 from kvbench.decode_queue import DecodeQueue, Row, in_parts
-from kvbench.errors import KvbenchError, UsageError, ending
+from kvbench.errors import KvbenchError, Refused, UsageError, ending
+from kvbench.host import Host
 from kvbench.listener import Listeners
-from kvbench.memory import GIB, is_out_of_memory, release
+from kvbench.memory import is_out_of_memory, release
+from kvbench.methods.foreign import contained
 from kvbench.metrics import score
 from kvbench.model.batch import Answer
 from kvbench.model.decode import Ending, extend_cache
+from kvbench.model.finite import no_answer
 from kvbench.model.interface import attached, synchronise
 from kvbench.model.likelihood import teacher_force
 from kvbench.model.prefill import check_capacity, check_window, prefill_chains
+from kvbench.model.state import state_of
 from kvbench.plan import Cell, Group, pending
 from kvbench.store import ResultStore, Writer
 from kvbench.store_files import Sample
-from kvbench.tasks.base import Task, Tokenizer
-from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
 from kvbench.types import Cache, Example
 
-ROWS_CPU, ROWS_GPU = 96, 128
 REASON_LENGTH = 300
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Host:
-    """A loaded model, how prompts reach it, and how it answers. ``context`` is its longest text in tokens, ``memory``
-    the bytes that the caches of a decode batch may take."""
+class ModelChanged(KvbenchError):
+    """A method changed the model itself: what is measured after that says nothing. Its cells, by id, are refused."""
 
-    model: PreTrainedModel
-    tokenizer: Tokenizer
-    policy: PromptPolicy
-    stop: frozenset[int]
-    context: int | None
-    sampling: Sampling = field(default_factory=Sampling)
-    batch_rows: int | None = None
-    plain: bool = False
-    memory: int = 2 * GIB
-
-    def shape(self) -> tuple[int, int, torch.dtype]:
-        """(kv heads, head dimension, dtype) of the model's cache."""
-        c = self.model.config
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return int(heads), int(dim), self.model.dtype
-
-    @property
-    def most_rows(self) -> int:
-        """Rows decoded together, at most."""
-        return self.batch_rows or (ROWS_GPU if self.model.device.type == "cuda" else ROWS_CPU)
-
-    def batching(self) -> dict[str, Any]:
-        """The batch policy, which in half precision has a part in the numbers: each line says how many rows ran."""
-        return {"rows": self.most_rows, "order": "by example, then by cell; rows enter as others leave"}
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        names = " or ".join(dict.fromkeys(c.chain.name for c in cells))
+        super().__init__(f"{names} changes the model (its weights or configuration) and leaves it changed")
+        self.cells = {c.id for c in cells}
 
 
 @dataclass
@@ -85,8 +62,10 @@ class GroupRun:
     refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     most_cells: int | None = None  # of one prefill, once that ran out of memory
+    foreign: Sequence[Cell] = ()  # those whose code is not kvbench's own
 
     def __post_init__(self) -> None:
+        self.model_before = state_of(self.host.model) if self.foreign else None
         self.queue = DecodeQueue(self.host.model, self.host.most_rows, self.host.memory)
 
     def run(self, examples: Sequence[Example], todo: Mapping[str, Sequence[Cell]]) -> None:
@@ -107,7 +86,7 @@ class GroupRun:
     def read(self, example: Example, cells: Sequence[Cell]) -> None:
         """Prefill one prompt for the cells that need it, audit what each kept, and let it wait to be decoded."""
         try:
-            encoded = self._encode(example, cells[0].task)
+            encoded = self.host.encode(example, cells[0].task)
             ids = torch.tensor(encoded.ids)
             check_capacity(self.host.model, len(ids))
         except Exception as error:
@@ -120,7 +99,9 @@ class GroupRun:
             try:
                 if isinstance(cache, Exception):
                     raise cache
-                measured = audit(cache, *self.host.shape())
+                with contained(cell.chain.name, cell.chain.foreign):
+                    cell.check_knobs()
+                    measured = audit(cache, *self.host.shape())
                 if encoded.question:
                     cache = self._with_room(partial(extend_cache, self.host.model, cache, encoded.question))
                 rows.append(Row(cell, example, cache, measured, encoded.cut, self._ending(cell, example)))
@@ -128,6 +109,7 @@ class GroupRun:
                 self.refuse(cell, str(reason), example)
             except Exception as error:
                 self.fail(cell, error, example)
+        self.check_model(cells, example)
         if example.tokens:
             self.force(example, rows)
         else:
@@ -174,26 +156,30 @@ class GroupRun:
             start = time.perf_counter()
             held: dict[int, list[int]] = {}
             stored: dict[int, Stored] = {}
-            caches = [r.cache for r in some]
-            losses = teacher_force(self.host.model, caches, rest, int(example.meta["chunk"]), held, stored)
+            caches, chunk = [r.cache for r in some], int(example.meta["chunk"])
+            losses = teacher_force(self.host.model, caches, rest, chunk, held, stored)
             synchronise(self.host.model.device)
             seconds = (time.perf_counter() - start) / len(some)
             return [
-                (float(loss.sum()), Answer(rest.tolist(), held[i], None, seconds, len(some), stored.get(i)))
-                for i, loss in enumerate(losses)
+                (loss, Answer(rest.tolist(), held[i], None, seconds, len(some), stored.get(i), isfinite(loss)))
+                for i, loss in enumerate(float(each.sum()) for each in losses)
             ]
 
-        for row, found in in_parts(rows, together) if rows else []:
+        outcomes = in_parts(rows, together) if rows else []
+        self.check_model([r.cell for r in rows], example)
+        for row, found in outcomes:
             if isinstance(found, Exception):
                 self.fail(row.cell, found, example)
-            else:
-                loss, answer = found
-                line = {**self._line(row, answer), "prediction": "", "score": loss / float(example.meta["divisor"])}
-                self.add(row, line, answer)
+                continue
+            value = found[0] / float(example.meta["divisor"])
+            self.add(row, {**self._line(row, found[1]), "prediction": "", "score": value}, found[1])
 
     def finish(self) -> None:
         """Decode until some rows have ended; score and store those."""
-        for row, found in self.queue.advance():
+        first = next(iter(self.queue))
+        outcomes = self.queue.advance()
+        self.check_model([r.cell for r in (*self.queue.running, *(r for r, _ in outcomes))], first.example)
+        for row, found in outcomes:
             if isinstance(found, Exception):
                 self.fail(row.cell, found, row.example)
                 continue
@@ -210,15 +196,29 @@ class GroupRun:
         if cell.id in self.refused:
             return
         try:
-            line["decode_peak"] = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
-            if answer.stored is not None:
-                check_bytes(row.cache, answer.stored, *self.host.shape())
+            if not answer.finite:
+                raise no_answer(cell.chain, self.host.model.dtype)
+            with contained(cell.chain.name, cell.chain.foreign):
+                cell.check_knobs()
+                line["decode_peak"] = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
+                if answer.stored is not None:
+                    check_bytes(row.cache, answer.stored, *self.host.shape())
         except Refused as reason:
             self.refuse(cell, str(reason), example)
             return
         self.store.clear_refusal(cell.id, example.id)
         self.writers[cell.id].append(line)
         self.listeners.stored(cell, line)
+
+    def check_model(self, ran: Sequence[Cell], example: Example) -> None:
+        """Raise ModelChanged, and refuse the cells that ``ran`` and may have done it, unless the model is as it was."""
+        if self.model_before is None or state_of(self.host.model) == self.model_before:
+            return
+        changed = ModelChanged([c for c in ran if c in self.foreign] or self.foreign)
+        for cell in self.foreign:
+            if cell.id in changed.cells:
+                self.refuse(cell, str(changed), example)
+        raise changed
 
     def refuse(self, cell: Cell, reason: str, example: Example) -> None:
         """Take the cell out of the run and record why; its rows that wait are dropped."""
@@ -277,13 +277,6 @@ class GroupRun:
         """The last token of each text, as LongBench stops samsum at a newline."""
         return frozenset(self.host.tokenizer.encode(t, add_special_tokens=False)[-1] for t in texts)
 
-    def _encode(self, example: Example, task: Task) -> Encoded:
-        if example.tokens:
-            return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
-        context = self.host.context
-        room = None if context is None else context - example.max_new_tokens
-        return encode(self.host.tokenizer, example, task, self.host.policy, room)
-
     def _sample(self, row: Row, answer: Answer) -> Sample:
         tokens = answer.tokens
         kept_ids = tokens[:-1] if tokens and tokens[-1] in row.ending.stop else tokens
@@ -336,7 +329,8 @@ def run_group(
             facts = {**provenance, "batch": host.batching(), **cell.chain.provenance()}
             writers[cell.id] = store.open(cell, facts, shard, mix)
             stack.callback(writers[cell.id].close)
-        run = GroupRun(host, store, writers, listeners or Listeners(), shard)
+        foreign = [c for c in cells if c.chain.foreign]
+        run = GroupRun(host, store, writers, listeners or Listeners(), shard, foreign=foreign)
         stack.enter_context(attached(host.model))
         try:
             run.run(group.examples, todo)

@@ -31,8 +31,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvbench.errors import KvbenchError, UsageError
+from kvbench import labels, store_cells
+from kvbench.errors import KvbenchError, UsageError, unknown
 from kvbench.plan import Cell
+from kvbench.store_cells import LINK
 from kvbench.store_files import (
     Appender,
     Sample,
@@ -114,7 +116,13 @@ class ResultStore:
     writers: dict[str, tuple[int, Writer]] = field(default_factory=dict, repr=False)
 
     def folder(self, cell_id: str) -> Path:
-        return self.root / "cells" / cell_id
+        return store_cells.folder(self.root / "cells", cell_id)
+
+    def find(self, cell_id: str) -> str:
+        """The id of a cell that is there, as a user gives it; raises UsageError for any other."""
+        if not self.folder(cell_id).is_dir():
+            raise unknown("cell", cell_id, self.folders(), f"They lie in {self.root}/cells.")
+        return cell_id
 
     def check(self) -> None:
         """Raise UsageError if the folder cannot hold results."""
@@ -216,11 +224,10 @@ class ResultStore:
 
     def _changed(self, cell_id: str) -> float | None:
         """The time of the last write."""
-        times = []
-        for kind in ("samples-*.jsonl", "*.json"):
-            for path in self.folder(cell_id).glob(kind):
-                with suppress(FileNotFoundError):
-                    times.append(path.stat().st_mtime)
+        times, folder = [], self.folder(cell_id)
+        for path in (*folder.glob("samples-*.jsonl"), *folder.glob("*.json")):
+            with suppress(FileNotFoundError):
+                times.append(path.stat().st_mtime)
         return max(times, default=None)
 
     def _marks(self, cell_id: str) -> list[dict[str, Any]]:
@@ -233,7 +240,7 @@ class ResultStore:
 
     def cell(self, cell_id: str) -> dict[str, Any] | None:
         """The cell's record, or None if it was never started."""
-        return read_json(self.folder(cell_id) / "cell.json")
+        return store_cells.record(self.folder(cell_id) / "cell.json")
 
     def metrics(self, cell_id: str) -> dict[str, Any]:
         """The means that the last run wrote; nothing before, and a warning where they are damaged."""
@@ -292,12 +299,15 @@ class ResultStore:
         write_json(self.folder(cell_id) / "metrics.json", metrics)
 
     def folders(self) -> list[str]:
-        """Names of all cells' folders, also of those that have no record yet."""
-        return sorted(p.name for p in (self.root / "cells").glob("*") if p.is_dir() and p.name[0] != ".")
+        """Ids of all cells, also of those that have no record yet; links become warnings."""
+        folders, links = store_cells.listed(self.root / "cells")
+        for path in links:
+            self._warn(path, f"{LINK} and is left alone")
+        return folders
 
     def cells(self) -> list[str]:
         """Ids of all cells that were started."""
-        return sorted(p.parent.name for p in (self.root / "cells").glob("*/cell.json"))
+        return [name for name in self.folders() if (self.folder(name) / "cell.json").exists()]
 
     @contextmanager
     def _record(self, cell: Cell) -> Iterator[dict[str, Any]]:
@@ -309,8 +319,8 @@ class ResultStore:
         try:
             record = self.cell(cell.id)
             if record is None:
-                what = {"id": cell.id, "label": cell.label, "column": cell.column, "of": len(cell.task.examples)}
-                record = {**what, "identity": cell.identity, "provenance": []}
+                record = {"id": cell.id, "label": labels.label(cell.identity, cell.label), "column": cell.column}
+                record |= {"of": len(cell.task.examples), "identity": cell.identity, "provenance": []}
             yield record
             write_json(folder / "cell.json", record)
         finally:

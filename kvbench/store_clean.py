@@ -49,7 +49,8 @@ def plan(store: ResultStore, cells: Collection[str], whole: bool) -> list[Remova
 def leftovers(store: ResultStore) -> list[Removal]:
     """Cells that an earlier cleaning had taken out, and did not come to delete."""
     folder = store.root / "cells"
-    return [Removal("cell", "", path, "half removed") for path in sorted(folder.glob(".removed-*"))]
+    left = sorted(p for p in folder.glob(".removed-*") if not p.is_symlink())
+    return [Removal("cell", "", path, "half removed") for path in left]
 
 
 def measuring(store: ResultStore, cell: str) -> tuple[int, ...]:

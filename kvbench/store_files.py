@@ -160,8 +160,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); move its folder away to measure this cell again") from None
+        raise unreadable(path, error) from None
+    if not isinstance(content, dict):
+        raise unreadable(path, f"it holds {json.dumps(content)[:20]}, not a record")
     return content
+
+
+def unreadable(path: Path, why: object) -> UsageError:
+    """What to tell of a damaged JSON file."""
+    return UsageError(f"{path} cannot be read ({why}); move its folder away to measure this cell again")
 
 
 def lock(path: Path, wait_s: float) -> int | None:
@@ -173,7 +180,7 @@ def lock(path: Path, wait_s: float) -> int | None:
     end = time.monotonic() + wait_s
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         # a file that was removed between opening and locking locks nothing any more
         if _take(fd, fcntl.LOCK_EX, path) and _names(path, fd):
             return fd

@@ -287,6 +287,7 @@ class Cache:
     prefill_s: float = 0.0
     compress_s: float = 0.0
     model: weakref.ref[Any] | None = field(default=None, compare=False, repr=False)
+    strange: str = ""  # what was found in it, while the prompt was at hand, that the prompt does not have there
 
     @property
     def seen(self) -> int:

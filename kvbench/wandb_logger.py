@@ -279,7 +279,7 @@ def describe(prepared: Prepared, cell: Cell) -> dict[str, Any]:
 
 
 def summary(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell's metrics under flat names, with intervals as two numbers, and bytes in per cent of the full cache."""
+    """A cell's metrics under flat names, with intervals as two numbers, and tokens kept in per cent of the prompt's."""
     flat: dict[str, Any] = {}
     for key, value in metrics.items():
         if key == "ci" and value is not None:
@@ -289,7 +289,6 @@ def summary(metrics: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             flat[key] = value
     if metrics.get("full_bytes"):
-        flat["percent_of_full"] = 100 * (metrics["payload"] + metrics["overhead"]) / metrics["full_bytes"]
         flat["kept_percent"] = 100 * metrics["kept"] / metrics["prompt_tokens"]
     return flat
 

@@ -1,11 +1,14 @@
-"""The papers' tables on the tiny model: measure and write them, or re-render them from what was measured alone.
+"""The papers' tables on a model: measure and write them, or re-render them from what was measured alone.
 
-python scripts/paper_tables.py                measure what is missing, write results/tables/<paper>-<n>.md and samples
-python scripts/paper_tables.py think/2        one table, or all of a paper
-python scripts/paper_tables.py --verify       fail if a committed table differs from what its samples give
+python scripts/paper_tables.py                          on tiny: measure what is missing, write results/tiny
+python scripts/paper_tables.py --model smollm2-135m-q4_1  on a pretrained model, with the papers' data: results/tables
+python scripts/paper_tables.py think/2                  one table, or all of a paper
+python scripts/paper_tables.py --pack                   write what is measured so far, measure nothing
+python scripts/paper_tables.py --verify                 fail if a committed table differs from what its samples give
 
 Scores follow from the samples beside a table, efficiency tables from the rows in results/gpu, or else results/cpu. How
-much of each was measured stands in results/tables/counts.csv.
+much of each was measured stands in counts.csv beside them. What is committed is put into --results first, so that
+measuring goes on from there.
 """
 
 from __future__ import annotations
@@ -17,130 +20,225 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 
-from kvbench import archive, experiment
-from kvbench.errors import KvbenchError
+import torch
+
+from kvbench import archive, experiment, memory
+from kvbench.errors import KvbenchError, UsageError
 from kvbench.papers import counts, declared, measured, page, standin, timings
 from kvbench.papers.declared import Declared
+from kvbench.papers.joint import joint
 from kvbench.papers.measured import Ours
 from kvbench.papers.view import View, view
+from kvbench.plan import Group
 from kvbench.store import ResultStore
 
 ROWS = Path(__file__).resolve().parent.parent / "results"
-FOLDER = ROWS / "tables"
-EXAMPLES = 50  # of each task
+PRETRAINED = "smollm2-135m-q4_1"
+"""The pretrained model whose tables are committed in results/tables."""
+ROUNDS = (1, 2, 4, 8)
+"""Examples of each task on a pretrained model, table by table before the next round: what is cut off is still whole."""
+LONG_ANSWER, FEW = 500, 3
+"""Tokens of an answer from which a task costs as much as ten others: half a round's examples then, and FEW at most."""
 
 
-def rendered(seen: View) -> str:
+@dataclass(frozen=True)
+class Target:
+    """A model's tables: where they are committed, and what is said to ``run`` beside the table's own.
+
+    ``scored``: tables of scores alone are written, not those of times and of facts.
+    """
+
+    model: str
+    folder: Path
+    arguments: tuple[str, ...] = ()
+    scored: bool = False
+
+    def page(self, table: Declared) -> Path:
+        return self.folder / f"{table.paper}-{table.table}.md"
+
+    def samples(self, table: Declared) -> Path:
+        return self.folder / f"{table.paper}-{table.table}.samples.jsonl.gz"
+
+    def tables(self, wanted: Sequence[str]) -> list[Declared]:
+        """Those of ``wanted`` that this target writes."""
+        found = {t.id: t for name in wanted for t in declared.find(name)}.values()
+        return [t for t in found if t.measurable or not self.scored]
+
+
+def target(model: str) -> Target:
+    """The tables of one model."""
+    if model == standin.MODEL:
+        return Target(model, ROWS / "tiny", ("limit=50",))
+    return Target(model, ROWS / "tables", scored=True)
+
+
+def rendered(seen: View, of: Target) -> str:
     """The table as Markdown, with the command that makes it."""
     table = seen.ours.declared
-    limit = "" if table.kind == timings.KIND else f" limit={EXAMPLES}"
+    model = "" if of.model == standin.MODEL else f" --model {of.model}"
+    made = f"python scripts/paper_tables.py {table.id}{model}" if model else f"python -m kvbench table {table.id}"
+    limit = "" if table.kind == timings.KIND or model else " ".join(("", *of.arguments))
     head, _, rest = page.render(seen, "md").partition("\n")
-    return f"{head}\n\n`python -m kvbench table {table.id}{limit}`\n{rest}"
+    return f"{head}\n\n`{made}{limit}`\n{rest}"
 
 
-def prepare(table: Declared, results: str, *more: str) -> Ours:
+def prepare(table: Declared, of: Target, results: str, *more: str) -> Ours:
     """The table's run with its results in ``results``; what was timed is in a folder of its own, which is committed."""
     if table.kind == timings.KIND:
         return measured.timed(timings.read(table, "", ROWS))
-    return measured.prepare(table, standin.MODEL, [f"results={results}", f"limit={EXAMPLES}", *more])
+    return measured.prepare(table, of.model, [f"results={results}", *of.arguments, *more])
 
 
-def measure_shard(table_id: str, results: str, shard: int, shards: int) -> None:
-    """Measure one process's part of a table."""
-    (table,) = declared.find(table_id)
-    ours = prepare(table, results, f"shard={shard}", f"shards={shards}", "threads=1")
-    assert ours.run is not None
-    experiment.measure(ours.run, quiet=True)
+def measure_shard(names: Sequence[str], model: str, results: str, shard: int, shards: int, most: int | None) -> None:
+    """Measure one process's part of some tables, of ``most`` examples of each task; each prompt is read once for all.
+
+    Of tasks with the cheapest answers first.
+    """
+    for run in _runs(tuple(names), model, results, shard, shards):
+        groups = sorted((_few(g, most) for g in run.groups), key=_cost)
+        experiment.measure(replace(run, groups=tuple(groups)), quiet=True)
 
 
-def write(table: Declared, results: str) -> None:
-    """Write the table from what was measured, and its samples; what is timed is measured here, alone."""
-    ours = prepare(table, results)
-    if ours.timings is not None:
+@cache
+def _runs(names: Sequence[str], model: str, results: str, shard: int, shards: int) -> list[experiment.Prepared]:
+    """The runs of some tables, which read alike as one; a process needs them in every round."""
+    free = memory.limit(None, {torch.device("cpu"): 1.0}) / memory.GIB
+    more = (f"shard={shard}", f"shards={shards}", "threads=1", f"memory={free / shards:.2f}")
+    found = [prepare(t, target(model), results, *more).run for name in names for t in declared.find(name)]
+    return joint(r for r in found if r is not None)
+
+
+def _few(group: Group, most: int | None) -> Group:
+    """The group with as many of its task's first examples as a round measures, whichever process has them."""
+    if most is None:
+        return group
+    long = group.task.examples[0].max_new_tokens >= LONG_ANSWER
+    first = {e.id for e in group.task.taken(min(most // 2, FEW) if long else most)}
+    return replace(group, examples=tuple(e for e in group.examples if e.id in first))
+
+
+def _cost(group: Group) -> int:
+    return len(group.cells) * group.task.examples[0].max_new_tokens
+
+
+def write(table: Declared, of: Target, results: str, time_it: bool = True) -> None:
+    """Write the table from what is measured of it, and its samples; what is timed is measured here, alone."""
+    ours = prepare(table, of, results)
+    if ours.timings is not None and time_it:
         timings.measure(ours.timings)
-        ours = prepare(table, results)
+        ours = prepare(table, of, results)
     elif ours.run is not None:
         experiment.settle(ours.run)
-        cells = [c.id for g in ours.run.groups for c in g.cells]
-        archive.pack(ours.run.store, cells, _samples(table))
+        cells = {c.id for g in ours.run.groups for c in g.cells if ours.run.store.samples(c.id)}
+        archive.pack(ours.run.store, cells, of.samples(table))
     seen = view(ours)
-    _page(table).write_text(rendered(seen), encoding="utf-8")
+    of.page(table).parent.mkdir(parents=True, exist_ok=True)
+    of.page(table).write_text(rendered(seen, of), encoding="utf-8")
     if _counted(table):
-        counts.write(FOLDER, counts.count(seen))
+        counts.write(of.folder, counts.count(seen))
 
 
-def measure(tables: Sequence[Declared], results: str, workers: int) -> None:
-    """Measure what is missing of all tables and write each as soon as it is whole.
+def restore(tables: Sequence[Declared], of: Target, results: str) -> None:
+    """Put the committed samples into ``results`` where they are missing there."""
+    for table in tables:
+        if of.samples(table).exists():
+            archive.restore(of.samples(table), ResultStore(Path(results)))
 
-    Every process takes its share of the examples of one table after the other: never two of them the same share of a
-    cell that two tables have in common.
+
+def measure(tables: Sequence[Declared], of: Target, results: str, workers: int) -> None:
+    """Measure what is missing of all tables, a paper at a time, and write its tables as soon as they have a round more.
+
+    Every process takes its share of the examples: never two of them the same share of a cell that tables share.
     """
     start = time.monotonic()
-    with ExitStack() as pools:
-        parts: dict[str, list[Future[None]]] = {t.id: [] for t in tables}
-        for shard in range(workers):
-            pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-            pools.callback(pool.shutdown, cancel_futures=True)
-            for table in tables:
-                if table.measurable:
-                    parts[table.id].append(pool.submit(measure_shard, table.id, results, shard, workers))
-        # what is timed waits until nothing else runs
-        for table in sorted(tables, key=lambda t: t.kind == timings.KIND):
-            for part in parts[table.id]:
-                part.result()
-            write(table, results)
-            print(f"{_page(table)}  ({time.monotonic() - start:.0f} s so far)", flush=True)
+    papers = [(paper, list(some)) for paper, some in groupby(tables, key=lambda t: t.paper)]
+    with ExitStack() as stack:
+        pools = [ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) for _ in range(workers)]
+        for pool in pools:
+            stack.callback(pool.shutdown, cancel_futures=True)
+        for most in ROUNDS if of.scored else (None,):
+            for paper, some in papers:
+                names = [t.id for t in some if t.measurable]
+                given = (names, of.model, results)
+                parts = [pool.submit(measure_shard, *given, i, workers, most) for i, pool in enumerate(pools)]
+                for part in parts:
+                    part.result()
+                for table in some:
+                    if table.kind != timings.KIND:
+                        write(table, of, results)
+                told = "" if most is None else f", {most} examples a task"
+                print(f"{paper}{told}: {of.folder}  ({time.monotonic() - start:.0f} s so far)", flush=True)
+    for table in tables:
+        if table.kind == timings.KIND:  # what is timed waits until nothing else runs
+            write(table, of, results)
 
 
-def verify(table: Declared) -> bool:
+def verify(table: Declared, of: Target) -> bool:
     """Whether the committed table, and what is counted of it, is what its samples or rows give."""
     with tempfile.TemporaryDirectory() as folder:
-        if table.measurable:
-            archive.unpack(_samples(table), ResultStore(Path(folder)))
-        seen = view(prepare(table, folder))
-        same = _page(table).exists() and rendered(seen) == _page(table).read_text(encoding="utf-8")
-        return same and (not _counted(table) or counts.read(FOLDER).get(table.id) == counts.count(seen))
+        if table.measurable and of.samples(table).exists():
+            archive.unpack(of.samples(table), ResultStore(Path(folder)))
+        seen = view(prepare(table, of, folder))
+        same = of.page(table).exists() and rendered(seen, of) == of.page(table).read_text(encoding="utf-8")
+        return same and (not _counted(table) or counts.read(of.folder).get(table.id) == counts.count(seen))
+
+
+def verified(wanted: Sequence[str], models: Sequence[str]) -> int:
+    """Verify the committed tables of each model; one that is not here is told, and no error."""
+    wrong = []
+    for of in map(target, models):
+        try:
+            for table in of.tables(wanted):
+                if of.page(table).exists() or of.model == standin.MODEL:
+                    wrong += [] if verify(table, of) else [of.page(table).name]
+        except UsageError as error:
+            if of.model == standin.MODEL or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
+                raise
+            print(f"kvbench: tables of {of.model} are not verified: {error}", file=sys.stderr)
+    if wrong:
+        print(f"kvbench: {', '.join(wrong)} differ from their samples; make tables", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def _counted(table: Declared) -> bool:
     return table.measurable or table.kind == timings.KIND
 
 
-def _page(table: Declared) -> Path:
-    return FOLDER / f"{table.paper}-{table.table}.md"
-
-
-def _samples(table: Declared) -> Path:
-    return FOLDER / f"{table.paper}-{table.table}.samples.jsonl.gz"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure or verify the tables named, all by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", default=["all"], help="paper/number, paper or all (default)")
+    parser.add_argument("--model", help="tiny (default) or an entry of conf/model; --verify: of each, by default")
     parser.add_argument("--verify", action="store_true", help="re-render from samples and compare")
+    parser.add_argument("--pack", action="store_true", help="write what is measured so far, measure nothing")
     parser.add_argument("--results", default="results", help="folder of measured cells")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that share the examples")
     args = parser.parse_args(arguments)
+    of = target(args.model or standin.MODEL)
     try:
-        tables = list({t.id: t for name in args.tables for t in declared.find(name)}.values())
-        if not args.verify:
-            measure(tables, args.results, args.workers)
-            return 0
-        wrong = [t.id for t in tables if not verify(t)]
+        if args.verify:
+            return verified(args.tables, [args.model] if args.model else [standin.MODEL, PRETRAINED])
+        tables = of.tables(args.tables)
+        restore(tables, of, args.results)
+        if args.pack:
+            for table in tables:
+                write(table, of, args.results, time_it=False)
+        else:
+            measure(tables, of, args.results, args.workers)
     except KvbenchError as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
         print("kvbench: interrupted; finished answers are kept: run it again to go on", file=sys.stderr)
         return 130
-    if wrong:
-        print(f"kvbench: {', '.join(wrong)} differ from their samples; make tables", file=sys.stderr)
-    return 1 if wrong else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure the committed tables of the tiny suite, or re-render them from their samples alone.
 
-python scripts/tiny_table.py            measure what is missing, write results/tables/<id>.md and its samples
+python scripts/tiny_table.py            measure what is missing, write results/tiny/<id>.md and its samples
 python scripts/tiny_table.py --verify   fail if a committed table differs from what its samples give
 """
 
@@ -17,7 +17,7 @@ from kvbench.errors import KvbenchError
 from kvbench.experiment import Prepared
 from kvbench.store import ResultStore
 
-FOLDER = Path(__file__).resolve().parent.parent / "results" / "tables"
+FOLDER = Path(__file__).resolve().parent.parent / "results" / "tiny"
 BUDGETS = "kv_ratio=0.5,0.25,0.125"
 TABLES = {
     "tiny-selection": ["method=random,streamingllm,keynorm,h2o,snapkv", BUDGETS],

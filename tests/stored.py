@@ -1,19 +1,32 @@
 """Cells and samples for tests of the store, without a plan, a model or a run."""
 
+import hashlib
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+NAMES = {}
 FACTS = {"device": "cpu", "torch": "2"}
+
+
+def cell_id(name):
+    """The id of the cell that tests call ``name``; ``NAMES`` has the way back."""
+    found = hashlib.sha256(name.encode()).hexdigest()[:16]
+    NAMES[found] = name
+    return found
 
 
 @dataclass(frozen=True)
 class Cell:
     """As much of a plan's cell as the store reads."""
 
-    id: str = "c0ffee"
+    name: str = "coffee"
     label: str = "snapkv"
     column: str = "tiny/needle"
     size: int = 4
+
+    @property
+    def id(self):
+        return cell_id(self.name)
 
     @property
     def identity(self):
@@ -38,6 +51,9 @@ def sample(number, **more):
         "payload_kv_head": 1000 * number,
         "payload_query_head": 2000 * number,
         "full_bytes": 4096,
+        "payload16": 500 * number,
+        "overhead16": 17,
+        "full16": 2048,
         "decode_peak": number,
         "cut": 0,
         "shrunk": False,

@@ -50,7 +50,7 @@ def test_the_readmes_python_example_runs(capsys):
 
 
 def test_the_readmes_table_is_what_the_committed_samples_give(tmp_path, capsys):
-    archive.unpack(ROOT / "results" / "tables" / "uncomp-2.samples.jsonl.gz", ResultStore(tmp_path))
+    archive.unpack(ROOT / "results" / "tiny" / "uncomp-2.samples.jsonl.gz", ResultStore(tmp_path))
     command = re.search(r"^tables-quick:.*\n\t.*kvbench (table .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     assert f"python -m kvbench {command}" in README
     assert main([*command.split(), "--stored", f"results={tmp_path}"]) == 0

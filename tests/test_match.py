@@ -23,7 +23,7 @@ def parsed(line):
 
 def sizes(line, shape=MISTRAL, tokens=None):
     """kv_size of every matched chain, in order."""
-    return [m.kv_size for m in match.settle(parsed(line), shape, 2, tokens)[1]]
+    return [m.kv_size for m in match.settle(parsed(line), shape, tokens)[1]]
 
 
 @pytest.mark.parametrize("base", ["h2o", "snapkv"])
@@ -39,8 +39,8 @@ def test_the_sizes_of_thinks_table_7(base, per, kind, last):
 @pytest.mark.parametrize("kind", match.KINDS)
 def test_no_other_size_comes_nearer(kind, other, shape):
     cfg = parsed(f"method={other},snapkv+think snapkv.kv_size=600 match={kind}")
-    (settled, (found,)) = match.settle(cfg, shape, 2)
-    price = match._price(kind, shape, match.LONG, 2)
+    (settled, (found,)) = match.settle(cfg, shape)
+    price = match._price(kind, shape, match.LONG)
     template = next(c for c in cfg.chains if c.chain.name == other.replace("vatp+h2o", "h2o+vatp"))
     target = price(settled.chains[-1].chain)
     off = {size: abs(price(match.with_size(template, size).chain) - target) for size in range(140, 2400)}
@@ -66,17 +66,17 @@ def test_the_nominal_formula_is_the_papers():
 
 def test_grids_of_the_reference_give_each_other_method_one_size_each():
     cfg = parsed("method=h2o,snapkv+think kv_size=128,256 ratio=0.4,0.6 match=bytes")
-    settled, found = match.settle(cfg, MISTRAL, 2)
+    settled, found = match.settle(cfg, MISTRAL)
     assert [(m.method.split()[0], "ratio=0.6" in m.reference) for m in found] == [("h2o", r) for r in (0, 1, 0, 1)]
     assert len(settled.chains) == 8 and len({repr(c.chain.identity()) for c in settled.chains}) == 8
 
 
 def test_knobs_that_depend_on_the_budget_follow_the_size_found():
     line = "preset=refreekv model=llama2-7b-chat method=cake,snapkv+think kv_size=1300 match=bytes per=kv_head"
-    (settled, (found,)) = match.settle(parsed(line), Shape(32, 32, 32, 128), 2)
+    (settled, (found,)) = match.settle(parsed(line), Shape(32, 32, 32, 128))
     assert found.kv_size < 1100 and settled.chains[0].chain.stages[0].tau1 == 1.9
     small = line.replace("1300", "150")
-    assert match.settle(parsed(small), Shape(32, 32, 32, 128), 2)[0].chains[0].chain.stages[0].tau1 == 0.9
+    assert match.settle(parsed(small), Shape(32, 32, 32, 128))[0].chains[0].chain.stages[0].tau1 == 0.9
 
 
 def test_presets_say_which_bytes_where_a_match_is_asked_for():
@@ -95,7 +95,7 @@ def test_a_reference_may_stand_anywhere_and_be_written_in_any_order():
 
 def test_budgets_of_other_kinds_give_way():
     cfg = parsed("preset=vatp method=h2o,snapkv+think snapkv.kv_size=256 match=bytes")
-    (settled, (found,)) = match.settle(cfg, MISTRAL, 2)
+    (settled, (found,)) = match.settle(cfg, MISTRAL)
     h2o = settled.chains[0].chain.selector
     assert sum(h2o.parts(4096)) == found.kv_size == 211 and h2o.heavy_ratio is None
 
@@ -129,7 +129,7 @@ def test_a_run_has_the_size_found_in_its_ids_its_table_and_its_bytes(tmp_path, c
     status, report = run_json(capsys, *line, "match=bytes")
     assert status == 0
     (found,) = report["matched"]
-    held = {r["method"]: r["payload"] for r in report["rows"]}
+    held = {r["method"]: r["cells"][0]["payload16"] for r in report["rows"]}
     assert held[found["method"]] == found["bytes"][0] and held[found["reference"]] == found["bytes"][1]
     assert any(f"kv_size={found['kv_size']}" in note and "match=bytes" in note for note in report["notes"])
     by_hand = prepare(*line[:1], f"kv_size={found['kv_size']}", f"results={tmp_path}", *SMALL, "limit=1")

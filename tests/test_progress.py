@@ -21,7 +21,7 @@ def shown(monkeypatch, terminal):
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: terminal, raising=False)
     todo = [{"task": t, "answers_to_do": n} for t, n in (("needle", 4), ("code", 2), ("done", 0))]
     display = progress.Display()
-    display.begin(SimpleNamespace(todo=lambda: todo))
+    display.begin(SimpleNamespace(todo=lambda: todo, advice=list))
     return display, clock
 
 
@@ -86,3 +86,9 @@ def test_a_terminal_has_one_line_per_group_that_has_something_to_do(monkeypatch)
     assert tasks["needle"].fields["rate"].endswith("kept 50 %")
     display.close()
     assert "needle" in out.getvalue() and "answers/s" in out.getvalue()
+
+
+def test_slow_answers_are_counted_in_seconds():
+    count = progress.Count(total=9, done=2, kept=1.0, start=100.0)
+    assert count.text(142.0) == "21 s per answer, kept 50 %"
+    assert count.text(110.0) == "0.2 answers/s, kept 50 %"

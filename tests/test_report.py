@@ -95,7 +95,7 @@ def test_what_masks_shows_what_it_attends_and_only_tables_with_such_a_method_hav
         assert not shown or f"{masked[0]['attended_percent']:.1f}" in out
         assert "…" not in out
     assert main(["show", *arguments, "method=twilight", "--format", "md"]) == 0
-    assert "| method | kept % | attended % | payload | overhead | % of full |" in capsys.readouterr().out
+    assert "| method | kept % | attended % | payload | overhead | % of full at 16 bits |" in capsys.readouterr().out
 
 
 def test_a_difference_of_less_than_a_tenth_of_a_per_cent_is_shown():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from runs import SMALL, metrics_of, prepare, run_json
 
-from kvbench import experiment, runner
+from kvbench import experiment, host, runner
 from kvbench.cli.main import main
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
@@ -140,7 +140,8 @@ def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch
 
 @pytest.mark.parametrize("name", ["score", "encode"])
 def test_a_prompt_or_an_answer_that_cannot_be_handled_costs_its_dataset_only(name, tmp_path, capsys, monkeypatch):
-    original = getattr(runner, name)
+    home = runner if name == "score" else host
+    original = getattr(home, name)
 
     def broken(*args):
         task = next((a for a in args if hasattr(a, "examples")), None)
@@ -148,7 +149,7 @@ def test_a_prompt_or_an_answer_that_cannot_be_handled_costs_its_dataset_only(nam
             raise ValueError("cannot be handled")
         return original(*args)
 
-    monkeypatch.setattr(runner, name, broken)
+    monkeypatch.setattr(home, name, broken)
     arguments = [*SMALL, METHODS, f"results={tmp_path}"]
     status, report = run_json(capsys, *arguments)
     found = cells_of(report)
@@ -156,7 +157,7 @@ def test_a_prompt_or_an_answer_that_cannot_be_handled_costs_its_dataset_only(nam
     for (_, task), cell in found.items():
         assert cell["status"] == ("failed" if task == "tiny/needle" else "measured"), cell
         assert task != "tiny/needle" or cell["reason"].startswith("ValueError: cannot be handled (example ")
-    monkeypatch.setattr(runner, name, original)
+    monkeypatch.setattr(home, name, original)
     assert run_json(capsys, *arguments)[0] == 0
 
 

@@ -71,8 +71,8 @@ def test_each_cell_is_a_run_that_holds_its_metrics_and_goes_on_when_resumed(tmp_
             assert resumed["summary"][key] == on_disk[key]
         assert resumed["summary"]["status"] == on_disk["status"] == "complete"
         assert resumed["summary"]["timing/prefill_s"] == on_disk["timing"]["prefill_s"]
-        held = on_disk["payload"] + on_disk["overhead"]
-        assert resumed["summary"]["percent_of_full"] == pytest.approx(100 * held / on_disk["full_bytes"])
+        held = on_disk["payload16"] + on_disk["overhead16"]
+        assert resumed["summary"]["percent_of_full"] == pytest.approx(100 * held / on_disk["full16"])
         config = resumed["config"]
         assert config["identity"] == json.loads(json.dumps(cell.identity))
         assert (config["method"], config["task"]) == (cell.chain.name, group.task.id)

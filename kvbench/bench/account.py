@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvbench.accounting import declared
+from kvbench.accounting import HALF, declared
 from kvbench.bench.layers import Measured, measure, working_bytes
 from kvbench.config import ChainConfig
-from kvbench.errors import KvbenchError
+from kvbench.errors import KvbenchError, UsageError
 from kvbench.memory import free_bytes
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
@@ -27,8 +28,8 @@ LAYERWISE = "a layer would need about {need:.1f} GiB"
 class Account:
     """One chain at one prompt size. ``measured`` is None where nothing was built, ``formula`` where only data decide.
 
-    ``formula`` is (tokens per stored head, payload, overhead) without any cache; ``why`` says what the reader must know
-    of a row that is not both.
+    ``formula`` is (tokens per stored head, payload, overhead) without any cache; ``percent`` its bytes at 16 bits in
+    per cent of the full cache's; ``why`` says what the reader must know of a row that is not both.
     """
 
     method: str
@@ -36,6 +37,7 @@ class Account:
     full: int
     measured: Measured | None
     formula: tuple[float, int, int] | None
+    percent: float | None
     even: bool = False
     why: str = ""
 
@@ -55,14 +57,13 @@ class Account:
         m, f = self.measured, self.formula
         parts = dict(zip(PARTS, m.held.parts(), strict=True)) if m else {}
         sums = dict(zip(("tokens", "payload", "overhead"), self.sums, strict=True)) if self.sums else {}
-        total = sum(self.sums[1:]) if self.sums else None
         return {
             "method": self.method,
             "n": self.n,
             "full_bytes": self.full,
             **sums,
-            "total": total,
-            "percent_of_full": None if total is None else 100 * total / self.full,
+            "total": sum(self.sums[1:]) if self.sums else None,
+            "percent_of_full": self.percent,
             "measured": m is not None,
             "layers_built": m.made if m else 0,
             "parts": parts,
@@ -80,7 +81,11 @@ def default_methods() -> list[str]:
     """
     names = []
     for method in registry.available():
-        stage = registry.make_stage(method, registry.defaults(method)) if method != "full" else None
+        try:
+            stage = registry.make_stage(method, registry.defaults(method)) if method != "full" else None
+        except UsageError as error:
+            print(f"kvbench: {error}", file=sys.stderr)
+            continue
         if stage is None or not stage.unbound:
             names.append(f"{stage.decorates[0]}+{method}" if isinstance(stage, Modifier) else method)
     return [*sorted(names, key=lambda m: m != "full"), *CHAINS]
@@ -101,7 +106,10 @@ def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: boo
             why = str(error)
     if formula is None and measured is None:
         why = f"only a prompt decides what is kept; {why}".rstrip("; ")
-    return Account(c.label, n, full, measured, formula, said is not None and said.even, why)
+    said16 = declared(c.chain, shape, n, HALF)
+    total16 = measured.total16 if measured is not None else said16.total if said16 is not None else None
+    percent = None if total16 is None else 100 * total16 / shape.full_bytes(n, HALF)
+    return Account(c.label, n, full, measured, formula, percent, said is not None and said.even, why)
 
 
 def room() -> float:
@@ -120,7 +128,7 @@ def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
         "posi-\ntions",
         *PARTS[4:],
         "total",
-        "% of\nfull",
+        "% of\nfull at\n16 bits",
         "as the\nformula",
     )
     body = tuple(_row(r, size) for r in rows)
@@ -141,7 +149,7 @@ def _row(r: Account, size: int) -> tuple[str, ...]:
     if r.measured is None and r.even:
         verdict = "≈ formula"
     shown = (_number(payload / size), *parts[:3], _number(overhead / size), *parts[3:], _number(total / size))
-    return (name, *shown, f"{100 * total / r.full:.1f}", verdict)
+    return (name, *shown, f"{r.percent:.1f}", verdict)
 
 
 def _notes(rows: Sequence[Account]) -> Iterator[str]:

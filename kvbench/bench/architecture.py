@@ -34,7 +34,8 @@ def model_config(cfg: ModelConfig) -> PretrainedConfig:
     if family in LEARNED_POSITIONS:
         return AutoConfig.for_model(family, **sizes, **known)
     theta = known.pop("rope_theta")
-    sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "tie_word_embeddings": False}
+    sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    sizes["tie_word_embeddings"] = known.pop("tie_word_embeddings", False)
     config = AutoConfig.for_model(
         family, **sizes, **known, rope_parameters={"rope_type": "default", "rope_theta": float(theta)}
     )

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from kvbench.accounting import Held, held
+from kvbench.accounting import HALF, Held, held
 from kvbench.cache import ops
 from kvbench.cache.audit import check_positions, check_storages, overhead_formula, payload_formula
 from kvbench.methods.chain import Chain
@@ -22,6 +22,7 @@ class Measured:
     """What was held over all layers, and what the formulas say for the tokens that were kept.
 
     ``made`` is the number of layers that were built: the others promise the same and count as their equals.
+    ``total16`` are the bytes by formula at 16 bits.
     """
 
     held: Held
@@ -29,6 +30,7 @@ class Measured:
     overhead_formula: int
     tokens: float
     made: int
+    total16: int
 
     @property
     def off(self) -> int:
@@ -115,7 +117,7 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> Measured:
     """Bytes of real caches beside the formulas; raises Refused for layers whose positions or storages are not sound."""
     layers = compressed(chain, shape, n, dtype)
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    total, payload, overhead, tokens = Held(), 0, 0, 0
+    total, payload, overhead, tokens, total16 = Held(), 0, 0, 0, 0
     storages: set[int] = set()
     for i, (layer, many) in enumerate(layers):
         kept = check_positions(chain.name, layer, i, n, heads)
@@ -124,8 +126,10 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> Measured:
         total += held(layer).times(many)
         payload += many * payload_formula(layer, blocks)
         overhead += many * overhead_formula(layer, blocks)
+        blocks = [chain.layout(k, shape.head_dim, HALF) for k in kept]
+        total16 += many * (payload_formula(layer, blocks) + overhead_formula(layer, blocks))
         tokens += many * sum(kept)
-    return Measured(total, payload, overhead, tokens / (heads * shape.layers), len(layers))
+    return Measured(total, payload, overhead, tokens / (heads * shape.layers), len(layers), total16)
 
 
 def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:

@@ -20,9 +20,10 @@ import torch
 from kvbench import config, experiment
 from kvbench.cli.rewrite import rewrite
 from kvbench.experiment import Prepared
+from kvbench.host import Host
 from kvbench.model import load
 from kvbench.provenance import provenance
-from kvbench.runner import Host, run_group
+from kvbench.runner import run_group
 from kvbench.store import ResultStore
 
 LIMITS = {"full through kvbench / bare generate": 1.10, "full and snapkv+think together / full": 1.60}

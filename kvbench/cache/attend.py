@@ -174,14 +174,24 @@ def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = 
     """Scaled q.k of query [B, Hq, T, D] with keys [B, H, L, D or C] -> [B, Hq, T, L].
 
     Thin keys meet the query's own ``channels`` [B, H, C]: full keys are never rebuilt (arXiv 2407.21018, section 3).
+    Of half precision they are in fp32, as in PyTorch's fused attention: rounded, they would choose other tokens.
     """
     b, hq, t, d = query.shape
     h = keys.shape[1]
-    # scaled before the product, which could overflow in half precision
-    q = (query * scale).reshape(b, h, hq // h * t, d)
+    whole = query.dtype == torch.float32
+    q = (query * scale if whole else query).reshape(b, h, hq // h * t, d)
     if channels is not None:
         q = torch.gather(q, 3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
-    return (q @ keys.transpose(2, 3)).reshape(b, hq, t, keys.shape[2])
+    k = keys.transpose(2, 3)
+    found = q @ k if whole else summed(q.flatten(0, 1), k.flatten(0, 1)) * scale
+    return found.reshape(b, hq, t, keys.shape[2])
+
+
+def summed(a: Tensor, b: Tensor) -> Tensor:
+    """The products of a [N, R, C] and b [N, C, S] in fp32 -> [N, R, S], whatever their dtype."""
+    if a.is_cuda and b.dtype != torch.float32:
+        return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def shared_logits(query: Tensor, keys: Tensor, scale: float, shared: Shared) -> Tensor:
@@ -200,11 +210,7 @@ def weigh(probs: Tensor, values: Tensor) -> Tensor:
     """
     b, hq, t, length = probs.shape
     h = values.shape[1]
-    p, v = probs.reshape(b * h, hq // h * t, length), values.flatten(0, 1)
-    if p.is_cuda and v.dtype != torch.float32:
-        out = torch.bmm(p.to(v.dtype), v, out_dtype=torch.float32)
-    else:
-        out = p.float() @ v.float()
+    out = summed(probs.reshape(b * h, hq // h * t, length), values.flatten(0, 1))
     return out.reshape(b, hq, t, values.shape[3])
 
 
@@ -247,6 +253,10 @@ def attend(
     if masker is None and floor is None and (out := kernels.attend(query, segments, tail, scale)) is not None:
         return out
     padded = [s.padded() if isinstance(s, Ragged) else s for s in segments]
+    if masker is None and floor is None and query.device.type == "cpu" and query.dtype != torch.float32:
+        out = _fused(query, padded, tail, scale)
+        if out is not None:
+            return out
     exact = _all_logits(query, padded, tail[0], scale, floor, tail_start)
     if masker is not None:
         estimated = _all_logits(query, padded, tail[0], scale, floor, tail_start, masker.estimate)
@@ -254,14 +264,54 @@ def attend(
         exact = exact.masked_fill(~seen, -torch.inf)
         if sizes is not None:
             sizes.append(seen.sum(dim=-1).float().mean(dim=(1, 2)))
-    probs = exact.float().softmax(dim=-1).to(query.dtype)
-    start = probs.shape[3] - tail[1].shape[2]
-    out = weigh(probs[..., start:], tail[1])
-    for s in reversed(padded):
-        start, end = start - s.v.shape[2], start
-        part = weigh(probs[..., start:end], s.v)
-        out = out + (part if s.value_channels is None else spread(part, s.value_channels, out.shape[3]))
-    return out.to(query.dtype)
+
+    def weighed(probs: Tensor) -> Tensor:
+        start = probs.shape[3] - tail[1].shape[2]
+        out = weigh(probs[..., start:], tail[1])
+        for s in reversed(padded):
+            start, end = start - s.v.shape[2], start
+            part = weigh(probs[..., start:end], s.v)
+            out = out + (part if s.value_channels is None else spread(part, s.value_channels, out.shape[3]))
+        return out
+
+    return rounded(exact.float().softmax(dim=-1), query.dtype, weighed)
+
+
+def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``weighed`` makes of probs [B, Hq, T, S] fp32, in ``dtype``.
+
+    In half precision they are rounded as shares of the largest, where PyTorch's fused attention rounds them too.
+    """
+    if dtype == torch.float32:
+        return weighed(probs)
+    top = probs.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return (weighed((probs / top).to(dtype)) * top).to(dtype)
+
+
+def _fused(query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Tensor], scale: float) -> Tensor | None:
+    """The same by PyTorch's attention, as transformers decodes: half precision is rounded where it rounds it.
+
+    None where heads share logits or channels are gone.
+    """
+    if any(s.shared is not None or s.key_channels is not None or s.value_channels is not None for s in segments):
+        return None
+    heads = max([tail[0].shape[1], *(s.heads for s in segments)])
+    parts = [*((s.k, s.v) for s in segments), tail]
+    k, v = (
+        torch.cat([t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1) for t in held], dim=2)
+        for held in zip(*parts, strict=True)
+    )
+    (t_new, t_all), mask = (query.shape[2], tail[0].shape[2]), None
+    if t_new > 1 or any(s.valid is not None for s in segments):
+        seen = torch.ones(len(query), heads, t_new, k.shape[2], dtype=torch.bool, device=k.device)
+        seen[..., -t_all:] = seen[0, 0, :, -t_all:].tril(t_all - t_new)
+        start = 0
+        for s in segments:
+            if s.valid is not None:
+                seen[..., start : start + s.longest] = s.valid[:, :, None]
+            start += s.longest
+        mask = seen.repeat_interleave(query.shape[1] // heads, dim=1)
+    return F.scaled_dot_product_attention(query, k, v, mask, scale=scale, enable_gqa=heads != query.shape[1])
 
 
 def _all_logits(

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kvbench.accounting import HALF
 from kvbench.cache.ops import key_heads
-from kvbench.errors import KvbenchError
+from kvbench.errors import Refused as Refused
 from kvbench.methods.base import Block
 from kvbench.methods.chain import Chain
 from kvbench.types import Cache, LayerCache, storage_bytes
-
-
-class Refused(KvbenchError):
-    """A result that must not be reported: what was measured contradicts what was claimed."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Measured:
     None for a method without one.
     ``payload_kv_head`` and ``payload_query_head`` are the payload under both kinds of ``per``: measured for the heads
     stored, else by formula, the mean bytes of a stored head times the heads of the other kind. Latents are those of all
-    heads under either.
+    heads under either. ``payload16``, ``overhead16`` and ``full16``: the same tokens at 16 bits, by formula.
     """
 
     n: int
@@ -37,19 +34,23 @@ class Measured:
     full_bytes: int
     payload_kv_head: int
     payload_query_head: int
+    payload16: int
+    overhead16: int
+    full16: int
 
 
 def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Measured:
     """Measure a freshly compressed cache and hold it to its chain's promises; raises Refused with the reason.
 
     Checked per layer and head: tokens kept (those recorded, where the data decide), their positions, payload bytes and
-    overhead bytes against the formula, and that every tensor owns its storage.
+    overhead bytes against the formula, that every tensor owns its storage, and what was compared with the prompt while
+    that was at hand (cache.content says what that is).
     """
     chain, n = cache.chain, cache.prompt_tokens
     n_layers = len(cache.layers)
     item = dtype.itemsize
     kept_sum = 0
-    payload = overhead = head_count = query_heads = 0
+    payload = overhead = payload16 = overhead16 = head_count = query_heads = 0
     storages: set[int] = set()
     for i, layer in enumerate(cache.layers):
         heads = chain.heads(kv_heads, layer.query_heads)
@@ -84,6 +85,10 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         want_overhead = overhead_formula(layer, blocks)
         if held_overhead != want_overhead:
             raise Refused(f"{chain.name}: layer {i} holds {held_overhead} overhead bytes, declared {want_overhead}")
+        halves = {k: chain.layout(k, head_dim, HALF, i) for k in layouts}
+        blocks = [halves[k] for k in kept]
+        payload16 += payload_formula(layer, blocks)
+        overhead16 += overhead_formula(layer, blocks)
         payload += held_payload
         overhead += held_overhead
         kept_sum += sum(kept)
@@ -92,6 +97,8 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
     declared = chain.expected_sum(n, n_layers, head_count // n_layers)
     if declared is not None and kept_sum != declared:
         raise Refused(f"{chain.name}: keeps {kept_sum} tokens over all layers and heads, declared were {declared}")
+    if cache.strange:
+        raise Refused(f"{chain.name}: {cache.strange}")
     return Measured(
         n=n,
         kept=kept_sum / head_count,
@@ -101,6 +108,9 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         full_bytes=full_bytes(n, n_layers, kv_heads, head_dim, item),
         payload_kv_head=payload if chain.lowrank else round(payload * n_layers * kv_heads / head_count),
         payload_query_head=payload if chain.lowrank else round(payload * query_heads / head_count),
+        payload16=payload16,
+        overhead16=overhead16,
+        full16=full_bytes(n, n_layers, kv_heads, head_dim, HALF),
     )
 
 

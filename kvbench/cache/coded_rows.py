@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.cache import kernels, native
-from kvbench.cache.attend import Masker, logits, spread, weigh
+from kvbench.cache.attend import Masker, logits, rounded, spread, summed, weigh
 from kvbench.cache.coded import Residual
 from kvbench.cache.pack import Packed
 from kvbench.types import Segment
@@ -200,7 +200,7 @@ class CodedRows:
                 found = found.masked_fill(~seen, -torch.inf)
                 if sizes is not None:
                     sizes.append(seen.sum(dim=-1).float().mean(dim=(1, 2)))
-            out = self._weigh(found.softmax(dim=-1).to(query.dtype)).to(query.dtype)
+            out = rounded(found.softmax(dim=-1), query.dtype, self._weigh)
         self.k.settle()
         self.v.settle()
         return out
@@ -263,18 +263,22 @@ def unpacked(packed: Packed, dtype: torch.dtype) -> Iterator[tuple[slice, slice,
 def packed_logits(
     query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Scaled q.k of query [U, Hq, T, D] with packed keys [U, H, L, C] -> [U, Hq, T, L], never unpacked as a whole."""
+    """Scaled q.k of query [U, Hq, T, D] with packed keys [U, H, L, C] -> fp32 [U, Hq, T, L], never unpacked as a whole.
+
+    Keys are rounded to the query's dtype, logits are not: see attend.logits.
+    """
     u, hq, t, _ = query.shape
     h, length = keys.shape[1:3]
-    q = (query * scale).reshape(u, h, hq // h * t, -1)
+    whole = query.dtype == torch.float32
+    q = (query * scale if whole else query).reshape(u, h, hq // h * t, -1)
     if channels is not None:
         q = q.gather(3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
     if estimate is exact and (compiled := native.logits(q, keys)) is not None:
-        return compiled.to(query.dtype).view(u, hq, t, length)
-    flat, found = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length)
+        return compiled.view(u, hq, t, length)
+    flat, found = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
     for heads, tokens, part in unpacked(keys, query.dtype):
-        found[heads, :, tokens] = flat[heads] @ estimate(part).transpose(1, 2)
-    return found.view(u, hq, t, length)
+        found[heads, :, tokens] = summed(flat[heads], estimate(part).transpose(1, 2))
+    return (found if whole else found.mul_(scale)).view(u, hq, t, length)
 
 
 def packed_weigh(probs: Tensor, values: Packed) -> Tensor:

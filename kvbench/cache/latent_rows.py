@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvbench.cache.attend import Masker, logits, weigh
+from kvbench.cache.attend import Masker, logits, rounded, weigh
 from kvbench.types import Segment
 
 BLOCK = 2**20  # elements of keys rebuilt at once
@@ -83,7 +83,7 @@ class LatentRows:
             exact = exact.masked_fill(~seen, -torch.inf)
             if sizes is not None:
                 sizes.append(seen.sum(dim=-1).float().mean(dim=(1, 2)))
-        return self._weigh(exact.softmax(dim=-1).to(query.dtype)).to(query.dtype)
+        return rounded(exact.softmax(dim=-1), query.dtype, self._weigh)
 
     def _logits(self, query: Tensor, scale: float, estimate: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""

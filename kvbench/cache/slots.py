@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvbench.cache.attend import rounded
 from kvbench.cache.slot_stores import OneFormat, Packer, Read, Store, Thin, one_by_one
 from kvbench.errors import UsageError
 from kvbench.types import LayerCache, Segment
@@ -199,7 +200,7 @@ class SlotRows:
         if self.rotary is not None:
             query, read = self._rolled(query, places, self.rotary)
         probs = self._probs(query, scale, places, read)
-        out = self.store.weigh(probs.to(query.dtype)).to(query.dtype)
+        out = rounded(probs, query.dtype, self.store.weigh)
         if self.evictor.estimates:
             turn, estimate = read or (lambda keys: keys), self.evictor.estimate
             probs = self._probs(query.float(), scale, places, lambda keys: estimate(turn(keys)))

@@ -59,7 +59,7 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
         print(f"{label}: {shape}; {name}\n")
     rows, found = [], []
     for n in sizes:
-        settled, matched = match.settle(cfg, shape, dtype.itemsize, n)
+        settled, matched = match.settle(cfg, shape, n)
         mine = [account.account(c, shape, n, dtype, build) for c in settled.chains]
         rows += [r.as_json() for r in mine]
         found += [{"n": n, **asdict(m)} for m in matched]

@@ -17,8 +17,9 @@ EXAMPLES = """examples:
 
 Each claim compares two methods on the same examples (kvbench/papers/<paper>/claims.yaml). limit= examples a task are
 measured at first (default 20), twice as many while a claim is undecided, up_to= at most (default 80). On model=tiny,
-the default, tasks and budgets are those that `table` maps the paper's to. What else you give goes to `run`. The ledger
-is also written to claims.json below results=."""
+the default, tasks and budgets are those that `table` maps the paper's to; any other model reads the papers' own data,
+LongBench's as longbench=mini or full says. What else you give goes to `run`. The ledger is also written to claims.json
+below results=."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,16 +41,20 @@ def main(args: argparse.Namespace) -> int:
     if up_to < limit:
         raise UsageError(f"up_to={up_to} is not possible: at least limit={limit}")
     from kvbench import render
-    from kvbench.papers import claims, ledger, standin
+    from kvbench.papers import claims, ledger
     from kvbench.store_files import write_json
 
-    verdicts = ledger.settle(claims.find(args.paper), model, [f"{k}={v}" for k, v in given.items()], limit, up_to)
-    content = {"model": model, "verdicts": [ledger.plain(v) for v in verdicts]}
+    papers, arguments = claims.find(args.paper), [f"{k}={v}" for k, v in given.items()]
+    stand_in = ledger.stands_in(papers, model)
+    verdicts = ledger.settle(papers, model, arguments, limit, up_to)
+    dtype = ledger.dtype_of(model, arguments)
+    plain = [ledger.plain(v) for v in verdicts]
+    content = {"model": model, "dtype": dtype, "stand_in": stand_in, "verdicts": plain}
     write_json(Path(given.get("results", "results")) / "claims.json", content)
     if args.json:
         print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
-        lines = ledger.notes(verdicts, model, model == standin.MODEL)
+        lines = ledger.notes(verdicts, model, dtype, stand_in)
         print(render.compose([ledger.sheet(verdicts)], lines, args.format), end="")
     return 0
 

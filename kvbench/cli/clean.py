@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def main(args: argparse.Namespace) -> int:
     """Show what can go, and with --yes remove it."""
     from kvbench.cli.runs import given, rows
     from kvbench.store import ResultStore
+    from kvbench.store_cells import LINK
     from kvbench.store_clean import carry_out, leftovers, measuring, plan
 
     filters = given(args.overrides, KEYS)
@@ -56,6 +58,8 @@ def main(args: argparse.Namespace) -> int:
             f"cells={cell}: shard {', '.join(map(str, shards))} of it is being measured now; stop that run first"
         )
     found = [*plan(store, cells, whole), *(leftovers(store) if not filters else ())]
+    for warning in filter(lambda w: LINK in w, store.warnings):
+        print(f"kvbench: {warning}", file=sys.stderr)
     if args.yes:
         carry_out(store, found)
     if args.json:

@@ -70,13 +70,18 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _yaml(group: str) -> list[dict[str, Any]]:
-    from kvbench.cli.rewrite import entries
+    from kvbench.cli.rewrite import entry
 
     items = []
-    for name, entry in entries(group).items():
-        first = (registry.conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
-        knobs = {k: v for k, v in entry.items() if not k.startswith("_") and k != "name"}
-        items.append({"id": name, "about": first.lstrip("# "), "knobs": knobs})
+    for path in sorted((registry.conf_dir() / group).glob("*.yaml")):
+        try:
+            found = entry(group, path)
+        except UsageError as error:
+            items.append({"id": path.stem, "about": f"cannot be used: {error}", "knobs": {}})
+            continue
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        knobs = {k: v for k, v in found.items() if not k.startswith("_") and k != "name"}
+        items.append({"id": path.stem, "about": first.lstrip("# "), "knobs": knobs})
     return items
 
 
@@ -98,17 +103,17 @@ def _presets(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _tables(args: argparse.Namespace) -> list[dict[str, Any]]:
     from kvbench.papers import counts, index
 
-    known = counts.read(Path(args.results).expanduser() / "tables")
+    known = [counts.read(Path(args.results).expanduser() / folder) for folder in ("tiny", "tables")]
     items = []
     for entry in (e for p in index.chosen("all") for e in p.entries):
         marked = [", ".join(f"{n} {kind}" for kind, n in entry.counts().items() if n)]
-        ours = known.get(entry.name)
-        if ours is not None:
-            found = ", ".join(f"{ours[s]} {s}" for s in counts.STATES if ours[s] != "0")
-            marked.append(f"{ours['model']}: {found}")
+        ours = [lines[entry.name] for lines in known if entry.name in lines]
+        for line in ours:
+            found = ", ".join(f"{line[s]} {s}" for s in counts.STATES if line[s] != "0")
+            marked.append(f"{line['model']}: {found}")
         said = "; ".join(filter(None, marked))
         about = f"{entry.kind}: {entry.title}" + (f" ({said})" if said else "")
-        here = None if ours is None else {"model": ours["model"], **{s: int(ours[s]) for s in counts.STATES}}
+        here = [{"model": line["model"], **{s: int(line[s]) for s in counts.STATES}} for line in ours]
         items.append({"about": about, **entry.as_json(), "ours": here})
     return items
 

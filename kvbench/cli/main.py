@@ -22,6 +22,7 @@ VERBS = {
     "score": "score answers that were generated elsewhere, beside what papers print",
     "calibrate": "measure once of a model what a method needs, and keep it (run does it at first use)",
     "data": "which datasets are there, and fetch them with checksums",
+    "model": "which models are there, and fetch them with checksums",
     "plot": "figures of papers, computed on a model or drawn again from their data",
     "bench": "what methods cost: bytes beside their formulas, time and throughput beside the full cache",
     "audit": "where papers' printed numbers contradict themselves, and which need no model",

@@ -22,10 +22,12 @@ EXAMPLES = """examples:
   python -m kvbench plot uncomp/fig6 text=FILE samples=6 tokens=1024
   python -m kvbench plot vatp/fig3 limit=2
   python -m kvbench plot results/budget --stored
+  python -m kvbench plot needle/heatmap model=smollm2-135m-q4_1 lengths=512,1024 depths=0,50,100 repeats=1
   python -m kvbench plot --from-csv results/figures/uncomp/fig1.csv
 
-Every figure is written as results/figures/<id>.png, .svg and .csv (another folder than results with results=), and what
-the data say about the paper's finding is printed. The CSV alone makes the same pictures again.
+Every figure is written as results/figures/<id>.png, .svg and .csv, the tiny model's below results/tiny/figures (another
+folder than results with results=), and what the data say about the paper's finding is printed. The CSV alone makes the
+same pictures again.
 
 What figures of activations read: the tiny suite for the tiny model and WikiText-2 for others, prompts of dataset=, or
 windows of text=FILE.
@@ -33,7 +35,9 @@ limit= prompts of each task, samples= windows, tokens= the first tokens of each.
 the figures that have a use for them (0 is the first layer and head).
 
 Figures of results (needle/heatmap, results/pareto, vatp/fig3, ...) are drawn from measured cells: what is missing below
-results= is measured first, with limit= prompts of each task, as `run` does it; --stored measures nothing."""
+results= is measured first, with limit= prompts of each task, as `run` does it, of the paper's datasets or of dataset=
+with any of its options (lengths=, depths=); where each dataset has its own budget (qhitter/fig7), dataset= leaves out
+the others. --stored measures nothing."""
 
 WHOLE = {"samples": 1, "tokens": 2, "top": 1}
 LISTS = {"layers": "layer numbers", "heads": "head numbers", "bits": "1, 2, 3, 4 or 8"}
@@ -98,10 +102,12 @@ def _plot(names: list[str], pairs: list[str], quiet: bool, stored: bool) -> list
     if stored and not of_results:
         raise UsageError(f"--stored is not possible with {names[0]}: its data are not in the store, they are computed")
     plain = [p for p in pairs if p.partition("=")[0] not in own]
-    runs = rewrite([*plain, "method=full"]).runs
-    if len(runs) > 1:
-        raise UsageError(f"plot draws one model at a time, not {len(runs)}: give model= one name")
-    made = _of_activations(of_activations, runs[0], keys, own, quiet) if of_activations else []
+    models = split_list(dict(p.partition("=")[::2] for p in plain).get("model", ""))
+    if len(models) > 1:
+        raise UsageError(f"plot draws one model at a time, not {len(models)}: give model= one name")
+    made = []
+    if of_activations:
+        made = _of_activations(of_activations, rewrite([*plain, "method=full"]).runs[0], keys, own, quiet)
     return made + _of_results(of_results, plain, quiet, stored)
 
 
@@ -115,8 +121,11 @@ def _takes(figure: Any, key: str) -> bool:
 def _of_results(figures: Sequence[Any], pairs: Sequence[str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
     """Figures of measured cells; what is missing is measured unless ``stored``."""
     from kvbench.figures import measured
+    from kvbench.figures.figure import folder
+    from kvbench.papers import standin
 
-    results = dict(p.partition("=")[::2] for p in pairs).get("results", str(top_level()["results"]))
+    given = dict(p.partition("=")[::2] for p in pairs)
+    results = given.get("results", str(top_level()["results"]))
     ready = [(figure, measured.prepare(figure, pairs)) for figure in figures]
     made = []
     for figure, source in ready:
@@ -125,7 +134,8 @@ def _of_results(figures: Sequence[Any], pairs: Sequence[str], quiet: bool, store
         data = figure.compute(source)
         if data.empty:
             raise UsageError(f"{figure.id}: nothing of it is in {results}; leave out --stored to measure it")
-        paths, finding = figure.write(data, source.facts(), Path(results) / "figures")
+        model = given.get("model", standin.MODEL) if figure.sweeps else ""
+        paths, finding = figure.write(data, source.facts(), folder(results, model))
         made.append(_record(figure, paths, finding))
     return made
 
@@ -136,6 +146,7 @@ def _of_activations(
     """Figures of what a model computes while it reads."""
     from kvbench import config
     from kvbench.figures import source
+    from kvbench.figures.figure import folder
     from kvbench.figures.reading import Reading
     from kvbench.progress import progress
 
@@ -155,7 +166,9 @@ def _of_activations(
             )
             data = figure.compute(reading)
         said = {k: ",".join(map(str, v)) if isinstance(v, tuple) else v for k, v in knobs.items() if v is not None}
-        paths, finding = figure.write(data, {**origin.facts(prompts), **said}, Path(cfg.results) / "figures")
+        paths, finding = figure.write(
+            data, {**origin.facts(prompts, knobs.get("tokens")), **said}, folder(cfg.results, cfg.model.name)
+        )
         made.append(_record(figure, paths, finding))
     return made
 

@@ -22,10 +22,12 @@ EXAMPLES = """examples:
   python -m kvbench report samples=0
   python -m kvbench report results=results method=full,snapkv,h2o kv_ratio=0.125 samples=2
 
-Tables are those of `table`, from results/tables/*.samples.jsonl.gz where they are committed and else from the store;
-claims are what `claims` last wrote; figures are those of results/figures. samples= examples of each task are shown with
-every method's answer and the tokens that it kept: by default of full, streamingllm, h2o, snapkv and snapkv+think on the
-tiny suite; method=, dataset=, kv_ratio=, ... choose others, as in `run`. They are measured where they are missing."""
+Tables are those of `table`, from the samples committed in results/tiny (model=tiny) or results/tables (others), and
+where there are none from the store; claims are what `claims` last wrote; figures are those of results/figures, of the
+tiny model results/tiny/figures.
+samples= examples of each task are shown with every method's answer and the tokens that it kept: by default of full,
+streamingllm, h2o, snapkv and snapkv+think on the tiny suite; method=, dataset=, kv_ratio=, ... choose others, as in
+`run`. They are measured where they are missing."""
 METHODS = ("method=full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio=0.125")
 
 
@@ -58,19 +60,22 @@ def main(args: argparse.Namespace) -> int:
 def _page(results: Path, model: str, count: int, overrides: list[str], chosen: bool) -> str:
     from kvbench import config, experiment
     from kvbench.cli.rewrite import rewrite
+    from kvbench.figures.figure import folder
     from kvbench.html import page, samples, tables
+    from kvbench.papers import standin
     from kvbench.papers.audit import audit
 
-    written = [o for o in overrides if not o.startswith("results=")]
+    written = [o for o in overrides if o.partition("=")[0] not in ("results", "longbench")]
     run = rewrite([*([] if chosen else METHODS), *written, f"results={results}", f"limit={max(1, count)}"]).runs[0]
     shown: list[dict[str, Any]] = []
     if count:
         shown = samples.collect(experiment.prepare(config.parse(config.compose_config(run))), count)
-    parts = tables.parts(model, str(results), results / "tables")
+    own = [o for o in overrides if o.partition("=")[0] in ("data.root", "longbench")]
+    parts = tables.parts(model, str(results), results / ("tiny" if model == standin.MODEL else "tables"), own)
     verdicts, found = _verdicts(results), audit()
     sections = [
         ("tables", "Tables", page.tables((p.paper, p.title, p.content) for p in parts)),
-        ("figures", "Figures", page.figures(results / "figures")),
+        ("figures", "Figures", page.figures(folder(results, model))),
         ("claims", "Claims", _claims(verdicts)),
         ("audit", "Audit", _audit(found)),
         ("samples", "Examples", page.browser(len(shown))),
@@ -161,24 +166,17 @@ def _behind(measured: Sequence[Measured]) -> str:
 
 def _runs(results: Path) -> str:
     """Every cell of the store with what it was measured with."""
+    from kvbench.cli import runs
     from kvbench.html import page
     from kvbench.store import ResultStore
 
     store = ResultStore(results)
-    body = []
-    for cell in store.cells():
-        record = store.cell(cell) or {}
-        facts = (record.get("provenance") or [{}])[-1]
-        kept = ("device", "torch", "transformers", "dtype", "commit")
-        body.append(
-            (
-                record.get("label", ""),
-                record.get("column", ""),
-                len(store.samples(cell)),
-                *(facts.get(k) for k in kept),
-                cell,
-            )
-        )
-    head = ("method", "dataset", "n", "device", "torch", "transformers", "dtype", "commit", "cell")
+    kept, body = ("device", "torch", "transformers", "commit"), []
+    for r in runs.rows(store, {}):
+        record = store.cell(r["id"]) if r["status"] != runs.DAMAGED else None
+        facts = ((record or {}).get("provenance") or [{}])[-1]
+        method = f"{r['label']} {r['differs']}".strip()
+        body.append((method, r["dataset"], r["model"], r["dtype"], r["n"], *(facts.get(k) for k in kept), r["id"]))
+    head = ("method", "dataset", "model", "dtype", "n", *kept, "cell")
     title = f"<h3>Cells of the store: {len(body)}</h3>"
     return title + (page.rows(head, body) if body else "<p>None.</p>")

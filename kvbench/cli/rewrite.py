@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -22,12 +23,13 @@ import yaml
 from kvbench import presets
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
+from kvbench.methods.loading import entry_of, read_yaml
 
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
 """The config groups that a command line chooses from, each with an example."""
 LISTED = {"model": "hf", "prompt": "plain", "logger": "wandb"}
 """The groups that hold one entry's keys themselves, with the entry that has them all."""
-MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape", "architecture")
+MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape", "architecture", "fetch")
 HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
 PLAIN = re.compile(r"[\w./+%@:-]+")
 
@@ -125,12 +127,14 @@ def top_level() -> dict[str, Any]:
 @cache
 def entries(group: str) -> dict[str, dict[str, Any]]:
     """The YAML files of one config group by id (dataset entries without their outer key)."""
-    found = {}
-    for path in sorted((registry.conf_dir() / group).glob("*.yaml")):
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        entry = content if group in LISTED else content.get(path.stem) or {}
-        found[path.stem] = {k: v for k, v in entry.items() if k not in ("default_limit", "hub")}
-    return found
+    return {path.stem: entry(group, path) for path in sorted((registry.conf_dir() / group).glob("*.yaml"))}
+
+
+def entry(group: str, path: Path) -> dict[str, Any]:
+    """One YAML file of a config group; raises UsageError where it is none."""
+    content = entry_of(path) if group == "method" else read_yaml(path)
+    inner = content if group in (*LISTED, "method") else content.get(path.stem) or {}
+    return {k: v for k, v in inner.items() if k not in ("default_limit", "hub")}
 
 
 def _split(argument: str) -> tuple[str, str]:

@@ -171,7 +171,10 @@ def print_plans(prepared: Sequence[Prepared], as_json: bool) -> int:
         for g in plan["groups"]:
             for text in _planned(g):
                 print(fill(text, 100, initial_indent="  ", subsequent_indent="    "))
-        for text in [*_together(plan), f"memory for caches: {size(plan['memory'])} (memory=GiB sets it)"]:
+        sizes = f"memory for caches: {size(plan['memory'])} (memory=GiB sets it)"
+        for text in [f"dtype {plan['dtype']}", *_together(plan), sizes]:
+            print(fill(text, 100, initial_indent="  ", subsequent_indent="    "))
+        for text in plan["notes"]:
             print(fill(text, 100, initial_indent="  ", subsequent_indent="    "))
         for text in dict.fromkeys(c for g in plan["groups"] for c in g["calibrations"]):
             print(fill(f"computed first: calibration of {text}", 100, initial_indent="  ", subsequent_indent="    "))

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvbench.cli.rewrite import split_list
 from kvbench.errors import UsageError, unknown
+from kvbench.labels import differences, fields, label
 from kvbench.store import STATUSES, ResultStore
 
 FILTERS = ("status", "model", "method", "dataset", "cells")
@@ -17,7 +18,7 @@ DAMAGED = "damaged"
 
 
 def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-    """The ``key=value`` arguments; raises UsageError for a key that is not one of ``keys`` or is given twice."""
+    """The ``key=value`` arguments; raises UsageError for one not in ``keys``, given twice or without a value."""
     found: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -25,6 +26,8 @@ def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
             raise unknown("argument", argument, [f"{k}=" for k in keys])
         if key in found:
             raise UsageError(f"{key}= is given 2 times: list the values with commas, {key}={found[key]},{value}")
+        if "" in split_list(value):
+            raise UsageError(f"{argument}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
         found[key] = value
     for status in split_list(found["status"]) if "status" in found else ():
         if status not in (*STATUSES, DAMAGED):
@@ -34,29 +37,37 @@ def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
 
 def rows(store: ResultStore, filters: Mapping[str, str]) -> list[dict[str, Any]]:
     """The cells of a store that pass all ``filters``, by dataset and label."""
-    names = split_list(filters["cells"]) if "cells" in filters else store.folders()
-    for name in names:
-        if not store.folder(name).is_dir():
-            raise unknown("cell", name, store.folders(), f"They lie in {store.root}/cells.")
-    found = [row(store, name) for name in names]
-    return sorted((r for r in found if _passes(r, filters)), key=lambda r: (r["dataset"], r["label"], r["id"]))
+    asked = filters.get("cells")
+    names = store.folders() if asked is None else [store.find(name) for name in dict.fromkeys(split_list(asked))]
+    found = [r for r in (row(store, name) for name in names) if _passes(r, filters)]
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for r in found:
+        alike.setdefault((r["label"], r["dataset"], r["model"]), []).append(r)
+    for some in alike.values():
+        for r, words in zip(some, differences([r.pop("identity") for r in some]), strict=True):
+            r["differs"] = words
+    return sorted(found, key=lambda r: (r["dataset"], r["label"], r["differs"], r["id"]))
 
 
 def row(store: ResultStore, name: str) -> dict[str, Any]:
-    """What there is to know about one cell at a glance."""
+    """What there is to know about one cell at a glance, and its identity."""
     folder = store.folder(name)
     empty = {"id": name, "label": "", "dataset": "", "model": "", "folder": str(folder), "imported": False}
     try:
         record, status = store.cell(name) or {}, store.status(name)
         metrics = store.metrics(name)
+        identity = record.get("identity", {})
+        settings = {**fields(identity), "identity": identity}
+        empty["label"] = label(identity, record.get("label", ""))
     except UsageError as error:
+        empty |= {**fields({}), "identity": {}}
         return {**empty, "status": DAMAGED, "n": 0, "of": None, "reason": str(error), "measuring": [], "changed": None}
     current = metrics.get("n") == status.n
     return {
         **empty,
-        "label": str(record.get("label", "")),
-        "dataset": str(record.get("column", "")),
-        "model": _model(record),
+        "dataset": record.get("column", ""),
+        "model": model_name(record),
+        **settings,
         "imported": record.get("kind") == "imported",
         "status": status.status,
         "n": status.n,
@@ -93,7 +104,7 @@ def _texts(r: Mapping[str, Any]) -> tuple[str, ...]:
     name, _, knobs = str(r["label"]).partition(" ")
     return (
         f"{r['status']}\n{r['n']} of {'?' if r['of'] is None else r['of']}",
-        "\n".join([*_fold(name, "+"), *_fold(knobs, " ")]),
+        "\n".join([*_fold(name, "+"), *_fold(knobs, " "), *_fold(r["differs"], " ")]),
         "\n".join([*_fold(r["dataset"], " "), *_fold(r["model"], "/"), *(["imported"] if r["imported"] else [])]),
         "—" if score is None else f"{r['metric']} {score:.1f}" + (f"\n[{ci[0]:.0f}, {ci[1]:.0f}]" if ci else ""),
         f"{_ago(r['changed'])}\n{r['id']}",
@@ -103,12 +114,12 @@ def _texts(r: Mapping[str, Any]) -> tuple[str, ...]:
 def _fold(text: str, at: str, width: int = 24) -> list[str]:
     """The text in lines of at most ``width`` characters, broken behind ``at``, or anywhere where there is none."""
     lines = [""]
-    for part in text.split(at) if text else ():
-        piece = part if not lines[-1] else f"{lines[-1]}{at}{part}"
+    for i, part in enumerate(text.split(at) if text else ()):
+        piece = f"{lines[-1]}{at}{part}" if i else part
         if len(piece) <= width:
             lines[-1] = piece
             continue
-        lines[-1:] = [f"{lines[-1]}{at}".rstrip(" ")] if lines[-1] else []
+        lines[-1:] = [f"{lines[-1]}{at}".rstrip(" ")] if i else []
         lines += [part[i : i + width] for i in range(0, len(part), width)] or [""]
     return [line for line in lines if line]
 
@@ -124,7 +135,7 @@ def _passes(r: Mapping[str, Any], filters: Mapping[str, str]) -> bool:
     )
 
 
-def _model(record: Mapping[str, Any]) -> str:
+def model_name(record: Mapping[str, Any]) -> str:
     """The model's name as the last run gave it; of cells that were never told one, its fingerprint."""
     names = [p["model"] for p in record.get("provenance", ()) if p.get("model")]
     model = record.get("identity", {}).get("model", "")

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbench.cli.rewrite import rewrite
 from kvbench.cli.run import output_arguments, print_reports
-from kvbench.errors import UsageError, unknown
+from kvbench.errors import UsageError
 
 EXAMPLES = """examples:
   python -m kvbench show method=snapkv+think ratio=0.4
@@ -48,16 +48,21 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
+    from kvbench.cli.runs import model_name
+    from kvbench.labels import fields, label
     from kvbench.render import size
     from kvbench.store import ResultStore
 
     store = ResultStore(Path(args.results))
-    record = store.cell(cell_id)
+    record = store.cell(store.find(cell_id))
     if record is None:
-        raise unknown("cell", cell_id, store.cells(), f"They lie in {store.root}/cells.")
+        raise UsageError(f"cell {cell_id} was never started; it lies in {store.root}/cells")
     samples = list(store.samples(cell_id).values())
+    identity = record.get("identity", {})
+    settings = {"label": label(identity, record.get("label", "")), "model": model_name(record), **fields(identity)}
     shown: dict[str, Any] = {
         **record,
+        **settings,
         "refused": store.refusal(cell_id),
         "metrics": store.metrics(cell_id) or None,
         "samples": samples[: args.samples],
@@ -66,7 +71,8 @@ def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
         print(json.dumps(shown, indent=1, ensure_ascii=False))
         return 0
     metrics = shown["metrics"] or {}
-    print(f"cell {cell_id}: {record['label']} on {record['column']}")
+    print(f"cell {cell_id}: {settings.pop('label')} on {record['column']}")
+    print(_wrapped(", ".join(f"{key} {_plain(value)}" for key, value in settings.items() if value not in (None, {}))))
     if shown["refused"]:
         print(f"refused: {shown['refused']}")
     if metrics.get("score") is not None:

@@ -13,20 +13,21 @@ from kvbench.errors import UsageError
 
 EXAMPLES = """examples:
   python -m kvbench table think/1 limit=4
-  python -m kvbench table think/5 limit=2 --show delta
+  python -m kvbench table think/5 limit=2 --show ours
   python -m kvbench table uncomp/1 --stored --format md
   python -m kvbench table refreekv/4 limit=2 --format latex
   python -m kvbench table think/2 --stored --show published
-  python -m kvbench table think/1 --stored --trace "h2o kv_size=512" hotpotqa
+  python -m kvbench table think/1 --stored --trace "h2o kv_size=64" hop
   python -m kvbench table think/2 limit=2 --plan
   python -m kvbench table think/10 --plan
   python -m kvbench table vatp/4 --stored --format csv
 
 The tables are those of `python -m kvbench list tables`: think/2, think (all of a paper), all.
-model= is tiny by default, which stands in for the papers' models: its six tasks for their datasets, budgets scaled to
-its prompts, and both sides in per cent of their own full cache. On a model of the table, rows of other models are left
-out and differences are shown; there, and on any other model, the paper's own datasets are read.
-What else you give goes to `run`: limit=, results=, data.root=, max_length=, ...
+model= is tiny by default, with its own six tasks as columns, and the papers' budgets scaled to its prompts. Any other
+model reads the papers' own datasets under their budgets. On a model of the table, rows of other models are left out and
+differences are shown; any other stands in for it, and both sides are in per cent of their own full cache.
+longbench=mini or full says where LongBench's columns are read from: all of them from LongBench where it is complete,
+else from MiniLongBench where that is there. What else you give goes to `run`: limit=, results=, data.root=, ...
 
 Efficiency tables (think/10, think/11, refreekv/3, refreekv/10, uncomp/3, uncomp/10, vatp/3, vatp/4, qhitter/2) show
 ratios to a base row beside the paper's, and each side's own values. They are timed by `bench time`: on the paper's
@@ -85,13 +86,15 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
     """Print one table; 1 if any of its cells was refused or failed, more if a signal ended it."""
     from kvbench import experiment
     from kvbench.cli.run import print_plans, stopping
-    from kvbench.papers import measured, page, trace, view
+    from kvbench.papers import grid, measured, page, trace, view
     from kvbench.wandb_logger import listeners
 
     if args.show == "published":
         ours = measured.printed(table, model, "--show published")
     else:
         ours = measured.prepare(table, model, overrides)
+    if ours.run is None and ours.absent and "/" in args.table:
+        raise UsageError(f"{table.id}: none of its datasets can be read: {'; '.join(grid.absent(ours))}")
     if args.plan:
         return print_plans([ours.run] if ours.run else [], as_json=False)
     if ours.run is not None and not args.stored:

@@ -66,6 +66,13 @@ def percent_axis(ax: Axes, ticks: Sequence[float], label: str) -> None:
     ax.set_xlabel(label)
 
 
+def score_axis(ax: Axes, data: pd.DataFrame) -> None:
+    """Scores upwards from 0 to 100, or to the highest where all are far below."""
+    most = data[["score", "high"]].max().max()
+    top = 100.0 if most > 60 else float(most)
+    ax.set_ylim(-0.04 * top, 1.04 * top)
+
+
 def legend_below(fig: Any, ax: Axes, columns: int) -> None:
     """One legend for all panels, below them."""
     handles, labels = ax.get_legend_handles_labels()

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure as Canvas
 
 from kvbench.errors import UsageError
 from kvbench.figures.style import styled
+from kvbench.papers import standin
 from kvbench.tasks.base import read_text
 
 Source = TypeVar("Source")
@@ -71,6 +72,10 @@ class Figure(Generic[Source]):
             # laid out once for both files: that takes most of the time
             drawn.draw_without_rendering()
             drawn.set_layout_engine("none")
+            for ax in drawn.axes:
+                # the last bits of a layout depend on what was drawn before, and names in an SVG on them
+                left, bottom, width, height = (round(x, 6) for x in ax.get_position(original=True).bounds)
+                ax.set_position((left, bottom, width, height))
             for path in paths:
                 kind = path.suffix[1:]
                 held = io.BytesIO()
@@ -92,6 +97,11 @@ class Figure(Generic[Source]):
             what = f"it has no column {', '.join(missing)}" if missing else "it has no rows"
             raise UsageError(f"{self.id}: the CSV does not hold this figure's data: {what}")
         return data
+
+
+def folder(results: Path | str, model: str) -> Path:
+    """Where figures of a model go: those of the tiny one apart, so that they never replace a pretrained model's."""
+    return Path(results) / ("tiny/figures" if model == standin.MODEL else "figures")
 
 
 def percent(x: float, digits: int = 0) -> str:

@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from kvbench import config, experiment, presets, report
-from kvbench.cli.rewrite import entries, rewrite
+from kvbench.cli.rewrite import entries, rewrite, split_list
 from kvbench.config import ChainConfig
 from kvbench.errors import UsageError
 from kvbench.experiment import Prepared
@@ -50,8 +50,9 @@ FULL_POINT = Point(FULL, 0.0, "full")
 class Sweep:
     """Points that are measured on the same prompts.
 
-    dataset: of the tiny model; published: the paper's own, for any other. arguments: more of ``run``'s. baseline: the
-    full cache is measured, too. length: prompt tokens of the paper, by which windows and sizes are scaled for the tiny
+    dataset: of the tiny model; published: the paper's own, for any other. arguments: more of ``run``'s, with those of
+    ``pretrained`` for any model but the tiny one; options of a dataset go to those that have them. baseline: the full
+    cache is measured, too. length: prompt tokens of the paper, by which windows and sizes are scaled for the tiny
     model.
     """
 
@@ -60,8 +61,13 @@ class Sweep:
     published: str = ""
     preset: str | None = None
     arguments: tuple[str, ...] = ()
+    pretrained: tuple[str, ...] = ()
     baseline: bool = True
     length: int = standin.PROMPT
+
+    def reads(self, tiny: bool) -> str:
+        """The dataset that is read unless another is asked for."""
+        return self.dataset if tiny else self.published or self.dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +96,8 @@ class Ran:
         """A row per point and task with what a table shows of it, and one for the mean over tasks.
 
         Scores as printed, with 95 % intervals; ``relative`` in per cent of the full cache over the same examples;
-        tokens kept and bytes held in per cent of the prompt's. Cells that were refused, or of which nothing is there,
-        are left out; a mean is over all tasks or not at all.
+        tokens kept and, at 16 bits, bytes held in per cent of the prompt's. Cells that were refused, or of which
+        nothing is there, are left out; a mean is over all tasks or not at all.
         """
         rows: list[dict[str, Any]] = []
         for point, mine in self._by_point():
@@ -166,34 +172,50 @@ class Measured:
 def prepare(figure: ResultFigure, arguments: Sequence[str]) -> Measured:
     """The runs of a figure, checked before any model is loaded.
 
-    ``arguments`` are ``run``'s: model=, dataset= in place of the figure's own, limit=, results=, data.root=, ... Raises
-    UsageError for a model, a dataset or an argument that is not possible.
+    ``arguments`` are ``run``'s: model=, dataset= in place of the figure's own (of those that it has where each has a
+    budget), limit=, results=, data.root=, ... Raises UsageError for a model, a dataset or an argument that is not
+    possible.
     """
     given = dict(a.partition("=")[::2] for a in arguments)
     model = given.get("model", standin.MODEL)
-    if "dataset" in given and len({s.dataset for s in figure.sweeps}) > 1:
+    own = list(dict.fromkeys(s.reads(model == standin.MODEL) for s in figure.sweeps))
+    named = split_list(given["dataset"]) if "dataset" in given else own
+    wrong = [n for n in named if len(own) > 1 and not any(_within(n, dataset) for dataset in own)]
+    if wrong:
         raise UsageError(
-            f"dataset={given['dataset']} is not possible with {figure.id}, which has a budget for each of its datasets"
+            f"dataset={wrong[0]} is not possible with {figure.id}, which has a budget for each of its datasets: "
+            f"{', '.join(own)}"
         )
     if given and not figure.sweeps and set(given) - {"results", "limit"}:
         raise UsageError(f"{next(iter(given))}= is not possible with {figure.id}: it is computed from formulas alone")
-    return Measured(tuple(_ran(sweep, model, given, figure.each) for sweep in figure.sweeps))
+    ran = []
+    for sweep in figure.sweeps:
+        mine = [n for n in named if len(own) == 1 or _within(n, sweep.reads(model == standin.MODEL))]
+        if mine:
+            ran.append(_ran(sweep, model, {**given, "dataset": ",".join(mine)}, figure.each))
+    return Measured(tuple(ran))
+
+
+def _within(name: str, dataset: str) -> bool:
+    """Whether ``name`` is the dataset or one of its tasks."""
+    return name == dataset or name.startswith(f"{dataset}/")
 
 
 def _ran(sweep: Sweep, model: str, given: Mapping[str, str], each: int) -> Ran:
     tiny = model == standin.MODEL
-    fixed = dict(a.partition("=")[::2] for a in sweep.arguments)
+    fixed = dict(a.partition("=")[::2] for a in (*sweep.arguments, *(() if tiny else sweep.pretrained)))
+    known = [entries("dataset").get(n.partition("/")[0], {}) for n in split_list(given["dataset"])]
     plain = {
         "model": model,
-        "dataset": sweep.dataset if tiny else sweep.published or sweep.dataset,
         "limit": str(each),
-        **({} if "dataset" in given else fixed),
+        **{key: value for key, value in fixed.items() if all(key in options for options in known)},
         **({"preset": sweep.preset} if sweep.preset else {}),
         "method": "full",
         "baseline": str(sweep.baseline).lower(),
     }
     merged = {**plain, **given}
-    cfg = config.parse(config.compose_config(rewrite([f"{k}={v}" for k, v in merged.items()]).runs[0]))
+    (run,) = rewrite([f"{k}={v}" for k, v in merged.items()]).runs
+    cfg = config.parse(config.compose_config(run))
     values = presets.values(sweep.preset, model if model in entries("model") else "") if sweep.preset else {}
     small = replace(standin.TINY, of=sweep.length) if tiny else None
     chains = tuple(_chain(p, values, small) for p in sweep.points)
@@ -219,14 +241,14 @@ def _cell(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _held(values: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Tokens kept and bytes held in per cent of the prompts', over all of them."""
+    """Tokens kept and, at 16 bits, bytes held in per cent of the prompts', over all of them."""
 
-    def total(*keys: str) -> float:
-        return float(sum(v["n"] * v[k] for v in values for k in keys))
+    def total(key: str) -> float:
+        return float(sum(v["n"] * v[key] for v in values))
 
     return {
         "kept": 100 * total("kept") / total("prompt_tokens"),
-        "bytes": 100 * total("payload", "overhead") / total("full_bytes"),
+        "bytes": report.share({key: total(key) for key in report.HALVES}),
     }
 
 

@@ -76,8 +76,9 @@ FIGURES = (
         claim="ThinK, figure 6: behind SnapKV it keeps the needle as well as SnapKV alone (accuracies of 78.6 and "
         "77.8, 90.8 and 90.4 at 128 and 1,024 tokens of Mistral-7B); StreamingLLM finds it only where its window "
         "reaches.",
-        unsaid="The needle's phrasing is the tiny model's (phrasing=sanfrancisco is the classical one); other lengths "
-        "and depths are had with lengths= and depths=.",
+        unsaid="The paper does not print its needle: on the tiny model it is a number that its own tasks ask for, on "
+        "others the classical sentence, to be completed as in papers' scripts, where an empty answer has 60. "
+        "phrasing=, lengths=, depths= and repeats= choose otherwise.",
         columns=COLUMNS,
         compute=maps,
         draw=draw_maps,
@@ -88,6 +89,7 @@ FIGURES = (
                 tuple(Point(m, 25, m, knobs) for m, knobs in METHODS.items()),
                 dataset="needle",
                 arguments=("lengths=256,512,1024,2048", "depths=0,20,40,60,80,100", "repeats=2"),
+                pretrained=("phrasing=completion",),
             ),
         ),
     ),

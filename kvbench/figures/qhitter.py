@@ -95,7 +95,7 @@ def _shifts_of(reading: Reading, ids: Tensor, widths: Sequence[int]) -> list[dic
 
 
 def draw_shifts(data: pd.DataFrame) -> Canvas:
-    """A row per kind, a column per width; layers to the right, heads downwards; the brighter, the larger the shift."""
+    """A row per kind, a column per width; layers to the right, heads downwards; the darker, the larger the shift."""
     widths = sorted(data["bits"].unique(), reverse=True)
     kinds = [k for k in KINDS if (data["kind"] == k).any()]
     heads, layers = sorted(data["head"].unique()), sorted(data["layer"].unique())
@@ -107,7 +107,7 @@ def draw_shifts(data: pd.DataFrame) -> Canvas:
             ax = parts[i][j]
             rows = data[(data["kind"] == kind) & (data["bits"] == bits)]
             table = rows.pivot(index="head", columns="layer", values="overlap")
-            image = style.heat(ax, table, heads, layers, cmap=f"{style.MAP}_r", vmin=0, vmax=1)
+            image = style.heat(ax, table, heads, layers, vmin=0, vmax=1)
             ax.set_title(f"({chr(97 + i * len(widths) + j)}) {bits} bits, {KINDS[kind]}", loc="left", fontsize=6.5)
             ax.tick_params(labelbottom=i == len(kinds) - 1, labelleft=j == 0)
             if i == len(kinds) - 1:
@@ -241,7 +241,7 @@ FIGURES = (
         id="qhitter/fig2",
         title="attention shift caused by quantising the cache",
         shows=f"Overlap of each head's critical set (the {percent(CRITICAL)} of tokens with the most accumulated "
-        "attention) with and without a quantised cache, by layer, head and bits, mean over prompts; brighter is a "
+        "attention) with and without a quantised cache, by layer, head and bits, mean over prompts; darker is a "
         "larger shift. Above, the keys of that layer alone are quantised; below, everything that the prompt's "
         "attention reads, so that errors add up over layers.",
         claim="Shallow layers hardly shift, deeper ones fall below 50 % of overlap; at 2 bits nearly all heads lie "

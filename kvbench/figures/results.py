@@ -62,7 +62,7 @@ def draw_pareto(data: pd.DataFrame) -> Canvas:
         if rows["low"].notna().all():
             spread = (rows["score"] - rows["low"], rows["high"] - rows["score"])
         ax.errorbar(rows["bytes"], rows["score"], yerr=spread, ls="", lw=0.5, label=name, **look)
-    curves.percent_axis(ax, [5, 10, 20, 40, 60, 80, 100], "bytes held, % of the full cache's")
+    curves.percent_axis(ax, [5, 10, 20, 40, 60, 80, 100], "bytes, % of the full cache's, at 16 bits")
     ax.set_xlim(right=110)
     ax.set_ylabel("score, mean over tasks")
     ax.set_title(f"grey: Pareto front; {counted}", loc="left")
@@ -91,7 +91,7 @@ def draw_budgets(data: pd.DataFrame) -> Canvas:
     for ax, (_, rows) in zip(axes, panels, strict=True):
         curves.level(ax, rows)
         curves.lines(ax, rows, names)
-        ax.set_ylim(-4, 104)
+        curves.score_axis(ax, data)
         curves.percent_axis(ax, [100 * b for b in sorted(BUDGETS)], "")
     for ax in bottom:
         ax.set_xlabel("tokens kept, %")
@@ -114,8 +114,8 @@ FIGURES = (
         id="results/pareto",
         title="score against bytes held, with the Pareto front",
         shows="Every point is a method at one strength: mean score over the tasks with its 95 % interval against the "
-        "bytes that its caches hold after the prompt, payload and overhead, in per cent of the full cache's. Grey: the "
-        "best score that can be had with so many bytes or fewer. Intervals are within tasks.",
+        "bytes that its caches take after the prompt at 16 bits, payload and overhead, in per cent of the full cache's "
+        "keys and values. Grey: the best score to be had with so many bytes or fewer. Intervals are within tasks.",
         claim="Ours, not a paper's: what a method is worth is what it keeps of the score for the bytes it takes.",
         unsaid="Bytes are those after the prompt; how they are read while decoding, and how fast, is not shown.",
         columns=COLUMNS,

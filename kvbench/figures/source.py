@@ -61,14 +61,14 @@ class Origin:
         found = []
         for task, name in self.tasks:
             limit = self.cfg.limit if self.cfg.limit is not None else figure.each
-            found += [Prompt(name, f"{task.id}, example {e.id}", self._ids(task, e)) for e in task.examples[:limit]]
+            found += [Prompt(name, f"{task.id}, example {e.id}", self._ids(task, e)) for e in task.taken(limit)]
         return found[: figure.most]
 
-    def facts(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """What a figure's data were computed from, for the head of its CSV."""
+    def facts(self, prompts: Sequence[Prompt], tokens: int | None) -> dict[str, Any]:
+        """What a figure's data were computed from, for the head of its CSV: the first ``tokens`` of each prompt."""
         cfg, config = self.cfg, self.source.config
         counts = {s: sum(p.source == s for p in prompts) for s in dict.fromkeys(p.source for p in prompts)}
-        lengths = sorted(len(p.ids) for p in prompts)
+        lengths = sorted(len(p.ids[:tokens]) for p in prompts)
         dtype = load.resolve_dtype(cfg.model, load.resolve_device(cfg.device), config)
         return {
             "model": f"{cfg.model.name if cfg.model.name != 'hf' else cfg.model.path} ({self.source.fingerprint}), "
@@ -108,10 +108,13 @@ def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, t
 
 
 def _tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Task, str]]:
+    chat = cfg.prompt.template != "off"
     for d in cfg.datasets:
-        for task in load_tasks(d.name, d.knobs, d.tasks, tokenizer, cfg.data_root):
-            name = task.id.partition("/")[2] if len(cfg.datasets) == 1 else task.id
-            yield task, f"{name or task.id} {d.label}".strip()
+        for task in load_tasks(d.name, d.knobs, d.tasks, tokenizer, cfg.data_root, chat):
+            dataset, _, part = task.id.partition("/")
+            # what follows wikitext2/ is the unit of its perplexity
+            name = dataset if task.category == "language modelling" else part
+            yield task, f"{name if name and len(cfg.datasets) == 1 else task.id} {d.label}".strip()
 
 
 def _content(text: str) -> str:

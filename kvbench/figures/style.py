@@ -114,6 +114,15 @@ def integer_ticks(labels: Sequence[Any], most: int = 8) -> tuple[list[int], list
     return places, [str(labels[i]) for i in places]
 
 
+def token_ticks(ax: Axes, starts: Sequence[int], most: int = 8) -> None:
+    """Ticks at round numbers of tokens on the rows of a map, each a run of tokens from its start on."""
+    run = starts[1] - starts[0] if len(starts) > 1 else 1
+    end = starts[-1] + run
+    round_ = (m * 10**e for e in range(9) for m in (1, 2, 5))
+    tokens = range(0, end, next(step for step in round_ if end <= step * most))
+    ax.set_yticks([t / run - 0.5 for t in tokens], [str(t) for t in tokens])
+
+
 def heat(
     ax: Axes,
     values: Any,

@@ -58,14 +58,16 @@ def draw_magnitudes(data: pd.DataFrame) -> Canvas:
             table = part.pivot(index="token", columns="channel", values="magnitude")
             top, ax = parts[2 * i][j], parts[2 * i + 1][j]
             image = style.heat(ax, table, list(table.index), list(table.columns))
+            style.token_ticks(ax, list(table.index))
             mean = _relative(part)
             top.bar(mean.index, mean, width=0.8, color=style.GREY)
             top.axhline(1, color=style.BLACK, lw=0.5)
             top.set_ylim(0, most)
             top.tick_params(labelbottom=False, bottom=False)
-            top.set_title(f"({chr(97 + 2 * i + j)}) {NAMES[what]}, layer {layer}, head {head}", loc="left")
+            apart = "\n" if i else ""
+            top.set_title(f"{apart}({chr(97 + 2 * i + j)}) {NAMES[what]}, layer {layer}, head {head}", loc="left")
             if j == 0:
-                top.set_ylabel("/ mean")
+                top.set_ylabel("times\nthe mean")
                 ax.set_ylabel("token")
             if i == len(heads) - 1:
                 ax.set_xlabel("channel")
@@ -184,6 +186,7 @@ def say_energies(data: pd.DataFrame) -> str:
         text = (
             f"{what}: {high.min()} to {high.max()} singular values a head (median {high.median():.0f}) have an energy "
             f"above {HIGH}; {percent(ENOUGH)} of it takes {needed.min()} to {most}"
+            + (f" of {size}" if size < SHOWN else "")
         )
         at = rows[rows["index"] == FIRST]["cumulative"]
         if len(at):

@@ -61,7 +61,7 @@ def draw_pairs(data: pd.DataFrame) -> Canvas:
     curves.lines(ax, rows.assign(x=rows["bytes"]), names)
     held = rows.loc[rows["series"] != FULL, "bytes"]
     low, high = (int(f(math.log2(x))) for f, x in ((math.floor, held.min()), (math.ceil, held.max())))
-    curves.percent_axis(ax, [2.0**k for k in range(low, high + 1)], "bytes held, % of the full cache's")
+    curves.percent_axis(ax, [2.0**k for k in range(low, high + 1)], "bytes, % of the full cache's, at 16 bits")
     ax.set_ylabel("score")
     tasks = curves.tasks_of(data)
     ax.set_title(f"{'mean over tasks' if len(tasks) > 1 else tasks[0]}; {curves.samples(data)}", loc="left")
@@ -136,9 +136,9 @@ FIGURES = (
     ResultFigure(
         id="think/fig3a",
         title="score at equal memory, ThinK against a smaller cache with all channels",
-        shows="Mean score over the tasks against the bytes held after the prompt, payload and overhead, in per cent of "
-        "the full cache's: H2O and SnapKV alone, and with two fifths of the key channels gone and more tokens instead; "
-        "bands are 95 % intervals, the dashed line is the full cache. These are the cells of table 7.",
+        shows="Mean score over the tasks against the bytes taken after the prompt at 16 bits, payload and overhead, "
+        "in per cent of the full cache's: H2O and SnapKV alone, and with two fifths of the key channels gone and more "
+        "tokens instead; bands are 95 % intervals, the dashed line is the full cache. These are the cells of table 7.",
         claim="At the same memory H2O and SnapKV with ThinK (0.4) are ahead of themselves without it, at all sizes.",
         unsaid="The paper counts payload alone; here positions and the numbers of the channels kept are counted, too, "
         "which on the tiny model, whose heads have 32 channels, weigh more.",

@@ -191,14 +191,14 @@ def head_map(reading: Reading) -> pd.DataFrame:
 
 
 def draw_head_map(data: pd.DataFrame) -> Canvas:
-    """Layers by heads, mean over texts."""
-    table = data.pivot_table(index="layer", columns="head", values="erank_k", aggfunc="mean")
-    fig = style.canvas(style.COLUMN, 0.9 + min(2.6, max(1.4, 0.26 * len(table))))
+    """Layers to the right, heads downwards, mean over texts."""
+    table = data.pivot_table(index="head", columns="layer", values="erank_k", aggfunc="mean")
+    fig = style.canvas(style.COLUMN, 0.9 + min(2.6, max(1.2, 0.13 * len(table))))
     ax = fig.subplots()
     few = table.size <= 100
     image = style.heat(ax, table, list(table.index), list(table.columns), numbers="%.1f" if few else "")
-    ax.set_xlabel("head")
-    ax.set_ylabel("layer")
+    ax.set_xlabel("layer")
+    ax.set_ylabel("head")
     bar = fig.colorbar(image, ax=ax, aspect=18, pad=0.02)
     bar.outline.set_visible(False)
     bar.set_label(r"$\mathrm{erank}_k(\Sigma_{\mathbf{Q}_m})$")

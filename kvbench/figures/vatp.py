@@ -85,7 +85,7 @@ def draw_norms(data: pd.DataFrame) -> Canvas:
     maps = data[data["quantity"] == "attention"]
     shown = list(maps.groupby(["layer", "head"]))[:3]
     fig = style.canvas(style.PAGE, 2.35)
-    halves: Any = fig.subfigures(1, 2, width_ratios=[3.1 if len(shown) > 1 else 1.6, 1.25])
+    halves: Any = fig.subfigures(1, 2, width_ratios=[2.7 if len(shown) > 1 else 1.4, 1.25])
     left, right = halves
     parts = left.subplots(2, len(shown), height_ratios=[3.2, 1], squeeze=False)
     image: Any = None
@@ -120,9 +120,9 @@ def _draw_points(fig: Any, data: pd.DataFrame, place: int) -> None:
     ax.axhline(1, color=style.GREY, lw=0.6, ls="--")
     ax.axvline(SINK, color=style.GREY, lw=0.6, ls=":")
     ax.set_xscale("log")
-    ax.set_xlim(right=1)
+    ax.set_xlim(right=1.3)
     ax.set_yscale("log", base=2)
-    ax.yaxis.set_major_formatter(lambda y, _: f"{y:.2g}")
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:.3g}")
     ax.set_title(f"({chr(97 + place)}) most attended tokens", loc="left")
     ax.set_xlabel("share of the head's attention")
     ax.set_ylabel(r"$\Vert\mathbf{v}\Vert_1$ / median")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench import archive
-from kvbench.papers import declared, measured
+from kvbench.papers import declared, measured, standin
 from kvbench.papers.declared import Declared
 from kvbench.papers.grid import Grid, Text, grid, notes, title
 from kvbench.papers.page import spans_html
@@ -48,14 +48,17 @@ def parts(model: str, results: str, samples: Path, arguments: Sequence[str] = ()
 
 def _part(table: Declared, model: str, results: str, samples: Path, arguments: Sequence[str]) -> Part:
     packed = samples / f"{table.paper}-{table.table}.samples.jsonl.gz"
-    if table.measurable and model == "tiny" and packed.exists():
+    if table.measurable and packed.exists():
         with tempfile.TemporaryDirectory() as folder:
             store = ResultStore(Path(folder))
             cells = archive.unpack(packed, store)
             counts = [len(store.samples(c)) for c in cells]
-            seen = view(measured.prepare(table, model, [f"results={folder}", f"limit={max(counts)}"]))
-            behind = Measured(table.id, len(cells), sum(counts), provenance(store, cells))
-            return Part(table.paper, title(seen), fragment(seen), behind)
+            limit = [f"limit={max(counts)}"] if model == standin.MODEL else []
+            ours = measured.prepare(table, model, [f"results={folder}", *limit, *arguments])
+            if ours.run is not None and {c.id for g in ours.run.groups for c in g.cells} & set(cells):
+                seen = view(ours)
+                behind = Measured(table.id, len(cells), sum(counts), provenance(store, cells))
+                return Part(table.paper, title(seen), fragment(seen), behind)
     if table.measurable:
         seen = view(measured.prepare(table, model, [f"results={results}", *arguments]))
     else:

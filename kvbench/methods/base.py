@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 from kvbench.cache import ops
 from kvbench.cache.slots import Slots
 from kvbench.calibration.recipe import Calibration, Recipe
-from kvbench.errors import UsageError
+from kvbench.errors import Refused, UsageError
+from kvbench.methods.foreign import code_of
 from kvbench.methods.knobs import Knobs, are_layers
 from kvbench.methods.promises import Block as Block
 from kvbench.methods.promises import Capacity as Capacity
@@ -44,6 +45,7 @@ class Stage(Knobs):
     families: ClassVar[tuple[str, ...] | None] = None  # None: every family
     rebalances: ClassVar[bool] = False  # True: budgets depend on all layers, see ``rebalance``
     adapts: ClassVar[bool] = False  # True: the model itself is changed, see ``adapt``
+    changes: ClassVar[str] = ""  # why keys or values that it stores exactly are not the prompt's: it merges them, say
 
     calibration: Calibration | None = field(default=None, repr=False, metadata={"knob": False})
 
@@ -71,6 +73,15 @@ class Stage(Knobs):
     def calibrated(self, data: Calibration) -> Stage:
         """The stage with what ``calibrate`` found bound to it."""
         return replace(self, calibration=data)
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides what the stage computes; where it is not kvbench's own, its code, too.
+
+        Knobs that are not set are left out, so that a new optional knob leaves results of before valid.
+        """
+        code = code_of(self)
+        knobs = {k: v for k, v in self.knobs().items() if v is not None}
+        return {"id": self.id, "revision": self.revision, **({"code": code} if code else {}), "knobs": knobs}
 
     @property
     def unbound(self) -> bool:
@@ -254,6 +265,11 @@ class Selector(TokenSelector):
         scores = self.scores(cache, obs, capacity).to(cache.segments[0].k.device, torch.float32, copy=True)
         for modifier in modifiers:
             scores = modifier.modify(scores, cache, obs)
+        if bool(scores.isnan().any()):
+            by = "+".join(s.id for s in (self, *modifiers))
+            raise Refused(
+                f"scores of {by} hold NaN in layer {obs.layer}: its formula divides by 0 or takes inf from inf"
+            )
         scores[:, : capacity.sinks] = torch.inf
         scores[:, obs.n - capacity.window :] = torch.inf
         return self.pick(cache, scores, budget)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from kvbench.methods.base import (
     protect,
 )
 from kvbench.methods.evicting import EvictingSelector, Modified
+from kvbench.methods.foreign import is_foreign
 from kvbench.methods.lowrank import LowRankStage, check_lowrank
 from kvbench.methods.pruner import ChannelPruner
 from kvbench.methods.quantiser import Coder, Quantiser
@@ -126,13 +127,29 @@ class Chain:
 
     @property
     def prefill_key(self) -> str:
-        """Chains with equal keys compute the prompt alike and can share its prefill."""
-        return "+".join(s.prefill_key for s in self.stages if s.prefill_key)
+        """Chains with equal keys compute the prompt alike and can share its prefill. Where code that is not kvbench's
+        own has a part in it, only equal chains do, whatever it says."""
+        key = "+".join(s.prefill_key for s in self.stages if s.prefill_key)
+        reads = any(type(s).read is not Stage.read for s in self.stages)
+        if self.foreign and (key or reads or self.adaptation or self.hidden or self.sharer):
+            return f"{key} {self.identity()}"
+        return key
+
+    @cached_property
+    def foreign(self) -> bool:
+        """Whether a stage is not kvbench's own."""
+        return is_foreign(self.stages)
 
     @property
     def adaptation(self) -> tuple[Stage, ...]:
-        """The stages that change the model: chains in which they are equal decode in one batch."""
+        """The stages that change the model."""
         return tuple(s for s in self.stages if s.adapts)
+
+    @property
+    def batch(self) -> object:
+        """Chains in which it is equal decode in one batch: those that change the model alike. Code that is not
+        kvbench's own decodes alone."""
+        return self if self.foreign else self.adaptation
 
     @property
     def lowrank(self) -> LowRankStage | None:
@@ -324,12 +341,5 @@ class Chain:
         return stage.compress(cache, obs)
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides what the chain computes: stages in order, knobs, revisions, heads.
-
-        Knobs that are not set are left out, so that a new optional knob leaves results of before valid.
-        """
-        stages = [
-            {"id": s.id, "revision": s.revision, "knobs": {k: v for k, v in s.knobs().items() if v is not None}}
-            for s in self.stages
-        ]
-        return {"stages": stages, "per": self.per if self.stages else "kv_head"}
+        """Everything that decides what the chain computes: its stages in order, and heads."""
+        return {"stages": [s.identity() for s in self.stages], "per": self.per if self.stages else "kv_head"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvbench.cache import ops
+from kvbench.cache.content import strange
 from kvbench.methods.chain import Chain
-from kvbench.types import LayerCache, Needs, Observation
+from kvbench.types import LayerCache, Needs, Observation, Segment
 
 
 class Layers:
@@ -19,6 +20,7 @@ class Layers:
         at = chain.stages.index(balancer) if balancer else -1
         self._first, self._later = chain.stages[: at + 1], chain.stages[at + 1 :]
         self._waiting: list[Observation] = []
+        self.strange = ""  # what was found, in words, that the prompt does not have where it was said to be
 
     def add(self, dense: LayerCache, obs: Observation) -> None:
         """The next finished layer. Stages behind one that rebalances wait for the last."""
@@ -28,13 +30,28 @@ class Layers:
             return
         for stage in self._first:
             dense = self.chain.run(stage, dense, obs)
-        self.caches = balancer.rebalance([*self.caches, dense], obs.n_layers)
+        before = [*self.caches, dense]
+        self.caches = balancer.rebalance(before, obs.n_layers)
+        for i, (old, new) in enumerate(zip(before, self.caches, strict=True) if self.chain.foreign else ()):
+            if old.segments[0].positions.shape[0] == 1 and old.segments[0].lengths is None:
+                self._compare(i, new, old.segments[0], whole=False)
         self._waiting.append(self._needed(obs))
         if len(self.caches) == obs.n_layers:
             for i, seen in enumerate(self._waiting):
                 for stage in self._later:
                     self.caches[i] = self.chain.run(stage, self.caches[i], seen)
                 self.caches[i] = ops.expand(self.caches[i])
+
+    def compare(self, dense: Segment, obs: Observation) -> None:
+        """Hold the layer that was added last to the prompt's own keys and values, or to its latents."""
+        if self.chain.lowrank and obs.latents is not None:
+            dense = replace(dense, k=obs.latents[0][None], v=obs.latents[1][None])
+        self._compare(obs.layer, self.caches[-1], dense, obs.positions is None)
+
+    def _compare(self, layer: int, found: LayerCache, source: Segment, whole: bool) -> None:
+        if not self.strange and not any(s.changes for s in self.chain.stages):
+            what = strange(found, source, whole)
+            self.strange = what and f"layer {layer} holds {what}"
 
     def _needed(self, obs: Observation) -> Observation:
         """What later stages read of a layer: the rest need not outlive it."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from kvbench.errors import UsageError, unknown
+from kvbench.methods.loading import entry_of, load_stage
 
 # the command line reads the registry for --help, which must not wait for torch
 if TYPE_CHECKING:
@@ -43,8 +41,12 @@ def defaults(method: str) -> dict[str, Any]:
     """The YAML entry of one method: ``_target_`` and its knobs with their plain defaults; {} for ``full``."""
     if method not in available():
         raise unknown("method", method, available(), "Join methods with +, as in method=snapkv+think.")
-    text = (conf_dir() / "method" / f"{method}.yaml").read_text(encoding="utf-8")
-    return dict((yaml.safe_load(text) or {}).get(method) or {})
+    return entry_of(path_of(method))
+
+
+def path_of(method: str) -> Path:
+    """The YAML file of one method."""
+    return conf_dir() / "method" / f"{method}.yaml"
 
 
 def knob_names(method: str) -> tuple[str, ...]:
@@ -109,18 +111,11 @@ def check_settled(methods: Sequence[str], key: str, value: Any) -> None:
 
 def make_stage(method: str, entry: Mapping[str, Any]) -> Stage:
     """The stage of one YAML entry (``_target_`` and knobs); raises UsageError for a knob that it does not have."""
-    from kvbench.methods.base import Stage
-
-    target = entry.get("_target_") or defaults(method)["_target_"]
-    module, _, name = target.rpartition(".")
-    cls = getattr(importlib.import_module(module), name)
-    if not (isinstance(cls, type) and issubclass(cls, Stage)):
-        raise UsageError(f"conf/method/{method}.yaml: _target_ {target} is not a Stage")
     knobs = {k: v for k, v in entry.items() if not k.startswith("_")}
     for knob in knobs:
         if knob not in knob_names(method):
             raise unknown(f"knob method.{method}.{knob}; its name", knob, knob_names(method))
-    return cls(**knobs)
+    return load_stage(path_of(method), entry.get("_target_") or defaults(method)["_target_"], knobs)
 
 
 def make_chain(entries: Mapping[str, Mapping[str, Any]], per: str = "kv_head") -> Chain:

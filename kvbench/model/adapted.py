@@ -21,8 +21,8 @@ def adapted(model: PreTrainedModel, chain: Chain) -> Iterator[None]:
 
 
 def alike(caches: Sequence[Cache]) -> list[list[int]]:
-    """Indices of caches by what their chains make of the model: those that can be rows of one batch."""
+    """Indices of caches by ``Chain.batch``: those that can be rows of one batch."""
     groups: dict[object, list[int]] = {}
     for i, cache in enumerate(caches):
-        groups.setdefault(cache.chain.adaptation, []).append(i)
+        groups.setdefault(cache.chain.batch, []).append(i)
     return list(groups.values())

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.peak import Stored
 from kvbench.errors import UsageError
+from kvbench.methods.foreign import contained
 from kvbench.model.adapted import adapted
 from kvbench.model.ending import Ending, sample, without
 from kvbench.model.interface import KvbenchLayer, attached
@@ -40,6 +41,7 @@ class Answer:
     seconds: float  # the row's share of the time of its steps
     rows: int  # rows that it ran beside at most, itself counted
     stored: Stored | None  # what its storage held at its ending; None if it read nothing but its prompt
+    finite: bool = True  # whether all logits were that it was chosen by
 
 
 @dataclass
@@ -56,15 +58,16 @@ class Going(Generic[Key]):
     stored: Stored | None = None
     seconds: float = 0.0
     rows: int = 0
+    finite: bool = True
 
     @property
     def over(self) -> bool:
-        return self.ending.over(self.tokens)
+        return not self.finite or self.ending.over(self.tokens)
 
     def answer(self) -> Answer:
         assert self.held is not None
         attended = float(torch.stack(self.tally).mean()) if self.tally else None
-        return Answer(self.tokens, self.held, attended, self.seconds, self.rows, self.stored)
+        return Answer(self.tokens, self.held, attended, self.seconds, self.rows, self.stored, self.finite)
 
 
 class Cohort(Generic[Key]):
@@ -177,7 +180,8 @@ class DecodeBatch(Generic[Key]):
         chain = next((r.cache.chain for r in (*self.entering, *(r for c in self.cohorts for r in c.rows))), None)
         if chain is None:
             return []
-        with torch.no_grad(), adapted(self.model, chain), attached(self.model):
+        walls = contained(chain.name, chain.foreign)  # such rows run alone, see Chain.batch
+        with walls, torch.no_grad(), adapted(self.model, chain), attached(self.model):
             while len(self) and (everything or not ended):
                 start = time.perf_counter()
                 entered, self.entering = self.entering, []
@@ -226,13 +230,22 @@ class DecodeBatch(Generic[Key]):
 
 
 def _choose(logits: Tensor, rows: Sequence[Going[Key]]) -> Tensor:
-    """The next token of each row [B] by logits [B, V], taken down in those that go on."""
+    """The next token of each row [B] by logits [B, V], taken down in those that go on.
+
+    A row whose logits hold NaN or +inf ends here: the largest, which such a number always is, tells.
+    """
     masked = without(logits, [r.ending.forbidden(len(r.tokens)) for r in rows])
     chosen = masked.argmax(dim=-1)
+    finite = masked.gather(1, chosen[:, None])[:, 0].isfinite()
     for i, row in enumerate(rows):
         if row.draw is not None and not row.over:
             chosen[i] = sample(masked[i], row.ending.temperature, row.ending.top_p, row.draw)
-    for row, token in zip(rows, chosen.tolist(), strict=True):
-        if not row.over:
+    # one copy to the CPU for both
+    for row, token in zip(rows, torch.where(finite, chosen, -1).tolist(), strict=True):
+        if row.over:
+            continue
+        if token < 0:
+            row.finite = False
+        else:
             row.tokens.append(token)
     return chosen

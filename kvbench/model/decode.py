@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.peak import Stored
 from kvbench.errors import UsageError
+from kvbench.methods.foreign import contained
 from kvbench.model.adapted import adapted, alike
 from kvbench.model.batch import Answer, DecodeBatch
 from kvbench.model.ending import Ending as Ending
 from kvbench.model.ending import sample as sample
+from kvbench.model.finite import no_answer
 from kvbench.model.interface import attached
 from kvbench.model.prefill import as_prompt, check_capacity, check_window
 from kvbench.model.step import build, step
@@ -34,6 +36,7 @@ def generate_rows(
     ``attended`` is filled for rows whose method masks: tokens attended, the mean over steps, heads and masked layers.
     ``held`` is filled for all rows: the most tokens that a head of each layer held until the row's own ending.
     ``stored`` is filled for rows that read more than their prompt: what their storage held at their ending.
+    Raises Refused where logits are not finite.
     """
     answers: dict[int, Answer] = {}
     for rows in alike(caches):
@@ -42,6 +45,8 @@ def generate_rows(
         while len(batch):
             answers.update(batch.advance())
     for r, answer in answers.items():
+        if not answer.finite:
+            raise no_answer(caches[r].chain, model.dtype)
         if attended is not None and answer.attended is not None:
             attended[r] = answer.attended
         if held is not None:
@@ -61,7 +66,8 @@ def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Seque
     check_continuation(model, cache, ids.shape[0])
     # methods that evict or pack while decoding do so after every token
     size = 1 if cache.chain.evicts or cache.chain.coder else len(ids)
-    with torch.no_grad(), adapted(model, cache.chain), attached(model):
+    walls = contained(cache.chain.name, cache.chain.foreign)
+    with walls, torch.no_grad(), adapted(model, cache.chain), attached(model):
         batch = build(model, [cache], ids.shape[0])
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache as HFCache
 
 from kvbench.cache.peak import Stored
 from kvbench.errors import UsageError
+from kvbench.methods.foreign import contained
 from kvbench.model.adapted import adapted, alike
 from kvbench.model.interface import attached
 from kvbench.model.prefill import as_prompt
@@ -40,7 +41,8 @@ def teacher_force(
     ids = as_prompt(model, tokens)
     losses: dict[int, Tensor] = {}
     for rows in alike(caches):
-        with adapted(model, caches[rows[0]].chain):
+        chain = caches[rows[0]].chain
+        with contained(chain.name, chain.foreign), adapted(model, chain):
             found, peaks, sizes = _force(model, [caches[r] for r in rows], ids, chunk)
         losses.update(zip(rows, found, strict=True))
         if held is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +26,7 @@ from transformers.utils import logging as hf_logging
 
 from kvbench.config import ModelConfig
 from kvbench.errors import KvbenchError, UsageError, unknown
+from kvbench.model import fetch, weights
 from kvbench.model.interface import FAMILIES
 
 IDENTITY_FILES = (
@@ -40,6 +43,7 @@ IDENTITY_FILES = (
     "merges.txt",
 )
 EMBEDDED = Path(__file__).parent / "embedded"
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 SLICE = 4096
 WHOLE_HASH_LIMIT = 256 * 2**20
 
@@ -58,7 +62,11 @@ def locate(cfg: ModelConfig) -> Source:
     """Find the checkpoint and check that kvbench can run it, before anything large is read."""
     if cfg.path.startswith("embedded:"):
         folder = EMBEDDED / cfg.path.removeprefix("embedded:")
+        if not (folder / "config.json").is_file():
+            raise unknown("embedded model", folder.name, (p.parent.name for p in EMBEDDED.glob("*/config.json")))
         return _folder(cfg, folder)
+    if cfg.path.startswith(fetch.SCHEME):
+        return _folder(cfg, fetch.located(cfg.path.removeprefix(fetch.SCHEME)))
     folder = Path(cfg.path).expanduser()
     if folder.exists():
         return _folder(cfg, folder)
@@ -116,11 +124,11 @@ def load_weights(cfg: ModelConfig, source: Source, device: torch.device) -> PreT
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(source.config, dtype=dtype)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = weights.read(
+                cfg.path,
                 source.location,
                 config=source.config,
                 dtype=dtype,
-                use_safetensors=True,
                 local_files_only=not cfg.download,
                 **({"device_map": cfg.device_map} if cfg.device_map else {}),
                 **_options(source),
@@ -128,16 +136,24 @@ def load_weights(cfg: ModelConfig, source: Source, device: torch.device) -> PreT
         return model.eval() if cfg.device_map else model.to(device).eval()
     except torch.OutOfMemoryError:
         raise KvbenchError(f"model={cfg.path} does not fit into the memory of {device} as {dtype}") from None
+    except UsageError:
+        raise
+    except SafetensorError as error:
+        raise UsageError(
+            f"model={cfg.path}: its safetensors are damaged: {_first_line(error)}. Is the download complete? "
+            "weights=random runs the same architecture without them"
+        ) from None
     except Exception as error:
         raise UsageError(
-            f"model={cfg.path}: its weights cannot be loaded as safetensors: {_first_line(error)}. Is the download "
-            "complete? weights=random runs the same architecture without them"
+            f"model={cfg.path} cannot be loaded on {cfg.device_map or device}: {_first_line(error)}"
         ) from None
 
 
 def _check_device_map(cfg: ModelConfig) -> None:
     if not cfg.device_map:
         return
+    if isinstance(cfg.device_map, str) and cfg.device_map not in DEVICE_MAPS:
+        raise unknown("value of model.device_map", cfg.device_map, DEVICE_MAPS, "Or a mapping of layers to devices.")
     if cfg.weights == "random":
         raise UsageError(
             f"device_map={cfg.device_map} spreads weights as they are read, and weights=random reads none: leave out "
@@ -151,11 +167,14 @@ def _check_device_map(cfg: ModelConfig) -> None:
 
 
 def load_model(
-    name: str, device: str = "auto", dtype: str = "auto", **knobs: Any
+    name: str, device: str = "auto", dtype: str | torch.dtype = "auto", **knobs: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer by name: ``tiny``, a checkpoint folder, or a hub id (``download=True`` to fetch)."""
-    path = "embedded:tiny" if name == "tiny" else name
-    cfg = ModelConfig(name=name, path=path, dtype=dtype, **knobs)
+    """A model and its tokenizer: ``tiny``, one that `model fetch` converted, a folder, or a hub id.
+
+    ``download=True`` fetches a hub id that is not in the local cache.
+    """
+    path = "embedded:tiny" if name == "tiny" else f"{fetch.SCHEME}{name}" if name in fetch.packages() else name
+    cfg = ModelConfig(name=name, path=path, dtype=str(dtype).removeprefix("torch."), **knobs)
     source = locate(cfg)
     return load_weights(cfg, source, resolve_device(device)), load_tokenizer(cfg, source)
 
@@ -164,12 +183,12 @@ def resolve_device(device: str) -> torch.device:
     """``auto`` is the first CUDA device if there is one, else the CPU; an absent device is an error."""
     if device == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        dev = torch.device(device)
-    except RuntimeError:
-        raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:0")) from None
-    if dev.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device={device}: PyTorch {torch.__version__} sees no CUDA device here; use device=cpu")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
+        raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:0"))
+    dev, seen = torch.device(device), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if dev.type == "cuda" and (dev.index or 0) >= seen:
+        found = f"{seen} CUDA devices" if seen else "no CUDA device"
+        raise UsageError(f"device={device}: PyTorch {torch.__version__} sees {found} here; use device=cpu")
     return dev
 
 
@@ -217,6 +236,14 @@ def _folder(cfg: ModelConfig, folder: Path) -> Source:
     except (ValueError, AttributeError):
         raise UsageError(f"model={cfg.path}: its config.json is not valid JSON") from None
     _check_family(cfg, family)
+    if (folder / "adapter_config.json").exists():
+        raise UsageError(
+            f"model={cfg.path} holds an adapter (adapter_config.json), which kvbench does not apply: merge it into its "
+            "base model's weights and save those"
+        )
+    odd = next((p for p in folder.glob("*.safetensors") if not p.is_file()), None)
+    if odd is not None:
+        raise UsageError(f"model={cfg.path}: {odd.name} is no file")
     if cfg.weights == "trained" and not any(folder.glob("*.safetensors")):
         pickles = " (*.bin files are pickles, which kvbench does not load)" if any(folder.glob("*.bin")) else ""
         raise UsageError(
@@ -253,10 +280,11 @@ def _hub(cfg: ModelConfig) -> Source:
     try:
         config = AutoConfig.from_pretrained(cfg.path, revision=cfg.revision, local_files_only=not cfg.download)
     except Exception as error:
+        online = "add" if cfg.name == "hf" else f"python -m kvbench model fetch {cfg.name}, or add"
         remedy = (
             f"the hub said: {_first_line(error)}"
             if cfg.download
-            else "it is no folder and not in the local hub cache; add download=true to fetch it, or give a folder"
+            else f"it is no folder and not in the local hub cache; {online} download=true to fetch it, or give a folder"
         )
         raise UsageError(f"model={cfg.path} (revision {cfg.revision}): {remedy}") from None
     _check_family(cfg, getattr(config, "model_type", None))
@@ -273,6 +301,7 @@ def scaled(cfg: ModelConfig, config: Any) -> Any:
                 f"model.rope_scaling={dict(cfg.rope_scaling)}: {cfg.path} has no rotary positions to scale"
             )
         config.rope_parameters = {**own, **cfg.rope_scaling}
+    weights.check_rope(cfg.path, getattr(config, "rope_parameters", None), config)
     return config
 
 

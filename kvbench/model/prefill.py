@@ -24,9 +24,12 @@ from kvbench.calibration.weights import check_calibrated
 from kvbench.errors import UsageError
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
+from kvbench.methods.foreign import contained
 from kvbench.methods.layers import Layers
 from kvbench.model.adapted import adapted
 from kvbench.model.attention_rows import attend_rows, attend_with_lse, column_sums
+from kvbench.model.finite import check_finite
+from kvbench.model.handed import Handed
 from kvbench.model.interface import (
     KvbenchLayer,
     Rows,
@@ -163,10 +166,14 @@ def observe(
             length=n,
             positions=None if here is None else here.positions,
         )
-        alive[index + 1] = _next_rows(chain, observation, k)
         layer.last_q = layer.first_q = layer.colsums = layer.read_k = None
         layer.colsums_q = {}
-        on_layer(observation, k, v)
+        try:
+            alive[index + 1] = _next_rows(chain, observation, k)
+            on_layer(observation, k, v)
+        except Exception:
+            check_finite(chain, "keys or values", k, v)  # it is no stage's fault where these are no numbers
+            raise
 
     cutting = row_hooks(model, alive.__getitem__) if chain.hidden else nullcontext()
     with torch.no_grad(), attached(model), layer_hooks(model, finished), cutting:
@@ -217,7 +224,8 @@ def prefill_chains(
     caches: dict[int, Cache] = {}
     for key in dict.fromkeys(chain.prefill_key for chain in chains):
         members = [i for i, chain in enumerate(chains) if chain.prefill_key == key]
-        with adapted(model, chains[members[0]]):
+        foreign = [chains[i].name for i in members if chains[i].foreign]
+        with contained(", ".join(foreign), bool(foreign)), adapted(model, chains[members[0]]):
             found = _shared_pass(model, ids, [chains[i] for i in members], plain)
         caches.update(zip(members, found, strict=True))
     return [caches[i] for i in range(len(chains))]
@@ -250,7 +258,7 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
     for chain in chains:
         needs = needs | chain.needs(ids.shape[0])
     layers = [Layers(chain) for chain in chains]
-    spent = [0.0] * len(chains)
+    spent = [0.0] * (len(chains) + 1)  # of each chain, and of copies and checks
     query_heads = int(model.config.num_attention_heads)
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
@@ -259,22 +267,29 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
             return ops.dense(k, v, heads=heads, query_heads=query_heads, positions=where, length=length)
 
         for i, chain in enumerate(chains):
-            with _clock(k.device, spent, i):
-                heads = chain.heads(k.shape[0], query_heads)
-                layers[i].add(obs.once(("dense", heads), partial(dense, heads)), obs)
+            heads = chain.heads(k.shape[0], query_heads)
+            with _clock(k.device, spent, -1):
+                shared = obs.once(("dense", heads), partial(dense, heads))
+                handed = Handed(chain, shared, obs)
+            with _clock(k.device, spent, i), contained(chain.name, chain.foreign):
+                layers[i].add(handed.cache, handed.obs)
+            with _clock(k.device, spent, -1):
+                handed.check()
+                layers[i].compare(shared.segments[0], obs)
 
     total = [0.0]
     with _clock(ids.device, total, 0):
         # chains of one prefill key compute the prompt alike
         logits, colsums_s = observe(model, ids, needs, on_layer, plain, chains[0])
+        check_finite(chains[0], "logits", logits)
     n = ids.shape[0]
     forward = max(total[0] - sum(spent) - sum(colsums_s.values()), 0.0)
     owner = weakref.ref(model)
     caches = []
-    for chain, held, seconds in zip(chains, layers, spent, strict=True):
+    for chain, held, seconds in zip(chains, layers, spent[:-1], strict=True):
         asked = chain.needs(n)
         own = seconds + sum(colsums_s[b] for b in {*asked.colsums_bits, *([EXACT] if asked.colsums else [])})
-        caches.append(Cache(tuple(held.caches), logits, chain, n, forward, own, owner))
+        caches.append(Cache(tuple(held.caches), logits, chain, n, forward, own, owner, held.strange))
     return caches
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
 
@@ -22,9 +21,10 @@ from numpy.typing import NDArray
 from kvbench.errors import KvbenchError, unknown
 from kvbench.metrics import metric, stats
 from kvbench.papers import declared
-from kvbench.papers.declared import PAPERS, Column, Declared
+from kvbench.papers.declared import PAPERS, Given
 from kvbench.papers.measured import Ours
-from kvbench.papers.published import Published
+from kvbench.plan import Group
+from kvbench.store import ResultStore
 from kvbench.tasks.longbench import names
 
 TESTS = ("better", "no_worse", "no_worse_each", "elsewhere")
@@ -91,17 +91,6 @@ class Verdict:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Sides(Declared):
-    """The rows of a paper's claims as a table without printed values, so that they are measured like one."""
-
-    cells: tuple[Published, ...] = ()
-
-    @cached_property
-    def printed(self) -> tuple[Published, ...]:
-        return self.cells
-
-
 def load(paper: str) -> tuple[Claim, ...]:
     """The claims of a paper, in its file's order; KvbenchError for a damaged file."""
     path = Path(__file__).parent / paper / "claims.yaml"
@@ -121,7 +110,7 @@ def find(wanted: str) -> tuple[str, ...]:
     return (wanted,)
 
 
-def sides(paper: str, claims: Sequence[Claim]) -> list[Sides]:
+def sides(paper: str, claims: Sequence[Claim]) -> list[Given]:
     """Tables of all rows that the claims compare, one for each set of datasets."""
     by_columns: dict[tuple[str, ...], list[str]] = {}
     for claim in claims:
@@ -130,43 +119,42 @@ def sides(paper: str, claims: Sequence[Claim]) -> list[Sides]:
     base = next(t for t in declared.find(paper) if t.measurable)
     tables = []
     for columns, rows in by_columns.items():
-        cells = []
-        for row in dict.fromkeys(rows):
-            method, _, setting = row.partition(" ")
-            for c in columns:
-                cells.append(
-                    Published(paper, "claims", base.models()[0], method, setting, c, "mean", None, "", "", "", 0)
-                )
-        whole = {f.name: getattr(base, f.name) for f in fields(base)}
-        tables.append(Sides(**{**whole, "table": "claims", "title": "claims", "cells": tuple(cells)}))
+        written = (row.partition(" ") for row in dict.fromkeys(rows))
+        cells = [(base.models()[0], method, setting, c, "mean") for method, _, setting in written for c in columns]
+        workloads = {k: v for t in declared.find(paper) for k, v in t.workloads.items()}
+        tables.append(declared.given(base, cells, table="claims", title="claims", workloads=workloads))
     return tables
 
 
 def differences(claim: Claim, tables: Sequence[Ours]) -> tuple[dict[str, Differences], str]:
-    """Paired differences in points by task, and why there are none where a side cannot run."""
+    """Paired differences in points by task, and why there are none, or not of all datasets."""
     ours = next(t for t in tables if {c.dataset for c in t.declared.scores} == set(claim.columns))
     found: dict[str, Differences] = {}
     lines = {line.row.name: line for line in ours.lines}
     side, other = lines[claim.side], lines[claim.other]
     reason = side.refused or other.refused or side.skipped or other.skipped
-    if reason or ours.run is None:
+    if reason:
         return {}, reason
-    for name in claim.columns:
-        column = Column(name, declared.SCORE)
-        mine, theirs = ours.cell(side, column), ours.cell(other, column)
-        if mine is None or theirs is None:
-            continue
-        group, ids = mine[0], (mine[1].id, theirs[1].id)
-        refused = [r for r in map(ours.run.store.refusal, ids) if r]
-        if refused:
-            return {}, refused[0]
-        a, b = map(ours.run.store.samples, ids)
-        wanted = [e.id for e in group.examples if e.id in a and e.id in b]
-        # of log losses less is better
-        sign = -1.0 if metric(group.task.metric).shown is not None else 1.0
-        both = [(a[i]["score"], b[i]["score"]) for i in wanted]
-        found[group.column] = 100 * sign * np.array([x - y for x, y in both if x is not None and y is not None])
-    return found, ""
+    absent: list[str] = []
+    for column in ours.declared.scores:
+        mine, theirs = ours.cells(side, column), ours.cells(other, column)
+        if why := ours.why_absent(side, column) or ours.why_absent(other, column):
+            absent.append(f"{column.dataset} is not here: {why}")
+        for (group, a), (_, b) in zip(mine, theirs, strict=True):
+            assert ours.run is not None
+            refused = next(filter(None, map(ours.run.store.refusal, (a.id, b.id))), None)
+            if refused:
+                return {}, refused
+            found[group.column] = _paired(ours.run.store, group, a.id, b.id)
+    return found, "; ".join(dict.fromkeys(absent))
+
+
+def _paired(store: ResultStore, group: Group, mine: str, theirs: str) -> Differences:
+    """Differences in points over the group's examples that both cells have; of log losses less is better."""
+    a, b = store.samples(mine), store.samples(theirs)
+    sign = -1.0 if metric(group.task.metric).shown is not None else 1.0
+    both = [(a[e.id]["score"], b[e.id]["score"]) for e in group.examples if e.id in a and e.id in b]
+    return 100 * sign * np.array([x - y for x, y in both if x is not None and y is not None])
 
 
 def decide(
@@ -207,6 +195,7 @@ def decide(
                 p_against,
                 {t: float(d.mean()) for t, d in by_task.items()},
                 _would_take(claim, by_task, count * looks) if verdict == UNDECIDED else None,
+                found[claim.id][1],
             )
         )
     return verdicts

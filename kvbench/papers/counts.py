@@ -21,16 +21,17 @@ Line = Mapping[str, str]
 
 
 def count(seen: View) -> dict[str, str]:
-    """A table's line: its model, and how many printed cells are measured, refused or neither. Means do not count.
+    """A table's line: its model, and how many of its cells are measured, refused or neither, each once.
 
-    Out of memory is a result, and counts as measured.
+    Several rows and columns can show one cell of the store. Means do not count; out of memory counts as measured.
     """
-    found = Counter(
-        _STATE[e.status]
-        for _, row in seen.rows
+    cells = {
+        (_STATE[e.status], e.cell or (line.row.model, line.row.name, column))
+        for line, row in seen.rows
         for column, e in zip(seen.columns, row, strict=True)
         if column.dataset not in MEANS and e.status in _STATE
-    )
+    }
+    found = Counter(state for state, _ in cells)
     return {"table": seen.ours.declared.id, "model": seen.ours.model, **{s: str(found[s]) for s in STATES}}
 
 

@@ -6,8 +6,8 @@ the paper's tables in tables.yaml.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,9 @@ class Declared:
     blocks of rows. full: the paper's tables that have a full-cache row where this one has none. arguments: of ``run``
     by published method, for what the paper's rows leave unsaid. average: how the paper averages, the mean, the mean
     share of the full cache (share), or how far that is from 100 (relative). entries: conf/model by published model,
-    where the names differ. stand_in: arguments that the stand-in alone needs, by method. sources: where what is not
-    printed comes from.
+    where the names differ. stand_in: arguments that the tiny stand-in alone needs, by method. sources: where what is
+    not printed comes from. workloads: the paper's knobs of a dataset (``needle``), or of it in one model's rows
+    (``needle/mistral-7b-instruct-v0.2``).
     """
 
     paper: str
@@ -84,6 +85,7 @@ class Declared:
     entries: Mapping[str, str] = field(default_factory=dict)
     stand_in: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
+    workloads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -134,6 +136,26 @@ class Declared:
             if found:
                 return found[0]
         return None
+
+
+@dataclass(frozen=True)
+class Given(Declared):
+    """Rows and columns without printed values, measured like a table: those of claims, or of a stand-in's own tasks."""
+
+    cells: tuple[Published, ...] = ()
+
+    @cached_property
+    def printed(self) -> tuple[Published, ...]:
+        return self.cells
+
+
+def given(base: Declared, cells: Iterable[tuple[str, str, str, str, str]], **other: Any) -> Given:
+    """``base`` with other rows and columns: (model, method, setting, dataset, metric) of each cell."""
+    made = tuple(
+        Published(base.paper, base.table, model, method, setting, dataset, metric, None, "", "", "", 0)
+        for model, method, setting, dataset, metric in cells
+    )
+    return Given(**{**{f.name: getattr(base, f.name) for f in fields(base)}, **other, "cells": made})
 
 
 def _place(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:

@@ -7,9 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from textwrap import wrap
 
+from kvbench.methods.chain import Chain
 from kvbench.papers import standin, timing_text
-from kvbench.papers.declared import MEANS, Row
-from kvbench.papers.view import Entry, View, best, by_block, heading_of
+from kvbench.papers.declared import SCORE, Row
+from kvbench.papers.measured import Ours
+from kvbench.papers.published import FRACTION
+from kvbench.papers.shares import FLOOR
+from kvbench.papers.view import OF_ALL, Entry, View, best, by_block, heading_of
+from kvbench.papers.workloads import labels
+from kvbench.render import EVICTING
 
 SHOWS = ("both", "ours", "published", "delta")
 WRONG = ("refused", "failed")
@@ -88,15 +94,16 @@ def _cell(entry: Entry, show: str, stand_in: bool, bold: bool) -> Text:
     ours = _ours(entry, stand_in)
     printed = _printed(entry, stand_in and show != "published")
     if show == "ours":
-        lines = [*ours, _kept(entry.budget)] if entry.published_budget is not None else ours
+        lines = [*ours, _kept(entry.budget)] if entry.budgeted else ours
     elif show in ("published", "beside"):
         lines = [printed, _kept(entry.published_budget)]
     elif show == "delta":
         lines = [_delta(entry, stand_in)]
     else:
         lines = [*ours, f"({printed})" if stand_in or not printed else _beside(entry, printed)]
-        if entry.published_budget is not None:
-            lines.append(f"{_kept(entry.budget)} ({entry.published_budget:.0f}%)".strip())
+        if entry.budgeted:
+            theirs = "" if entry.published_budget is None else f"({entry.published_budget:.0f}%)"
+            lines.append(f"{_kept(entry.budget)} {theirs}".strip())
     return Text(tuple(line for line in lines if line not in ("", "()")), bold)
 
 
@@ -109,6 +116,8 @@ def _ours(entry: Entry, stand_in: bool) -> list[str]:
         return [""]
     if entry.status in WRONG:
         return ["✗"]
+    if stand_in and entry.floor:
+        return ["floor"]
     value, ci = (entry.relative, entry.relative_ci) if stand_in else (entry.ours, entry.ci)
     if entry.status == "missing" or value is None:
         return ["" if entry.exact else "—"]
@@ -123,6 +132,8 @@ def _printed(entry: Entry, relative: bool) -> str:
         return ""
     if relative and value is None and entry.published is not None:
         return f"{_number(entry.published, 2)}{entry.mark} abs"
+    if value is None and not entry.printed:
+        return ""
     as_printed = not relative or value == entry.published  # of some tables the printed values are shares
     text = entry.printed if entry.printed and as_printed else _number(value, 1 if relative else 2)
     text += entry.mark
@@ -138,14 +149,10 @@ def _beside(entry: Entry, printed: str) -> str:
 
 
 def _delta(entry: Entry, stand_in: bool) -> str:
-    """Ours minus the paper's; on a stand-in of the shares of the full cache."""
+    """Ours minus the paper's; nothing on a stand-in."""
     if entry.status in ("none", *WRONG):
         return "" if entry.status == "none" else "✗"
-    if not stand_in:
-        return _number(entry.delta, 2, sign=True)
-    if entry.relative is None or entry.published_relative is None:
-        return "—"
-    return _number(entry.relative - entry.published_relative, 1, sign=True)
+    return "—" if stand_in else _number(entry.delta, 2, sign=True)
 
 
 def notes(view: View, show: str = "both") -> list[str]:
@@ -164,45 +171,73 @@ def notes(view: View, show: str = "both") -> list[str]:
     skipped = list(dict.fromkeys(line.skipped for line, _ in view.rows if line.skipped))
     if skipped:
         lines.append(f"— not run here: {', '.join(skipped)}.")
-    if ours.absent:
-        lines.append(f"— datasets that are not here: {', '.join(ours.absent)} (python -m kvbench data status).")
+    lines += [f"— {what}." for what in absent(ours)]
     return [*lines, *declared.sources]
 
 
+def absent(ours: Ours) -> list[str]:
+    """Each thing that cannot be read here, with the reason."""
+    said = labels(w.whole for w in ours.absent)
+    return [f"{w.dataset} {said[w.whole]}".strip() + f" is not here: {why}" for w, why in ours.absent.items()]
+
+
 def _ours_notes(view: View, entries: Sequence[Entry], show: str) -> Iterator[str]:
-    """What our numbers are, the mapping of a stand-in, and n."""
-    ours, declared = view.ours, view.ours.declared
-    if ours.stand_in:
+    """What our numbers are, what was read for them, and n."""
+    ours = view.ours
+    printed = any(e.published is not None for e in entries)
+    if ours.model == standin.MODEL:
+        yield "Model tiny: numbers are per cent of its own full cache. What the paper prints: --show published."
+    elif ours.stand_in:
         theirs = {
             "both": ", in brackets those of the paper's models",
             "beside": ", below them those of the paper's models",
-            "delta": " less those of the paper's models",
         }
         yield (
-            f"Stand-in: {ours.model} is none of the paper's models ({', '.join(declared.models())}). Numbers are per "
-            f"cent of its own full cache{theirs.get(show, '')}; compare orders, not values."
+            f"Stand-in model, the paper's data: {ours.model} is none of the paper's models "
+            f"({', '.join(ours.declared.models())}). Numbers are per cent of its own full cache"
+            f"{theirs.get(show, '')}; compare orders, not values."
         )
-        if any(e.published is not None and e.published_relative is None for e in entries):
-            if show == "delta":
-                yield "—: the paper has no full-cache row of that model."
-            elif show != "ours":
-                yield "abs: as printed, since the paper has no full-cache row of that model."
-        if ours.model == standin.MODEL and ours.tasks:
-            once = " Averages count each task once." if any(c.dataset in MEANS for c in view.columns) else ""
-            yield f"Tasks of the tiny suite: {standin.mapping(ours.tasks)}.{once}"
-            if declared.length != standin.PROMPT:
-                yield (
-                    f"Numbers of tokens are scaled by {standin.PROMPT}/{declared.length}: 512 there are "
-                    f"{round(512 * standin.PROMPT / declared.length)} here; windows likewise, down to 2."
-                )
+        if show == "delta":
+            yield "—: differences to what a paper prints say nothing on a model that is none of its own."
+        if show in theirs and any(e.published is not None and e.published_relative is None for e in entries):
+            yield "abs: as printed, since the paper has no full-cache row of that model."
+        yield from _full_scores(view)
     else:
         what = {"ours": "Ours", "delta": "Δ: ours minus published"}
         yield f"{what.get(show, 'Ours (published, Δ ours minus published)')}; averages are computed from the cells."
+    if printed and FRACTION in {c.unit for line, _ in view.rows for c in line.row.cells.values()}:
+        yield "What the paper prints as fractions stands here in per cent, as ours."
+    yield from ours.notes
     counts = sorted({e.n for e in entries if e.n})
     if counts:
         paired = " of paired examples" if ours.stand_in else ""
+        dtype = "" if ours.run is None else f", {ours.run.dtype}"
         interval = "" if show == "delta" else f"; [a, b]: 95 % bootstrap interval{paired}"
-        yield f"n = {', '.join(map(str, counts))} of {max(e.of for e in entries)} examples a cell{interval}."
+        yield f"n = {', '.join(map(str, counts))} of {max(e.of for e in entries)} examples a cell{dtype}{interval}."
+    evicting = dict.fromkeys(line.row.method for line in ours.lines if line.chain is not None and line.chain.evicts)
+    if evicting:
+        yield f"Evicting on: {', '.join(evicting)}; each {EVICTING}"
+
+
+def _full_scores(view: View) -> Iterator[str]:
+    """What the full cache itself scores, of which the numbers are shares, and where that is too little."""
+    whole = {}
+    for line, row in view.rows:
+        for column, e in zip(view.columns, row, strict=True):
+            parts = view.ours.full(line, column) if e.n and column.what == SCORE else ()
+            if parts:
+                found = view.ours.value(replace(line, chain=Chain(), refused=""), column)
+                name = f"{column.dataset} {parts[0][0].column.partition(' ')[2]}".strip()
+                whole[name] = (found.get("score"), e.floor)
+    said = [f"{name} {_number(score, 1)}" for name, (score, _) in whole.items() if score is not None]
+    if said:
+        yield f"The full cache's own scores: {', '.join(said)}."
+    if any(low for _, low in whole.values()):
+        count = "; avg is over the others, avg/all over all" if OF_ALL in view.columns else ""
+        yield (
+            f"floor: the full cache scores less than {100 * FLOOR:g} points of 100 above empty answers and guessing, "
+            f"or its interval reaches them: a share of it says nothing{count}."
+        )
 
 
 def _printed_notes(view: View, entries: Sequence[Entry], relative: bool) -> Iterator[str]:

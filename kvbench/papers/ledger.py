@@ -8,8 +8,10 @@ from dataclasses import asdict
 from textwrap import fill
 from typing import Any
 
-from kvbench import experiment
-from kvbench.papers import claims, measured
+from kvbench import config, experiment
+from kvbench.cli.rewrite import rewrite
+from kvbench.model import load
+from kvbench.papers import claims, declared, measured, standin
 from kvbench.papers.claims import UNDECIDED, Claim, Verdict
 from kvbench.render import Sheet
 
@@ -44,6 +46,13 @@ def settle(papers: Sequence[str], model: str, arguments: Sequence[str], limit: i
     return [settled[c.id] for c in ledger]
 
 
+def dtype_of(model: str, arguments: Sequence[str]) -> str:
+    """The dtype that ``model`` runs in under ``run``'s arguments."""
+    cfg = config.parse(config.compose_config(rewrite([f"model={model}", "method=full", *arguments]).runs[0]))
+    found = load.resolve_dtype(cfg.model, load.resolve_device(cfg.device), load.locate(cfg.model).config)
+    return str(found).removeprefix("torch.")
+
+
 def _measure(paper: str, mine: Sequence[Claim], model: str, arguments: Sequence[str]) -> dict[str, Any]:
     tables = []
     for table in claims.sides(paper, mine):
@@ -68,11 +77,18 @@ def plain(verdict: Verdict) -> dict[str, Any]:
     return asdict(verdict)
 
 
-def notes(verdicts: Sequence[Verdict], model: str, stand_in: bool) -> list[str]:
+def stands_in(papers: Sequence[str], model: str) -> bool:
+    """Whether a model is none of those of the papers' tables."""
+    tables = (t for paper in papers for t in declared.find(paper) if t.measurable)
+    return all(measured.stands_in(t, model) for t in tables)
+
+
+def notes(verdicts: Sequence[Verdict], model: str, dtype: str, stand_in: bool) -> list[str]:
     """What the reader must know of a ledger."""
+    own = "tasks and budgets are its own" if model == standin.MODEL else "the papers' data under their budgets"
     tested = sum(v.claim.test != "elsewhere" for v in verdicts)
     lines = [
-        f"Model {model}" + (", a stand-in for the papers' models: tasks and budgets are its own." if stand_in else "."),
+        f"Model {model}, {dtype}" + (f", a stand-in for the papers' models: {own}." if stand_in else "."),
         f"Differences are paired, in points of 100, with 95 % bootstrap intervals; a verdict needs p < {claims.LEVEL} "
         f"(Gaffke's test, of a mean of bounded differences), corrected for {tested} claims (Holm) and for every look "
         "at the data.",

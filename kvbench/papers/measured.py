@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
-from kvbench import config, experiment, presets, report
-from kvbench.cli.rewrite import entries, rewrite
+from kvbench import experiment, presets, report
+from kvbench.cli.rewrite import entries
 from kvbench.config import ChainConfig
 from kvbench.errors import UsageError
 from kvbench.experiment import Prepared
@@ -19,32 +19,42 @@ from kvbench.methods.chain import Chain
 from kvbench.model import load
 from kvbench.model.interface import head_counts
 from kvbench.papers import settings, standin, timings
-from kvbench.papers.declared import Column, Declared, Row
+from kvbench.papers.declared import Column, Declared, Given, Row
 from kvbench.papers.published import model_id
 from kvbench.papers.timings import Timings
+from kvbench.papers.workloads import FAMILIES, INSTEAD, Reader, Workload, composed, labels
 from kvbench.plan import Cell, Group
-from kvbench.tasks.base import load_tasks
-from kvbench.tasks.longbench import TASKS
+from kvbench.prepared import context_of
+from kvbench.tasks.base import Tokenizer
 
 RESULTS = "results"
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the paper on our model: its chain, or why it cannot run (``refused``) or does not here (``skipped``)."""
+    """A row of the paper on our model: its chain, or why it cannot run (``refused``) or does not here (``skipped``).
+
+    ``reads``: what is read for each of the table's datasets.
+    """
 
     row: Row
     chain: Chain | None = None
     refused: str = ""
     skipped: str = ""
+    reads: Mapping[str, Workload] = field(default_factory=dict)
+
+
+Parts = tuple[tuple[Group, Cell], ...]
+"""The cells of the store behind one number, a task each, with the group that each is measured in."""
 
 
 @dataclass(frozen=True)
 class Ours:
-    """A paper's table on ``model``: one line per row, the run that measures them, and our task of each column.
+    """A paper's table on ``model``: one line per row, and the run that measures them.
 
-    ``stand_in``: the model is none of the table's. ``run`` is None where nothing of the table can be run. ``absent``:
-    datasets that cannot be read, with the reason. ``timings``: what was timed, of an efficiency table.
+    ``stand_in``: the model is none of the table's. ``run`` is None where nothing of the table can be run. ``groups``
+    are its groups by what is read; ``absent`` says of what cannot be read why not. ``notes``: what the reader must know
+    of what is read. ``timings``: what was timed, of an efficiency table.
     """
 
     declared: Declared
@@ -52,34 +62,49 @@ class Ours:
     stand_in: bool
     lines: tuple[Line, ...]
     run: Prepared | None
-    tasks: Mapping[str, str]
-    absent: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[Workload, tuple[Group, ...]] = field(default_factory=dict)
+    absent: Mapping[Workload, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     timings: Timings | None = None
 
-    def cell(self, line: Line, column: Column) -> tuple[Group, Cell] | None:
-        """The cell of the store behind a score, with the group that it is measured in."""
-        return self._find(line.chain, column) if line.chain is not None else None
+    def cells(self, line: Line, column: Column) -> Parts:
+        """The cells of the store behind a score; none where it is not measured here."""
+        return self._find(line, column, line.chain) if line.chain is not None else ()
 
-    def full(self, column: Column) -> tuple[Group, Cell] | None:
-        """The full-cache cell of a column."""
-        return self._find(Chain(), column)
+    def full(self, line: Line, column: Column) -> Parts:
+        """The full-cache cells of what a line reads in a column."""
+        return self._find(line, column, Chain())
 
-    def _find(self, chain: Chain, column: Column) -> tuple[Group, Cell] | None:
-        if self.run is None or column.dataset not in self.tasks:
-            return None
-        group = next(g for g in self.run.groups if g.task.id == self.tasks[column.dataset])
-        cell = next((c for c in group.cells if c.chain == chain), None)
-        return None if cell is None else (group, cell)
+    def why_absent(self, line: Line, column: Column) -> str:
+        """Why what a line reads in a column cannot be read; '' where it can."""
+        workload = line.reads.get(column.dataset)
+        return self.absent.get(workload, "") if workload is not None else ""
+
+    def _find(self, line: Line, column: Column, chain: Chain) -> Parts:
+        workload = line.reads.get(column.dataset)
+        groups = self.groups.get(workload, ()) if workload is not None else ()
+        return tuple((g, c) for g in groups for c in g.cells if c.chain == chain)
 
     def value(self, line: Line, column: Column) -> dict[str, Any]:
-        """What was measured of a line: ``status`` (measured, refused, missing) with numbers or the reason."""
+        """What was measured of a line: ``status`` (measured, refused, missing) with numbers or the reason.
+
+        Over all tasks together where the dataset has several.
+        """
         if line.refused:
             return {"status": "refused", "reason": line.refused}
-        found = self.cell(line, column)
-        if found is None:
-            return {"status": "missing", "reason": line.skipped}
+        found = self.cells(line, column)
+        if not found:
+            return {"status": "missing", "reason": line.skipped or self.why_absent(line, column)}
         assert self.run is not None
-        return report.measured(*found, self.run.store)
+        store = self.run.store
+        parts = [report.measured(g, c, store) for g, c in found]
+        wrong = next((p for p in parts if p["status"] in ("refused", "failed")), None)
+        there = [(g, c) for (g, c), p in zip(found, parts, strict=True) if p["status"] == "measured"]
+        if len(found) == 1 or wrong is not None or not there:
+            return wrong or parts[0]
+        samples = [store.samples(c.id)[e.id] for g, c in there for e in g.examples if e.id in store.samples(c.id)]
+        whole = report.summarise(samples, found[0][0].task.metric, sum(len(g.task.examples) for g, _ in found))
+        return {"status": "measured", "cell": " ".join(c.id for _, c in found), **whole}
 
 
 def printed(declared: Declared, model: str, why: str) -> Ours:
@@ -88,95 +113,163 @@ def printed(declared: Declared, model: str, why: str) -> Ours:
         return timed(timings.read(declared, model, Path(RESULTS)))
     lines = tuple(Line(r, skipped=why) for r in declared.rows)
     # what is no score stands as it is printed
-    return Ours(declared, model, declared.measurable and _stands_in(declared, model), lines, None, {})
+    return Ours(declared, model, declared.measurable and stands_in(declared, model), lines, None)
 
 
 def timed(found: Timings) -> Ours:
     """An efficiency table with what was timed for it."""
     lines = tuple(Line(r) for r in found.table.rows)
-    return Ours(found.table, found.bench.model, found.stand_in, lines, None, {}, timings=found)
+    return Ours(found.table, found.bench.model, found.stand_in, lines, None, timings=found)
 
 
-def prepare(declared: Declared, model: str, arguments: Sequence[str] = ()) -> Ours:
+def prepare(
+    declared: Declared, model: str, arguments: Sequence[str] = (), limits: Mapping[str, int] | None = None
+) -> Ours:
     """The table on ``model`` (an entry of conf/model, a folder or a hub id); ``arguments`` are more of ``run``'s.
 
     Rows of other models are skipped, unless the model is none of the table's: then it stands in for all of them, and
-    the tiny model with tasks and budgets of its own. Columns whose dataset is not there are left out. An efficiency
-    table shows what is stored in ``results=``, and tiny gives way to the paper's own model where there are rows of it.
-    No ``model`` is tiny. Raises UsageError for what is not possible, or where no dataset is there.
+    the tiny model with tasks and budgets of its own. What cannot be read is left out and told; where that is all,
+    ``run`` is None. ``longbench=`` (full, mini) says where LongBench's columns are read from, ``limits`` how many
+    examples of a dataset at most where ``limit=`` does not. An efficiency table shows what is stored in ``results=``,
+    and tiny gives way to the paper's own model where there are rows of it. No ``model`` is tiny. Raises UsageError for
+    what is not possible.
     """
+    given = dict(a.partition("=")[::2] for a in arguments)
     if declared.kind == timings.KIND:
-        given = dict(a.partition("=")[::2] for a in arguments)
         chosen = "" if model == standin.MODEL else model
         return timed(timings.read(declared, chosen, Path(given.get("results", RESULTS))))
-    model = model or standin.MODEL
-    stand_in = _stands_in(declared, model)
+    model, family = model or standin.MODEL, given.pop("longbench", "")
     if not declared.measurable:
         return printed(declared, model, f"its numbers are no scores ({declared.kind})")
-    small = replace(standin.TINY, of=declared.length) if model == standin.MODEL else None
+    stand_in, tiny = stands_in(declared, model), model == standin.MODEL
+    written = (f"model={model}", f"preset={declared.preset}", "method=full", *(f"{k}={v}" for k, v in given.items()))
+    base = composed(written, [c.dataset for c in declared.scores], tiny)
+    if "max_length" not in given and {c.dataset for c in declared.scores} <= declared.workloads.keys() & {"needle"}:
+        # texts of given lengths are not cut; limits of prompts are those of LongBench
+        base = replace(base, prompt=replace(base.prompt, max_length=None))
+    source = load.locate(base.model)
+    size = standin.size(source.config, declared.length if tiny else None) if stand_in else None
     values = presets.values(declared.preset, model if model in entries("model") else "")
     lines = tuple(
-        _line(declared, row, values, small)
+        _checked(_line(declared, row, values, size, tiny), source.config)
         if stand_in or model_id(declared.entry(row.model)) == model_id(model)
         else Line(row, skipped=f"a row of {row.model}")
         for row in declared.rows
     )
-    datasets = list(dict.fromkeys(c.dataset for c in declared.scores))
-    tasks = {d: f"tiny/{standin.task_of(d)}" if small else _dataset(d) for d in datasets}
-    written = [f"model={model}", f"preset={declared.preset}", "method=full", *arguments]
-    source = load.locate(_composed(written).model)
-    missing: dict[str, str] = {}
-    if not small:
-        missing = {d: why for d, task in tasks.items() if (why := _missing([*written, f"dataset={task}"]))}
-        if len(missing) == len(tasks):
-            raise UsageError(f"{declared.id}: none of its datasets can be read; {next(iter(missing.values()))}")
-    wanted = dict.fromkeys(task for d, task in tasks.items() if d not in missing)
-    base = _composed([*written, f"dataset={','.join(wanted)}"])
-    lines = tuple(_checked(line, source.config) for line in lines)
+    notes: list[str] = []
+    if tiny and not isinstance(declared, Given):
+        assert size is not None
+        notes += standin.notes(declared)
+        declared, lines = _distinct(declared, lines, size)
+    elif size is not None and standin.depths(size) and any("uncomp-stage" in line.row.method for line in lines):
+        notes.append(f"uncomp-stage: the paper's schedule is of other numbers of layers than {size.layers}; relative.")
+    tokenizer = cast(Tokenizer, load.load_tokenizer(base.model, source))
+    reader = Reader(declared, base, written, tokenizer, context_of(base, source), tiny)
+    lines, absent, more = _reading(reader, lines, family, stand_in)
+    wanted = dict.fromkeys(w for line in lines if line.chain is not None for w in line.reads.values())
+    reads = [w for w in wanted if w not in absent]
+    said = labels(w.whole for w in reads)
+    if not said:
+        return Ours(declared, model, stand_in, lines, None, {}, absent, (*notes, *more))
+    datasets = []
+    for whole, label in said.items():
+        parts = dict.fromkeys(p for w in reads if w.whole == whole for p in w.parts or ())
+        dataset = reader.config(replace(whole, parts=tuple(parts) or None), label)
+        datasets.append(replace(dataset, default_limit=(limits or {}).get(whole.dataset, dataset.default_limit)))
     chains = dict.fromkeys(line.chain for line in lines if line.chain is not None)
-    labels = {line.chain: line.row.name for line in reversed(lines)}
-    cfg = replace(base, chains=tuple(ChainConfig(c, labels[c] if c.stages else "full") for c in chains))
-    there = {d: task for d, task in tasks.items() if d not in missing}
-    return Ours(declared, model, stand_in, lines, experiment.prepare(cfg), there, missing)
+    names = {line.chain: line.row.name for line in reversed(lines)}
+    settled = tuple(ChainConfig(c, names[c] if c.stages else "full") for c in chains)
+    run = experiment.prepare(replace(base, chains=settled, datasets=tuple(datasets)))
+    run = _own_cells(run, [line for line in lines if line.chain is not None], said)
+    groups = {w: tuple(g for g in run.groups if w.owns(g, said[w.whole])) for w in reads}
+    more += _sizes(groups)
+    return Ours(declared, model, stand_in, lines, run, groups, absent, (*notes, *more))
 
 
-def _stands_in(declared: Declared, model: str) -> bool:
+def _distinct(declared: Declared, lines: Sequence[Line], size: settings.StandIn) -> tuple[Given, tuple[Line, ...]]:
+    """The tiny model's own table: its tasks as columns, and each chain once, with the knobs that it has there."""
+    first: dict[object, tuple[Line, str]] = {}
+    for line in lines:
+        setting = standin.settled(line.row, size)
+        first.setdefault(line.chain if line.chain is not None else (line.row.method, setting), (line, setting))
+    table = standin.own_table(declared, ((line.row.method, setting) for line, setting in first.values()))
+    rows = zip(table.rows, first.values(), strict=True)
+    return table, tuple(replace(line, row=row) for row, (line, _) in rows)
+
+
+def _reading(
+    reader: Reader, lines: Sequence[Line], family: str, stand_in: bool
+) -> tuple[tuple[Line, ...], dict[Workload, str], list[str]]:
+    """The lines with what each reads, what of it cannot be read, and notes on what is read in place of another."""
+    datasets = list(dict.fromkeys(c.dataset for c in reader.declared.scores))
+    chosen = reader.family(datasets, family)
+    absent: dict[Workload, str] = {}
+    seen: set[Workload] = set()
+    notes: dict[str, None] = {}
+    found = []
+    for line in lines:
+        reads = {}
+        for dataset in (c.dataset for c in reader.declared.scores if c.name in line.row.cells):
+            workload = reader.workload(line.row, dataset, chosen)
+            if workload not in seen and not reader.small:
+                seen.add(workload)
+                if why := reader.why_not(workload):
+                    absent[workload] = why
+            if workload in absent and stand_in and dataset in INSTEAD:
+                other, note = INSTEAD[dataset]
+                instead = replace(workload, name=other)
+                if instead in seen or not reader.why_not(instead):
+                    seen.add(instead)
+                    notes[note] = None
+                    workload = instead
+            if line.chain is not None and not reader.small and (lost := reader.beyond(line.row, dataset)):
+                of = f"{dataset}: prompts of {', '.join(map(str, lost))} tokens, which rows of {line.row.model} have,"
+                notes[f"{of} are beyond the model's context."] = None
+            reads[dataset] = workload
+        found.append(replace(line, reads=reads))
+    used = {w for line in found for w in line.reads.values()}
+    return tuple(found), {w: why for w, why in absent.items() if w in used}, list(notes)
+
+
+def _own_cells(run: Prepared, lines: Sequence[Line], said: Mapping[Workload, str]) -> Prepared:
+    """The run with those cells alone that a printed number asks for, and the full cache's."""
+    groups = []
+    for group in run.groups:
+        wanted = {Chain()} | {
+            line.chain for line in lines for w in line.reads.values() if w.owns(group, said.get(w.whole, "-"))
+        }
+        groups.append(replace(group, cells=tuple(c for c in group.cells if c.chain in wanted)))
+    return replace(run, groups=tuple(groups))
+
+
+def _sizes(groups: Mapping[Workload, Sequence[Group]]) -> list[str]:
+    """What is said of LongBench's columns where they are a subset of its examples."""
+    mini = [len(g.task.examples) for w, some in groups.items() for g in some if w.entry == FAMILIES["mini"]]
+    if not mini:
+        return []
+    return [f"LongBench columns: MiniLongBench's examples, {min(mini)} to {max(mini)} a task."]
+
+
+def stands_in(declared: Declared, model: str) -> bool:
+    """Whether a model is none of those whose numbers a table prints."""
     return model_id(model) not in [model_id(declared.entry(m)) for m in declared.models()]
 
 
-def _composed(arguments: Sequence[str]) -> config.RunConfig:
-    return config.parse(config.compose_config(rewrite(arguments).runs[0]))
-
-
-def _missing(arguments: Sequence[str]) -> str:
-    """Why a run's dataset cannot be read; '' if it can."""
-    try:
-        cfg = _composed(arguments)
-        (dataset,) = cfg.datasets
-        load_tasks(dataset.name, dataset.knobs, dataset.tasks, None, cfg.data_root)
-    except UsageError as reason:
-        return str(reason)
-    return ""
-
-
-def _dataset(name: str) -> str:
-    """``run``'s name for a published dataset."""
-    return f"longbench/{name}" if name in TASKS else name
-
-
-def _line(declared: Declared, row: Row, values: Mapping[str, Any], small: settings.StandIn | None) -> Line:
+def _line(
+    declared: Declared, row: Row, values: Mapping[str, Any], size: settings.StandIn | None, tiny: bool = False
+) -> Line:
     method = settings.method_of(row.method, settings.parse(row.setting))
     if method == "full":
         return Line(row, Chain())
     try:
         stages = registry.split(method)
         knobs: settings.Knobs = {}
-        if small is not None:
-            knobs |= settings.scaled_windows(values, stages, small)
-            own = {**standin.SAMPLES, **declared.stand_in}
+        if size is not None:
+            knobs |= settings.scaled_windows(values, stages, size)
+            own = {**standin.SAMPLES, **declared.stand_in} if tiny else standin.depths(size)
             knobs |= {f"method.{s}.{k}": v for s in stages for k, v in own.get(s, {}).items()}
         knobs |= declared.arguments.get(row.method, {})
-        knobs |= settings.knobs(row.method, row.setting, small)
+        knobs |= settings.knobs(row.method, row.setting, size)
         return Line(row, registry.parse({"method": method, **_read(knobs)}, preset=values))
     except UsageError as reason:
         return Line(row, refused=str(reason))

@@ -9,13 +9,16 @@ import csv
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
 from kvbench.errors import KvbenchError, unknown
+from kvbench.papers.numbers import decimals, fixed
 
 COLUMNS = ("paper", "table", "model", "method", "setting", "dataset", "metric", "value", "unit", "row_order", "flag")
 MARKS = {"suspect": "?", "repaired": "~", "missing": ""}
+FRACTION = "fraction"
 SCORES = ("f1", "rouge_l", "accuracy", "edit_sim", "bleu", "mean")
 """Metrics of answers; the others measure bytes, times and budgets."""
 
@@ -50,6 +53,18 @@ class Published:
     def flags(self) -> dict[str, str]:
         """The reason by kind of flag (suspect, repaired, missing); a cell can have two."""
         return dict(part.split(":", 1) for part in self.flag.split(" | ") if part)
+
+    @property
+    def points(self) -> float | None:
+        """``value`` in the unit of our scores: a printed fraction in per cent."""
+        return self.value if self.value is None or self.unit != FRACTION else 100 * self.value
+
+    @property
+    def shown(self) -> str:
+        """``printed`` in the unit of our scores: 0.171 as 17.1."""
+        if self.value is None or self.unit != FRACTION:
+            return self.printed
+        return fixed(100 * Fraction(self.printed), max(0, decimals(self.printed) - 2))
 
     @property
     def certainty(self) -> str:

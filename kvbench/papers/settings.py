@@ -40,7 +40,8 @@ LENGTHS = ("window", "recent", "observed", "sinks")
 class StandIn:
     """A small model in place of a published one: its prompts have ``length`` tokens where the paper's had ``of``.
 
-    ``layers``, ``heads`` (query heads) and ``dim`` (of a head) are the stand-in's own.
+    ``layers``, ``heads`` (query heads) and ``dim`` (of a head) are the stand-in's own, ``heads_of`` and ``dim_of``
+    those that published numbers of heads and of dimensions are of.
     """
 
     length: int
@@ -48,6 +49,8 @@ class StandIn:
     layers: int
     heads: int
     dim: int
+    heads_of: int = HEADS
+    dim_of: int = DIM
 
     def tokens(self, count: int) -> int:
         """A published number of tokens at the stand-in's length, at least one."""
@@ -61,6 +64,11 @@ class StandIn:
 def parse(setting: str) -> dict[str, str]:
     """The keys and values of a setting."""
     return dict(part.partition("=")[::2] for part in setting.split(";") if part)
+
+
+def context(setting: Mapping[str, str]) -> int | None:
+    """Tokens of the context that a row was measured in, where it says so (``context=4k``)."""
+    return 1024 * int(setting["context"].removesuffix("k")) if "context" in setting else None
 
 
 def method_of(method: str, setting: Mapping[str, str]) -> str:
@@ -149,12 +157,14 @@ def _groups(value: str, stand_in: StandIn | None) -> Knobs:
 
 
 def _deleted(value: str, stand_in: StandIn | None) -> Knobs:
-    return {"delete": str(max(1, round(int(value) * stand_in.heads / HEADS))) if stand_in else value}
+    return {"delete": str(max(1, round(int(value) * stand_in.heads / stand_in.heads_of))) if stand_in else value}
 
 
 def _top(value: str, stand_in: StandIn | None) -> Knobs:
-    count = DIM if value == "all" else int(value)
-    return {"top": str(max(1, count * stand_in.dim // DIM) if stand_in else count)}
+    if stand_in is None:
+        return {"top": str(DIM if value == "all" else int(value))}
+    count = stand_in.dim_of if value == "all" else int(value)
+    return {"top": str(min(stand_in.dim, max(1, count * stand_in.dim // stand_in.dim_of)))}
 
 
 _KEYS: Mapping[str, Callable[[str, StandIn | None], Knobs]] = {

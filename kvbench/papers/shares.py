@@ -17,6 +17,18 @@ Pairs = NDArray[np.float64]
 """[n, 2]: a method's score and the full cache's of each example."""
 
 
+FLOOR = 0.03
+"""What a full cache's mean score, of 1, must be above that of empty answers or of guessing for a share to say much."""
+
+
+def floored(pairs: Pairs, chance: float = 0.0) -> bool:
+    """Whether the full cache is at the floor: less than FLOOR above ``chance``, or with an interval that reaches it."""
+    if not len(pairs):
+        return False
+    interval = stats.bootstrap_ci(pairs[:, 1], bounds=(0.0, 1.0)) if len(pairs) >= FEWEST else None
+    return bool(pairs[:, 1].mean() < chance + FLOOR or (interval is not None and interval[0] <= chance))
+
+
 def of_task(pairs: Pairs, lower: bool) -> tuple[float | None, tuple[float, float] | None]:
     """A mean in per cent of the full cache's over the same examples, with the interval of resampled pairs."""
     if not len(pairs):
@@ -41,7 +53,8 @@ def of_task(pairs: Pairs, lower: bool) -> tuple[float | None, tuple[float, float
 
 def of_mean(tasks: Sequence[Pairs], of_ratios: bool) -> tuple[float | None, tuple[float, float] | None]:
     """The same of a mean over tasks: of the ratios if ``of_ratios``, else the ratio of the means."""
-    if not tasks or any(not len(t) or t[:, 1].mean() == 0 for t in tasks):
+    wholes = [t[:, 1].mean() for t in tasks if len(t)]
+    if not tasks or len(wholes) < len(tasks) or not (all(wholes) if of_ratios else any(wholes)):
         return None, None
 
     def share(means: Sequence[Any]) -> Any:

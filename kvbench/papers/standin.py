@@ -1,13 +1,22 @@
-"""The tiny model in place of the papers' models: which of its six tasks stands for which dataset."""
+"""Other models in place of the papers': their sizes, and which of the tiny model's tasks stands for which dataset.
+
+The tiny model reads short prompts of its own, so that published numbers of tokens are scaled to them. Any other reads
+the papers' own data under the papers' own budgets and windows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from kvbench.errors import KvbenchError
-from kvbench.papers.declared import group_of
+from kvbench.methods.uncomp_stage import STARTS
+from kvbench.papers import settings
+from kvbench.papers.declared import BUDGET, MEAN, MEANS, SHARE, Declared, Given, Row, given, group_of
 from kvbench.papers.settings import StandIn
+from kvbench.shape import from_config
 from kvbench.tasks.longbench import CODE, FEW_SHOT, MULTI, SINGLE, SUMMARY, SYNTHETIC
 
 MODEL = "tiny"
@@ -49,7 +58,9 @@ SAMPLES = {
 
 
 def task_of(dataset: str) -> str:
-    """The tiny task that stands for a published dataset."""
+    """The tiny task that stands for a published dataset, or is that task itself."""
+    if dataset in BY_GROUP.values():
+        return dataset
     task = BY_GROUP.get(group_of(dataset)) or OTHERS.get(dataset)
     if task is None:
         raise KvbenchError(f"no task of the tiny suite stands for {dataset}; say which in kvbench/papers/standin.py")
@@ -62,3 +73,45 @@ def mapping(datasets: Iterable[str]) -> str:
     for dataset in dict.fromkeys(datasets):
         found.setdefault(task_of(dataset), []).append(dataset)
     return "; ".join(f"{task} for {', '.join(names)}" for task, names in found.items())
+
+
+def size(config: Any, scaled_from: int | None) -> StandIn:
+    """The stand-in of a model's configuration; for tiny with the length of the prompts that it is scaled from."""
+    if scaled_from is not None:
+        return replace(TINY, of=scaled_from)
+    shape = from_config(config)
+    heads, dim = shape.query_heads, shape.head_dim
+    return StandIn(1, 1, shape.layers, heads, dim, heads_of=heads, dim_of=dim)
+
+
+def depths(size: StandIn) -> Mapping[str, Mapping[str, str]]:
+    """Knobs by method for what a paper states for models of its own numbers of layers alone."""
+    return {} if size.layers in STARTS else {"uncomp-stage": {"schedule": "relative"}}
+
+
+def notes(table: Declared) -> Iterator[str]:
+    """What the tiny model's tasks and numbers of tokens stand for."""
+    yield f"Tasks of the tiny suite: {mapping(c.dataset for c in table.scores)}."
+    if table.length != PROMPT:
+        yield (
+            f"Numbers of tokens are the paper's times {PROMPT}/{table.length}: 512 there are "
+            f"{round(512 * PROMPT / table.length)} here; windows likewise, down to {settings.SHORTEST_WINDOW}."
+        )
+
+
+def settled(row: Row, stand_in: StandIn) -> str:
+    """A row's setting in kvbench's knobs, at the stand-in's size."""
+    knobs = settings.knobs(row.method, row.setting, stand_in)
+    return ";".join(f"{k.rpartition('.')[2]}={v}" for k, v in knobs.items() if v != "null")
+
+
+def own_table(table: Declared, rows: Iterable[tuple[str, str]]) -> Given:
+    """``table`` with the tiny suite's tasks as columns, each once, and (method, setting) of its ``rows``."""
+    tasks = list(dict.fromkeys(task_of(c.dataset) for c in table.scores))
+    kept = {task_of(c.dataset) for c in table.columns if c.what == BUDGET}
+    cells = []
+    for method, setting in rows:
+        cells += [("", method, setting, task, "mean") for task in tasks]
+        cells += [("", method, setting, task, BUDGET) for task in tasks if task in kept]
+        cells += [("", method, setting, name, "mean") for name in MEANS if len(tasks) > 1]
+    return given(table, cells, average=MEAN if table.average == MEAN else SHARE)

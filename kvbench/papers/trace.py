@@ -9,7 +9,7 @@ from typing import Any
 from kvbench.errors import UsageError, unknown
 from kvbench.methods.chain import Chain
 from kvbench.papers.declared import MEANS, Column
-from kvbench.papers.measured import Line, Ours
+from kvbench.papers.measured import Line, Ours, Parts
 from kvbench.papers.view import View, view
 
 
@@ -38,33 +38,38 @@ def trace(ours: Ours, row: str, column: str) -> str:
 
 def _lines(ours: Ours, line: Line, column: Column) -> Iterator[str]:
     """Every example's line of a cell, with the full cache's score beside it on a stand-in."""
-    found = ours.cell(line, column)
-    if found is None or ours.run is None:
-        raise UsageError(f"{line.row.name} on {column.name} is not run here: {ours.absent.get(column.dataset, '')}")
-    (group, cell), store = found, ours.run.store
-    samples, whole = store.samples(cell.id), ours.full(column)
-    beside = store.samples(whole[1].id) if whole is not None and ours.stand_in else {}
+    cells = ours.cells(line, column)
+    if not cells or ours.run is None:
+        raise UsageError(f"{line.row.name} on {column.name} is not run here: {ours.why_absent(line, column)}")
+    store = ours.run.store
     yield from _place(ours, line, column)
-    yield f"files: {store.folder(cell.id)}/samples-*.jsonl, cell.json, metrics.json"
-    for example in group.examples:
-        sample, other = samples.get(example.id), beside.get(example.id)
-        if sample is None:
-            yield f"  {example.id}: not measured"
-        else:
-            full = "" if other is None else f"(full {other['score']!s}) "
-            yield f"  {example.id}: {sample['score']!s:<8} {full}{str(sample['prediction'])[:60]!r}"
+    for (group, cell), (_, whole) in zip(cells, ours.full(line, column), strict=True):
+        samples, beside = store.samples(cell.id), store.samples(whole.id) if ours.stand_in else {}
+        yield f"files: {store.folder(cell.id)}/samples-*.jsonl, cell.json, metrics.json"
+        for example in group.examples:
+            sample, other = samples.get(example.id), beside.get(example.id)
+            if sample is None:
+                yield f"  {example.id}: not measured"
+            else:
+                full = "" if other is None else f"(full {other['score']!s}) "
+                yield f"  {example.id}: {sample['score']!s:<8} {full}{str(sample['prediction'])[:60]!r}"
 
 
 def _place(ours: Ours, line: Line, column: Column) -> Iterator[str]:
-    """A cell with its mean and how many lines it has; on a stand-in the full cache's, too."""
-    found, whole = ours.cell(line, column), ours.full(column)
-    if found is None:
+    """A number's cells with their mean and how many lines they have; on a stand-in the full cache's, too."""
+    cells = ours.cells(line, column)
+    if not cells:
         yield f"{column.name}: not run here"
         return
-    group, cell = found
-    yield f"{column.name} ({group.column}): {_mean(ours.value(line, column))}, cell {cell.id}"
-    if ours.stand_in and whole is not None:
-        yield f"  full cache: {_mean(ours.value(replace(line, chain=Chain(), refused=''), column))}, cell {whole[1].id}"
+    tasks = ", ".join(g.column for g, _ in cells)
+    yield f"{column.name} ({tasks}): {_mean(ours.value(line, column))}, {_named(cells)}"
+    if ours.stand_in:
+        whole = ours.value(replace(line, chain=Chain(), refused=""), column)
+        yield f"  full cache: {_mean(whole)}, {_named(ours.full(line, column))}"
+
+
+def _named(cells: Parts) -> str:
+    return ", ".join(f"cell {c.id}" for _, c in cells)
 
 
 def _mean(value: dict[str, Any]) -> str:
@@ -74,13 +79,9 @@ def _mean(value: dict[str, Any]) -> str:
 
 
 def _average(ours: Ours, line: Line) -> Iterator[str]:
-    """The cells of an average, each task once."""
-    known: set[str] = set()
+    """The cells of an average."""
     for column in ours.declared.scores:
-        task = ours.tasks.get(column.dataset, column.dataset)
-        if not ours.stand_in or task not in known:
-            known.add(task)
-            yield from (f"  {text}" for text in _place(ours, line, column))
+        yield from (f"  {text}" for text in _place(ours, line, column))
 
 
 def _shown(seen: View, line: Line, column: Column) -> Iterator[str]:
@@ -89,7 +90,9 @@ def _shown(seen: View, line: Line, column: Column) -> Iterator[str]:
     entry = entries[seen.columns.index(column)]
     stand_in = seen.ours.stand_in
     value = entry.relative if stand_in else entry.ours
-    if value is not None:
+    if stand_in and entry.floor:
+        yield "shown: floor, the full cache scores too little for a share of it"
+    elif value is not None:
         yield f"shown: {value:.6g}{' % of the full cache' if stand_in else ''}"
     if entry.published is not None:
         share = entry.published_relative

@@ -5,24 +5,27 @@ Averages are computed here from the cells, never taken from the paper; what it s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from kvbench.advice import chance
 from kvbench.bench.placed import Cell as Timed
 from kvbench.bench.records import NOT_RUN
 from kvbench.metrics import metric
 from kvbench.papers import shares
-from kvbench.papers.declared import BUDGET, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column, Row
+from kvbench.papers.declared import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column, Row
 from kvbench.papers.exact import Exact, exact
 from kvbench.papers.measured import Line, Ours
 from kvbench.papers.published import MARKS, Published
 from kvbench.papers.shares import Pairs
 
 AVERAGE = Column("avg", SCORE)
+OF_ALL = Column("avg", "all")
+"""Beside the average over the tasks above the floor: that over all of them."""
 ROUNDING = 2
 """Units of a printed average's last digit by which rounding can explain a difference to that of its printed cells."""
 
@@ -32,8 +35,9 @@ class Entry:
     """One cell. Scores in printed units; ``relative`` and ``published_relative`` in per cent of the own full cache.
 
     ``status``: measured, refused (``reason`` says why), missing, or none where the paper has no such cell. ``stated``
-    is an average that the paper prints although its cells give another. ``printed`` are its characters on the page;
-    ``exact`` is ✓ where what is printed follows without a model, or what follows instead. Of an efficiency table
+    is an average that the paper prints although its cells give another. ``floor``: the full cache scores too little for
+    a share of it. ``budgeted``: what was kept is shown. ``printed`` are its characters on the page, a fraction in per
+    cent; ``exact`` is ✓ where what is printed follows without a model, or what follows instead. Of an efficiency table
     ``timed`` is its cell, the shares are of the base row, and ``status`` can be OOM, too.
     """
 
@@ -47,6 +51,8 @@ class Entry:
     published_relative: float | None = None
     mark: str = ""
     stated: float | None = None
+    floor: bool = False
+    budgeted: bool = False
     n: int = 0
     of: int = 0
     cell: str = ""
@@ -73,31 +79,41 @@ class View:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A table being read: several columns and rows can show one cell, which is read from the store once."""
+    """A table being read: several columns and rows can show one number, which is read from the store once."""
 
     ours: Ours
     exact: Mapping[Published, Exact]
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    pairs: dict[str, Pairs] = field(default_factory=dict)
-    relatives: dict[str, tuple[float | None, tuple[float, float] | None]] = field(default_factory=dict)
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, what: str, line: Line, column: Column, read: Callable[[], Any]) -> Any:
+        """``read`` of the cells behind a number, read once."""
+        cells = tuple(c.id for _, c in self.ours.cells(line, column))
+        if not cells:
+            return read()
+        if (what, cells) not in self.known:
+            self.known[what, cells] = read()
+        return self.known[what, cells]
 
     def value(self, line: Line, column: Column) -> dict[str, Any]:
-        found = self.ours.cell(line, column)
-        if found is None:
-            return self.ours.value(line, column)
-        if found[1].id not in self.values:
-            self.values[found[1].id] = self.ours.value(line, column)
-        return self.values[found[1].id]
+        found: dict[str, Any] = self.once("value", line, column, lambda: self.ours.value(line, column))
+        return found
 
-    def paired(self, line: Line, column: Column, cell: str) -> Pairs:
-        if cell not in self.pairs:
-            self.pairs[cell] = _pairs(self.ours, line, column)
-        return self.pairs[cell]
+    def paired(self, line: Line, column: Column) -> Pairs:
+        found: Pairs = self.once("pairs", line, column, lambda: _pairs(self.ours, line, column))
+        return found
 
-    def relative(self, line: Line, column: Column, cell: str) -> tuple[float | None, tuple[float, float] | None]:
-        if cell not in self.relatives:
-            self.relatives[cell] = shares.of_task(self.paired(line, column, cell), _lower(self.ours, column))
-        return self.relatives[cell]
+    def floored(self, line: Line, column: Column) -> bool:
+        """Whether the full cache scores too little on what a line reads in a column."""
+        groups = [group for group, _ in self.ours.full(line, column)]
+        pairs = self.paired(line, column)
+        return not _lower(self.ours, line, column) and shares.floored(pairs, max(chance(g.task) for g in groups))
+
+    def relative(self, line: Line, column: Column) -> tuple[float | None, tuple[float, float] | None]:
+        def read() -> tuple[float | None, tuple[float, float] | None]:
+            return shares.of_task(self.paired(line, column), _lower(self.ours, line, column))
+
+        found: tuple[float | None, tuple[float, float] | None] = self.once("share", line, column, read)
+        return found
 
 
 def view(ours: Ours) -> View:
@@ -109,11 +125,11 @@ def view(ours: Ours) -> View:
     averaged = bool(ours.declared.scores) and any(c.dataset in MEANS for c in ours.declared.printed)
     table = ours.declared
     reading = _Reading(ours, {e.cell: e for e in exact(table.paper, table.table)})
-    rows = []
-    for line in ours.lines:
-        entries = tuple(_entry(reading, line, c) for c in columns)
-        rows.append((line, (*entries, *([_average(reading, line, columns, entries)] if averaged else []))))
-    return View(ours, (*columns, *([AVERAGE] if averaged else [])), tuple(rows))
+    entries = [(line, tuple(_entry(reading, line, c) for c in columns)) for line in ours.lines]
+    split = ours.stand_in and table.average == MEAN and any(e.floor for _, row in entries for e in row)
+    means = ((AVERAGE, OF_ALL) if split else (AVERAGE,)) if averaged else ()
+    rows = tuple((line, (*row, *(_average(reading, line, columns, row, m) for m in means))) for line, row in entries)
+    return View(ours, (*columns, *means), rows)
 
 
 def _timed(ours: Ours) -> View:
@@ -132,7 +148,7 @@ def _timed(ours: Ours) -> View:
             ours=cell.value,
             ci=cell.spread,
             relative=_percent(cell.ratio),
-            published=printed.value,
+            published=printed.points,
             published_relative=_percent(cell.published_ratio),
             mark=MARKS.get(printed.certainty, ""),
             printed=printed.printed,
@@ -157,27 +173,30 @@ def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
     found: dict[str, Any] = {"status": "missing", "reason": line.skipped}
     if column.what == SCORE:
         found = reading.value(line, column)
-    base: dict[str, Any] = {
-        "status": found["status"] if printed is not None else "none",
-        "reason": found.get("reason", ""),
-        "published": printed.value if printed else None,
-        "published_relative": _share(printed, whole),
-        "mark": MARKS.get(printed.certainty, "") if printed else "",
-        "published_budget": budget.value if budget else None,
-        "printed": printed.printed if printed else "",
-        "exact": _exact(reading.exact.get(printed)) if printed else "",
-    }
+    base = Entry(
+        status=found["status"] if printed is not None else "none",
+        reason=found.get("reason", ""),
+        published=printed.points if printed else None,
+        published_relative=_share(printed, whole),
+        mark=MARKS.get(printed.certainty, "") if printed else "",
+        published_budget=budget.value if budget else None,
+        budgeted=budget is not None,
+        printed=printed.shown if printed else "",
+        exact=_exact(reading.exact.get(printed)) if printed else "",
+    )
     if printed is None or found["status"] != "measured" or found["score"] is None:
-        return Entry(**base)
-    relative, interval = reading.relative(line, column, found["cell"])
+        return base
+    floor = reading.floored(line, column)
+    relative, interval = (None, None) if floor else reading.relative(line, column)
     share = printed.metric == RATIO
     score, ci = (relative, interval) if share else (found["score"], found["ci"])
     return replace(
-        Entry(**base),
+        base,
         ours=score,
         ci=tuple(ci) if ci else None,
         relative=relative,
         relative_ci=interval,
+        floor=floor,
         n=found["n"],
         of=found["of"],
         cell=found["cell"],
@@ -185,14 +204,25 @@ def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
     )
 
 
-def _average(reading: _Reading, line: Line, columns: Sequence[Column], entries: Sequence[Entry]) -> Entry:
-    """The mean over columns as the paper takes it; on a stand-in over distinct tasks only."""
+def _average(
+    reading: _Reading, line: Line, columns: Sequence[Column], entries: Sequence[Entry], kind: Column = AVERAGE
+) -> Entry:
+    """The mean over columns as the paper takes it, both sides over the same: those that can be read here.
+
+    On a stand-in of those only where the full cache is above the floor, but for OF_ALL.
+    """
     ours = reading.ours
     relative = ours.declared.average in (RELATIVE, SHARE)
-    columns, entries = zip(*((c, e) for c, e in zip(columns, entries, strict=True) if c.what == SCORE), strict=True)
+    scored = [(c, e) for c, e in zip(columns, entries, strict=True) if c.what == SCORE]
+    here = [(c, e) for c, e in scored if not (ours.run and ours.why_absent(line, c))]
+    if ours.stand_in and kind is AVERAGE:
+        here = [(c, e) for c, e in here if not e.floor]
     stated = line.row.cells.get(AVERAGE.name) or next(
         (c for name, c in line.row.cells.items() if name.startswith("avg/")), None
     )
+    if not here:
+        return Entry(status="missing")
+    columns, entries = zip(*here, strict=True)
     # of the full cache itself the paper prints the share, 100, not how far it is from that
     whole = stated is not None and stated.metric == RATIO
     less = 100 if ours.declared.average == RELATIVE and not whole else 0
@@ -203,30 +233,29 @@ def _average(reading: _Reading, line: Line, columns: Sequence[Column], entries: 
         stated is not None
         and stated.value is not None
         and published is not None
+        and len(here) == len(scored)
         and abs(stated.value - published) > ROUNDING * 10.0 ** -_decimals(stated)
     )
-    base: dict[str, Any] = {
-        "status": "missing" if any(e.status in ("missing", "none") for e in entries) else entries[0].status,
-        "reason": entries[0].reason,
-        "published": published,
-        "published_relative": _printed_average_share(ours, line.row, columns, known, relative),
-        "stated": stated.value if differs and stated is not None else None,
-    }
+    base = Entry(
+        status="missing" if any(e.status in ("missing", "none") for e in entries) else entries[0].status,
+        reason=entries[0].reason,
+        published=published,
+        published_relative=_printed_average_share(ours, line.row, columns, known, relative),
+        stated=stated.value if differs and stated is not None else None,
+    )
     if any(e.status != "measured" or e.ours is None for e in entries):
-        return Entry(**base)
-    scored = list(zip(columns, entries, strict=True))
-    distinct = {ours.tasks[c.dataset]: (c, e) for c, e in reversed(scored)}
-    chosen = list(distinct.values()) if ours.stand_in else scored
-    scores = [e.relative if relative else e.ours for _, e in chosen]
-    share, interval = shares.of_mean([reading.paired(line, c, e.cell) for c, e in chosen], relative)
+        return base
+    scores = [e.relative if relative else e.ours for e in entries]
+    share, interval = shares.of_mean([reading.paired(line, c) for c in columns], relative)
     known_scores = [s for s in scores if s is not None]
-    return Entry(
-        **{**base, "status": "measured"},
+    return replace(
+        base,
+        status="measured",
         ours=fmean(known_scores) - less if known_scores else None,
         relative=share,
         relative_ci=interval,
-        n=min(e.n for _, e in chosen),
-        of=max(e.of for _, e in chosen),
+        n=min(e.n for e in entries),
+        of=max(e.of for e in entries),
     )
 
 
@@ -248,11 +277,11 @@ def _share(value: Published | None, whole: Published | None) -> float | None:
     """A printed value in per cent of the printed full cache; of a perplexity, the other way round."""
     if value is not None and value.metric == RATIO:
         return value.value
-    if value is None or whole is None or value.value is None or not whole.value:
+    if value is None or whole is None or value.points is None or not whole.points:
         return None
     if value.metric == "perplexity":
-        return 100 * whole.value / value.value
-    return 100 * value.value / whole.value
+        return 100 * whole.points / value.points
+    return 100 * value.points / whole.points
 
 
 def _printed_average_share(
@@ -263,31 +292,29 @@ def _printed_average_share(
     if relative:
         return fmean(values)
     wholes = [_printed_full(ours, row, c) for c in columns]
-    known = [w.value for w in wholes if w is not None and w.value is not None]
+    known = [w.points for w in wholes if w is not None and w.points is not None]
     return 100 * fmean(values) / fmean(known) if len(known) == len(columns) and fmean(known) else None
 
 
-def _lower(ours: Ours, column: Column) -> bool:
+def _lower(ours: Ours, line: Line, column: Column) -> bool:
     """Whether less is better in what we measured of a column."""
-    found = ours.full(column)
-    return found is not None and metric(found[0].task.metric).shown is not None
+    return any(metric(group.task.metric).shown is not None for group, _ in ours.full(line, column))
 
 
 def _pairs(ours: Ours, line: Line, column: Column) -> Pairs:
     """Scores [n, 2] of the examples that both the line and the full cache have: the line's, and the full cache's."""
-    mine, whole = ours.cell(line, column), ours.full(column)
-    if mine is None or whole is None or ours.run is None:
-        return np.empty((0, 2))
-    wanted = {e.id for e in mine[0].examples}
-    a, b = (ours.run.store.samples(cell.id) for _, cell in (mine, whole))
-    return np.array(
-        [
+    found: list[tuple[float, float]] = []
+    cells = ours.cells(line, column)
+    for (group, mine), (_, whole) in zip(cells, ours.full(line, column) if cells else (), strict=True):
+        assert ours.run is not None
+        wanted = {e.id for e in group.examples}
+        a, b = (ours.run.store.samples(cell.id) for cell in (mine, whole))
+        found += [
             (a[i]["score"], b[i]["score"])
             for i in a
             if i in wanted and i in b and a[i]["score"] is not None and b[i]["score"] is not None
-        ],
-        dtype=np.float64,
-    ).reshape(-1, 2)
+        ]
+    return np.array(found, dtype=np.float64).reshape(-1, 2)
 
 
 def best(entries: Sequence[Entry], shown: str, lower: bool = False) -> float | None:
@@ -314,6 +341,6 @@ def by_block(rows: Sequence[tuple[Line, tuple[Entry, ...]]], keys: Sequence[str]
     found: dict[str, list[int]] = {}
     for i, (line, _) in enumerate(rows):
         setting = {"model": line.row.model, **parse(line.row.setting)}
-        heading = ", ".join(heading_of(k, setting[k]) for k in keys if k in setting)
+        heading = ", ".join(heading_of(k, setting[k]) for k in keys if setting.get(k))
         found.setdefault(heading, []).append(i)
     return found

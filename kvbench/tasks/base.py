@@ -7,12 +7,14 @@ import importlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvbench.errors import UsageError, unknown
+from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files, data_root
+from kvbench.tasks.spread import spread
 from kvbench.types import Example
 
 
@@ -29,13 +31,14 @@ class Task:
     """One column of a table: examples in a fixed order, the metric that scores them, and what readers must know.
 
     ``id`` is ``dataset/task``; ``source`` says where the examples come from; ``note`` is printed under the table.
+    ``grid`` are the keys of ``meta`` over which a limit spreads (a needle's depth); without any it takes the first.
 
     How answers end and what of them counts is part of the task: ``stop`` are texts whose last token ends an answer
     (samsum's newline), ``forbid_first`` are texts whose last token cannot be its first, ``min_new_tokens`` forbids an
     end before that many tokens; then ``first_line`` counts only the first line after leading newlines, and
     ``cut_at`` only what stands before that text, without whitespace at its ends unless ``strip`` is False (indented
-    code). ``chat`` is False for tasks that are read without a chat template even where one is used (few-shot and
-    code).
+    code), behind ``lead``, the beginning of a sentence that the prompt asks to complete. ``chat`` is False for tasks
+    that are read without a chat template even where one is used (few-shot and code).
     """
 
     id: str
@@ -51,6 +54,8 @@ class Task:
     cut_at: str = ""
     chat: bool = True
     strip: bool = True
+    grid: tuple[str, ...] = ()
+    lead: str = ""
 
     def __post_init__(self) -> None:
         if not self.examples:
@@ -60,13 +65,19 @@ class Task:
             twice = next(i for i in ids if ids.count(i) > 1)
             raise UsageError(f"dataset {self.id}: two examples have the id {twice!r}")
 
+    def taken(self, limit: int | None) -> tuple[Example, ...]:
+        """The examples that a limit takes, in order; those of a smaller one are among them. None: all."""
+        if limit is None or not self.grid:
+            return self.examples[:limit]
+        return tuple(self.examples[i] for i in sorted(spread(self.examples, self.grid)[:limit]))
+
     def answer(self, text: str) -> str:
         """What of a generated text is scored."""
         if self.first_line:
             text = text.lstrip("\n").partition("\n")[0]
         if self.cut_at:
             text = text.partition(self.cut_at)[0]
-        return text.strip() if self.strip else text
+        return self.lead + (text.strip() if self.strip else text)
 
     def answering(self) -> dict[str, Any]:
         """How answers end and what of them counts: part of a cell's identity."""
@@ -77,6 +88,7 @@ class Task:
             "first_line": self.first_line,
             "cut_at": self.cut_at,
             "strip": self.strip,
+            **({"lead": self.lead} if self.lead else {}),
         }
 
     def content_hash(self) -> str:
@@ -93,12 +105,14 @@ def load_tasks(
     selection: Sequence[str],
     tokenizer: Tokenizer | None,
     data: str | None = None,
+    chat: bool = False,
 ) -> list[Task]:
     """The tasks of one conf/dataset entry: its ``_target_`` called with the entry's knobs.
 
     A loader that reads files takes ``files`` (tasks.source.Files, below the data folder that ``data`` or the
     environment names); one that builds only what was asked for takes ``selection``; one that counts tokens takes
-    ``tokenizer``.
+    ``tokenizer``; one whose answers are longer behind a chat template takes ``chat``. Where a loader leaves the length
+    of answers to the data, the entry's ``max_new_tokens`` replaces it.
 
     ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``); empty means all.
     """
@@ -106,11 +120,15 @@ def load_tasks(
     loader = getattr(importlib.import_module(module), name)
     knobs = {k: v for k, v in entry.items() if not k.startswith("_") and k not in ("default_limit", "hub")}
     wanted_by = inspect.signature(loader).parameters
-    offered: dict[str, Any] = {"tokenizer": tokenizer, "selection": tuple(selection)}
+    offered: dict[str, Any] = {"tokenizer": tokenizer, "selection": tuple(selection), "chat": chat}
     if "files" in wanted_by:
         # only now: a dataset without files does not care whether the data folder exists
         offered["files"] = Files(dataset, data_root(data))
+    longest = None if "max_new_tokens" in wanted_by else knobs.pop("max_new_tokens", None)
     tasks: list[Task] = loader(dataset=dataset, **{k: v for k, v in offered.items() if k in wanted_by}, **knobs)
+    if longest is not None:
+        whole(dataset, "max_new_tokens", longest)
+        tasks = [replace(t, examples=tuple(replace(e, max_new_tokens=longest) for e in t.examples)) for t in tasks]
     by_name = {t.id.partition("/")[2]: t for t in tasks}
     for wanted in selection:
         if wanted not in by_name:

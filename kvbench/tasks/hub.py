@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import urllib.request
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from kvbench.errors import KvbenchError
 
 T = TypeVar("T")
 TIMEOUT_S = 60
+MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 
 
 class HuggingFace:
@@ -45,6 +47,33 @@ class HuggingFace:
             return path
 
         return _attempt(download, url)
+
+    def snapshot(self, repo: str, revision: str) -> str:
+        """Download a model's safetensors and tokenizer into the hub's cache; returns the folder there."""
+        from huggingface_hub import snapshot_download
+
+        def download() -> str:
+            return str(snapshot_download(repo, revision=revision, allow_patterns=MODEL_FILES, ignore_patterns=["*/*"]))
+
+        return _attempt(download, f"{repo} at {revision}")
+
+
+def cached(repo: str, revision: str) -> str:
+    """Whether a model is in the hub's cache: here, partly, or missing. No network is used."""
+    from huggingface_hub import try_to_load_from_cache
+
+    def find(name: str) -> str | None:
+        found = try_to_load_from_cache(repo, name, revision=revision)
+        return found if isinstance(found, str) else None
+
+    if find("config.json") is None:
+        return "missing"
+    index = find("model.safetensors.index.json")
+    try:
+        shards = set(json.loads(Path(index).read_bytes())["weight_map"].values()) if index else {"model.safetensors"}
+    except (OSError, ValueError, KeyError, AttributeError):
+        return "partly"
+    return "here" if all(find(s) for s in shards) else "partly"
 
 
 def _attempt(download: Callable[[], T], what: str) -> T:

@@ -1,5 +1,6 @@
 """LongBench: 16 English tasks, 5 Chinese ones, and LongBench-E, which has English ones in three ranges of length.
 
+MiniLongBench (arXiv 2505.19959), in a folder of its own, is 237 examples of the 21 tasks that rank models as all do.
 Prompts and answer lengths are LongBench's own two files, ``dataset2prompt.json`` and ``dataset2maxlen.json``, read from
 the data folder; what stands here is what its scripts pred.py and eval.py decide by a task's name. Source:
 github.com/THUDM/LongBench (MIT).
@@ -98,11 +99,13 @@ def scored_part(task: str, prediction: str) -> str:
     return prediction.lstrip("\n").split("\n")[0] if TASKS[task].first_line else prediction
 
 
-def load(dataset: str, files: Files, selection: Sequence[str], split: str, code_sim: str) -> list[Task]:
-    """The selected tasks of one split (none selected: all), from LongBench's own files below the data folder.
+def load(
+    dataset: str, files: Files, selection: Sequence[str], split: str, code_sim: str, folder: str = FOLDER
+) -> list[Task]:
+    """The selected tasks of one split (none selected: all), from the files in ``folder`` below the data folder.
 
-    Raises UsageError where files are missing, naming them and the ways to get them, and for a damaged line naming
-    file, line and reason.
+    The two official files are always LongBench's own, in its folder. Raises UsageError where files are missing, naming
+    them and the ways to get them, and for a damaged line naming file, line and reason.
     """
     if split not in SPLITS:
         raise unknown(f"value of dataset.{dataset}.split", split, SPLITS)
@@ -111,20 +114,20 @@ def load(dataset: str, files: Files, selection: Sequence[str], split: str, code_
         if name not in names(split):
             raise unknown(f"task of dataset {dataset}", name, names(split))
     wanted = tuple(selection) or names(split)
-    found = {name: files.first(*places(name, split)) for name in wanted}
-    _require(files, found, split)
+    found = {name: files.first(*places(name, split, folder)) for name in wanted}
+    _require(files, found, split, folder)
     prompts, lengths = _official(files, PROMPTS), _official(files, LENGTHS)
     return [_task(dataset, name, path, prompts, lengths, split, code_sim) for name, path in found.items() if path]
 
 
-def places(name: str, split: str) -> tuple[str, ...]:
+def places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
     """Where a task's file may lie below the data folder: as named here, or as LongBench's archive unpacks."""
     ending = "_e" if split == "e" else ""
-    return f"{FOLDER}/{name}{ending}.jsonl", f"{FOLDER}/data/{name}{ending}.jsonl"
+    return f"{folder}/{name}{ending}.jsonl", f"{folder}/data/{name}{ending}.jsonl"
 
 
-def _require(files: Files, found: Mapping[str, Path | None], split: str) -> None:
-    missing = [places(name, split)[0] for name, path in found.items() if path is None]
+def _require(files: Files, found: Mapping[str, Path | None], split: str, folder: str) -> None:
+    missing = [places(name, split, folder)[0] for name, path in found.items() if path is None]
     if not missing:
         return
     where = f" below {files.root}" if files.root else ""

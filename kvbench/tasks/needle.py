@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbench import metrics
@@ -23,6 +23,8 @@ from kvbench.types import Example
 SUFFIXES = (".txt", ".md")
 ESSAYS = "paul_graham"
 _SENTENCE_END = re.compile(r"""[.!?]["'”’)\]]*(?=\s)|[。！？]""")
+CHAT_ANSWER = 32
+"""New tokens at least behind a chat template: answers there begin with words of the question."""
 _LONGEST_TOKEN = 1000
 """Characters a token may stand for on average before we give up filling a length."""
 
@@ -37,13 +39,15 @@ def _question(template: str, prompt: str, question: str) -> str:
 class Phrasing:
     """How the needle is put: ``pair(index)`` is (sentence to hide, question, reference).
 
-    ``prompt`` holds ``{context}`` and ``{question}`` once each.
+    ``prompt`` holds ``{context}`` and ``{question}`` once each. ``lead`` is scored in front of every answer, which then
+    ends at a newline but cannot begin with it.
     """
 
     pair: Callable[[int], tuple[str, str, str]]
     prompt: str
     metric: str
     max_new_tokens: int
+    lead: str = ""
 
 
 CLASSIC_NEEDLE = (
@@ -51,6 +55,8 @@ CLASSIC_NEEDLE = (
     "What is the best thing to do in San Francisco?",
     "eat a sandwich and sit in Dolores Park on a sunny day",
 )
+LED = "answers are scored with the sentence's beginning in front, so that an empty one has 60.0, as in papers' scripts."
+CLASSIC_LEAD = "The best thing to do in San Francisco is "
 SENTENCE_PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
 PHRASINGS = {
     "tiny": Phrasing(
@@ -60,6 +66,14 @@ PHRASINGS = {
         8,
     ),
     "sanfrancisco": Phrasing(lambda _: CLASSIC_NEEDLE, SENTENCE_PROMPT, "rouge1", 30),
+    # as UNComp's script scores it (github.com/menik1126/UNComp, run_needle_in_haystack.py)
+    "completion": Phrasing(
+        lambda _: (CLASSIC_NEEDLE[0], f"{CLASSIC_LEAD.rstrip()}:", CLASSIC_NEEDLE[0]),
+        "{context}\n\nComplete this sentence as the text above has it. {question}",
+        "rouge1",
+        30,
+        CLASSIC_LEAD,
+    ),
 }
 
 
@@ -78,6 +92,7 @@ def load(
     prompt: str | None,
     metric: str | None,
     max_new_tokens: int | None,
+    chat: bool,
 ) -> list[Task]:
     """One task per length: ``repeats`` rounds over all ``depths`` (per cent of the text), each in a text of its own.
 
@@ -91,9 +106,11 @@ def load(
     put = _phrasing(dataset, phrasing, needle, question, answer, prompt, metric)
     if max_new_tokens is not None:
         _numbers(dataset, "max_new_tokens", [max_new_tokens], 1, 1_000_000, whole=True)
+    longest = max_new_tokens or (max(CHAT_ANSWER, put.max_new_tokens) if chat else put.max_new_tokens)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
     text, source = read_haystack(files, haystack)
+    note = f"{dataset}: {LED}" if put.lead else ""
     tasks = []
     for length in sizes:
         examples = []
@@ -107,12 +124,14 @@ def load(
                         id=f"needle-{length}-{depth:g}-{repeat}",
                         prompt=filled,
                         answers=(hidden[2],),
-                        max_new_tokens=max_new_tokens or put.max_new_tokens,
+                        max_new_tokens=longest,
                         question=_question(put.prompt, filled, hidden[1]),
                         meta={"length": length, "depth": depth, "repeat": repeat, **meta},
                     )
                 )
-        tasks.append(Task(f"{dataset}/{length}", tuple(examples), put.metric, source, "needle"))
+        ends = ("\n",) if put.lead else ()
+        task = Task(f"{dataset}/{length}", tuple(examples), put.metric, source, "needle", note, ends, grid=("depth",))
+        tasks.append(replace(task, lead=put.lead, min_new_tokens=len(ends)))
     return tasks
 
 
@@ -255,7 +274,7 @@ def _phrasing(
     template = prompt or put.prompt
     if template.count("{context}") != 1 or template.count("{question}") != 1:
         raise UsageError(f"dataset.{dataset}.prompt={template!r} must hold {{context}} and {{question}} once each")
-    return Phrasing(put.pair, template, name, put.max_new_tokens)
+    return replace(put, prompt=template, metric=name)
 
 
 def _numbers(

@@ -131,7 +131,8 @@ def render(tokenizer: Any, content: str, system: str | None) -> str:
     """The tokenizer's own chat template around one user message, ready for the answer."""
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
-            "prompt.template is on, but the model's tokenizer has no chat template: use prompt.template=off"
+            "the prompts are to go through a chat template (prompt=chat, or template=on or skip), and the model's "
+            "tokenizer has no chat template: use prompt=plain or template=off, or give one with model.chat_template="
         )
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": content})

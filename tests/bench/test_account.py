@@ -93,7 +93,8 @@ def test_every_model_states_a_shape(name):
     per_token = {
         "llama2": 512, "vicuna": 512, "llama3-8b": 128, "llama3-70b": 320, "mistral": 128, "qwen2.5-7b": 56,
         "qwen2.5-32b": 256, "qwen2.5-72b": 320, "opt-6.7b": 512, "opt-30b": 1344, "pythia-70m": 12, "pythia-160m": 36,
-        "pythia-410m": 96, "llama2-13b": 800,
+        "pythia-410m": 96, "llama2-13b": 800, "llama3.2-1b": 32, "qwen2.5-0.5b": 12, "qwen2.5-1.5b": 28,
+        "smollm2-135m": 22.5, "smollm2-360m": 40, "smollm2-1.7b": 192, "tinyllama-1.1b": 22,
     }  # fmt: skip
     want = per_token[max((k for k in per_token if name.startswith(k)), key=len)]
     assert shape.full_bytes(1, 2) == want * 1024

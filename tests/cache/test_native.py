@@ -105,11 +105,13 @@ def test_views_of_a_growing_buffer_and_foreign_layouts(monkeypatch):
 
 @compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_left_to_plain_pytorch_which_rounds_as_the_full_cache_does(dtype):
+def test_half_precision_is_left_to_plain_pytorch_which_does_not_round_logits(dtype):
     query, packed = random(1, 8, 1, 64).to(dtype), quantise_channels(random(1, 2, 64, 64, seed=3), 4, 32)
     assert native.logits(query.view(1, 2, 4, 64), packed) is None
     assert native.weigh(query.view(1, 2, 4, 64), packed) is None
-    assert packed_logits(query, packed, 0.125, None, exact).dtype == dtype
+    keys = packed.dequantise(dtype).float().repeat_interleave(4, dim=1)
+    found = packed_logits(query, packed, 0.125, None, exact)
+    torch.testing.assert_close(found, 0.125 * (query.float() @ keys.transpose(2, 3)), atol=1e-5, rtol=1e-5)
 
 
 class Kivi:

@@ -27,6 +27,7 @@ BAD = {
     "run model={tmp}": "is not a model folder: it has no config.json",
     "run model=./nowhere": "no such folder",
     "run model=owner/absent": "download=true",
+    "run model=pythia-70m": "python -m kvbench model fetch pythia-70m",
     "run method=snapkv+h2o": "at most one selector",
     "run method=snapkv+think+think": "twice",
     "run method=full+snapkv": "alone",
@@ -53,15 +54,15 @@ BAD = {
     "run preset.name=think": "unknown key",
     "run preset=vatp method=h2o variant=all": "preset=vatp sets it",
     "show preset=thonk": "unknown preset",
-    "show abcdef --results {tmp}": "unknown cell",
+    "show abcdef --results {tmp}": "no cell's id",
     "list runs status=done": "unknown status 'done'",
     "list runs state=done": "unknown argument 'state=done'",
     "list methods status=failed": "list runs",
-    "list runs cells=abc results={tmp}": "unknown cell 'abc'",
+    "list runs cells=abc results={tmp}": "'abc' is no cell's id",
     "clean results={tmp}/nowhere": "is not a folder",
     "clean everything": "unknown argument 'everything'",
     "clean status=failed status=never": "2 times",
-    "clean cells=abc results={tmp}": "unknown cell 'abc'",
+    "clean cells=abc results={tmp}": "'abc' is no cell's id",
 }
 
 

@@ -27,6 +27,7 @@ INSTEAD = {
 
 ELSEWHERE = {
     r"^data fetch": "reads from the network; tests/cli/test_data.py has a server of its own",
+    r"^model fetch": "downloads a model; tests/model/test_fetch.py has a wheel of its own",
     r"^claims": "measures for minutes; tests/papers/test_claims.py",
     r"^report": "measures the tiny suite; tests/html/test_page.py",
     r"^calibrate method=uncomp-group$": "a hundred windows; the shorter example runs here",
@@ -66,7 +67,7 @@ def test_help_fits_a_terminal(verb, capsys, monkeypatch):
 def folder(tmp_path_factory):
     """A folder as a clone is, with one measured cell in its results: the cell's id and the folder."""
     place = tmp_path_factory.mktemp("clone")
-    for name in ("figures", "tables"):
+    for name in ("figures", "tiny"):
         shutil.copytree(ROOT / "results" / name, place / "results" / name)
     (place / "tests").symlink_to(ROOT / "tests")
     (place / "data").mkdir()

@@ -63,10 +63,10 @@ def test_end_to_end_and_again_from_the_csv(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert max(len(part) for part in printed.splitlines() if str(tmp_path) not in part) <= 100
     assert "here: Truncated effective ranks go from" in printed and "paper: A few key channels" in printed
-    stem = tmp_path / "figures" / "uncomp" / "fig4"
+    stem = tmp_path / "tiny" / "figures" / "uncomp" / "fig4"
     text = stem.with_suffix(".csv").read_text()
     assert "# model: tiny (" in text and "# texts: needle (1), code (1)" in text and "# top: 32" in text
-    assert (tmp_path / "figures" / "think" / "fig4.csv").exists()
+    assert (tmp_path / "tiny" / "figures" / "think" / "fig4.csv").exists()
     command = [sys.executable, "-m", "kvbench", "plot", "--from-csv", f"{stem}.csv", f"results={tmp_path / 'b'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
@@ -82,10 +82,19 @@ def test_json_and_knobs_of_several_figures(tmp_path, capsys):
     assert main([*line, f"results={tmp_path}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [f["id"] for f in found] == ["qhitter/fig3", "vatp/fig1"]
-    text = (tmp_path / "figures" / "qhitter" / "fig3.csv").read_text()
+    text = (tmp_path / "tiny" / "figures" / "qhitter" / "fig3.csv").read_text()
     assert "# bits: 2\n# layers: 0,5\n# tokens: 40\n" in text
     assert text.count("\nhop,0,2,5,") == 40
-    assert "bits" not in (tmp_path / "figures" / "vatp" / "fig1.csv").read_text()
+    assert "bits" not in (tmp_path / "tiny" / "figures" / "vatp" / "fig1.csv").read_text()
+
+
+def test_a_text_in_windows_is_called_by_its_dataset(tmp_path, capsys):
+    (tmp_path / "wikitext2").mkdir()
+    (tmp_path / "wikitext2" / "test.txt").write_text("the cold river shines slowly by the tower. " * 60)
+    line = ["plot", "uncomp/fig6", "dataset=wikitext2", "length=64", "prefix=32", "limit=1", f"data.root={tmp_path}"]
+    assert main([*line, "tokens=48", f"results={tmp_path}"]) == 0
+    text = (tmp_path / "tiny" / "figures" / "uncomp" / "fig6.csv").read_text()
+    assert "# texts: wikitext2 (1)\n# prompts: 1 of 48 to 48 tokens\n" in text
 
 
 def test_windows_of_a_text(tmp_path, capsys):
@@ -93,7 +102,7 @@ def test_windows_of_a_text(tmp_path, capsys):
     path.write_text("the cold river shines slowly. it was a calm night by the tower. " * 60)
     line = ["plot", "uncomp/fig6", f"text={path}", "samples=3", "tokens=64", f"results={tmp_path}"]
     assert main(line) == 0
-    text = (tmp_path / "figures" / "uncomp" / "fig6.csv").read_text()
+    text = (tmp_path / "tiny" / "figures" / "uncomp" / "fig6.csv").read_text()
     assert "# texts: the file notes.txt (3)\n# prompts: 3 of 64 to 64 tokens" in text
     assert "of 3 samples" in " ".join(capsys.readouterr().out.split())
     assert main([*line[:4], "tokens=5000", line[5]]) == 2

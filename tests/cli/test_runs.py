@@ -5,7 +5,7 @@ import os
 import time
 
 import pytest
-from stored import FACTS, Cell, measure, sample
+from stored import FACTS, NAMES, Cell, cell_id, measure, sample
 
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError
@@ -27,25 +27,36 @@ def store(tmp_path):
         cell = Cell(name, f"snapkv+think kv_ratio=0.25 {name}=1", column, SIZE)
         measure(store, cell, range(SIZE if name == "complete" else 4))
         if name in ("complete", "partial"):
-            samples = list(store.samples(name).values())
-            store.write_metrics(name, summarise(samples, "f1", SIZE))
+            samples = list(store.samples(cell.id).values())
+            store.write_metrics(cell.id, summarise(samples, "f1", SIZE))
     store.refuse(Cell("refused"), LONG, "e1")
     for name in ("failed", "interrupted"):
         store.mark(Cell(name), name, f"because {name}")
     store.open(Cell("never", "h2o", "longbench/qasper", 200), {**FACTS, "model": "llama2-7b"}, 0, mix=False).close()
     store.mark(Cell("empty", "h2o", "tiny/code"), "failed", "no memory")
-    (tmp_path / "cells" / "bare").mkdir()
+    store.folder(cell_id("bare")).mkdir()
     return store
 
 
 def listed(capsys, store, *arguments):
     assert main(["list", "runs", f"results={store.root}", *arguments, "--json"]) == 0
-    return {r["id"]: r for r in json.loads(capsys.readouterr().out)["runs"]}
+    return {NAMES[r["id"]]: r for r in json.loads(capsys.readouterr().out)["runs"]}
 
 
 def cleaned(capsys, store, *arguments):
     assert main(["clean", f"results={store.root}", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
+    for item in found["items"]:
+        item["cell"] = NAMES[item["cell"]] if item["cell"] else ""
+    return found
+
+
+def names(store):
+    return {NAMES[cell] for cell in store.folders()}
+
+
+def cells(*names):
+    return "cells=" + ",".join(map(cell_id, names))
 
 
 def test_every_status_is_listed_with_what_is_known(store, capsys):
@@ -62,16 +73,16 @@ def test_every_status_is_listed_with_what_is_known(store, capsys):
     assert (found["refused"]["reason"], found["failed"]["reason"]) == (LONG, "because failed")
     assert "score" not in found["refused"]
     assert found["never"]["model"] == "llama2-7b"
-    assert found["partial"]["folder"] == str(store.folder("partial"))
+    assert found["partial"]["folder"] == str(store.folder(cell_id("partial")))
     age = time.time() - time.mktime(time.strptime(found["partial"]["changed"][:19], "%Y-%m-%dT%H:%M:%S"))
     assert -1 < age < 60
 
 
 def test_an_imported_cell_is_told_apart(store, capsys):
     record = {"kind": "imported", "label": "full", "column": "a/b", "of": 4, "identity": {"model": "m" * 20}}
-    write_json(store.folder("bare") / "cell.json", {**record, "provenance": []})
+    write_json(store.folder(cell_id("bare")) / "cell.json", {**record, "provenance": []})
     assert {name: r["imported"] for name, r in listed(capsys, store).items()} == {
-        name: name == "bare" for name in store.folders()
+        name: name == "bare" for name in names(store)
     }
     assert main(["list", "runs", f"results={store.root}"]) == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()].count(["imported"]) == 1
@@ -82,7 +93,7 @@ def test_cells_that_ended_alike_share_a_line(store, capsys):
         store.mark(Cell(name), "interrupted", "stopped by Ctrl-C")
     assert main(["list", "runs", f"results={store.root}"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "interrupted interrupted, partial: stopped by Ctrl-C" in out and out.count("stopped by") == 1
+    assert "stopped by Ctrl-C" in out and out.count("stopped by") == 1
 
 
 def test_a_score_of_fewer_samples_than_there_are_is_not_shown(store, capsys):
@@ -120,18 +131,18 @@ def test_filters(store, capsys):
 
 
 def test_a_damaged_record_is_listed_and_left_alone(store, capsys):
-    (store.folder("partial") / "cell.json").write_text("{")
+    (store.folder(cell_id("partial")) / "cell.json").write_text("{")
     assert listed(capsys, store)["partial"]["status"] == "damaged"
     cleaned(capsys, store, "--yes")
-    assert len(store.samples("partial")) == 4
-    cleaned(capsys, store, "cells=partial", "--yes")
-    assert not store.folder("partial").exists()
+    assert len(store.samples(cell_id("partial"))) == 4
+    cleaned(capsys, store, cells("partial"), "--yes")
+    assert not store.folder(cell_id("partial")).exists()
 
 
 def test_damaged_metrics_cost_a_warning_and_nothing_measured(store, capsys):
-    (store.folder("partial") / "metrics.json").write_text('{"n": 4, "sco')
+    (store.folder(cell_id("partial")) / "metrics.json").write_text('{"n": 4, "sco')
     assert main(["list", "runs", f"results={store.root}"]) == 0
-    assert "partial/metrics.json: cannot be read; the same run makes it again" in " ".join(
+    assert f"{cell_id('partial')}/metrics.json: cannot be read; the same run makes it again" in " ".join(
         capsys.readouterr().out.split()
     )
     row = listed(capsys, store)["partial"]
@@ -139,12 +150,12 @@ def test_damaged_metrics_cost_a_warning_and_nothing_measured(store, capsys):
 
 
 def test_clean_shows_first_and_then_keeps_every_intact_sample(store, capsys):
-    folder = store.folder("partial")
+    folder = store.folder(cell_id("partial"))
     stale, fresh = folder / "metrics.json.0a.tmp", folder / "metrics.json.0b.tmp"
     stale.write_text("{")
     fresh.write_text("{")
     os.utime(stale, (1, 1))
-    (store.folder("failed") / "traceback-0.txt").write_text("ValueError")
+    (store.folder(cell_id("failed")) / "traceback-0.txt").write_text("ValueError")
     path = folder / "samples-0.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"x" + lines[1] + b"".join(lines[2:]) + lines[0][:40])
@@ -162,18 +173,18 @@ def test_clean_shows_first_and_then_keeps_every_intact_sample(store, capsys):
     done = cleaned(capsys, store, "--yes")
     assert done["items"] == shown["items"]
     after = ResultStore(store.root)
-    assert set(after.folders()) == {"complete", "partial", "refused", "failed", "interrupted"}
+    assert names(after) == {"complete", "partial", "refused", "failed", "interrupted"}
     assert {c: after.samples(c) for c in after.folders()} == {c: s for c, s in samples.items() if s}
     assert (folder / "damaged-0.jsonl").read_bytes() == b"x" + lines[1] + lines[0][:40] + b"\n"
     assert not stale.exists()
     assert not list(store.root.rglob("traceback-*"))
     assert fresh.exists()
     assert not list(store.root.rglob("lock*"))
-    assert {after.status(c).status for c in ("failed", "interrupted")} == {"partial"}
+    assert {after.status(cell_id(c)).status for c in ("failed", "interrupted")} == {"partial"}
     assert not after.warnings
     assert cleaned(capsys, store)["items"] == []
     measure(after, Cell("partial"), [1])
-    assert list(after.samples("partial")) == ["e0", "e1", "e2", "e3"]
+    assert list(after.samples(cell_id("partial"))) == ["e0", "e1", "e2", "e3"]
 
 
 def test_cells_that_are_named_go_with_their_samples(store, capsys):
@@ -185,9 +196,9 @@ def test_cells_that_are_named_go_with_their_samples(store, capsys):
     }
     assert len(store.folders()) == 8
     cleaned(capsys, store, "status=failed,complete", "dataset=tiny", "--yes")
-    assert set(store.folders()) == {"partial", "refused", "interrupted", "never", "bare"}
-    cleaned(capsys, store, "cells=refused,partial", "--yes")
-    assert set(store.folders()) == {"interrupted", "never", "bare"}
+    assert names(store) == {"partial", "refused", "interrupted", "never", "bare"}
+    cleaned(capsys, store, cells("refused", "partial"), "--yes")
+    assert names(store) == {"interrupted", "never", "bare"}
     assert not list((store.root / "cells").glob(".*"))
 
 
@@ -205,23 +216,85 @@ def test_what_is_measured_now_is_left_alone_or_refused(store, capsys):
     assert cleaned(capsys, store, "status=started,partial", "--yes") == {
         "removed": True,
         "items": [],
-        "busy": ["partial"],
+        "busy": [cell_id("partial")],
     }
-    assert main(["clean", f"results={store.root}", "cells=partial", "--yes"]) == 1
-    assert "cells=partial: shard 3 of it is being measured now; stop that run first" in capsys.readouterr().err
+    assert main(["clean", f"results={store.root}", cells("partial"), "--yes"]) == 1
+    assert f"{cells('partial')}: shard 3 of it is being measured now; stop that run first" in capsys.readouterr().err
     assert main(["clean", f"results={store.root}"]) == 0
-    assert "left alone partial: it is being measured now" in capsys.readouterr().out
+    assert f"left alone {cell_id('partial')}: it is being measured now" in capsys.readouterr().out
     writer.append(sample(9))
     writer.close()
-    assert len(store.samples("partial")) == 5
+    assert len(store.samples(cell_id("partial"))) == 5
 
 
 def test_a_cell_that_begins_to_be_measured_between_showing_and_removing_stays(store):
-    found = plan(store, ["partial"], whole=True)
+    found = plan(store, [cell_id("partial")], whole=True)
     writer = store.open(Cell("partial"), FACTS, 0, mix=False)
-    with pytest.raises(KvbenchError, match="partial is being measured now"):
+    with pytest.raises(KvbenchError, match=f"{cell_id('partial')} is being measured now"):
         carry_out(store, found)
     writer.close()
-    assert len(store.samples("partial")) == 4
+    assert len(store.samples(cell_id("partial"))) == 4
     carry_out(store, found)
-    assert not store.folder("partial").exists()
+    assert not store.folder(cell_id("partial")).exists()
+
+
+def everything(folder):
+    return {p: p.is_dir() or p.read_bytes() for p in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("verb", ["clean", "list", "show"])
+@pytest.mark.parametrize(
+    "named", ["", "ID,", ",ID", ".", "..", "../..", "../../victim", "*", "{absolute}", "ID/", "IDID"]
+)
+def test_only_ids_name_cells(store, capsys, verb, named):
+    victim = store.root.parent / "victim"
+    victim.mkdir(exist_ok=True)
+    before = everything(store.root), everything(victim)
+    named = named.replace("ID", cell_id("complete")).format(absolute=store.folder(cell_id("complete")))
+    arguments = {"clean": [f"cells={named}", "--yes"], "list": ["runs", f"cells={named}"], "show": [named]}[verb]
+    assert main([verb, *arguments, f"results={store.root}"]) == 2
+    told = capsys.readouterr().err
+    assert "value is missing" in told or "is no cell's id" in told
+    assert (everything(store.root), everything(victim)) == before
+
+
+@pytest.mark.parametrize("key", ["results", "status", "model", "method", "dataset"])
+def test_a_filter_without_a_value_is_no_filter(store, capsys, key):
+    before = everything(store.root)
+    assert main(["clean", f"{key}=", "--yes", *([] if key == "results" else [f"results={store.root}"])]) == 2
+    assert f"{key}=: a value is missing" in capsys.readouterr().err
+    assert everything(store.root) == before
+
+
+def test_nothing_follows_a_link(store, capsys, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside")
+    for part in store.folder(cell_id("failed")).iterdir():
+        (outside / part.name).write_bytes(part.read_bytes())
+    link, half = store.root / "cells" / cell_id("link"), store.root / "cells" / ".removed-abc-00"
+    link.symlink_to(outside)
+    half.symlink_to(outside)
+    before, kept = everything(outside), names(store)
+    assert set(listed(capsys, store)) == kept
+    assert main(["list", "runs", f"results={store.root}"]) == 0
+    assert f"{link.name}: is a symbolic link" in " ".join(capsys.readouterr().out.split())
+    for arguments in ([f"clean cells={link.name} --yes"], [f"list runs cells={link.name}"], [f"show {link.name}"]):
+        assert main([*arguments[0].split(), f"results={store.root}"]) == 2
+        assert "is a symbolic link" in capsys.readouterr().err
+    with pytest.raises(KvbenchError, match="is a symbolic link"):
+        store.open(Cell("link"), FACTS, 0, mix=False)
+    assert main(["clean", f"results={store.root}", "status=failed", "--yes"]) == 0
+    assert "is a symbolic link and is left alone" in capsys.readouterr().err
+    assert main(["clean", f"results={store.root}", "--yes"]) == 0
+    assert everything(outside) == before
+    assert link.is_symlink() and half.is_symlink()
+
+
+@pytest.mark.parametrize("record", ["[1]", "3", '"x"', '{"provenance": 3}', '{"identity": []}', '{"provenance": [1]}'])
+def test_a_record_of_another_shape_costs_its_cell_alone(store, capsys, record):
+    (store.folder(cell_id("partial")) / "cell.json").write_text(record)
+    found = listed(capsys, store)
+    assert {name for name, r in found.items() if r["status"] == "damaged"} == {"partial"}
+    assert "cell.json cannot be read" in found["partial"]["reason"]
+    assert main(["show", cell_id("partial"), f"results={store.root}"]) == 2
+    cleaned(capsys, store, "--yes")
+    assert len(store.samples(cell_id("partial"))) == 4

@@ -10,7 +10,7 @@ from figures.readings import reading
 
 from kvbench.errors import UsageError
 from kvbench.figures import registry, style
-from kvbench.figures.figure import facts_of, read_csv
+from kvbench.figures.figure import facts_of, folder, read_csv
 from kvbench.figures.measured import ResultFigure
 
 FIGURES = {i: f for i, f in registry.FIGURES.items() if not isinstance(f, ResultFigure)}
@@ -44,6 +44,9 @@ def test_records_say_what_readers_need(name):
     figure = registry.FIGURES[name]
     for text in (figure.shows, figure.claim, figure.unsaid):
         assert text.endswith(".") and len(text) > 40
+        for place in re.finditer("tiny", text):
+            said = text[: place.start()]
+            assert said.lower().endswith(("on the ", "(the ")), f"said of every model: {text}"
     assert re.fullmatch(r"[a-zQ][^.]+", figure.title)
 
 
@@ -72,6 +75,10 @@ def test_the_csv_holds_the_data_and_draws_the_same_pictures(made, tmp_path):
     assert "<dc:date>" not in svg and mpl.__version__ not in svg
 
 
+def test_the_tiny_models_figures_replace_no_others(tmp_path):
+    assert folder(tmp_path, "tiny") != folder(tmp_path, "smollm2-135m-q4_1") == tmp_path / "figures"
+
+
 def test_files_that_are_no_figures(tmp_path):
     figure = FIGURES["uncomp/fig4"]
     path = tmp_path / "x.csv"
@@ -98,5 +105,10 @@ def test_series_can_be_told_apart_without_colour():
 
 def test_ticks_of_long_axes():
     assert style.integer_ticks(range(6)) == ([0, 1, 2, 3, 4, 5], ["0", "1", "2", "3", "4", "5"])
+    fig = style.canvas(2, 2)
+    ax = fig.subplots()
+    style.token_ticks(ax, range(0, 1024, 22))  # rows of 22 tokens
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["0", "200", "400", "600", "800", "1000"]
+    assert ax.get_yticks()[1] == pytest.approx(200 / 22 - 0.5)
     places, names = style.integer_ticks([10 * i for i in range(32)])
     assert places == list(range(0, 32, 4)) and names[1] == "40"

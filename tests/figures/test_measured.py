@@ -90,8 +90,8 @@ def test_rows_are_what_the_store_holds(ran):
         assert row["score"] == pytest.approx(100 * fmean(s["score"] for s in samples))
         assert row["relative"] == pytest.approx(100 * fmean(s["score"] for s in samples) / fmean(whole))
         assert row["kept"] == pytest.approx(100 * sum(s["kept"] for s in samples) / sum(s["n"] for s in samples))
-        held, all_of_it = (sum(s[k] for s in samples) for k in ("payload", "full_bytes"))
-        held += sum(s["overhead"] for s in samples)
+        held, all_of_it = (sum(s[k] for s in samples) for k in ("payload16", "full16"))
+        held += sum(s["overhead16"] for s in samples)
         assert row["bytes"] == pytest.approx(100 * held / all_of_it)
         assert np.isnan(row["low"]), "three examples say nothing about an interval"
         assert row["score"] == report.measured(group, cell, mine.run.store)["score"]
@@ -196,6 +196,26 @@ def test_bad_command_line(line, tmp_path, capsys, monkeypatch):
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("kvbench: ") and captured.err.count("\n") == 1
     assert BAD[line] in captured.err
+
+
+def test_options_of_a_figures_dataset(tmp_path, capsys):
+    (tmp_path / "essay.txt").write_text("The wind was cold by the river. It was a calm night in the village. " * 80)
+    options = ["lengths=128", "depths=0,100", "repeats=1", "limit=2", f"haystack={tmp_path / 'essay.txt'}"]
+    assert main(["plot", "needle/heatmap", *options, f"results={tmp_path}"]) == 0
+    assert "1 prompts in each of 2 fields" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_dataset_given_keeps_the_figures_own_options(tmp_path):
+    made = prepare(RESULTS["qhitter/fig8"], ["dataset=tiny_stream", f"results={tmp_path}"])
+    assert [r.run.cfg.datasets[0].knobs["length"] for r in made.ran] == [512, 1024, 2048, 4096, 8192]
+    made = prepare(RESULTS["qhitter/fig5"], ["dataset=tiny/needle", f"results={tmp_path}"])
+    assert "chunk" not in made.ran[0].run.cfg.datasets[0].knobs
+
+
+def test_datasets_that_are_not_there_can_be_left_out(tmp_path):
+    made = prepare(RESULTS["qhitter/fig7"], ["dataset=tiny/needle,tiny/hop", f"results={tmp_path}"])
+    assert [r.run.groups[0].task.id for r in made.ran] == ["tiny/hop", "tiny/needle"]
+    assert [r.chains[0].stages[0].kv_ratio for r in made.ran] == [0.4, 0.5], "each with its own budget"
 
 
 def test_a_dataset_that_stands_in_is_named(tmp_path):

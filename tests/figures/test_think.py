@@ -69,11 +69,11 @@ def test_the_findings():
     data = pd.DataFrame(one).assign(cumulative=lambda d: d["energy"].cumsum())
     text = think.say_energies(data)
     assert text == (
-        "Attention: 2 to 2 singular values a head (median 2) have an energy above 0.01; 90 % of it takes 1 to 1."
+        "Attention: 2 to 2 singular values a head (median 2) have an energy above 0.01; 90 % of it takes 1 to 1 of 3."
     )
     flat = {"index": range(1, 101), "energy": 0.01, "cumulative": [i / 100 for i in range(1, 101)]}
     text = think.say_energies(pd.DataFrame({"what": "attention", "layer": 0, "head": 0, **flat}))
-    assert "90 % of it takes 90 to 90; the first 50 hold 50 % to 50 %, more than 90 % in 0 of 1 heads." in text
+    assert "90 % of it takes 90 to 90 of 100; the first 50 hold 50 % to 50 %, more than 90 % in 0 of 1 heads." in text
     rows = [
         {"layer": 0, "head": 0, "what": w, "token": 0, "channel": c, "magnitude": m}
         for w, line in (("k", (4.0, 1, 1, 2)), ("v", (1.0, 1, 1, 1)))

@@ -6,7 +6,7 @@ NEUTRAL which value of which knob switches it off.
 
 import inspect
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
 from typing import ClassVar
 
@@ -19,6 +19,7 @@ from families import FAMILIES, build, heads_of, hooks, prompt
 from passthrough import quantisers_pass_through
 
 import kvbench
+from kvbench.accounting import at_16_bits
 from kvbench.cache.audit import audit
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
@@ -260,6 +261,32 @@ def test_bf16_statistics_are_deterministic_and_those_of_fp32(chain, per):
             assert (a is None and b is None) or torch.equal(a, b)
 
 
+@pytest.mark.parametrize("chain", ["full", *CHAINS])
+@per_heads
+def test_bytes_at_16_bits_are_those_that_a_bf16_run_holds(chain, per):
+    """The tokens of the fp32 run in tensors of the dtypes of the bf16 run, and the same from its line alone."""
+    entry = configured(chain, SMALL)
+    models = [build("llama", dtype) for dtype in (torch.float32, torch.bfloat16)]
+    caches = [prefill(m, prompt(70), [entry], per=per)[0] for m in models]
+    single, half = (audit(c, *heads_of(m), m.dtype) for c, m in zip(caches, models, strict=True))
+    assert (half.payload16, half.overhead16, half.full16) == (half.payload, half.overhead, half.full_bytes)
+    for which, found in (("payload", single.payload16), ("overhead", single.overhead16)):
+        pairs = [
+            (a, b)
+            for one, other in zip(*(c.layers for c in caches), strict=True)
+            for s, t in zip(one.segments, other.segments, strict=True)
+            for a, b in zip(getattr(s, which)(), getattr(t, which)(), strict=True)
+        ]
+        copies = sum(2 * one.query_heads for one in caches[0].layers if one.copy_from is not None)
+        assert found == sum(a.numel() * b.element_size() for a, b in pairs) + (which == "overhead") * copies
+    line = asdict(single)
+    derived = at_16_bits(caches[0].chain, line, 4)
+    counts = {len(p) for layer in caches[0].layers for p in ref.kept(layer)}
+    even = len(counts) == 1 or caches[0].chain.coder is None
+    for key, found in derived.items():
+        assert found == pytest.approx(line[key], rel=1e-9 if even else 0.15), key
+
+
 @pytest.fixture
 def lossless():
     with quantisers_pass_through():
@@ -273,7 +300,7 @@ def test_bf16_neutral_settings_stay_near_the_full_cache_when_teacher_forced(fami
     cache, whole = prefill(model, prompt(50, 3), [neutral(chain), "full"], per=per)
     for chunk in prompt(6, 4).split([1, 1, 4]):
         cache, whole = kvbench.extend(model, cache, chunk), kvbench.extend(model, whole, chunk)
-        torch.testing.assert_close(cache.logits, whole.logits, atol=3e-2, rtol=3e-2)
+        torch.testing.assert_close(cache.logits, whole.logits, atol=6e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize("chain", CHAINS)

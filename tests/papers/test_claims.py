@@ -134,7 +134,7 @@ def test_the_ledger_on_the_page(style):
     tested = [c for c in every if c.test != "elsewhere"]
     found = {c.id: ({"tiny/multikey": np.array([0.0, -100.0, 50.0])}, "") for c in tested}
     verdicts = decide(every, found)
-    text = render.compose([ledger.sheet(verdicts)], ledger.notes(verdicts, "tiny", True), style)
+    text = render.compose([ledger.sheet(verdicts)], ledger.notes(verdicts, "tiny", "float32", True), style)
     shown = text if style != "latex" else text.replace(r"\_", "_")
     assert all(c.id in shown for c in every)
     if style == "text":

@@ -10,11 +10,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvbench import experiment, presets
+from kvbench import presets
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import rewrite
 from kvbench.config import compose_config, parse
-from kvbench.papers import declared, grid, measured, page, shares, standin, trace
+from kvbench.papers import counts, declared, grid, measured, page, shares, standin, trace
 from kvbench.papers.declared import Column
 from kvbench.papers.view import view
 from kvbench.store_files import line_of
@@ -51,12 +51,14 @@ def test_all_tables_of_the_papers_are_declared():
 def test_every_row_of_every_measured_table_runs_on_the_stand_in(name, tmp_path):
     ours = measured.prepare(table(name), "tiny", [f"results={tmp_path}", "limit=1"])
     assert [line.refused for line in ours.lines if line.refused] == []
-    assert all(ours.cell(line, c) for line in ours.lines for c in ours.declared.scores)
+    cells = [ours.cells(line, c) for line in ours.lines for c in ours.declared.scores]
+    assert all(len(found) == 1 for found in cells)
+    assert len({found[0][1].id for found in cells}) == len(cells)  # each cell once
 
 
 def test_a_row_is_what_run_would_make_of_the_same_words(tmp_path):
     ours = measured.prepare(table("think/2"), "tiny", [f"results={tmp_path}", "limit=1"])
-    line = next(x for x in ours.lines if x.row.name == "snapkv+think kv_size=512;ratio=0.4")
+    line = next(x for x in ours.lines if x.row.name == "snapkv+think kv_size=64;ratio=0.4")
     windows = ["method.snapkv.window=4", "method.think.recent=4", "method.think.observed=4"]
     typed = rewrite(["preset=think", "method=snapkv+think", "kv_size=64", "ratio=0.4", *windows])
     assert parse(compose_config(typed.runs[0])).chains[0].chain == line.chain
@@ -95,17 +97,14 @@ def test_the_papers_own_full_row_has_an_average_that_is_right():
     assert sum(e.stated is not None for _, row in wrong.rows for e in row) == 8
 
 
-def test_printed_shares_are_beside_ours_and_averaged_as_printed(tmp_path):
-    arguments = [f"results={tmp_path}", "limit=1", "length=256", "dataset.tiny.examples=1"]
-    ours = measured.prepare(table("refreekv/1"), "tiny", arguments)
-    experiment.measure(ours.run, quiet=True)
-    line, entries = view(ours).rows[3]
+def test_printed_shares_are_averaged_as_printed():
+    seen = view(measured.printed(table("refreekv/1"), "tiny", "not run"))
+    line, entries = seen.rows[3]
     assert line.row.name == "h2o budget=0.2"
     assert [e.published_relative for e in entries[:-1]] == [3.2, 8.5, 96.5]
-    assert [e.ours for e in entries] == [e.relative for e in entries]
     assert entries[-1].published == pytest.approx((3.2 + 8.5 + 96.5) / 3)
     assert entries[-1].stated is None  # 36.1 is 36.07, rounded
-    assert "(3.2 ✓)" in page.render(view(ours))
+    assert "3.2 ✓" in page.render(seen, show="published")
 
 
 def test_the_interval_of_an_average_of_equal_scores_is_not_a_point():
@@ -122,29 +121,37 @@ def test_the_share_of_a_perplexity_has_an_interval():
     assert low < share < high < 100
 
 
-def test_the_stand_in_maps_every_dataset_and_counts_each_task_once(store, tmp_path):
+def test_tiny_shows_its_own_tasks_each_once(store):
     ours = measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     seen = view(ours)
-    assert len(set(ours.tasks.values())) == 6
+    assert [c.name for c in seen.columns] == ["needle", "hop", "listing", "labels", "multikey", "code", "avg"]
     _, entries = seen.rows[0]
-    distinct = {ours.tasks[c.dataset]: e.ours for c, e in zip(seen.columns[:-1], entries, strict=False)}
-    assert entries[-1].ours == pytest.approx(sum(distinct.values()) / 6)
+    assert entries[-1].ours == pytest.approx(sum(e.ours for e in entries[:-1]) / 6)
+    assert all(e.published is None for _, row in seen.rows for e in row)
     assert "needle for narrativeqa, qasper, multifieldqa_en" in page.render(seen, "md")
     assert standin.task_of("gsm8k") == "hop"
+
+
+def test_rows_that_are_one_chain_on_tiny_stand_there_once(tmp_path):
+    ours = measured.prepare(table("qhitter/3"), "tiny", [f"results={tmp_path}", "limit=1"])
+    assert [line.row.name for line in ours.lines] == ["full", "h2o+quant bits=4", "qhitter bits=4"]
+    assert counts.count(view(ours)) == {
+        "table": "qhitter/3",
+        "model": "tiny",
+        "measured": "0",
+        "refused": "0",
+        "missing": "6",
+    }
 
 
 def test_shares_are_paired_with_the_full_cache(store):
     ours = measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     column = ours.declared.scores[3]
     line, entries = view(ours).rows[0]
-    entry = entries[3]
-    _, cell = ours.cell(line, column)
+    ((_, cell),), ((_, whole),) = ours.cells(line, column), ours.full(line, column)
     scores = [s["score"] for s in ours.run.store.samples(cell.id).values()]
-    full = [s["score"] for s in ours.run.store.samples(ours.full(column)[1].id).values()]
-    assert entry.relative == pytest.approx(100 * sum(scores) / sum(full))
-    assert entry.published_relative == pytest.approx(
-        100 * entry.published / declared.load("think", "12").full_row("llama-2-7b-chat").cells[column.name].value
-    )
+    full = [s["score"] for s in ours.run.store.samples(whole.id).values()]
+    assert entries[3].relative == pytest.approx(100 * sum(scores) / sum(full))
 
 
 @pytest.mark.parametrize("show", grid.SHOWS)
@@ -162,7 +169,7 @@ def test_every_view_in_every_format(store, capsys, style, show):
 
 @pytest.mark.parametrize("name", ["refreekv/1", "refreekv/10", "uncomp/5", "think/4", "think/10"])
 def test_latex_has_no_sign_that_its_fonts_lack(name):
-    ours = measured.prepare(table(name), "tiny", []) if "1" in name else measured.printed(table(name), "tiny", "")
+    ours = measured.printed(table(name), "tiny", "")
     text = page.render(view(ours), "latex", "both" if ours.timings else "published")
     lines = [line for line in text.splitlines() if not line.startswith("%")]
     assert all(line.isascii() for line in lines)
@@ -173,20 +180,21 @@ def test_latex_has_no_sign_that_its_fonts_lack(name):
 def test_notes_say_what_the_view_shows(store):
     seen = view(measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL]))
     said = {show: " ".join(grid.notes(seen, show)) for show in (*grid.SHOWS, "beside")}
-    assert [show for show in said if "in brackets those of the paper" in said[show]] == ["both"]
-    assert "below them those of the paper" in said["beside"]
-    assert "less those of the paper" in said["delta"]
-    assert [show for show in said if "Stand-in" in said[show]] == ["both", "ours", "delta", "beside"]
-    assert [show for show in said if "suspect" in said[show]] == ["both", "published", "beside"]
-    assert "31.77 for 31.67 (kivi+think bits=2/2;ratio=0.4)" in said["both"]
-    assert "stated: the average that the paper states" in said["published"]
+    assert [show for show in said if "per cent of its own full cache" in said[show]] == [
+        "both",
+        "ours",
+        "delta",
+        "beside",
+    ]
     assert "n = " not in said["published"]
     assert grid.title(seen, "published").endswith("as printed")
+    printed = " ".join(grid.notes(view(measured.printed(table("think/4"), "tiny", "")), "published"))
+    assert "suspect" in printed and "stated: the average that the paper states" in printed
 
 
-def test_groups_of_tasks_stand_over_their_columns(store):
-    seen = view(measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL]))
-    lines = page.render(seen, "text").splitlines()
+def test_groups_of_tasks_stand_over_their_columns():
+    seen = view(measured.printed(table("think/4"), "tiny", ""))
+    lines = page.render(seen, "text", "published").splitlines()
     above, names = next((a, b) for a, b in pairwise(lines) if "single-document QA" in a)
     rule = next(line for line in lines[lines.index(names) :] if line.startswith("─"))
     names = lines[lines.index(rule) - 1]
@@ -195,8 +203,8 @@ def test_groups_of_tasks_stand_over_their_columns(store):
     assert above.index("multi-document QA") >= names.index("hotpotqa")
     assert "|  | *single-document QA* |  |  | *multi-document QA* |" in page.render(seen, "md")
     assert '<th colspan="3">few-shot</th>' in page.render(seen, "html")
-    assert "\x1b[1m" in page.render(seen, "text", terminal=True)
-    assert "\x1b" not in page.render(seen, "text")
+    assert "\x1b[1m" in page.render(seen, "text", "published", terminal=True)
+    assert "\x1b" not in page.render(seen, "text", "published")
 
 
 def test_groups_of_one_column_each_are_left_out(tmp_path):
@@ -211,13 +219,13 @@ def test_groups_of_one_column_each_are_left_out(tmp_path):
 def test_csv_has_one_line_per_cell(store, capsys):
     _, out = shown(capsys, "think/4", f"results={store}", *SMALL, "--stored", "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(out)))
-    assert len(rows) == 2 * 17
+    assert len(rows) == 2 * 7
     assert {r["status"] for r in rows} == {"measured"}
     assert all(r["stand_in"] == "tiny" and r["delta"] == "" for r in rows)
 
 
 def test_a_number_traces_to_its_lines(store, capsys):
-    _, out = shown(capsys, "think/4", f"results={store}", *SMALL, "--stored", "--trace", "kivi bits=2/2", "hotpotqa")
+    _, out = shown(capsys, "think/4", f"results={store}", *SMALL, "--stored", "--trace", "kivi bits=2", "hop")
     cell = re.search(r"cell (\w{16})", out)[1]
     lines = [json.loads(x) for x in (store / "cells" / cell / "samples-0.jsonl").read_text().splitlines()]
     assert all(line["id"] in out for line in lines)
@@ -225,22 +233,21 @@ def test_a_number_traces_to_its_lines(store, capsys):
 
 def test_an_average_traces_to_its_cells(store, capsys):
     arguments = ["think/4", f"results={store}", *SMALL, "--stored"]
-    _, out = shown(capsys, *arguments, "--trace", "kivi bits=2/2", "avg")
+    _, out = shown(capsys, *arguments, "--trace", "kivi bits=2", "avg")
     ours = measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     seen = view(ours)
-    cells = {ours.cell(ours.lines[0], c)[1].id for c in ours.declared.scores}
+    cells = {c.id for column in ours.declared.scores for _, c in ours.cells(ours.lines[0], column)}
     assert len(cells) == 6
     assert all(out.count(f"cell {cell}") == 1 for cell in cells)
     assert f"shown: {seen.rows[0][1][-1].relative:.6g} % of the full cache" in out
 
 
 def test_of_rows_with_one_name_the_one_that_is_run_is_traced(tmp_path):
-    ours = measured.prepare(table("think/2"), "tiny", [f"results={tmp_path}", "limit=1"])
-    name = "snapkv kv_size=512"
-    first, second = (line for line in ours.lines if line.row.name == name)
-    lines = tuple(replace(x, chain=None, skipped="another model") if x is first else x for x in ours.lines)
-    out = trace.trace(replace(ours, lines=lines), name, "qasper")
-    assert f"cell {ours.cell(second, Column('qasper', declared.SCORE, 'single-document QA'))[1].id}" in out
+    ours = measured.prepare(table("think/4"), "tiny", [f"results={tmp_path}", "limit=1"])
+    line = ours.lines[0]
+    lines = (replace(line, chain=None, skipped="another model"), *ours.lines)
+    out = trace.trace(replace(ours, lines=lines), line.row.name, "hop")
+    assert f"cell {ours.cells(line, Column('hop', declared.SCORE))[0][1].id}" in out
 
 
 def test_another_score_changes_exactly_the_cells_that_hold_it(store, tmp_path, capsys):
@@ -248,7 +255,7 @@ def test_another_score_changes_exactly_the_cells_that_hold_it(store, tmp_path, c
     _, before = shown(capsys, "think/4", f"results={store}", *arguments)
     ours = measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     line = ours.lines[0]
-    _, cell = ours.cell(line, Column("lcc", declared.SCORE))
+    ((_, cell),) = ours.cells(line, Column("code", declared.SCORE))
     path = store / "cells" / cell.id / "samples-0.jsonl"
     old = path.read_text()
     first, *rest = old.splitlines(keepends=True)
@@ -261,7 +268,7 @@ def test_another_score_changes_exactly_the_cells_that_hold_it(store, tmp_path, c
         for a, b in zip(*(csv.DictReader(io.StringIO(x)) for x in (before, after)), strict=True)
         if a != b
     }
-    assert changed == {("kivi", "lcc"), ("kivi", "repobench-p"), ("kivi", "avg")}
+    assert changed == {("kivi", "code"), ("kivi", "avg")}
 
 
 def test_facts_of_datasets_stand_as_printed(capsys):
@@ -286,7 +293,7 @@ def test_nothing_stored_shows_dashes(tmp_path, capsys):
         (["think/4", "--format", "pdf"], "--format"),
         (["think", "--trace", "a", "b"], "--trace needs one table"),
         (["think/4", "--stored", "--trace", "nothing", "lcc"], "unknown row"),
-        (["think/4", "--stored", "--trace", "kivi bits=2/2", "nothing"], "unknown column"),
+        (["think/4", "--stored", "--trace", "kivi bits=2", "nothing"], "unknown column"),
         (["uncomp/5", "--trace", "qasper", "length"], "no numbers of ours"),
         (["think/4", "model=nowhere/absent"], "download=true"),
     ],

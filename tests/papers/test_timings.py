@@ -275,12 +275,12 @@ def test_the_list_says_what_is_measured(results, capsys):
     assert "(9 published; tiny: 9 measured, 2 refused)" in " ".join(out.split())
     assert main(["list", "tables", f"results={results}", "--json"]) == 0
     found = {t["id"]: t for t in json.loads(capsys.readouterr().out)["tables"]}
-    assert found["think/10"]["ours"] == {"model": "tiny", "measured": 9, "refused": 2, "missing": 0}
-    assert found["think/2"]["ours"] is None
+    assert found["think/10"]["ours"] == [{"model": "tiny", "measured": 9, "refused": 2, "missing": 0}]
+    assert found["think/2"]["ours"] == []
 
 
 def test_the_list_covers_every_committed_table():
-    known = counts.read(ROOT / "results" / "tables")
+    known = counts.read(ROOT / "results" / "tiny")
     assert set(known) == {t.id for t in declared.find("all") if t.measurable or t.kind == timings.KIND}
 
 
@@ -288,13 +288,12 @@ def test_verifying_finds_one_altered_digit(tmp_path, monkeypatch):
     import paper_tables
 
     shutil.copytree(ROOT / "results" / "cpu", tmp_path / "cpu")
-    (tmp_path / "tables").mkdir()
+    (tmp_path / "tiny").mkdir()
     for name in ("think-10.md", counts.FILE):
-        shutil.copy(ROOT / "results" / "tables" / name, tmp_path / "tables" / name)
+        shutil.copy(ROOT / "results" / "tiny" / name, tmp_path / "tiny" / name)
     monkeypatch.setattr(paper_tables, "ROWS", tmp_path)
-    monkeypatch.setattr(paper_tables, "FOLDER", tmp_path / "tables")
     assert paper_tables.main(["think/10", "--verify"]) == 0
-    page, rows = tmp_path / "tables" / "think-10.md", tmp_path / "cpu" / "think10.jsonl"
+    page, rows = tmp_path / "tiny" / "think-10.md", tmp_path / "cpu" / "think10.jsonl"
     before = page.read_text()
     at = before.index("ours ") + 5
     page.write_text(before[:at] + str((int(before[at]) + 1) % 10) + before[at + 1 :])

@@ -262,8 +262,12 @@ def test_every_entry_of_conf_says_what_status_shows():
 def test_fetched_files_are_those_that_the_loader_reads(tmp_path):
     from kvbench.tasks import longbench
 
-    for dataset, split in (("longbench", "en"), ("longbench_zh", "zh"), ("longbench_e", "e")):
+    for dataset, split in (
+        *(("longbench", "en"), ("longbench_zh", "zh"), ("longbench_e", "e")),
+        *(("longbench_mini", "en"), ("longbench_mini_zh", "zh")),
+    ):
         files = {w.to: w.also for w in fetch.source_of(dataset).files}
-        expected = {longbench.places(n, split)[0]: longbench.places(n, split)[1] for n in longbench.names(split)}
+        folder = "longbench_mini" if "mini" in dataset else "longbench"
+        expected = dict(longbench.places(n, split, folder) for n in longbench.names(split))
         official = {f"longbench/{n}": None for n in (longbench.PROMPTS, longbench.LENGTHS)}
         assert files == {**expected, **official}

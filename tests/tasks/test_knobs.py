@@ -1,6 +1,8 @@
 import pytest
 
+from kvbench.cli.rewrite import entries
 from kvbench.errors import UsageError
+from kvbench.tasks.base import load_tasks
 from kvbench.tasks.knobs import drawn, one_of, whole
 
 
@@ -26,3 +28,22 @@ def test_checked_knobs():
     assert one_of("d", "k", "a", ("a", "b")) == "a"
     with pytest.raises(UsageError, match=r"unknown value of dataset\.d\.k 'c'.*Available: a, b"):
         one_of("d", "k", "c", ("a", "b"))
+
+
+def test_the_answers_length_is_a_knob_of_datasets_whose_data_says_it_too():
+    entry = entries("dataset")["tiny"]
+    (own,), (same,), (less,) = (
+        load_tasks("tiny", {**entry, "max_new_tokens": n}, ["needle"], None) for n in (None, 8, 3)
+    )
+    # the length that the data says is the same cell, whether typed or not
+    assert own.content_hash() == same.content_hash() != less.content_hash()
+    assert {e.max_new_tokens for e in less.examples} == {3}
+    assert [e.prompt for e in less.examples] == [e.prompt for e in own.examples]
+    for wrong in (0, 2.5, True, "8"):
+        with pytest.raises(UsageError, match=r"dataset\.tiny\.max_new_tokens=.*a whole number, 1 or more"):
+            load_tasks("tiny", {**entry, "max_new_tokens": wrong}, ["needle"], None)
+
+
+def test_every_dataset_that_is_answered_takes_max_new_tokens():
+    for name, entry in entries("dataset").items():
+        assert ("max_new_tokens" in entry) == ("perplexity" not in entry["_target_"]), name

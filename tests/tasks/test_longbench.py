@@ -227,6 +227,42 @@ def test_the_official_multi_news():
     assert task.source == "multi_news.jsonl, 200 examples; prompts of LongBench's dataset2prompt.json"
 
 
+MINI = {
+    **{"narrativeqa": 6, "qasper": 9, "multifieldqa_en": 7, "hotpotqa": 13, "2wikimqa": 13, "musique": 7},
+    **{"gov_report": 12, "qmsum": 6, "multi_news": 11, "trec": 8, "triviaqa": 12, "samsum": 15, "passage_count": 4},
+    **{"passage_retrieval_en": 15, "lcc": 26, "repobench-p": 23},
+    **{"multifieldqa_zh": 15, "dureader": 6, "vcsum": 6, "lsht": 8, "passage_retrieval_zh": 15},
+}
+REWORDED = ("narrativeqa", "qasper", "multi_news")
+"""The tasks whose prompts MiniLongBench itself words otherwise: another instruction, or one more newline at the end."""
+
+
+def test_minilongbench_in_longbenchs_own_words():
+    folder = data_path("longbench_mini")
+    templates = json.loads(data_path("longbench", "dataset2prompt.json").read_text(encoding="utf-8"))
+    lengths = json.loads(data_path("longbench", "dataset2maxlen.json").read_text(encoding="utf-8"))
+    tasks = [t for d in ("longbench_mini", "longbench_mini_zh") for t in load(folder.parent, d)]
+    assert {t.id.partition("/")[2]: len(t.examples) for t in tasks} == MINI
+    assert sum(MINI.values()) == 237 and sum(MINI[n] for n in REWORDED) == 26
+    for task in tasks:
+        name = task.id.partition("/")[2]
+        rows = [json.loads(x) for x in (folder / f"{name}.jsonl").read_bytes().decode().split("\n") if x]
+        assert [e.prompt for e in task.examples] == [templates[name].format(**r) for r in rows]
+        assert all(e.prompt.endswith(e.question) for e in task.examples)
+        assert [e.answers for e in task.examples] == [tuple(r["answers"]) for r in rows]
+        assert {e.max_new_tokens for e in task.examples} == {lengths[name]}
+        spec = longbench.TASKS[name]
+        assert (task.metric, task.first_line, task.chat) == (spec.metric, spec.first_line, spec.chat)
+        assert task.source.startswith(f"{name}.jsonl, {MINI[name]} examples")
+
+
+def test_minilongbench_says_what_is_missing(root):
+    fill(root, ["qasper"], folder="longbench_mini")
+    assert load(root, "longbench_mini", "qasper")[0].id == "longbench_mini/qasper"
+    with pytest.raises(UsageError, match=r"longbench_mini/lcc\.jsonl: .*data fetch longbench_mini data\.root"):
+        load(root, "longbench_mini", "lcc")
+
+
 def test_a_task_for_every_prompt_of_the_official_file():
     folder = data_path("longbench")
     for name in ("dataset2prompt.json", "dataset2maxlen.json"):

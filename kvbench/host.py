@@ -1,0 +1,56 @@
+"""What answers: a loaded model with everything about prompts and answers that a run settled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.config import Sampling
+from kvbench.memory import GIB
+from kvbench.tasks.base import Task, Tokenizer
+from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
+from kvbench.types import Example
+
+ROWS_CPU, ROWS_GPU = 96, 128
+
+
+@dataclass(frozen=True)
+class Host:
+    """A loaded model, how prompts reach it, and how it answers. ``context`` is its longest text in tokens, ``memory``
+    the bytes that the caches of a decode batch may take."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    policy: PromptPolicy
+    stop: frozenset[int]
+    context: int | None
+    sampling: Sampling = field(default_factory=Sampling)
+    batch_rows: int | None = None
+    plain: bool = False
+    memory: int = 2 * GIB
+
+    def shape(self) -> tuple[int, int, torch.dtype]:
+        """(kv heads, head dimension, dtype) of the model's cache."""
+        c = self.model.config
+        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+        dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        return int(heads), int(dim), self.model.dtype
+
+    @property
+    def most_rows(self) -> int:
+        """Rows decoded together, at most."""
+        return self.batch_rows or (ROWS_GPU if self.model.device.type == "cuda" else ROWS_CPU)
+
+    def encode(self, example: Example, task: Task) -> Encoded:
+        """The example's prompt as the model reads it; of a text that is scored, its prefix."""
+        if example.tokens:
+            return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
+        room = None if self.context is None else self.context - example.max_new_tokens
+        return encode(self.tokenizer, example, task, self.policy, room)
+
+    def batching(self) -> dict[str, Any]:
+        """The batch policy, which in half precision has a part in the numbers: each line says how many rows ran."""
+        return {"rows": self.most_rows, "order": "by example, then by cell; rows enter as others leave"}

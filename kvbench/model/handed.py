@@ -1,0 +1,74 @@
+"""One layer of a prompt as a chain is handed it, to be found unchanged when the chain is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from kvbench.cache.content import same_bits
+from kvbench.errors import Refused
+from kvbench.methods.chain import Chain
+from kvbench.types import LayerCache, Observation
+
+
+class Handed:
+    """``cache`` and ``obs`` for one chain: those of all chains, or copies where its code is not kvbench's own.
+
+    What is written into copies, now or later, by whatever means, is no other method's matter. Of what is shared,
+    PyTorch counts the writes.
+    """
+
+    def __init__(self, chain: Chain, cache: LayerCache, obs: Observation) -> None:
+        self.chain, self.cache, self.obs = chain, cache, obs
+        self._shared = [*_tensors(cache, obs)]
+        if chain.foreign:
+            self.cache, self.obs = deepcopy((cache, replace(obs, found={})))
+            self._copies = [t for _, t in _tensors(self.cache, self.obs)]
+            return
+        self._copies = []
+        self._shared += [("a result of Observation.once", t) for t in _flat(obs.found)]
+        self._versions = [_version(t) for _, t in self._shared]
+
+    def check(self) -> None:
+        """Raise Refused, with the name of what was changed, unless all of it is as it was handed."""
+        if self._copies:
+            changed = [name for (name, t), c in zip(self._shared, self._copies, strict=True) if not _equal(t, c)]
+        else:
+            changed = [name for (name, t), v in zip(self._shared, self._versions, strict=True) if _version(t) != v]
+        if changed:
+            raise Refused(
+                f"{self.chain.name} changes what it is handed in place: {changed[0]} of layer {self.obs.layer}; "
+                "clone first"
+            )
+
+
+def _tensors(cache: LayerCache, obs: Observation) -> Iterator[tuple[str, Tensor]]:
+    for s in cache.segments:
+        yield from (("keys", s.k), ("values", s.v), ("positions", s.positions))
+    for f in fields(obs):
+        if f.name != "found":
+            yield from ((f.name, t) for t in _flat(getattr(obs, f.name)))
+
+
+def _flat(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value of Observation."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, LayerCache):
+        yield from value.tensors()
+    elif isinstance(value, (tuple, list, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _flat(part)
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def _equal(t: Tensor, copy: Tensor) -> bool:
+    """Whether a copy still holds the very bits of ``t``, and a storage for them."""
+    return copy.untyped_storage().nbytes() >= copy.nbytes and same_bits(t, copy)

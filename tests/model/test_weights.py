@@ -1,0 +1,167 @@
+"""A checkpoint's weights are all there, fit and are floats, or loading says which are not and why."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from families import FAMILIES, build
+from safetensors.torch import load_file, save_file
+
+from kvbench.api import generate
+from kvbench.cli.main import main
+from kvbench.config import ModelConfig
+from kvbench.errors import UsageError
+from kvbench.methods import registry
+from kvbench.model import load
+from kvbench.model.prefill import prefill_chains
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    build("llama").save_pretrained(tmp_path / "m")
+    return tmp_path / "m"
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def configure(folder, **more):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **more}))
+
+
+def loaded(folder, **knobs):
+    cfg = ModelConfig(name="hf", path=str(folder), **knobs)
+    return load.load_weights(cfg, load.locate(cfg), CPU)
+
+
+def refused(folder, *reasons, **knobs):
+    with pytest.raises(UsageError) as error:
+        loaded(folder, **knobs)
+    for reason in reasons:
+        assert reason in str(error.value), error.value
+    return str(error.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_missing_surplus_misshapen_and_integer_weights_are_named(family, tmp_path):
+    build(family).save_pretrained(tmp_path / "whole")
+    names = sorted(load_file(tmp_path / "whole" / "model.safetensors"))
+    weight = next(n for n in names if n.endswith(("dense.weight", "q_proj.weight")))
+    cases = {
+        "lacks weights": lambda t: t.pop(weight),
+        "no place for": lambda t: t.update({"model.extra.weight": torch.ones(2)}),
+        "another shape": lambda t: t.update({weight: torch.ones(3, 3)}),
+        "as integers": lambda t: t.update({weight: torch.ones(t[weight].shape, dtype=torch.int8)}),
+    }
+    for number, (reason, change) in enumerate(cases.items()):
+        broken = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", broken)
+        rewrite(broken, change)
+        refused(broken, reason, "model.extra.weight" if reason == "no place for" else weight)
+    kept = loaded(tmp_path / "whole").state_dict()
+    assert all(torch.equal(kept[n], t) for n, t in build(family).state_dict().items())
+
+
+def test_a_config_of_another_depth_is_told_with_names_and_count(folder):
+    configure(folder, num_hidden_layers=2)
+    refused(folder, "no place for: model.layers.2.input_layernorm.weight", "(9 in all)")
+    configure(folder, num_hidden_layers=4)
+    refused(folder, "lacks weights that its config.json asks for: model.layers.3", "(9 in all)")
+    configure(folder, num_hidden_layers=3, intermediate_size=100)
+    refused(folder, "down_proj.weight [64, 96] for [64, 100]", "(9 in all)")
+
+
+def test_the_layers_of_several_files_are_checked_together(folder):
+    build("llama").save_pretrained(folder, max_shard_size="40KB")
+    (folder / "model.safetensors").unlink()
+    assert loaded(folder)
+    shard = sorted(folder.glob("*.safetensors"))[-1]
+    tensors = load_file(shard)
+    name, tensor = sorted(tensors.items())[0]
+    save_file({**tensors, name: tensor.to(torch.int32)}, shard, metadata={"format": "pt"})
+    refused(folder, "as integers", name)
+
+
+def test_what_transformers_leaves_out_itself_is_no_error(folder):
+    def old(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    configure(folder, tie_word_embeddings=True)
+    rewrite(folder, old)
+    assert loaded(folder)
+
+
+def test_a_run_on_half_a_checkpoint_measures_nothing(folder, tmp_path, capsys):
+    from kvbench.model import embedded
+
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded.path() / name, folder)
+    rewrite(folder, lambda t: t.pop("model.norm.weight"))
+    assert main(["run", f"model={folder}", "dataset=tiny/needle", "limit=1", f"results={tmp_path / 'r'}"]) == 2
+    captured = capsys.readouterr()
+    assert "lacks weights that its config.json asks for: model.norm.weight" in captured.err
+    assert not list((tmp_path / "r").rglob("*.jsonl"))
+
+
+def test_an_adapter_and_a_folder_of_a_weights_name_are_refused(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    refused(folder, "holds an adapter", "merge it")
+    (folder / "adapter_config.json").unlink()
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    refused(folder, "model.safetensors is no file")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "reason"),
+    [
+        ({"rope_type": "nope"}, "rope_type=nope is not known; default, dynamic, linear"),
+        ({"rope_type": "linear"}, "rope_type=linear needs factor="),
+        ({"rope_type": "linear", "factor": 0}, "factor=0 is not possible"),
+        ({"rope_type": "linear", "factor": float("nan")}, "factor=nan is not possible"),
+    ],
+)
+def test_a_rope_scaling_that_cannot_be_is_said(folder, scaling, reason):
+    refused(folder, reason, rope_scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [("mps", "unknown device 'mps'"), ("meta", "unknown device"), ("cpu:5", "unknown device"), ("cuda:99", "sees")],
+)
+def test_devices_that_are_not_there(device, reason):
+    with pytest.raises(UsageError, match=reason):
+        load.resolve_device(device)
+
+
+def test_a_device_map_and_an_embedded_model_by_a_wrong_name(folder):
+    refused(folder, "unknown value of model.device_map 'foo'", "balanced", device_map="foo")
+    with pytest.raises(UsageError, match=r"unknown embedded model 'nope'.*tiny"):
+        load.locate(ModelConfig(name="x", path="embedded:nope"))
+
+
+def test_a_million_threads_are_refused_before_any_is_started(capsys):
+    assert main(["run", "threads=1000000", "limit=1"]) == 2
+    assert "threads=1000000 is not possible: auto, or 1 to 1024" in capsys.readouterr().err
+
+
+def test_llama3_scaled_rope_generates_as_transformers_does(folder):
+    """Llama-3.2's scaling: frequencies above a wavelength are divided by the factor."""
+    rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 64
+    configure(folder, rope_parameters={**rope, "rope_theta": 500000.0}, max_position_embeddings=2048)
+    model = loaded(folder)
+    plain = build("llama").model.rotary_emb.inv_freq
+    assert not torch.equal(model.model.rotary_emb.inv_freq, plain)
+    ids = torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(0))
+    (cache,) = prefill_chains(model, ids, [registry.parse({"method": "full"})])
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 200:].tolist()
+    assert generate(model, [cache], 12) == [expected]

@@ -1,0 +1,75 @@
+"""Committed tables of a model: packed while they are measured, gone on with elsewhere, verified from samples alone."""
+
+import sys
+from pathlib import Path
+
+import papers_data
+import pytest
+
+from kvbench import archive, experiment
+from kvbench.papers import counts, declared
+from kvbench.store import ResultStore
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+import paper_tables
+
+TABLE = declared.load("vatp", "2")
+
+
+@pytest.fixture
+def packed(tmp_path, monkeypatch):
+    """A folder model's table of which one example a task is measured and packed: its target, and the results."""
+    monkeypatch.setattr(paper_tables, "ROWS", tmp_path / "committed")
+    monkeypatch.setenv("KVBENCH_DATA", str(papers_data.data(tmp_path / "data")))
+    model = papers_data.model(tmp_path / "model")
+    monkeypatch.setattr(paper_tables, "PRETRAINED", str(model))
+    of, results = paper_tables.target(str(model)), str(tmp_path / "results")
+    experiment.measure(paper_tables.prepare(TABLE, of, results, "limit=1").run, quiet=True)
+    assert paper_tables.main(["vatp", "--model", str(model), "--pack", "--results", results]) == 0
+    return of, results
+
+
+def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, tmp_path):
+    of, _ = packed
+    assert sorted(p.name for p in of.folder.iterdir()) == [
+        "counts.csv",
+        "vatp-1.md",
+        "vatp-1.samples.jsonl.gz",
+        "vatp-2.md",
+        "vatp-2.samples.jsonl.gz",
+    ]
+    assert counts.read(of.folder)["vatp/2"]["measured"] == "12"
+    assert f"`python scripts/paper_tables.py vatp/2 --model {of.model}`" in of.page(TABLE).read_text()
+    fresh = str(tmp_path / "fresh")
+    paper_tables.restore([TABLE], of, fresh)
+    run = paper_tables.prepare(TABLE, of, fresh).run
+    assert [t["answers_done"] for t in run.todo()] == [4] * 4
+    assert archive.restore(of.samples(TABLE), ResultStore(tmp_path / "fresh")) == 0  # nothing twice
+
+
+def test_restoring_leaves_what_is_there(packed, tmp_path):
+    of, _ = packed
+    store = ResultStore(tmp_path / "results")
+    cell = store.cells()[0]
+    before = (store.folder(cell) / "samples-0.jsonl").read_bytes()
+    assert archive.restore(of.samples(TABLE), store) == 0
+    assert (store.folder(cell) / "samples-0.jsonl").read_bytes() == before
+
+
+def test_verifying_covers_both_models_and_finds_another_digit(packed, monkeypatch, capsys):
+    of, _ = packed
+    assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 0
+    page = of.page(TABLE)
+    page.write_text(page.read_text().replace("n = 1 of", "n = 2 of"))
+    assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 1
+    assert "vatp-2.md differ from their samples" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_here_is_not_verified_and_says_so(packed, tmp_path, monkeypatch, capsys):
+    of, _ = packed
+    (tmp_path / "model").rename(tmp_path / "away")
+    assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 0
+    assert "are not verified" in capsys.readouterr().err
+    monkeypatch.setenv("KVBENCH_REQUIRE_MODELS", "1")
+    assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 2

@@ -1,0 +1,188 @@
+"""Every table and claim runs on any model: one cell for each distinct row and column, in one unit with the paper's."""
+
+import numpy as np
+import papers_data
+import pytest
+
+from kvbench import experiment
+from kvbench.cli.main import main
+from kvbench.errors import UsageError
+from kvbench.metrics import metric
+from kvbench.papers import claims, counts, declared, grid, measured, page, settings, shares, standin
+from kvbench.papers.view import view
+
+MEASURED = [t.id for t in declared.find("all") if t.measurable]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return papers_data.model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return papers_data.data(tmp_path_factory.mktemp("data"))
+
+
+def prepared(table, folder, data, results, *more):
+    return measured.prepare(table, str(folder), [f"results={results}", f"data.root={data}", *more])
+
+
+def table(name):
+    return declared.load(*name.split("/"))
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_every_table_has_a_cell_for_each_distinct_row_and_column(name, folder, data, tmp_path):
+    needle = any(c.dataset == "needle" for c in table(name).scores)
+    ours = prepared(table(name), folder, data, tmp_path, *(["depths=50"] if needle else []))
+    assert (ours.stand_in, ours.absent) == (True, {})
+    rows = {}
+    for line in ours.lines:
+        for column in (c for c in ours.declared.scores if c.name in line.row.cells):
+            assert line.refused or ours.cells(line, column), (line.row.name, column)
+            method = settings.method_of(line.row.method, settings.parse(line.row.setting))
+            knobs = sorted(settings.knobs(line.row.method, line.row.setting).items())
+            own = {k: v for k, v in settings.parse(line.row.setting).items() if k in ("shots", "context")}
+            if not line.refused:
+                ids = tuple(c.id for _, c in ours.cells(line, column))
+                rows.setdefault((method, str(knobs), str(own), column.dataset), set()).add(ids)
+    assert all(len(ids) == 1 for ids in rows.values())
+    units = {metric(g.task.metric).shown is None for g in ours.run.groups}
+    for line, entries in view(ours).rows if units == {True} else ():
+        printed = [e.published for e in entries if e.published]
+        assert not printed or max(printed) > 1, line.row.name  # of 100
+
+
+def test_shots_are_read_of_each_row(folder, data, tmp_path):
+    ours = prepared(table("qhitter/3"), folder, data, tmp_path)
+    cells = [c.id for line in ours.lines for column in ours.declared.scores for _, c in ours.cells(line, column)]
+    assert len(set(cells)) == len(cells) == 4 * 3 * 2
+    prompts = {g.column: g.examples[0].prompt for g in ours.run.groups}
+    assert [prompts[f"xsum shots={n}"].count("###") for n in (0, 1, 3, 5)] == [1, 2, 4, 6]
+    assert counts.count(view(ours))["missing"] == "24"
+
+
+def test_printed_fractions_are_shown_in_per_cent(folder, data, tmp_path):
+    ours = prepared(table("qhitter/3"), folder, data, tmp_path)
+    assert view(ours).rows[0][1][0].published == pytest.approx(17.1)
+    assert "17.1" in page.render(view(ours), show="published")
+    assert "What the paper prints as fractions stands here in per cent" in " ".join(grid.notes(view(ours)))
+    coqa = view(measured.printed(table("refreekv/7"), "x", ""))
+    assert next(e.printed for e in coqa.rows[1][1] if e.printed) == "25.0"
+
+
+def test_several_tasks_of_a_dataset_are_one_column(folder, data, tmp_path):
+    by_paper = {p: claims.sides(p, claims.load(p)) for p in claims.PAPERS}
+    for sides in by_paper.values():
+        for side in sides:
+            if {"mdqa", "needle"} & {c.dataset for c in side.scores}:
+                ours = prepared(side, folder, data, tmp_path)
+                for column in side.scores:
+                    tasks = [g.task.id for g, _ in ours.cells(ours.lines[0], column)]
+                    if column.dataset == "mdqa":
+                        assert tasks == ["mdqa/first", "mdqa/middle", "mdqa/last"]
+                        assert ours.cells(ours.lines[0], column)[0][0].examples[0].meta["documents"] == 10
+
+
+def test_needles_have_the_papers_lengths_where_the_model_takes_them(folder, data, tmp_path):
+    ours = prepared(table("uncomp/4"), folder, data, tmp_path, "depths=50")
+    four, eight = (next(x for x in ours.lines if settings.parse(x.row.setting)["context"] == c) for c in ("4k", "8k"))
+    column = ours.declared.scores[0]
+    lengths = [[int(g.task.id.partition("/")[2]) for g, _ in ours.cells(line, column)] for line in (four, eight)]
+    assert lengths == [[1000, 2000, 3000, 3900], [1000, 2000, 3000, 3900, 5000, 6000, 7000, 7900]]
+    short = papers_data.model(tmp_path / "short", context=2048)
+    ours = prepared(table("uncomp/4"), short, data, tmp_path, "depths=50")
+    assert [g.task.id for g, _ in ours.cells(ours.lines[0], column)] == ["needle/1000", "needle/2000"]
+    assert any("3000, 3900 tokens" in n and "beyond the model's context" in n for n in ours.notes)
+
+
+def test_a_dataset_that_is_not_there_leaves_its_column_out_and_says_what_it_needs(folder, data, tmp_path):
+    (data / "gpqa_main.csv").rename(data / "away.csv")
+    try:
+        ours = prepared(table("refreekv/1"), folder, data, tmp_path)
+    finally:
+        (data / "away.csv").rename(data / "gpqa_main.csv")
+    assert grid.absent(ours) == ["gpqa is not here: dataset=gpqa needs gpqa_main.csv, which is not there"]
+    assert str(data) not in page.render(view(ours))
+    column = next(c for c in ours.declared.scores if c.dataset == "gpqa")
+    assert not ours.cells(ours.lines[0], column) and ours.value(ours.lines[0], column)["status"] == "missing"
+
+
+def test_nothing_that_can_be_read_is_told_with_its_reasons(folder, tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    arguments = [f"model={folder}", f"data.root={empty}", f"results={tmp_path}"]
+    assert main(["table", "refreekv/7", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert "none of its datasets can be read" in said and "gsm8k_test.jsonl" in said and "coqa-dev" in said
+
+
+def test_longbench_columns_are_never_a_mixture(folder, tmp_path):
+    root = papers_data.longbench(tmp_path / "data", "longbench_mini")
+    papers_data.longbench(root, "longbench", ("qasper", "hotpotqa"))
+    some = prepared(table("vatp/2"), folder, root, tmp_path)
+    assert {w.entry for w in some.groups} == {"longbench_mini"}
+    assert "LongBench columns: MiniLongBench's examples, 3 to 3 a task." in some.notes
+    forced = prepared(table("vatp/2"), folder, root, tmp_path, "longbench=full")
+    assert {w.entry for w in forced.groups} == {"longbench"}
+    assert sorted(w.dataset for w in forced.absent) == ["2wikimqa", "multifieldqa_en"]
+    papers_data.longbench(root, "longbench")
+    assert {w.entry for w in prepared(table("vatp/2"), folder, root, tmp_path).groups} == {"longbench"}
+    with pytest.raises(UsageError, match=r"unknown value of longbench 'some'"):
+        prepared(table("vatp/2"), folder, root, tmp_path, "longbench=some")
+    with pytest.raises(UsageError, match="longbench=mini is not possible with model=tiny"):
+        measured.prepare(table("vatp/2"), "tiny", ["longbench=mini"])
+
+
+def test_where_the_full_cache_is_at_the_floor_no_share_is_shown():
+    low, some = np.zeros((20, 2)), np.full((20, 2), 0.5)
+    low[0] = 1.0, 0.1
+    assert shares.floored(low) and not shares.floored(some)
+    assert shares.floored(some, chance=0.48)  # as silence scores
+    rare = np.zeros((20, 2))
+    rare[0] = 1.0  # 5 of 100, with an interval that reaches 0
+    assert shares.floored(rare)
+    assert shares.of_mean([rare, some], of_ratios=False)[0] == pytest.approx(100)
+
+
+def test_a_table_at_the_floor_says_so_and_averages_the_rest(folder, data, tmp_path):
+    ours = prepared(table("vatp/2"), folder, data, tmp_path, "limit=1")
+    experiment.measure(ours.run, quiet=True)
+    seen = view(ours)
+    _line, entries = seen.rows[0]
+    floored = [e for e in entries if e.floor]
+    assert floored and all(e.relative is None for e in floored)
+    assert [c.name for c in seen.columns][-2:] == ["avg", "avg/all"]
+    assert "floor" in page.render(seen) and "it says nothing" in " ".join(page.render(seen).split())
+    assert "Δ" not in page.render(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paper", declared.PAPERS)
+def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkeypatch):
+    few = {stage: {"samples": "2"} for stage in standin.SAMPLES}
+    few["uncomp-stage"]["schedule"] = "relative"
+    monkeypatch.setattr(standin, "depths", lambda size: few)
+    tables = [t for t in declared.find(paper) if t.measurable]
+    short = {"needle": ["lengths=300", "depths=50"], "wikitext103": ["length=128", "prefix=64", "chunk=8"]}
+    for table in (*tables, *claims.sides(paper, claims.load(paper))):
+        datasets = {c.dataset for c in table.scores}
+        more = [x for name in short.keys() & datasets for x in short[name]]
+        answers = [] if "wikitext103" in datasets else ["max_new_tokens=4"]
+        ours = prepared(table, folder, data, tmp_path, "limit=1", *more, *answers)
+        experiment.measure(ours.run, quiet=True)
+        seen = view(ours)
+        for line, entries in seen.rows:
+            scores = zip(seen.columns, entries, strict=True)
+            states = {e.status for c, e in scores if c in table.scores} - {"none"}
+            assert states == {"refused" if line.refused else "measured"}, (table.id, line.row.name)
+
+
+@pytest.mark.parametrize("paper", claims.PAPERS)
+def test_every_claim_finds_its_pairs(paper, folder, data, tmp_path):
+    mine = [c for c in claims.load(paper) if c.test != "elsewhere"]
+    tables = [prepared(side, folder, data, tmp_path, "limit=1") for side in claims.sides(paper, mine)]
+    for claim in mine:
+        found, why = claims.differences(claim, tables)
+        assert found or why, claim.id

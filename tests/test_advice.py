@@ -1,0 +1,96 @@
+"""What is said of prompts, answers and columns that show nothing, before and below a table."""
+
+import json
+
+import pytest
+
+from kvbench.advice import about_prompts, at_floor
+from kvbench.cli.main import main
+from kvbench.tasks.base import Task
+from kvbench.tasks.prompt import PromptPolicy
+from kvbench.types import Example
+
+TEMPLATE = "model.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'"
+SMALL = ["dataset=tiny/needle", "length=256", "examples=2", "method=snapkv,tova", "kv_ratio=0.5"]
+
+
+class Chatty:
+    chat_template = "any"
+
+
+class Plain:
+    chat_template = None
+
+
+def task(new=64, classes=(), metric="f1", tokens=(), chat=True):
+    example = Example("a", "p", ("x",), new, classes=classes, tokens=tokens)
+    return Task("some/task", (example,), metric, "here", chat=chat)
+
+
+def test_a_chat_model_without_its_template_is_told_of_once():
+    note = ["The tokenizer has a chat template; prompt=chat applies it."]
+    assert about_prompts(PromptPolicy(), [task(), task()], Chatty()) == note
+    assert about_prompts(PromptPolicy(), [task()], Plain()) == []
+    # what a paper's scripts did is meant, a likelihood has no prompt, and the template is there
+    assert about_prompts(PromptPolicy(name="think"), [task()], Chatty()) == []
+    assert about_prompts(PromptPolicy(), [task(tokens=(1, 2))], Chatty()) == []
+    assert about_prompts(PromptPolicy(name="chat", template="skip"), [task()], Chatty()) == []
+
+
+def test_a_system_message_that_nothing_reads_and_answers_too_short_to_answer():
+    plain, chat = PromptPolicy(system="Be brief."), PromptPolicy(name="chat", template="skip", system="Be brief.")
+    assert any("system= is ignored" in n for n in about_prompts(plain, [task()], Plain()))
+    assert any("system= is ignored" in n for n in about_prompts(chat, [task(chat=False)], Chatty()))
+    assert about_prompts(chat, [task()], Chatty()) == []
+    (note,) = about_prompts(chat, [task(8), task(32)], Chatty())
+    assert note.startswith("some/task: answers of at most 8 tokens") and "max_new_tokens=32" in note
+    assert about_prompts(chat, [task(16), task(8, chat=False)], Chatty()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "score", "floor"),
+    [
+        ({}, 0.0, True),
+        ({}, 1.0, True),
+        ({}, 1.1, False),
+        ({}, None, False),
+        ({"metric": "letter", "classes": tuple("ABCD")}, 25.0, True),
+        ({"metric": "letter", "classes": tuple("ABCD")}, 26.0, False),
+        ({"metric": "perplexity"}, 0.5, False),
+    ],
+)
+def test_the_floor_is_nothing_or_guessing(given, score, floor):
+    assert at_floor(task(**given), score) is floor
+
+
+def run(capsys, tmp_path, *more):
+    assert main(["run", *SMALL, f"results={tmp_path}", "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_table_says_where_the_full_cache_is_at_the_floor_and_who_evicts(tmp_path, capsys):
+    report = run(capsys, tmp_path, "max_new_tokens=1")
+    assert [c["floor"] for c in report["columns"]] == [True]
+    assert sum("tiny/needle: the full cache itself scores next to nothing" in n for n in report["notes"]) == 1
+    assert [r["evicts"] for r in report["rows"]] == [False, False, True]
+    assert [c["evicts"] for r in report["rows"] for c in r["cells"]] == [False, False, True]
+    assert main(["run", *SMALL, f"results={tmp_path}", "max_new_tokens=1"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(" evicts ") == 1 and "evicts: keeps to its budget while it answers" in out
+    able = run(capsys, tmp_path)
+    assert [c["floor"] for c in able["columns"]] == [False]
+    assert not any("next to nothing" in n for n in able["notes"])
+
+
+def test_a_run_warns_of_short_answers_before_it_reads_anything(tmp_path, capsys):
+    assert main(["run", *SMALL, f"results={tmp_path}", TEMPLATE, "prompt=chat"]) == 0
+    ended = capsys.readouterr()
+    first = ended.err.splitlines()[0]
+    assert first.startswith("kvbench: tiny/needle: answers of at most 8 tokens can end before")
+    assert "answers of at most 8 tokens" in ended.out
+    plan = ["run", *SMALL, f"results={tmp_path}/b", TEMPLATE, "prompt=chat", "--plan"]
+    assert main(plan) == 0 and "answers of at most 8 tokens" in capsys.readouterr().out
+    assert main(["run", *SMALL, f"results={tmp_path}", TEMPLATE]) == 0
+    assert "kvbench: The tokenizer has a chat template; prompt=chat applies it." in capsys.readouterr().err
+    assert main(["run", *SMALL, f"results={tmp_path}", "prompt=chat"]) == 2
+    assert "no chat template: use prompt=plain" in capsys.readouterr().err
