@@ -60,6 +60,12 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
 
 def measure(prepared: Prepared, quiet: bool = False, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
     """Measure what is missing, write each cell's metrics, and return the report of this run."""
+    fill(prepared, quiet, listeners)
+    return report(prepared)
+
+
+def fill(prepared: Prepared, quiet: bool = False, listeners: Sequence[Listener] = ()) -> None:
+    """Measure what is missing and write each cell's metrics; groups may have different cells."""
     told = Listeners([*([] if quiet else [Display()]), *listeners])
     ended: set[str] = set()
     try:
@@ -71,7 +77,6 @@ def measure(prepared: Prepared, quiet: bool = False, listeners: Sequence[Listene
         raise
     finally:
         told.close()
-    return report(prepared)
 
 
 def settle(prepared: Prepared, listeners: Sequence[Listener] = ()) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def measure_shard(names: Sequence[str], model: str, results: str, shard: int, sh
     """
     for run in _runs(tuple(names), model, results, shard, shards):
         groups = sorted((_few(g, most) for g in run.groups), key=_cost)
-        experiment.measure(replace(run, groups=tuple(groups)), quiet=True)
+        experiment.fill(replace(run, groups=tuple(groups)), quiet=True)
 
 
 @cache

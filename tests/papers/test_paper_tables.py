@@ -73,3 +73,13 @@ def test_a_model_that_is_not_here_is_not_verified_and_says_so(packed, tmp_path, 
     assert "are not verified" in capsys.readouterr().err
     monkeypatch.setenv("KVBENCH_REQUIRE_MODELS", "1")
     assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 2
+
+
+def test_tables_of_other_methods_are_measured_as_one(packed, tmp_path):
+    of, _ = packed
+    results = str(tmp_path / "joint")
+    names = ["vatp/1", "vatp/2"]
+    paper_tables.measure_shard(names, of.model, results, 0, 1, 1)
+    for name in names:
+        run = paper_tables.prepare(*declared.find(name), of, results, "limit=1").run
+        assert sum(t["answers_to_do"] for t in run.todo()) == 0
