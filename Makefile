@@ -22,11 +22,11 @@ run-real: $(VENV)/.ready  ## a pretrained model on LongBench's prompts: fetches 
 	$(PY) -m kvbench run model=$(REAL) method=snapkv+think,snapkv,h2o,streamingllm ratio=0.4 prompt=chat max_length=2000 limit=8 \
 	  dataset=longbench_mini/qasper,longbench_mini/triviaqa,longbench_mini/trec,longbench_mini/samsum,longbench_mini/lcc data.root=$(DATA)
 
-test: $(VENV)/.ready  ## all tests
-	$(PY) -m pytest
+test: $(VENV)/.ready  ## all tests, one process a core
+	$(PY) -m pytest -n logical --dist worksteal
 
 test-fast: $(VENV)/.ready  ## tests without the slow ones
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -n logical --dist worksteal -m "not slow"
 
 test-peers: .venv-peers/.ready  ## the same tokens as kvpress, in an environment of its own
 	.venv-peers/bin/python -m pytest tests/peers

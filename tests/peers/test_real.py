@@ -1,0 +1,42 @@
+"""The same tokens as kvpress on a pretrained model and real text. Run by `make test-peers`."""
+
+import pytest
+import torch
+from conftest import SMOL
+from data import data_path
+from peers.test_kvpress import kvpress, ours, theirs
+
+import kvbench
+
+N = 1024
+SNAPKV = {"window": 64, "kernel": 5, "pooling": "avg"}
+
+
+@pytest.fixture(scope="module")
+def loaded(smol):
+    model, tokenizer = kvbench.load_model(SMOL, device="cpu")
+    text = data_path("wikitext2", "test.txt").read_text(encoding="utf-8")[: 8 * N]
+    model.set_attn_implementation("eager")
+    return model, torch.tensor(tokenizer(text)["input_ids"][:N])
+
+
+@pytest.mark.parametrize(
+    ("entry", "press"),
+    [
+        ({"method": "snapkv", **SNAPKV}, kvpress.SnapKVPress(0.75, window_size=64, kernel_size=5)),
+        ({"method": "streamingllm", "sinks": 4}, kvpress.StreamingLLMPress(0.75, n_sink=4)),
+        ({"method": "keynorm"}, kvpress.KnormPress(0.75)),
+        ({"method": "tova"}, kvpress.TOVAPress(0.75)),
+    ],
+    ids=lambda x: x["method"] if isinstance(x, dict) else "",
+)
+def test_a_quarter_of_a_real_text(loaded, entry, press):
+    model, ids = loaded
+    assert ours(model, ids, {**entry, "kv_size": N // 4}) == theirs(model, ids, press)
+
+
+def test_pyramidkv_at_each_layers_size(loaded):
+    model, ids = loaded
+    kept = theirs(model, ids, kvpress.PyramidKVPress(0.75, window_size=64, kernel_size=5))
+    for i in (0, 10, 20, 29):
+        assert ours(model, ids, {"method": "snapkv", "kv_size": len(kept[i][0]), **SNAPKV})[i] == kept[i]
