@@ -31,6 +31,7 @@ import torch
 
 from kvbench import archive, experiment, memory
 from kvbench.errors import KvbenchError, UsageError
+from kvbench.model import load
 from kvbench.papers import counts, declared, measured, page, standin, timings
 from kvbench.papers.declared import Declared
 from kvbench.papers.joint import joint
@@ -106,6 +107,17 @@ def measure_shard(names: Sequence[str], model: str, results: str, shard: int, sh
         experiment.fill(replace(run, groups=tuple(groups)), quiet=True)
 
 
+def calibrate_shard(names: Sequence[str], model: str, results: str, shard: int, shards: int) -> None:
+    """Compute one process's part of the calibrations that are missing, so that no two compute the same."""
+    for run in _runs(tuple(names), model, results, shard, shards):
+        asked = {r.key: c.chain for g in run.groups for c in g.cells for r in run.session.requests(c.chain).values()}
+        todo = [asked[key] for key in sorted(asked)[shard::shards] if run.session.missing(asked[key])]
+        if todo:
+            weights = load.load_weights(run.cfg.model, run.source, load.resolve_device(run.cfg.device))
+            for chain in todo:
+                run.session.bind(chain, weights, quiet=True)
+
+
 @cache
 def _runs(names: Sequence[str], model: str, results: str, shard: int, shards: int) -> list[experiment.Prepared]:
     """The runs of some tables, which read alike as one; a process needs them in every round."""
@@ -167,6 +179,8 @@ def measure(tables: Sequence[Declared], of: Target, results: str, workers: int) 
             for paper, some in papers:
                 names = [t.id for t in some if t.measurable]
                 given = (names, of.model, results)
+                for part in [pool.submit(calibrate_shard, *given, i, workers) for i, pool in enumerate(pools)]:
+                    part.result()
                 parts = [pool.submit(measure_shard, *given, i, workers, most) for i, pool in enumerate(pools)]
                 for part in parts:
                     part.result()

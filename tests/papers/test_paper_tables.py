@@ -83,3 +83,14 @@ def test_tables_of_other_methods_are_measured_as_one(packed, tmp_path):
     for name in names:
         run = paper_tables.prepare(*declared.find(name), of, results, "limit=1").run
         assert sum(t["answers_to_do"] for t in run.todo()) == 0
+
+
+def test_processes_share_the_calibrations(packed, tmp_path):
+    of, _ = packed
+    names, results = ["think/12"], str(tmp_path / "shared")
+    for shard in (0, 1):
+        assert len(list(Path(results).glob("calibration/**/*.safetensors"))) == shard
+        paper_tables.calibrate_shard(names, of.model, results, shard, 2)
+    run = paper_tables.prepare(*declared.find("think/12"), of, results).run
+    chains = [c.chain for g in run.groups for c in g.cells if run.session.requests(c.chain)]
+    assert chains and not any(run.session.missing(c) for c in chains)
