@@ -103,6 +103,17 @@ def test_bad_requests_name_the_key_and_what_is_allowed(methods, knobs, part):
         kvbench.prefill(build("llama"), prompt(20), methods, **knobs)
 
 
+def test_a_library_that_wraps_registered_attention_functions_does_not_reach_ours():
+    """Importing kvpress behind kvbench does that, and its wrapper reads shapes of the keys."""
+    from transformers import AttentionInterface
+
+    def wrapped(module, query, key, *args, **kwargs):
+        raise AttributeError(key.shape)
+
+    AttentionInterface.register("kvbench", wrapped)
+    assert len(kvbench.prefill(build("llama"), prompt(20), ["full"])) == 1
+
+
 def test_padding_and_foreign_calls_are_refused():
     model = build("llama")
     with pytest.raises(UsageError, match="one unpadded prompt"):

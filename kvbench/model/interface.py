@@ -120,6 +120,7 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
         return
     check_family(model)
     training = [m for m in model.modules() if m.training]
+    AttentionInterface.register(NAME, attention)  # kvpress wraps every function that is registered when it is imported
     model.set_attn_implementation(NAME)
     model.eval()
     try:
