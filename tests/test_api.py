@@ -105,12 +105,12 @@ def test_bad_requests_name_the_key_and_what_is_allowed(methods, knobs, part):
 
 def test_a_library_that_wraps_registered_attention_functions_does_not_reach_ours():
     """Importing kvpress behind kvbench does that, and its wrapper reads shapes of the keys."""
-    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def wrapped(module, query, key, *args, **kwargs):
         raise AttributeError(key.shape)
 
-    AttentionInterface.register("kvbench", wrapped)
+    ALL_ATTENTION_FUNCTIONS["kvbench"] = wrapped
     assert len(kvbench.prefill(build("llama"), prompt(20), ["full"])) == 1
 
 

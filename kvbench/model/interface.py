@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.errors import UsageError, unknown
 
@@ -120,7 +121,7 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
         return
     check_family(model)
     training = [m for m in model.modules() if m.training]
-    AttentionInterface.register(NAME, attention)  # kvpress wraps every function that is registered when it is imported
+    ALL_ATTENTION_FUNCTIONS[NAME] = attention  # kvpress wraps every function that is there when it is imported
     model.set_attn_implementation(NAME)
     model.eval()
     try:
