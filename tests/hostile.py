@@ -1,0 +1,268 @@
+"""Methods that misbehave, each in its own way, and why each is refused."""
+
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvbench.cache import ops
+from kvbench.methods.base import Selector
+from kvbench.types import Needs
+
+kept = []  # what methods stash where nobody looks
+MODES = {}  # mode -> (what it does with (stage, cache, obs), why it is refused; None: it harms only itself)
+RESULTS = {}  # the same of (stage, its compressed cache, the dense cache, obs), which returns another cache
+
+
+def by_storage(t):
+    t.untyped_storage().copy_(t.mul(2).untyped_storage())
+
+
+def by_numpy(t):
+    t.numpy()[:] = 1
+
+
+IN_PLACE = {
+    "centred": ("keys", lambda t: t.sub_(t.mean(1, keepdim=True))),
+    "zeroed": ("keys", lambda t: t.zero_()),
+    "scaled": ("values", lambda t: t.mul_(1.001)),
+    "by data": ("keys", lambda t: t.data.mul_(2)),
+    "by numpy": ("values", by_numpy),
+    "by storage": ("keys", by_storage),
+    "by a view": ("values", lambda t: t.view(-1)[::2].neg_()),
+    "in another order": ("values", lambda t: t.data.copy_(t.flip(1))),
+    "nan": ("keys", lambda t: t.fill_(torch.nan)),
+    "resized": ("keys", lambda t: t.resize_(1)),
+    "swapped": ("keys", lambda t: t.set_(torch.ones(3))),
+    "moved": ("positions", lambda t: t.add_(1)),
+    "last queries": ("last_q", lambda t: t.zero_()),
+    "first queries": ("first_q", lambda t: t.zero_()),
+    "column sums": ("colsums", lambda t: t.zero_()),
+    "hidden states": ("hidden", lambda t: t.zero_()),
+    "frequencies": ("inv_freq", lambda t: t.data.mul_(2)),
+}
+
+
+def in_place(name, how):
+    def act(stage, cache, obs):
+        (s,) = cache.segments
+        own = {"keys": s.k, "values": s.v, "positions": s.positions}
+        how(own[name] if name in own else getattr(obs, name))
+
+    return act
+
+
+for mode, (what, how) in IN_PLACE.items():
+    MODES[mode] = in_place(what, how), f"hostile changes what it is handed in place: {what} of layer 3; clone first"
+MODES["resized"] = MODES["swapped"] = in_place(*IN_PLACE["resized"]), "IndexError"
+
+
+def mode(why=None, of=MODES):
+    def add(act):
+        of[act.__name__.replace("_", " ")] = act, why
+        return act
+
+    return add
+
+
+def result(why=None):
+    return mode(why, RESULTS)
+
+
+@mode()
+def changes_it_later(stage, cache, obs):
+    kept.append(cache.segments[0])
+    for s in kept[:-1]:
+        s.k.zero_(), s.v.zero_()
+
+
+@mode()
+def spoils_what_is_computed_once(stage, cache, obs):
+    obs.found[("dense", cache.heads)] = obs.found["key norms"] = None
+    obs.colsums_q[8] = None
+
+
+@mode("ZeroDivisionError: division by zero")
+def raises(stage, cache, obs):
+    raise ZeroDivisionError("division by zero")
+
+
+@mode("hostile would end the program: SystemExit 0")
+def exits(stage, cache, obs):
+    sys.exit(0)
+
+
+@mode("hostile would end the program: GeneratorExit")
+def ends(stage, cache, obs):
+    raise GeneratorExit
+
+
+@mode()
+def sets_what_is_global(stage, cache, obs):
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(3)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("medium")
+    torch.manual_seed(0)
+
+
+@mode("hostile changes its own knobs while it runs")
+def forgets_its_knobs(stage, cache, obs):
+    object.__setattr__(stage, "kv_size", 32)
+
+
+@mode()
+def hoards(stage, cache, obs):
+    kept.append((cache, obs))
+
+
+@result("'NoneType' object has no attribute")
+def nothing(stage, found, cache, obs):
+    return None
+
+
+@result("has no attribute")
+def another_type(stage, found, cache, obs):
+    return found.segments[0].k
+
+
+@result("layer 3 keeps 256 tokens per head of 256, but the method declares exactly 64")
+def all_of_it(stage, found, cache, obs):
+    return cache
+
+
+@result("is a view that keeps")
+def views(stage, found, cache, obs):
+    (s,) = cache.segments
+    few = replace(s, k=s.k[:, :64], v=s.v[:, :64], positions=s.positions[:, :64])
+    return replace(cache, segments=(few,))
+
+
+@result("payload bytes")
+def half_precision(stage, found, cache, obs):
+    (s,) = found.segments
+    return replace(found, segments=(replace(s, k=s.k.half(), v=s.v.half()),))
+
+
+@result("overhead bytes")
+def hides_a_copy_in_its_state(stage, found, cache, obs):
+    (s,) = found.segments
+    return replace(found, segments=(replace(s, state={"copy": s.k.clone()}),))
+
+
+@result("shares its storage")
+def values_are_keys(stage, found, cache, obs):
+    (s,) = found.segments
+    return replace(found, segments=(replace(s, v=s.k),))
+
+
+def placed(found, change):
+    (s,) = found.segments
+    return replace(found, segments=(replace(s, positions=change(s.positions.clone())),))
+
+
+ORDER = "does not hold distinct prompt positions 0..255 in order"
+
+
+@result(ORDER)
+def twice_the_same(stage, found, cache, obs):
+    return placed(found, lambda p: p[:, :1].expand_as(p).contiguous())
+
+
+@result(ORDER)
+def unsorted(stage, found, cache, obs):
+    return placed(found, lambda p: p.flip(1))
+
+
+@result(ORDER)
+def beyond_the_prompt(stage, found, cache, obs):
+    return placed(found, lambda p: p + 200)
+
+
+@result(ORDER)
+def before_the_prompt(stage, found, cache, obs):
+    return placed(found, lambda p: p - 200)
+
+
+OTHERS = "that are not those of the prompt at the positions it names"
+
+
+@result()
+def says_that_it_merges(stage, found, cache, obs):
+    (s,) = found.segments
+    object.__setattr__(stage, "changes", "halves keys")
+    return replace(found, segments=(replace(s, k=s.k / 2),))
+
+
+@result(OTHERS)
+def the_first_under_the_positions_of_the_last(stage, found, cache, obs):
+    first = ops.select(cache, torch.arange(64)[None]).segments[0]
+    return replace(found, segments=(replace(first, positions=found.segments[0].positions),))
+
+
+@result(f"holds values {OTHERS}")
+def values_of_other_heads(stage, found, cache, obs):
+    (s,) = found.segments
+    return replace(found, segments=(replace(s, v=s.v.flip(0)),))
+
+
+@result(f"holds keys {OTHERS}")
+def keys_that_nobody_computed(stage, found, cache, obs):
+    (s,) = found.segments
+    return replace(found, segments=(replace(s, k=s.k + 1),))
+
+
+@result()
+def on_another_device(stage, found, cache, obs):
+    (s,) = found.segments
+    return replace(found, segments=(replace(s, k=s.k.to("meta")),))
+
+
+@result("different lengths")
+def fewer_values(stage, found, cache, obs):
+    (s,) = found.segments
+    return replace(found, segments=(replace(s, v=s.v[:, :-1].clone()),))
+
+
+@result("payload bytes")
+def more_heads(stage, found, cache, obs):
+    (s,) = found.segments
+    k, v, p = (torch.cat([t, t]) for t in (s.k, s.v, s.positions))
+    return replace(found, segments=(replace(s, k=k, v=v, positions=p),))
+
+
+@result("holds no token at all|keeps 0 tokens")
+def no_tokens(stage, found, cache, obs):
+    return ops.select(cache, torch.zeros(1, 0, dtype=torch.int64))
+
+
+@result()
+def no_segments(stage, found, cache, obs):
+    return replace(found, segments=())
+
+
+@result("says that it has read 999 tokens")
+def read_more_than_there_was(stage, found, cache, obs):
+    return replace(found, seen=999)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hostile(Selector):
+    """Keeps the last tokens, and does from layer 3 on what ``mode`` says."""
+
+    id = "hostile"
+
+    mode: str = ""
+
+    def needs(self, n):
+        return Needs(last_q=8, first_q=8, colsums=True, hidden=True)
+
+    def compress(self, cache, obs):
+        act, _ = MODES.get(self.mode, (None, None))
+        if act and obs.layer >= 3:
+            act(self, cache, obs)
+        budget = self.budget(len(cache.segments[0].positions[0]), obs.layer, obs.n_layers)
+        found = ops.select(cache, torch.arange(obs.n)[None, -budget:])
+        change, _ = RESULTS.get(self.mode, (None, None))
+        return change(self, found, cache, obs) if change and obs.layer >= 3 else found
