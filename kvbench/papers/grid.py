@@ -9,7 +9,7 @@ from textwrap import wrap
 
 from kvbench.methods.chain import Chain
 from kvbench.papers import standin, timing_text
-from kvbench.papers.declared import SCORE, Row
+from kvbench.papers.declared import MEANS, SCORE, Row
 from kvbench.papers.measured import Ours
 from kvbench.papers.published import FRACTION
 from kvbench.papers.shares import FLOOR
@@ -171,8 +171,19 @@ def notes(view: View, show: str = "both") -> list[str]:
     skipped = list(dict.fromkeys(line.skipped for line, _ in view.rows if line.skipped))
     if skipped:
         lines.append(f"— not run here: {', '.join(skipped)}.")
+    waiting = list(_waiting(view)) if ours.run is not None else []
+    if waiting:
+        lines.append(f"— not measured yet: {', '.join(waiting)}.")
     lines += [f"— {what}." for what in absent(ours)]
     return [*lines, *declared.sources]
+
+
+def _waiting(view: View) -> Iterator[str]:
+    """The columns of scores that could be read and have a row without a number."""
+    for i, column in enumerate(view.columns):
+        scored = column.what == SCORE and column.dataset not in MEANS
+        if scored and any(line.chain and row[i].status == "missing" and not row[i].reason for line, row in view.rows):
+            yield column.name
 
 
 def absent(ours: Ours) -> list[str]:
