@@ -19,7 +19,7 @@ run: $(VENV)/.ready  ## the main job; another one with ARGS="method=full,h2o kv_
 run-real: $(VENV)/.ready  ## a pretrained model on LongBench's prompts: fetches both once (DATA=folder), then ten minutes
 	$(PY) -m kvbench model fetch $(REAL)
 	@test -e $(DATA)/longbench_mini || $(PY) -m kvbench data fetch longbench_mini data.root=$(DATA)
-	$(PY) -m kvbench run model=$(REAL) method=snapkv+think,snapkv,h2o,streamingllm ratio=0.4 prompt=longbench max_length=2000 limit=8 \
+	$(PY) -m kvbench run model=$(REAL) method=snapkv+think,snapkv,h2o,streamingllm ratio=0.4 prompt=longbench max_length=2000 limit=16 \
 	  dataset=longbench_mini/multifieldqa_en,longbench_mini/2wikimqa,longbench_mini/triviaqa,longbench_mini/samsum,longbench_mini/lcc \
 	  data.root=$(DATA)
 
