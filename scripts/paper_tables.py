@@ -87,7 +87,27 @@ def rendered(seen: View, of: Target) -> str:
     made = f"python scripts/paper_tables.py {table.id}{model}" if model else f"python -m kvbench table {table.id}"
     limit = "" if table.kind == timings.KIND or model else " ".join(("", *of.arguments))
     head, _, rest = page.render(seen, "md").partition("\n")
-    return f"{head}\n\n`{made}{limit}`\n{rest}"
+    return f"{head}\n\n`{made}{limit}`\n{rest}{cost(seen.ours) if of.scored else ''}"
+
+
+def cost(ours: Ours) -> str:
+    """A line that says how long a table's answers took; a prompt's reading counts once for all of its rows."""
+    if ours.run is None:
+        return ""
+    reads, rows = {}, 0.0
+    for group in ours.run.groups:
+        for cell in group.cells:
+            for sample in ours.run.store.samples(cell.id).values():
+                timing = sample["timing"]
+                reads[group.task.id, group.cells[0].identity["content"], sample["id"]] = timing["prefill_s"]
+                rows += timing["compress_s"] + timing["decode_s"]
+    read = sum(reads.values())
+    if not reads:
+        return ""
+    return (
+        f"- Took {(read + rows) / 60:.1f} min of one core: {read / 60:.1f} min to read {len(reads)} prompts, once for all "
+        f"rows, and {rows / 60:.1f} min to compress and answer.\n"
+    )
 
 
 def prepare(table: Declared, of: Target, results: str, *more: str) -> Ours:

@@ -42,6 +42,7 @@ def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, tmp_path):
     assert counts.read(of.folder)["vatp/2"]["measured"] == "12"
     assert "not measured yet: narrativeqa, qasper, multifieldqa_en" in (of.folder / "vatp-1.md").read_text()
     assert f"`python scripts/paper_tables.py vatp/2 --model {of.model}`" in of.page(TABLE).read_text()
+    assert "min to read 4 prompts, once for all rows" in of.page(TABLE).read_text()
     fresh = str(tmp_path / "fresh")
     paper_tables.restore([TABLE], of, fresh)
     run = paper_tables.prepare(TABLE, of, fresh).run
