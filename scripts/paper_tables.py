@@ -105,8 +105,8 @@ def cost(ours: Ours) -> str:
     if not reads:
         return ""
     return (
-        f"- Took {(read + rows) / 60:.1f} min of one core: {read / 60:.1f} min to read {len(reads)} prompts, once for all "
-        f"rows, and {rows / 60:.1f} min to compress and answer.\n"
+        f"- Took {(read + rows) / 60:.1f} min of one core: {read / 60:.1f} min to read {len(reads)} prompts, once for "
+        f"all rows, and {rows / 60:.1f} min to compress and answer.\n"
     )
 
 
