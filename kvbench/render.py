@@ -194,8 +194,8 @@ def legend(report: Mapping[str, Any]) -> list[str]:
     if _masks(report):
         lines.append("attended %: what a decode step attends where a method masks, new tokens too, against the prompt.")
     for key, text in (
-        ("cut", "prompts were cut in the middle to fit the model"),
-        ("shrunk", "prompts were too short for the window of a method and shrank it"),
+        ("cut", "prompts of a task were cut in the middle to the length allowed"),
+        ("shrunk", "prompts of a task were too short for the window of a method and shrank it"),
     ):
         many = max([c[key] for c in cells if c["status"] == "measured"] or [0])
         if many:
