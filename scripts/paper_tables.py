@@ -19,8 +19,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
@@ -185,7 +185,7 @@ def restore(tables: Sequence[Declared], of: Target, results: str) -> None:
 
 
 def measure(tables: Sequence[Declared], of: Target, results: str, workers: int) -> None:
-    """Measure what is missing of all tables, a paper at a time, and write its tables as soon as they have a round more.
+    """Measure what is missing of all tables, a paper at a time, and write them after each round.
 
     Every process takes its share of the examples: never two of them the same share of a cell that tables share.
     """
@@ -195,23 +195,26 @@ def measure(tables: Sequence[Declared], of: Target, results: str, workers: int) 
         pools = [ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) for _ in range(workers)]
         for pool in pools:
             stack.callback(pool.shutdown, cancel_futures=True)
-        for most in ROUNDS if of.scored else (None,):
-            for paper, some in papers:
-                names = [t.id for t in some if t.measurable]
-                given = (names, of.model, results)
-                for part in [pool.submit(calibrate_shard, *given, i, workers) for i, pool in enumerate(pools)]:
-                    part.result()
-                parts = [pool.submit(measure_shard, *given, i, workers, most) for i, pool in enumerate(pools)]
-                for part in parts:
-                    part.result()
-                for table in some:
-                    if table.kind != timings.KIND:
-                        write(table, of, results)
-                told = "" if most is None else f", {most} examples a task"
-                print(f"{paper}{told}: {of.folder}  ({time.monotonic() - start:.0f} s so far)", flush=True)
+        given = [([t.id for t in some if t.measurable], of.model, results) for _, some in papers]
+        _wait(pool.submit(calibrate_shard, *g, i, workers) for g in given for i, pool in enumerate(pools))
+        for most in ROUNDS if of.scored else (None,):  # within a round no process waits for another
+            told = "" if most is None else f", {most} examples a task"
+            parts = [[p.submit(measure_shard, *g, i, workers, most) for i, p in enumerate(pools)] for g in given]
+            for (paper, _), some_parts in zip(papers, parts, strict=True):
+                _wait(some_parts)
+                print(f"{paper}{told}  ({time.monotonic() - start:.0f} s so far)", flush=True)
+            for table in tables:
+                if table.kind != timings.KIND:
+                    write(table, of, results)
     for table in tables:
         if table.kind == timings.KIND:  # what is timed waits until nothing else runs
             write(table, of, results)
+
+
+def _wait(parts: Iterable[Future[None]]) -> None:
+    """Wait for all of ``parts``; raises what one of them raised."""
+    for part in list(parts):
+        part.result()
 
 
 def verify(table: Declared, of: Target) -> bool:
