@@ -13,10 +13,10 @@ REAL ?= smollm2-135m-q4_1
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
 
-run: $(VENV)/.ready  ## the main job; another one with ARGS="method=full,h2o kv_size=64,128"
+run: $(VENV)/.ready  ## the main job, a minute; another one with ARGS="method=full,h2o kv_size=64,128"
 	$(PY) -m kvbench run $(ARGS)
 
-run-real: $(VENV)/.ready  ## a pretrained model on LongBench's prompts: fetches both once (DATA=folder), then ten minutes
+run-real: $(VENV)/.ready  ## a pretrained model on LongBench's prompts: fetches both once (DATA=folder), then six minutes on two cores
 	$(PY) -m kvbench model fetch $(REAL)
 	@test -e $(DATA)/longbench_mini || $(PY) -m kvbench data fetch longbench_mini data.root=$(DATA)
 	$(PY) -m kvbench run model=$(REAL) method=snapkv+think,snapkv,h2o,streamingllm ratio=0.4 prompt=longbench max_length=2000 limit=16 \
@@ -79,14 +79,14 @@ bench-sync: $(VENV)/.ready  ## what it costs to have answers on the device, not 
 bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (results/tiny)
 	$(PY) scripts/tiny_table.py
 
-tables: $(VENV)/.ready  ## the papers' tables on the tiny model, measured where missing (results/tiny); under an hour
+tables: $(VENV)/.ready  ## the papers' tables on the tiny model, measured where missing (results/tiny); 17 minutes on two cores
 	$(PY) scripts/paper_tables.py
 
 tables-real: $(VENV)/.ready  ## the papers' tables on a pretrained model and the papers' data (results/tables); hours
 	$(PY) -m kvbench model fetch $(REAL)
 	$(PY) scripts/paper_tables.py --model $(REAL)
 
-tables-quick: $(VENV)/.ready  ## one paper's table on the tiny model, in three minutes
+tables-quick: $(VENV)/.ready  ## one paper's table on the tiny model, in a minute or two
 	$(PY) -m kvbench table uncomp/2 limit=8
 
 claims: $(VENV)/.ready  ## what the papers claim, tested on the tiny model
