@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -248,6 +249,13 @@ def _counted(table: Declared) -> bool:
     return table.measurable or table.kind == timings.KIND
 
 
+def _terminated(*_: object) -> None:
+    """Ends as an interrupt does, and the processes that measure with it: they would go on for hours."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+    raise KeyboardInterrupt
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure or verify the tables named, all by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -259,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that share the examples")
     args = parser.parse_args(arguments)
     of = target(args.model or standin.MODEL)
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         if args.verify:
             return verified(args.tables, [args.model] if args.model else [standin.MODEL, PRETRAINED])
@@ -275,6 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kvbench: interrupted; finished answers are kept: run it again to go on", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

@@ -1,6 +1,10 @@
 """Committed tables of a model: packed while they are measured, gone on with elsewhere, verified from samples alone."""
 
+import multiprocessing
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import papers_data
@@ -96,3 +100,18 @@ def test_processes_share_the_calibrations(packed, tmp_path):
     run = paper_tables.prepare(*declared.find("think/12"), of, results).run
     chains = [c.chain for g in run.groups for c in g.cells if run.session.requests(c.chain)]
     assert chains and not any(run.session.missing(c) for c in chains)
+
+
+def test_a_script_that_is_terminated_takes_its_processes_with_it(packed, monkeypatch, capsys):
+    def measure(*_):
+        child.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    of, results = packed
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    monkeypatch.setattr(paper_tables, "measure", measure)
+    before = signal.getsignal(signal.SIGTERM)
+    assert paper_tables.main(["vatp/2", "--model", of.model, "--results", results]) == 130
+    child.join(10)
+    assert child.exitcode == -signal.SIGTERM and signal.getsignal(signal.SIGTERM) is before
+    assert "run it again" in capsys.readouterr().err
