@@ -82,9 +82,9 @@ bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (r
 tables: $(VENV)/.ready  ## the papers' tables on the tiny model, measured where missing (results/tiny); 17 minutes on two cores
 	$(PY) scripts/paper_tables.py
 
-tables-real: $(VENV)/.ready  ## the papers' tables on a pretrained model and the papers' data (results/tables); hours
+tables-real: $(VENV)/.ready  ## the papers' tables on a pretrained model and the papers' data (DATA=folder; results/tables); hours
 	$(PY) -m kvbench model fetch $(REAL)
-	$(PY) scripts/paper_tables.py --model $(REAL)
+	KVBENCH_DATA=$(DATA) $(PY) scripts/paper_tables.py --model $(REAL)
 
 tables-quick: $(VENV)/.ready  ## one paper's table on the tiny model, in a minute or two
 	$(PY) -m kvbench table uncomp/2 limit=8

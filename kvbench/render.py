@@ -170,20 +170,20 @@ def size(n: float) -> str:
 def legend(report: Mapping[str, Any]) -> list[str]:
     """What the reader must know: n, intervals, refusals with reasons, caveats, where the results lie."""
     cells = [c for r in report["rows"] for c in r["cells"]]
-    counts = sorted({(c["n"], c["of"]) for c in cells if c["status"] == "measured"})
+    counts = list(dict.fromkeys((c["n"], c["of"]) for c in cells if c["status"] == "measured"))
     lines = [report["settings"]] if report.get("settings") else []
     if counts:
         n = "; ".join(f"{a} of {b}" if a < b else f"all {b}" for a, b in counts)
         lines.append(
             f"n = {n} examples per cell. [a, b]: 95 % bootstrap interval. Δ: paired difference to full; "
             "* its 95 % interval excludes 0."
-            + (f" Below {FEWEST} examples no interval is shown." if counts[0][0] < FEWEST else "")
+            + (f" Below {FEWEST} examples no interval is shown." if min(counts)[0] < FEWEST else "")
         )
         lines.append(
             "Bytes are held after prefill, mean per prompt. % of full: payload and overhead over the full cache's keys "
             "and values, both at 16 bits by formula, whatever the run held; full has positions beside them, hence "
-            "above 100. ms/token is a share of the decode batch that all methods ran in; speed claims come from "
-            "`make bench-overhead`."
+            "above 100. compress ms: what methods share is counted with the first of them. ms/token is a share of the "
+            "decode batch that all methods ran in; speed claims come from `make bench-overhead`."
         )
     if any("\n" in _payload(r) for r in report["rows"] if "payload" in r):
         lines.append(
