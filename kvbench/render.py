@@ -216,7 +216,11 @@ def compose(tables: Sequence[Sheet], notes: Sequence[str], style: str) -> str:
     parts = [_RENDERERS[style](s) for s in tables]
     if style == "latex":
         return "\n".join([*parts, *(f"% {n}" for n in notes)]) + "\n"
-    lines = [f"- {n}" for n in notes] if style == "md" else [fill(n, WIDTH, break_long_words=False) for n in notes]
+    lines = (
+        [f"- {n}" for n in notes]
+        if style == "md"
+        else [fill(n, WIDTH, break_long_words=False, break_on_hyphens=False) for n in notes]
+    )
     return "\n".join([*parts, *lines]) + "\n"
 
 

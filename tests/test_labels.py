@@ -80,7 +80,7 @@ def test_committed_cells_of_different_knobs_have_different_labels(path, tmp_path
     store = ResultStore(tmp_path)
     chains = [store.cell(c)["identity"]["chain"] for c in archive.unpack(path, store)]
     told = {json.dumps([[[s["id"], s["knobs"]] for s in c["stages"]], c["per"]]): label({"chain": c}) for c in chains}
-    assert len(set(told.values())) == len(told) > 2
+    assert len(set(told.values())) == len(told) > 1
     assert not any(";" in text for text in told.values())
 
 

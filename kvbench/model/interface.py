@@ -121,7 +121,8 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
         return
     check_family(model)
     training = [m for m in model.modules() if m.training]
-    ALL_ATTENTION_FUNCTIONS[NAME] = attention  # kvpress wraps every function that is there when it is imported
+    if not ALL_ATTENTION_FUNCTIONS[NAME].__module__.startswith("kvbench."):
+        ALL_ATTENTION_FUNCTIONS[NAME] = attention  # kvpress wraps every function that is there when it is imported
     model.set_attn_implementation(NAME)
     model.eval()
     try:

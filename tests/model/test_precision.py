@@ -1,6 +1,7 @@
 """Why a run has its dtype, and what rounding alone changes: told where it matters, measured in half precision."""
 
 import json
+import re
 from copy import deepcopy
 
 import pytest
@@ -62,7 +63,8 @@ def test_a_run_in_bf16_prints_what_rounding_changed_then_and_later_and_one_in_fp
     arguments = [*ONE, f"results={tmp_path}"]
     _, half = run_json(capsys, *arguments, "dtype=bfloat16")
     (note,) = (n for n in half["notes"] if n.startswith("Rounding to bfloat16 alone"))
-    assert "differ by at most 0.0" in note and "same after 2 of 2" in note
+    most = float(re.search(r"differ by at most ([\d.]+), ", note)[1])  # CPUs with instructions for bf16 round more
+    assert 0 < most < 0.5 and "same after 2 of 2" in note
     assert main(["show", *arguments, "dtype=bfloat16", "--json"]) == 0
     assert note in json.loads(capsys.readouterr().out)["notes"]
     assert not any("Rounding" in n for n in run_json(capsys, *arguments)[1]["notes"])
