@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvbench.config import Sampling
 from kvbench.memory import GIB
+from kvbench.shape import from_config
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
 from kvbench.types import Example
@@ -34,10 +35,8 @@ class Host:
 
     def shape(self) -> tuple[int, int, torch.dtype]:
         """(kv heads, head dimension, dtype) of the model's cache."""
-        c = self.model.config
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return int(heads), int(dim), self.model.dtype
+        found = from_config(self.model.config)
+        return found.kv_heads, found.head_dim, self.model.dtype
 
     @property
     def most_rows(self) -> int:

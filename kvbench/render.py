@@ -213,15 +213,13 @@ def render(report: Mapping[str, Any], style: str = "text") -> str:
 
 def compose(tables: Sequence[Sheet], notes: Sequence[str], style: str) -> str:
     """Tables with what the reader must know below them, as text, md or latex."""
-    parts = [_RENDERERS[style](s) for s in tables]
-    if style == "latex":
-        return "\n".join([*parts, *(f"% {n}" for n in notes)]) + "\n"
-    lines = (
-        [f"- {n}" for n in notes]
-        if style == "md"
-        else [fill(n, WIDTH, break_long_words=False, break_on_hyphens=False) for n in notes]
-    )
-    return "\n".join([*parts, *lines]) + "\n"
+    return "\n".join([*(_RENDERERS[style](s) for s in tables), *(_note(n, style) for n in notes)]) + "\n"
+
+
+def _note(text: str, style: str) -> str:
+    if style == "text":
+        return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return f"{'%' if style == 'latex' else '-'} {text}"
 
 
 def _text(sheet: Sheet) -> str:

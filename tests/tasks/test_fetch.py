@@ -102,7 +102,7 @@ def test_addresses_and_compressed_files(tmp_path):
     root = tmp_path / "root"
     address = "https://example.org/x.jsonl.gz"
     entry = fetch._source("demo", {"files": [{"url": address, "to": "x.jsonl"}]})
-    store = FakeHub({address: gzip.compress(b'{"a": 1}\n')})
+    store = FakeHub({address: gzip.compress(b'{"a": 1}\n', mtime=0)})
     assert take(entry, root, store) == ["x.jsonl"]
     assert (root / "x.jsonl").read_bytes() == b'{"a": 1}\n'
     assert store.asked == [("url", address)]
@@ -159,7 +159,7 @@ def damaged(tmp_path, kind):
     return bytes(data)
 
 
-BAD_STREAM = gzip.compress(b"one " * 500, compresslevel=9)[:10] + b"\xff" * 30
+BAD_STREAM = gzip.compress(b"one " * 500, compresslevel=9, mtime=0)[:10] + b"\xff" * 30
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ BAD_STREAM = gzip.compress(b"one " * 500, compresslevel=9)[:10] + b"\xff" * 30
         (SUITE, "method", "not supported"),
         (SUITE, "checksum", "could not be made from data.zip"),
         ({"from": "x.gz", "to": "x.txt"}, BAD_STREAM, "could not be made from x.gz"),
-        ({"from": "x.gz", "to": "x.txt"}, gzip.compress(b"one")[:-4], "could not be made from x.gz"),
+        ({"from": "x.gz", "to": "x.txt"}, gzip.compress(b"one", mtime=0)[:-4], "could not be made from x.gz"),
         ({"from": "x.parquet", "to": "x.txt"}, [{"text": "a"}, {"text": None}], "must hold text, it holds None"),
         ({"from": "x.parquet", "to": "x.txt"}, [{"text": 3}], "must hold text, it holds 3"),
         ({"from": "x", "to": "x.json"}, b"<html>sorry</html>", "could not be made from x"),
