@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvbench.metrics import metric, score
+from kvbench.metrics import metric, score, stats
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy
 
 SHORT_ANSWER = 16
 """New tokens in which a chat model may not have come to its answer: it begins with words of the question."""
-NOTHING = 1.0
-"""A score, in printed units, up to which a column is of chance."""
 
 
 def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
@@ -33,12 +31,9 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
     return notes
 
 
-def at_floor(task: Task, full: float | None) -> bool:
-    """Whether the full cache's score of a task, in printed units, is next to nothing, or no better than that of empty
-    answers or of guessing."""
-    if full is None or metric(task.metric).shown is not None:
-        return False
-    return full <= max(NOTHING, round(metric(task.metric).show(chance(task)), 1) + 0.05)
+def at_floor(task: Task, full: stats.Scores) -> bool:
+    """Whether the full cache's scores of a task say nothing: see ``stats.at_floor``; never of a likelihood."""
+    return metric(task.metric).shown is None and stats.at_floor(full, chance(task))
 
 
 def chance(task: Task) -> float:

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.report import FEWEST
+from kvbench.metrics.stats import FEWEST
 
 WIDTH = 100
 FORMATS = ("text", "md", "csv", "latex")

@@ -13,14 +13,11 @@ from kvbench.accounting import at_16_bits
 from kvbench.advice import about_floors, at_floor
 from kvbench.labels import fields
 from kvbench.metrics import metric, stats
+from kvbench.metrics.stats import FEWEST
 from kvbench.plan import Cell, Group
 from kvbench.store import ResultStore
 from kvbench.store_files import Sample
 from kvbench.tasks.longbench import by_bucket
-
-FEWEST = 8
-"""Examples below which a bootstrap says nothing: no interval is shown."""
-
 
 HALVES = ("payload16", "overhead16", "full16")
 """Bytes at 16 bits, of which shares of the full cache are made."""
@@ -127,7 +124,7 @@ def measured(group: Group, cell: Cell, store: ResultStore) -> dict[str, Any]:
         return {**base, "status": "missing"}
     summary = summarise(completed(cell, samples.values()), group.task.metric, len(group.task.examples))
     if not cell.chain.stages:
-        base["floor"] = at_floor(group.task, summary["score"])
+        base["floor"] = at_floor(group.task, [s["score"] for s in samples.values() if s["score"] is not None])
     return {**base, "status": "measured", **summary, **_difference(group, cell, samples, store)}
 
 
@@ -160,7 +157,7 @@ def _shown_difference(both: Sequence[tuple[float, float]], show: Callable[[float
     delta = show(float(ours.mean())) - show(float(theirs.mean()))
     if len(both) < FEWEST:
         return {"delta": delta, "delta_ci": None}
-    drawn = np.random.default_rng(0).integers(len(ours), size=(10_000, len(ours)))
+    drawn = np.random.default_rng(0).integers(len(ours), size=(stats.DRAWS, len(ours)))
     resampled = [
         show(float(a)) - show(float(b)) for a, b in zip(ours[drawn].mean(1), theirs[drawn].mean(1), strict=True)
     ]

@@ -14,40 +14,28 @@ measuring goes on from there.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import torch
+import shards
 
-from kvbench import archive, experiment, memory
+from kvbench import archive, experiment
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.model import load
 from kvbench.papers import counts, declared, measured, page, standin, timings
 from kvbench.papers.declared import Declared
-from kvbench.papers.joint import joint
 from kvbench.papers.measured import Ours
 from kvbench.papers.view import View, view
-from kvbench.plan import Group
 from kvbench.store import ResultStore
 
 ROWS = Path(__file__).resolve().parent.parent / "results"
 PRETRAINED = "smollm2-135m-q4_1"
 """The pretrained model whose tables are committed in results/tables."""
-ROUNDS = (1, 2, 4, 8)
-"""Examples of each task on a pretrained model, table by table before the next round: what is cut off is still whole."""
-LONG_ANSWER, FEW = 500, 3
-"""Tokens of an answer from which a task costs as much as ten others: half a round's examples then, and FEW at most."""
 
 
 @dataclass(frozen=True)
@@ -115,50 +103,7 @@ def prepare(table: Declared, of: Target, results: str, *more: str) -> Ours:
     """The table's run with its results in ``results``; what was timed is in a folder of its own, which is committed."""
     if table.kind == timings.KIND:
         return measured.timed(timings.read(table, "", ROWS))
-    return measured.prepare(table, of.model, [f"results={results}", *of.arguments, *more])
-
-
-def measure_shard(names: Sequence[str], model: str, results: str, shard: int, shards: int, most: int | None) -> None:
-    """Measure one process's part of some tables, of ``most`` examples of each task; each prompt is read once for all.
-
-    Of tasks with the cheapest answers first.
-    """
-    for run in _runs(tuple(names), model, results, shard, shards):
-        groups = sorted((_few(g, most) for g in run.groups), key=_cost)
-        experiment.fill(replace(run, groups=tuple(groups)), quiet=True)
-
-
-def calibrate_shard(names: Sequence[str], model: str, results: str, shard: int, shards: int) -> None:
-    """Compute one process's part of the calibrations that are missing, so that no two compute the same."""
-    for run in _runs(tuple(names), model, results, shard, shards):
-        asked = {r.key: c.chain for g in run.groups for c in g.cells for r in run.session.requests(c.chain).values()}
-        todo = [asked[key] for key in sorted(asked)[shard::shards] if run.session.missing(asked[key])]
-        if todo:
-            weights = load.load_weights(run.cfg.model, run.source, load.resolve_device(run.cfg.device))
-            for chain in todo:
-                run.session.bind(chain, weights, quiet=True)
-
-
-@cache
-def _runs(names: Sequence[str], model: str, results: str, shard: int, shards: int) -> list[experiment.Prepared]:
-    """The runs of some tables, which read alike as one; a process needs them in every round."""
-    free = memory.limit(None, {torch.device("cpu"): 1.0}) / memory.GIB
-    more = (f"shard={shard}", f"shards={shards}", "threads=1", f"memory={free / shards:.2f}")
-    found = [prepare(t, target(model), results, *more).run for name in names for t in declared.find(name)]
-    return joint(r for r in found if r is not None)
-
-
-def _few(group: Group, most: int | None) -> Group:
-    """The group with as many of its task's first examples as a round measures, whichever process has them."""
-    if most is None:
-        return group
-    long = group.task.examples[0].max_new_tokens >= LONG_ANSWER
-    first = {e.id for e in group.task.taken(min(most // 2, FEW) if long else most)}
-    return replace(group, examples=tuple(e for e in group.examples if e.id in first))
-
-
-def _cost(group: Group) -> int:
-    return len(group.cells) * group.task.examples[0].max_new_tokens
+    return shards.prepare(table, of.model, results, *of.arguments, *more)
 
 
 def write(table: Declared, of: Target, results: str, time_it: bool = True) -> None:
@@ -186,36 +131,19 @@ def restore(tables: Sequence[Declared], of: Target, results: str) -> None:
 
 
 def measure(tables: Sequence[Declared], of: Target, results: str, workers: int) -> None:
-    """Measure what is missing of all tables, a paper at a time, and write them after each round.
-
-    Every process takes its share of the examples: never two of them the same share of a cell that tables share.
-    """
-    start = time.monotonic()
+    """Measure what is missing of all tables, a paper at a time, and write them after each round."""
     papers = [(paper, list(some)) for paper, some in groupby(tables, key=lambda t: t.paper)]
-    with ExitStack() as stack:
-        pools = [ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) for _ in range(workers)]
-        for pool in pools:
-            stack.callback(pool.shutdown, cancel_futures=True)
-        given = [([t.id for t in some if t.measurable], of.model, results) for _, some in papers]
-        _wait(pool.submit(calibrate_shard, *g, i, workers) for g in given for i, pool in enumerate(pools))
-        for most in ROUNDS if of.scored else (None,):  # within a round no process waits for another
-            told = "" if most is None else f", {most} examples a task"
-            parts = [[p.submit(measure_shard, *g, i, workers, most) for i, p in enumerate(pools)] for g in given]
-            for (paper, _), some_parts in zip(papers, parts, strict=True):
-                _wait(some_parts)
-                print(f"{paper}{told}  ({time.monotonic() - start:.0f} s so far)", flush=True)
-            for table in tables:
-                if table.kind != timings.KIND:
-                    write(table, of, results)
+    given = [(p, (tuple(t.id for t in some if t.measurable), of.model, results, of.arguments)) for p, some in papers]
+
+    def write_scores() -> None:
+        for table in tables:
+            if table.kind != timings.KIND:
+                write(table, of, results)
+
+    shards.measure(given, shards.ROUNDS if of.scored else (None,), workers, write_scores)
     for table in tables:
         if table.kind == timings.KIND:  # what is timed waits until nothing else runs
             write(table, of, results)
-
-
-def _wait(parts: Iterable[Future[None]]) -> None:
-    """Wait for all of ``parts``; raises what one of them raised."""
-    for part in list(parts):
-        part.result()
 
 
 def verify(table: Declared, of: Target) -> bool:
@@ -249,13 +177,6 @@ def _counted(table: Declared) -> bool:
     return table.measurable or table.kind == timings.KIND
 
 
-def _terminated(*_: object) -> None:
-    """Ends as an interrupt does, and the processes that measure with it: they would go on for hours."""
-    for child in multiprocessing.active_children():
-        child.terminate()
-    raise KeyboardInterrupt
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure or verify the tables named, all by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -264,10 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="re-render from samples and compare")
     parser.add_argument("--pack", action="store_true", help="write what is measured so far, measure nothing")
     parser.add_argument("--results", default="results", help="folder of measured cells")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that share the examples")
+    parser.add_argument("--workers", type=int, default=shards.WORKERS, help="processes that share the examples")
     args = parser.parse_args(arguments)
     of = target(args.model or standin.MODEL)
-    before = signal.signal(signal.SIGTERM, _terminated)
+    before = signal.signal(signal.SIGTERM, shards.terminated)
     try:
         if args.verify:
             return verified(args.tables, [args.model] if args.model else [standin.MODEL, PRETRAINED])

@@ -50,13 +50,14 @@ def test_a_system_message_that_nothing_reads_and_answers_too_short_to_answer():
 @pytest.mark.parametrize(
     ("given", "score", "floor"),
     [
-        ({}, 0.0, True),
-        ({}, 1.0, True),
-        ({}, 1.1, False),
-        ({}, None, False),
-        ({"metric": "letter", "classes": tuple("ABCD")}, 25.0, True),
-        ({"metric": "letter", "classes": tuple("ABCD")}, 26.0, False),
-        ({"metric": "perplexity"}, 0.5, False),
+        ({}, [0.0] * 4, True),
+        ({}, [0.02] * 4, True),
+        ({}, [0.04] * 4, False),
+        ({}, [], False),
+        ({}, [0.0] * 15 + [1.0], True),  # the interval reaches 0
+        ({"metric": "letter", "classes": tuple("ABCD")}, [0.0, 0.0, 0.0, 1.0], True),
+        ({"metric": "letter", "classes": tuple("ABCD")}, [0.0, 0.0, 1.0], False),
+        ({"metric": "perplexity"}, [0.5] * 4, False),
     ],
 )
 def test_the_floor_is_nothing_or_guessing(given, score, floor):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import html
-import json
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +70,11 @@ def _page(results: Path, model: str, count: int, overrides: list[str], chosen: b
         shown = samples.collect(experiment.prepare(config.parse(config.compose_config(run))), count)
     own = [o for o in overrides if o.partition("=")[0] in ("data.root", "longbench")]
     parts = tables.parts(model, str(results), results / ("tiny" if model == standin.MODEL else "tables"), own)
-    verdicts, found = _verdicts(results), audit()
+    found = audit()
     sections = [
         ("tables", "Tables", page.tables((p.paper, p.title, p.content) for p in parts)),
         ("figures", "Figures", page.figures(folder(results, model))),
-        ("claims", "Claims", _claims(verdicts)),
+        ("claims", "Claims", _claims(results)),
         ("audit", "Audit", _audit(found)),
         ("samples", "Examples", page.browser(len(shown))),
         ("runs", "Runs", _behind([p.measured for p in parts if p.measured]) + _runs(results)),
@@ -95,42 +93,36 @@ def _lead(model: str, parts: Sequence[Part], found: Sequence[Finding]) -> str:
     )
 
 
-def _verdicts(results: Path) -> list[dict[str, Any]] | None:
-    """The ledger that `claims` wrote last; None if it never did."""
-    path = results / "claims.json"
-    try:
-        return list(json.loads(path.read_text(encoding="utf-8"))["verdicts"]) if path.exists() else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); run python -m kvbench claims again") from None
-
-
-def _claims(verdicts: list[dict[str, Any]] | None) -> str:
+def _claims(results: Path) -> str:
     from kvbench.html import page
+    from kvbench.papers import ledger
 
-    if verdicts is None:
-        return "<p>None yet: python -m kvbench claims.</p>"
-    try:
+    parts = []
+    for content in ledger.read(results):
         body = [
             (
-                v["claim"]["id"],
-                v["claim"]["says"],
-                v["claim"]["where"],
+                v["id"],
+                f"“{v['quote']}” ({v['paper']}, {v['where']})",
+                f"{v['tested']}" + (f" Ran: {'; '.join(v['ran'])}." if v["ran"] else ""),
                 v["verdict"],
-                "—" if v["mean"] is None else f"{v['mean']:+.1f}",
-                "—" if not v["ci"] else f"[{v['ci'][0]:.1f}, {v['ci'][1]:.1f}]",
-                v["n"],
-                v["reason"] or (f"would take {v['would_take']:,} pairs" if v["would_take"] else ""),
+                ledger.evidence(v),
+                v["reason"],
             )
-            for v in verdicts
+            for v in content["verdicts"]
         ]
-        kinds = [f"verdict-{v['verdict'].split()[0]}" for v in verdicts]
-        counts = Counter(v["verdict"] for v in verdicts)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"claims.json is not a ledger ({error}); run python -m kvbench claims again") from None
-    head = ("claim", "what the paper says", "where", "verdict", "points", "interval", "n", "why")
-    said = ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common())
-    how = "Paired differences in points of 100, with 95 % intervals; verdicts are corrected for the number of claims."
-    return f"<p>{html.escape(said)}. {how}</p>" + page.rows(head, body, kinds)
+        kinds = [f"verdict-{v['verdict'].split()[0]}" for v in content["verdicts"]]
+        head = ("claim", "what the paper says", "what is tested", "verdict", "points", "why")
+        title = f"{content['model']}{', a stand-in' if content['stand_in'] else ''}"
+        said = "".join(
+            f"<li>{html.escape(note)}</li>" for note in ledger.notes({**content, "verdicts": _plain(content)})
+        )
+        parts.append(f"<h3>{html.escape(title)}</h3><ul>{said}</ul>" + page.rows(head, body, kinds))
+    return "".join(parts) or "<p>None yet: python -m kvbench claims.</p>"
+
+
+def _plain(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The verdicts without their reasons, which stand in a column of their own."""
+    return [{**v, "reason": ""} for v in content["verdicts"]]
 
 
 def _audit(found: Sequence[Finding]) -> str:

@@ -6,7 +6,7 @@ model the windows of a paper's preset are scaled to its prompts, as in the paper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ from kvbench.plan import Cell, Group
 
 MEAN = "mean"
 FULL = "full"
-DRAWS = 10_000
 VALUES = ("score", "low", "high", "relative", "relative_low", "relative_high", "n", "kept", "bytes")
 COLUMNS = ("series", "x", "task", "metric", *VALUES)
 
@@ -266,44 +265,16 @@ def _mean(found: Sequence[tuple[Group, Mapping[str, Any], NDArray[np.float64]]])
 def _scored(tasks: Sequence[NDArray[np.float64]], name: str) -> dict[str, Any]:
     scale = metric(name).scale
     point = scale * float(np.mean([t[:, 0].mean() for t in tasks]))
-    low, high = interval(tasks, lambda means: scale * np.mean([m[:, 0] for m in means], axis=0), scale) or (None, None)
+    low, high = stats.stratified_ci(tasks, lambda means: scale * np.mean([m[:, 0] for m in means], axis=0), scale) or (
+        None,
+        None,
+    )
     return {"score": point, "low": low, "high": high}
 
 
-def _relative(tasks: Sequence[NDArray[np.float64]], name: str) -> dict[str, Any]:
+def _relative(tasks: Sequence[stats.Pairs], name: str) -> dict[str, Any]:
     """Score in per cent of the full cache's, the mean over tasks of the one over that of the other."""
-    whole = float(np.mean([t[:, 1].mean() for t in tasks])) if all(map(len, tasks)) else 0.0
-    if metric(name).shown or whole == 0:
-        return {}
-
-    def share(means: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-        ours, theirs = (np.mean([m[:, i] for m in means], axis=0) for i in (0, 1))
-        return 100 * ours / np.maximum(theirs, 1e-12)
-
-    low, high = interval(tasks, share, 100 / whole) or (None, None)
-    point = float(share([t.mean(0, keepdims=True) for t in tasks])[0])
-    return {"relative": point, "relative_low": low, "relative_high": high}
-
-
-def interval(
-    tasks: Sequence[NDArray[np.float64]],
-    of: Callable[[Sequence[NDArray[np.float64]]], NDArray[np.float64]],
-    scale: float,
-) -> tuple[float, float] | None:
-    """95 % of what ``of`` makes of the means [draws, 2] of resampled pairs, examples resampled within each task.
-
-    None below report.FEWEST examples in all. Where every resample gives the same, what so many equal draws cannot
-    exclude: ``of`` lies between 0 and ``scale``.
-    """
-    count = sum(map(len, tasks))
-    if count < report.FEWEST:
-        return None
-    drawn = []
-    for seed, pairs in enumerate(tasks):
-        index = np.random.default_rng(seed).integers(len(pairs), size=(DRAWS, len(pairs)))
-        drawn.append(pairs[index].mean(1))
-    low, high = (float(x) for x in np.quantile(of(drawn), [0.025, 0.975]))
-    if high - low < 1e-9:
-        found = stats.bootstrap_ci(np.full(count, min(1.0, low / scale)))
-        return None if found is None else (scale * found[0], scale * found[1])
-    return low, high
+    found = stats.Share() if metric(name).shown else stats.share(tasks)
+    return (
+        {} if found.point is None else {"relative": found.point, "relative_low": found.low, "relative_high": found.high}
+    )

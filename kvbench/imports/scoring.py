@@ -15,7 +15,7 @@ from typing import Any
 from kvbench.errors import UsageError
 from kvbench.imports.base import Answer, Predictions
 from kvbench.metrics import METRICS, metric, score, stats
-from kvbench.report import FEWEST
+from kvbench.metrics.stats import FEWEST
 from kvbench.tasks import longbench
 from kvbench.types import Example
 

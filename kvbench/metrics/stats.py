@@ -1,4 +1,6 @@
-"""Intervals of mean scores, by the percentile bootstrap over examples. Deterministic by seed, vectorised.
+"""Intervals of mean scores and of shares of the full cache, by the percentile bootstrap; p-values of mean differences.
+
+Deterministic by seed, vectorised.
 
 Where all values are equal every resample is too, and the bootstrap would claim certainty after a handful of examples.
 Then the interval says what n equal draws can exclude: with confidence ``level`` at least ``q = (alpha/2)**(1/n)`` of
@@ -8,7 +10,7 @@ is the exact (Clopper-Pearson) binomial interval.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,18 @@ from numpy.typing import NDArray
 
 Scores = Sequence[float] | NDArray[np.float64]
 Bounds = tuple[float, float]
+Pairs = NDArray[np.float64]
+"""[n, 2]: a method's score and the full cache's of each example."""
+
+DRAWS = 10_000
+FEWEST = 8
+"""Examples below which a bootstrap says nothing: no interval is shown."""
+FLOOR = 0.03
+"""What a full cache's mean score, of 1, must be above that of empty answers or of guessing for a share to say much."""
+TINY = 1e-12
+STAKES = np.array([*np.geomspace(0.002, 0.8, 24), 1.0])
+WEIGHTS = np.array([0.75 / 24] * 24 + [0.25])
+"""Parts of the whole that bettors of ``p_above`` stake, and the share of the money that each begins with."""
 _BLOCK = 2**22
 """Indices drawn at a time: bounds the memory of a bootstrap to some 50 MB whatever n is."""
 
@@ -31,7 +45,7 @@ class Difference(NamedTuple):
 def bootstrap_ci(
     scores: Scores,
     seed: int = 0,
-    resamples: int = 10_000,
+    resamples: int = DRAWS,
     level: float = 0.95,
     bounds: Bounds | None = (0.0, 1.0),
 ) -> tuple[float, float] | None:
@@ -61,7 +75,7 @@ def paired_difference(
     scores: Scores,
     baseline: Scores,
     seed: int = 0,
-    resamples: int = 10_000,
+    resamples: int = DRAWS,
     level: float = 0.95,
     bounds: Bounds | None = (-1.0, 1.0),
 ) -> Difference:
@@ -76,6 +90,124 @@ def paired_difference(
     interval = bootstrap_ci(differences, seed, resamples, level, bounds)
     low, high = interval or (None, None)
     return Difference(float(differences.mean()), low, high)
+
+
+class Share(NamedTuple):
+    """A score in per cent of the full cache's, with its interval; None where there is none."""
+
+    point: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def ci(self) -> tuple[float, float] | None:
+        """The interval."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+
+def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = False) -> Share:
+    """The mean score over tasks in per cent of the full cache's, pairs resampled within each task.
+
+    ``tasks``: pairs [n, 2] of each, a method's score and the full cache's. The ratio of the two means, or with
+    ``of_ratios`` the mean of the tasks' ratios. ``log_losses``: of one task, whose exponentials (perplexities) are
+    compared, the full cache's over the method's. No share where a full cache that is divided by scores 0.
+    """
+    if not tasks or not all(map(len, tasks)):
+        return Share()
+    if log_losses:
+        (pairs,) = tasks
+        shown = stratified_ci([pairs], lambda means: 100 * np.exp(means[0][:, 1] - means[0][:, 0]), None)
+        return Share(100 * float(np.exp(pairs[:, 1].mean() - pairs[:, 0].mean())), *(shown or (None, None)))
+    wholes = [float(t[:, 1].mean()) for t in tasks]
+    if not (all(wholes) if of_ratios else any(wholes)):
+        return Share()
+
+    def of(means: Sequence[Pairs]) -> NDArray[np.float64]:
+        if of_ratios:
+            return 100 * np.mean([m[:, 0] / np.maximum(m[:, 1], TINY) for m in means], axis=0)
+        ours, theirs = (np.mean([m[:, i] for m in means], axis=0) for i in (0, 1))
+        return np.asarray(100 * ours / np.maximum(theirs, TINY))
+
+    most = 100 * float(np.mean([1 / w for w in wholes])) if of_ratios else 100 / float(np.mean(wholes))
+    point = float(of([t.mean(0, keepdims=True) for t in tasks])[0])
+    return Share(point, *(stratified_ci(tasks, of, most) or (None, None)))
+
+
+def stratified_ci(
+    strata: Sequence[NDArray[np.float64]],
+    of: Callable[[Sequence[NDArray[np.float64]]], NDArray[np.float64]],
+    most: float | None,
+    least: float = 0.0,
+) -> tuple[float, float] | None:
+    """95 % of what ``of`` makes of resampled means [DRAWS, ...], the examples of each stratum resampled within it.
+
+    None where a stratum has fewer than FEWEST examples. Where every resample gives the same, what so many equal draws
+    cannot exclude: ``of`` lies between ``least`` and ``most`` (None: unbounded, so no interval there).
+    """
+    if min(map(len, strata)) < FEWEST:
+        return None
+    means = []
+    for seed, values in enumerate(strata):
+        drawn = np.random.default_rng(seed).integers(len(values), size=(DRAWS, len(values)))
+        means.append(values[drawn].mean(1))
+    low, high = (float(x) for x in np.quantile(of(means), [0.025, 0.975]))
+    if high - low > 1e-9:
+        return low, high
+    if most is None:
+        return None
+    return _constant(min(most, max(least, low)), sum(map(len, strata)), 0.95, (least, most))
+
+
+def at_floor(full: Scores, chance: float = 0.0) -> bool:
+    """Whether the full cache's scores are at the floor: less than FLOOR above ``chance``, or an interval reaches it."""
+    values = _finite(full)
+    if not len(values):
+        return False
+    interval = bootstrap_ci(values) if len(values) >= FEWEST else None
+    return bool(values.mean() < chance + FLOOR or (interval is not None and interval[0] <= chance))
+
+
+def p_above(differences: Scores, least: float = 0.0) -> float:
+    """p of the null hypothesis that the mean of independent ``differences`` in [-1, 1] is not above ``least``.
+
+    A bettor against the null stakes the same part of what is left on each difference, ``1 + stake * (x - least)``. The
+    expected product is at most 1 under the null, whatever the differences' own distributions are: by the inequality of
+    the arithmetic and the geometric mean it is at most the n-th power of their mean factor. So is a mean over stakes,
+    and by Markov's inequality 1 / wealth is a p-value (betting: Waudby-Smith and Ramdas, arXiv 2010.09686, section 4).
+    """
+    values = _finite(differences)
+    if np.abs(values).max(initial=0.0) > 1 or not -1 < least < 1:
+        raise ValueError(f"p_above: differences must lie within [-1, 1] and least {least} between them")
+    stakes = STAKES / (1 + least)  # at most all of it: a difference of -1 then leaves nothing
+    with np.errstate(divide="ignore"):
+        logs = np.log1p(np.maximum(stakes[:, None] * (values - least), -1.0)).sum(1)
+    wealth = float(np.average(np.exp(np.minimum(logs, 700.0)), weights=WEIGHTS))
+    return 1.0 if wealth <= 1 else 1 / wealth
+
+
+def betting_ci(differences: Scores, level: float = 0.95) -> tuple[float, float]:
+    """Interval of the mean of independent ``differences`` in [-1, 1]: what ``p_above`` rejects in neither direction."""
+    values = _finite(differences)
+
+    def lowest(xs: NDArray[np.float64]) -> float:
+        low, high = -1.0, float(xs.mean())
+        for _ in range(30):
+            middle = (low + high) / 2
+            rejected = -1 < middle < 1 and p_above(xs, middle) < (1 - level) / 2
+            low, high = (middle, high) if rejected else (low, middle)
+        return low
+
+    return lowest(values), -lowest(-values)
+
+
+def holm(ps: Mapping[str, float], family: int) -> dict[str, float]:
+    """p-values corrected for ``family`` of them (Holm's step-down); those that are not here count as larger."""
+    corrected: dict[str, float] = {}
+    largest = 0.0
+    for rank, i in enumerate(sorted(ps, key=lambda i: ps[i])):
+        largest = max(largest, min(1.0, (family - rank) * ps[i]))
+        corrected[i] = largest
+    return corrected
 
 
 def _constant(value: float, n: int, level: float, bounds: Bounds | None) -> tuple[float, float] | None:

@@ -1,57 +1,61 @@
-"""What papers claim, as tests that a model can decide: two methods on the same examples, and a verdict.
+"""What papers claim, as tests that a model can decide: pairs of methods on the same examples, and a verdict.
 
-A claim is decided by the paired differences of its two sides over all examples of its tasks, in points of 100.
-``better`` asks for a positive mean; ``no_worse`` for one above minus ``margin``; ``no_worse_each`` for that on every
-task. Each gives a p-value in both directions, one that supports and one that contradicts (see ``p_above``). All claims
-of a ledger are corrected together (Holm), and looks at growing numbers of examples share the error.
+A claim stands in the paper's own words (``quote``), beside what is tested of it in ours. It is decided by the paired
+differences of its sides over all examples of its tasks, in points of 100: ``better`` asks for a mean above 0,
+``no_worse`` for one above minus ``margin``. Both directions are tested (see ``stats.p_above``), each at half of LEVEL
+over all claims of a ledger together (Holm). Tasks where the full cache is at the floor decide nothing and are left out.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from kvbench.advice import at_floor
 from kvbench.errors import KvbenchError, unknown
+from kvbench.labels import label
 from kvbench.metrics import metric, stats
 from kvbench.papers import declared
 from kvbench.papers.declared import PAPERS, Given
 from kvbench.papers.measured import Ours
-from kvbench.plan import Group
+from kvbench.plan import Cell, Group
 from kvbench.store import ResultStore
 from kvbench.tasks.longbench import names
 
-TESTS = ("better", "no_worse", "no_worse_each", "elsewhere")
+TABLE = "claims"
+TESTS = ("better", "no_worse", "elsewhere")
 LEVEL = 0.05
-POWER = 0.8
-DRAWS = 20_000
-WORST = 100.0
-"""Points by which one pair can differ, either way."""
-SUPPORTED, CONTRADICTED, UNDECIDED, ELSEWHERE = "supported", "contradicted", "undecided", "not testable here"
+"""Chance of a wrong verdict of either kind anywhere in a ledger, at most."""
+SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
+MIXED, FRAGILE = "mixed", "fragile"
+NOT_DECIDABLE, FLOOR, ELSEWHERE = "not decidable here", "at the floor", "not testable here"
+VERDICTS = (SUPPORTED, CONTRADICTED, MIXED, FRAGILE, UNDECIDED, NOT_DECIDABLE, FLOOR, ELSEWHERE)
+AS_PRINTED = "windows=paper"
+"""What marks a row whose windows are the paper's on a stand-in that otherwise scales them."""
 
 Differences = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of a paper in our words. ``side`` and ``other`` are a published method and setting each.
+    """One statement of a paper. ``pairs`` are the methods and settings compared, as published tables write them.
 
-    test: one of TESTS. margin: points of 100 that count as nothing. why: of a claim that no score decides.
+    quote: the paper's words, at ``where``. tested: what is tested of them, in ours. test: one of TESTS. margin: points
+    of 100 that count as nothing. why: of a claim that no score decides.
     """
 
     paper: str
     id: str
-    says: str
+    quote: str
     where: str
+    tested: str
     test: str
-    side: str = ""
-    other: str = ""
+    pairs: tuple[tuple[str, str], ...] = ()
     margin: float = 1.0
     datasets: tuple[str, ...] = ()
     why: str = ""
@@ -61,9 +65,9 @@ class Claim:
             raise KvbenchError(f"claim {self.id}: test must be one of {', '.join(TESTS)}, not {self.test!r}")
 
     @property
-    def allowed(self) -> float:
-        """Points that the first side may lose."""
-        return 0.0 if self.test == "better" else self.margin
+    def least(self) -> float:
+        """What the mean difference must be above, of 1."""
+        return 0.0 if self.test == "better" else -self.margin / 100
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -72,32 +76,68 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the examples say: ``verdict`` with the mean difference in points, its interval, and the corrected p-values.
+class Evidence:
+    """What was measured for a claim under one scaling.
 
-    ``tasks``: mean difference by task. ``would_take``: examples that would decide an undecided claim if the difference
-    is what it seems, None where it seems to be none.
+    differences: of 1, by task, [examples, pairs of the claim]. floors: tasks left out. cells: ids of both sides. ran:
+    what each pair was on this model. possible: examples that the data would give. reason: why something, or all of it,
+    is missing.
+    """
+
+    differences: Mapping[str, Differences] = field(default_factory=dict)
+    floors: tuple[str, ...] = ()
+    cells: tuple[str, ...] = ()
+    ran: tuple[str, ...] = ()
+    possible: int = 0
+    reason: str = ""
+
+    @property
+    def values(self) -> Differences:
+        """The difference of each example, the mean over the claim's pairs: these alone are independent."""
+        return np.concatenate([*(d.mean(1) for d in self.differences.values()), np.zeros(0)])
+
+    @property
+    def tasks(self) -> dict[str, float]:
+        """Mean difference by task, in points."""
+        return {task: 100 * float(d.mean()) for task, d in self.differences.items()}
+
+    @property
+    def settings(self) -> list[float]:
+        """Mean difference by pair of the claim, in points."""
+        return [] if not self.differences else list(100 * np.concatenate(list(self.differences.values())).mean(0))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the examples say of a claim: one of VERDICTS, the mean difference in points with its interval, and p-values.
+
+    p_for, p_against: corrected, that there is nothing to support the claim, and nothing against it. elsewhere: the mean
+    under the other scaling, where there is one.
     """
 
     claim: Claim
     verdict: str
-    n: int = 0
+    evidence: Evidence = field(default_factory=Evidence)
     mean: float | None = None
     ci: tuple[float, float] | None = None
     p_for: float | None = None
     p_against: float | None = None
-    tasks: Mapping[str, float] = field(default_factory=dict)
-    would_take: int | None = None
-    reason: str = ""
+    elsewhere: float | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why there is no verdict, or what is missing of it."""
+        return self.claim.why or self.evidence.reason
 
 
 def load(paper: str) -> tuple[Claim, ...]:
     """The claims of a paper, in its file's order; KvbenchError for a damaged file."""
     path = Path(__file__).parent / paper / "claims.yaml"
+    lists = {"datasets": tuple, "pairs": lambda pairs: tuple((a, b) for a, b in pairs)}
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return tuple(Claim(paper, **{**c, "datasets": tuple(c.get("datasets", ()))}) for c in raw)
-    except (OSError, TypeError, yaml.YAMLError) as error:
+        return tuple(Claim(paper, **{k: lists.get(k, lambda x: x)(v) for k, v in c.items()}) for c in raw)
+    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise KvbenchError(f"{path}: {error}") from None
 
 
@@ -110,150 +150,153 @@ def find(wanted: str) -> tuple[str, ...]:
     return (wanted,)
 
 
-def sides(paper: str, claims: Sequence[Claim]) -> list[Given]:
-    """Tables of all rows that the claims compare, one for each set of datasets."""
+def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
+    """Tables of all rows that a paper's claims compare, one for each set of datasets.
+
+    ``scaled``: the model scales windows, so that each row is there with the paper's own windows, too.
+    """
     by_columns: dict[tuple[str, ...], list[str]] = {}
     for claim in claims:
-        if claim.test != "elsewhere":
-            by_columns.setdefault(claim.columns, []).extend((claim.side, claim.other))
-    base = next(t for t in declared.find(paper) if t.measurable)
+        for side in (s for pair in claim.pairs for s in pair):
+            by_columns.setdefault(claim.columns, []).extend((side, as_printed(side)) if scaled else (side,))
     tables = []
     for columns, rows in by_columns.items():
+        paper = claims[0].paper
+        base = next(t for t in declared.find(paper) if t.measurable)
         written = (row.partition(" ") for row in dict.fromkeys(rows))
         cells = [(base.models()[0], method, setting, c, "mean") for method, _, setting in written for c in columns]
         workloads = {k: v for t in declared.find(paper) for k, v in t.workloads.items()}
-        tables.append(declared.given(base, cells, table="claims", title="claims", workloads=workloads))
+        tables.append(declared.given(base, cells, table=TABLE, title=TABLE, workloads=workloads))
     return tables
 
 
-def differences(claim: Claim, tables: Sequence[Ours]) -> tuple[dict[str, Differences], str]:
-    """Paired differences in points by task, and why there are none, or not of all datasets."""
+def as_printed(side: str) -> str:
+    """A side with the paper's own windows."""
+    return f"{side};{AS_PRINTED}"
+
+
+def evidence(claim: Claim, tables: Iterable[Ours], windows_as_printed: bool = False) -> Evidence:
+    """What ``tables`` have of a claim: paired differences of all examples that all of its sides have."""
     ours = next(t for t in tables if {c.dataset for c in t.declared.scores} == set(claim.columns))
-    found: dict[str, Differences] = {}
     lines = {line.row.name: line for line in ours.lines}
-    side, other = lines[claim.side], lines[claim.other]
-    reason = side.refused or other.refused or side.skipped or other.skipped
-    if reason:
-        return {}, reason
-    absent: list[str] = []
+    pairs = [tuple(lines[as_printed(s) if windows_as_printed else s] for s in pair) for pair in claim.pairs]
+    reason = next(filter(None, (why for pair in pairs for line in pair for why in (line.refused, line.skipped))), "")
+    if reason or ours.run is None:
+        return Evidence(reason=reason or "; ".join(dict.fromkeys(ours.absent.values())))
+    absent = {
+        f"{column.dataset} is not here: {why}": None
+        for column in ours.declared.scores
+        for pair in pairs
+        for line in pair
+        if (why := ours.why_absent(line, column))
+    }
+    # on a stand-in several datasets are one task
+    by_task: dict[str, tuple[Group, list[tuple[Cell, Cell]]]] = {}
     for column in ours.declared.scores:
-        mine, theirs = ours.cells(side, column), ours.cells(other, column)
-        if why := ours.why_absent(side, column) or ours.why_absent(other, column):
-            absent.append(f"{column.dataset} is not here: {why}")
-        for (group, a), (_, b) in zip(mine, theirs, strict=True):
-            assert ours.run is not None
-            refused = next(filter(None, map(ours.run.store.refusal, (a.id, b.id))), None)
-            if refused:
-                return {}, refused
-            found[group.column] = _paired(ours.run.store, group, a.id, b.id)
-    return found, "; ".join(dict.fromkeys(absent))
+        for found in zip(
+            *(zip(ours.cells(a, column), ours.cells(b, column), strict=True) for a, b in pairs), strict=True
+        ):
+            group = found[0][0][0]
+            by_task[group.column] = group, [(a, b) for (_, a), (_, b) in found]
+    store, every = ours.run.store, [c for _, sides in by_task.values() for pair in sides for c in pair]
+    if refused := next(filter(None, (store.refusal(c.id) for c in every)), None):
+        return Evidence(reason=refused)
+    floors = [task for task, (group, _) in by_task.items() if _floored(store, group)]
+    able = {task: both for task, both in by_task.items() if task not in floors}
+    differences = {task: _paired(store, *both) for task, both in able.items()}
+    return Evidence(
+        {task: d for task, d in differences.items() if len(d)},
+        tuple(floors),
+        tuple(dict.fromkeys(c.id for c in every)),
+        tuple(
+            dict.fromkeys(f"{label(a.identity)} against {label(b.identity)}" for _, s in by_task.values() for a, b in s)
+        ),
+        sum(len(group.task.examples) for group, _ in able.values()),
+        "; ".join([*(f"{task}: the full cache is at the floor" for task in floors), *absent]),
+    )
 
 
-def _paired(store: ResultStore, group: Group, mine: str, theirs: str) -> Differences:
-    """Differences in points over the group's examples that both cells have; of log losses less is better."""
-    a, b = store.samples(mine), store.samples(theirs)
+def _floored(store: ResultStore, group: Group) -> bool:
+    samples = store.samples(next(c for c in group.cells if not c.chain.stages).id)
+    scores = [samples[e.id]["score"] for e in group.examples if e.id in samples]
+    return at_floor(group.task, [s for s in scores if s is not None])
+
+
+def _paired(store: ResultStore, group: Group, pairs: Sequence[tuple[Cell, Cell]]) -> Differences:
+    """Differences [examples, pairs] over the group's examples that all cells have.
+
+    Of log losses less is better, and a nat is the most that counts.
+    """
     sign = -1.0 if metric(group.task.metric).shown is not None else 1.0
-    both = [(a[e.id]["score"], b[e.id]["score"]) for e in group.examples if e.id in a and e.id in b]
-    return 100 * sign * np.array([x - y for x, y in both if x is not None and y is not None])
+    scores = [[_scores(store, cell, group) for cell in pair] for pair in pairs]
+    shared = [e.id for e in group.examples if all(e.id in s for pair in scores for s in pair)]
+    found = [[sign * (a[i] - b[i]) for a, b in scores] for i in shared]
+    return np.clip(np.array(found, dtype=np.float64).reshape(-1, len(pairs)), -1.0, 1.0)
+
+
+def _scores(store: ResultStore, cell: Cell, group: Group) -> dict[str, float]:
+    samples = store.samples(cell.id)
+    return {e.id: x for e in group.examples if e.id in samples and (x := samples[e.id]["score"]) is not None}
 
 
 def decide(
     claims: Sequence[Claim],
-    found: Mapping[str, tuple[dict[str, Differences], str]],
-    looks: int = 1,
+    found: Mapping[str, Evidence],
+    others: Mapping[str, Evidence] | None = None,
     family: int | None = None,
 ) -> list[Verdict]:
-    """The verdicts on ``claims``, corrected together: Holm's steps over ``family`` claims of which these are left.
+    """The verdicts on ``claims``, corrected together over ``family`` of them (all that are measured).
 
-    ``looks``: how often the examples are looked at in all.
+    ``others``: what the same claims show under another scaling. A verdict that they do not share is fragile; one that
+    tasks or settings do not share is mixed.
     """
-    ps: dict[str, tuple[float, float]] = {}
-    for claim in claims:
-        by_task, _ = found.get(claim.id, ({}, ""))
-        if by_task and sum(map(len, by_task.values())):
-            ps[claim.id] = _p_values(claim, by_task)
-    count = max(family or 0, len(ps))
-    corrected = [holm({i: p[k] for i, p in ps.items()}, count) for k in (0, 1)]
+    measured = {c.id: c for c in claims if len(found.get(c.id, Evidence()).values)}
+    count = max(family or 0, len(measured))
+    raw = {i: _p_values(c, found[i].values) for i, c in measured.items()}
+    corrected = [stats.holm({i: p[k] for i, p in raw.items()}, count) for k in (0, 1)]
     verdicts = []
     for claim in claims:
-        if claim.id not in ps:
-            reason = claim.why or found.get(claim.id, ({}, ""))[1] or "nothing was measured"
-            verdicts.append(Verdict(claim, ELSEWHERE, reason=reason))
+        mine = found.get(claim.id, Evidence())
+        if claim.id not in measured:
+            verdict = FLOOR if mine.floors else ELSEWHERE
+            verdicts.append(Verdict(claim, verdict, mine))
             continue
-        by_task = found[claim.id][0]
-        p_for, p_against = (min(1.0, looks * c[claim.id]) for c in corrected)
-        verdict = SUPPORTED if p_for < LEVEL else CONTRADICTED if p_against < LEVEL else UNDECIDED
-        every = np.concatenate(list(by_task.values()))
+        p_for, p_against = (c[claim.id] for c in corrected)
+        other = (others or {}).get(claim.id, Evidence()).values
+        elsewhere = 100 * float(other.mean()) if len(other) else None
         verdicts.append(
             Verdict(
                 claim,
-                verdict,
-                len(every),
-                float(every.mean()),
-                stats.bootstrap_ci(every, bounds=(-100.0, 100.0)),
+                _word(claim, mine, p_for, p_against, elsewhere, count),
+                mine,
+                100 * float(mine.values.mean()),
+                _points(stats.betting_ci(mine.values)),
                 p_for,
                 p_against,
-                {t: float(d.mean()) for t, d in by_task.items()},
-                _would_take(claim, by_task, count * looks) if verdict == UNDECIDED else None,
-                found[claim.id][1],
+                elsewhere,
             )
         )
     return verdicts
 
 
-def _p_values(claim: Claim, by_task: Mapping[str, Differences]) -> tuple[float, float]:
+def _p_values(claim: Claim, values: Differences) -> tuple[float, float]:
     """(that there is nothing to support the claim, that there is nothing against it)."""
-    least = -claim.allowed
-    if claim.test == "no_worse_each":
-        # every task must pass, so the worst one decides for it; against it, one failing of so many
-        each = [(p_above(d, least), p_above(-d, -least)) for d in by_task.values()]
-        return max(p for p, _ in each), min(1.0, len(each) * min(p for _, p in each))
-    every = np.concatenate(list(by_task.values()))
-    return p_above(every, least), p_above(-every, -least)
+    return stats.p_above(values, claim.least), stats.p_above(-values, -claim.least)
 
 
-def p_above(values: Differences, least: float) -> float:
-    """p of the null hypothesis that ``values`` are from a distribution whose mean is not above ``least``.
-
-    The share of random weights (Dirichlet, all 1) under which the mean of the values and of one more, as bad as a pair
-    can be, is not above it (Gaffke; Learned-Miller and Thomas, arXiv 1905.06208). Nothing is taken to be symmetric: 40
-    pairs without a difference do not exclude that one of a hundred loses everything, and p of a mean above -1 is
-    0.99^40; where all pairs are at an end of the scale it is the binomial test.
-    """
-    rng = np.random.default_rng(0)
-    worst = -max(WORST, float(np.abs(values).max()))
-    shifted = np.append(values, worst) - least
-    sums = np.concatenate([rng.standard_exponential((1000, len(shifted))) @ shifted for _ in range(DRAWS // 1000)])
-    return (int((sums <= 1e-9).sum()) + 1) / (DRAWS + 1)
-
-
-def holm(ps: Mapping[str, float], family: int) -> dict[str, float]:
-    """p-values corrected for ``family`` of them (Holm's step-down); those that are not here count as larger."""
-    order = sorted(ps, key=lambda i: ps[i])
-    corrected: dict[str, float] = {}
-    largest = 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (family - rank) * ps[i]))
-        corrected[i] = largest
-    return corrected
+def _word(claim: Claim, mine: Evidence, p_for: float, p_against: float, elsewhere: float | None, family: int) -> str:
+    decided = SUPPORTED if p_for < LEVEL / 2 else CONTRADICTED if p_against < LEVEL / 2 else UNDECIDED
+    if decided == UNDECIDED:
+        # even if no pair of all that the data would give differed, or of a claim of gains all gained everything
+        best = np.full(mine.possible, 0.0 if claim.test == "no_worse" else 1.0)
+        return NOT_DECIDABLE if family * stats.p_above(best, claim.least) >= LEVEL / 2 else UNDECIDED
+    side = 1 if decided == SUPPORTED else -1
+    least = 100 * claim.least
+    if elsewhere is not None and side * (elsewhere - least) < 0:
+        return FRAGILE
+    each = [*mine.settings, *mine.tasks.values()]
+    return MIXED if any(side * (m - least) < 0 for m in each) else decided
 
 
-def _would_take(claim: Claim, by_task: Mapping[str, Differences], tests: int) -> int | None:
-    """Pairs in all that would decide at POWER, by the mean and spread seen; None where the mean seems to be nothing."""
-    if claim.test == "no_worse_each":
-        worst = min(by_task.values(), key=lambda d: float(d.mean()))
-        needed = _pairs_needed(worst, claim.allowed, tests)
-        return None if needed is None else needed * len(by_task)
-    return _pairs_needed(np.concatenate(list(by_task.values())), claim.allowed, tests)
-
-
-def _pairs_needed(values: Differences, allowed: float, tests: int) -> int | None:
-    """The more of what the spread asks for, and of what even pairs without any would take (see ``p_above``)."""
-    mean, spread = float(values.mean()) + allowed, float(values.std(ddof=1)) if len(values) > 1 else 0.0
-    if abs(mean) < 1e-9:
-        return None
-    normal, level = NormalDist(), LEVEL / max(1, tests)
-    room = WORST - allowed if mean > 0 else WORST + allowed
-    z = normal.inv_cdf(1 - level) + normal.inv_cdf(POWER)
-    alike = math.log(level) / math.log(room / (room + abs(mean)))
-    return max(len(values) + 1, math.ceil((z * spread / mean) ** 2), math.ceil(alike))
+def _points(ci: tuple[float, float]) -> tuple[float, float]:
+    return 100 * ci[0], 100 * ci[1]

@@ -69,7 +69,7 @@ class Declared:
     share of the full cache (share), or how far that is from 100 (relative). entries: conf/model by published model,
     where the names differ. stand_in: arguments that the tiny stand-in alone needs, by method. sources: where what is
     not printed comes from. workloads: the paper's knobs of a dataset (``needle``), or of it in one model's rows
-    (``needle/mistral-7b-instruct-v0.2``).
+    (``needle/mistral-7b-instruct-v0.2``). settings: by dataset, what its rows are set to beside their own setting.
     """
 
     paper: str
@@ -86,6 +86,7 @@ class Declared:
     stand_in: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     workloads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

@@ -8,11 +8,11 @@ from itertools import groupby
 from textwrap import wrap
 
 from kvbench.methods.chain import Chain
+from kvbench.metrics.stats import FLOOR
 from kvbench.papers import standin, timing_text
 from kvbench.papers.declared import MEANS, SCORE, Row
 from kvbench.papers.measured import Ours
 from kvbench.papers.published import FRACTION
-from kvbench.papers.shares import FLOOR
 from kvbench.papers.view import OF_ALL, Entry, View, best, by_block, heading_of
 from kvbench.papers.workloads import labels
 from kvbench.render import EVICTING

@@ -1,116 +1,172 @@
-"""The ledger of claims: measured with as many examples as it takes, up to a limit, and shown with its evidence."""
+"""The ledger of claims: what they need is measured, decided together, and shown with its evidence, a column a model."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from kvbench import config, experiment
-from kvbench.cli.rewrite import rewrite
-from kvbench.model import load
+from kvbench import experiment
+from kvbench.errors import UsageError
 from kvbench.papers import claims, declared, measured, standin
-from kvbench.papers.claims import UNDECIDED, Claim, Verdict
+from kvbench.papers.claims import MIXED, UNDECIDED, Evidence, Verdict
+from kvbench.papers.joint import joint
+from kvbench.papers.measured import Ours
 from kvbench.render import Sheet
+from kvbench.store_files import write_json
 
+FOLDER = "claims"
+"""Below a results folder: a ledger for each model."""
 SAYS = 46
 """Characters of a line of a statement."""
-MARKS = {"supported": "✓", "contradicted": "✗", "undecided": "?", "not testable here": "—"}
+MARKS = {"supported": "✓", "contradicted": "✗", "mixed": "±", "fragile": "~", UNDECIDED: "?"}
 
 
-def settle(papers: Sequence[str], model: str, arguments: Sequence[str], limit: int, up_to: int) -> list[Verdict]:
-    """Verdicts on all claims of ``papers``, in order: ``limit`` examples a task, doubled while a claim is undecided.
-
-    The number of looks is fixed by ``limit`` and ``up_to`` and corrected for; a verdict once reached stays.
-    """
-    ledger = [c for paper in papers for c in claims.load(paper)]
-    limits = [limit]
-    while limits[-1] < up_to:
-        limits.append(min(2 * limits[-1], up_to))
-    settled: dict[str, Verdict] = {}
-    for n in limits:
-        open_ = [c for c in ledger if c.id not in settled or settled[c.id].verdict == UNDECIDED]
-        found: dict[str, Any] = {}
-        for paper in papers:
-            mine = [c for c in ledger if c.paper == paper and c in open_ and c.test != "elsewhere"]
-            if mine:
-                print(f"kvbench: {paper}: {len(mine)} claims, {n} examples a task", file=sys.stderr)
-            found |= _measure(paper, mine, model, [*arguments, f"limit={n}"])
-        # corrected over the whole ledger, whatever is open: those settled keep their places
-        for verdict in claims.decide(open_, found, len(limits), family=sum(c.test != "elsewhere" for c in ledger)):
-            settled[verdict.claim.id] = verdict
-        if not any(v.verdict == UNDECIDED for v in settled.values()):
-            break
-    return [settled[c.id] for c in ledger]
+def tables(papers: Sequence[str], model: str) -> list[declared.Given]:
+    """The rows that the claims of ``papers`` compare, as tables to be measured."""
+    return [t for paper in papers for t in claims.sides(claims.load(paper), scaled=model == standin.MODEL)]
 
 
-def dtype_of(model: str, arguments: Sequence[str]) -> str:
-    """The dtype that ``model`` runs in under ``run``'s arguments."""
-    cfg = config.parse(config.compose_config(rewrite([f"model={model}", "method=full", *arguments]).runs[0]))
-    found = load.resolve_dtype(cfg.model, load.resolve_device(cfg.device), load.locate(cfg.model).config)
-    return str(found).removeprefix("torch.")
+def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict[str, list[Ours]]:
+    """The claims' tables on a model, by paper."""
+    return {p: [measured.prepare(t, model, arguments) for t in tables([p], model)] for p in papers}
 
 
-def _measure(paper: str, mine: Sequence[Claim], model: str, arguments: Sequence[str]) -> dict[str, Any]:
-    tables = []
-    for table in claims.sides(paper, mine):
-        ours = measured.prepare(table, model, arguments)
-        if ours.run is not None:
-            experiment.measure(ours.run)
-        tables.append(ours)
-    return {c.id: claims.differences(c, tables) for c in mine}
+def measure(prepared: Mapping[str, Sequence[Ours]]) -> None:
+    """Measure what is missing, each prompt once for all papers that read it alike."""
+    for run in joint(ours.run for some in prepared.values() for ours in some if ours.run is not None):
+        experiment.fill(run)
 
 
-def sheet(verdicts: Sequence[Verdict]) -> Sheet:
-    """The ledger as a table of strings."""
-    rows = tuple(
-        (f"{MARKS[v.verdict]} {v.claim.id}\n{fill(v.claim.says, SAYS)}", v.verdict, _evidence(v)) for v in verdicts
-    )
-    headers = ("what the paper says", "verdict", "difference in points")
-    return Sheet("scores", headers, rows, left=len(headers))
+def settle(prepared: Mapping[str, Sequence[Ours]], model: str) -> list[Verdict]:
+    """Verdicts on all claims of the papers that were prepared, in order, corrected together."""
+    ledger = [c for paper in prepared for c in claims.load(paper)]
+    tested = [c for c in ledger if c.test != "elsewhere"]
+    found = {c.id: claims.evidence(c, prepared[c.paper]) for c in tested}
+    others: dict[str, Evidence] = {}
+    if model == standin.MODEL:
+        others = {c.id: claims.evidence(c, prepared[c.paper], windows_as_printed=True) for c in tested}
+    return claims.decide(ledger, found, others, family=len(tested))
 
 
-def plain(verdict: Verdict) -> dict[str, Any]:
-    """One verdict as plain data."""
-    return asdict(verdict)
+def plain(prepared: Mapping[str, Sequence[Ours]], model: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """A ledger as plain data: the model, whether it stands in for the papers', and a record of each claim."""
+    runs = [ours.run for some in prepared.values() for ours in some if ours.run is not None]
+    dtypes = {str(c.identity["model"]["dtype"]) for r in runs for g in r.groups for c in g.cells}
+    return {
+        "model": model,
+        "stand_in": all(o.stand_in for some in prepared.values() for o in some),
+        "dtype": ", ".join(sorted(dtypes)),
+        "level": claims.LEVEL,
+        "tested": sum(v.claim.test != "elsewhere" for v in verdicts),
+        "verdicts": [_record(v) for v in verdicts],
+    }
 
 
-def stands_in(papers: Sequence[str], model: str) -> bool:
-    """Whether a model is none of those of the papers' tables."""
-    tables = (t for paper in papers for t in declared.find(paper) if t.measurable)
-    return all(measured.stands_in(t, model) for t in tables)
+def _record(v: Verdict) -> dict[str, Any]:
+    claim, evidence = v.claim, v.evidence
+    each = {key: None if x is None else round(x, 6) for key, x in (("mean", v.mean), ("elsewhere", v.elsewhere))}
+    return {
+        **{key: getattr(claim, key) for key in ("id", "paper", "quote", "where", "tested", "test", "margin", "pairs")},
+        "verdict": v.verdict,
+        **each,
+        "ci": None if v.ci is None else [round(x, 3) for x in v.ci],
+        "p_for": v.p_for,
+        "p_against": v.p_against,
+        "n": {task: len(d) for task, d in evidence.differences.items()},
+        "tasks": {task: round(x, 6) for task, x in evidence.tasks.items()},
+        "settings": [round(float(x), 6) for x in evidence.settings],
+        "floors": evidence.floors,
+        "ran": evidence.ran,
+        "cells": evidence.cells,
+        "reason": v.reason,
+    }
 
 
-def notes(verdicts: Sequence[Verdict], model: str, dtype: str, stand_in: bool) -> list[str]:
-    """What the reader must know of a ledger."""
-    own = "tasks and budgets are its own" if model == standin.MODEL else "the papers' data under their budgets"
-    tested = sum(v.claim.test != "elsewhere" for v in verdicts)
-    lines = [
-        f"Model {model}, {dtype}" + (f", a stand-in for the papers' models: {own}." if stand_in else "."),
-        f"Differences are paired, in points of 100, with 95 % bootstrap intervals; a verdict needs p < {claims.LEVEL} "
-        f"(Gaffke's test, of a mean of bounded differences), corrected for {tested} claims (Holm) and for every look "
-        "at the data.",
-        "better: above 0; no worse: above minus the margin; undecided: the pairs that would decide it with a chance of "
-        f"{100 * claims.POWER:.0f} %, if the difference is what it seems.",
-    ]
-    lines += [f"{v.claim.id}: {v.reason}" for v in verdicts if v.reason]
-    return lines
+def write(content: Mapping[str, Any], results: Path) -> Path:
+    """Write a ledger below a results folder."""
+    path = results / FOLDER / f"{content['model'].replace('/', '--')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, content)
+    return path
 
 
-def _evidence(v: Verdict) -> str:
-    if v.mean is None:
+def read(results: Path) -> list[dict[str, Any]]:
+    """The ledgers below a results folder, those of pretrained models first; UsageError for a damaged one."""
+    found = []
+    for path in sorted((results / FOLDER).glob("*.json"), key=lambda p: (p.stem == standin.MODEL, p.name)):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            counted(content)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} cannot be read ({error}); run python -m kvbench claims again") from None
+        found.append(content)
+    return found
+
+
+def counted(content: Mapping[str, Any]) -> dict[str, int]:
+    """How many claims of a ledger have each verdict, in the order of claims.VERDICTS."""
+    words = [v["verdict"] for v in content["verdicts"]]
+    return {word: words.count(word) for word in claims.VERDICTS if word in words}
+
+
+def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Sheet:
+    """Ledgers side by side as a table of strings: the first says which claims there are."""
+    by_id = [{v["id"]: v for v in content["verdicts"]} for content in ledgers]
+    rows = []
+    for first in ledgers[0]["verdicts"]:
+        mark = MARKS.get(first["verdict"], "—")
+        said = fill(f"“{first['quote']}” ({first['paper']}, {first['where']})", SAYS)
+        mine = [one[first["id"]] for one in by_id if first["id"] in one]
+        cells = [f"{v['verdict']}\n{evidence(v)}" for v in mine] + ["—"] * (len(ledgers) - len(mine))
+        rows.append((f"{mark} {first['id']}\n{said}\n{fill('Tested: ' + first['tested'], SAYS)}", *cells))
+    headers = ("what the paper says, and what is tested", *(_head(content) for content in ledgers))
+    return Sheet("scores", headers, tuple(rows), left=len(headers))
+
+
+def _head(content: Mapping[str, Any]) -> str:
+    return f"{content['model']}{', a stand-in' if content['stand_in'] else ''}: points"
+
+
+def evidence(v: Mapping[str, Any]) -> str:
+    """The numbers behind a verdict: mean difference with its interval, pairs, p, and the signs by task."""
+    if v["mean"] is None:
         return "—"
-    margin = (
-        ""
-        if v.claim.test == "better"
-        else f"\nmargin {v.claim.margin:g}" + (", each task" if v.claim.test == "no_worse_each" else "")
+    least = 0.0 if v["test"] == "better" else -v["margin"]
+    signs = [(m > least + 1e-9) - (m < least - 1e-9) for m in v["tasks"].values()]
+    sizes = sorted(v["n"].values())
+    n = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+    lines = [
+        f"{v['mean']:+.1f} [{v['ci'][0]:.1f}, {v['ci'][1]:.1f}]" + (f", margin {v['margin']:g}" if least else ""),
+        f"n {n} in {len(sizes)} task{'s' if len(sizes) > 1 else ''}, p {min(v['p_for'], v['p_against']):.2g}",
+        f"tasks for {signs.count(1)}, even {signs.count(0)}, against {signs.count(-1)}",
+    ]
+    if len(v["settings"]) > 1:
+        lines.append("settings " + ", ".join(f"{m:+.1f}" for m in v["settings"]))
+    if v["elsewhere"] is not None:
+        lines.append(f"the paper's windows {v['elsewhere']:+.1f}")
+    return "\n".join(lines).replace("-", "−")
+
+
+def notes(content: Mapping[str, Any]) -> list[str]:
+    """What the reader must know of a ledger."""
+    model, tested = content["model"], content["tested"]
+    own = (
+        "tasks and budgets are its own, and nothing here is said about a paper"
+        if model == standin.MODEL
+        else "the papers' data under their budgets and windows"
     )
-    interval = f" [{v.ci[0]:.1f}, {v.ci[1]:.1f}]" if v.ci else ""
-    worst = min(v.tasks, key=lambda t: v.tasks[t])
-    p = min(x for x in (v.p_for, v.p_against) if x is not None)
-    more = f"\nwould take {v.would_take:,} pairs" if v.would_take else ""
-    least = f"least {v.tasks[worst]:+.1f} ({worst.rpartition('/')[2]})"
-    text = f"{v.mean:+.1f}{interval}\nn {v.n:,}, p {p:.2g}{margin}\n{least}{more}"
-    return text.replace("-", "−") if "−" not in text else text
+    lines = [
+        f"{model}, {content['dtype']}"
+        + (f", a stand-in for the papers' models: {own}." if content["stand_in"] else "."),
+        f"{model}: " + ", ".join(f"{n} {word}" for word, n in counted(content).items()) + ".",
+        "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. A verdict of either kind is "
+        f"wrong with a chance of at most {100 * content['level']:g} % in all of the {tested} claims together (a "
+        "betting test of bounded means, which is proved for any distribution; Holm). n was fixed before looking.",
+        f"{MIXED}: decided in the mean, but a task or setting has the other sign. Not decidable here: even pairs "
+        "without a difference would be too few. Log losses: a nat counts as 100 points, and no pair as more.",
+    ]
+    lines += [f"{model}, {v['id']}: {v['reason']}" for v in content["verdicts"] if v["reason"]]
+    return lines

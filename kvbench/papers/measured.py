@@ -34,7 +34,7 @@ RESULTS = "results"
 class Line:
     """A row of the paper on our model: its chain, or why it cannot run (``refused``) or does not here (``skipped``).
 
-    ``reads``: what is read for each of the table's datasets.
+    ``reads``: what is read for each of the table's datasets. ``others``: datasets with a chain of their own.
     """
 
     row: Row
@@ -42,6 +42,11 @@ class Line:
     refused: str = ""
     skipped: str = ""
     reads: Mapping[str, Workload] = field(default_factory=dict)
+    others: Mapping[str, Chain] = field(default_factory=dict)
+
+    def chain_of(self, dataset: str) -> Chain | None:
+        """The chain that is measured on a dataset."""
+        return self.others.get(dataset, self.chain)
 
 
 Parts = tuple[tuple[Group, Cell], ...]
@@ -69,7 +74,8 @@ class Ours:
 
     def cells(self, line: Line, column: Column) -> Parts:
         """The cells of the store behind a score; none where it is not measured here."""
-        return self._find(line, column, line.chain) if line.chain is not None else ()
+        chain = line.chain_of(column.dataset)
+        return self._find(line, column, chain) if chain is not None else ()
 
     def full(self, line: Line, column: Column) -> Parts:
         """The full-cache cells of what a line reads in a column."""
@@ -176,8 +182,8 @@ def prepare(
         parts = dict.fromkeys(p for w in reads if w.whole == whole for p in w.parts or ())
         dataset = reader.config(replace(whole, parts=tuple(parts) or None), label)
         datasets.append(replace(dataset, default_limit=(limits or {}).get(whole.dataset, dataset.default_limit)))
-    chains = dict.fromkeys(line.chain for line in lines if line.chain is not None)
-    names = {line.chain: line.row.name for line in reversed(lines)}
+    names = {c: line.row.name for line in reversed(lines) for c in (line.chain, *line.others.values()) if c is not None}
+    chains = dict.fromkeys(c for line in lines for c in (line.chain, *line.others.values()) if c is not None)
     settled = tuple(ChainConfig(c, names[c] if c.stages else "full") for c in chains)
     run = experiment.prepare(replace(base, chains=settled, datasets=tuple(datasets)))
     run = _own_cells(run, [line for line in lines if line.chain is not None], said)
@@ -194,7 +200,10 @@ def _distinct(declared: Declared, lines: Sequence[Line], size: settings.StandIn)
         first.setdefault(line.chain if line.chain is not None else (line.row.method, setting), (line, setting))
     table = standin.own_table(declared, ((line.row.method, setting) for line, setting in first.values()))
     rows = zip(table.rows, first.values(), strict=True)
-    return table, tuple(replace(line, row=row) for row, (line, _) in rows)
+    return table, tuple(
+        replace(line, row=row, others={standin.task_of(d): c for d, c in line.others.items()})
+        for row, (line, _) in rows
+    )
 
 
 def _reading(
@@ -236,7 +245,7 @@ def _own_cells(run: Prepared, lines: Sequence[Line], said: Mapping[Workload, str
     groups = []
     for group in run.groups:
         wanted = {Chain()} | {
-            line.chain for line in lines for w in line.reads.values() if w.owns(group, said.get(w.whole, "-"))
+            line.chain_of(d) for line in lines for d, w in line.reads.items() if w.owns(group, said.get(w.whole, "-"))
         }
         groups.append(replace(group, cells=tuple(c for c in group.cells if c.chain in wanted)))
     return replace(run, groups=tuple(groups))
@@ -258,9 +267,13 @@ def stands_in(declared: Declared, model: str) -> bool:
 def _line(
     declared: Declared, row: Row, values: Mapping[str, Any], size: settings.StandIn | None, tiny: bool = False
 ) -> Line:
-    method = settings.method_of(row.method, settings.parse(row.setting))
+    setting = settings.parse(row.setting)
+    method = settings.method_of(row.method, setting)
+    if size is not None and "windows" in setting:
+        size = replace(size, windows=setting["windows"])
     if method == "full":
         return Line(row, Chain())
+    columns = {c.dataset for c in declared.scores if c.name in row.cells}
     try:
         stages = registry.split(method)
         knobs: settings.Knobs = {}
@@ -269,8 +282,12 @@ def _line(
             own = {**standin.SAMPLES, **declared.stand_in} if tiny else standin.depths(size)
             knobs |= {f"method.{s}.{k}": v for s in stages for k, v in own.get(s, {}).items()}
         knobs |= declared.arguments.get(row.method, {})
-        knobs |= settings.knobs(row.method, row.setting, size)
-        return Line(row, registry.parse({"method": method, **_read(knobs)}, preset=values))
+
+        def chain(more: str = "") -> Chain:
+            mine = knobs | settings.knobs(row.method, ";".join(filter(None, (more, row.setting))), size)
+            return registry.parse({"method": method, **_read(mine)}, preset=values)
+
+        return Line(row, chain(), others={d: chain(more) for d, more in declared.settings.items() if d in columns})
     except UsageError as reason:
         return Line(row, refused=str(reason))
 

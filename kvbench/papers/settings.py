@@ -25,7 +25,7 @@ METHODS = {
 }
 FACTS = {
     *("mem_m", "matched_to", "compress_pct", "block", "gpu", "samples", "same_memory", "where", "id", "layer"),
-    *("batch", "prompt", "gen", "input", "output", "context", "shots"),
+    *("batch", "prompt", "gen", "input", "output", "context", "shots", "windows"),
 }
 """Keys that describe a row, its workload or its prompts, and set no knob of a method."""
 
@@ -40,8 +40,9 @@ LENGTHS = ("window", "recent", "observed", "sinks")
 class StandIn:
     """A small model in place of a published one: its prompts have ``length`` tokens where the paper's had ``of``.
 
-    ``layers``, ``heads`` (query heads) and ``dim`` (of a head) are the stand-in's own, ``heads_of`` and ``dim_of``
-    those that published numbers of heads and of dimensions are of.
+    ``windows``: scaled, or paper where they stay as they are. ``layers``, ``heads`` (query heads) and ``dim`` (of a
+    head) are the stand-in's own, ``heads_of`` and ``dim_of`` those that published numbers of heads and of dimensions
+    are of.
     """
 
     length: int
@@ -51,6 +52,7 @@ class StandIn:
     dim: int
     heads_of: int = HEADS
     dim_of: int = DIM
+    windows: str = "scaled"
 
     def tokens(self, count: int) -> int:
         """A published number of tokens at the stand-in's length, at least one."""
@@ -58,7 +60,7 @@ class StandIn:
 
     def window(self, count: int) -> int:
         """A published window, likewise, but not below what a query needs."""
-        return min(count, max(SHORTEST_WINDOW, self.tokens(count)))
+        return count if self.windows == "paper" else min(count, max(SHORTEST_WINDOW, self.tokens(count)))
 
 
 def parse(setting: str) -> dict[str, str]:

@@ -12,16 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.advice import chance
+from kvbench.advice import at_floor
 from kvbench.bench.placed import Cell as Timed
 from kvbench.bench.records import NOT_RUN
-from kvbench.metrics import metric
-from kvbench.papers import shares
+from kvbench.metrics import metric, stats
 from kvbench.papers.declared import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column, Row
 from kvbench.papers.exact import Exact, exact
 from kvbench.papers.measured import Line, Ours
 from kvbench.papers.published import MARKS, Published
-from kvbench.papers.shares import Pairs
 
 AVERAGE = Column("avg", SCORE)
 OF_ALL = Column("avg", "all")
@@ -98,21 +96,21 @@ class _Reading:
         found: dict[str, Any] = self.once("value", line, column, lambda: self.ours.value(line, column))
         return found
 
-    def paired(self, line: Line, column: Column) -> Pairs:
-        found: Pairs = self.once("pairs", line, column, lambda: _pairs(self.ours, line, column))
+    def paired(self, line: Line, column: Column) -> stats.Pairs:
+        found: stats.Pairs = self.once("pairs", line, column, lambda: _pairs(self.ours, line, column))
         return found
 
     def floored(self, line: Line, column: Column) -> bool:
         """Whether the full cache scores too little on what a line reads in a column."""
         groups = [group for group, _ in self.ours.full(line, column)]
         pairs = self.paired(line, column)
-        return not _lower(self.ours, line, column) and shares.floored(pairs, max(chance(g.task) for g in groups))
+        return any(at_floor(g.task, pairs[:, 1]) for g in groups)
 
-    def relative(self, line: Line, column: Column) -> tuple[float | None, tuple[float, float] | None]:
-        def read() -> tuple[float | None, tuple[float, float] | None]:
-            return shares.of_task(self.paired(line, column), _lower(self.ours, line, column))
+    def relative(self, line: Line, column: Column) -> stats.Share:
+        def read() -> stats.Share:
+            return stats.share([self.paired(line, column)], log_losses=_lower(self.ours, line, column))
 
-        found: tuple[float | None, tuple[float, float] | None] = self.once("share", line, column, read)
+        found: stats.Share = self.once("share", line, column, read)
         return found
 
 
@@ -187,15 +185,14 @@ def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
     if printed is None or found["status"] != "measured" or found["score"] is None:
         return base
     floor = reading.floored(line, column)
-    relative, interval = (None, None) if floor else reading.relative(line, column)
-    share = printed.metric == RATIO
-    score, ci = (relative, interval) if share else (found["score"], found["ci"])
+    share = stats.Share() if floor else reading.relative(line, column)
+    score, ci = (share.point, share.ci) if printed.metric == RATIO else (found["score"], found["ci"])
     return replace(
         base,
         ours=score,
         ci=tuple(ci) if ci else None,
-        relative=relative,
-        relative_ci=interval,
+        relative=share.point,
+        relative_ci=share.ci,
         floor=floor,
         n=found["n"],
         of=found["of"],
@@ -246,14 +243,14 @@ def _average(
     if any(e.status != "measured" or e.ours is None for e in entries):
         return base
     scores = [e.relative if relative else e.ours for e in entries]
-    share, interval = shares.of_mean([reading.paired(line, c) for c in columns], relative)
+    share = stats.share([reading.paired(line, c) for c in columns], of_ratios=relative)
     known_scores = [s for s in scores if s is not None]
     return replace(
         base,
         status="measured",
         ours=fmean(known_scores) - less if known_scores else None,
-        relative=share,
-        relative_ci=interval,
+        relative=share.point,
+        relative_ci=share.ci,
         n=min(e.n for e in entries),
         of=max(e.of for e in entries),
     )
@@ -301,7 +298,7 @@ def _lower(ours: Ours, line: Line, column: Column) -> bool:
     return any(metric(group.task.metric).shown is not None for group, _ in ours.full(line, column))
 
 
-def _pairs(ours: Ours, line: Line, column: Column) -> Pairs:
+def _pairs(ours: Ours, line: Line, column: Column) -> stats.Pairs:
     """Scores [n, 2] of the examples that both the line and the full cache have: the line's, and the full cache's."""
     found: list[tuple[float, float]] = []
     cells = ours.cells(line, column)

@@ -13,8 +13,7 @@ from kvbench import report
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.figures import curves, measured, needle, registry, results, think_memory
-from kvbench.figures.measured import MEAN, VALUES, Measured, Point, ResultFigure, Sweep, interval, prepare
-from kvbench.metrics import stats
+from kvbench.figures.measured import MEAN, VALUES, Measured, Point, ResultFigure, Sweep, prepare
 
 RESULTS = {i: f for i, f in registry.FIGURES.items() if isinstance(f, ResultFigure)}
 TINY = ["length=128", "limit=3"]
@@ -113,19 +112,6 @@ def test_what_is_not_measured_is_left_out_and_said(ran, tmp_path):
     assert set(fewer.frame()["n"]) == {2, 4}, "the store holds more, the figure counts what it was asked for"
     more = prepare(SMALL, ["length=128", "limit=4", f"results={mine.run.store.root}"])
     assert sum(t["answers_to_do"] for t in more.ran[0].run.todo()) == 10, "what is there is not measured again"
-
-
-def test_intervals_resample_within_tasks():
-    even, odd = np.array([[1.0, 1.0]] * 6), np.array([[0.0, 1.0], [1.0, 1.0]] * 3)
-    low, high = interval([even, odd], lambda m: 100 * np.mean([t[:, 0] for t in m], axis=0), 100)
-    draws = np.random.default_rng(5).binomial(6, 0.5, 100_000) / 6
-    expected = np.quantile(50 + 50 * draws, [0.025, 0.975])
-    assert (low, high) == pytest.approx(expected, abs=0.1)
-    assert interval([even[:3], odd[:4]], lambda m: m[0][:, 0], 1) is None
-    same = np.ones((5, 2))
-    assert interval([same, same], lambda m: 100 * m[0][:, 0], 100) == pytest.approx(
-        [100 * x for x in stats.bootstrap_ci([1.0] * 10)]
-    )
 
 
 def test_the_front_is_what_nothing_beats():

@@ -5,7 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from kvbench.metrics.stats import bootstrap_ci, paired_difference
+from kvbench.metrics import stats
+from kvbench.metrics.stats import bootstrap_ci, holm, p_above, paired_difference, share, stratified_ci
 
 
 def slow_bootstrap(values: list[float], seed: int, resamples: int = 4000) -> tuple[float, float]:
@@ -98,3 +99,71 @@ def test_sixteen_tasks_take_seconds():
     for task in scores:
         bootstrap_ci(task)
     assert time.perf_counter() - start < 10
+
+
+def test_intervals_resample_within_strata():
+    even, odd = np.array([[1.0, 1.0]] * 8), np.array([[0.0, 1.0], [1.0, 1.0]] * 4)
+    low, high = stratified_ci([even, odd], lambda m: 100 * np.mean([t[:, 0] for t in m], axis=0), 100)
+    draws = np.random.default_rng(5).binomial(8, 0.5, 100_000) / 8
+    assert (low, high) == pytest.approx(np.quantile(50 + 50 * draws, [0.025, 0.975]), abs=0.1)
+    assert stratified_ci([even, odd[:7]], lambda m: m[0][:, 0], 1) is None
+    same = np.ones((10, 2))
+    assert stratified_ci([same, same], lambda m: 100 * m[0][:, 0], 100) == pytest.approx(
+        [100 * x for x in bootstrap_ci([1.0] * 20)]
+    )
+
+
+def test_a_share_by_hand_and_none_of_nothing():
+    half, twice = np.array([[0.2, 0.4]] * 3), np.array([[0.6, 0.3]] * 3)
+    assert share([half, twice]).point == pytest.approx(100 * 0.8 / 0.7)
+    assert share([half, twice], of_ratios=True).point == pytest.approx(100 * (0.5 + 2) / 2)
+    assert share([half]).ci is None  # three examples
+    assert share([half, np.zeros((3, 2))], of_ratios=True).point is None
+    assert share([half, np.zeros((0, 2))]).point is None and share([]).point is None
+
+
+def test_a_share_has_one_interval_wherever_it_is_printed():
+    """Tables and figures drew 2,000 and 10,000 resamples of the same pairs, and disagreed."""
+    pairs = np.random.default_rng(0).random((20, 2))
+    one, mean = share([pairs]), share([pairs], of_ratios=True)
+    assert one == pytest.approx(mean)
+
+
+def test_p_of_equal_pairs_by_hand():
+    # all stakes win 1 + s * 0.01 / 0.99 each time: a mean of powers, of which the highest stake's is 0.99 ** -n
+    for n in (40, 400):
+        wealth = sum(w * (1 + s * 0.01 / 0.99) ** n for s, w in zip(stats.STAKES, stats.WEIGHTS, strict=True))
+        assert p_above(np.zeros(n), -0.01) == pytest.approx(1 / wealth)
+    assert p_above(np.zeros(40), -0.01) > 0.99**40 and p_above(np.zeros(800), -0.01) < 0.05
+    assert p_above(np.zeros(40)) == p_above([-1.0] * 40) == 1.0
+    # nothing is left of the highest stake after one loss, of the others something
+    assert p_above([1.0] * 30) < p_above([1.0] * 30 + [-1.0]) < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_p_does_not_hang_on_a_seed_or_an_order(seed):
+    values = np.random.default_rng(3).uniform(-0.2, 0.4, 60)
+    assert p_above(np.random.default_rng(seed).permutation(values)) == pytest.approx(p_above(values), rel=1e-9)
+
+
+@pytest.mark.parametrize("lost", [0.01, 0.1, 0.5])
+def test_a_true_null_is_seldom_rejected_even_over_unequal_strata(lost):
+    """Half of the pairs come from a task that gains, half from one that loses as much: a mean of exactly the null."""
+    rng = np.random.default_rng(1)
+    wrong = 0
+    for _ in range(400):
+        gains = np.where(rng.random(40) < lost, 1.0, 0.0)
+        losses = np.where(rng.random(40) < lost, -1.0, 0.0)
+        wrong += p_above(np.concatenate([gains, losses])) < 0.05
+    assert wrong / 400 <= 0.05
+
+
+def test_p_refuses_what_it_has_no_bound_for():
+    with pytest.raises(ValueError, match="within"):
+        p_above([1.5])
+
+
+def test_holm_by_hand():
+    # 3 * 0.01, then max(0.03, 2 * 0.02), then max(0.04, 0.5)
+    assert holm({"a": 0.02, "b": 0.01, "c": 0.5}, 3) == {"b": 0.03, "a": 0.04, "c": 0.5}
+    assert holm({"a": 0.01}, 4) == {"a": 0.04}

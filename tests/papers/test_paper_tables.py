@@ -17,6 +17,7 @@ from kvbench.store import ResultStore
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import paper_tables
+import shards
 
 TABLE = declared.load("vatp", "2")
 
@@ -84,8 +85,8 @@ def test_a_model_that_is_not_here_is_not_verified_and_says_so(packed, tmp_path, 
 def test_tables_of_other_methods_are_measured_as_one(packed, tmp_path):
     of, _ = packed
     results = str(tmp_path / "joint")
-    names = ["vatp/1", "vatp/2"]
-    paper_tables.measure_shard(names, of.model, results, 0, 1, 1)
+    names = ("vatp/1", "vatp/2")
+    shards.measure_shard((names, of.model, results, ()), 0, 1, 1)
     for name in names:
         run = paper_tables.prepare(*declared.find(name), of, results, "limit=1").run
         assert sum(t["answers_to_do"] for t in run.todo()) == 0
@@ -93,10 +94,10 @@ def test_tables_of_other_methods_are_measured_as_one(packed, tmp_path):
 
 def test_processes_share_the_calibrations(packed, tmp_path):
     of, _ = packed
-    names, results = ["think/12"], str(tmp_path / "shared")
+    names, results = ("think/12",), str(tmp_path / "shared")
     for shard in (0, 1):
         assert len(list(Path(results).glob("calibration/**/*.safetensors"))) == shard
-        paper_tables.calibrate_shard(names, of.model, results, shard, 2)
+        shards.calibrate_shard((names, of.model, results, ()), shard, 2)
     run = paper_tables.prepare(*declared.find("think/12"), of, results).run
     chains = [c.chain for g in run.groups for c in g.cells if run.session.requests(c.chain)]
     assert chains and not any(run.session.missing(c) for c in chains)

@@ -7,8 +7,8 @@ import pytest
 from kvbench import experiment
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
-from kvbench.metrics import metric
-from kvbench.papers import claims, counts, declared, grid, measured, page, settings, shares, standin
+from kvbench.metrics import metric, stats
+from kvbench.papers import claims, counts, declared, grid, measured, page, settings, standin
 from kvbench.papers.view import view
 
 MEASURED = [t.id for t in declared.find("all") if t.measurable]
@@ -73,7 +73,7 @@ def test_printed_fractions_are_shown_in_per_cent(folder, data, tmp_path):
 
 
 def test_several_tasks_of_a_dataset_are_one_column(folder, data, tmp_path):
-    by_paper = {p: claims.sides(p, claims.load(p)) for p in claims.PAPERS}
+    by_paper = {p: claims.sides(claims.load(p)) for p in claims.PAPERS}
     for sides in by_paper.values():
         for side in sides:
             if {"mdqa", "needle"} & {c.dataset for c in side.scores}:
@@ -136,14 +136,14 @@ def test_longbench_columns_are_never_a_mixture(folder, tmp_path):
 
 
 def test_where_the_full_cache_is_at_the_floor_no_share_is_shown():
-    low, some = np.zeros((20, 2)), np.full((20, 2), 0.5)
-    low[0] = 1.0, 0.1
-    assert shares.floored(low) and not shares.floored(some)
-    assert shares.floored(some, chance=0.48)  # as silence scores
-    rare = np.zeros((20, 2))
+    low, some = np.zeros(20), np.full(20, 0.5)
+    low[0] = 0.1
+    assert stats.at_floor(low) and not stats.at_floor(some)
+    assert stats.at_floor(some, chance=0.48)  # as silence scores
+    rare = np.zeros(20)
     rare[0] = 1.0  # 5 of 100, with an interval that reaches 0
-    assert shares.floored(rare)
-    assert shares.of_mean([rare, some], of_ratios=False)[0] == pytest.approx(100)
+    assert stats.at_floor(rare)
+    assert stats.share([np.stack([x, x], 1) for x in (rare, some)]).point == pytest.approx(100)
 
 
 def test_a_table_at_the_floor_says_so_and_averages_the_rest(folder, data, tmp_path):
@@ -166,7 +166,7 @@ def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkey
     monkeypatch.setattr(standin, "depths", lambda size: few)
     tables = [t for t in declared.find(paper) if t.measurable]
     short = {"needle": ["lengths=300", "depths=50"], "wikitext103": ["length=128", "prefix=64", "chunk=8"]}
-    for table in (*tables, *claims.sides(paper, claims.load(paper))):
+    for table in (*tables, *claims.sides(claims.load(paper))):
         datasets = {c.dataset for c in table.scores}
         more = [x for name in short.keys() & datasets for x in short[name]]
         answers = [] if "wikitext103" in datasets else ["max_new_tokens=4"]
@@ -182,7 +182,7 @@ def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkey
 @pytest.mark.parametrize("paper", claims.PAPERS)
 def test_every_claim_finds_its_pairs(paper, folder, data, tmp_path):
     mine = [c for c in claims.load(paper) if c.test != "elsewhere"]
-    tables = [prepared(side, folder, data, tmp_path, "limit=1") for side in claims.sides(paper, mine)]
+    tables = [prepared(side, folder, data, tmp_path, "limit=1") for side in claims.sides(mine)]
     for claim in mine:
-        found, why = claims.differences(claim, tables)
-        assert found or why, claim.id
+        found = claims.evidence(claim, tables)
+        assert len(found.cells) >= 2 or found.reason, claim.id

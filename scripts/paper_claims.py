@@ -1,0 +1,119 @@
+"""The ledgers of what papers claim: measure and write them, or decide again from what was measured alone.
+
+python scripts/paper_claims.py                             on tiny: measure what is missing, write results/claims
+python scripts/paper_claims.py --model smollm2-135m-q4_1   on a pretrained model, with the papers' data
+python scripts/paper_claims.py --pack                      write what is measured so far, measure nothing
+python scripts/paper_claims.py --verify                    fail if a committed ledger differs from what its samples give
+
+results/claims.md has all ledgers side by side, those of pretrained models first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import shards
+from paper_tables import PRETRAINED, ROWS, Target, restore, target
+
+from kvbench import archive, experiment, render
+from kvbench.errors import KvbenchError, UsageError
+from kvbench.papers import ledger, standin
+from kvbench.papers.declared import PAPERS
+from kvbench.store import ResultStore
+
+
+def samples(of: Target) -> Path:
+    """The committed samples behind a model's ledger."""
+    return ROWS / ledger.FOLDER / f"{of.model}.samples.jsonl.gz"
+
+
+def content(of: Target, results: str, packed: Path | None = None) -> dict[str, Any]:
+    """The ledger of what ``results`` has; its samples are packed if asked for."""
+    prepared = ledger.prepare(PAPERS, of.model, [f"results={results}", *of.arguments])
+    if packed is not None:
+        runs = [ours.run for some in prepared.values() for ours in some if ours.run is not None]
+        for run in runs:
+            experiment.settle(run)
+        store = ResultStore(Path(results))
+        archive.pack(store, {c.id for r in runs for g in r.groups for c in g.cells if store.samples(c.id)}, packed)
+    return json.loads(json.dumps(ledger.plain(prepared, of.model, ledger.settle(prepared, of.model))))
+
+
+def page() -> str:
+    """All committed ledgers side by side, as Markdown."""
+    ledgers = ledger.read(ROWS)
+    lines = [note for one in ledgers for note in ledger.notes(one)]
+    return render.compose([ledger.sheet(ledgers)], list(dict.fromkeys(lines)), "md")
+
+
+def write(of: Target, results: str) -> None:
+    """Write a model's ledger, its samples and the page of all."""
+    ledger.write(content(of, results, samples(of)), ROWS)
+    (ROWS / "claims.md").write_text(page(), encoding="utf-8")
+
+
+def verified(of: Target) -> bool:
+    """Whether the committed ledger is what its samples give; a model that is not here is told, and no error."""
+    path = ROWS / ledger.FOLDER / f"{of.model}.json"
+    if not path.exists() and of.model != standin.MODEL:
+        return True
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            archive.unpack(samples(of), ResultStore(Path(folder)))
+            return bool(content(of, folder) == json.loads(path.read_text(encoding="utf-8")))
+    except UsageError as error:
+        if of.model == standin.MODEL or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
+            raise
+        print(f"kvbench: claims on {of.model} are not verified: {error}", file=sys.stderr)
+        return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure or verify a ledger."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="tiny (default) or an entry of conf/model; --verify: of each, by default")
+    parser.add_argument("--verify", action="store_true", help="decide from samples again and compare")
+    parser.add_argument("--pack", action="store_true", help="write what is measured so far, measure nothing")
+    parser.add_argument("--results", default="results", help="folder of measured cells")
+    parser.add_argument("--workers", type=int, default=shards.WORKERS, help="processes that share the examples")
+    args = parser.parse_args(arguments)
+    of = target(args.model or standin.MODEL)
+    before = signal.signal(signal.SIGTERM, shards.terminated)
+    try:
+        if args.verify:
+            models = [args.model] if args.model else [PRETRAINED, standin.MODEL]
+            wrong = [m for m in models if not verified(target(m))]
+            if not wrong and page() != (ROWS / "claims.md").read_text(encoding="utf-8"):
+                wrong = ["claims.md"]
+            if wrong:
+                print(f"kvbench: {', '.join(wrong)}: the ledger differs from its samples; make claims", file=sys.stderr)
+            return 1 if wrong else 0
+        if samples(of).exists():
+            archive.restore(samples(of), ResultStore(Path(args.results)))
+        if not args.pack:
+            restore(of.tables(["all"]), of, args.results)  # many rows of claims are rows of tables
+            given = [(p, ((f"claims/{p}",), of.model, args.results, of.arguments)) for p in PAPERS]
+            rounds = shards.ROUNDS if of.scored else (None,)
+            shards.measure(given, rounds, args.workers, lambda: write(of, args.results))
+        write(of, args.results)
+    except KvbenchError as error:
+        print(f"kvbench: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print("kvbench: interrupted; finished answers are kept: run it again to go on", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

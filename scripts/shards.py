@@ -1,0 +1,121 @@
+"""Papers' tables and claims measured by several processes: each takes its share of the examples, round by round."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from kvbench import experiment, memory
+from kvbench.model import load
+from kvbench.papers import claims, declared, ledger, measured
+from kvbench.papers.declared import Declared
+from kvbench.papers.joint import joint
+from kvbench.papers.measured import Ours
+from kvbench.plan import Group
+
+ROUNDS = (1, 2, 4, 8)
+"""Examples of each task on a pretrained model, one round before the next: what is cut off is still whole."""
+LONG_ANSWER, FEW = 500, 3
+"""Tokens of an answer from which a task costs as much as ten others: half a round's examples then, and FEW at most."""
+WORKERS = os.cpu_count() or 1
+
+Shard = tuple[tuple[str, ...], str, str, tuple[str, ...]]
+"""Tables by name, the model, the folder of results, and what is said to ``run`` beside the tables' own."""
+
+
+def find(name: str, model: str) -> Sequence[Declared]:
+    """The tables of a name; ``claims/<paper>`` are the rows that its claims compare."""
+    first, _, paper = name.partition("/")
+    return ledger.tables([paper], model) if first == claims.TABLE else declared.find(name)
+
+
+def prepare(table: Declared, model: str, results: str, *more: str) -> Ours:
+    """The table's run with its results in ``results``."""
+    return measured.prepare(table, model, [f"results={results}", *more])
+
+
+def measure_shard(given: Shard, shard: int, shards: int, most: int | None) -> None:
+    """Measure one process's part of some tables, of ``most`` examples of each task; each prompt is read once for all.
+
+    Of tasks with the cheapest answers first.
+    """
+    for run in _runs(given, shard, shards):
+        groups = sorted((_few(g, most) for g in run.groups), key=_cost)
+        experiment.fill(replace(run, groups=tuple(groups)), quiet=True)
+
+
+def calibrate_shard(given: Shard, shard: int, shards: int) -> None:
+    """Compute one process's part of the calibrations that are missing, so that no two compute the same."""
+    for run in _runs(given, shard, shards):
+        asked = {r.key: c.chain for g in run.groups for c in g.cells for r in run.session.requests(c.chain).values()}
+        todo = [asked[key] for key in sorted(asked)[shard::shards] if run.session.missing(asked[key])]
+        if todo:
+            weights = load.load_weights(run.cfg.model, run.source, load.resolve_device(run.cfg.device))
+            for chain in todo:
+                run.session.bind(chain, weights, quiet=True)
+
+
+@cache
+def _runs(given: Shard, shard: int, shards: int) -> list[experiment.Prepared]:
+    """The runs of some tables, which read alike as one; a process needs them in every round."""
+    free = memory.limit(None, {torch.device("cpu"): 1.0}) / memory.GIB
+    names, model, results, own = given
+    more = (*own, f"shard={shard}", f"shards={shards}", "threads=1", f"memory={free / shards:.2f}")
+    found = [prepare(t, model, results, *more).run for name in names for t in find(name, model)]
+    return joint(r for r in found if r is not None)
+
+
+def _few(group: Group, most: int | None) -> Group:
+    """The group with as many of its task's first examples as a round measures, whichever process has them."""
+    if most is None:
+        return group
+    long = group.task.examples[0].max_new_tokens >= LONG_ANSWER
+    first = {e.id for e in group.task.taken(min(most // 2, FEW) if long else most)}
+    return replace(group, examples=tuple(e for e in group.examples if e.id in first))
+
+
+def _cost(group: Group) -> int:
+    return len(group.cells) * group.task.examples[0].max_new_tokens
+
+
+def measure(
+    given: Sequence[tuple[str, Shard]], rounds: Sequence[int | None], workers: int, ended: Callable[[], None]
+) -> None:
+    """Measure what is missing of each of ``given`` (a name that is told, and its tables); ``ended`` ends every round.
+
+    Every process takes its share of the examples: never two of them the same share of a cell that tables share.
+    """
+    start = time.monotonic()
+    with ExitStack() as stack:
+        pools = [ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) for _ in range(workers)]
+        for pool in pools:
+            stack.callback(pool.shutdown, cancel_futures=True)
+        _wait(pool.submit(calibrate_shard, g, i, workers) for _, g in given for i, pool in enumerate(pools))
+        for most in rounds:  # within a round no process waits for another
+            told = "" if most is None else f", {most} examples a task"
+            parts = [[p.submit(measure_shard, g, i, workers, most) for i, p in enumerate(pools)] for _, g in given]
+            for (name, _), some in zip(given, parts, strict=True):
+                _wait(some)
+                print(f"{name}{told}  ({time.monotonic() - start:.0f} s so far)", flush=True)
+            ended()
+
+
+def _wait(parts: Iterable[Future[None]]) -> None:
+    """Wait for all of ``parts``; raises what one of them raised."""
+    for part in list(parts):
+        part.result()
+
+
+def terminated(*_: object) -> None:
+    """Ends as an interrupt does, and the processes that measure with it: they would go on for hours."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+    raise KeyboardInterrupt
