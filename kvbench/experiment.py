@@ -23,7 +23,7 @@ from kvbench.prepared import Prepared as Prepared
 from kvbench.prepared import check_model, context_of, identify, open_session, threads
 from kvbench.prepared import prepare as prepare
 from kvbench.progress import Display
-from kvbench.provenance import provenance
+from kvbench.provenance import local_changes, provenance
 from kvbench.report import collect, completed, summarise
 from kvbench.runner import ModelChanged, run_group
 from kvbench.tasks.base import Tokenizer
@@ -103,6 +103,8 @@ def _measure_groups(prepared: Prepared, quiet: bool, told: Listeners, ended: set
         model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
         host, facts = make_host(prepared, model), {**provenance(model, threads), "model": _model_name(cfg)}
         facts |= _rounding(host, groups)
+        if not quiet and str(facts["commit"]).endswith("+"):
+            print(f"kvbench: the code has local changes (commit {facts['commit']}): cells say so", file=sys.stderr)
         groups = prepared.bound(model, quiet)
     for group in groups:
         if host is not None:
@@ -188,6 +190,7 @@ def report(prepared: Prepared) -> dict[str, Any]:
             if (out := left_out(g.examples, g.task.examples, g.task.grid))
         ]
     notes += [f"{m} for prompts no shorter than that." for m in prepared.matched]
+    notes += filter(None, [local_changes(prepared.records())])
     collected = collect(prepared.groups, prepared.store, notes)
     matched = {"matched": [asdict(m) for m in prepared.matched]} if prepared.matched else {}
     return {"model": cfg.model.path, "settings": settings(prepared), **matched, **collected}
@@ -198,8 +201,7 @@ def _precision(prepared: Prepared) -> list[str]:
     asked, device = prepared.cfg.model.dtype, load.resolve_device(prepared.cfg.device)
     tiny = prepared.cfg.model.path == "embedded:tiny"
     better = precision.matters(asked, prepared.dtype, device) and not (tiny and asked == "auto")
-    records = [prepared.store.cell(c.id) or {} for g in prepared.groups for c in g.cells]
-    found = [p["rounding"] for r in records for p in r.get("provenance", []) if "rounding" in p]
+    found = [p["rounding"] for r in prepared.records() for p in r.get("provenance", []) if "rounding" in p]
     most = max(found, key=lambda f: f["prompts"], default=None)
     return [
         *([f"Dtype {precision.choice(asked, prepared.dtype, device)}."] if better else []),

@@ -154,6 +154,11 @@ class Prepared:
         shape, hidden = from_config(config), int(config.hidden_size)
         return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
 
+    def records(self) -> list[dict[str, Any]]:
+        """The records of this run's cells that the store has."""
+        found = (self.store.cell(c.id) for g in self.groups for c in g.cells)
+        return [record for record in found if record is not None]
+
     def todo(self) -> list[dict[str, Any]]:
         """Per group: prompts to read and answers to decode, and what is done already."""
         plans = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,34 @@ def provenance(model: PreTrainedModel, threads: int) -> dict[str, Any]:
     }
 
 
+MEASURES = ("kvbench", "conf", "pyproject.toml", "constraints.txt")
+"""What of a clone decides what is measured."""
+
+
+def local_changes(records: Iterable[Mapping[str, Any]]) -> str:
+    """What a reader must know of cells that no commit can make again; '' where all come from clean commits."""
+    commits = [[str(p.get("commit") or "") for p in r.get("provenance", ())] for r in records]
+    changed = [c for some in commits for c in some if c.endswith("+")]
+    if not changed:
+        return ""
+    cells = sum(any(c.endswith("+") for c in some) for some in commits)
+    behind = ", ".join(sorted({c.removesuffix("+") for c in changed}))
+    return (
+        f"{cells} of {len(commits)} cells were measured with local changes to the code (behind commit {behind}): "
+        "commit and measure again before you publish them."
+    )
+
+
 def git_commit() -> str | None:
-    """The commit of the clone that the package runs from, with ``+`` if it has local changes; None elsewhere."""
+    """The commit of the clone that the package runs from, with ``+`` if what measures has local changes; else None."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
     try:
         git = ["git", "-C", os.fspath(root)]
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10)
-        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+        asked = [*git, "status", "--porcelain", "--", *MEASURES]
+        dirty = subprocess.run(asked, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     if commit.returncode:

@@ -15,6 +15,7 @@ from kvbench.papers.measured import Ours
 from kvbench.papers.published import FRACTION
 from kvbench.papers.view import OF_ALL, Entry, View, best, by_block, heading_of
 from kvbench.papers.workloads import labels
+from kvbench.provenance import local_changes
 from kvbench.render import EVICTING
 
 SHOWS = ("both", "ours", "published", "delta")
@@ -219,12 +220,16 @@ def _ours_notes(view: View, entries: Sequence[Entry], show: str) -> Iterator[str
     if printed and FRACTION in {c.unit for line, _ in view.rows for c in line.row.cells.values()}:
         yield "What the paper prints as fractions stands here in per cent, as ours."
     yield from ours.notes
+    if ours.model != standin.MODEL and ours.run is not None:  # of tiny's tasks the title says enough
+        yield from (f"{note}." for note in dict.fromkeys(g.task.note for g in ours.run.groups if g.task.note))
     counts = sorted({e.n for e in entries if e.n})
     if counts:
         paired = " of paired examples" if ours.stand_in else ""
         dtype = "" if ours.run is None else f", {ours.run.dtype}"
         interval = "" if show == "delta" else f"; [a, b]: 95 % bootstrap interval{paired}"
         yield f"n = {', '.join(map(str, counts))} of {max(e.of for e in entries)} examples a cell{dtype}{interval}."
+    if ours.run is not None and (changed := local_changes(ours.run.records())):
+        yield changed
     evicting = dict.fromkeys(line.row.method for line in ours.lines if line.chain is not None and line.chain.evicts)
     if evicting:
         yield f"Evicting on: {', '.join(evicting)}; each {EVICTING}"
@@ -237,7 +242,7 @@ def _full_scores(view: View) -> Iterator[str]:
         for column, e in zip(view.columns, row, strict=True):
             parts = view.ours.full(line, column) if e.n and column.what == SCORE else ()
             if parts:
-                found = view.ours.value(replace(line, chain=Chain(), refused=""), column)
+                found = view.ours.value(replace(line, chain=Chain(), others={}, refused=""), column)
                 name = f"{column.dataset} {parts[0][0].column.partition(' ')[2]}".strip()
                 whole[name] = (found.get("score"), e.floor)
     said = [f"{name} {_number(score, 1)}" for name, (score, _) in whole.items() if score is not None]

@@ -26,6 +26,11 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
 
 
+def own_wording(dataset: str, *facts: str) -> str:
+    """The note of a task whose prompts are worded by kvbench, behind other ``facts`` that readers must know."""
+    return f"{dataset}: " + "; ".join([*filter(None, facts), "the wording of its prompts is kvbench's own"])
+
+
 @dataclass(frozen=True)
 class Task:
     """One column of a table: examples in a fixed order, the metric that scores them, and what readers must know.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbench.errors import UsageError
-from kvbench.tasks.base import Task, read_text
+from kvbench.tasks.base import Task, own_wording, read_text
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.rows import Row, kind, parse, read
 from kvbench.tasks.source import Files
@@ -55,7 +55,7 @@ def load(dataset: str, files: Files, file: str | None, history: int | str, max_n
     if not examples:
         raise UsageError(f"{path} is empty: it must hold at least one story")
     source = f"CoQA dev, {path.name}"
-    return [Task(dataset, tuple(examples), "coqa_f1", source, "common sense", cut_at="\nQ:")]
+    return [Task(dataset, tuple(examples), "coqa_f1", source, "common sense", own_wording(dataset), cut_at="\nQ:")]
 
 
 def _stories(path: Path) -> Iterator[Row]:

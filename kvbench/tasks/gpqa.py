@@ -5,7 +5,7 @@ Source: huggingface.co/datasets/Idavidrein/gpqa (CC BY 4.0), file gpqa_main.csv.
 
 from __future__ import annotations
 
-from kvbench.tasks.base import Task
+from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import drawn, whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files
@@ -25,7 +25,7 @@ def load(dataset: str, files: Files, file: str, seed: int, max_new_tokens: int) 
     whole(dataset, "seed", seed, least=0)
     path = files.path(file)
     examples = tuple(_example(row, i, seed, max_new_tokens) for i, row in enumerate(read(path)))
-    return [Task(dataset, examples, "letter", source=f"GPQA, {path.name}", category="science")]
+    return [Task(dataset, examples, "letter", f"GPQA, {path.name}", "science", own_wording(dataset))]
 
 
 def _example(row: Row, index: int, seed: int, max_new_tokens: int) -> Example:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvbench.metrics.answers import last_number
-from kvbench.tasks.base import Task
+from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files
@@ -28,7 +28,7 @@ def load(dataset: str, files: Files, file: str, max_new_tokens: int) -> list[Tas
         Example(f"gsm8k-{i}", PROMPT.format(question=row.text("question")), (_final(row),), max_new_tokens)
         for i, row in enumerate(read(path))
     )
-    return [Task(dataset, examples, "gsm8k", source=f"GSM8K, {path.name}", category="mathematics")]
+    return [Task(dataset, examples, "gsm8k", f"GSM8K, {path.name}", "mathematics", own_wording(dataset))]
 
 
 def _final(row: Row) -> str:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from kvbench.errors import unknown
 from kvbench.metrics.text import normalise_answer
-from kvbench.tasks.base import Task
+from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import drawn, one_of, whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files
@@ -100,7 +100,7 @@ def load(
                 )
             )
     of = f"{foreign} of {len(questions)} questions"
-    note = f"{dataset}: distractors of {of} are gold documents of others" if foreign else ""
+    note = own_wording(dataset, f"distractors of {of} are gold documents of others" if foreign else "")
     source = f"NaturalQuestions-open, {path.name}, {documents} documents"
     return [
         Task(

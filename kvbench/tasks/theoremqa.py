@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from kvbench.metrics.theorem import parse_reference
-from kvbench.tasks.base import Task
+from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.rows import Row, kind, read
 from kvbench.tasks.source import Files
@@ -45,7 +45,9 @@ def load(dataset: str, files: Files, file: str | None, max_new_tokens: int) -> l
             )
         )
     skipped = len(rows) - len(examples)
-    note = f"{dataset}: {skipped} of {len(rows)} questions need a picture and are left out" if skipped else ""
+    note = own_wording(
+        dataset, f"{skipped} of {len(rows)} questions need a picture and are left out" if skipped else ""
+    )
     return [Task(dataset, tuple(examples), "theorem", f"TheoremQA, {path.name}", "mathematics", note)]
 
 

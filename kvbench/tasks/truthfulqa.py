@@ -6,7 +6,7 @@ github.com/sylinrl/TruthfulQA (Apache-2.0).
 
 from __future__ import annotations
 
-from kvbench.tasks.base import Task
+from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import one_of, whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files
@@ -50,7 +50,7 @@ def load(dataset: str, files: Files, file: str | None, metric: str, references: 
                 question=asked,
             )
         )
-    note = f"{dataset}: {len(examples)} questions; the release of published tables has {PUBLISHED}"
+    other = f"{len(examples)} questions, the release of published tables has {PUBLISHED}"
     return [
         Task(
             id=dataset,
@@ -58,7 +58,7 @@ def load(dataset: str, files: Files, file: str | None, metric: str, references: 
             metric=metric,
             source=f"TruthfulQA, {path.name}",
             category="common sense",
-            note="" if len(examples) == PUBLISHED else note,
+            note=own_wording(dataset, "" if len(examples) == PUBLISHED else other),
             first_line=True,
             chat=False,
         )

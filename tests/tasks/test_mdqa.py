@@ -7,6 +7,7 @@ from tasks.shared import load, write_lines
 
 from kvbench.errors import UsageError
 from kvbench.metrics import score
+from kvbench.tasks.base import own_wording
 
 DOCUMENT = re.compile(r"^Document \[(\d+)\]\(Title: (.*?)\) (.*)$", re.MULTILINE)
 
@@ -92,8 +93,8 @@ def test_passages_of_the_line_itself_come_first(tmp_path):
     assert [title for title, _ in shown(first.examples[0])] == ["Title 0", "R0", "R2", "R3"]
     assert [title for title, _ in shown(last.examples[0])] == ["R0", "R2", "R3", "Title 0"]
     assert [title for title, _ in shown(first.examples[1])][:3] == ["Title 1", "R2", "R3"]
-    assert first.note == "mdqa: distractors of 8 of 9 questions are gold documents of others"
-    assert load("mdqa", tmp_path, "first", file="k.jsonl", documents=3)[0].note == ""
+    assert first.note.startswith("mdqa: distractors of 8 of 9 questions are gold documents of others; the wording")
+    assert load("mdqa", tmp_path, "first", file="k.jsonl", documents=3)[0].note == own_wording("mdqa")
 
 
 @pytest.mark.parametrize(

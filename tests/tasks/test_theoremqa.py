@@ -7,6 +7,7 @@ from tasks.shared import load, write_lines
 
 from kvbench.errors import UsageError
 from kvbench.metrics import score
+from kvbench.tasks.base import own_wording
 
 
 def row(answer=3, of="integer", **values):
@@ -28,7 +29,7 @@ def test_pictures_are_skipped_and_counted(tmp_path):
     write(tmp_path, row(), row(id="p", Picture="images/a.png", Answer="anything"), row(2.5, "float", id="y"))
     (task,) = load("theoremqa", tmp_path)
     assert [e.id for e in task.examples] == ["x/1.json", "y"]
-    assert task.note == "theoremqa: 1 of 3 questions need a picture and are left out"
+    assert task.note == own_wording("theoremqa", "1 of 3 questions need a picture and are left out")
     one = task.examples[0]
     assert one.prompt.endswith("\n\nProblem: What is {x}?\n\nSolution:")
     assert (one.answers, one.max_new_tokens, one.meta["answer_type"]) == (("3",), 512, "integer")

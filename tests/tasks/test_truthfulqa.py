@@ -4,6 +4,7 @@ from tasks.shared import load, write_lines, write_table
 
 from kvbench.errors import UsageError
 from kvbench.metrics import score
+from kvbench.tasks.base import own_wording
 from kvbench.tasks.rows import read
 from kvbench.tasks.truthfulqa import SHOTS
 
@@ -21,7 +22,7 @@ def test_shots_and_references(tmp_path):
     (task,) = load("truthfulqa", tmp_path)
     (example,) = task.examples
     assert (task.id, task.metric, task.first_line, task.chat) == ("truthfulqa", "rouge_l", True, False)
-    assert task.note == "truthfulqa: 1 questions; the release of published tables has 817"
+    assert task.note == own_wording("truthfulqa", "1 questions, the release of published tables has 817")
     blocks = example.prompt.split("\n\n")
     assert len(blocks) == 7 and blocks[-1] == "Q: What happens?\nA:" == example.question
     assert blocks[0] == f"Q: {SHOTS[0][0]}\nA: {SHOTS[0][1]}"
@@ -38,7 +39,7 @@ def test_the_hubs_table_comes_first(tmp_path):
     row = {"question": "Why?", "best_answer": "So.", "correct_answers": ["So.", "Because; of it"]}
     write_lines(tmp_path / "truthfulqa_generation.jsonl", *[row] * 817)
     (task,) = load("truthfulqa", tmp_path)
-    assert task.note == "" and len(task.examples) == 817
+    assert task.note == own_wording("truthfulqa") and len(task.examples) == 817
     assert task.examples[0].answers == ("So.", "Because; of it")
     assert task.examples[0].question == "Q: Why?\nA:"
     assert len(load("truthfulqa", tmp_path, file="TruthfulQA.csv")[0].examples) == 1

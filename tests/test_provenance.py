@@ -1,0 +1,47 @@
+"""Where numbers come from: a clean commit, one with local changes, or none, and what readers are told of it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvbench import provenance
+from kvbench.provenance import git_commit, local_changes
+
+
+def git(folder, *words):
+    subprocess.run(["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e", *words], check=True)
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    package = tmp_path / "kvbench"
+    package.mkdir()
+    (package / "provenance.py").write_text("")
+    (tmp_path / "README.md").write_text("")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
+    return tmp_path
+
+
+def test_only_what_measures_makes_a_clone_unclean(clone):
+    assert len(git_commit()) == 12
+    (clone / "README.md").write_text("new words")
+    (clone / "results.json").write_text("")
+    assert not git_commit().endswith("+")
+    (clone / "kvbench" / "new.py").write_text("")  # not tracked, and imported all the same
+    assert git_commit().endswith("+")
+
+
+def test_without_a_clone_there_is_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "__file__", str(Path(tmp_path, "kvbench", "provenance.py")))
+    assert git_commit() is None
+
+
+def test_a_table_says_which_cells_no_commit_can_make_again():
+    clean, changed, none = ({"provenance": [{"commit": c}]} for c in ("abc", "def+", None))
+    assert local_changes([clean, none, {}]) == ""
+    told = local_changes([clean, changed, changed, none])
+    assert told.startswith("2 of 4 cells were measured with local changes to the code (behind commit def)")
