@@ -51,7 +51,8 @@ def about_floors(columns: Sequence[Mapping[str, Any]]) -> list[str]:
     if not names:
         return []
     which = "that column shows" if len(names) == 1 else "those columns show"
+    counted = f" The mean counts {'it' if len(names) == 1 else 'them'}, too." if len(columns) > 1 else ""
     return [
         f"{', '.join(names)}: the full cache itself scores next to nothing or no better than guessing, so {which} "
-        "nothing about compression."
+        f"nothing about compression.{counted}"
     ]

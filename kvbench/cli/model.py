@@ -121,7 +121,8 @@ def _fetch(names: list[str], every: dict[str, Any], given: str | None, as_json: 
             came, licence = True, f"see https://huggingface.co/{path}"
         report.append({"model": name, "fetched": came, "folder": folder, "licence": licence})
         if not as_json:
-            print(f"{name}: {'fetched' if came else 'nothing was missing'}, in {folder}. Licence: {licence}")
+            unread = f", so that from={given} was not read" if given is not None else ""
+            print(f"{name}: {'fetched' if came else f'nothing was missing{unread}'}, in {folder}. Licence: {licence}")
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
     return 0

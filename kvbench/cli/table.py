@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from kvbench.errors import UsageError
@@ -96,7 +97,12 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
     if ours.run is None and ours.absent and "/" in args.table:
         raise UsageError(f"{table.id}: none of its datasets can be read: {'; '.join(grid.absent(ours))}")
     if args.plan:
-        return print_plans([ours.run] if ours.run else [], as_json=False)
+        if ours.run is None:
+            print(f"{table.id}: nothing to measure" + ("" if table.measurable else ", its numbers are no scores"))
+        code = print_plans([ours.run] if ours.run else [], as_json=False)
+        for reason in grid.absent(ours):
+            print(fill(reason, 100, initial_indent="  ", subsequent_indent="    "))
+        return code
     if ours.run is not None and not args.stored:
         words = ["table", args.table, *args.overrides]
         logger = ours.run.cfg.logger

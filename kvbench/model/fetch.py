@@ -140,6 +140,8 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
     if held is None:
         raise UsageError(f"another process is fetching {package.name}; wait for it to end")
     try:
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            raise UsageError(f"{folder} is {'a link' if folder.is_symlink() else 'no folder'}: remove it, then fetch")
         if folder.is_dir():
             wrong = problem(package, folder)
             if wrong is None:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvbench.errors import KvbenchError
-from kvbench.papers.declared import MEANS
+from kvbench.papers.declared import MEANS, Column
+from kvbench.papers.measured import Line
 from kvbench.papers.view import View
 
 FILE = "counts.csv"
@@ -17,7 +18,7 @@ STATES = ("measured", "refused", "missing")
 FIELDS = ("table", "model", *STATES)
 _STATE = {"measured": "measured", "OOM": "measured", "refused": "refused", "failed": "refused", "missing": "missing"}
 
-Line = Mapping[str, str]
+Counts = Mapping[str, str]
 
 
 def count(seen: View) -> dict[str, str]:
@@ -26,7 +27,7 @@ def count(seen: View) -> dict[str, str]:
     Several rows and columns can show one cell of the store. Means do not count; out of memory counts as measured.
     """
     cells = {
-        (_STATE[e.status], e.cell or (line.row.model, line.row.name, column))
+        (_STATE[e.status], e.cell or _what(line, column))
         for line, row in seen.rows
         for column, e in zip(seen.columns, row, strict=True)
         if column.dataset not in MEANS and e.status in _STATE
@@ -35,7 +36,13 @@ def count(seen: View) -> dict[str, str]:
     return {"table": seen.ours.declared.id, "model": seen.ours.model, **{s: str(found[s]) for s in STATES}}
 
 
-def read(folder: Path) -> dict[str, Line]:
+def _what(line: Line, column: Column) -> object:
+    """What tells a cell that is not in the store from others: its chain and what it reads, or else its row."""
+    chain = line.chain_of(column.dataset)
+    return (line.row.model, line.row.name, column) if chain is None else (chain, line.reads.get(column.dataset), column)
+
+
+def read(folder: Path) -> dict[str, Counts]:
     """Every line of the tables in ``folder`` by table; none where there is no file, KvbenchError for a damaged one."""
     path = folder / FILE
     if not path.exists():
@@ -46,7 +53,7 @@ def read(folder: Path) -> dict[str, Line]:
     return {line["table"]: line for line in reader}
 
 
-def write(folder: Path, line: Line) -> None:
+def write(folder: Path, line: Counts) -> None:
     """Put one table's line in its place."""
     known = {**read(folder), line["table"]: line}
     out = io.StringIO()

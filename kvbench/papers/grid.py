@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from textwrap import wrap
 
-from kvbench.methods.chain import Chain
 from kvbench.metrics.stats import FLOOR
 from kvbench.papers import standin, timing_text
 from kvbench.papers.declared import MEANS, SCORE, Row
@@ -16,7 +15,7 @@ from kvbench.papers.published import FRACTION
 from kvbench.papers.view import OF_ALL, Entry, View, best, by_block, heading_of
 from kvbench.papers.workloads import labels
 from kvbench.provenance import local_changes
-from kvbench.render import EVICTING
+from kvbench.render import EVICTING, EVICTS
 
 SHOWS = ("both", "ours", "published", "delta")
 WRONG = ("refused", "failed")
@@ -59,7 +58,8 @@ def grid(view: View, show: str) -> Grid:
         rows = []
         for i in indices:
             line, entries = view.rows[i]
-            label = Text((line.row.method, *(_facts(line.row.setting, heading))))
+            evicts = line.chain is not None and line.chain.evicts and show != "published"
+            label = Text((line.row.method, *_facts(line.row.setting, heading), *([EVICTS] if evicts else [])))
             if line.row.method == "full":  # its share of itself needs no interval
                 entries = tuple(replace(e, relative_ci=None) for e in entries)
             cells = [
@@ -227,28 +227,28 @@ def _ours_notes(view: View, entries: Sequence[Entry], show: str) -> Iterator[str
         paired = " of paired examples" if ours.stand_in else ""
         dtype = "" if ours.run is None else f", {ours.run.dtype}"
         interval = "" if show == "delta" else f"; [a, b]: 95 % bootstrap interval{paired}"
-        yield f"n = {', '.join(map(str, counts))} of {max(e.of for e in entries)} examples a cell{dtype}{interval}."
+        sizes = sorted({e.of for e in entries if e.n})
+        of = str(sizes[-1]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+        yield f"n = {', '.join(map(str, counts))} of {of} examples a cell{dtype}{interval}."
     if ours.run is not None and (changed := local_changes(ours.run.records())):
         yield changed
-    evicting = dict.fromkeys(line.row.method for line in ours.lines if line.chain is not None and line.chain.evicts)
-    if evicting:
-        yield f"Evicting on: {', '.join(evicting)}; each {EVICTING}"
+    if any(line.chain is not None and line.chain.evicts for line in ours.lines):
+        yield f"{EVICTS}: {EVICTING}"
 
 
 def _full_scores(view: View) -> Iterator[str]:
     """What the full cache itself scores, of which the numbers are shares, and where that is too little."""
-    whole = {}
+    whole: dict[str, Entry] = {}
     for line, row in view.rows:
         for column, e in zip(view.columns, row, strict=True):
-            parts = view.ours.full(line, column) if e.n and column.what == SCORE else ()
+            parts = view.ours.full(line, column) if e.n and e.full is not None and column.what == SCORE else ()
             if parts:
-                found = view.ours.value(replace(line, chain=Chain(), others={}, refused=""), column)
                 name = f"{column.dataset} {parts[0][0].column.partition(' ')[2]}".strip()
-                whole[name] = (found.get("score"), e.floor)
-    said = [f"{name} {_number(score, 1)}" for name, (score, _) in whole.items() if score is not None]
+                whole[name] = max(e, whole.get(name, e), key=lambda entry: entry.n)
+    said = [f"{name} {_number(e.full, 1)}" for name, e in whole.items()]
     if said:
-        yield f"The full cache's own scores: {', '.join(said)}."
-    if any(low for _, low in whole.values()):
+        yield f"The full cache's own scores on the same examples: {', '.join(said)}."
+    if any(e.floor for _, row in view.rows for e in row):
         count = "; avg is over the others, avg/all over all" if OF_ALL in view.columns else ""
         yield (
             f"floor: the full cache scores less than {100 * FLOOR:g} points of 100 above empty answers and guessing, "

@@ -169,6 +169,8 @@ def prepare(
         declared, lines = _distinct(declared, lines, size)
     elif size is not None and standin.depths(size) and any("uncomp-stage" in line.row.method for line in lines):
         notes.append(f"uncomp-stage: the paper's schedule is of other numbers of layers than {size.layers}; relative.")
+    if size is not None and not tiny:
+        notes += _moved(lines, size.layers)
     tokenizer = cast(Tokenizer, load.load_tokenizer(base.model, source))
     reader = Reader(declared, base, written, tokenizer, context_of(base, source), tiny)
     lines, absent, more = _reading(reader, lines, family, stand_in)
@@ -190,6 +192,13 @@ def prepare(
     groups = {w: tuple(g for g in run.groups if w.owns(g, said[w.whole])) for w in reads}
     more += _sizes(groups)
     return Ours(declared, model, stand_in, lines, run, groups, absent, (*notes, *more))
+
+
+def _moved(lines: Sequence[Line], layers: int) -> list[str]:
+    """What is said of rows that name layers which a model of fewer does not have."""
+    asked = (settings.parse(line.row.setting).get("frozen", "none") for line in lines)
+    beyond = dict.fromkeys(f for f in asked if f != "none" and max(map(int, f.split("+"))) >= layers)
+    return [f"frozen={f}: layers that this model of {layers} does not have are its last." for f in beyond]
 
 
 def _distinct(declared: Declared, lines: Sequence[Line], size: settings.StandIn) -> tuple[Given, tuple[Line, ...]]:

@@ -34,9 +34,10 @@ class Entry:
 
     ``status``: measured, refused (``reason`` says why), missing, or none where the paper has no such cell. ``stated``
     is an average that the paper prints although its cells give another. ``floor``: the full cache scores too little for
-    a share of it. ``budgeted``: what was kept is shown. ``printed`` are its characters on the page, a fraction in per
-    cent; ``exact`` is ✓ where what is printed follows without a model, or what follows instead. Of an efficiency table
-    ``timed`` is its cell, the shares are of the base row, and ``status`` can be OOM, too.
+    a share of it; ``full`` is its score on the same examples. ``budgeted``: what was kept is shown. ``printed`` are its
+    characters on the page, a fraction in per cent; ``exact`` is ✓ where what is printed follows without a model, or
+    what follows instead. Of an efficiency table ``timed`` is its cell, the shares are of the base row, and ``status``
+    can be OOM, too.
     """
 
     status: str = "none"
@@ -50,6 +51,7 @@ class Entry:
     mark: str = ""
     stated: float | None = None
     floor: bool = False
+    full: float | None = None
     budgeted: bool = False
     n: int = 0
     of: int = 0
@@ -194,11 +196,18 @@ def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
         relative=share.point,
         relative_ci=share.ci,
         floor=floor,
+        full=_whole(reading, line, column),
         n=found["n"],
         of=found["of"],
         cell=found["cell"],
         budget=100 * found["kept"] / found["prompt_tokens"] if found["prompt_tokens"] else None,
     )
+
+
+def _whole(reading: _Reading, line: Line, column: Column) -> float | None:
+    """The full cache's score, in printed units, on the examples that the line has."""
+    pairs, groups = reading.paired(line, column), [group for group, _ in reading.ours.full(line, column)]
+    return metric(groups[0].task.metric).show(float(pairs[:, 1].mean())) if len(pairs) and groups else None
 
 
 def _average(
