@@ -167,6 +167,12 @@ def size(n: float) -> str:
     return f"{n:.0f} B"
 
 
+def _by_chance(cells: Sequence[Mapping[str, Any]]) -> str:
+    """How many differences would be starred if there were none."""
+    shown = sum(c.get("delta_ci") is not None for c in cells)
+    return f" (of {shown} about {0.05 * shown:.0f} would by chance alone)" if shown >= 10 else ""
+
+
 def legend(report: Mapping[str, Any]) -> list[str]:
     """What the reader must know: n, intervals, refusals with reasons, caveats, where the results lie."""
     cells = [c for r in report["rows"] for c in r["cells"]]
@@ -176,7 +182,7 @@ def legend(report: Mapping[str, Any]) -> list[str]:
         n = "; ".join(f"{a} of {b}" if a < b else f"all {b}" for a, b in counts)
         lines.append(
             f"n = {n} examples per cell. [a, b]: 95 % bootstrap interval. Δ: paired difference to full; "
-            "* its 95 % interval excludes 0."
+            f"* its 95 % interval excludes 0{_by_chance(cells)}."
             + (f" Below {FEWEST} examples no interval is shown." if min(counts)[0] < FEWEST else "")
         )
         lines.append(

@@ -32,13 +32,13 @@ think11   | 4 | model=llama2-7b $KIVI workloads=160+338xmax memory_limit=30 repe
 uncomp10  | 3 | $UNCOMP workloads=3712+384x1,3712+384x4,3712+384x8 repeats=1 generate=sampled steps=16
 targets   | 3 | $LONG method=snapkv,think kv_size=1024 workloads=16384+64x8,16384+64x1 repeats=2
 qhitter2  | 3 | $QHITTER workloads=512+32x16 repeats=1 peers=dynamic,offload,deepspeed,flexgen
-refreekv10| 2 | $REFREEKV method=refreekv workloads=512+512x8,512+512x16,2048+2048x16,4096+4096x8 repeats=1 generate=sampled steps=16
+refreekv10| 2 | $REFREEKV method=refreekv peers=accelerate workloads=512+512x8,512+512x16,2048+2048x16,4096+4096x8 repeats=1 generate=sampled steps=16
 think3b   | 3 | model=llama2-7b-chat method=kivi,kivi+think ratio=0.4 bits=2,4 workloads=160+338x32,160+338x64,160+338x128 repeats=1 generate=sampled steps=16
 refreekv3 | 2 | $REFREEKV method=refreekv,h2o,streamingllm,snapkv kv_ratio=0.5 workloads=7500+32x1,7500+128x1 repeats=3
 check     | 1 | model=llama2-7b method=kivi bits=4 workloads=160+338x16 repeats=1 generate=sampled steps=16 check=true
 targets   | 2 | $LONG method=snapkv kv_size=1024 workloads=16384+64x1,16384+64x8 repeats=1 step=plain,graph
 uncomp10  | 3 | $UNCOMP workloads=3712+384x10,3712+384x12,4032+64x1,4032+64x8,4032+64x10 repeats=1 generate=sampled steps=16
-refreekv10| 2 | $REFREEKV method=refreekv workloads=512+4096x2,4096+8192x1,4096+8192x2,8192+16384x1 repeats=1 generate=sampled steps=64
+refreekv10| 2 | $REFREEKV method=refreekv peers=accelerate workloads=512+4096x2,4096+8192x1,4096+8192x2,8192+16384x1 repeats=1 generate=sampled steps=64
 qhitter2  | 2 | $QHITTER workloads=512+512x16,512+1024x16 repeats=1 peers=deepspeed,flexgen generate=sampled steps=16"
 
 small() {  # the same arguments at sizes of seconds

@@ -112,6 +112,16 @@ def _offloaded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             model.tie_weights()
 
 
+@contextmanager
+def _dispatched(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Accelerate's hooks around every layer, with all weights on the device."""
+    import_module("accelerate").dispatch_model(model, device_map={"": model.device}, force_hooks=True)
+    try:
+        yield model
+    finally:
+        import_module("accelerate.hooks").remove_hook_from_submodules(model)
+
+
 def _offload_marks(device: torch.device) -> tuple[str, ...]:
     on_disk = "weights are read from disk in each step: a CPU has no other memory to bring them from"
     return () if device.type == "cuda" else (on_disk,)
@@ -139,6 +149,12 @@ PEERS = {
                 ("hqq", f"transformers' QuantizedCache at {BITS} bits by hqq", ("hqq",), ""),
                 ("fp8", "transformers' QuantizedCache in FP8", (), "" if FP8 else "needs a newer transformers"),
             )
+        ),
+        Peer(
+            "accelerate",
+            "generate on a model that accelerate dispatches, all weights on the device",
+            ("accelerate",),
+            context=_dispatched,
         ),
         Peer(
             "offload",
