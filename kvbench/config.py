@@ -16,7 +16,7 @@ from kvbench import presets
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
-from kvbench.tasks.prompt import PromptPolicy
+from kvbench.tasks.prompt import TEMPLATES, PromptPolicy
 
 MAX_THREADS = 1024
 """More than any processor has; a million would take the machine down before PyTorch says no."""
@@ -270,10 +270,12 @@ def _limit_names() -> set[str]:
 def _prompt(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
     """The prompt policy with the model's limit for the paper that it names; ``max_length`` wins over it.
 
-    Where a preset's script treated this model otherwise, the model entry says so.
+    Where a preset's script treated this model otherwise, the model entry says so: off, on, skip, or a template's text.
     """
     given = dict(raw["prompt"])
-    given["template"] = model.prompt_templates.get(given["name"], given["template"])
+    own = model.prompt_templates.get(given["name"])
+    if own is not None:
+        given |= {"template": own} if own in TEMPLATES else {"frame": own}
     limits = given.pop("limits")
     if limits is not None and limits not in _limit_names():
         raise unknown("name of a prompt limit, prompt.limits", limits, _limit_names())

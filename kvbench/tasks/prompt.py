@@ -30,6 +30,7 @@ class PromptPolicy:
     max_length: tokens of the prompt without template, special tokens counted; None: the context minus the answer.
     min_new_tokens: for every task; None: as each task says. system: text of a system message, with the template.
     query_aware: False compresses the context before the question is known, which is then appended whole.
+    frame: text of a chat template in place of the tokenizer's own, where a paper's script had one.
     """
 
     name: str = "plain"
@@ -39,6 +40,7 @@ class PromptPolicy:
     min_new_tokens: int | None = None
     system: str | None = None
     query_aware: bool = True
+    frame: str | None = None
 
     def __post_init__(self) -> None:
         for key, allowed in (("template", TEMPLATES), ("truncation", TRUNCATIONS)):
@@ -56,11 +58,15 @@ class PromptPolicy:
         """Whether this task's prompts go through the chat template."""
         return self.template == "on" or (self.template == "skip" and task.chat)
 
+    def render(self, tokenizer: Any, content: str) -> str:
+        """The chat template around one user message, ready for the answer."""
+        return render(tokenizer, content, self.system, self.frame)
+
     def identity(self, task: Task, tokenizer: Any) -> dict[str, Any]:
         """What the policy decides for one task; the preset's name is not part of it, the template's text is."""
         if task.examples[0].tokens:
             return {"text": "as tokens"}
-        frame = render(tokenizer, SENTINEL, self.system) if self.templated(task) else ""
+        frame = self.render(tokenizer, SENTINEL) if self.templated(task) else ""
         return {
             "template": hashlib.sha256(frame.encode()).hexdigest()[:16] if frame else False,
             "system": self.system if frame else None,
@@ -95,7 +101,7 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     if limit is None or len(whole) <= limit:
         if not templated:
             return _divide(tokenizer, whole, example.prompt, question, 0)
-        text = render(tokenizer, example.prompt, policy.system)
+        text = policy.render(tokenizer, example.prompt)
         return _divide(tokenizer, _plain(tokenizer, text), text, question, 0)
     if policy.truncation == "tokens" and not templated:
         front = (limit + 1) // 2
@@ -111,7 +117,7 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     )
     if question and not content.endswith(question):
         raise _no_room(task)
-    text = render(tokenizer, content, policy.system) if templated else content
+    text = policy.render(tokenizer, content) if templated else content
     ids = _plain(tokenizer, text) if templated else list(tokenizer.encode(text))
     if room is not None and len(ids) > room:
         # tokenising again can give a few more tokens than were kept
@@ -122,14 +128,14 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
 def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     """Raise UsageError, before anything is read, for a policy that this task or tokenizer cannot follow."""
     if policy.templated(task):
-        render(tokenizer, SENTINEL, policy.system)
+        policy.render(tokenizer, SENTINEL)
     if not task.examples[0].tokens:
         _question(task.examples[0], task, policy)
 
 
-def render(tokenizer: Any, content: str, system: str | None) -> str:
-    """The tokenizer's own chat template around one user message, ready for the answer."""
-    if not getattr(tokenizer, "chat_template", None):
+def render(tokenizer: Any, content: str, system: str | None, frame: str | None = None) -> str:
+    """A chat template, ``frame`` or the tokenizer's own, around one user message, ready for the answer."""
+    if not (frame or getattr(tokenizer, "chat_template", None)):
         raise UsageError(
             "the prompts are to go through a chat template (prompt=chat, or template=on or skip), and the model's "
             "tokenizer has no chat template: use prompt=plain or template=off, or give one with model.chat_template="
@@ -137,7 +143,8 @@ def render(tokenizer: Any, content: str, system: str | None) -> str:
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": content})
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        given = {} if frame is None else {"chat_template": frame}
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given))
     except Exception as error:
         raise UsageError(f"the model's chat template cannot be applied: {error}") from None
 
@@ -159,7 +166,7 @@ def _limit(
     """The most tokens of the raw prompt that may stay."""
     spare = room
     if room is not None and policy.templated(task):
-        framed = _plain(tokenizer, render(tokenizer, example.prompt, policy.system))
+        framed = _plain(tokenizer, policy.render(tokenizer, example.prompt))
         spare = room - max(0, len(framed) - len(whole))
     limits = [x for x in (policy.max_length, spare) if x is not None]
     if limits and min(limits) < 1:

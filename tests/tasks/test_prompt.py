@@ -207,6 +207,25 @@ def test_preset_values_are_the_papers():
     assert policy("think", "llama3-8b-instruct").max_length == 7950
 
 
+@pytest.mark.parametrize("preset", ["longbench", "vatp", "snapkv"])
+def test_llama_2_gets_the_scripts_own_frame_and_not_its_tokenizers(preset):
+    """The released scripts write [INST]{prompt}[/INST]; the tokenizer's template adds spaces and strips the prompt."""
+    from transformers import AutoTokenizer
+
+    from kvbench.model import embedded
+
+    real = AutoTokenizer.from_pretrained(embedded.path())
+    real.chat_template = "{{ bos_token }}[INST] {{ messages[0].content.strip() }} [/INST]"
+    e = Example("a", "  notes: the river is cold.\n", ("x",), 4)
+    run = config.parse(config.compose_config(rewrite([f"prompt={preset}", "model=llama2-7b-chat"]).runs[0]))
+    t = Task("t/t", (e,), "f1", "test")
+    got = encode(real, e, t, run.prompt, None)
+    assert list(got.ids) == real.encode(f"[INST]{e.prompt}[/INST]")
+    assert run.prompt.identity(t, real) != PromptPolicy(template="skip").identity(t, real)
+    chat = config.parse(config.compose_config(rewrite(["prompt=chat", "model=llama2-7b-chat"]).runs[0]))
+    assert chat.prompt.frame is None
+
+
 @pytest.mark.parametrize("model", [m for m in entries("model") if m != "hf"])
 def test_every_model_entry_is_whole(model):
     run = config.parse(config.compose_config(rewrite([f"model={model}"]).runs[0]))
