@@ -70,6 +70,7 @@ class Declared:
     where the names differ. stand_in: arguments that the tiny stand-in alone needs, by method. sources: where what is
     not printed comes from. workloads: the paper's knobs of a dataset (``needle``), or of it in one model's rows
     (``needle/mistral-7b-instruct-v0.2``). settings: by dataset, what its rows are set to beside their own setting.
+    unlike: what the paper leaves open of how its scores were made. extended: they seem to be of LongBench-E.
     """
 
     paper: str
@@ -87,6 +88,8 @@ class Declared:
     sources: tuple[str, ...] = ()
     workloads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
+    unlike: str = ""
+    extended: bool = False
 
     @property
     def id(self) -> str:

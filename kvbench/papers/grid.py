@@ -19,6 +19,8 @@ from kvbench.render import EVICTING, EVICTS
 
 SHOWS = ("both", "ours", "published", "delta")
 WRONG = ("refused", "failed")
+UNLIKE = "°"
+"""Marks a difference to a score that was made under other conditions."""
 LABEL = 22
 """Characters of a line of a row's setting."""
 
@@ -146,14 +148,22 @@ def _printed(entry: Entry, relative: bool) -> str:
 
 
 def _beside(entry: Entry, printed: str) -> str:
-    return f"({printed}, Δ {_number(entry.delta, 2, sign=True)})" if entry.delta is not None else f"({printed})"
+    return (
+        f"({printed}, Δ {_number(entry.delta, 2, sign=True)}{_unlike(entry)})"
+        if entry.delta is not None
+        else f"({printed})"
+    )
+
+
+def _unlike(entry: Entry) -> str:
+    return UNLIKE if entry.unlike else ""
 
 
 def _delta(entry: Entry, stand_in: bool) -> str:
     """Ours minus the paper's; nothing on a stand-in."""
     if entry.status in ("none", *WRONG):
         return "" if entry.status == "none" else "✗"
-    return "—" if stand_in else _number(entry.delta, 2, sign=True)
+    return "—" if stand_in else _number(entry.delta, 2, sign=True) + _unlike(entry)
 
 
 def notes(view: View, show: str = "both") -> list[str]:
@@ -222,6 +232,9 @@ def _ours_notes(view: View, entries: Sequence[Entry], show: str) -> Iterator[str
     yield from ours.notes
     if ours.model != standin.MODEL and ours.run is not None:  # of tiny's tasks the title says enough
         yield from (f"{note}." for note in dict.fromkeys(g.task.note for g in ours.run.groups if g.task.note))
+    unlike = dict.fromkeys(reason for e in entries for reason in e.unlike)
+    if unlike and show in ("both", "delta"):
+        yield f"{UNLIKE}: other conditions than the paper's, so that the difference is indicative: {'; '.join(unlike)}."
     counts = sorted({e.n for e in entries if e.n})
     if counts:
         paired = " of paired examples" if ours.stand_in else ""

@@ -5,13 +5,14 @@ Averages are computed here from the cells, never taken from the paper; what it s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from kvbench import presets
 from kvbench.advice import at_floor
 from kvbench.bench.placed import Cell as Timed
 from kvbench.bench.records import NOT_RUN
@@ -20,6 +21,8 @@ from kvbench.papers.declared import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE,
 from kvbench.papers.exact import Exact, exact
 from kvbench.papers.measured import Line, Ours
 from kvbench.papers.published import MARKS, Published
+from kvbench.papers.workloads import FAMILIES
+from kvbench.tasks.longbench import TASKS
 
 AVERAGE = Column("avg", SCORE)
 OF_ALL = Column("avg", "all")
@@ -61,10 +64,11 @@ class Entry:
     printed: str = ""
     exact: str = ""
     timed: Timed | None = None
+    unlike: tuple[str, ...] = ()
 
     @property
     def delta(self) -> float | None:
-        """Ours minus what is printed."""
+        """Ours minus what is printed; where ``unlike`` says why not, under other conditions than the paper's."""
         return None if self.ours is None or self.published is None else self.ours - self.published
 
 
@@ -197,11 +201,28 @@ def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
         relative_ci=share.ci,
         floor=floor,
         full=_whole(reading, line, column),
+        unlike=() if ours.stand_in else tuple(_unlike(ours, line, column)),
         n=found["n"],
         of=found["of"],
         cell=found["cell"],
         budget=100 * found["kept"] / found["prompt_tokens"] if found["prompt_tokens"] else None,
     )
+
+
+def _unlike(ours: Ours, line: Line, column: Column) -> Iterator[str]:
+    """Why the paper's score of a column was not made as ours was."""
+    table, groups = ours.declared, [group for group, _ in ours.cells(line, column)]
+    if table.unlike:
+        yield table.unlike
+    if table.extended and column.dataset in TASKS and TASKS[column.dataset].extended:
+        yield "the paper's scores fit LongBench-E, ours are of LongBench's own split"
+    if any(g.task.id.startswith(FAMILIES["mini"]) for g in groups):
+        yield "ours are of MiniLongBench's examples"
+    yield from dict.fromkeys(g.task.note for g in groups if g.task.note)
+    if ours.run is not None and ours.run.cfg.preset == table.preset:
+        theirs = presets.values(table.preset, "").get("prompt")
+        if theirs is not None and ours.run.cfg.prompt.name != theirs:
+            yield f"prompt={ours.run.cfg.prompt.name} here, {theirs} there"
 
 
 def _whole(reading: _Reading, line: Line, column: Column) -> float | None:
@@ -262,6 +283,7 @@ def _average(
         relative_ci=share.ci,
         n=min(e.n for e in entries),
         of=max(e.of for e in entries),
+        unlike=tuple(dict.fromkeys(reason for e in entries for reason in e.unlike)),
     )
 
 

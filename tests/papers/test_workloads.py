@@ -186,3 +186,17 @@ def test_every_claim_finds_its_pairs(paper, folder, data, tmp_path):
     for claim in mine:
         found = claims.evidence(claim, tables)
         assert len(found.cells) >= 2 or found.reason, claim.id
+
+
+def test_a_difference_to_scores_made_under_other_conditions_is_marked(folder, data, tmp_path):
+    """VATP's scores fit LongBench-E, and a prompt that the user chose is not the paper's: both had a bare difference."""
+    few = [f"model.path={folder}", f"data.root={data}", f"results={tmp_path}", "limit=1", "max_new_tokens=2"]
+    ours = measured.prepare(table("vatp/2"), "llama2-7b-chat", few)
+    experiment.measure(ours.run, quiet=True)
+    said = " ".join(page.render(view(ours)).split())
+    assert not ours.stand_in and said.count("Δ") > 2
+    assert "°: other conditions than the paper's" in said and "LongBench-E, ours are of LongBench's own split" in said
+    assert "prompt=" not in said.partition("°: ")[2].partition("n = ")[0]
+    chosen = measured.prepare(table("think/4"), "llama2-7b-chat", [*few, "prompt=plain"])
+    experiment.measure(chosen.run, quiet=True)
+    assert "prompt=plain here, think there" in " ".join(page.render(view(chosen)).split())
