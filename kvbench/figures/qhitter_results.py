@@ -276,7 +276,8 @@ FIGURES = (
         claim="With 128 chosen tokens in 2,048 Q-Hitter streams four million tokens of PG-19 as StreamingLLM does, "
         "without perplexity rising.",
         unsaid="Q-Hitter's packed keys keep the positions that they were rotated to, as in its released code, so that "
-        "it ends with the model's context here; H2O with rolled positions shows what chosen tokens do beyond it.",
+        "it and the full cache are drawn up to 4,096 tokens; H2O with rolled positions shows what chosen tokens do "
+        "beyond them.",
         columns=COLUMNS,
         compute=Measured.frame,
         draw=draw_streams,

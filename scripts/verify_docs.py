@@ -1,0 +1,69 @@
+"""Check that the numbers of README.md and results/README.md stand in the files that they link to.
+
+python scripts/verify_docs.py     fail with every decimal number that no file of its section has
+
+A section's sources are the files that it links to, and for a picture the CSV beside it. Code, and the tables of figures
+(tests/figures/test_committed.py holds them against their own CSV), are not looked at.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "results/README.md")
+NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*\.\d+(?![\w]*\.\d)")
+LINK = re.compile(r"\]\(([^)#]+)")
+NO_RESULT = re.compile(r"`[^`]*`|\]\([^)]*\)|Python \d\.\d+ to \d\.\d+|Apache-2\.0")
+"""Code, addresses of links, and versions."""
+FIGURES = "| figure |"
+
+
+def sections(text: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
+    """Each heading with its numbered lines, without code and without the tables of figures."""
+    title, lines, code, figures = "", [], False, False
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.lstrip().startswith("```"):
+            code = not code
+        figures = line.startswith("|") and (figures or line.startswith(FIGURES))
+        if line.startswith("#") and not code:
+            yield title, lines
+            title, lines = line.strip("# "), []
+        elif not code and not figures:
+            lines.append((number, line))
+    yield title, lines
+
+
+def sources(lines: list[tuple[int, str]], folder: Path) -> set[str]:
+    """The numbers of all files that ``lines`` link to."""
+    found: set[str] = set()
+    for link in LINK.findall("\n".join(line for _, line in lines)):
+        path = folder / link
+        path = path.with_suffix(".csv") if path.suffix in (".png", ".svg") else path
+        if path.is_file() and path.suffix in (".md", ".csv", ".txt", ".jsonl", ".yaml"):
+            found |= set(NUMBER.findall(path.read_text(encoding="utf-8")))
+    return found
+
+
+def unsourced(page: Path) -> Iterator[str]:
+    """Every decimal number of a page that no source of its section has."""
+    for title, lines in sections(page.read_text(encoding="utf-8")):
+        known = sources(lines, page.parent)
+        for number, line in lines:
+            for found in NUMBER.findall(NO_RESULT.sub("", line)):
+                if found not in known:
+                    yield f"{page.relative_to(ROOT)}:{number}: {found} is in no file that '{title}' links to"
+
+
+def main() -> int:
+    """Print what has no source; 1 if there is anything."""
+    wrong = [line for page in PAGES for line in unsourced(ROOT / page)]
+    print("\n".join(wrong), end="\n" if wrong else "")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
