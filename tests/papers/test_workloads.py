@@ -189,7 +189,7 @@ def test_every_claim_finds_its_pairs(paper, folder, data, tmp_path):
 
 
 def test_a_difference_to_scores_made_under_other_conditions_is_marked(folder, data, tmp_path):
-    """VATP's scores fit LongBench-E, and a prompt that the user chose is not the paper's: both had a bare difference."""
+    """VATP's scores fit LongBench-E, and a prompt that the user chose is not the paper's: both had a bare Δ."""
     few = [f"model.path={folder}", f"data.root={data}", f"results={tmp_path}", "limit=1", "max_new_tokens=2"]
     ours = measured.prepare(table("vatp/2"), "llama2-7b-chat", few)
     experiment.measure(ours.run, quiet=True)
