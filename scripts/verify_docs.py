@@ -22,9 +22,13 @@ NO_RESULT = re.compile(r"`[^`]*`|\]\([^)]*\)|Python \d\.\d+ to \d\.\d+|Apache-2\
 FIGURES = "| figure |"
 
 
-def sections(text: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
+Lines = list[tuple[int, str]]
+
+
+def sections(text: str) -> Iterator[tuple[str, Lines]]:
     """Each heading with its numbered lines, without code and without the tables of figures."""
-    title, lines, code, figures = "", [], False, False
+    title, code, figures = "", False, False
+    lines: Lines = []
     for number, line in enumerate(text.splitlines(), start=1):
         if line.lstrip().startswith("```"):
             code = not code
@@ -37,7 +41,7 @@ def sections(text: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
     yield title, lines
 
 
-def sources(lines: list[tuple[int, str]], folder: Path) -> set[str]:
+def sources(lines: Lines, folder: Path) -> set[str]:
     """The numbers of all files that ``lines`` link to."""
     found: set[str] = set()
     for link in LINK.findall("\n".join(line for _, line in lines)):

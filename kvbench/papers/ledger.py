@@ -118,12 +118,19 @@ def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Sheet:
     rows = []
     for first in ledgers[0]["verdicts"]:
         mark = MARKS.get(first["verdict"], "—")
-        said = fill(f"“{first['quote']}” ({first['paper']}, {first['where']})", SAYS)
+        said, tested = (
+            _lines(f"“{first['quote']}” ({first['paper']}, {first['where']})"),
+            _lines(f"Tested: {first['tested']}"),
+        )
         mine = [one[first["id"]] for one in by_id if first["id"] in one]
         cells = [f"{v['verdict']}\n{evidence(v)}" for v in mine] + ["—"] * (len(ledgers) - len(mine))
-        rows.append((f"{mark} {first['id']}\n{said}\n{fill('Tested: ' + first['tested'], SAYS)}", *cells))
+        rows.append((f"{mark} {first['id']}\n{said}\n{tested}", *cells))
     headers = ("what the paper says, and what is tested", *(_head(content) for content in ledgers))
     return Sheet("scores", headers, tuple(rows), left=len(headers))
+
+
+def _lines(text: str) -> str:
+    return fill(text, SAYS, break_on_hyphens=False)
 
 
 def _head(content: Mapping[str, Any]) -> str:
@@ -168,5 +175,8 @@ def notes(content: Mapping[str, Any]) -> list[str]:
         f"{MIXED}: decided in the mean, but a task or setting has the other sign. Not decidable here: even pairs "
         "without a difference would be too few. Log losses: a nat counts as 100 points, and no pair as more.",
     ]
-    lines += [f"{model}, {v['id']}: {v['reason']}" for v in content["verdicts"] if v["reason"]]
-    return lines
+    reasons: dict[str, list[str]] = {}
+    for v in content["verdicts"]:
+        if v["reason"]:
+            reasons.setdefault(v["reason"], []).append(v["id"])
+    return lines + [f"{model}, {', '.join(ids)}: {reason}." for reason, ids in reasons.items()]
