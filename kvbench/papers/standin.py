@@ -92,11 +92,20 @@ def depths(size: StandIn) -> Mapping[str, Mapping[str, str]]:
 def notes(table: Declared) -> Iterator[str]:
     """What the tiny model's tasks and numbers of tokens stand for."""
     yield f"Tasks of the tiny suite: {mapping(c.dataset for c in table.scores)}."
+    yield from altered(table)
     if table.length != PROMPT:
         yield (
             f"Numbers of tokens are the paper's times {PROMPT}/{table.length}: 512 there are "
             f"{round(512 * PROMPT / table.length)} here; windows likewise, down to {settings.SHORTEST_WINDOW}."
         )
+
+
+def altered(table: Declared) -> Iterator[str]:
+    """What a table's methods run with on the tiny model alone."""
+    used = {line.method for line in table.rows}
+    for method, knobs in table.stand_in.items():
+        if method in used:
+            yield f"{method} runs with {', '.join(f'{k}={v}' for k, v in knobs.items())} here."
 
 
 def settled(row: Row, stand_in: StandIn) -> str:
