@@ -274,8 +274,13 @@ def _prompt(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
     """
     given = dict(raw["prompt"])
     own = model.prompt_templates.get(given["name"])
-    if own is not None:
-        given |= {"template": own} if own in TEMPLATES else {"frame": own}
+    if own in TEMPLATES:
+        given["template"] = own
+    elif own is not None and model.chat_template is None:  # a template that the user gave wins
+        fits = "messages" in own and not given["system"]
+        key = f"model.prompt_templates.{given['name']}"
+        _check(key, own, fits, "off, on, skip, or Jinja of messages without system=")
+        given["frame"] = own
     limits = given.pop("limits")
     if limits is not None and limits not in _limit_names():
         raise unknown("name of a prompt limit, prompt.limits", limits, _limit_names())

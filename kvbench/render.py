@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import fill
@@ -170,7 +171,7 @@ def size(n: float) -> str:
 def _by_chance(cells: Sequence[Mapping[str, Any]]) -> str:
     """How many differences would be starred if there were none."""
     shown = sum(c.get("delta_ci") is not None for c in cells)
-    return f" (of {shown} about {0.05 * shown:.0f} would by chance alone)" if shown >= 10 else ""
+    return f" (of {shown} about {math.ceil(0.05 * shown)} would by chance alone)" if shown >= 10 else ""
 
 
 def legend(report: Mapping[str, Any]) -> list[str]:

@@ -50,19 +50,21 @@ def content(of: Target, results: str, packed: Path | None = None) -> dict[str, A
 def page() -> str:
     """All committed ledgers side by side, as Markdown."""
     ledgers = ledger.read(ROWS)
+    if not ledgers:
+        raise UsageError(f"{ROWS / ledger.FOLDER} has no ledger: make claims writes one")
     lines = [note for one in ledgers for note in ledger.notes(one)]
     return render.compose([ledger.sheet(ledgers)], list(dict.fromkeys(lines)), "md")
 
 
 def write(of: Target, results: str) -> None:
     """Write a model's ledger, its samples and the page of all."""
-    ledger.write(content(of, results, samples(of)), ROWS)
+    ledger.write(content(of, results, samples(of)), ROWS, PAPERS)
     (ROWS / "claims.md").write_text(page(), encoding="utf-8")
 
 
 def verified(of: Target) -> bool:
     """Whether a committed ledger is what its samples give; a model that is not here is told, and no error."""
-    path = ROWS / ledger.FOLDER / f"{of.model}.json"
+    path = ledger.place(of.model, ROWS, PAPERS)
     if not path.exists():
         return True
     try:
@@ -91,8 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.verify:
             models = [args.model] if args.model else [PRETRAINED, standin.MODEL]
             wrong = [m for m in models if not verified(target(m))]
-            if not wrong and page() != (ROWS / "claims.md").read_text(encoding="utf-8"):
-                wrong = ["claims.md"]
+            made = ROWS / "claims.md"
+            if not wrong and (not made.exists() or page() != made.read_text(encoding="utf-8")):
+                wrong = [made.name]
             if wrong:
                 print(f"kvbench: {', '.join(wrong)}: the ledger differs from its samples; make claims", file=sys.stderr)
             return 1 if wrong else 0

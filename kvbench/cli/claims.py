@@ -7,6 +7,8 @@ import json
 import os
 from pathlib import Path
 
+from kvbench.errors import UsageError
+
 EXAMPLES = """examples:
   python -m kvbench claims think limit=8
   python -m kvbench claims all model=smollm2-135m-q4_1 limit=8
@@ -35,13 +37,18 @@ def main(args: argparse.Namespace) -> int:
         args.paper, args.overrides = "all", [args.paper, *args.overrides]
     given = {"limit": "20", **dict(o.partition("=")[::2] for o in args.overrides)}
     model, results = given.pop("model", "tiny"), Path(given.get("results", "results"))
+    if "up_to" in given:
+        raise UsageError("up_to= is gone: limit= says how many examples of each task, and no verdict ends a run")
+    if not model:
+        raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")
     from kvbench import render
     from kvbench.papers import claims, ledger
 
-    prepared = ledger.prepare(claims.find(args.paper), model, [f"{k}={v}" for k, v in given.items()])
+    papers = claims.find(args.paper)
+    prepared = ledger.prepare(papers, model, [f"{k}={v}" for k, v in given.items()])
     ledger.measure(prepared)
     content = ledger.plain(prepared, model, ledger.settle(prepared, model))
-    ledger.write(content, results)
+    ledger.write(content, results, papers)
     if args.json:
         print(json.dumps(content, indent=1, ensure_ascii=False))
     else:

@@ -148,8 +148,9 @@ def stratified_ci(
         return None
     means = []
     for seed, values in enumerate(strata):
-        drawn = np.random.default_rng(seed).integers(len(values), size=(DRAWS, len(values)))
-        means.append(values[drawn].mean(1))
+        rng, rows = np.random.default_rng(seed), max(1, _BLOCK // values.size)
+        sizes = (min(rows, DRAWS - at) for at in range(0, DRAWS, rows))
+        means.append(np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in sizes]))
     low, high = (float(x) for x in np.quantile(of(means), [0.025, 0.975]))
     if high - low > 1e-9:
         return low, high

@@ -34,7 +34,10 @@ LEVEL = 0.05
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
 MIXED, FRAGILE = "mixed", "fragile"
 NOT_DECIDABLE, FLOOR, ELSEWHERE = "not decidable here", "at the floor", "not testable here"
-VERDICTS = (SUPPORTED, CONTRADICTED, MIXED, FRAGILE, UNDECIDED, NOT_DECIDABLE, FLOOR, ELSEWHERE)
+UNMEASURED = "not measured yet"
+VERDICTS = (SUPPORTED, CONTRADICTED, MIXED, FRAGILE, UNDECIDED, NOT_DECIDABLE, FLOOR, UNMEASURED, ELSEWHERE)
+SAME = 1e-9
+"""Points by which two means are one."""
 AS_PRINTED = "windows=paper"
 """What marks a row whose windows are the paper's on a stand-in that otherwise scales them."""
 
@@ -79,13 +82,15 @@ class Claim:
 class Evidence:
     """What was measured for a claim under one scaling.
 
-    differences: of 1, by task, [examples, pairs of the claim]. floors: tasks left out. cells: ids of both sides. ran:
-    what each pair was on this model. possible: examples that the data would give. reason: why something, or all of it,
-    is missing.
+    differences: of 1, by dataset, [examples, pairs of the claim]; what is asked of one example several times (MDQA's
+    three positions) is one. floors: datasets left out. waiting: those of which nothing is measured. cells: ids of both
+    sides. ran: what each pair was on this model. possible: examples that the data would give. reason: why something, or
+    all of it, is missing.
     """
 
     differences: Mapping[str, Differences] = field(default_factory=dict)
     floors: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
     cells: tuple[str, ...] = ()
     ran: tuple[str, ...] = ()
     possible: int = 0
@@ -111,8 +116,9 @@ class Evidence:
 class Verdict:
     """What the examples say of a claim: one of VERDICTS, the mean difference in points with its interval, and p-values.
 
-    p_for, p_against: corrected, that there is nothing to support the claim, and nothing against it. elsewhere: the mean
-    under the other scaling, where there is one.
+    p_for, p_against: corrected, that there is nothing to support the claim, and nothing against it. side: supported or
+    contradicted in the mean, of a verdict that is mixed or fragile. elsewhere: the mean under the other scaling, where
+    there is one; why_not: why there is none.
     """
 
     claim: Claim
@@ -122,7 +128,9 @@ class Verdict:
     ci: tuple[float, float] | None = None
     p_for: float | None = None
     p_against: float | None = None
+    side: str = ""
     elsewhere: float | None = None
+    why_not: str = ""
 
     @property
     def reason(self) -> str:
@@ -190,48 +198,73 @@ def evidence(claim: Claim, tables: Iterable[Ours], windows_as_printed: bool = Fa
         for line in pair
         if (why := ours.why_absent(line, column))
     }
-    # on a stand-in several datasets are one task
-    by_task: dict[str, tuple[Group, list[tuple[Cell, Cell]]]] = {}
+    store = ours.run.store
+    every: dict[tuple[str, ...], tuple[str, list[Asked]]] = {}
     for column in ours.declared.scores:
-        for found in zip(
-            *(zip(ours.cells(a, column), ours.cells(b, column), strict=True) for a, b in pairs), strict=True
-        ):
-            group = found[0][0][0]
-            by_task[group.column] = group, [(a, b) for (_, a), (_, b) in found]
-    store, every = ours.run.store, [c for _, sides in by_task.values() for pair in sides for c in pair]
-    if refused := next(filter(None, (store.refusal(c.id) for c in every)), None):
+        each = (zip(ours.cells(a, column), ours.cells(b, column), strict=True) for a, b in pairs)
+        asked = [Asked(sides[0][0][0], tuple((a, b) for (_, a), (_, b) in sides)) for sides in zip(*each, strict=True)]
+        if asked:  # on tiny several datasets are one task
+            every.setdefault(tuple(a.group.column for a in asked), (column.dataset, asked))
+    cells = [c for _, asked in every.values() for a in asked for pair in a.pairs for c in pair]
+    if refused := next(filter(None, (store.refusal(c.id) for c in cells)), None):
         return Evidence(reason=refused)
-    floors = [task for task, (group, _) in by_task.items() if _floored(store, group)]
-    able = {task: both for task, both in by_task.items() if task not in floors}
-    differences = {task: _paired(store, *both) for task, both in able.items()}
+    floors = [name for name, asked in every.values() if _floored(store, asked)]
+    able = {name: asked for name, asked in every.values() if name not in floors}
+    differences = {name: _paired(store, asked) for name, asked in able.items()}
+    waiting = [name for name, d in differences.items() if not len(d)]
+    said = [f"{name}: the full cache is at the floor" for name in floors]
+    said += [f"{name}: not measured yet" for name in waiting]
     return Evidence(
-        {task: d for task, d in differences.items() if len(d)},
+        {name: d for name, d in differences.items() if len(d)},
         tuple(floors),
-        tuple(dict.fromkeys(c.id for c in every)),
+        tuple(waiting),
+        tuple(dict.fromkeys(c.id for c in cells)),
         tuple(
-            dict.fromkeys(f"{label(a.identity)} against {label(b.identity)}" for _, s in by_task.values() for a, b in s)
+            dict.fromkeys(
+                f"{label(a.identity)} against {label(b.identity)}"
+                for _, asked in every.values()
+                for one in asked
+                for a, b in one.pairs
+            )
         ),
-        sum(len(group.task.examples) for group, _ in able.values()),
-        "; ".join([*(f"{task}: the full cache is at the floor" for task in floors), *absent]),
+        sum(len({e.id for a in asked for e in a.group.task.examples}) for asked in able.values()),
+        "; ".join([*said, *absent]),
     )
 
 
-def _floored(store: ResultStore, group: Group) -> bool:
-    samples = store.samples(next(c for c in group.cells if not c.chain.stages).id)
-    scores = [samples[e.id]["score"] for e in group.examples if e.id in samples]
-    return at_floor(group.task, [s for s in scores if s is not None])
+@dataclass(frozen=True)
+class Asked:
+    """One way in which a dataset's examples are asked, with the cells of each pair of a claim."""
+
+    group: Group
+    pairs: tuple[tuple[Cell, Cell], ...]
 
 
-def _paired(store: ResultStore, group: Group, pairs: Sequence[tuple[Cell, Cell]]) -> Differences:
-    """Differences [examples, pairs] over the group's examples that all cells have.
+def _floored(store: ResultStore, asked: Sequence[Asked]) -> bool:
+    """Whether the full cache is at the floor on all that was asked."""
+    found = []
+    for a in asked:
+        samples = store.samples(next(c for c in a.group.cells if not c.chain.stages).id)
+        scores = [samples[e.id]["score"] for e in a.group.examples if e.id in samples]
+        found.append(at_floor(a.group.task, [s for s in scores if s is not None]))
+    return all(found)
+
+
+def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
+    """Differences [examples, pairs] over the examples that all cells of one way of asking have, the mean over the ways.
 
     Of log losses less is better, and a nat is the most that counts.
     """
-    sign = -1.0 if metric(group.task.metric).shown is not None else 1.0
-    scores = [[_scores(store, cell, group) for cell in pair] for pair in pairs]
-    shared = [e.id for e in group.examples if all(e.id in s for pair in scores for s in pair)]
-    found = [[sign * (a[i] - b[i]) for a, b in scores] for i in shared]
-    return np.clip(np.array(found, dtype=np.float64).reshape(-1, len(pairs)), -1.0, 1.0)
+    by_example: dict[str, list[list[float]]] = {}
+    for a in asked:
+        sign = -1.0 if metric(a.group.task.metric).shown is not None else 1.0
+        scores = [[_scores(store, cell, a.group) for cell in pair] for pair in a.pairs]
+        for e in a.group.examples:
+            if all(e.id in s for pair in scores for s in pair):
+                found = [min(1.0, max(-1.0, sign * (x[e.id] - y[e.id]))) for x, y in scores]
+                by_example.setdefault(e.id, []).append(found)
+    means = [np.mean(ways, axis=0) for ways in by_example.values()]
+    return np.array(means, dtype=np.float64).reshape(-1, len(asked[0].pairs))
 
 
 def _scores(store: ResultStore, cell: Cell, group: Group) -> dict[str, float]:
@@ -258,24 +291,16 @@ def decide(
     for claim in claims:
         mine = found.get(claim.id, Evidence())
         if claim.id not in measured:
-            verdict = FLOOR if mine.floors else ELSEWHERE
+            verdict = UNMEASURED if mine.waiting else FLOOR if mine.floors else ELSEWHERE
             verdicts.append(Verdict(claim, verdict, mine))
             continue
         p_for, p_against = (c[claim.id] for c in corrected)
-        other = (others or {}).get(claim.id, Evidence()).values
-        elsewhere = 100 * float(other.mean()) if len(other) else None
-        verdicts.append(
-            Verdict(
-                claim,
-                _word(claim, mine, p_for, p_against, elsewhere, count),
-                mine,
-                100 * float(mine.values.mean()),
-                _points(stats.betting_ci(mine.values)),
-                p_for,
-                p_against,
-                elsewhere,
-            )
-        )
+        other = (others or {}).get(claim.id, Evidence())
+        elsewhere = 100 * float(other.values.mean()) if len(other.values) else None
+        word, side = _word(claim, mine, p_for, p_against, elsewhere, count)
+        mean, ci = 100 * float(mine.values.mean()), stats.betting_ci(mine.values)
+        points = (100 * ci[0], 100 * ci[1])
+        verdicts.append(Verdict(claim, word, mine, mean, points, p_for, p_against, side, elsewhere, other.reason))
     return verdicts
 
 
@@ -284,19 +309,18 @@ def _p_values(claim: Claim, values: Differences) -> tuple[float, float]:
     return stats.p_above(values, claim.least), stats.p_above(-values, -claim.least)
 
 
-def _word(claim: Claim, mine: Evidence, p_for: float, p_against: float, elsewhere: float | None, family: int) -> str:
+def _word(
+    claim: Claim, mine: Evidence, p_for: float, p_against: float, elsewhere: float | None, family: int
+) -> tuple[str, str]:
+    """The verdict, and which side a mixed or fragile one is on."""
     decided = SUPPORTED if p_for < LEVEL / 2 else CONTRADICTED if p_against < LEVEL / 2 else UNDECIDED
     if decided == UNDECIDED:
         # even if no pair of all that the data would give differed, or of a claim of gains all gained everything
         best = np.full(mine.possible, 0.0 if claim.test == "no_worse" else 1.0)
-        return NOT_DECIDABLE if family * stats.p_above(best, claim.least) >= LEVEL / 2 else UNDECIDED
+        return (NOT_DECIDABLE if family * stats.p_above(best, claim.least) >= LEVEL / 2 else UNDECIDED), ""
     side = 1 if decided == SUPPORTED else -1
     least = 100 * claim.least
-    if elsewhere is not None and side * (elsewhere - least) < 0:
-        return FRAGILE
-    each = [*mine.settings, *mine.tasks.values()]
-    return MIXED if any(side * (m - least) < 0 for m in each) else decided
-
-
-def _points(ci: tuple[float, float]) -> tuple[float, float]:
-    return 100 * ci[0], 100 * ci[1]
+    if elsewhere is not None and side * (elsewhere - least) < -SAME:
+        return FRAGILE, decided
+    opposite = any(side * (m - least) < -SAME for m in (*mine.settings, *mine.tasks.values()))
+    return (MIXED, decided) if opposite else (decided, "")

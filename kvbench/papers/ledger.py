@@ -11,9 +11,10 @@ from typing import Any
 from kvbench import experiment
 from kvbench.errors import UsageError
 from kvbench.papers import claims, declared, measured, standin
-from kvbench.papers.claims import MIXED, UNDECIDED, Evidence, Verdict
+from kvbench.papers.claims import FRAGILE, MIXED, NOT_DECIDABLE, UNDECIDED, Evidence, Verdict
 from kvbench.papers.joint import joint
 from kvbench.papers.measured import Ours
+from kvbench.provenance import local_changes
 from kvbench.render import Sheet
 from kvbench.store_files import write_json
 
@@ -61,8 +62,19 @@ def plain(prepared: Mapping[str, Sequence[Ours]], model: str, verdicts: Sequence
         "dtype": ", ".join(sorted(dtypes)),
         "level": claims.LEVEL,
         "tested": sum(v.claim.test != "elsewhere" for v in verdicts),
+        "notes": _told(prepared),
         "verdicts": [_record(v) for v in verdicts],
     }
+
+
+def _told(prepared: Mapping[str, Sequence[Ours]]) -> list[str]:
+    """What was read in place of what, what readers must know of a task, and local changes."""
+    every = [ours for some in prepared.values() for ours in some]
+    runs = [ours.run for ours in every if ours.run is not None]
+    tasks = [f"{g.task.note}." for r in runs for g in r.groups if g.task.note and not g.task.id.startswith("tiny/")]
+    changed = local_changes({c["id"]: c for r in runs for c in r.records()}.values())
+    notes = [*(note for ours in every for note in ours.notes), *tasks, changed]
+    return [note for note in dict.fromkeys(notes) if note]
 
 
 def _record(v: Verdict) -> dict[str, Any]:
@@ -71,6 +83,8 @@ def _record(v: Verdict) -> dict[str, Any]:
     return {
         **{key: getattr(claim, key) for key in ("id", "paper", "quote", "where", "tested", "test", "margin", "pairs")},
         "verdict": v.verdict,
+        "side": v.side,
+        "why_not": v.why_not,
         **each,
         "ci": None if v.ci is None else [round(x, 3) for x in v.ci],
         "p_for": v.p_for,
@@ -85,9 +99,15 @@ def _record(v: Verdict) -> dict[str, Any]:
     }
 
 
-def write(content: Mapping[str, Any], results: Path) -> Path:
+def place(model: str, results: Path, papers: Sequence[str]) -> Path:
+    """Where a model's ledger is below a results folder; one of some papers alone has a file of its own."""
+    some = "" if len(papers) == len(declared.PAPERS) else f".{'-'.join(papers)}"
+    return results / FOLDER / f"{model.replace('/', '--')}{some}.json"
+
+
+def write(content: Mapping[str, Any], results: Path, papers: Sequence[str]) -> Path:
     """Write a ledger below a results folder."""
-    path = results / FOLDER / f"{content['model'].replace('/', '--')}.json"
+    path = place(content["model"], results, papers)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     return path
@@ -99,7 +119,7 @@ def read(results: Path) -> list[dict[str, Any]]:
     for path in sorted((results / FOLDER).glob("*.json"), key=lambda p: (p.stem == standin.MODEL, p.name)):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            counted(content)
+            sheet([content]), notes(content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} cannot be read ({error}); run python -m kvbench claims again") from None
         found.append(content)
@@ -116,14 +136,14 @@ def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Sheet:
     """Ledgers side by side as a table of strings: the first says which claims there are."""
     by_id = [{v["id"]: v for v in content["verdicts"]} for content in ledgers]
     rows = []
-    for first in ledgers[0]["verdicts"]:
+    for first in {v["id"]: v for content in reversed(ledgers) for v in content["verdicts"]}.values():
         mark = MARKS.get(first["verdict"], "—")
         said, tested = (
             _lines(f"“{first['quote']}” ({first['paper']}, {first['where']})"),
             _lines(f"Tested: {first['tested']}"),
         )
-        mine = [one[first["id"]] for one in by_id if first["id"] in one]
-        cells = [f"{v['verdict']}\n{evidence(v)}" for v in mine] + ["—"] * (len(ledgers) - len(mine))
+        mine = [one.get(first["id"]) for one in by_id]
+        cells = ["—" if v is None else f"{_verdict(v)}\n{evidence(v)}" for v in mine]
         rows.append((f"{mark} {first['id']}\n{said}\n{tested}", *cells))
     headers = ("what the paper says, and what is tested", *(_head(content) for content in ledgers))
     return Sheet("scores", headers, tuple(rows), left=len(headers))
@@ -131,6 +151,10 @@ def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Sheet:
 
 def _lines(text: str) -> str:
     return fill(text, SAYS, break_on_hyphens=False)
+
+
+def _verdict(v: Mapping[str, Any]) -> str:
+    return f"{v['verdict']} ({v['side']} in the mean)" if v["side"] else str(v["verdict"])
 
 
 def _head(content: Mapping[str, Any]) -> str:
@@ -154,6 +178,8 @@ def evidence(v: Mapping[str, Any]) -> str:
         lines.append("settings " + ", ".join(f"{m:+.1f}" for m in v["settings"]))
     if v["elsewhere"] is not None:
         lines.append(f"the paper's windows {v['elsewhere']:+.1f}")
+    elif v["why_not"]:
+        lines.append("the paper's windows do not fit")
     return "\n".join(lines).replace("-", "−")
 
 
@@ -166,14 +192,19 @@ def notes(content: Mapping[str, Any]) -> list[str]:
         else "the papers' data under their budgets and windows"
     )
     lines = [
-        f"{model}, {content['dtype']}"
+        f"{model}{', ' * bool(content['dtype'])}{content['dtype']}"
         + (f", a stand-in for the papers' models: {own}." if content["stand_in"] else "."),
         f"{model}: " + ", ".join(f"{n} {word}" for word, n in counted(content).items()) + ".",
-        "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. A verdict of either kind is "
-        f"wrong with a chance of at most {100 * content['level']:g} % in all of the {tested} claims together (a "
-        "betting test of bounded means, which is proved for any distribution; Holm). n was fixed before looking.",
-        f"{MIXED}: decided in the mean, but a task or setting has the other sign. Not decidable here: even pairs "
-        "without a difference would be too few. Log losses: a nat counts as 100 points, and no pair as more.",
+        "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected; a verdict of "
+        f"either kind needs {content['level'] / 2:g}, and any of the {tested} claims gets a wrong one with a chance of "
+        f"at most {100 * content['level']:g} % (a betting test of bounded means, which is proved for any distribution; "
+        "Holm). No verdict decided when to stop measuring.",
+        f"{MIXED}: decided in the mean, but a task or setting has the other sign. {FRAGILE}: with the paper's windows "
+        f"unscaled the mean has the other sign. {NOT_DECIDABLE}: even if no pair differed, or of a claim of gains all "
+        "gained everything, there would be too few to support it. Log losses: a nat counts as 100 points, and no pair "
+        "as more. Tasks at the floor are left out by the full cache's own scores of these examples, which speaks "
+        "against methods that are compared with it.",
+        *content["notes"],
     ]
     reasons: dict[str, list[str]] = {}
     for v in content["verdicts"]:

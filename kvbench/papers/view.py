@@ -330,19 +330,21 @@ def _lower(ours: Ours, line: Line, column: Column) -> bool:
 
 
 def _pairs(ours: Ours, line: Line, column: Column) -> stats.Pairs:
-    """Scores [n, 2] of the examples that both the line and the full cache have: the line's, and the full cache's."""
-    found: list[tuple[float, float]] = []
+    """Scores [n, 2] of the examples that both the line and the full cache have: the line's, and the full cache's.
+
+    An example that is asked in several ways (MDQA's three positions) is one, with its mean scores.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
     cells = ours.cells(line, column)
     for (group, mine), (_, whole) in zip(cells, ours.full(line, column) if cells else (), strict=True):
         assert ours.run is not None
         wanted = {e.id for e in group.examples}
         a, b = (ours.run.store.samples(cell.id) for cell in (mine, whole))
-        found += [
-            (a[i]["score"], b[i]["score"])
-            for i in a
-            if i in wanted and i in b and a[i]["score"] is not None and b[i]["score"] is not None
-        ]
-    return np.array(found, dtype=np.float64).reshape(-1, 2)
+        for e in sorted(wanted & a.keys() & b.keys()):
+            if a[e]["score"] is not None and b[e]["score"] is not None:
+                found.setdefault(e, []).append((a[e]["score"], b[e]["score"]))
+    means = [np.mean(ways, axis=0) for ways in found.values()]
+    return np.array(means, dtype=np.float64).reshape(-1, 2)
 
 
 def best(entries: Sequence[Entry], shown: str, lower: bool = False) -> float | None:
