@@ -52,14 +52,14 @@ def sources(lines: Lines, folder: Path) -> set[str]:
     return found
 
 
-def unsourced(page: Path) -> Iterator[str]:
+def unsourced(page: Path, root: Path = ROOT) -> Iterator[str]:
     """Every decimal number of a page that no source of its section has."""
     for title, lines in sections(page.read_text(encoding="utf-8")):
         known = sources(lines, page.parent)
         for number, line in lines:
             for found in NUMBER.findall(NO_RESULT.sub("", line)):
                 if found not in known:
-                    yield f"{page.relative_to(ROOT)}:{number}: {found} is in no file that '{title}' links to"
+                    yield f"{page.relative_to(root)}:{number}: {found} is in no file that '{title}' links to"
 
 
 def main() -> int:

@@ -138,3 +138,15 @@ def test_the_page_of_what_is_measured_is_what_the_code_does():
     made = page(str(root), load_tokenizer(cfg, locate(cfg)))
     committed = (ROOT / "docs" / "what-is-measured.md").read_text(encoding="utf-8")
     assert made == committed, "run: KVBENCH_DATA=FOLDER python scripts/measured.py"
+
+
+def test_every_number_of_the_readmes_stands_in_a_file_that_they_link_to(tmp_path):
+    sys.path.append(str(ROOT / "scripts"))
+    import verify_docs
+
+    assert verify_docs.main() == 0
+    (tmp_path / "a.csv").write_text("x\n12.5\n")
+    page = tmp_path / "page.md"
+    page.write_text("# One\n12.5 and 3.25 of [a](a.csv), `9.75`\n# Two\n12.5\n| figure | x |\n| 1.5 | 2.5 |\n")
+    found = [line.partition(": ")[2].split()[0] for line in verify_docs.unsourced(page, tmp_path)]
+    assert found == ["3.25", "12.5"]
