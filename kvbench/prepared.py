@@ -155,8 +155,8 @@ class Prepared:
         return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
 
     def records(self) -> list[dict[str, Any]]:
-        """The records of this run's cells that the store has."""
-        found = (self.store.cell(c.id) for g in self.groups for c in g.cells)
+        """The records of this run's cells that have an answer in the store."""
+        found = (self.store.cell(c.id) for g in self.groups for c in g.cells if self.store.samples(c.id))
         return [record for record in found if record is not None]
 
     def todo(self) -> list[dict[str, Any]]:
