@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ import shards
 from paper_tables import PRETRAINED, ROWS, Target, restore, target
 
 from kvbench import archive, experiment, render
-from kvbench.errors import KvbenchError, UsageError
+from kvbench.errors import UsageError
 from kvbench.papers import ledger, standin
 from kvbench.papers.declared import PAPERS
 from kvbench.store import ResultStore
@@ -80,41 +79,29 @@ def verified(of: Target) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure or verify a ledger."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="tiny (default) or an entry of conf/model; --verify: of each, by default")
-    parser.add_argument("--verify", action="store_true", help="decide from samples again and compare")
-    parser.add_argument("--pack", action="store_true", help="write what is measured so far, measure nothing")
-    parser.add_argument("--results", default="results", help="folder of measured cells")
-    parser.add_argument("--workers", type=int, default=shards.WORKERS, help="processes that share the examples")
-    args = parser.parse_args(arguments)
+    args = shards.arguments(__doc__).parse_args(arguments)
+    return shards.ended(lambda: _do(args))
+
+
+def _do(args: argparse.Namespace) -> int:
+    if args.verify:
+        models = [args.model] if args.model else [PRETRAINED, standin.MODEL]
+        wrong = [m for m in models if not verified(target(m))]
+        made = ROWS / "claims.md"
+        if not wrong and (not made.exists() or page() != made.read_text(encoding="utf-8")):
+            wrong = [made.name]
+        if wrong:
+            print(f"kvbench: {', '.join(wrong)}: the ledger differs from its samples; make claims", file=sys.stderr)
+        return 1 if wrong else 0
     of = target(args.model or standin.MODEL)
-    before = signal.signal(signal.SIGTERM, shards.terminated)
-    try:
-        if args.verify:
-            models = [args.model] if args.model else [PRETRAINED, standin.MODEL]
-            wrong = [m for m in models if not verified(target(m))]
-            made = ROWS / "claims.md"
-            if not wrong and (not made.exists() or page() != made.read_text(encoding="utf-8")):
-                wrong = [made.name]
-            if wrong:
-                print(f"kvbench: {', '.join(wrong)}: the ledger differs from its samples; make claims", file=sys.stderr)
-            return 1 if wrong else 0
-        if samples(of).exists():
-            archive.restore(samples(of), ResultStore(Path(args.results)))
-        if not args.pack:
-            restore(of.tables(["all"]), of, args.results)  # many rows of claims are rows of tables
-            given = [(p, ((f"claims/{p}",), of.model, args.results, of.arguments)) for p in PAPERS]
-            rounds = shards.ROUNDS if of.scored else (None,)
-            shards.measure(given, rounds, args.workers, lambda: write(of, args.results))
-        write(of, args.results)
-    except KvbenchError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return error.status
-    except KeyboardInterrupt:
-        print("kvbench: interrupted; finished answers are kept: run it again to go on", file=sys.stderr)
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    if samples(of).exists():
+        archive.restore(samples(of), ResultStore(Path(args.results)))
+    if not args.pack:
+        restore(of.tables(["all"]), of, args.results)  # many rows of claims are rows of tables
+        given = [(p, ((f"claims/{p}",), of.model, args.results, of.arguments)) for p in PAPERS]
+        rounds = shards.ROUNDS if of.scored else (None,)
+        shards.measure(given, rounds, args.workers, lambda: write(of, args.results))
+    write(of, args.results)
     return 0
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from pathlib import Path
 import shards
 
 from kvbench import archive, experiment
-from kvbench.errors import KvbenchError, UsageError
+from kvbench.errors import UsageError
 from kvbench.papers import counts, declared, measured, page, standin, timings
 from kvbench.papers.declared import Declared
 from kvbench.papers.measured import Ours
@@ -179,34 +178,23 @@ def _counted(table: Declared) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure or verify the tables named, all by default."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shards.arguments(__doc__)
     parser.add_argument("tables", nargs="*", default=["all"], help="paper/number, paper or all (default)")
-    parser.add_argument("--model", help="tiny (default) or an entry of conf/model; --verify: of each, by default")
-    parser.add_argument("--verify", action="store_true", help="re-render from samples and compare")
-    parser.add_argument("--pack", action="store_true", help="write what is measured so far, measure nothing")
-    parser.add_argument("--results", default="results", help="folder of measured cells")
-    parser.add_argument("--workers", type=int, default=shards.WORKERS, help="processes that share the examples")
     args = parser.parse_args(arguments)
+    return shards.ended(lambda: _do(args))
+
+
+def _do(args: argparse.Namespace) -> int:
+    if args.verify:
+        return verified(args.tables, [args.model] if args.model else [standin.MODEL, PRETRAINED])
     of = target(args.model or standin.MODEL)
-    before = signal.signal(signal.SIGTERM, shards.terminated)
-    try:
-        if args.verify:
-            return verified(args.tables, [args.model] if args.model else [standin.MODEL, PRETRAINED])
-        tables = of.tables(args.tables)
-        restore(tables, of, args.results)
-        if args.pack:
-            for table in tables:
-                write(table, of, args.results, time_it=False)
-        else:
-            measure(tables, of, args.results, args.workers)
-    except KvbenchError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return error.status
-    except KeyboardInterrupt:
-        print("kvbench: interrupted; finished answers are kept: run it again to go on", file=sys.stderr)
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    tables = of.tables(args.tables)
+    restore(tables, of, args.results)
+    if args.pack:
+        for table in tables:
+            write(table, of, args.results, time_it=False)
+    else:
+        measure(tables, of, args.results, args.workers)
     return 0
 
 

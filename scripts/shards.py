@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -14,6 +17,7 @@ from functools import cache
 import torch
 
 from kvbench import experiment, memory
+from kvbench.errors import KvbenchError
 from kvbench.model import load
 from kvbench.papers import claims, declared, ledger, measured
 from kvbench.papers.declared import Declared
@@ -108,13 +112,39 @@ def measure(
             ended()
 
 
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """The options of every script that measures in shards."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="tiny (default) or an entry of conf/model; --verify: of each, by default")
+    parser.add_argument("--verify", action="store_true", help="make it again from samples and compare")
+    parser.add_argument("--pack", action="store_true", help="write what is measured so far, measure nothing")
+    parser.add_argument("--results", default="results", help="folder of measured cells")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that share the examples")
+    return parser
+
+
+def ended(work: Callable[[], int]) -> int:
+    """The exit status of ``work``, which an error or a signal may end; processes that measure end with it."""
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return work()
+    except KvbenchError as error:
+        print(f"kvbench: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print("kvbench: interrupted; finished answers are kept: run it again to go on", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _wait(parts: Iterable[Future[None]]) -> None:
     """Wait for all of ``parts``; raises what one of them raised."""
     for part in list(parts):
         part.result()
 
 
-def terminated(*_: object) -> None:
+def _terminated(*_: object) -> None:
     """Ends as an interrupt does, and the processes that measure with it: they would go on for hours."""
     for child in multiprocessing.active_children():
         child.terminate()
