@@ -32,7 +32,7 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
 
 
 def at_floor(task: Task, full: stats.Scores) -> bool:
-    """Whether the full cache's scores of a task say nothing: see ``stats.at_floor``; never of a likelihood."""
+    """Tell whether the full cache's scores of a task say nothing (``stats.at_floor``); never of a likelihood."""
     return metric(task.metric).shown is None and stats.at_floor(full, chance(task))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, cast
@@ -173,7 +173,8 @@ def make_host(prepared: Prepared, model: PreTrainedModel) -> Host:
 def report(prepared: Prepared) -> dict[str, Any]:
     """The report of what the store holds for this run's cells, measured now or before."""
     cfg = prepared.cfg
-    notes = [*prepared.advice(), *_precision(prepared)]
+    records = prepared.records()
+    notes = [*prepared.advice(), *_precision(prepared, records)]
     foreign = sorted({d.name for d in cfg.datasets} - {"tiny"})
     if cfg.model.path == "embedded:tiny" and foreign:
         notes.append(
@@ -190,18 +191,18 @@ def report(prepared: Prepared) -> dict[str, Any]:
             if (out := left_out(g.examples, g.task.examples, g.task.grid))
         ]
     notes += [f"{m} for prompts no shorter than that." for m in prepared.matched]
-    notes += filter(None, [local_changes(prepared.records())])
+    notes += filter(None, [local_changes(records)])
     collected = collect(prepared.groups, prepared.store, notes)
     matched = {"matched": [asdict(m) for m in prepared.matched]} if prepared.matched else {}
     return {"model": cfg.model.path, "settings": settings(prepared), **matched, **collected}
 
 
-def _precision(prepared: Prepared) -> list[str]:
+def _precision(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a reader must know of the dtype: a better one for this machine, what rounding alone changed."""
     asked, device = prepared.cfg.model.dtype, load.resolve_device(prepared.cfg.device)
     tiny = prepared.cfg.model.path == "embedded:tiny"
     better = precision.matters(asked, prepared.dtype, device) and not (tiny and asked == "auto")
-    found = [p["rounding"] for r in prepared.records() for p in r.get("provenance", []) if "rounding" in p]
+    found = [p["rounding"] for r in records for p in r.get("provenance", []) if "rounding" in p]
     most = max(found, key=lambda f: f["prompts"], default=None)
     return [
         *([f"Dtype {precision.choice(asked, prepared.dtype, device)}."] if better else []),

@@ -156,7 +156,7 @@ class Prepared:
 
     def records(self) -> list[dict[str, Any]]:
         """The records of this run's cells that have an answer in the store."""
-        found = (self.store.cell(c.id) for g in self.groups for c in g.cells if self.store.samples(c.id))
+        found = (self.store.cell(c.id) for g in self.groups for c in g.cells if self.store.answered(c.id))
         return [record for record in found if record is not None]
 
     def todo(self) -> list[dict[str, Any]]:

@@ -37,11 +37,11 @@ def provenance(model: PreTrainedModel, threads: int) -> dict[str, Any]:
 
 
 MEASURES = ("kvbench", "conf", "pyproject.toml", "constraints.txt")
-"""What of a clone decides what is measured."""
+"""The parts of a clone that decide the numbers."""
 
 
 def local_changes(records: Iterable[Mapping[str, Any]]) -> str:
-    """What a reader must know of cells that no commit can make again; '' where all come from clean commits."""
+    """Return the note on cells that no commit can make again; '' where all come from clean commits."""
     commits = [[str(p.get("commit") or "") for p in r.get("provenance", ())] for r in records]
     changed = [c for some in commits for c in some if c.endswith("+")]
     if not changed:

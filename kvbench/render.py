@@ -169,7 +169,7 @@ def size(n: float) -> str:
 
 
 def _by_chance(cells: Sequence[Mapping[str, Any]]) -> str:
-    """How many differences would be starred if there were none."""
+    """State the number of stars to expect if no difference were real."""
     shown = sum(c.get("delta_ci") is not None for c in cells)
     return f" (of {shown} about {math.ceil(0.05 * shown)} would by chance alone)" if shown >= 10 else ""
 

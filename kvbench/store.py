@@ -251,6 +251,10 @@ class ResultStore:
             self._warn(path, "cannot be read; the same run makes it again from the samples, which are safe")
             return {}
 
+    def answered(self, cell_id: str) -> bool:
+        """Tell whether a cell has lines of answers, without reading them."""
+        return any(path.stat().st_size for path in self.folder(cell_id).glob("samples-*.jsonl"))
+
     def samples(self, cell_id: str) -> dict[str, Sample]:
         """The cell's intact samples by example id, in the order of their ids; damaged lines become warnings.
 

@@ -51,7 +51,7 @@ def page() -> str:
     ledgers = ledger.read(ROWS)
     if not ledgers:
         raise UsageError(f"{ROWS / ledger.FOLDER} has no ledger: make claims writes one")
-    lines = [note for one in ledgers for note in ledger.notes(one)]
+    lines = [note for one in ledgers for note in (*ledger.notes(one), *ledger.reasons(one))]
     return render.compose([ledger.sheet(ledgers)], list(dict.fromkeys(lines)), "md")
 
 
@@ -62,7 +62,7 @@ def write(of: Target, results: str) -> None:
 
 
 def verified(of: Target) -> bool:
-    """Whether a committed ledger is what its samples give; a model that is not here is told, and no error."""
+    """Tell whether a committed ledger is what its samples give; a missing model is told, and no error."""
     path = ledger.place(of.model, ROWS, PAPERS)
     if not path.exists():
         return True

@@ -52,5 +52,8 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
-        print(render.compose([ledger.sheet([content])], ledger.notes(content), args.format), end="")
+        print(
+            render.compose([ledger.sheet([content])], [*ledger.notes(content), *ledger.reasons(content)], args.format),
+            end="",
+        )
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import html
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,16 +113,9 @@ def _claims(results: Path) -> str:
         kinds = [f"verdict-{v['verdict'].split()[0]}" for v in content["verdicts"]]
         head = ("claim", "what the paper says", "what is tested", "verdict", "points", "why")
         title = f"{content['model']}{', a stand-in' if content['stand_in'] else ''}"
-        said = "".join(
-            f"<li>{html.escape(note)}</li>" for note in ledger.notes({**content, "verdicts": _plain(content)})
-        )
+        said = "".join(f"<li>{html.escape(note)}</li>" for note in ledger.notes(content))
         parts.append(f"<h3>{html.escape(title)}</h3><ul>{said}</ul>" + page.rows(head, body, kinds))
     return "".join(parts) or "<p>None yet: python -m kvbench claims.</p>"
-
-
-def _plain(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The verdicts without their reasons, which stand in a column of their own."""
-    return [{**v, "reason": ""} for v in content["verdicts"]]
 
 
 def _audit(found: Sequence[Finding]) -> str:

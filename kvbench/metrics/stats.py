@@ -25,7 +25,7 @@ DRAWS = 10_000
 FEWEST = 8
 """Examples below which a bootstrap says nothing: no interval is shown."""
 FLOOR = 0.03
-"""What a full cache's mean score, of 1, must be above that of empty answers or of guessing for a share to say much."""
+"""Least distance of a full cache's mean score, of 1, to that of silence or guessing for a share to say much."""
 TINY = 1e-12
 STAKES = np.array([*np.geomspace(0.002, 0.8, 24), 1.0])
 WEIGHTS = np.array([0.75 / 24] * 24 + [0.25])
@@ -62,12 +62,7 @@ def bootstrap_ci(
         return None
     if values.min() == values.max():
         return _constant(float(values[0]), n, level, bounds)
-    rng = np.random.default_rng(seed)
-    rows = max(1, _BLOCK // n)
-    means = np.concatenate(
-        [values[rng.integers(n, size=(min(rows, resamples - at), n))].mean(1) for at in range(0, resamples, rows)]
-    )
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(_resampled(values, seed, resamples), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
@@ -137,30 +132,25 @@ def stratified_ci(
     strata: Sequence[NDArray[np.float64]],
     of: Callable[[Sequence[NDArray[np.float64]]], NDArray[np.float64]],
     most: float | None,
-    least: float = 0.0,
 ) -> tuple[float, float] | None:
     """95 % of what ``of`` makes of resampled means [DRAWS, ...], the examples of each stratum resampled within it.
 
     None where a stratum has fewer than FEWEST examples. Where every resample gives the same, what so many equal draws
-    cannot exclude: ``of`` lies between ``least`` and ``most`` (None: unbounded, so no interval there).
+    cannot exclude: ``of`` lies between 0 and ``most`` (None: unbounded, so no interval there).
     """
     if min(map(len, strata)) < FEWEST:
         return None
-    means = []
-    for seed, values in enumerate(strata):
-        rng, rows = np.random.default_rng(seed), max(1, _BLOCK // values.size)
-        sizes = (min(rows, DRAWS - at) for at in range(0, DRAWS, rows))
-        means.append(np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in sizes]))
+    means = [_resampled(values, seed, DRAWS) for seed, values in enumerate(strata)]
     low, high = (float(x) for x in np.quantile(of(means), [0.025, 0.975]))
     if high - low > 1e-9:
         return low, high
     if most is None:
         return None
-    return _constant(min(most, max(least, low)), sum(map(len, strata)), 0.95, (least, most))
+    return _constant(min(most, max(0.0, low)), sum(map(len, strata)), 0.95, (0.0, most))
 
 
 def at_floor(full: Scores, chance: float = 0.0) -> bool:
-    """Whether the full cache's scores are at the floor: less than FLOOR above ``chance``, or an interval reaches it."""
+    """Tell whether the full cache's scores are less than FLOOR above ``chance``, or their interval reaches it."""
     values = _finite(full)
     if not len(values):
         return False
@@ -209,6 +199,13 @@ def holm(ps: Mapping[str, float], family: int) -> dict[str, float]:
         largest = max(largest, min(1.0, (family - rank) * ps[i]))
         corrected[i] = largest
     return corrected
+
+
+def _resampled(values: NDArray[np.float64], seed: int, resamples: int) -> NDArray[np.float64]:
+    """Means [resamples, ...] of as many examples as ``values`` [n, ...] has, drawn from them with replacement."""
+    rng, rows = np.random.default_rng(seed), max(1, _BLOCK // values.size)
+    sizes = (min(rows, resamples - at) for at in range(0, resamples, rows))
+    return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in sizes])
 
 
 def _constant(value: float, n: int, level: float, bounds: Bounds | None) -> tuple[float, float] | None:

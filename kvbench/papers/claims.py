@@ -1,4 +1,4 @@
-"""What papers claim, as tests that a model can decide: pairs of methods on the same examples, and a verdict.
+"""Claims of papers, as tests that a model can decide: pairs of methods on the same examples, and a verdict.
 
 A claim stands in the paper's own words (``quote``), beside what is tested of it in ours. It is decided by the paired
 differences of its sides over all examples of its tasks, in points of 100: ``better`` asks for a mean above 0,
@@ -39,7 +39,7 @@ VERDICTS = (SUPPORTED, CONTRADICTED, MIXED, FRAGILE, UNDECIDED, NOT_DECIDABLE, F
 SAME = 1e-9
 """Points by which two means are one."""
 AS_PRINTED = "windows=paper"
-"""What marks a row whose windows are the paper's on a stand-in that otherwise scales them."""
+"""Marks a row whose windows are the paper's on a stand-in that otherwise scales them."""
 
 Differences = NDArray[np.float64]
 
@@ -69,7 +69,7 @@ class Claim:
 
     @property
     def least(self) -> float:
-        """What the mean difference must be above, of 1."""
+        """The mean difference, of 1, that must be exceeded."""
         return 0.0 if self.test == "better" else -self.margin / 100
 
     @property
@@ -80,7 +80,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured for a claim under one scaling.
+    """Measurements for a claim under one scaling.
 
     differences: of 1, by dataset, [examples, pairs of the claim]; what is asked of one example several times (MDQA's
     three positions) is one. floors: datasets left out. waiting: those of which nothing is measured. cells: ids of both
@@ -114,7 +114,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the examples say of a claim: one of VERDICTS, the mean difference in points with its interval, and p-values.
+    """The outcome of a claim: one of VERDICTS, the mean difference in points with its interval, and p-values.
 
     p_for, p_against: corrected, that there is nothing to support the claim, and nothing against it. side: supported or
     contradicted in the mean, of a verdict that is mixed or fragile. elsewhere: the mean under the other scaling, where
@@ -134,7 +134,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """Why there is no verdict, or what is missing of it."""
+        """The reason why there is no verdict, or why data are missing."""
         return self.claim.why or self.evidence.reason
 
 
@@ -167,13 +167,13 @@ def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
     for claim in claims:
         for side in (s for pair in claim.pairs for s in pair):
             by_columns.setdefault(claim.columns, []).extend((side, as_printed(side)) if scaled else (side,))
+    own = declared.find(claims[0].paper)
+    base = next(t for t in own if t.measurable)
+    workloads = {k: v for t in own for k, v in t.workloads.items()}
     tables = []
     for columns, rows in by_columns.items():
-        paper = claims[0].paper
-        base = next(t for t in declared.find(paper) if t.measurable)
         written = (row.partition(" ") for row in dict.fromkeys(rows))
         cells = [(base.models()[0], method, setting, c, "mean") for method, _, setting in written for c in columns]
-        workloads = {k: v for t in declared.find(paper) for k, v in t.workloads.items()}
         tables.append(declared.given(base, cells, table=TABLE, title=TABLE, workloads=workloads))
     return tables
 
@@ -184,7 +184,7 @@ def as_printed(side: str) -> str:
 
 
 def evidence(claim: Claim, tables: Iterable[Ours], windows_as_printed: bool = False) -> Evidence:
-    """What ``tables`` have of a claim: paired differences of all examples that all of its sides have."""
+    """Collect the paired differences of all examples that all sides of a claim have in ``tables``."""
     ours = next(t for t in tables if {c.dataset for c in t.declared.scores} == set(claim.columns))
     lines = {line.row.name: line for line in ours.lines}
     pairs = [tuple(lines[as_printed(s) if windows_as_printed else s] for s in pair) for pair in claim.pairs]
@@ -241,7 +241,7 @@ class Asked:
 
 
 def _floored(store: ResultStore, asked: Sequence[Asked]) -> bool:
-    """Whether the full cache is at the floor on all that was asked."""
+    """Tell whether the full cache is at the floor on all that was asked."""
     found = []
     for a in asked:
         samples = store.samples(next(c for c in a.group.cells if not c.chain.stages).id)

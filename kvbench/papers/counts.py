@@ -37,7 +37,7 @@ def count(seen: View) -> dict[str, str]:
 
 
 def _what(line: Line, column: Column) -> object:
-    """What tells a cell that is not in the store from others: its chain and what it reads, or else its row."""
+    """The identity of a cell that is not in the store: its chain and its workload, or else its row."""
     chain = line.chain_of(column.dataset)
     return (line.row.model, line.row.name, column) if chain is None else (chain, line.reads.get(column.dataset), column)
 

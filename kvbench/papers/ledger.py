@@ -68,7 +68,7 @@ def plain(prepared: Mapping[str, Sequence[Ours]], model: str, verdicts: Sequence
 
 
 def _told(prepared: Mapping[str, Sequence[Ours]]) -> list[str]:
-    """What was read in place of what, what readers must know of a task, and local changes."""
+    """List data read in place of others, notes of tasks, and local changes."""
     every = [ours for some in prepared.values() for ours in some]
     runs = [ours.run for ours in every if ours.run is not None]
     tasks = [f"{g.task.note}." for r in runs for g in r.groups if g.task.note and not g.task.id.startswith("tiny/")]
@@ -127,7 +127,7 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def counted(content: Mapping[str, Any]) -> dict[str, int]:
-    """How many claims of a ledger have each verdict, in the order of claims.VERDICTS."""
+    """Count the claims of a ledger by verdict, in the order of claims.VERDICTS."""
     words = [v["verdict"] for v in content["verdicts"]]
     return {word: words.count(word) for word in claims.VERDICTS if word in words}
 
@@ -191,7 +191,7 @@ def notes(content: Mapping[str, Any]) -> list[str]:
         if model == standin.MODEL
         else "the papers' data under their budgets and windows"
     )
-    lines = [
+    return [
         f"{model}{', ' * bool(content['dtype'])}{content['dtype']}"
         + (f", a stand-in for the papers' models: {own}." if content["stand_in"] else "."),
         f"{model}: " + ", ".join(f"{n} {word}" for word, n in counted(content).items()) + ".",
@@ -206,8 +206,12 @@ def notes(content: Mapping[str, Any]) -> list[str]:
         "against methods that are compared with it.",
         *content["notes"],
     ]
-    reasons: dict[str, list[str]] = {}
+
+
+def reasons(content: Mapping[str, Any]) -> list[str]:
+    """Each reason why a ledger's claims have no verdict, or only part of their data, with those claims."""
+    found: dict[str, list[str]] = {}
     for v in content["verdicts"]:
         if v["reason"]:
-            reasons.setdefault(v["reason"], []).append(v["id"])
-    return lines + [f"{model}, {', '.join(ids)}: {reason}." for reason, ids in reasons.items()]
+            found.setdefault(v["reason"], []).append(v["id"])
+    return [f"{content['model']}, {', '.join(ids)}: {reason}." for reason, ids in found.items()]

@@ -195,7 +195,7 @@ def prepare(
 
 
 def _moved(lines: Sequence[Line], layers: int) -> list[str]:
-    """What is said of rows that name layers which a model of fewer does not have."""
+    """Notes on rows that name layers which a model of fewer does not have."""
     asked = (settings.parse(line.row.setting).get("frozen", "none") for line in lines)
     beyond = dict.fromkeys(f for f in asked if f != "none" and max(map(int, f.split("+"))) >= layers)
     return [f"frozen={f}: layers that this model of {layers} does not have are its last." for f in beyond]

@@ -101,7 +101,7 @@ def notes(table: Declared) -> Iterator[str]:
 
 
 def altered(table: Declared) -> Iterator[str]:
-    """What a table's methods run with on the tiny model alone."""
+    """Notes on the knobs that a table's methods have on the tiny model alone."""
     used = {line.method for line in table.rows}
     for method, knobs in table.stand_in.items():
         if method in used:

@@ -210,7 +210,7 @@ def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
 
 
 def _unlike(ours: Ours, line: Line, column: Column) -> Iterator[str]:
-    """Why the paper's score of a column was not made as ours was."""
+    """Yield the conditions under which the paper's score of a column differs from ours."""
     table, groups = ours.declared, [group for group, _ in ours.cells(line, column)]
     if table.unlike:
         yield table.unlike
