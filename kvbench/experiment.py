@@ -229,6 +229,8 @@ def settings(prepared: Prepared) -> str:
     prompt = [f"prompt {cfg.prompt.name}", f"at most {limit} tokens" if limit else "cut to the context only"]
     if cfg.prompt.template != "off":
         prompt.append(f"template {cfg.prompt.template}")
+    if not cfg.prompt.bos:
+        prompt.append("no special tokens")
     parts.append(", ".join(prompt + ([] if cfg.prompt.query_aware else ["question withheld"])))
     if cfg.sampling.temperature:
         parts.append(f"temperature {cfg.sampling.temperature:g}, top_p {cfg.sampling.top_p:g}")

@@ -184,7 +184,7 @@ def evicting(model, ids, new, kept, leaves, bits=None, stand_ins=None, blind=0, 
     return loop(model, ids, new, decide, coarse=None if bits is None else lambda _, k: rounded(k, bits), **more)
 
 
-def h2o_decoding(model, ids, new, heavy, recent, bits=None, code_mask=False, thin=None, heads=2):
+def h2o_decoding(model, ids, new, heavy, recent, bits=None, code_mask=False, thin=None, heads=2, after=False):
     """Greedy decoding with H2O by loops over explicit attention, and the tokens held at its end."""
     n = len(ids)
 
@@ -196,6 +196,9 @@ def h2o_decoding(model, ids, new, heavy, recent, bits=None, code_mask=False, thi
 
     def leaves(attn, held, head, now):
         received = mass(attn)[head]
+        if after:  # the step before this one has ended: its token is among the recent ones, and C stay
+            old = sorted((j for j in held if j <= now - 1 - recent), key=lambda j: (received[j], -j))
+            return set(old[: max(0, len(held) - heavy - recent)])
         old = sorted((j for j in held if j <= now - recent - code_mask), key=lambda j: (received[j], -j))
         return set(old[: len(held) - (heavy + recent + code_mask - 1)])
 

@@ -85,10 +85,12 @@ def decoding(model, ids, new, pack, decide, heads=2, late=False):
     return loop(model, ids, new, chosen, lambda what, layer, x: pack(x), heads=heads, late=late)
 
 
-def qhitter(n, bits, parts, lam, variant):
-    """``decide`` of Q-Hitter with ``parts`` for a prompt of n tokens."""
+def qhitter(n, bits, parts, lam, variant, after=False):
+    """``decide`` of Q-Hitter with ``parts`` for a prompt of n tokens, before a step or ``after`` the one before it."""
 
     def decide(mass, k, v, held, now):
+        if after and now >= n:  # the token of the step that has ended is held, and the next one takes no room
+            return choose(mass, losses(k, bits), losses(v, bits), held, n, parts, sum(parts), now - 1, lam, variant)
         room = sum(parts) - (now >= n)
         return choose(mass, losses(k, bits), losses(v, bits), held, n, parts, room, now, lam, variant)
 

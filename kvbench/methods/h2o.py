@@ -36,6 +36,8 @@ class H2O(EvictingSelector):
     recent_ratio: the recent tokens likewise; the two come together.
     code_mask: with ``orig``, as FMInference's mask does: a token that leaves the recent ones is not attended for one
     step before it competes. It is stored meanwhile, one token more than the budget.
+    evict_after: with ``orig``, a step attends the new token beside the whole budget and then evicts, as Q-Hitter's
+    released baseline does: one token more is stored.
     positions: ``rolled`` with ``orig`` and ``uncomp`` only.
     score_bits: the attention that decides is that over keys quantised to 8, 3 or 2 bits, per token and head, as
     in Q-Hitter (MLSys 2024, table 1 and figure 2); stored keys and values stay exact.
@@ -50,6 +52,7 @@ class H2O(EvictingSelector):
     positions: str | None = "true"
     score_bits: int | None = None
     code_mask: bool | None = None
+    evict_after: bool | None = None
 
     def check(self) -> None:
         self.at_least("window", 1, "tokens")
@@ -62,7 +65,9 @@ class H2O(EvictingSelector):
             self.require("heavy_ratio", 0 <= self.heavy_ratio <= 1, "a fraction of the prompt")
             fits = 0 < self.recent_ratio <= 1 - self.heavy_ratio
             self.require("recent_ratio", fits, "a fraction of the prompt, above 0, at most 1 together with heavy_ratio")
-        self.require("code_mask", not self.code_mask or self.variant == "orig", "a knob of variant=orig only")
+        for knob in ("code_mask", "evict_after"):
+            self.require(knob, not getattr(self, knob) or self.variant == "orig", "a knob of variant=orig only")
+        self.require("evict_after", not (self.evict_after and self.code_mask), "not together with code_mask")
         super().check()
         if self.heavy_ratio is not None:
             self.require_one_budget("heavy_ratio")
@@ -99,7 +104,7 @@ class H2O(EvictingSelector):
         return total // 2, total - total // 2
 
     def decode_budget(self, n: int, layer: int) -> int:
-        return super().decode_budget(n, layer) if layer in self.frozen_layers else sum(self.parts(n)) + self.blind
+        return super().decode_budget(n, layer) if layer in self.frozen_layers else sum(self.parts(n)) + self.spare
 
     def carry(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         if not self.evicts:
@@ -108,12 +113,12 @@ class H2O(EvictingSelector):
 
     def row(self, n: int) -> Mapping[str, int]:
         recent = self.parts(n)[1]
-        return {"recent": recent + self.blind, **({"blind": recent} if self.blind else {})}
+        return {"recent": recent + self.spare, **({"blind": recent} if self.code_mask else {})}
 
     @property
-    def blind(self) -> int:
-        """Tokens held that a step does not attend."""
-        return 1 if self.code_mask else 0
+    def spare(self) -> int:
+        """Tokens held beside the budget while decoding."""
+        return 1 if self.code_mask or self.evict_after else 0
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
         return [replace(b, slot_overhead=4) for b in blocks] if self.evicts else blocks

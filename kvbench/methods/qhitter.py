@@ -46,6 +46,8 @@ class QHitter(EvictingSelector):
     recent_ratio: recent tokens likewise; the two come together. Counts are rounded down one by one, as in the code.
     first_ratio: tokens chosen by attention alone, as a fraction of the prompt; where a budget leaves fewer than 15 % to
     heavy hitters, the same share of them as of 15 % (our choice). Only in ``code``.
+    evict_after: a step attends the new token beside the whole budget and then evicts, as the code does: one token more
+    is stored.
     v_alias: the prompt's own attention reads quantised values (as the code does, by quantising in place), keys exactly.
     positions: ``true`` only, as stored keys are packed.
     """
@@ -61,6 +63,7 @@ class QHitter(EvictingSelector):
     recent_ratio: float | None = None
     first_ratio: float = 0.07
     v_alias: bool = False
+    evict_after: bool | None = None
 
     def check(self) -> None:
         self.require("bits", self.bits in BITS and self.bits > 1, "8, 4, 3 or 2")
@@ -119,11 +122,12 @@ class QHitter(EvictingSelector):
         return first, heavy - first, total - heavy
 
     def decode_budget(self, n: int, layer: int) -> int:
-        return super().decode_budget(n, layer) if layer in self.frozen_layers else sum(self.parts(n))
+        whole = layer in self.frozen_layers
+        return super().decode_budget(n, layer) if whole else sum(self.parts(n)) + bool(self.evict_after)
 
     def row(self, n: int) -> Mapping[str, int]:
         first, _, recent = self.parts(n)
-        return {"first": first, "recent": recent}
+        return {"first": first, "recent": recent + bool(self.evict_after)}
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
         (whole,) = blocks

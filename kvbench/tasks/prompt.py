@@ -31,6 +31,7 @@ class PromptPolicy:
     min_new_tokens: for every task; None: as each task says. system: text of a system message, with the template.
     query_aware: False compresses the context before the question is known, which is then appended whole.
     frame: text of a chat template in place of the tokenizer's own, where a paper's script had one.
+    bos: False leaves out the special tokens that the tokenizer puts around a text; a template has its own.
     """
 
     name: str = "plain"
@@ -41,6 +42,7 @@ class PromptPolicy:
     system: str | None = None
     query_aware: bool = True
     frame: str | None = None
+    bos: bool = True
 
     def __post_init__(self) -> None:
         for key, allowed in (("template", TEMPLATES), ("truncation", TRUNCATIONS)):
@@ -51,8 +53,9 @@ class PromptPolicy:
             low = 1 if key == "max_length" else 0
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
                 raise UsageError(f"{key}={value!r} is not possible: a whole number, {low} or more")
-        if not isinstance(self.query_aware, bool):
-            raise UsageError(f"prompt.query_aware={self.query_aware!r} is not possible: true or false")
+        for key in ("query_aware", "bos"):
+            if not isinstance(getattr(self, key), bool):
+                raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: true or false")
 
     def templated(self, task: Task) -> bool:
         """Whether this task's prompts go through the chat template."""
@@ -67,12 +70,14 @@ class PromptPolicy:
         if task.examples[0].tokens:
             return {"text": "as tokens"}
         frame = self.render(tokenizer, SENTINEL) if self.templated(task) else ""
+        bare = not (self.bos or frame) and list(tokenizer.encode(SENTINEL)) != _plain(tokenizer, SENTINEL)
         return {
             "template": hashlib.sha256(frame.encode()).hexdigest()[:16] if frame else False,
             "system": self.system if frame else None,
             "truncation": self.truncation,
             "max_length": self.max_length,
             "query_aware": self.query_aware,
+            **({"bos": False} if bare else {}),
         }
 
 
@@ -96,7 +101,7 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     """
     templated = policy.templated(task)
     question = _question(example, task, policy)
-    whole = list(tokenizer.encode(example.prompt))
+    whole = list(tokenizer.encode(example.prompt)) if policy.bos else _plain(tokenizer, example.prompt)
     limit = _limit(tokenizer, example, task, policy, room, whole)
     if limit is None or len(whole) <= limit:
         if not templated:
@@ -118,7 +123,7 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     if question and not content.endswith(question):
         raise _no_room(task)
     text = policy.render(tokenizer, content) if templated else content
-    ids = _plain(tokenizer, text) if templated else list(tokenizer.encode(text))
+    ids = _plain(tokenizer, text) if templated or not policy.bos else list(tokenizer.encode(text))
     if room is not None and len(ids) > room:
         # tokenising again can give a few more tokens than were kept
         ids = [*ids[: room // 2], *ids[len(ids) - (room - room // 2) :]]

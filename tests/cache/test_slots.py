@@ -66,6 +66,19 @@ def test_h2o_orig_equals_a_slow_simulation_with_masks(code_mask):
     assert [ref.kept(layer) for layer in longer.layers] == held
 
 
+def test_h2o_that_evicts_after_a_step_equals_a_slow_simulation():
+    """A step attends C + 1 tokens, and the attention of that very step decides which C stay."""
+    model, ids = build("llama"), prompt(26, 8)
+    entries = [{"method": "h2o", "variant": "orig", "kv_size": 10, "evict_after": after} for after in (None, True)]
+    before, cache = kvbench.prefill(model, ids, entries)
+    assert [ref.kept(layer) for layer in cache.layers] == [ref.kept(layer) for layer in before.layers]
+    answer, held = decoding.h2o_decoding(model, ids, 14, 5, 5, after=True)
+    assert [len(h) for h in held[0]] == [11] * 2
+    assert kvbench.generate(model, [cache], 14) == [answer]
+    longer = kvbench.extend(model, cache, torch.tensor(answer))
+    assert [ref.kept(layer) for layer in longer.layers] == held
+
+
 def test_turning_keys_equals_rotating_them_at_their_new_position():
     model = build("llama")
     inv = rotation(model).inv_freq

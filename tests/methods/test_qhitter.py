@@ -168,6 +168,19 @@ def test_decoding_equals_a_slow_simulation(variant, lam, bits):
     assert any(set(a) - {*range(26)} != set() and set(a) - set(b) for a, b in zip(held[0], start[0], strict=True))
 
 
+@pytest.mark.parametrize("variant", ["code", "paper"])
+def test_evicting_after_a_step_equals_a_slow_simulation(variant):
+    model, ids = build("llama"), prompt(26, 8)
+    (cache,) = kvbench.prefill(
+        model, ids, [{"method": "qhitter", "kv_size": 12, "variant": variant, "evict_after": True}]
+    )
+    decide = slow.qhitter(26, 4, cache.chain.selector.parts(26), 0.5, variant, after=True)
+    answer, held = slow.decoding(model, ids, 10, lambda x: ref.rounded(x, 4), decide)
+    assert kvbench.generate(model, [cache], 10) == [answer]
+    longer = kvbench.extend(model, cache, torch.tensor(answer))
+    assert [ref.kept(layer) for layer in longer.layers] == held and len(held[0][0]) == 13
+
+
 @pytest.mark.parametrize("family", ["gpt_neox", "opt"])
 def test_decoding_without_grouped_heads_equals_a_slow_simulation(family):
     model, ids = build(family), prompt(24, 5)

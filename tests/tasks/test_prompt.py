@@ -95,6 +95,21 @@ def test_room_is_the_lower_of_policy_and_context():
         encode(Words(), e, t, PromptPolicy(), 0)
 
 
+@pytest.mark.parametrize("truncation", ["tokens", "text"])
+def test_without_special_tokens_a_prompt_has_its_own_tokens_alone(truncation):
+    t, e = task()
+    plain, bare = (
+        PromptPolicy(truncation=truncation, bos=bos, max_length=limit) for bos, limit in ((True, 11), (False, 10))
+    )
+    tok = Words()
+    assert encode(tok, e, t, plain, None).ids == (0, *encode(tok, e, t, bare, None).ids)
+    cut = encode(tok, e, t, PromptPolicy(truncation=truncation, bos=False, max_length=6), None)
+    assert words(tok, cut.ids) == ["w0", "w1", "w2", "w7", "w8", "w9"]
+    assert bare.identity(t, tok) == {**plain.identity(t, tok), "bos": False, "max_length": 10}
+    with pytest.raises(UsageError, match=r"prompt\.bos='no' is not possible: true or false"):
+        PromptPolicy(bos="no")
+
+
 def test_template_is_rendered_around_the_cut_prompt_and_counts_towards_the_context():
     t, e = task()
     tok = Chat()
