@@ -42,6 +42,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> dict[str, Any]:
     attended = [s["attended"] for s in samples if "attended" in s]
     interval = stats.bootstrap_ci(scored, bounds=_bounds(name)) if len(scored) >= FEWEST else None
     halves = {key: fmean(s[key] for s in samples) for key in HALVES}
+    factors = [s["timing"]["batch_factor"] for s in samples if "batch_factor" in s["timing"]]
     return {
         "metric": name,
         "n": len(samples),
@@ -69,8 +70,20 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> dict[str, Any]:
             "compress_s": fmean(s["timing"]["compress_s"] for s in samples),
             "decode_s_per_token": sum(s["timing"]["decode_s"] for s in samples)
             / max(1, sum(s["new_tokens"] for s in samples)),
+            "batch_factor": fmean(factors) if factors else None,
         },
     }
+
+
+def _about_batches(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The note on memory that decode batches took beside the bytes of their rows' tokens."""
+    found = [c["timing"]["batch_factor"] for r in rows for c in r["cells"] if c.get("timing", {}).get("batch_factor")]
+    if not found or max(found) < 1.05:
+        return []
+    return [
+        f"While decoding, a batch took {min(found):.1f} to {max(found):.1f} times the key and value bytes of its rows "
+        "(padding, free slots, positions, room for the answer); bytes in tables are those of tokens."
+    ]
 
 
 def _mean(samples: Sequence[Sample], key: str) -> float | None:
@@ -100,7 +113,7 @@ def collect(groups: Sequence[Group], store: ResultStore, notes: Sequence[str] = 
         }
         for i, g in enumerate(groups)
     ]
-    notes = [*(about_floors(columns) if len(rows) > 1 else ()), *notes]
+    notes = [*(about_floors(columns) if len(rows) > 1 else ()), *_about_batches(rows), *notes]
     return {
         "columns": columns,
         "rows": rows,

@@ -301,6 +301,7 @@ class GroupRun:
                 "compress_s": round(row.cache.compress_s, 6),
                 "decode_s": round(answer.seconds, 6),
                 "batch_rows": answer.rows,
+                **({} if answer.factor is None else {"batch_factor": round(answer.factor, 3)}),
             },
         }
 

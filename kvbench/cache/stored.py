@@ -6,8 +6,8 @@ slots and room for tokens to come belong to the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from kvbench.cache.coded_rows import CodedRows, Store
 from kvbench.cache.latent_rows import LatentRows
 from kvbench.cache.slot_stores import OneFormat, Thin
 from kvbench.cache.slots import SlotRows
+from kvbench.types import storage_bytes
 
 if TYPE_CHECKING:
     from kvbench.model.rows import RowLayer
@@ -44,6 +45,24 @@ def stored_bytes(layer: RowLayer) -> list[int]:
         for row, size in zip(where.tolist(), _slots(slots), strict=True):
             found[row] += size
     return found
+
+
+def allocated(layers: Sequence[RowLayer]) -> int:
+    """Bytes of all storage behind a decode batch: padding, free slots, positions and room for tokens to come, too."""
+    return storage_bytes(t for layer in layers for t in _behind(layer))
+
+
+def _behind(x: Any) -> Iterator[Tensor]:
+    """The tensors that a layer of a decode batch holds, in whatever it keeps them; the model's weights are not its."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for item in x:
+            yield from _behind(item)
+    elif isinstance(x, Mapping):
+        yield from _behind(list(x.values()))
+    elif type(x).__module__.startswith(("kvbench.cache.", "kvbench.model.rows")):
+        yield from _behind(list(vars(x).values()))
 
 
 def _segment(s: RowSegment | Ragged) -> list[int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.peak import Stored
+from kvbench.cache.stored import allocated
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
 from kvbench.model.adapted import adapted
@@ -42,6 +43,7 @@ class Answer:
     rows: int  # rows that it ran beside at most, itself counted
     stored: Stored | None  # what its storage held at its ending; None if it read nothing but its prompt
     finite: bool = True  # whether all logits were that it was chosen by
+    factor: float | None = None  # storage behind its batch over the payload of the rows in it, at the row's ending
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Going(Generic[Key]):
     tally: list[Tensor] = field(default_factory=list)
     held: list[int] | None = None
     stored: Stored | None = None
+    factor: float | None = None
     seconds: float = 0.0
     rows: int = 0
     finite: bool = True
@@ -67,7 +70,7 @@ class Going(Generic[Key]):
     def answer(self) -> Answer:
         assert self.held is not None
         attended = float(torch.stack(self.tally).mean()) if self.tally else None
-        return Answer(self.tokens, self.held, attended, self.seconds, self.rows, self.stored, self.finite)
+        return Answer(self.tokens, self.held, attended, self.seconds, self.rows, self.stored, self.finite, self.factor)
 
 
 class Cohort(Generic[Key]):
@@ -100,8 +103,9 @@ class Cohort(Generic[Key]):
         if ended:
             peaks = by_layer([layer.held() for layer in self.layers], self.tokens.device).T.tolist()
             sizes = stored_in(self.layers)
+            factor = allocated(self.layers) / max(1, sum(sum(size.payload) for size in sizes))
             for i, row in ended:
-                row.held, row.stored = peaks[i], sizes[i]
+                row.held, row.stored, row.factor = peaks[i], sizes[i], factor
         going = [i for i, r in enumerate(self.rows) if not r.over]
         if going and len(going) <= len(self.rows) * (1 - FINISHED_SHARE):
             kept = torch.tensor(going, device=self.tokens.device)

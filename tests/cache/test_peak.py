@@ -12,13 +12,17 @@ import kvbench
 from kvbench.cache import coded_rows, slot_stores
 from kvbench.cache.audit import Refused
 from kvbench.cache.peak import Stored, check_bytes, check_peak
+from kvbench.cache.stored import allocated
 from kvbench.methods.cake import Cake
 from kvbench.methods.chain import Chain
 from kvbench.methods.streamingllm import StreamingLLM
+from kvbench.model.adapted import adapted
 from kvbench.model.decode import Ending, extend_cache, generate_rows
+from kvbench.model.interface import attached
 from kvbench.model.likelihood import teacher_force
 from kvbench.model.rows import RowLayer
 from kvbench.model.step import build as build_batch
+from kvbench.model.step import step
 
 RAGGED = {"method": "refreekv", "mode": "eq1", "reduce": "per_head", "T": 0.2}
 METHODS = [
@@ -214,3 +218,33 @@ def test_storage_that_costs_more_than_declared_is_refused(method, monkeypatch):
     stored = Stored(0, [layer.stored()[0] for layer in batch])
     with pytest.raises(Refused, match=r"layer 0 holds \d+ payload bytes after 0 new tokens, the formula says \d+"):
         check_bytes(cache, stored, *heads_of(model), model.dtype)
+
+
+def test_what_a_batch_allocates_is_its_padding_its_tail_and_little_else():
+    """Two full rows of 20 and 24 tokens, room for 11 more: both padded to 24, and a tail of 11 once a token is fed."""
+    model = build("llama")
+    rows = [kvbench.prefill(model, prompt(n, n), ["full"])[0] for n in (20, 24)]
+    kv_heads, head_dim = heads_of(model)
+    token = 2 * kv_heads * head_dim * model.dtype.itemsize
+    layers = len(rows[0].layers)
+    batch = build_batch(model, rows, 11)
+    assert 0 <= allocated(batch) - layers * 2 * 24 * token < layers * 2 * 24 * kv_heads * 16
+    before = allocated(batch)
+    feed(model, batch, rows)
+    assert 0 <= allocated(batch) - before - layers * 2 * 11 * token < 64 * layers
+
+
+@pytest.mark.parametrize("method", [*METHODS, {"method": "qhitter", "kv_size": 12}, "kivi", "palu"], ids=str)
+def test_a_batch_allocates_what_it_stores_and_never_the_models_weights(method):
+    model = build("llama")
+    rows = [kvbench.prefill(model, prompt(n, n), [ready(model, method)])[0] for n in (28, 33)]
+    with torch.no_grad(), adapted(model, rows[0].chain):
+        batch = build_batch(model, rows, 5)
+        feed(model, batch, rows)
+        payload = sum(sum(layer.stored()) for layer in batch)
+    assert payload <= allocated(batch) < 4 * payload
+
+
+def feed(model, batch, rows):
+    with torch.no_grad(), attached(model):
+        step(model, batch, torch.ones(len(rows), 1, dtype=torch.int64), torch.tensor([[r.seen] for r in rows]))
