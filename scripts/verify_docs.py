@@ -1,6 +1,6 @@
-"""Check that the numbers of README.md and results/README.md stand in the files that they link to.
+"""Check that the decimal numbers and per cents of README.md and results/README.md stand in the files that they link to.
 
-python scripts/verify_docs.py     fail with every decimal number that no file of its section has
+python scripts/verify_docs.py     fail with every one that no file of its section has
 
 A section's sources are the files that it links to, and for a picture the CSV beside it. Code, and the tables of figures
 (tests/figures/test_committed.py holds them against their own CSV), are not looked at.
@@ -16,9 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "results/README.md")
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*\.\d+(?![\w]*\.\d)")
+PERCENT = re.compile(r"(?<![\w.,])\d+(?= %)")
+"""What is checked: decimal numbers, and whole per cents."""
+ANY = re.compile(r"(?<![\w.])\d+(?![\w.]*\d)")
 LINK = re.compile(r"\]\(([^)#]+)")
-NO_RESULT = re.compile(r"`[^`]*`|\]\([^)]*\)|Python \d\.\d+ to \d\.\d+|Apache-2\.0")
-"""Code, addresses of links, and versions."""
+NO_RESULT = re.compile(r"`[^`]*`|\]\([^)]*\)|Python \d\.\d+ to \d\.\d+|Apache-2\.0|95 %")
+"""Code, addresses of links, versions, and the level of all intervals."""
 FIGURES = "| figure |"
 
 
@@ -48,16 +51,18 @@ def sources(lines: Lines, folder: Path) -> set[str]:
         path = folder / link
         path = path.with_suffix(".csv") if path.suffix in (".png", ".svg") else path
         if path.is_file() and path.suffix in (".md", ".csv", ".txt", ".jsonl", ".yaml"):
-            found |= set(NUMBER.findall(path.read_text(encoding="utf-8")))
+            text = path.read_text(encoding="utf-8")
+            found |= {*NUMBER.findall(text), *ANY.findall(text)}
     return found
 
 
 def unsourced(page: Path, root: Path = ROOT) -> Iterator[str]:
-    """Every decimal number of a page that no source of its section has."""
+    """Every decimal number and per cent of a page that no source of its section has."""
     for title, lines in sections(page.read_text(encoding="utf-8")):
         known = sources(lines, page.parent)
         for number, line in lines:
-            for found in NUMBER.findall(NO_RESULT.sub("", line)):
+            prose = NO_RESULT.sub("", line)
+            for found in (*NUMBER.findall(prose), *PERCENT.findall(prose)):
                 if found not in known:
                     yield f"{page.relative_to(root)}:{number}: {found} is in no file that '{title}' links to"
 

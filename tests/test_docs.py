@@ -147,6 +147,7 @@ def test_every_number_of_the_readmes_stands_in_a_file_that_they_link_to(tmp_path
     assert verify_docs.main() == 0
     (tmp_path / "a.csv").write_text("x\n12.5\n")
     page = tmp_path / "page.md"
-    page.write_text("# One\n12.5 and 3.25 of [a](a.csv), `9.75`\n# Two\n12.5\n| figure | x |\n| 1.5 | 2.5 |\n")
+    of_one = "12.5 and 3.25 of [a](a.csv), `9.75`, 12 %, 95 %, 7"
+    page.write_text(f"# One\n{of_one}\n# Two\n12.5\n| figure | x |\n| 1.5 | 2.5 |\n")
     found = [line.partition(": ")[2].split()[0] for line in verify_docs.unsourced(page, tmp_path)]
-    assert found == ["3.25", "12.5"]
+    assert found == ["3.25", "12", "12.5"]
