@@ -28,6 +28,9 @@ from kvbench.prepared import context_of
 from kvbench.tasks.base import Tokenizer
 
 RESULTS = "results"
+READING = {"max_length", "template", "truncation", "system", "query_aware", "bos"}
+ANSWERING = {"min_new_tokens", "max_new_tokens", "temperature"}
+"""Keys of ``run`` without which prompts are read, and answers made, as a paper's own."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Ours:
 
     ``stand_in``: the model is none of the table's. ``run`` is None where nothing of the table can be run. ``groups``
     are its groups by what is read; ``absent`` says of what cannot be read why not. ``notes``: what the reader must know
-    of what is read. ``timings``: what was timed, of an efficiency table.
+    of what is read. ``timings``: what was timed, of an efficiency table. ``typed``: what the user changed of how
+    prompts are read and answered, as typed.
     """
 
     declared: Declared
@@ -71,6 +75,7 @@ class Ours:
     absent: Mapping[Workload, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     timings: Timings | None = None
+    typed: tuple[str, ...] = ()
 
     def cells(self, line: Line, column: Column) -> Parts:
         """The cells of the store behind a score; none where it is not measured here."""
@@ -191,7 +196,8 @@ def prepare(
     run = _own_cells(run, [line for line in lines if line.chain is not None], said)
     groups = {w: tuple(g for g in run.groups if w.owns(g, said[w.whole])) for w in reads}
     more += _sizes(groups)
-    return Ours(declared, model, stand_in, lines, run, groups, absent, (*notes, *more))
+    typed = tuple(f"{k}={v}" for k, v in given.items() if k.removeprefix("prompt.") in READING | ANSWERING)
+    return Ours(declared, model, stand_in, lines, run, groups, absent, (*notes, *more), typed=typed)
 
 
 def _moved(lines: Sequence[Line], layers: int) -> list[str]:

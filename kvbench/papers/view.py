@@ -223,6 +223,8 @@ def _unlike(ours: Ours, line: Line, column: Column) -> Iterator[str]:
         theirs = presets.values(table.preset, "").get("prompt")
         if theirs is not None and ours.run.cfg.prompt.name != theirs:
             yield f"prompt={ours.run.cfg.prompt.name} here, {theirs} there"
+    if ours.typed:
+        yield f"{' '.join(ours.typed)} here"
 
 
 def _whole(reading: _Reading, line: Line, column: Column) -> float | None:

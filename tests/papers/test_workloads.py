@@ -196,7 +196,11 @@ def test_a_difference_to_scores_made_under_other_conditions_is_marked(folder, da
     said = " ".join(page.render(view(ours)).split())
     assert not ours.stand_in and said.count("Δ") > 2
     assert "°: other conditions than the paper's" in said and "LongBench-E, ours are of LongBench's own split" in said
+    assert "max_new_tokens=2 here" in said
     assert "prompt=" not in said.partition("°: ")[2].partition("n = ")[0]
     chosen = measured.prepare(table("think/4"), "llama2-7b-chat", [*few, "prompt=plain"])
     experiment.measure(chosen.run, quiet=True)
     assert "prompt=plain here, think there" in " ".join(page.render(view(chosen)).split())
+    cut = measured.prepare(table("vatp/2"), "llama2-7b-chat", [*few, "max_length=900"])
+    experiment.measure(cut.run, quiet=True)
+    assert "max_new_tokens=2 max_length=900 here" in " ".join(page.render(view(cut)).split())
