@@ -117,7 +117,7 @@ def collect(groups: Sequence[Group], store: ResultStore, notes: Sequence[str] = 
     return {
         "columns": columns,
         "rows": rows,
-        "notes": [*dict.fromkeys(g.task.note for g in groups if g.task.note), *notes, *store.warnings],
+        "notes": [*dict.fromkeys(f"{g.task.note}." for g in groups if g.task.note), *notes, *store.warnings],
         "results": str(store.root),
     }
 

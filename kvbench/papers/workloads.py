@@ -25,7 +25,7 @@ from kvbench.tasks.source import data_root
 FAMILIES = {"full": "longbench", "mini": "longbench_mini"}
 """Values of longbench= and the dataset that each is."""
 
-INSTEAD = {"wikitext103": ("wikitext2", "wikitext103: the test text of WikiText-2, whose articles are the same")}
+INSTEAD = {"wikitext103": ("wikitext2", "wikitext103: the test text of WikiText-2, whose articles are the same.")}
 """On a stand-in: what is read where a dataset is not there, with the note that says so."""
 
 ROW_KNOBS = ("shots",)

@@ -55,7 +55,7 @@ CLASSIC_NEEDLE = (
     "What is the best thing to do in San Francisco?",
     "eat a sandwich and sit in Dolores Park on a sunny day",
 )
-LED = "answers are scored with the sentence's beginning in front, so that an empty one has 60.0, as in papers' scripts."
+LED = "answers are scored with the sentence's beginning in front, so that an empty one has 60.0, as in papers' scripts"
 CLASSIC_LEAD = "The best thing to do in San Francisco is "
 SENTENCE_PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
 PHRASINGS = {
