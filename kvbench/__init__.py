@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvbench.api import calibrate, extend, generate, prefill
+    from kvbench.cache.segment import Cache, LayerCache
     from kvbench.model.load import load_model
-    from kvbench.types import Cache, LayerCache
 
 __version__ = "0.1.0"
 __all__ = ["Cache", "LayerCache", "calibrate", "extend", "generate", "load_model", "prefill"]
 
 _HOMES = {
-    "Cache": "kvbench.types",
-    "LayerCache": "kvbench.types",
+    "Cache": "kvbench.cache.segment",
+    "LayerCache": "kvbench.cache.segment",
     "calibrate": "kvbench.api",
     "extend": "kvbench.api",
     "generate": "kvbench.api",

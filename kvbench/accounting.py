@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from kvbench.cache.model_shape import Shape
+from kvbench.cache.segment import LayerCache, storage_bytes
 from kvbench.methods.base import Block, Expected
 from kvbench.methods.chain import Chain
 from kvbench.methods.pruner import ChannelPruner
-from kvbench.shape import Shape
-from kvbench.types import LayerCache, storage_bytes
 
 POSITION_BYTES = COUNT_BYTES = 4
 LEAD_BYTES = 2

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench import presets
+from kvbench.cache.segment import Cache
 from kvbench.calibration.session import Session
 from kvbench.calibration.weights import weights_of
 from kvbench.cli.rewrite import entries
@@ -26,7 +27,6 @@ from kvbench.methods.chain import Chain
 from kvbench.model import decode
 from kvbench.model.load import EMBEDDED
 from kvbench.model.prefill import prefill_chains
-from kvbench.types import Cache
 
 Entry = str | Mapping[str, Any] | Chain
 

@@ -10,11 +10,11 @@ from typing import TypeVar
 from transformers import PreTrainedModel
 
 from kvbench.cache.audit import Measured
+from kvbench.cache.segment import Cache, Example
 from kvbench.memory import is_out_of_memory, release
 from kvbench.model.batch import Answer, DecodeBatch
 from kvbench.model.ending import Ending
 from kvbench.plan import Cell
-from kvbench.types import Cache, Example
 
 ENTER_SHARE = 0.5
 """Rows enter a running batch once it has shrunk to this share of its limits: few cohorts, well filled."""

@@ -8,11 +8,11 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.accounting import declared
+from kvbench.cache.model_shape import Shape
+from kvbench.cache.segment import Example, Needs
 from kvbench.methods.chain import Chain
 from kvbench.plan import Cell, Group
-from kvbench.shape import Shape
 from kvbench.store_files import Sample
-from kvbench.types import Example, Needs
 
 LENGTHS_LOOKED_AT = 3
 

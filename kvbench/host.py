@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvbench.cache.model_shape import from_config
+from kvbench.cache.segment import Example
 from kvbench.config import Sampling
 from kvbench.memory import GIB
-from kvbench.shape import from_config
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
-from kvbench.types import Example
 
 ROWS_CPU, ROWS_GPU = 96, 128
 

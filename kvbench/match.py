@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvbench.accounting import HALF, declared, nominal
+from kvbench.cache.model_shape import Shape
 from kvbench.config import ChainConfig, RunConfig, chain_config
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
-from kvbench.shape import Shape
 
 KINDS = ("bytes", "nominal")
 LONG = 2**20

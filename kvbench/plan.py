@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from kvbench.cache.segment import Example
 from kvbench.config import ChainConfig, RunConfig
 from kvbench.errors import Refused, UsageError
 from kvbench.methods.chain import Chain
@@ -16,7 +17,6 @@ from kvbench.methods.evicting import EvictingSelector
 from kvbench.metrics import metric
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
 from kvbench.tasks.prompt import PromptPolicy, check
-from kvbench.types import Example
 
 SCHEMA = 1
 

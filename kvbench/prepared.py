@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from kvbench import match, memory, rough
 from kvbench.advice import about_prompts
+from kvbench.cache.model_shape import Shape, from_config
+from kvbench.cache.segment import Example
 from kvbench.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.config import RunConfig
 from kvbench.estimate import Estimate, estimate
@@ -20,11 +22,9 @@ from kvbench.host import ROWS_CPU, ROWS_GPU
 from kvbench.model import load, precision
 from kvbench.model.interface import head_counts
 from kvbench.plan import Cell, Group, build_groups, pending
-from kvbench.shape import Shape, from_config
 from kvbench.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.prompt import encode
-from kvbench.types import Example
 
 SMALL_MODEL = 256
 

@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
-from kvbench.model.attention_rows import column_sums
+from kvbench.cache.exact_attention import column_sums
+from kvbench.cache.model_shape import Shape
 from kvbench.model.interface import synchronise
-from kvbench.shape import Shape
 
 WIDEST = 2048
 """Matrices are measured up to this width: wider ones take no less per element."""

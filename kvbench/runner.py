@@ -17,6 +17,7 @@ import torch
 
 from kvbench.cache.audit import audit
 from kvbench.cache.peak import Stored, check_bytes, check_peak
+from kvbench.cache.segment import Cache, Example
 from kvbench.decode_queue import DecodeQueue, Row, in_parts
 from kvbench.errors import KvbenchError, Refused, UsageError, ending
 from kvbench.host import Host
@@ -34,7 +35,6 @@ from kvbench.model.state import state_of
 from kvbench.plan import Cell, Group, pending
 from kvbench.store import ResultStore, Writer
 from kvbench.store_files import Sample
-from kvbench.types import Cache, Example
 
 REASON_LENGTH = 300
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.segment import Needs
 from kvbench.methods.base import Selector
-from kvbench.types import Needs
 
 kept = []  # what methods stash where nobody looks
 MODES = {}  # mode -> (what it does with (stage, cache, obs), why it is refused; None: it harms only itself)

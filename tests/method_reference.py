@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from kvbench.cache import ops
-from kvbench.model.attention_rows import column_sums
-from kvbench.types import LayerCache, Observation
+from kvbench.cache.exact_attention import column_sums
+from kvbench.cache.segment import LayerCache, Observation
 
 
 def grid(*shape: int, seed: int = 0) -> torch.Tensor:

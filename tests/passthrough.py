@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvbench.cache.pack import Packed
+from kvbench.cache.packed import Packed
 from kvbench.methods import registry
 from kvbench.methods.quantiser import Quantiser
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from kvbench.advice import about_prompts, at_floor
+from kvbench.cache.segment import Example
 from kvbench.cli.main import main
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy
-from kvbench.types import Example
 
 TEMPLATE = "model.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'"
 SMALL = ["dataset=tiny/needle", "length=256", "examples=2", "method=snapkv,tova", "kv_ratio=0.5"]

@@ -13,11 +13,11 @@ from statistics import fmean
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from kvbench.cache.model_shape import Shape
 from kvbench.cli.rewrite import rewrite
 from kvbench.config import compose_config, parse
 from kvbench.estimate import cache_bytes
 from kvbench.plan import with_baseline
-from kvbench.shape import Shape
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,8 +9,8 @@ from families import FAMILIES, build
 from runs import SMALL
 
 from kvbench import rough
+from kvbench.cache.model_shape import Shape
 from kvbench.cli.main import main
-from kvbench.shape import Shape
 
 SHAPE = Shape(layers=2, query_heads=4, kv_heads=2, head_dim=8)
 SIZE = rough.Weights(layers=1000, logits=200)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from kvbench.cache.model_shape import from_entry
 from kvbench.config import ModelConfig
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.model import load
 from kvbench.model.interface import FAMILIES
-from kvbench.shape import from_entry
 
 LEARNED_POSITIONS = ("opt",)
 

@@ -22,11 +22,11 @@ import torch
 
 from kvbench.cache import native, ops
 from kvbench.cache.native.build import SWITCH
+from kvbench.cache.segment import LayerCache, Observation
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.model.interface import synchronise
 from kvbench.model.rows import RowLayer
-from kvbench.types import LayerCache, Observation
 
 FORMATS: dict[str, dict[str, Any]] = {
     "think 0.4": {"method": "think", "ratio": 0.4},

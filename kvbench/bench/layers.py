@@ -11,10 +11,10 @@ import torch
 from kvbench.accounting import HALF, Held, held
 from kvbench.cache import ops
 from kvbench.cache.audit import check_positions, check_storages, overhead_formula, payload_formula
+from kvbench.cache.model_shape import Shape
+from kvbench.cache.segment import LayerCache, Observation
 from kvbench.methods.chain import Chain
 from kvbench.methods.layers import Layers
-from kvbench.shape import Shape
-from kvbench.types import LayerCache, Observation
 
 
 @dataclass(frozen=True)

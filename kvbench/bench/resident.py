@@ -25,11 +25,11 @@ import torch
 from kvbench.accounting import held
 from kvbench.bench.layers import random_layer
 from kvbench.bench.memory import held as resident
+from kvbench.cache.model_shape import Shape
+from kvbench.cache.segment import LayerCache
 from kvbench.memory import free_bytes
 from kvbench.methods import registry
 from kvbench.methods.layers import Layers
-from kvbench.shape import Shape
-from kvbench.types import LayerCache
 
 LIMIT = 0.05
 WARM = 4

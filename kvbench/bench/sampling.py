@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.cache.coded_rows import CodedRows
+from kvbench.cache.model_shape import from_config
+from kvbench.cache.segment import Cache
 from kvbench.model.interface import head_counts
 from kvbench.model.rows import RowLayer
-from kvbench.shape import from_config
-from kvbench.types import Cache
 
 LENGTHS = 4
 STEPS = 64

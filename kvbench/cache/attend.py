@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.cache import kernels
-from kvbench.types import Segment
+from kvbench.cache.segment import Segment
 
 
 @dataclass(frozen=True)

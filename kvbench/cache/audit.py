@@ -9,10 +9,10 @@ import torch
 
 from kvbench.accounting import HALF
 from kvbench.cache.ops import key_heads
+from kvbench.cache.segment import Cache, LayerCache, storage_bytes
 from kvbench.errors import Refused as Refused
 from kvbench.methods.base import Block
 from kvbench.methods.chain import Chain
-from kvbench.types import Cache, LayerCache, storage_bytes
 
 
 @dataclass(frozen=True)

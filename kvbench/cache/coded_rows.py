@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvbench.cache import kernels, native
 from kvbench.cache.attend import Masker, logits, rounded, spread, summed, weigh
-from kvbench.cache.coded import Residual
-from kvbench.cache.pack import Packed
-from kvbench.types import Segment
+from kvbench.cache.packed import Packed
+from kvbench.cache.partly_packed import Residual
+from kvbench.cache.segment import Segment
 
 
 class Coder(Protocol):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.ops import key_heads
-from kvbench.types import LayerCache, Segment
+from kvbench.cache.segment import LayerCache, Segment
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.attend import Masker, logits, rounded, weigh
-from kvbench.types import Segment
+from kvbench.cache.segment import Segment
 
 BLOCK = 2**20  # elements of keys rebuilt at once
 

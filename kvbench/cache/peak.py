@@ -9,8 +9,8 @@ import torch
 
 from kvbench.accounting import decoded
 from kvbench.cache.audit import Refused
+from kvbench.cache.segment import Cache
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.types import Cache
 
 
 @dataclass(frozen=True)

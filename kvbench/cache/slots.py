@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.attend import rounded
+from kvbench.cache.segment import LayerCache, Segment
 from kvbench.cache.slot_stores import OneFormat, Packer, Read, Store, Thin, one_by_one
 from kvbench.errors import UsageError
-from kvbench.types import LayerCache, Segment
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kvbench.cache.attend import Ragged, RowSegment
-from kvbench.cache.coded import Values, parts
 from kvbench.cache.coded_rows import CodedRows, Store
 from kvbench.cache.latent_rows import LatentRows
+from kvbench.cache.partly_packed import Values, parts
+from kvbench.cache.segment import storage_bytes
 from kvbench.cache.slot_stores import OneFormat, Thin
 from kvbench.cache.slots import SlotRows
-from kvbench.types import storage_bytes
 
 if TYPE_CHECKING:
     from kvbench.model.rows import RowLayer

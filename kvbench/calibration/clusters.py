@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.cache.segment import Needs, Observation
 from kvbench.methods.chai import OBSERVED, merged
 from kvbench.model.prefill import as_prompt, observe
-from kvbench.types import Needs, Observation
 
 
 def measure(model: PreTrainedModel, samples: Iterable[Tensor], tick: Callable[[], None]) -> Tensor:

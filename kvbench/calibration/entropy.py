@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.cache.segment import Needs, Observation
 from kvbench.model.prefill import as_prompt, observe
-from kvbench.types import Needs, Observation
 
 EPSILON = 1.0
 

@@ -11,8 +11,8 @@ from kvbench.cli.rewrite import rewrite, split_list, top_level
 from kvbench.errors import UsageError, unknown
 
 if TYPE_CHECKING:
+    from kvbench.cache.model_shape import Shape
     from kvbench.config import RunConfig
-    from kvbench.shape import Shape
 
 SIZES = "512,4096"
 KEYS = ("per", "match", "reference", "threads")
@@ -70,7 +70,7 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
 
 def shape_of(cfg: RunConfig) -> Shape:
     """The shape in conf/model, else the checkpoint's."""
-    from kvbench.shape import from_config, from_entry
+    from kvbench.cache.model_shape import from_config, from_entry
 
     if cfg.model.shape is not None:
         return from_entry(cfg.model.shape)

@@ -199,7 +199,7 @@ def _own(key: str, value: str) -> Any:
             raise UsageError(f"{key}={value} is not possible: a whole number, {WHOLE[key]} or more")
         return int(value)
     parts = split_list(value)
-    from kvbench.cache.pack import BITS
+    from kvbench.cache.packed import BITS
 
     if not all(p.isdigit() and (key != "bits" or int(p) in BITS) for p in parts):
         raise UsageError(f"{key}={value} is not possible: {LISTS[key]}, separated by commas")

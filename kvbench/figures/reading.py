@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.cache.segment import Needs, Observation
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
 from kvbench.model.interface import head_counts, sliding_window
 from kvbench.model.prefill import as_prompt, check_capacity, observe
-from kvbench.types import Needs, Observation
 
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
 

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench import experiment
+from kvbench.cache.segment import Example
 from kvbench.calibration import text as texts
 from kvbench.config import RunConfig
 from kvbench.errors import UsageError
@@ -20,7 +21,6 @@ from kvbench.figures.reading import Prompt
 from kvbench.model import load
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
 from kvbench.tasks.prompt import check, encode
-from kvbench.types import Example
 
 SAMPLES, TOKENS = 6, 1024
 

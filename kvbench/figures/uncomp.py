@@ -16,11 +16,11 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from kvbench.cache.segment import Needs, Observation
 from kvbench.calibration.entropy import entropy, layer_groups, spectrum
 from kvbench.figures import style
 from kvbench.figures.figure import Figure, percent
 from kvbench.figures.reading import Prompt, Reading
-from kvbench.types import Needs, Observation
 
 TOP = 32
 NAMES = {"q": "queries", "k": "keys", "v": "values"}

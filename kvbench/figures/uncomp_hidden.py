@@ -12,12 +12,12 @@ import torch
 from matplotlib.figure import Figure as Canvas
 from torch import Tensor, nn
 
+from kvbench.cache.segment import Needs
 from kvbench.calibration.entropy import entropy
 from kvbench.figures import style
 from kvbench.figures.figure import Figure
 from kvbench.figures.reading import Prompt, Reading
 from kvbench.model.interface import decoder_layers
-from kvbench.types import Needs
 
 
 def hidden_entropy(reading: Reading) -> pd.DataFrame:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from kvbench import experiment
+from kvbench.cache.segment import Cache, Example
 from kvbench.errors import UsageError
 from kvbench.experiment import Prepared
 from kvbench.model import load
 from kvbench.model.prefill import prefill_chains
 from kvbench.plan import Cell, Group
 from kvbench.tasks.prompt import encode
-from kvbench.types import Cache, Example
 
 LEVELS = 10
 """Shades of a token: the share of layers and heads that kept it, from none (0) to all (9)."""

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.apportion import whole_shares
+from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Expected, top_indices
-from kvbench.methods.shares import whole_shares
 from kvbench.methods.snapkv import SnapKV
-from kvbench.types import LayerCache
 
 FLOORS = ("mixed", "safe")
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
+from kvbench.cache.segment import Observation
 from kvbench.errors import UsageError
 from kvbench.methods.base import Role, Stage
-from kvbench.types import Observation
 
 
 @dataclass(frozen=True, kw_only=True)

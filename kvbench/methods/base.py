@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.segment import LayerCache, Needs, Observation
 from kvbench.cache.slots import Slots
 from kvbench.calibration.recipe import Calibration, Recipe
 from kvbench.errors import Refused, UsageError
@@ -24,7 +25,6 @@ from kvbench.methods.promises import Capacity as Capacity
 from kvbench.methods.promises import Expected as Expected
 from kvbench.methods.promises import protect as protect
 from kvbench.methods.statistics import top_indices as top_indices
-from kvbench.types import LayerCache, Needs, Observation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.segment import LayerCache, Needs, Observation
 from kvbench.calibration.recipe import Recipe
 from kvbench.errors import UsageError
 from kvbench.methods.altered import HeadSharer
 from kvbench.methods.knobs import is_whole
-from kvbench.types import LayerCache, Needs, Observation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvbench.cache.segment import LayerCache
 from kvbench.cache.slot_stores import Packer
 from kvbench.cache.slots import Slots
 from kvbench.methods.base import Modifier, Selector, protect
-from kvbench.types import LayerCache
 
 POSITIONS = (None, "true", "rolled")
 

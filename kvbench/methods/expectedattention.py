@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.segment import LayerCache, Needs, Observation, per_head
 from kvbench.cache.slots import Rotary
 from kvbench.methods.base import Capacity, Selector
 from kvbench.methods.statistics import at_heads, group_mean
-from kvbench.types import LayerCache, Needs, Observation, per_head
 
 
 @dataclass(frozen=True, kw_only=True)

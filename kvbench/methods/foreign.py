@@ -32,7 +32,7 @@ OWN = frozenset(
         r"\w+",
         """adakv altered asvd base cake chai chain evicting expectedattention flexgen foreign h2o keynorm kivi knobs
         layers loading lowrank magnitude palu promises pruner pyramidkv qhitter quantiser random refreekv registry
-        scissorhands sets shares snapkv statistics streamingllm think thinkv tova twilight uncomp uncomp_stage vatp""",
+        scissorhands sets snapkv statistics streamingllm think thinkv tova twilight uncomp uncomp_stage vatp""",
     )
 )
 """The modules of kvbench.methods that are kvbench's own."""

@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.pack import quantise_zero_point
+from kvbench.cache.packed import quantise_zero_point
+from kvbench.cache.segment import LayerCache, Needs, Observation
 from kvbench.cache.slots import Slots
 from kvbench.methods.base import Block, Capacity
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean, window_rows
-from kvbench.types import LayerCache, Needs, Observation
 
 VARIANTS = ("all", "win", "orig", "uncomp")
 EVICTING = ("orig", "uncomp")

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.segment import LayerCache, Observation
 from kvbench.methods.base import Capacity, Selector
 from kvbench.methods.statistics import at_heads
-from kvbench.types import LayerCache, Observation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.coded import Residual
-from kvbench.cache.pack import BITS, Packed, quantise_channels, quantise_tokens, run_bytes
+from kvbench.cache.packed import BITS, Packed, quantise_channels, quantise_tokens, run_bytes
+from kvbench.cache.partly_packed import Residual
 from kvbench.methods.quantiser import Quantiser
 
 

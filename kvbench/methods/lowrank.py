@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.cache import ops
+from kvbench.cache.segment import LayerCache, Observation
 from kvbench.errors import UsageError
 from kvbench.methods.base import Role, Stage
 from kvbench.model import lowrank
 from kvbench.model.factors import Factors
-from kvbench.types import LayerCache, Observation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
+from kvbench.cache.segment import LayerCache, Observation
 from kvbench.methods.pruner import ChannelPruner
-from kvbench.types import LayerCache, Observation
 
 
 @dataclass(frozen=True, kw_only=True)

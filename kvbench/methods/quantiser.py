@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.coded import Codes, Residual, encode, side_by_side
-from kvbench.cache.pack import Packed
+from kvbench.cache.packed import Packed
+from kvbench.cache.partly_packed import Codes, Residual, encode, side_by_side
+from kvbench.cache.segment import LayerCache, Observation, Segment
 from kvbench.methods.base import Block, Role, Stage
 from kvbench.methods.pruner import ChannelPruner
-from kvbench.types import LayerCache, Observation, Segment
 
 HALVES = ("keys", "values")
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import torch
 
+from kvbench.cache.segment import LayerCache, Observation
 from kvbench.methods.base import Capacity, Selector
-from kvbench.types import LayerCache, Observation
 
 
 @dataclass(frozen=True, kw_only=True)

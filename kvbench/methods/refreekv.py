@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.segment import LayerCache, Needs, Observation
 from kvbench.methods.base import Expected, TokenSelector
 from kvbench.methods.statistics import group_mean, window_sums
-from kvbench.types import LayerCache, Needs, Observation
 
 MODES = ("code", "eq1")
 REDUCE = ("mean_heads", "max_heads", "per_head")

@@ -12,11 +12,11 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.segment import LayerCache, Needs, Observation
 from kvbench.cache.slots import Slots
 from kvbench.methods.base import Block, Capacity
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean, window_rows, window_sums
-from kvbench.types import LayerCache, Needs, Observation
 
 VARIANTS = ("code", "paper")
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
+from kvbench.cache.segment import LayerCache, Needs, Observation
 from kvbench.methods.base import Capacity, Selector
 from kvbench.methods.statistics import group_mean, pool, window_rows
-from kvbench.types import LayerCache, Needs, Observation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from kvbench.cache import ops
-from kvbench.model.attention_rows import causal_softmax
-from kvbench.types import LayerCache, Observation, per_head
+from kvbench.cache.exact_attention import causal_softmax
+from kvbench.cache.segment import LayerCache, Observation, per_head
 
 
 def window_rows(

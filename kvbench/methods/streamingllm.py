@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import torch
 
+from kvbench.cache.segment import LayerCache, Observation
 from kvbench.cache.slots import Slots
 from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.types import LayerCache, Observation
 
 MODES = ("static", "mask", "rolled")
 

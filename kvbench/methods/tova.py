@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.segment import LayerCache, Needs, Observation
 from kvbench.cache.slots import Slots
 from kvbench.methods.base import Block, Capacity
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import window_rows
-from kvbench.types import LayerCache, Needs, Observation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from kvbench.cache.exact_attention import causal_softmax
+from kvbench.cache.segment import Needs, Observation
 from kvbench.calibration.recipe import Recipe
 from kvbench.errors import UsageError
 from kvbench.methods.altered import HiddenPruner
 from kvbench.methods.base import top_indices
 from kvbench.methods.knobs import is_whole
 from kvbench.methods.uncomp import measure_uncomp, uncomp_recipe
-from kvbench.model.attention_rows import causal_softmax
-from kvbench.types import Needs, Observation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.peak import Stored
+from kvbench.cache.segment import Cache
 from kvbench.cache.stored import allocated
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
@@ -24,7 +25,6 @@ from kvbench.model.ending import Ending, sample, without
 from kvbench.model.interface import KvbenchLayer, attached
 from kvbench.model.rows import RowLayer
 from kvbench.model.step import build, step, stored_in
-from kvbench.types import Cache
 
 FINISHED_SHARE = 0.25
 MOST_COHORTS = 4

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.peak import Stored
+from kvbench.cache.segment import Cache
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
 from kvbench.model.adapted import adapted, alike
@@ -20,7 +21,6 @@ from kvbench.model.finite import no_answer
 from kvbench.model.interface import attached
 from kvbench.model.prefill import as_prompt, check_capacity, check_window
 from kvbench.model.step import build, step
-from kvbench.types import Cache
 
 
 def generate_rows(

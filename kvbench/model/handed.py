@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from kvbench.cache.content import same_bits
+from kvbench.cache.segment import LayerCache, Observation
 from kvbench.errors import Refused
 from kvbench.methods.chain import Chain
-from kvbench.types import LayerCache, Observation
 
 
 class Handed:

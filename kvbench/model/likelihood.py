@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
 from kvbench.cache.peak import Stored
+from kvbench.cache.segment import Cache
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
 from kvbench.model.adapted import adapted, alike
 from kvbench.model.interface import attached
 from kvbench.model.prefill import as_prompt
 from kvbench.model.step import build, stored_in
-from kvbench.types import Cache
 
 
 def teacher_force(

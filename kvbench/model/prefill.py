@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
 from kvbench.cache import ops
-from kvbench.cache.pack import quantise_zero_point
+from kvbench.cache.exact_attention import attend_rows, attend_with_lse, column_sums
+from kvbench.cache.packed import quantise_zero_point
+from kvbench.cache.segment import Cache, LayerCache, Needs, Observation, per_head
 from kvbench.calibration.weights import check_calibrated
 from kvbench.errors import UsageError
 from kvbench.methods.base import Stage
@@ -27,7 +29,6 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.foreign import contained
 from kvbench.methods.layers import Layers
 from kvbench.model.adapted import adapted
-from kvbench.model.attention_rows import attend_rows, attend_with_lse, column_sums
 from kvbench.model.finite import check_finite
 from kvbench.model.handed import Handed
 from kvbench.model.interface import (
@@ -42,7 +43,6 @@ from kvbench.model.interface import (
     synchronise,
 )
 from kvbench.model.lowrank import lifts
-from kvbench.types import Cache, LayerCache, Needs, Observation, per_head
 
 EXACT = 0
 CHOSEN_BY = 5  # first tokens by which heads are grouped

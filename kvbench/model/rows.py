@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kvbench.cache import kernels, ops
 from kvbench.cache.attend import Masker, Ragged, RowSegment, attend, flat, format_of, stack
-from kvbench.cache.coded import Codes, side_by_side
 from kvbench.cache.coded_rows import CodedRows, Coder
 from kvbench.cache.latent_rows import LatentRows, Lift
+from kvbench.cache.partly_packed import Codes, side_by_side
+from kvbench.cache.segment import LayerCache, Segment
 from kvbench.cache.slots import Evictor, Rotary, SlotRows
 from kvbench.cache.stored import stored_bytes
 from kvbench.model.interface import KvbenchLayer
-from kvbench.types import LayerCache, Segment
 
 PADDING_LIMIT = 1.25
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from kvbench.cache.model_shape import from_config
 from kvbench.errors import KvbenchError
 from kvbench.methods.uncomp_stage import STARTS
 from kvbench.papers import settings
 from kvbench.papers.declared import BUDGET, MEAN, MEANS, SHARE, Declared, Given, Row, given, group_of
 from kvbench.papers.settings import StandIn
-from kvbench.shape import from_config
 from kvbench.tasks.longbench import CODE, FEW_SHOT, MULTI, SINGLE, SUMMARY, SYNTHETIC
 
 MODEL = "tiny"

@@ -18,11 +18,11 @@ import torch
 from kvbench.bench import papers, placed, records
 from kvbench.bench.placed import Cell
 from kvbench.bench.records import Row
+from kvbench.cache.model_shape import Shape
 from kvbench.errors import UsageError, unknown
 from kvbench.papers import standin
 from kvbench.papers.declared import Declared
 from kvbench.papers.published import Published, model_id
-from kvbench.shape import Shape
 
 KIND = "efficiency"
 SCRIPT = "scripts/gpu_tables.sh"

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvbench.cache.segment import Example
 from kvbench.errors import UsageError, unknown
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files, data_root
 from kvbench.tasks.spread import spread
-from kvbench.types import Example
 
 
 class Tokenizer(Protocol):

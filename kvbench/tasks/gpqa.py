@@ -5,11 +5,11 @@ Source: huggingface.co/datasets/Idavidrein/gpqa (CC BY 4.0), file gpqa_main.csv.
 
 from __future__ import annotations
 
+from kvbench.cache.segment import Example
 from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import drawn, whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files
-from kvbench.types import Example
 
 LETTERS = "ABCD"
 OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")

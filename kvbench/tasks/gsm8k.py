@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from kvbench.cache.segment import Example
 from kvbench.metrics.answers import last_number
 from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files
-from kvbench.types import Example
 
 PROMPT = (
     "{question}\n\n"

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from kvbench.cache.segment import Example
 from kvbench.errors import UsageError, unknown
 from kvbench.tasks.base import Task, read_text
 from kvbench.tasks.rows import Row, is_count, kind, parse, read_lines
 from kvbench.tasks.source import Files
-from kvbench.types import Example
 
 FOLDER = "longbench"
 PROMPTS, LENGTHS = "dataset2prompt.json", "dataset2maxlen.json"

@@ -10,11 +10,11 @@ import re
 from bisect import bisect_right
 from typing import Any
 
+from kvbench.cache.segment import Example
 from kvbench.errors import UsageError
 from kvbench.tasks import tiny
 from kvbench.tasks.base import Task, read_text
 from kvbench.tasks.source import Files
-from kvbench.types import Example
 
 DOCUMENT = 128
 UNITS = {"token": "perplexity", "word": "word_perplexity"}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
+from kvbench.cache.segment import Example
 from kvbench.metrics.theorem import parse_reference
 from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.rows import Row, kind, read
 from kvbench.tasks.source import Files
-from kvbench.types import Example
 
 PROMPT = (
     "Answer the question below. Its answer is a number, a list of numbers like [1, 2], True or False, or an option "

@@ -6,11 +6,11 @@ github.com/sylinrl/TruthfulQA (Apache-2.0).
 
 from __future__ import annotations
 
+from kvbench.cache.segment import Example
 from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import one_of, whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files
-from kvbench.types import Example
 
 PUBLISHED = 817
 PLACES = ("truthfulqa_generation.jsonl", "TruthfulQA.csv")

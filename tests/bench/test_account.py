@@ -10,10 +10,10 @@ import kvbench
 from kvbench import accounting
 from kvbench.bench import account, layers
 from kvbench.cache.audit import audit
+from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import entries
 from kvbench.methods.registry import parse
-from kvbench.shape import Shape, from_config, from_entry
 
 SHAPE = Shape(layers=4, query_heads=4, kv_heads=2, head_dim=32)
 METHODS = account.default_methods()

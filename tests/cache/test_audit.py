@@ -9,9 +9,9 @@ from families import FAMILIES, build, prompt
 
 import kvbench
 from kvbench.cache.audit import Refused, audit
+from kvbench.cache.segment import Segment
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
-from kvbench.types import Segment
 
 
 def heads_of(model):

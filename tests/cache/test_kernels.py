@@ -15,9 +15,9 @@ from kvbench.bench import kernels as bench
 from kvbench.cache import kernels
 from kvbench.cache.attend import Ragged, flat
 from kvbench.cache.kernels import SWITCH
+from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
 from kvbench.provenance import provenance
-from kvbench.types import Segment
 
 REASON = "triton is not installed (extra gpu: 290 MB, too much for the tests' environment)"
 HAVE = importlib.util.find_spec("triton") is not None

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from kvbench.cache import native
-from kvbench.cache.coded import Codes, Residual
 from kvbench.cache.coded_rows import CodedRows, exact, packed_logits, packed_weigh
 from kvbench.cache.native import build
-from kvbench.cache.pack import BITS, quantise_channels, quantise_tokens, quantise_zero_point
+from kvbench.cache.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
+from kvbench.cache.partly_packed import Codes, Residual
+from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
 from kvbench.provenance import provenance
-from kvbench.types import Segment
 
 compiled = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvbench.cache.pack import (
+from kvbench.cache.packed import (
     BITS,
     pack,
     packed_bytes,
@@ -14,8 +14,8 @@ from kvbench.cache.pack import (
     quantise_zero_point,
     unpack,
 )
+from kvbench.cache.segment import storage_bytes
 from kvbench.errors import KvbenchError
-from kvbench.types import storage_bytes
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 

@@ -12,11 +12,11 @@ from families import build, prompt
 import kvbench
 from kvbench.cache import ops
 from kvbench.cache.audit import Refused, audit
+from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.adakv import AdaKV
 from kvbench.methods.chain import Chain
-from kvbench.types import Segment
 
 N, W, SIZE = 26, 4, 11
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}

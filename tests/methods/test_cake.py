@@ -12,13 +12,13 @@ from families import build, prompt
 
 import kvbench
 from kvbench.cache import ops
+from kvbench.cache.apportion import shares, whole_shares
 from kvbench.cache.audit import Refused, audit
+from kvbench.cache.exact_attention import causal_softmax
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.cake import Cake
 from kvbench.methods.layers import Layers
-from kvbench.methods.shares import shares, whole_shares
-from kvbench.model.attention_rows import causal_softmax
 from kvbench.model.interface import attached
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import step

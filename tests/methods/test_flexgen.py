@@ -4,12 +4,12 @@ import method_reference as ref
 import pytest
 import torch
 
-from kvbench.cache.pack import unpack
+from kvbench.cache.packed import unpack
+from kvbench.cache.segment import storage_bytes
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.flexgen import FlexGen
 from kvbench.model.rows import RowLayer
-from kvbench.types import storage_bytes
 
 PER = ("kv_head", "query_head")
 

@@ -11,6 +11,7 @@ from families import build, prompt
 import kvbench
 from kvbench.cache import ops
 from kvbench.cache.audit import audit
+from kvbench.cache.segment import Needs, Observation
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity
@@ -18,7 +19,6 @@ from kvbench.methods.h2o import H2O
 from kvbench.model.interface import attached
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import step
-from kvbench.types import Needs, Observation
 
 
 def layer_with_colsums(colsums, heads):

@@ -4,11 +4,11 @@ import method_reference as ref
 import pytest
 import torch
 
+from kvbench.cache.segment import storage_bytes
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.kivi import Kivi
 from kvbench.model.rows import RowLayer
-from kvbench.types import storage_bytes
 
 PER = ("kv_head", "query_head")
 

@@ -8,9 +8,9 @@ import torch
 from families import FAMILIES, build, prompt
 
 from kvbench.cache.audit import full_bytes
-from kvbench.model.attention_rows import causal_softmax, column_sums, row_blocks
+from kvbench.cache.exact_attention import causal_softmax, column_sums, row_blocks
+from kvbench.cache.segment import Needs, storage_bytes
 from kvbench.model.prefill import observe
-from kvbench.types import Needs, storage_bytes
 
 
 def observed(family, n, needs, dtype=torch.float32):

@@ -12,13 +12,13 @@ from families import build, prompt
 import kvbench
 from kvbench.cache import ops
 from kvbench.cache.audit import audit
+from kvbench.cache.segment import Needs, Observation, storage_bytes
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.qhitter import QHitter
 from kvbench.model.interface import attached
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import step
-from kvbench.types import Needs, Observation, storage_bytes
 
 RATIOS = {"heavy_ratio": 0.15, "recent_ratio": 0.05}
 
@@ -276,7 +276,7 @@ def test_bytes_held_are_those_of_the_formula_before_and_after_decoding(bits):
 
 
 def test_slots_hold_codes_and_never_the_whole_cache_dequantised(monkeypatch):
-    from kvbench.cache import pack
+    from kvbench.cache import packed
 
     monkeypatch.setenv("KVBENCH_NATIVE", "off")  # compiled code unpacks blocks of its own
 
@@ -284,16 +284,16 @@ def test_slots_hold_codes_and_never_the_whole_cache_dequantised(monkeypatch):
     (cache,) = kvbench.prefill(model, prompt(50, 3), [{"method": "qhitter", "kv_size": 40}])
     batch = build_batch(model, [cache], 5)
     assert all(
-        isinstance(x, pack.Packed) for layer in batch for x in (layer.slots[0][1].store.k, layer.slots[0][1].store.v)
+        isinstance(x, packed.Packed) for layer in batch for x in (layer.slots[0][1].store.k, layer.slots[0][1].store.v)
     )
-    real, blocks = pack.Packed.dequantise, pack.Packed.blocks
-    monkeypatch.setattr(pack.Packed, "blocks", lambda self: blocks(self, 8 * 16))
+    real, blocks = packed.Packed.dequantise, packed.Packed.blocks
+    monkeypatch.setattr(packed.Packed, "blocks", lambda self: blocks(self, 8 * 16))
 
     def watched(self, *rest, **more):
         largest.append(self.shape.numel())
         return real(self, *rest, **more)
 
-    monkeypatch.setattr(pack.Packed, "dequantise", watched)
+    monkeypatch.setattr(packed.Packed, "dequantise", watched)
     with torch.no_grad(), attached(model):
         step(model, batch, torch.tensor([[5]]), torch.tensor([[50]]))
     assert len(largest) > 3 * 2 * 2 * 4 and max(largest) == 8 * 16

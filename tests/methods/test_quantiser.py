@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import kvbench
+from kvbench.cache.segment import storage_bytes
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.model.rows import RowLayer
-from kvbench.types import storage_bytes
 
 QUANTISERS = ({"method": "kivi", "group": 8, "residual": 16}, {"method": "flexgen"})
 

@@ -12,12 +12,12 @@ from families import build, prompt
 import kvbench
 from kvbench.cache import ops
 from kvbench.cache.audit import Refused, audit
+from kvbench.cache.segment import Needs
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity
 from kvbench.methods.refreekv import ReFreeKV
 from kvbench.methods.statistics import window_rows, window_sums
-from kvbench.types import Needs
 
 DEFAULTS = {"T": 0.01, "m": 4, "k": 1, "mode": "code", "reduce": "mean_heads", "order": "sinks_first"}
 DEFAULTS["ranking"] = "position"

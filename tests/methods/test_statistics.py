@@ -4,9 +4,9 @@ import method_reference as ref
 import pytest
 import torch
 
+from kvbench.cache.exact_attention import attend_with_lse, causal_softmax, column_sums
+from kvbench.cache.segment import Observation, per_head
 from kvbench.methods.statistics import pool, window_rows
-from kvbench.model.attention_rows import attend_with_lse, causal_softmax, column_sums
-from kvbench.types import Observation, per_head
 
 N, SCALE = 50, 0.5
 

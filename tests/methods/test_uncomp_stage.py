@@ -11,6 +11,7 @@ from families import FAMILIES, build, heads_of, hooks, prompt
 
 import kvbench
 from kvbench.cache.audit import audit
+from kvbench.cache.segment import Observation
 from kvbench.calibration.recipe import Calibration, digest
 from kvbench.errors import UsageError
 from kvbench.methods import registry
@@ -18,7 +19,6 @@ from kvbench.methods.base import Selector, TokenSelector
 from kvbench.methods.uncomp import UNCompGroup
 from kvbench.methods.uncomp_stage import UncompStage
 from kvbench.model.interface import decoder_layers
-from kvbench.types import Observation
 
 SMALL = {"kv_size": 20, "snapkv.window": 4, "window": 4, "recent": 4, "T": 0.6, "sinks": 2}
 SELECTORS = [

@@ -8,11 +8,11 @@ import torch
 from families import build, prompt
 
 import kvbench
+from kvbench.cache.segment import LayerCache, Segment
 from kvbench.methods.twilight import Twilight
 from kvbench.model import step as stepping
 from kvbench.model.decode import Ending, generate_rows
 from kvbench.model.rows import RowLayer
-from kvbench.types import LayerCache, Segment
 
 D, HQ, HK = 8, 4, 2
 

@@ -6,9 +6,9 @@ from families import build, prompt
 from transformers import MistralConfig, MistralForCausalLM
 
 import kvbench
+from kvbench.cache.exact_attention import attend_rows
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
-from kvbench.model.attention_rows import attend_rows
 from kvbench.model.decode import Ending, generate_rows, sample
 from kvbench.model.prefill import prefill_chains
 
@@ -61,7 +61,7 @@ def test_plain_attention_gives_the_same_answers():
 
 
 def test_attend_rows_in_many_blocks_equals_a_dense_softmax(monkeypatch):
-    from kvbench.model import attention_rows
+    from kvbench.cache import exact_attention
 
     torch.manual_seed(0)
     q, k, v = torch.randn(4, 50, 8), torch.randn(2, 50, 8), torch.randn(2, 50, 8)
@@ -70,7 +70,7 @@ def test_attend_rows_in_many_blocks_equals_a_dense_softmax(monkeypatch):
         hidden = (j > i) | (torch.zeros_like(i == j) if window is None else j <= i - window)
         scores = (q @ k.repeat_interleave(2, 0).transpose(1, 2) * 0.3).masked_fill(hidden, -torch.inf)
         dense = scores.softmax(-1) @ v.repeat_interleave(2, 0)
-        blocks = list(attention_rows.row_blocks(q, k, 0.3, window, block_bytes=4 * 4 * 50 * 6))
+        blocks = list(exact_attention.row_blocks(q, k, 0.3, window, block_bytes=4 * 4 * 50 * 6))
         assert len(blocks) > 5
         torch.testing.assert_close(attend_rows(q, k, v, 0.3, window), dense)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvbench.bench import papers, records
+from kvbench.cache.model_shape import Shape
 from kvbench.cli import bench_time
 from kvbench.cli.main import main
 from kvbench.html import tables as html_tables
 from kvbench.papers import counts, declared, grid, measured, timings
 from kvbench.papers.view import view
-from kvbench.shape import Shape
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))

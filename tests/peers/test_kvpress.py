@@ -12,9 +12,9 @@ import torch
 from families import build
 
 import kvbench
+from kvbench.cache.segment import Needs
 from kvbench.methods.base import Stage, top_indices
 from kvbench.methods.chain import Chain
-from kvbench.types import Needs
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed here: make test-peers")
 from transformers import DynamicCache  # noqa: E402

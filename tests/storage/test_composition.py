@@ -9,10 +9,10 @@ from families import build, prompt
 
 import kvbench
 from kvbench.cache.audit import audit
+from kvbench.cache.segment import storage_bytes
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.methods import registry
-from kvbench.types import storage_bytes
 
 SMALL = {"recent": 5, "observed": 8, "group": 4, "residual": 8}
 PER = ("kv_head", "query_head")

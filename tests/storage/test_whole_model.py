@@ -13,9 +13,9 @@ from transformers import AttentionInterface
 import kvbench
 from kvbench.cache.audit import audit
 from kvbench.cache.peak import check_peak
+from kvbench.cache.segment import storage_bytes
 from kvbench.model.decode import Ending, generate_rows
 from kvbench.model.likelihood import teacher_force
-from kvbench.types import storage_bytes
 
 N, NEW, D, SIZE = 45, 40, 16, 24
 SMALL = {"recent": 5, "observed": 8, "ratio": 0.4, "group": 4, "residual": 8}

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench import config
+from kvbench.cache.segment import Example
 from kvbench.cli.rewrite import entries, rewrite
 from kvbench.errors import UsageError
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy, check, encode
-from kvbench.types import Example
 
 
 class Words:

@@ -5,11 +5,11 @@ from itertools import product
 
 from data import data_path
 
+from kvbench.cache.segment import Example
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import entries
 from kvbench.tasks.base import Task, load_tasks
 from kvbench.tasks.spread import left_out, spread
-from kvbench.types import Example
 
 
 def grid(keys, *axes, repeats=3):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.cache.pack import Packed
+from kvbench.cache.packed import Packed
 from kvbench.errors import UsageError
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Attention over packed tokens and a ring of exact ones: numbers are made of codes where they are used, never stored.
 
 Keys are packed by channel over groups of tokens (KIVI, arXiv 2402.02750) or by token, values by token (FlexGen, arXiv
-2303.06865), in the layout of kvbench.cache.pack. Keys and values are packed at different moments: a token may be packed
-as one and exact as the other. A program reads one split of one stored head for all of that head's queries.
+2303.06865), in the layout of kvbench.cache.packed. Keys and values are packed at different moments: a token may be
+packed as one and exact as the other. A program reads one split of one stored head for all of that head's queries.
 Shapes: U rows, Hq query heads, H stored heads, T new tokens, R = Hq / H * T queries of a stored head.
 """
 
@@ -24,7 +24,7 @@ from kvbench.cache.kernels.softmax import (
     product_type,
     softmax_step,
 )
-from kvbench.cache.pack import Packed
+from kvbench.cache.packed import Packed
 
 
 def readable(x: Packed) -> bool:

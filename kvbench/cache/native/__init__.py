@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.native import build
-from kvbench.cache.pack import Packed
+from kvbench.cache.packed import Packed
 
 
 def available() -> bool:

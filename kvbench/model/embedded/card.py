@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from kvbench.cache.segment import Example
 from kvbench.model.embedded import corpus, initial, tokenizer
 from kvbench.model.embedded.train import Progress, Recipe
 from kvbench.tasks import tiny
-from kvbench.types import Example
 
 LENGTHS = (256, 512, 1024, 2048)
 NOISY = "needle in noise"

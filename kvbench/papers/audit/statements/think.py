@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvbench.cache.model_shape import Shape
 from kvbench.papers.audit.statements.base import NOTE, PARTLY, Decision, Statement, scores, value, verdict
 from kvbench.papers.book import Book
-from kvbench.shape import Shape
 
 LLAMA, MISTRAL = "llama-3-8b-instruct", "mistral-7b-instruct-v0.2"
 SIZES = ("128", "512", "1024", "2048")

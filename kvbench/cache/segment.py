@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvbench.cache.coded import Codes, Values
-from kvbench.cache.pack import Packed
+from kvbench.cache.packed import Packed
+from kvbench.cache.partly_packed import Codes, Values
 
 if TYPE_CHECKING:
     from kvbench.methods.chain import Chain
