@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import kvbench
-from kvbench.cache import kernels, native
+from kvbench.storage import kernels, native
 
 
 def provenance(model: PreTrainedModel, threads: int) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
-from kvbench.cache import kernels
 from kvbench.model import interface, prefill
+from kvbench.storage import kernels
 
 DEVICE = torch.device("cuda:0")
 INDEXING = {"aten::index": 1, "aten::index_put_": 2, "aten::index_put": 2, "aten::_index_put_impl_": 2}

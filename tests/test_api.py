@@ -171,7 +171,7 @@ def test_impossible_frozen_layers_are_refused(layers):
 
 
 def test_half_precision_logits_scale_before_they_multiply():
-    from kvbench.cache.attend import logits
+    from kvbench.storage.attend import logits
 
     q, k = torch.full((1, 2, 1, 64), 60.0).half(), torch.full((1, 2, 3, 64), 60.0).half()
     assert torch.isfinite(logits(q, k, 0.125)).all()

@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from kvbench.cache import native, ops
-from kvbench.cache.native.build import SWITCH
+from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Observation
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.model.interface import synchronise
 from kvbench.model.rows import RowLayer
+from kvbench.storage import native
+from kvbench.storage.native.build import SWITCH
 
 FORMATS: dict[str, dict[str, Any]] = {
     "think 0.4": {"method": "think", "ratio": 0.4},

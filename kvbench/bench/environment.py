@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import kvbench
-from kvbench.cache import native
 from kvbench.provenance import git_commit
+from kvbench.storage import native
 
 GPU_FACTS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "driver_version")
 PACKAGES = ("transformers", "triton", "accelerate", "optimum-quanto", "hqq", "kvpress", "deepspeed")
@@ -52,7 +52,7 @@ def paths(device: torch.device) -> str:
     """What decode attention runs on: kernels on a GPU, compiled code for packed caches on a CPU, else plain PyTorch."""
     if device.type == "cpu":
         return "compiled" if native.available() else "plain"
-    kernels = "kvbench.cache.kernels"
+    kernels = "kvbench.storage.kernels"
     return "kernels" if find_spec(kernels) and import_module(kernels).serves(device) else "plain"
 
 

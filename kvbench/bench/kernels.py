@@ -25,11 +25,11 @@ import torch.nn.functional as F
 
 from kvbench.bench.decode import FORMATS, layer
 from kvbench.bench.roofline import copy_bandwidth
-from kvbench.cache import kernels
-from kvbench.cache.kernels import SWITCH
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.model.rows import RowLayer
+from kvbench.storage import kernels
+from kvbench.storage.kernels import SWITCH
 
 FULL = "full"
 FLUSH_BYTES = 2**28  # more than any GPU's last-level cache

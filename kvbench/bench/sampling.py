@@ -9,11 +9,11 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.coded_rows import CodedRows
 from kvbench.cache.model_shape import from_config
 from kvbench.cache.segment import Cache
 from kvbench.model.interface import head_counts
 from kvbench.model.rows import RowLayer
+from kvbench.storage.packed_rows import CodedRows
 
 LENGTHS = 4
 STEPS = 64

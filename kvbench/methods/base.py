@@ -15,7 +15,6 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Needs, Observation
-from kvbench.cache.slots import Slots
 from kvbench.calibration.recipe import Calibration, Recipe
 from kvbench.errors import Refused, UsageError
 from kvbench.methods.foreign import code_of
@@ -25,6 +24,7 @@ from kvbench.methods.promises import Capacity as Capacity
 from kvbench.methods.promises import Expected as Expected
 from kvbench.methods.promises import protect as protect
 from kvbench.methods.statistics import top_indices as top_indices
+from kvbench.storage.evicting_rows import Slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,10 +12,10 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.apportion import shares, whole_shares
 from kvbench.cache.segment import LayerCache, Needs, Observation
-from kvbench.cache.slots import Slots
 from kvbench.methods.base import Block, Expected, top_indices
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean, pool, window_rows
+from kvbench.storage.evicting_rows import Slots
 
 # shares are rounded up while layers come in: what float noise adds must not cost a layer its last token
 NOISE = 1e-6

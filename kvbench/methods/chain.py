@@ -11,7 +11,6 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Needs, Observation
-from kvbench.cache.slots import Evictor
 from kvbench.errors import UsageError
 from kvbench.methods.altered import HeadSharer, HiddenPruner
 from kvbench.methods.base import (
@@ -32,6 +31,7 @@ from kvbench.methods.lowrank import LowRankStage, check_lowrank
 from kvbench.methods.pruner import ChannelPruner
 from kvbench.methods.quantiser import Coder, Quantiser
 from kvbench.methods.sets import check_set
+from kvbench.storage.evicting_rows import Evictor
 
 ROLES: tuple[Role, ...] = ("hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share")
 PER = ("kv_head", "query_head")

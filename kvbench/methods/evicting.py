@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from kvbench.cache.segment import LayerCache
-from kvbench.cache.slot_stores import Packer
-from kvbench.cache.slots import Slots
 from kvbench.methods.base import Modifier, Selector, protect
+from kvbench.storage.evicting_rows import Slots
+from kvbench.storage.evicting_store import Packer
 
 POSITIONS = (None, "true", "rolled")
 

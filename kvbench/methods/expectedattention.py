@@ -9,9 +9,9 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Needs, Observation, per_head
-from kvbench.cache.slots import Rotary
 from kvbench.methods.base import Capacity, Selector
 from kvbench.methods.statistics import at_heads, group_mean
+from kvbench.storage.evicting_rows import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

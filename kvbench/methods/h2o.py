@@ -10,10 +10,10 @@ import torch
 
 from kvbench.cache.packed import quantise_zero_point
 from kvbench.cache.segment import LayerCache, Needs, Observation
-from kvbench.cache.slots import Slots
 from kvbench.methods.base import Block, Capacity
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean, window_rows
+from kvbench.storage.evicting_rows import Slots
 
 VARIANTS = ("all", "win", "orig", "uncomp")
 EVICTING = ("orig", "uncomp")

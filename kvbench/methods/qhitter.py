@@ -15,11 +15,11 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.packed import BITS, Packed, quantise_zero_point, run_bytes
 from kvbench.cache.segment import LayerCache, Needs, Observation, per_head
-from kvbench.cache.slot_stores import Packer
-from kvbench.cache.slots import Slots, ranks
 from kvbench.methods.base import Block, Capacity, Modifier
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean
+from kvbench.storage.evicting_rows import Slots, ranks
+from kvbench.storage.evicting_store import Packer
 
 VARIANTS = ("code", "paper")
 HEAVY, PARTS = 3, 4  # heavy hitters of a budget: 15 % of the prompt beside 5 % recent tokens, as in the code

@@ -13,10 +13,10 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Needs, Observation
-from kvbench.cache.slots import Slots
 from kvbench.methods.base import Block, Capacity
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean, window_rows, window_sums
+from kvbench.storage.evicting_rows import Slots
 
 VARIANTS = ("code", "paper")
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache.segment import LayerCache, Observation
-from kvbench.cache.slots import Slots
 from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.storage.evicting_rows import Slots
 
 MODES = ("static", "mask", "rolled")
 

@@ -10,10 +10,10 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Needs, Observation
-from kvbench.cache.slots import Slots
 from kvbench.methods.base import Block, Capacity
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import window_rows
+from kvbench.storage.evicting_rows import Slots
 
 
 @dataclass(frozen=True, kw_only=True)

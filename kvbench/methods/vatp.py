@@ -10,9 +10,9 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Observation, per_head
-from kvbench.cache.slots import Slots
 from kvbench.methods.base import Modifier
 from kvbench.methods.statistics import at_heads
+from kvbench.storage.evicting_rows import Slots
 
 NORMS = {"l1": 1.0, "l2": 2.0, "linf": torch.inf}
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.peak import Stored
 from kvbench.cache.segment import Cache
-from kvbench.cache.stored import allocated
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
 from kvbench.model.adapted import adapted
@@ -25,6 +24,7 @@ from kvbench.model.ending import Ending, sample, without
 from kvbench.model.interface import KvbenchLayer, attached
 from kvbench.model.rows import RowLayer
 from kvbench.model.step import build, step, stored_in
+from kvbench.storage.row_bytes import allocated
 
 FINISHED_SHARE = 0.25
 MOST_COHORTS = 4

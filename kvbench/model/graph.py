@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
-from kvbench.cache import kernels
-from kvbench.cache.attend import RowSegment, attend
 from kvbench.errors import KvbenchError
 from kvbench.model.interface import KvbenchLayer
 from kvbench.model.rows import RowLayer
 from kvbench.model.step import step
+from kvbench.storage import kernels
+from kvbench.storage.attend import RowSegment, attend
 
 WARM_UP = 3
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.cache import kernels, ops
-from kvbench.cache.attend import Masker, Ragged, RowSegment, attend, flat, format_of, stack
-from kvbench.cache.coded_rows import CodedRows, Coder
-from kvbench.cache.latent_rows import LatentRows, Lift
+from kvbench.cache import ops
 from kvbench.cache.partly_packed import Codes, side_by_side
 from kvbench.cache.segment import LayerCache, Segment
-from kvbench.cache.slots import Evictor, Rotary, SlotRows
-from kvbench.cache.stored import stored_bytes
 from kvbench.model.interface import KvbenchLayer
+from kvbench.storage import kernels
+from kvbench.storage.attend import Masker, Ragged, RowSegment, attend, flat, format_of, stack
+from kvbench.storage.evicting_rows import Evictor, Rotary, SlotRows
+from kvbench.storage.latent_rows import LatentRows, Lift
+from kvbench.storage.packed_rows import CodedRows, Coder
+from kvbench.storage.row_bytes import stored_bytes
 
 PADDING_LIMIT = 1.25
 

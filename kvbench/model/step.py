@@ -11,11 +11,11 @@ from transformers.cache_utils import Cache as HFCache
 
 from kvbench.cache.peak import Stored
 from kvbench.cache.segment import Cache
-from kvbench.cache.slots import Rotary
 from kvbench.errors import UsageError
 from kvbench.model.interface import KvbenchLayer, sliding_window
 from kvbench.model.lowrank import lifts
 from kvbench.model.rows import RowLayer
+from kvbench.storage.evicting_rows import Rotary
 
 
 def build(

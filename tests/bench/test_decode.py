@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvbench.bench import decode
-from kvbench.cache import native
-from kvbench.cache.native.build import SWITCH
+from kvbench.storage import native
+from kvbench.storage.native.build import SWITCH
 
 CPU = torch.device("cpu")
 SMALL = Namespace(dtype="float32", heads=2, query_heads=4, head_dim=16, repeats=3, clock="wall")

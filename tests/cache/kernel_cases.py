@@ -7,16 +7,16 @@ from families import build
 
 import kvbench
 from kvbench.bench import kernels as bench
-from kvbench.cache import kernels
-from kvbench.cache.attend import Ragged, RowSegment, attend, flat, stack
-from kvbench.cache.coded_rows import CodedRows
-from kvbench.cache.kernels import SWITCH, exact, softmax
-from kvbench.cache.kernels.merge import Parts
 from kvbench.cache.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
 from kvbench.cache.partly_packed import Codes, Residual
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.model.graph import StillLayer
 from kvbench.model.rows import RowLayer
+from kvbench.storage import kernels
+from kvbench.storage.attend import Ragged, RowSegment, attend, flat, stack
+from kvbench.storage.kernels import SWITCH, exact, softmax
+from kvbench.storage.kernels.merge import Parts
+from kvbench.storage.packed_rows import CodedRows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not kernels.interpreted() else "cpu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

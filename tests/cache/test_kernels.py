@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from kvbench.bench import kernels as bench
-from kvbench.cache import kernels
-from kvbench.cache.attend import Ragged, flat
-from kvbench.cache.kernels import SWITCH
 from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
 from kvbench.provenance import provenance
+from kvbench.storage import kernels
+from kvbench.storage.attend import Ragged, flat
+from kvbench.storage.kernels import SWITCH
 
 REASON = "triton is not installed (extra gpu: 290 MB, too much for the tests' environment)"
 HAVE = importlib.util.find_spec("triton") is not None
@@ -47,7 +47,7 @@ COMPILE = """
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from kvbench.cache.kernels import exact, merge, packed
+from kvbench.storage.kernels import exact, merge, packed
 
 BLOCKS = dict(T=1, R=4, D=128, BLOCK_R=16, BLOCK_D=128, BLOCK_N=64, PRODUCT=tl.bfloat16)
 WHOLE = dict(key_channels=None, value_channels=None, starts=None, lengths=None)
@@ -121,7 +121,7 @@ def test_without_triton_there_are_no_kernels(monkeypatch):
 @triton
 @pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler"), TritonError("out of resource: shared")])
 def test_a_device_that_runs_no_kernel_is_left_to_plain_pytorch_with_a_warning(monkeypatch, error):
-    from kvbench.cache.kernels import exact
+    from kvbench.storage.kernels import exact
 
     def refuse(*_):
         raise error
@@ -136,7 +136,7 @@ def test_a_device_that_runs_no_kernel_is_left_to_plain_pytorch_with_a_warning(mo
 @pytest.mark.parametrize("programs", [1, 8, 64, 5000])
 @pytest.mark.parametrize("token_bytes", [32, 256, 512, 1024, 4096])
 def test_splits_cover_every_token_once(longest, programs, token_bytes):
-    from kvbench.cache.kernels.softmax import LEAST_SPAN, MOST_SPLITS, TILE_BYTES, splits
+    from kvbench.storage.kernels.softmax import LEAST_SPAN, MOST_SPLITS, TILE_BYTES, splits
 
     cut = splits(longest, programs, token_bytes, 132)
     assert (cut.count - 1) * cut.span < longest <= cut.count * cut.span and 1 <= cut.count <= MOST_SPLITS

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvbench.cache import native
-from kvbench.cache.coded_rows import CodedRows, exact, packed_logits, packed_weigh
-from kvbench.cache.native import build
 from kvbench.cache.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
 from kvbench.cache.partly_packed import Codes, Residual
 from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
 from kvbench.provenance import provenance
+from kvbench.storage import native
+from kvbench.storage.native import build
+from kvbench.storage.packed_rows import CodedRows, exact, packed_logits, packed_weigh
 
 compiled = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -219,7 +219,7 @@ BUILD = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from kvbench.cache.native import build
+from kvbench.storage.native import build
 build.load(build.find_compiler(), Path(sys.argv[1])).packed_attend
 print("loaded")
 """

@@ -9,10 +9,8 @@ from calibrations import ready
 from families import build, heads_of, prompt
 
 import kvbench
-from kvbench.cache import coded_rows, slot_stores
 from kvbench.cache.audit import Refused
 from kvbench.cache.peak import Stored, check_bytes, check_peak
-from kvbench.cache.stored import allocated
 from kvbench.methods.cake import Cake
 from kvbench.methods.chain import Chain
 from kvbench.methods.streamingllm import StreamingLLM
@@ -23,6 +21,8 @@ from kvbench.model.likelihood import teacher_force
 from kvbench.model.rows import RowLayer
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import step
+from kvbench.storage import evicting_store, packed_rows
+from kvbench.storage.row_bytes import allocated
 
 RAGGED = {"method": "refreekv", "mode": "eq1", "reduce": "per_head", "T": 0.2}
 METHODS = [
@@ -128,7 +128,7 @@ def test_a_growing_cache_with_more_than_its_new_tokens_is_refused():
 
 
 def test_slots_that_are_not_given_back_are_refused(monkeypatch):
-    from kvbench.cache.slots import SlotRows
+    from kvbench.storage.evicting_rows import SlotRows
 
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(33, 1), [{"method": "h2o", "variant": "orig", "kv_size": 12}])
@@ -203,10 +203,10 @@ def test_storage_that_costs_more_than_declared_is_refused(method, monkeypatch):
         for group in self.groups:
             for s in group.segments:
                 object.__setattr__(s, "v", s.v.double())
-            if isinstance(group.coded, coded_rows.CodedRows):
+            if isinstance(group.coded, packed_rows.CodedRows):
                 group.coded.k.ring = group.coded.k.ring.double()
         for _, slots in self.slots:
-            if isinstance(slots.store, slot_stores.Thin):
+            if isinstance(slots.store, evicting_store.Thin):
                 slots.store.v.kept = slots.store.v.kept.double()
             elif isinstance(slots.store.k, torch.Tensor):
                 slots.store.k = slots.store.k.double()

@@ -7,10 +7,10 @@ import torch
 from families import build, prompt
 
 import kvbench
-from kvbench.cache.slots import Rotary
 from kvbench.errors import UsageError
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import rotation, step
+from kvbench.storage.evicting_rows import Rotary
 
 RULES = {
     "h2o": {"method": "h2o", "variant": "orig", "kv_size": 12},

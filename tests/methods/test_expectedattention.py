@@ -6,11 +6,11 @@ import torch
 from families import build, prompt
 
 import kvbench
-from kvbench.cache.slots import Rotary
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.expectedattention import ExpectedAttention
+from kvbench.storage.evicting_rows import Rotary
 
 N, SIZE = 22, 9
 

@@ -10,7 +10,6 @@ from calibrated import bound
 from families import FAMILIES, build, prompt
 
 import kvbench
-from kvbench.cache import latent_rows
 from kvbench.cache.audit import Refused, audit
 from kvbench.calibration.recipe import Calibration
 from kvbench.calibration.session import Session
@@ -21,6 +20,7 @@ from kvbench.model.adapted import adapted
 from kvbench.model.interface import attention_modules
 from kvbench.model.likelihood import teacher_force
 from kvbench.model.lowrank import LowRank, lifts, projection
+from kvbench.storage import latent_rows
 
 N, NEW = 60, 6
 

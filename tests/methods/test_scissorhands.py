@@ -9,11 +9,11 @@ from families import build, prompt
 import kvbench
 from kvbench.cache.audit import audit
 from kvbench.cache.segment import Needs
-from kvbench.cache.slots import Slots
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.h2o import H2O
 from kvbench.methods.scissorhands import Scissorhands
+from kvbench.storage.evicting_rows import Slots
 
 VARIANTS = ("code", "paper")
 

@@ -4,11 +4,11 @@ import method_reference as ref
 import pytest
 import torch
 
-from kvbench.cache.attend import attend, stack
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.think import Think
+from kvbench.storage.attend import attend, stack
 
 N, D = 24, 8
 

@@ -8,10 +8,10 @@ from families import build, prompt
 
 import kvbench
 from kvbench.cache.audit import audit
-from kvbench.cache.slots import Slots
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.tova import TOVA
+from kvbench.storage.evicting_rows import Slots
 
 N = 30
 

@@ -9,13 +9,13 @@ import torch
 from families import build, prompt
 
 import kvbench
-from kvbench.cache.attend import attend, stack
 from kvbench.cache.audit import audit
 from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.twilight import Twilight
 from kvbench.model.decode import Ending, generate_rows
+from kvbench.storage.attend import attend, stack
 
 
 def masked(weights, p):

@@ -9,7 +9,6 @@ from families import build, prompt
 
 import kvbench
 from kvbench.cache.audit import audit
-from kvbench.cache.slots import Slots
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity, protect
@@ -17,6 +16,7 @@ from kvbench.methods.vatp import Vatp
 from kvbench.model.interface import attached
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import step
+from kvbench.storage.evicting_rows import Slots
 
 N, SIZE, D = 26, 13, 8
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}

@@ -6,7 +6,7 @@ from families import FAMILIES, build, prompt
 from runs import prepare
 
 import kvbench
-from kvbench.cache import attend
+from kvbench.storage import attend
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -13,17 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.cache.kernels.merge import Parts
-from kvbench.cache.kernels.softmax import (
-    Splits,
-    begun,
-    cut,
-    finished,
-    places,
-    power,
-    product_type,
-    softmax_step,
-)
+from kvbench.storage.kernels.merge import Parts
+from kvbench.storage.kernels.softmax import Splits, begun, cut, finished, places, power, product_type, softmax_step
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.cache.kernels.softmax import power
+from kvbench.storage.kernels.softmax import power
 
 
 @dataclass(frozen=True)

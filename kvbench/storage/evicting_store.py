@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvbench.cache.attend import logits, spread, weigh
-from kvbench.cache.coded_rows import exact, packed_logits, packed_weigh
 from kvbench.cache.ops import only_segment, select
 from kvbench.cache.packed import Packed
 from kvbench.cache.partly_packed import each, parts, write
 from kvbench.cache.segment import LayerCache, Segment, per_head
+from kvbench.storage.attend import logits, spread, weigh
+from kvbench.storage.packed_rows import exact, packed_logits, packed_weigh
 
 Read = Callable[[Tensor], Tensor] | None  # what attention sees in the place of keys [..., D]; None: the keys
 

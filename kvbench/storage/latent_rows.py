@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvbench.cache.attend import Masker, logits, rounded, weigh
 from kvbench.cache.segment import Segment
+from kvbench.storage.attend import Masker, logits, rounded, weigh
 
 BLOCK = 2**20  # elements of keys rebuilt at once
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cache import kernels
 from kvbench.cache.segment import Segment
+from kvbench.storage import kernels
 
 
 @dataclass(frozen=True)

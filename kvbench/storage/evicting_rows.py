@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvbench.cache.attend import rounded
 from kvbench.cache.segment import LayerCache, Segment
-from kvbench.cache.slot_stores import OneFormat, Packer, Read, Store, Thin, one_by_one
 from kvbench.errors import UsageError
+from kvbench.storage.attend import rounded
+from kvbench.storage.evicting_store import OneFormat, Packer, Read, Store, Thin, one_by_one
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kvbench.cache.attend import Ragged, RowSegment
-from kvbench.cache.coded_rows import CodedRows, Store
-from kvbench.cache.latent_rows import LatentRows
 from kvbench.cache.partly_packed import Values, parts
 from kvbench.cache.segment import storage_bytes
-from kvbench.cache.slot_stores import OneFormat, Thin
-from kvbench.cache.slots import SlotRows
+from kvbench.storage.attend import Ragged, RowSegment
+from kvbench.storage.evicting_rows import SlotRows
+from kvbench.storage.evicting_store import OneFormat, Thin
+from kvbench.storage.latent_rows import LatentRows
+from kvbench.storage.packed_rows import CodedRows, Store
 
 if TYPE_CHECKING:
     from kvbench.model.rows import RowLayer
@@ -61,7 +61,7 @@ def _behind(x: Any) -> Iterator[Tensor]:
             yield from _behind(item)
     elif isinstance(x, Mapping):
         yield from _behind(list(x.values()))
-    elif type(x).__module__.startswith(("kvbench.cache.", "kvbench.model.rows")):
+    elif type(x).__module__.startswith(("kvbench.cache.", "kvbench.storage.", "kvbench.model.rows")):
         yield from _behind(list(vars(x).values()))
 
 

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cache import kernels, native
-from kvbench.cache.attend import Masker, logits, rounded, spread, summed, weigh
 from kvbench.cache.packed import Packed
 from kvbench.cache.partly_packed import Residual
 from kvbench.cache.segment import Segment
+from kvbench.storage import kernels, native
+from kvbench.storage.attend import Masker, logits, rounded, spread, summed, weigh
 
 
 class Coder(Protocol):

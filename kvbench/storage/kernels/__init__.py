@@ -1,6 +1,6 @@
 """Decode attention by Triton kernels, for tensors on a GPU: dequantised, weighed and summed up where tokens are read.
 
-Every function returns None where it cannot serve; plain PyTorch does then (kvbench.cache.attend, coded_rows), whose
+Every function returns None where it cannot serve; plain PyTorch does then (kvbench.storage.attend, coded_rows), whose
 numbers are the reference. ``KVBENCH_KERNELS=off`` does without. Under ``TRITON_INTERPRET=1``, which must be set before
 anything imports Triton, tensors on a CPU are served by its interpreter: slow, for tests.
 Shapes: B rows, Hq query heads, H stored heads, T new tokens, L tokens, D head dimension, C kept channels.
@@ -22,7 +22,7 @@ from kvbench.cache.packed import Packed
 from kvbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvbench.cache.attend import Ragged, RowSegment
+    from kvbench.storage.attend import Ragged, RowSegment
 
 SWITCH = "KVBENCH_KERNELS"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -65,8 +65,8 @@ def attend(
     heads = [tail[0].shape[1], *(s.heads for s in segments)]
     if not _fits(query, min(heads)) or any(s.shared is not None for s in segments):
         return None
-    from kvbench.cache.kernels import exact
-    from kvbench.cache.kernels.merge import Parts
+    from kvbench.storage.kernels import exact
+    from kvbench.storage.kernels.merge import Parts
 
     query = query.contiguous()
     runs = [
@@ -96,14 +96,14 @@ def attend_packed(
 ) -> Tensor | None:
     """Attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], over packed tokens and a ring of exact ones.
 
-    Everything as kvbench.cache.native.attend takes it.
+    Everything as kvbench.storage.native.attend takes it.
     """
     heads = exact[0].shape[1]
     if not _fits(query, heads):
         return None
-    from kvbench.cache.kernels import packed as kernel
-    from kvbench.cache.kernels import softmax
-    from kvbench.cache.kernels.merge import Parts
+    from kvbench.storage.kernels import packed as kernel
+    from kvbench.storage.kernels import softmax
+    from kvbench.storage.kernels.merge import Parts
 
     if not all(kernel.readable(x) for x in packed):
         return None
@@ -139,8 +139,8 @@ def _works(device: torch.device) -> bool:
         return False
     from triton.errors import TritonError
 
-    from kvbench.cache.kernels import exact
-    from kvbench.cache.kernels.merge import Parts
+    from kvbench.storage.kernels import exact
+    from kvbench.storage.kernels.merge import Parts
 
     try:
         query = torch.zeros(1, 1, 1, 16, device=device)

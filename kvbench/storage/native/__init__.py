@@ -1,6 +1,6 @@
 """Attention over packed tokens by compiled code, where there is a C++ compiler and tensors are on a CPU.
 
-Every function returns None where it cannot serve; plain PyTorch does then (kvbench.cache.coded_rows), whose numbers
+Every function returns None where it cannot serve; plain PyTorch does then (kvbench.storage.packed_rows), whose numbers
 are the reference: both agree to rounding. Queries are fp32.
 Shapes: U rows, H stored heads, Hq query heads, T new tokens, L tokens, D head dimension, C kept channels.
 """
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.native import build
 from kvbench.cache.packed import Packed
+from kvbench.storage.native import build
 
 
 def available() -> bool:
