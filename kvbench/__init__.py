@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvbench.api import calibrate, extend, generate, prefill
     from kvbench.cache.segment import Cache, LayerCache
-    from kvbench.model.load import load_model
+    from kvbench.models.load import load_model
 
 __version__ = "0.1.0"
 __all__ = ["Cache", "LayerCache", "calibrate", "extend", "generate", "load_model", "prefill"]
@@ -19,7 +19,7 @@ _HOMES = {
     "calibrate": "kvbench.api",
     "extend": "kvbench.api",
     "generate": "kvbench.api",
-    "load_model": "kvbench.model.load",
+    "load_model": "kvbench.models.load",
     "prefill": "kvbench.api",
 }
 

@@ -25,8 +25,8 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.model import decode
-from kvbench.model.load import EMBEDDED
 from kvbench.model.prefill import prefill_chains
+from kvbench.models.load import EMBEDDED
 
 Entry = str | Mapping[str, Any] | Chain
 

@@ -17,7 +17,8 @@ from kvbench.config import RunConfig
 from kvbench.errors import UsageError, ending
 from kvbench.host import Host
 from kvbench.listener import Listener, Listeners, Status
-from kvbench.model import load, precision
+from kvbench.model import precision
+from kvbench.models import load
 from kvbench.plan import Cell, Group
 from kvbench.prepared import Prepared as Prepared
 from kvbench.prepared import check_model, context_of, identify, open_session, threads

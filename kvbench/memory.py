@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.errors import KvbenchError
-from kvbench.model.interface import attention_modules
+from kvbench.models.interface import attention_modules
 
 GIB = 2**30
 USED_SHARE = 0.7

@@ -19,8 +19,9 @@ from kvbench.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.config import RunConfig
 from kvbench.estimate import Estimate, estimate
 from kvbench.host import ROWS_CPU, ROWS_GPU
-from kvbench.model import load, precision
-from kvbench.model.interface import head_counts
+from kvbench.model import precision
+from kvbench.models import load
+from kvbench.models.interface import head_counts
 from kvbench.plan import Cell, Group, build_groups, pending
 from kvbench.store import ResultStore
 from kvbench.tasks.base import Tokenizer

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from kvbench.cache.exact_attention import column_sums
 from kvbench.cache.model_shape import Shape
-from kvbench.model.interface import synchronise
+from kvbench.models.interface import synchronise
 
 WIDEST = 2048
 """Matrices are measured up to this width: wider ones take no less per element."""

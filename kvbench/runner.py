@@ -28,10 +28,10 @@ from kvbench.metrics import score
 from kvbench.model.batch import Answer
 from kvbench.model.decode import Ending, extend_cache
 from kvbench.model.finite import no_answer
-from kvbench.model.interface import attached, synchronise
 from kvbench.model.likelihood import teacher_force
 from kvbench.model.prefill import check_capacity, check_window, prefill_chains
 from kvbench.model.state import state_of
+from kvbench.models.interface import attached, synchronise
 from kvbench.plan import Cell, Group, pending
 from kvbench.store import ResultStore, Writer
 from kvbench.store_files import Sample

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvbench.config import ModelConfig
 from kvbench.describe import page
-from kvbench.model.load import load_tokenizer, locate
+from kvbench.models.load import load_tokenizer, locate
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "what-is-measured.md"
 

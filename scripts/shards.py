@@ -18,7 +18,7 @@ import torch
 
 from kvbench import experiment, memory
 from kvbench.errors import KvbenchError
-from kvbench.model import load
+from kvbench.models import load
 from kvbench.papers import claims, declared, ledger, measured
 from kvbench.papers.declared import Declared
 from kvbench.papers.joint import joint

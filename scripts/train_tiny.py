@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from kvbench.model import embedded
-from kvbench.model.embedded import card, initial, train
+from kvbench.models import embedded
+from kvbench.models.embedded import card, initial, train
 
 
 def arguments() -> argparse.Namespace:

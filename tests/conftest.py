@@ -17,7 +17,7 @@ SMOL = "smollm2-135m-q4_1"
 def smol():
     """The folder of the small pretrained model; skips where it was not fetched, fails if KVBENCH_REQUIRE_MODELS=1."""
     from kvbench.errors import UsageError
-    from kvbench.model import fetch
+    from kvbench.models import fetch
 
     try:
         return fetch.located(SMOL)

@@ -30,7 +30,7 @@ def model(folder: Path, context: int = 8192) -> Path:
         eos_token_id=2,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    embedded = Path(kvbench.__file__).parent / "model" / "embedded" / "tiny"
+    embedded = Path(kvbench.__file__).parent / "models" / "embedded" / "tiny"
     shutil.copy(embedded / "tokenizer.json", folder / "tokenizer.json")
     settings = json.loads((embedded / "tokenizer_config.json").read_text())
     template = "{% for m in messages %}{{ m['content'] }} . {% endfor %}"

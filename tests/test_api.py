@@ -118,7 +118,7 @@ def test_padding_and_foreign_calls_are_refused():
     model = build("llama")
     with pytest.raises(UsageError, match="one unpadded prompt"):
         kvbench.prefill(model, torch.stack([prompt(5), prompt(5)]), ["full"])
-    from kvbench.model.interface import attached
+    from kvbench.models.interface import attached
 
     with attached(model), pytest.raises(UsageError, match="padding"):
         model(prompt(5)[None], attention_mask=torch.tensor([[0, 1, 1, 1, 1]]))

@@ -121,8 +121,8 @@ def test_the_wheel_carries_conf_and_weights(tmp_path):
     assert {
         "kvbench/conf/config.yaml",
         "kvbench/conf/method/snapkv.yaml",
-        "kvbench/model/embedded/tiny/model.safetensors",
-        "kvbench/model/embedded/tiny/tokenizer.json",
+        "kvbench/models/embedded/tiny/model.safetensors",
+        "kvbench/models/embedded/tiny/tokenizer.json",
     } <= names
 
 
@@ -131,7 +131,7 @@ def test_the_page_of_what_is_measured_is_what_the_code_does():
 
     from kvbench.config import ModelConfig
     from kvbench.describe import page
-    from kvbench.model.load import load_tokenizer, locate
+    from kvbench.models.load import load_tokenizer, locate
 
     root = data_path("gsm8k_test.jsonl").parent
     cfg = ModelConfig(name="tiny", path="embedded:tiny")

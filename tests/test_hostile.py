@@ -22,7 +22,7 @@ from kvbench.methods.base import Mask
 from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.snapkv import SnapKV
-from kvbench.model import load
+from kvbench.models import load
 from kvbench.plan import Cell
 from kvbench.runner import run_group
 from kvbench.store import ResultStore

@@ -317,7 +317,7 @@ def test_equal_budgets_are_one_cell_however_they_are_written(tmp_path):
 
 
 def test_too_long_an_answer_is_refused_before_the_model_loads(tmp_path, capsys, monkeypatch):
-    from kvbench.model import load
+    from kvbench.models import load
 
     monkeypatch.setattr(load, "load_weights", lambda *a: pytest.fail("weights were loaded"))
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answers": ["b"], "max_new_tokens": 5000}\n')

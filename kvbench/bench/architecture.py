@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from kvbench.cache.model_shape import from_entry
 from kvbench.config import ModelConfig
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.model import load
-from kvbench.model.interface import FAMILIES
+from kvbench.models import load
+from kvbench.models.interface import FAMILIES
 
 LEARNED_POSITIONS = ("opt",)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvbench.model.interface import synchronise
+from kvbench.models.interface import synchronise
 
 Mark = Any
 """A moment: seconds of the processor's clock, or an event in a CUDA stream."""

@@ -24,8 +24,8 @@ from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Observation
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
-from kvbench.model.interface import synchronise
 from kvbench.model.rows import RowLayer
+from kvbench.models.interface import synchronise
 from kvbench.storage import native
 from kvbench.storage.native.build import SWITCH
 

@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import api
 from kvbench.memory import of_process
-from kvbench.model.interface import attached
 from kvbench.model.step import build, step
+from kvbench.models.interface import attached
 
 LIMIT = 1.30
 GROWTH_LIMIT = 2 * 2**20

@@ -21,7 +21,7 @@ from kvbench import config, experiment
 from kvbench.cli.rewrite import rewrite
 from kvbench.experiment import Prepared
 from kvbench.host import Host
-from kvbench.model import load
+from kvbench.models import load
 from kvbench.provenance import provenance
 from kvbench.runner import run_group
 from kvbench.store import ResultStore

@@ -22,10 +22,10 @@ from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.methods.chain import Chain
 from kvbench.model.adapted import adapted
 from kvbench.model.graph import Graph
-from kvbench.model.interface import NAME, attached
 from kvbench.model.prefill import prefill_chains
 from kvbench.model.rows import RowLayer
 from kvbench.model.step import build, step
+from kvbench.models.interface import NAME, attached
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from kvbench.errors import KvbenchError
 from kvbench.memory import GIB, is_out_of_memory, of_process, release
 from kvbench.methods.chain import Chain
 from kvbench.model.adapted import adapted
-from kvbench.model.interface import attached
 from kvbench.model.prefill import prefill_chains
 from kvbench.model.step import build, step
+from kvbench.models.interface import attached
 
 MOST_ROWS = 4096
 T = TypeVar("T")

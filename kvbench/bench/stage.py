@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvbench.methods.chain import Chain
 from kvbench.methods.uncomp_stage import STARTS, UncompStage
-from kvbench.model.interface import synchronise
 from kvbench.model.prefill import prefill_chains
+from kvbench.models.interface import synchronise
 
 FULL = "full"
 # arXiv 2410.03090, A.3: the schedule is of prompts of this length

@@ -33,7 +33,7 @@ from kvbench.cli.rewrite import rewrite
 from kvbench.experiment import Prepared
 from kvbench.host import Host
 from kvbench.memory import of_process
-from kvbench.model import load
+from kvbench.models import load
 
 METHODS = ("full", "streamingllm", "snapkv", "keynorm", "h2o", "snapkv+think")
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)

@@ -89,7 +89,7 @@ class CorpusText:
 
     def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
         """See ``Text``; its windows are at most 2048 tokens long, as those of training were."""
-        from kvbench.model.embedded import corpus
+        from kvbench.models.embedded import corpus
 
         if tokens > CORPUS_LONGEST:
             raise UsageError(f"tokens={tokens} is not possible: {self.name} has sequences of up to {CORPUS_LONGEST}")

@@ -74,7 +74,7 @@ def shape_of(cfg: RunConfig) -> Shape:
 
     if cfg.model.shape is not None:
         return from_entry(cfg.model.shape)
-    from kvbench.model import load
+    from kvbench.models import load
 
     return from_config(load.locate(cfg.model).config)
 

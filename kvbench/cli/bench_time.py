@@ -80,7 +80,7 @@ def _one_model(
 
     from kvbench import config
     from kvbench.bench import architecture, records, timing
-    from kvbench.model import load
+    from kvbench.models import load
 
     cfg = config.parse(config.compose_config(overrides))
     if cfg.threads is not None:
@@ -148,7 +148,7 @@ def _entrants(cfg: RunConfig, peers: str, step: str) -> list[Entrant]:
 def _settings(cfg: RunConfig, overrides: Sequence[str], own: Mapping[str, str], device: Any) -> Settings:
     from kvbench.bench import architecture, environment
     from kvbench.bench.timing import Settings
-    from kvbench.model import load
+    from kvbench.models import load
 
     if own["generate"] not in ("full", "sampled"):
         raise unknown("value of generate", own["generate"], ("full", "sampled"))

@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _record(name: str, entry: dict[str, Any], full: bool) -> dict[str, Any]:
     """A model's state: embedded, missing, here, damaged, or partly (in the hub's cache)."""
-    from kvbench.model import fetch
+    from kvbench.models import fetch
     from kvbench.tasks import hub
 
     record = {
@@ -96,7 +96,7 @@ def _record(name: str, entry: dict[str, Any], full: bool) -> dict[str, Any]:
 
 
 def _fetch(names: list[str], every: dict[str, Any], given: str | None, as_json: bool) -> int:
-    from kvbench.model import fetch
+    from kvbench.models import fetch
     from kvbench.tasks import hub
 
     if not names:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from kvbench.cache.segment import Needs, Observation
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
-from kvbench.model.interface import head_counts, sliding_window
 from kvbench.model.prefill import as_prompt, check_capacity, observe
+from kvbench.models.interface import head_counts, sliding_window
 
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
 

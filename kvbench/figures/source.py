@@ -18,7 +18,7 @@ from kvbench.config import RunConfig
 from kvbench.errors import UsageError
 from kvbench.figures.figure import Figure
 from kvbench.figures.reading import Prompt
-from kvbench.model import load
+from kvbench.models import load
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
 from kvbench.tasks.prompt import check, encode
 

@@ -17,7 +17,7 @@ from kvbench.calibration.entropy import entropy
 from kvbench.figures import style
 from kvbench.figures.figure import Figure
 from kvbench.figures.reading import Prompt, Reading
-from kvbench.model.interface import decoder_layers
+from kvbench.models.interface import decoder_layers
 
 
 def hidden_entropy(reading: Reading) -> pd.DataFrame:

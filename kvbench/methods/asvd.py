@@ -14,10 +14,10 @@ import torch
 
 from kvbench.calibration.recipe import Recipe
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
-from kvbench.model.factors import Factors, Spectrum, joined, nearest_rank, searched_ranks
-from kvbench.model.interface import attention_modules
-from kvbench.model.lowrank import Shape, linears
-from kvbench.model.lowrank_statistics import mean_loss, mean_sizes
+from kvbench.models.factors import Factors, Spectrum, joined, nearest_rank, searched_ranks
+from kvbench.models.interface import attention_modules
+from kvbench.models.lowrank import Shape, linears
+from kvbench.models.lowrank_statistics import mean_loss, mean_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,8 +14,8 @@ from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Observation
 from kvbench.errors import UsageError
 from kvbench.methods.base import Role, Stage
-from kvbench.model import lowrank
-from kvbench.model.factors import Factors
+from kvbench.models import lowrank
+from kvbench.models.factors import Factors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

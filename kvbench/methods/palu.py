@@ -11,7 +11,7 @@ import torch
 
 from kvbench.calibration.recipe import Recipe
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
-from kvbench.model.factors import (
+from kvbench.models.factors import (
     Factors,
     Spectrum,
     damping,
@@ -21,9 +21,9 @@ from kvbench.model.factors import (
     nearest_rank,
     whitening,
 )
-from kvbench.model.interface import attention_modules
-from kvbench.model.lowrank import Shape, linears
-from kvbench.model.lowrank_statistics import moments, moments_bytes
+from kvbench.models.interface import attention_modules
+from kvbench.models.lowrank import Shape, linears
+from kvbench.models.lowrank_statistics import moments, moments_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

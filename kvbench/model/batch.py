@@ -21,9 +21,9 @@ from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
 from kvbench.model.adapted import adapted
 from kvbench.model.ending import Ending, sample, without
-from kvbench.model.interface import KvbenchLayer, attached
 from kvbench.model.rows import RowLayer
 from kvbench.model.step import build, step, stored_in
+from kvbench.models.interface import KvbenchLayer, attached
 from kvbench.storage.row_bytes import allocated
 
 FINISHED_SHARE = 0.25

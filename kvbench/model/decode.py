@@ -18,9 +18,9 @@ from kvbench.model.batch import Answer, DecodeBatch
 from kvbench.model.ending import Ending as Ending
 from kvbench.model.ending import sample as sample
 from kvbench.model.finite import no_answer
-from kvbench.model.interface import attached
 from kvbench.model.prefill import as_prompt, check_capacity, check_window
 from kvbench.model.step import build, step
+from kvbench.models.interface import attached
 
 
 def generate_rows(

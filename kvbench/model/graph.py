@@ -15,9 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
 from kvbench.errors import KvbenchError
-from kvbench.model.interface import KvbenchLayer
 from kvbench.model.rows import RowLayer
 from kvbench.model.step import step
+from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import kernels
 from kvbench.storage.attend import RowSegment, attend
 

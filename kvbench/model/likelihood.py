@@ -14,9 +14,9 @@ from kvbench.cache.segment import Cache
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
 from kvbench.model.adapted import adapted, alike
-from kvbench.model.interface import attached
 from kvbench.model.prefill import as_prompt
 from kvbench.model.step import build, stored_in
+from kvbench.models.interface import attached
 
 
 def teacher_force(

@@ -31,7 +31,7 @@ from kvbench.methods.layers import Layers
 from kvbench.model.adapted import adapted
 from kvbench.model.finite import check_finite
 from kvbench.model.handed import Handed
-from kvbench.model.interface import (
+from kvbench.models.interface import (
     KvbenchLayer,
     Rows,
     attached,
@@ -42,7 +42,7 @@ from kvbench.model.interface import (
     sliding_window,
     synchronise,
 )
-from kvbench.model.lowrank import lifts
+from kvbench.models.lowrank import lifts
 
 EXACT = 0
 CHOSEN_BY = 5  # first tokens by which heads are grouped

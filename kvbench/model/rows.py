@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.cache import ops
 from kvbench.cache.partly_packed import Codes, side_by_side
 from kvbench.cache.segment import LayerCache, Segment
-from kvbench.model.interface import KvbenchLayer
+from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import kernels
 from kvbench.storage.attend import Masker, Ragged, RowSegment, attend, flat, format_of, stack
 from kvbench.storage.evicting_rows import Evictor, Rotary, SlotRows

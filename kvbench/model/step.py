@@ -12,9 +12,9 @@ from transformers.cache_utils import Cache as HFCache
 from kvbench.cache.peak import Stored
 from kvbench.cache.segment import Cache
 from kvbench.errors import UsageError
-from kvbench.model.interface import KvbenchLayer, sliding_window
-from kvbench.model.lowrank import lifts
 from kvbench.model.rows import RowLayer
+from kvbench.models.interface import KvbenchLayer, sliding_window
+from kvbench.models.lowrank import lifts
 from kvbench.storage.evicting_rows import Rotary
 
 

@@ -16,8 +16,8 @@ from kvbench.errors import UsageError
 from kvbench.experiment import Prepared
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
-from kvbench.model import load
-from kvbench.model.interface import head_counts
+from kvbench.models import load
+from kvbench.models.interface import head_counts
 from kvbench.papers import settings, standin, timings
 from kvbench.papers.declared import Column, Declared, Given, Row
 from kvbench.papers.published import model_id

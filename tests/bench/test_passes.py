@@ -15,9 +15,9 @@ from kvbench.cli.rewrite import rewrite
 from kvbench.errors import UsageError
 from kvbench.model.decode import generate_rows
 from kvbench.model.ending import Ending
-from kvbench.model.interface import attached
 from kvbench.model.prefill import prefill_chains
 from kvbench.model.step import build, step
+from kvbench.models.interface import attached
 
 CPU = torch.device("cpu")
 SIZES = {  # parameters as their makers publish them

@@ -16,11 +16,11 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.model.adapted import adapted
 from kvbench.model.decode import Ending, extend_cache, generate_rows
-from kvbench.model.interface import attached
 from kvbench.model.likelihood import teacher_force
 from kvbench.model.rows import RowLayer
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import step
+from kvbench.models.interface import attached
 from kvbench.storage import evicting_store, packed_rows
 from kvbench.storage.row_bytes import allocated
 

@@ -31,7 +31,7 @@ def test_budget_holds_and_batched_equals_alone(rule, family):
     assert together == [kvbench.generate(model, [c], 20)[0] for c in [*caches, *others]]
     batch = build_batch(model, caches, 30)
     with torch.no_grad():
-        from kvbench.model.interface import attached
+        from kvbench.models.interface import attached
 
         tokens = torch.tensor([[5]] * 3)
         seen = torch.tensor([c.seen for c in caches])
@@ -113,7 +113,7 @@ def test_rolled_first_layer_attends_as_a_fresh_pass_over_the_kept_tokens():
     batch = build_batch(model, [cache], 4)
     outputs = []
     hook = model.model.layers[0].self_attn.register_forward_hook(lambda m, a, o: outputs.append(o[0]))
-    from kvbench.model.interface import attached
+    from kvbench.models.interface import attached
 
     with torch.no_grad(), attached(model):
         step(model, batch, torch.tensor([[answer[0]]]), torch.tensor([[40]]))

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from kvbench.cli.main import main
-from kvbench.model import load
+from kvbench.models import load
 
 BAD = {
     "run method=snapkw": "Did you mean snapkv",

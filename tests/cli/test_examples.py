@@ -12,7 +12,7 @@ from data import data_path
 from kvbench.cli.main import VERBS, main
 
 ROOT = Path(__file__).parent.parent.parent
-TINY = str(ROOT / "kvbench" / "model" / "embedded" / "tiny")
+TINY = str(ROOT / "kvbench" / "models" / "embedded" / "tiny")
 SMALL = "examples=4 length=256"
 
 INSTEAD = {

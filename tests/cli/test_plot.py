@@ -9,7 +9,7 @@ from families import build
 
 from kvbench.cli.main import main
 from kvbench.figures.registry import FIGURES
-from kvbench.model import load
+from kvbench.models import load
 
 SMALL = ["length=128", "limit=1"]
 

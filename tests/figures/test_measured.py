@@ -214,7 +214,7 @@ def test_end_to_end_and_again_without_measuring(tmp_path, capsys, monkeypatch):
     assert main(line) == 0
     (first,) = json.loads(capsys.readouterr().out)
     pictures = {p: Path(p).read_bytes() for p in first["files"]}
-    monkeypatch.setattr("kvbench.model.load.load_weights", lambda *a: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kvbench.models.load.load_weights", lambda *a: pytest.fail("weights were loaded"))
     assert main([*line, "--stored"]) == 0
     assert json.loads(capsys.readouterr().out) == [first]
     assert {p: Path(p).read_bytes() for p in first["files"]} == pictures

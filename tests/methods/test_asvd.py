@@ -10,7 +10,7 @@ import kvbench
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.asvd import FRACTIONS
-from kvbench.model.factors import nearest_rank
+from kvbench.models.factors import nearest_rank
 
 N, NEW = 60, 6
 

@@ -19,9 +19,9 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.cake import Cake
 from kvbench.methods.layers import Layers
-from kvbench.model.interface import attached
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import step
+from kvbench.models.interface import attached
 
 N, D, W, LAYERS = 40, 8, 4, 5
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}

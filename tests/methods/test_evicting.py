@@ -15,9 +15,9 @@ from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.model.decode import Ending, generate_rows
-from kvbench.model.interface import attached
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import step
+from kvbench.models.interface import attached
 
 SELECTORS = [
     m

@@ -16,9 +16,9 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity
 from kvbench.methods.h2o import H2O
-from kvbench.model.interface import attached
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import step
+from kvbench.models.interface import attached
 
 
 def layer_with_colsums(colsums, heads):

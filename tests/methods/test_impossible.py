@@ -9,7 +9,7 @@ from data import data_path
 from kvbench.cli.main import main
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
-from kvbench.model import load
+from kvbench.models import load
 
 STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in registry.available() if m != "full"}
 BUDGETED = [m for m, s in STAGES.items() if isinstance(s, Selector)]

@@ -17,9 +17,9 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.model.adapted import adapted
-from kvbench.model.interface import attention_modules
 from kvbench.model.likelihood import teacher_force
-from kvbench.model.lowrank import LowRank, lifts, projection
+from kvbench.models.interface import attention_modules
+from kvbench.models.lowrank import LowRank, lifts, projection
 from kvbench.storage import latent_rows
 
 N, NEW = 60, 6
@@ -119,7 +119,7 @@ def test_keys_are_rebuilt_a_block_at_a_time(family, monkeypatch):
 
     heads = 2 if family == "llama" else 4
     monkeypatch.setattr(latent_rows, "BLOCK", 7 * heads * 16)
-    monkeypatch.setattr("kvbench.model.lowrank.Lift.keys", spy)
+    monkeypatch.setattr("kvbench.models.lowrank.Lift.keys", spy)
     assert kvbench.generate(model, caches, NEW) == want
     assert max(seen) == 7 and len(seen) >= 3 * (NEW - 1) * (N // 7)
 

@@ -16,9 +16,9 @@ from kvbench.cache.segment import Needs, Observation, storage_bytes
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.qhitter import QHitter
-from kvbench.model.interface import attached
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import step
+from kvbench.models.interface import attached
 
 RATIOS = {"heavy_ratio": 0.15, "recent_ratio": 0.05}
 

@@ -18,7 +18,7 @@ from kvbench.methods import registry
 from kvbench.methods.base import Selector, TokenSelector
 from kvbench.methods.uncomp import UNCompGroup
 from kvbench.methods.uncomp_stage import UncompStage
-from kvbench.model.interface import decoder_layers
+from kvbench.models.interface import decoder_layers
 
 SMALL = {"kv_size": 20, "snapkv.window": 4, "window": 4, "recent": 4, "T": 0.6, "sinks": 2}
 SELECTORS = [

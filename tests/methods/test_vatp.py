@@ -13,9 +13,9 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity, protect
 from kvbench.methods.vatp import Vatp
-from kvbench.model.interface import attached
 from kvbench.model.step import build as build_batch
 from kvbench.model.step import step
+from kvbench.models.interface import attached
 from kvbench.storage.evicting_rows import Slots
 
 N, SIZE, D = 26, 13, 8

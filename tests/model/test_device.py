@@ -13,9 +13,9 @@ from kvbench.methods import registry
 from kvbench.methods.base import Modifier
 from kvbench.methods.chain import Chain
 from kvbench.model import graph
-from kvbench.model.interface import attached
 from kvbench.model.prefill import prefill_chains
 from kvbench.model.step import build, step
+from kvbench.models.interface import attached
 
 CHAINS = ["snapkv+think", "adakv+think", "adakv+kivi", "think+kivi", "h2o+think variant=orig", "scissorhands+vatp"]
 N, NEW = 60, 40

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvbench.model import embedded
-from kvbench.model.embedded import card, corpus, initial, tokenizer, train
-from kvbench.model.embedded.corpus import Role
+from kvbench.models import embedded
+from kvbench.models.embedded import card, corpus, initial, tokenizer, train
+from kvbench.models.embedded.corpus import Role
 from kvbench.tasks import tiny
 
 NASTY = (

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from kvbench.model.factors import (
+from kvbench.models.factors import (
     Spectrum,
     damping,
     divided_ranks,

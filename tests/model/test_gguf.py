@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.config import ModelConfig
 from kvbench.errors import KvbenchError
-from kvbench.model import gguf as converter
-from kvbench.model import load
+from kvbench.models import gguf as converter
+from kvbench.models import load
 
 gguf = pytest.importorskip("gguf")
 

@@ -8,8 +8,8 @@ import kvbench
 from kvbench.errors import KvbenchError
 from kvbench.methods.registry import knob_names
 from kvbench.model.graph import Graph
-from kvbench.model.interface import attached
 from kvbench.model.step import build, step
+from kvbench.models.interface import attached
 
 KNOBS = {"kv_size": 48, "ratio": 0.4, "value_ratio": 0.4}
 N, NEW = 90, 3

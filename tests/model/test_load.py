@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from kvbench.cli.main import main
 from kvbench.config import ModelConfig
 from kvbench.errors import UsageError
-from kvbench.model import embedded, load
+from kvbench.models import embedded, load
 
 
 def folder_of(family, tmp_path, shard="20KB"):

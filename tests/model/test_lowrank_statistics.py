@@ -6,10 +6,10 @@ import pytest
 import torch
 from families import FAMILIES, build, prompt
 
-from kvbench.model.factors import Factors, Spectrum, joined
-from kvbench.model.interface import attention_modules
-from kvbench.model.lowrank import Shape, linears, projection, swapped
-from kvbench.model.lowrank_statistics import mean_loss, mean_sizes, moments, moments_bytes
+from kvbench.models.factors import Factors, Spectrum, joined
+from kvbench.models.interface import attention_modules
+from kvbench.models.lowrank import Shape, linears, projection, swapped
+from kvbench.models.lowrank_statistics import mean_loss, mean_sizes, moments, moments_bytes
 
 WINDOWS = [prompt(30, i) for i in range(4)]
 

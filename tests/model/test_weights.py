@@ -13,8 +13,8 @@ from kvbench.cli.main import main
 from kvbench.config import ModelConfig
 from kvbench.errors import UsageError
 from kvbench.methods import registry
-from kvbench.model import load
 from kvbench.model.prefill import prefill_chains
+from kvbench.models import load
 
 CPU = torch.device("cpu")
 
@@ -100,7 +100,7 @@ def test_what_transformers_leaves_out_itself_is_no_error(folder):
 
 
 def test_a_run_on_half_a_checkpoint_measures_nothing(folder, tmp_path, capsys):
-    from kvbench.model import embedded
+    from kvbench.models import embedded
 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded.path() / name, folder)

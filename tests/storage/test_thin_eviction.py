@@ -12,8 +12,8 @@ from kvbench.cache.peak import check_peak
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.model.decode import Ending, generate_rows, step
-from kvbench.model.interface import attached
 from kvbench.model.step import build as build_batch
+from kvbench.models.interface import attached
 
 N, NEW, SIZE = 34, 30, 16
 PER = {"kv_head": 2, "query_head": 4}

@@ -15,7 +15,7 @@ from kvbench.metrics import score
 from kvbench.tasks.base import load_tasks
 
 ROOT = Path(__file__).parents[2]
-TINY = ROOT / "kvbench/model/embedded/tiny"
+TINY = ROOT / "kvbench/models/embedded/tiny"
 DEFAULTS = yaml.safe_load((ROOT / "conf/dataset/needle.yaml").read_text())["needle"]
 SENTENCE_END = re.compile(r"""[.!?]["')”]*\Z""")
 ESSAY = " ".join(

@@ -77,7 +77,7 @@ def test_word_level_divides_by_words(tmp_path, capsys):
 def test_words_are_those_of_the_text_that_end_in_the_scored_part(tmp_path, fast, monkeypatch):
     text = "extraordinary tales, of unspeakable rivers\n shine a  while; internationally " * 6
     (tmp_path / "text.txt").write_text(text)
-    tokenizer = AutoTokenizer.from_pretrained(Path(kvbench.__file__).parent / "model/embedded/tiny")
+    tokenizer = AutoTokenizer.from_pretrained(Path(kvbench.__file__).parent / "models/embedded/tiny")
     monkeypatch.setattr(type(tokenizer), "is_fast", fast)
     knobs = {"length": 20, "prefix": 9, "chunk": 4, "bos": True, "unit": "word"}
     (task,) = perplexity.load("own", tokenizer, Files("own", tmp_path), "text.txt", **knobs)

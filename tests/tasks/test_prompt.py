@@ -78,7 +78,7 @@ def longbench_ids(tokenizer, prompt, limit):
 def test_text_truncation_is_longbenchs(limit):
     from transformers import AutoTokenizer
 
-    from kvbench.model import embedded
+    from kvbench.models import embedded
 
     real = AutoTokenizer.from_pretrained(embedded.path())
     t, e = task()
@@ -122,7 +122,7 @@ def test_template_is_rendered_around_the_cut_prompt_and_counts_towards_the_conte
 def test_ids_under_a_template_are_those_of_the_templates_own_text():
     from transformers import AutoTokenizer
 
-    from kvbench.model import embedded
+    from kvbench.models import embedded
 
     real = AutoTokenizer.from_pretrained(embedded.path())
     real.chat_template = "{{ bos_token }}[INST] {{ messages[0].content.strip() }} [/INST]"
@@ -227,7 +227,7 @@ def test_llama_2_gets_the_scripts_own_frame_and_not_its_tokenizers(preset):
     """The released scripts write [INST]{prompt}[/INST]; the tokenizer's template adds spaces and strips the prompt."""
     from transformers import AutoTokenizer
 
-    from kvbench.model import embedded
+    from kvbench.models import embedded
 
     real = AutoTokenizer.from_pretrained(embedded.path())
     real.chat_template = "{{ bos_token }}[INST] {{ messages[0].content.strip() }} [/INST]"
@@ -267,7 +267,7 @@ def test_vicunas_template_is_the_one_it_was_trained_with():
     run = config.parse(config.compose_config(rewrite(["model=vicuna-7b-v1.5-16k"]).runs[0]))
     from transformers import AutoTokenizer
 
-    from kvbench.model import embedded
+    from kvbench.models import embedded
 
     tokenizer = AutoTokenizer.from_pretrained(embedded.path())
     tokenizer.chat_template = run.model.chat_template

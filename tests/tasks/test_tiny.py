@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvbench.model.embedded import corpus, tokenizer
+from kvbench.models.embedded import corpus, tokenizer
 from kvbench.tasks import tiny
 
 LENGTHS = (64, 65, 66, 67, 68, 127, 256, 333, 512, 1024, 2048, 4096)

@@ -29,7 +29,7 @@ import yaml
 
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.methods.registry import conf_dir
-from kvbench.model import gguf
+from kvbench.models import gguf
 from kvbench.store_files import disk_error, lock, read_json, write_json
 
 ENVIRONMENT = "KVBENCH_MODELS"

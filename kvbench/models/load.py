@@ -26,8 +26,8 @@ from transformers.utils import logging as hf_logging
 
 from kvbench.config import ModelConfig
 from kvbench.errors import KvbenchError, UsageError, unknown
-from kvbench.model import fetch, weights
-from kvbench.model.interface import FAMILIES
+from kvbench.models import fetch, weights
+from kvbench.models.interface import FAMILIES
 
 IDENTITY_FILES = (
     "chat_template.jinja",

@@ -16,8 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvbench.model.embedded import tokenizer
-from kvbench.model.embedded.tokenizer import BOS, EOS, FIRST_WORD, SPECIAL, encode
+from kvbench.models.embedded import tokenizer
+from kvbench.models.embedded.tokenizer import BOS, EOS, FIRST_WORD, SPECIAL, encode
 from kvbench.tasks import tiny
 
 TASKS = ("needle", "hop", "listing", "labels", "code")

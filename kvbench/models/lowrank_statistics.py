@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvbench.model.factors import Factors
-from kvbench.model.interface import attention_modules
-from kvbench.model.lowrank import Shape, head_rows, projection, swapped
+from kvbench.models.factors import Factors
+from kvbench.models.interface import attention_modules
+from kvbench.models.lowrank import Shape, head_rows, projection, swapped
 
 Tick = Callable[[], None]
 

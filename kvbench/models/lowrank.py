@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench.errors import UsageError
-from kvbench.model.factors import Factors
-from kvbench.model.interface import attention_modules
+from kvbench.models.factors import Factors
+from kvbench.models.interface import attention_modules
 
 MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length read so far
 

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from kvbench.cache.segment import Example
-from kvbench.model.embedded import corpus, initial, tokenizer
-from kvbench.model.embedded.train import Progress, Recipe
+from kvbench.models.embedded import corpus, initial, tokenizer
+from kvbench.models.embedded.train import Progress, Recipe
 from kvbench.tasks import tiny
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -174,7 +174,7 @@ and loaded in float32; the accuracies above are those of the rounded weights.
 
 ## Data
 
-Generated while training by `kvbench/model/embedded/corpus.py`, never stored: facts of the tasks of
+Generated while training by `kvbench/models/embedded/corpus.py`, never stored: facts of the tasks of
 `kvbench/tasks/tiny.py` among filler sentences, then as many queries as fit. In 15 % of the sequences all filler is
 byte-spelled noise, in another 15 % a fifth of it. Training and evaluation draw from random streams whose seeds differ
 by construction (`train/...`, `eval/...`). Two auxiliary tasks (copy a random span; random key-value pairs) fade over
@@ -195,9 +195,9 @@ steps, linear decay over the last quarter. Loss weights: 2 on tokens that only t
 tokens, 0.3 on a random 8 % of the context. Lengths rise from 64 to 2,048, each step when 90 % of the looked-up tokens
 are right; from 256 on, half of the sequences have random gaps in their positions.
 
-**The initialisation is structured** (`kvbench/model/embedded/initial.py`): layer 0 starts with heads that look back one
-to four tokens, later layers with heads that match what precedes. Everything stays trainable, and nothing is answered
-before training; exact match of the untrained model:
+**The initialisation is structured** (`kvbench/models/embedded/initial.py`): layer 0 starts with heads that look back
+one to four tokens, later layers with heads that match what precedes. Everything stays trainable, and nothing is
+answered before training; exact match of the untrained model:
 
 {untrained}
 

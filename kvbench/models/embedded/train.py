@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from kvbench.model.embedded import corpus, initial
-from kvbench.model.embedded.corpus import NAMES, Batch, Role
+from kvbench.models.embedded import corpus, initial
+from kvbench.models.embedded.corpus import NAMES, Batch, Role
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 LATEST = (0.0, 0.12, 0.25, 0.4, 0.55, 0.75)
