@@ -8,10 +8,10 @@ from functools import cache
 from families import prompt
 from transformers import PreTrainedModel
 
-from kvbench.calibration.recipe import Calibration, digest
 from kvbench.calibration.weights import weights_of
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
+from kvbench.methods.recipe import Calibration, digest
 
 SAMPLES, TOKENS = 5, 60
 

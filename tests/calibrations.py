@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from calibrated import measured
 
-from kvbench.calibration.recipe import Calibration, digest
 from kvbench.calibration.weights import weights_of
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
+from kvbench.methods.recipe import Calibration, digest
 
 
 def uncomp(layers: int, heads: int) -> dict[str, torch.Tensor]:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import kvbench
-from kvbench.calibration.recipe import Calibration, Request, digest
 from kvbench.errors import KvbenchError, UsageError
+from kvbench.methods.recipe import Calibration, Request, digest
 from kvbench.store_files import read_json, write_json
 
 FORMAT = 1

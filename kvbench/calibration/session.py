@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from kvbench.calibration import files
 from kvbench.calibration import text as calibration_text
-from kvbench.calibration.recipe import Request
 from kvbench.calibration.weights import check_weights, weights_of
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
+from kvbench.methods.recipe import Request
 from kvbench.progress import progress
 
 DEFAULT_FOLDER = "calibration"  # below the results folder

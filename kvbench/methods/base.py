@@ -15,14 +15,14 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Needs, Observation
-from kvbench.calibration.recipe import Calibration, Recipe
 from kvbench.errors import Refused, UsageError
+from kvbench.methods.contract import Block as Block
+from kvbench.methods.contract import Capacity as Capacity
+from kvbench.methods.contract import Expected as Expected
+from kvbench.methods.contract import protect as protect
 from kvbench.methods.foreign import code_of
 from kvbench.methods.knobs import Knobs, are_layers
-from kvbench.methods.promises import Block as Block
-from kvbench.methods.promises import Capacity as Capacity
-from kvbench.methods.promises import Expected as Expected
-from kvbench.methods.promises import protect as protect
+from kvbench.methods.recipe import Calibration, Recipe
 from kvbench.methods.statistics import top_indices as top_indices
 from kvbench.storage.evicting_rows import Slots
 

@@ -13,10 +13,10 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Needs, Observation
-from kvbench.calibration.recipe import Recipe
 from kvbench.errors import UsageError
-from kvbench.methods.altered import HeadSharer
 from kvbench.methods.knobs import is_whole
+from kvbench.methods.prefill_changing import HeadSharer
+from kvbench.methods.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,7 +12,6 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Needs, Observation
 from kvbench.errors import UsageError
-from kvbench.methods.altered import HeadSharer, HiddenPruner
 from kvbench.methods.base import (
     Block,
     Capacity,
@@ -27,10 +26,11 @@ from kvbench.methods.base import (
 )
 from kvbench.methods.evicting import EvictingSelector, Modified
 from kvbench.methods.foreign import is_foreign
+from kvbench.methods.legal_sets import check_set
 from kvbench.methods.lowrank import LowRankStage, check_lowrank
+from kvbench.methods.prefill_changing import HeadSharer, HiddenPruner
 from kvbench.methods.pruner import ChannelPruner
 from kvbench.methods.quantiser import Coder, Quantiser
-from kvbench.methods.sets import check_set
 from kvbench.storage.evicting_rows import Evictor
 
 ROLES: tuple[Role, ...] = ("hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from kvbench.calibration.recipe import Recipe
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
+from kvbench.methods.recipe import Recipe
 from kvbench.models.factors import (
     Factors,
     Spectrum,

@@ -88,7 +88,7 @@ def as_written(name: str, written: str) -> str:
 
 def check_sets(methods: Iterable[str]) -> None:
     """Raise UsageError, with the reason, for a method whose stages cannot form one, whatever their knobs."""
-    from kvbench.methods.sets import check_set
+    from kvbench.methods.legal_sets import check_set
 
     for method in methods:
         fixed = settled(method)

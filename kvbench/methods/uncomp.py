@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Needs, Observation, per_head
-from kvbench.calibration.recipe import Recipe
 from kvbench.methods.base import Block, Capacity, Expected
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.recipe import Recipe
 from kvbench.methods.statistics import group_mean, pool, window_rows
 from kvbench.storage.evicting_rows import Slots
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import kvbench
 from kvbench.calibration import files, text
-from kvbench.calibration.recipe import Calibration, Recipe, Request, digest
 from kvbench.calibration.session import Session
 from kvbench.errors import UsageError
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
+from kvbench.methods.recipe import Calibration, Recipe, Request, digest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from families import FAMILIES, build, heads_of, prompt
 
 import kvbench
 from kvbench.cache.audit import Refused, audit
-from kvbench.calibration.recipe import Calibration, digest
 from kvbench.calibration.weights import weights_of
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chai import LISTS, Chai, divided, lead_heads
 from kvbench.methods.chain import Chain
+from kvbench.methods.recipe import Calibration, digest
 
 
 # spec 5: 794/1024; UNComp's other lists: 1042/1600 and 900/1024

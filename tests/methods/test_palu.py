@@ -11,11 +11,11 @@ from families import FAMILIES, build, prompt
 
 import kvbench
 from kvbench.cache.audit import Refused, audit
-from kvbench.calibration.recipe import Calibration
 from kvbench.calibration.session import Session
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
+from kvbench.methods.recipe import Calibration
 from kvbench.model.adapted import adapted
 from kvbench.model.likelihood import teacher_force
 from kvbench.models.interface import attention_modules

@@ -12,10 +12,10 @@ from families import FAMILIES, build, heads_of, hooks, prompt
 import kvbench
 from kvbench.cache.audit import audit
 from kvbench.cache.segment import Observation
-from kvbench.calibration.recipe import Calibration, digest
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Selector, TokenSelector
+from kvbench.methods.recipe import Calibration, digest
 from kvbench.methods.uncomp import UNCompGroup
 from kvbench.methods.uncomp_stage import UncompStage
 from kvbench.models.interface import decoder_layers

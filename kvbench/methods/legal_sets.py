@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbench.errors import UsageError
-from kvbench.methods.altered import check_altered
 from kvbench.methods.base import Modifier, Stage, TokenSelector
+from kvbench.methods.prefill_changing import check_altered
 
 
 def check_set(stages: Sequence[Stage]) -> None:
