@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedModel
 
-from kvbench.cache.audit import Measured
+from kvbench.audit.prompt_audit import Measured
 from kvbench.cache.segment import Cache, Example
 from kvbench.memory import is_out_of_memory, release
 from kvbench.model.batch import Answer, DecodeBatch

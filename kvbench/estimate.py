@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from kvbench.accounting import declared
+from kvbench.audit.accounting import declared
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.segment import Example, Needs
 from kvbench.methods.chain import Chain

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvbench.accounting import HALF, declared, nominal
+from kvbench.audit.accounting import HALF, declared, nominal
 from kvbench.cache.model_shape import Shape
 from kvbench.config import ChainConfig, RunConfig, chain_config
 from kvbench.errors import UsageError, unknown

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvbench.accounting import at_16_bits
 from kvbench.advice import about_floors, at_floor
+from kvbench.audit.accounting import at_16_bits
 from kvbench.labels import fields
 from kvbench.metrics import metric, stats
 from kvbench.metrics.stats import FEWEST

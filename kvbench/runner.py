@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvbench.cache.audit import audit
-from kvbench.cache.peak import Stored, check_bytes, check_peak
+from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
+from kvbench.audit.prompt_audit import audit
 from kvbench.cache.segment import Cache, Example
 from kvbench.decode_queue import DecodeQueue, Row, in_parts
 from kvbench.errors import KvbenchError, Refused, UsageError, ending

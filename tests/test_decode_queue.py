@@ -7,7 +7,7 @@ import torch
 from families import FAMILIES, build, heads_of, prompt
 from methods.test_properties import CHAINS, SMALL, configured, prefill, supported
 
-from kvbench.cache.audit import audit
+from kvbench.audit.prompt_audit import audit
 from kvbench.decode_queue import DecodeQueue, Row, in_parts
 from kvbench.model import batch
 from kvbench.model.decode import Ending, generate_rows

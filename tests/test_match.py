@@ -5,7 +5,8 @@ import json
 import pytest
 from runs import SMALL, prepare, run_json
 
-from kvbench import accounting, config, match
+from kvbench import config, match
+from kvbench.audit import accounting
 from kvbench.cache.model_shape import Shape
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import rewrite

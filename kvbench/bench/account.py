@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvbench.accounting import HALF, declared
+from kvbench.audit.accounting import HALF, declared
 from kvbench.bench.layers import Measured, measure, working_bytes
 from kvbench.cache.model_shape import Shape
 from kvbench.config import ChainConfig

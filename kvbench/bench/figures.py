@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvbench.accounting import declared, nominal
+from kvbench.audit.accounting import declared, nominal
 from kvbench.cache.model_shape import Shape
 from kvbench.errors import unknown
 from kvbench.methods.chain import Chain

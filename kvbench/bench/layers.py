@@ -8,9 +8,9 @@ from functools import lru_cache
 
 import torch
 
-from kvbench.accounting import HALF, Held, held
+from kvbench.audit.accounting import HALF, Held, held
+from kvbench.audit.prompt_audit import check_positions, check_storages, overhead_formula, payload_formula
 from kvbench.cache import ops
-from kvbench.cache.audit import check_positions, check_storages, overhead_formula, payload_formula
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.segment import LayerCache, Observation
 from kvbench.methods.chain import Chain

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.accounting import held
+from kvbench.audit.accounting import held
 from kvbench.bench.clock import Clock, Mark, timed_attention
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.methods.chain import Chain

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kvbench.accounting import held
+from kvbench.audit.accounting import held
 from kvbench.bench.layers import random_layer
 from kvbench.bench.memory import held as resident
 from kvbench.cache.model_shape import Shape

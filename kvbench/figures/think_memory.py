@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure as Canvas
 
 from kvbench import presets
-from kvbench.accounting import declared
+from kvbench.audit.accounting import declared
 from kvbench.cache.model_shape import from_entry
 from kvbench.cli.rewrite import entries
 from kvbench.figures import curves, style

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.peak import Stored
+from kvbench.audit.decode_audit import Stored
 from kvbench.cache.segment import Cache
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
-from kvbench.cache.peak import Stored
+from kvbench.audit.decode_audit import Stored
 from kvbench.cache.segment import Cache
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained

@@ -7,9 +7,9 @@ import torch
 from families import build, prompt
 
 import kvbench
-from kvbench import accounting
+from kvbench.audit import accounting
+from kvbench.audit.prompt_audit import audit
 from kvbench.bench import account, layers
-from kvbench.cache.audit import audit
 from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import entries

@@ -8,7 +8,7 @@ import torch
 from families import FAMILIES, build, prompt
 
 import kvbench
-from kvbench.cache.audit import Refused, audit
+from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.cache.segment import Segment
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain

@@ -9,8 +9,8 @@ from calibrations import ready
 from families import build, heads_of, prompt
 
 import kvbench
-from kvbench.cache.audit import Refused
-from kvbench.cache.peak import Stored, check_bytes, check_peak
+from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
+from kvbench.audit.prompt_audit import Refused
 from kvbench.methods.cake import Cake
 from kvbench.methods.chain import Chain
 from kvbench.methods.streamingllm import StreamingLLM

@@ -10,8 +10,8 @@ import torch
 from families import build, prompt
 
 import kvbench
+from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.cache import ops
-from kvbench.cache.audit import Refused, audit
 from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
 from kvbench.methods import registry

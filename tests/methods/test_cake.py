@@ -11,9 +11,9 @@ import torch
 from families import build, prompt
 
 import kvbench
+from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.cache import ops
 from kvbench.cache.apportion import shares, whole_shares
-from kvbench.cache.audit import Refused, audit
 from kvbench.cache.exact_attention import causal_softmax
 from kvbench.errors import UsageError
 from kvbench.methods import registry

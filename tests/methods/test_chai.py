@@ -9,7 +9,7 @@ import torch
 from families import FAMILIES, build, heads_of, prompt
 
 import kvbench
-from kvbench.cache.audit import Refused, audit
+from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.calibration.weights import weights_of
 from kvbench.errors import UsageError
 from kvbench.methods import registry

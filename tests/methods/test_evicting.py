@@ -9,7 +9,7 @@ from calibrations import ready
 from families import build, prompt
 
 import kvbench
-from kvbench.cache.peak import check_bytes, check_peak
+from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Selector

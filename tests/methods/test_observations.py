@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import FAMILIES, build, prompt
 
-from kvbench.cache.audit import full_bytes
+from kvbench.audit.prompt_audit import full_bytes
 from kvbench.cache.exact_attention import causal_softmax, column_sums, row_blocks
 from kvbench.cache.segment import Needs, storage_bytes
 from kvbench.model.prefill import observe

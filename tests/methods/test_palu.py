@@ -10,7 +10,7 @@ from calibrated import bound
 from families import FAMILIES, build, prompt
 
 import kvbench
-from kvbench.cache.audit import Refused, audit
+from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.calibration.session import Session
 from kvbench.errors import UsageError
 from kvbench.methods import registry

@@ -19,8 +19,8 @@ from families import FAMILIES, build, heads_of, hooks, prompt
 from passthrough import quantisers_pass_through
 
 import kvbench
-from kvbench.accounting import at_16_bits
-from kvbench.cache.audit import audit
+from kvbench.audit.accounting import at_16_bits
+from kvbench.audit.prompt_audit import audit
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain

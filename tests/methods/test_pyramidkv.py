@@ -5,7 +5,7 @@ import pytest
 from families import build, prompt
 
 import kvbench
-from kvbench.cache.audit import audit
+from kvbench.audit.prompt_audit import audit
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.pyramidkv import PyramidKV

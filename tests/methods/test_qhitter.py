@@ -10,8 +10,8 @@ import torch
 from families import build, prompt
 
 import kvbench
+from kvbench.audit.prompt_audit import audit
 from kvbench.cache import ops
-from kvbench.cache.audit import audit
 from kvbench.cache.segment import Needs, Observation, storage_bytes
 from kvbench.errors import UsageError
 from kvbench.methods import registry

@@ -7,7 +7,7 @@ import torch
 from families import build, prompt
 
 import kvbench
-from kvbench.cache.audit import audit
+from kvbench.audit.prompt_audit import audit
 from kvbench.cache.segment import Needs
 from kvbench.errors import UsageError
 from kvbench.methods import registry

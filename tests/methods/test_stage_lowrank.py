@@ -9,7 +9,7 @@ from calibrations import ready
 from families import FAMILIES, build, heads_of, prompt
 
 import kvbench
-from kvbench.cache.audit import audit
+from kvbench.audit.prompt_audit import audit
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,7 @@ from families import build, prompt
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
-from kvbench.cache.audit import Refused, audit
+from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain

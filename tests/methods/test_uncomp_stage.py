@@ -10,7 +10,7 @@ from calibrations import ready
 from families import FAMILIES, build, heads_of, hooks, prompt
 
 import kvbench
-from kvbench.cache.audit import audit
+from kvbench.audit.prompt_audit import audit
 from kvbench.cache.segment import Observation
 from kvbench.errors import UsageError
 from kvbench.methods import registry

@@ -9,7 +9,7 @@ from families import build, prompt
 from passthrough import quantisers_pass_through
 
 import kvbench
-from kvbench.cache.audit import audit
+from kvbench.audit.prompt_audit import audit
 from kvbench.methods import registry
 from kvbench.model import prefill
 

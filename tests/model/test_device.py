@@ -7,7 +7,7 @@ import torch
 from elsewhere import DEVICE, Elsewhere, moved, pretended
 from families import build as family
 
-from kvbench.accounting import held
+from kvbench.audit.accounting import held
 from kvbench.bench.sampling import skip
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier

@@ -8,7 +8,7 @@ import torch
 from families import build, prompt
 
 import kvbench
-from kvbench.cache.audit import audit
+from kvbench.audit.prompt_audit import audit
 from kvbench.cache.segment import storage_bytes
 from kvbench.cli.main import main
 from kvbench.errors import UsageError

@@ -7,8 +7,8 @@ import torch
 from families import build, prompt
 
 import kvbench
-from kvbench.cache.audit import audit
-from kvbench.cache.peak import check_peak
+from kvbench.audit.decode_audit import check_peak
+from kvbench.audit.prompt_audit import audit
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.model.decode import Ending, generate_rows, step

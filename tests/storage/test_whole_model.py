@@ -11,8 +11,8 @@ from storage_reference import Layer, Storage
 from transformers import AttentionInterface
 
 import kvbench
-from kvbench.cache.audit import audit
-from kvbench.cache.peak import check_peak
+from kvbench.audit.decode_audit import check_peak
+from kvbench.audit.prompt_audit import audit
 from kvbench.cache.segment import storage_bytes
 from kvbench.model.decode import Ending, generate_rows
 from kvbench.model.likelihood import teacher_force

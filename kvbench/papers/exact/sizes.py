@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from kvbench.accounting import nominal
+from kvbench.audit.accounting import nominal
 from kvbench.bench.figures import FP16, GIB, LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LONG, MIB, MISTRAL_7B
 from kvbench.methods.registry import parse
 from kvbench.papers.book import Book, Row

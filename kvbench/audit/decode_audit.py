@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbench.accounting import decoded
-from kvbench.cache.audit import Refused
+from kvbench.audit.accounting import decoded
+from kvbench.audit.prompt_audit import Refused
 from kvbench.cache.segment import Cache
 from kvbench.methods.evicting import EvictingSelector
 

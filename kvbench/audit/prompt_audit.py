@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbench.accounting import HALF
+from kvbench.audit.accounting import HALF
 from kvbench.cache.ops import key_heads
 from kvbench.cache.segment import Cache, LayerCache, storage_bytes
 from kvbench.errors import Refused as Refused
