@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 
 from kvbench import presets
 from kvbench.cache.segment import Cache
-from kvbench.calibration.session import Session
-from kvbench.calibration.weights import weights_of
 from kvbench.cli.rewrite import entries
+from kvbench.engine import decode
+from kvbench.engine.calibration.session import Session
+from kvbench.engine.calibration.weights import weights_of
+from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
-from kvbench.model import decode
-from kvbench.model.prefill import prefill_chains
 from kvbench.models.load import EMBEDDED
 
 Entry = str | Mapping[str, Any] | Chain

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from kvbench.audit.prompt_audit import Measured
 from kvbench.cache.segment import Cache, Example
-from kvbench.memory import is_out_of_memory, release
-from kvbench.model.batch import Answer, DecodeBatch
-from kvbench.model.ending import Ending
+from kvbench.engine.batch import Answer, DecodeBatch
+from kvbench.engine.memory import is_out_of_memory, release
+from kvbench.engine.stopping import Ending
 from kvbench.plan import Cell
 
 ENTER_SHARE = 0.5

@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench import memory, presets
+from kvbench import presets
 from kvbench.cli.rewrite import entries
 from kvbench.config import RunConfig
+from kvbench.engine import memory, precision
 from kvbench.errors import UsageError, ending
 from kvbench.host import Host
 from kvbench.listener import Listener, Listeners, Status
-from kvbench.model import precision
 from kvbench.models import load
 from kvbench.plan import Cell, Group
 from kvbench.prepared import Prepared as Prepared

@@ -11,15 +11,15 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench import match, memory, rough
+from kvbench import match, rough
 from kvbench.advice import about_prompts
 from kvbench.cache.model_shape import Shape, from_config
 from kvbench.cache.segment import Example
-from kvbench.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.config import RunConfig
+from kvbench.engine import memory, precision
+from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.estimate import Estimate, estimate
 from kvbench.host import ROWS_CPU, ROWS_GPU
-from kvbench.model import precision
 from kvbench.models import load
 from kvbench.models.interface import head_counts
 from kvbench.plan import Cell, Group, build_groups, pending

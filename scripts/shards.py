@@ -16,7 +16,8 @@ from functools import cache
 
 import torch
 
-from kvbench import experiment, memory
+from kvbench import experiment
+from kvbench.engine import memory
 from kvbench.errors import KvbenchError
 from kvbench.models import load
 from kvbench.papers import claims, declared, ledger, measured

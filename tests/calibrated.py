@@ -8,7 +8,7 @@ from functools import cache
 from families import prompt
 from transformers import PreTrainedModel
 
-from kvbench.calibration.weights import weights_of
+from kvbench.engine.calibration.weights import weights_of
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Calibration, digest

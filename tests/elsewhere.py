@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
-from kvbench.model import prefill
+from kvbench.engine import prefill
 from kvbench.models import interface
 from kvbench.storage import kernels
 

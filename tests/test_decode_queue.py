@@ -9,8 +9,8 @@ from methods.test_properties import CHAINS, SMALL, configured, prefill, supporte
 
 from kvbench.audit.prompt_audit import audit
 from kvbench.decode_queue import DecodeQueue, Row, in_parts
-from kvbench.model import batch
-from kvbench.model.decode import Ending, generate_rows
+from kvbench.engine import batch
+from kvbench.engine.decode import Ending, generate_rows
 
 ROOMY = 2**40
 OUT_OF_MEMORY = (

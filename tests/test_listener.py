@@ -4,7 +4,7 @@ import pytest
 from runs import SMALL, metrics_of, prepare
 
 from kvbench import experiment
-from kvbench.model import batch
+from kvbench.engine import batch
 
 
 class Heard:

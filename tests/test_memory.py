@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import FAMILIES, build
 
-from kvbench import memory
+from kvbench.engine import memory
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -14,9 +14,9 @@ from runs import SMALL, metrics_of, prepare, run_json
 
 from kvbench import experiment, host, runner
 from kvbench.cli.main import main
+from kvbench.engine import batch, likelihood
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
-from kvbench.model import batch, likelihood
 from kvbench.store import ResultStore
 
 METHODS = "method=snapkv,h2o,think"

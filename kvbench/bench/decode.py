@@ -22,9 +22,9 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Observation
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
-from kvbench.model.rows import RowLayer
 from kvbench.models.interface import synchronise
 from kvbench.storage import native
 from kvbench.storage.native.build import SWITCH

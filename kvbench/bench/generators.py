@@ -20,8 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.bench.clock import Clock, Mark, timed_attention
 from kvbench.bench.passes import Pass
+from kvbench.engine.memory import release
 from kvbench.errors import KvbenchError, unknown
-from kvbench.memory import release
 
 BITS = 4
 RATIO = 0.5

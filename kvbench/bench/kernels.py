@@ -25,9 +25,9 @@ import torch.nn.functional as F
 
 from kvbench.bench.decode import FORMATS, layer
 from kvbench.bench.roofline import copy_bandwidth
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
-from kvbench.model.rows import RowLayer
 from kvbench.storage import kernels
 from kvbench.storage.kernels import SWITCH
 

@@ -13,8 +13,8 @@ from kvbench.audit.prompt_audit import check_positions, check_storages, overhead
 from kvbench.cache import ops
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.segment import LayerCache, Observation
+from kvbench.engine.layer_by_layer import Layers
 from kvbench.methods.chain import Chain
-from kvbench.methods.layers import Layers
 
 
 @dataclass(frozen=True)

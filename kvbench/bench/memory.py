@@ -22,8 +22,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import api
-from kvbench.memory import of_process
-from kvbench.model.step import build, step
+from kvbench.engine.memory import of_process
+from kvbench.engine.step import build, step
 from kvbench.models.interface import attached
 
 LIMIT = 1.30

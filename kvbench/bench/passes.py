@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from kvbench.audit.accounting import held
 from kvbench.bench.clock import Clock, Mark, timed_attention
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
+from kvbench.engine.cuda_graph import Graph
+from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.patches import adapted
+from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.step import build, step
 from kvbench.methods.chain import Chain
-from kvbench.model.adapted import adapted
-from kvbench.model.graph import Graph
-from kvbench.model.prefill import prefill_chains
-from kvbench.model.rows import RowLayer
-from kvbench.model.step import build, step
 from kvbench.models.interface import NAME, attached
 
 

@@ -26,12 +26,12 @@ from kvbench import config
 from kvbench.bench import passes
 from kvbench.bench.sampling import moves, skip
 from kvbench.bench.workload import Workload, parse, prompts
+from kvbench.engine.memory import GIB, is_out_of_memory, of_process, release
+from kvbench.engine.patches import adapted
+from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.step import build, step
 from kvbench.errors import KvbenchError
-from kvbench.memory import GIB, is_out_of_memory, of_process, release
 from kvbench.methods.chain import Chain
-from kvbench.model.adapted import adapted
-from kvbench.model.prefill import prefill_chains
-from kvbench.model.step import build, step
 from kvbench.models.interface import attached
 
 MOST_ROWS = 4096

@@ -27,9 +27,9 @@ from kvbench.bench.layers import random_layer
 from kvbench.bench.memory import held as resident
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.segment import LayerCache
-from kvbench.memory import free_bytes
+from kvbench.engine.layer_by_layer import Layers
+from kvbench.engine.memory import free_bytes
 from kvbench.methods import registry
-from kvbench.methods.layers import Layers
 
 LIMIT = 0.05
 WARM = 4

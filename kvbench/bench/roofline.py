@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvbench.bench.architecture import step_weight_bytes
 from kvbench.cache.model_shape import from_config
-from kvbench.memory import release
+from kvbench.engine.memory import release
 from kvbench.models.interface import head_counts, synchronise
 
 COPIED = {"cuda": 2**30, "cpu": 2**28}

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.model_shape import from_config
 from kvbench.cache.segment import Cache
-from kvbench.model.rows import RowLayer
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.models.interface import head_counts
 from kvbench.storage.packed_rows import CodedRows
 

@@ -21,9 +21,9 @@ from statistics import median
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from kvbench.engine.prefill import prefill_chains
 from kvbench.methods.chain import Chain
 from kvbench.methods.uncomp_stage import STARTS, UncompStage
-from kvbench.model.prefill import prefill_chains
 from kvbench.models.interface import synchronise
 
 FULL = "full"

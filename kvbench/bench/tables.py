@@ -30,9 +30,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvbench import config, experiment
 from kvbench.bench.overhead import through_kvbench
 from kvbench.cli.rewrite import rewrite
+from kvbench.engine.memory import of_process
 from kvbench.experiment import Prepared
 from kvbench.host import Host
-from kvbench.memory import of_process
 from kvbench.models import load
 
 METHODS = ("full", "streamingllm", "snapkv", "keynorm", "h2o", "snapkv+think")

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.segment import Needs, Observation
+from kvbench.engine.prefill import as_prompt, check_capacity, observe
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
-from kvbench.model.prefill import as_prompt, check_capacity, observe
 from kvbench.models.interface import head_counts, sliding_window
 
 OnLayer = Callable[[Observation, Tensor, Tensor], None]

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from kvbench import experiment
 from kvbench.cache.segment import Example
-from kvbench.calibration import text as texts
 from kvbench.config import RunConfig
+from kvbench.engine.calibration import text as texts
 from kvbench.errors import UsageError
 from kvbench.figures.figure import Figure
 from kvbench.figures.reading import Prompt

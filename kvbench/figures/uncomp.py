@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from kvbench.cache.segment import Needs, Observation
-from kvbench.calibration.entropy import entropy, layer_groups, spectrum
+from kvbench.engine.calibration.entropy import entropy, layer_groups, spectrum
 from kvbench.figures import style
 from kvbench.figures.figure import Figure, percent
 from kvbench.figures.reading import Prompt, Reading

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure as Canvas
 from torch import Tensor, nn
 
 from kvbench.cache.segment import Needs
-from kvbench.calibration.entropy import entropy
+from kvbench.engine.calibration.entropy import entropy
 from kvbench.figures import style
 from kvbench.figures.figure import Figure
 from kvbench.figures.reading import Prompt, Reading

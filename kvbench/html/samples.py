@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvbench import experiment
 from kvbench.cache.segment import Cache, Example
+from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
 from kvbench.experiment import Prepared
-from kvbench.model.prefill import prefill_chains
 from kvbench.models import load
 from kvbench.plan import Cell, Group
 from kvbench.tasks.prompt import encode

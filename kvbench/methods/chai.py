@@ -89,7 +89,7 @@ class Chai(HeadSharer):
         self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
     ) -> dict[str, torch.Tensor]:
         # the model's side of the package reads methods
-        from kvbench.calibration.clusters import measure
+        from kvbench.engine.calibration.clusters import measure
 
         recipe.check(OBSERVED, "the first tokens, by which heads are compared")
         return {"distances": measure(model, samples, tick)}

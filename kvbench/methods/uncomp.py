@@ -149,7 +149,7 @@ class UNCompGroup(EvictingSelector):
 
     def assigned(self, layer: int, heads: int, count: int) -> list[int]:
         """The group of each stored head, 0 for that which keeps most, ``count`` in all."""
-        from kvbench.calibration.entropy import assign
+        from kvbench.engine.calibration.entropy import assign
 
         found = assign(self.standing(layer, heads, count), count)
         return [count - 1 - g for g in found] if self.grouping == "reversed" else found
@@ -263,7 +263,7 @@ def measure_uncomp(
 ) -> dict[str, torch.Tensor]:
     """What ``uncomp_recipe`` asks for."""
     # the model's side of the package reads methods
-    from kvbench.calibration.entropy import measure
+    from kvbench.engine.calibration.entropy import measure
 
     c = model.config
     recipe.check(int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads), "head_dim")

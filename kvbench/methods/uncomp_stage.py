@@ -107,7 +107,7 @@ class UncompStage(HiddenPruner):
         if self.starts:
             return self.starts
         if self.epsilon is not None:
-            from kvbench.calibration.entropy import drops
+            from kvbench.engine.calibration.entropy import drops
 
             if self.calibration is None:
                 raise UsageError(

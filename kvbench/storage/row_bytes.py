@@ -20,7 +20,7 @@ from kvbench.storage.latent_rows import LatentRows
 from kvbench.storage.packed_rows import CodedRows, Store
 
 if TYPE_CHECKING:
-    from kvbench.model.rows import RowLayer
+    from kvbench.engine.decode_layer import RowLayer
 
 
 def stored_bytes(layer: RowLayer) -> list[int]:
@@ -61,7 +61,7 @@ def _behind(x: Any) -> Iterator[Tensor]:
             yield from _behind(item)
     elif isinstance(x, Mapping):
         yield from _behind(list(x.values()))
-    elif type(x).__module__.startswith(("kvbench.cache.", "kvbench.storage.", "kvbench.model.rows")):
+    elif type(x).__module__.startswith(("kvbench.cache.", "kvbench.storage.", "kvbench.engine.decode_layer")):
         yield from _behind(list(vars(x).values()))
 
 

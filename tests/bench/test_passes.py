@@ -12,11 +12,11 @@ from kvbench.bench import architecture, generators, passes, roofline
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.bench.workload import Workload, parse, prompts
 from kvbench.cli.rewrite import rewrite
+from kvbench.engine.decode import generate_rows
+from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.step import build, step
+from kvbench.engine.stopping import Ending
 from kvbench.errors import UsageError
-from kvbench.model.decode import generate_rows
-from kvbench.model.ending import Ending
-from kvbench.model.prefill import prefill_chains
-from kvbench.model.step import build, step
 from kvbench.models.interface import attached
 
 CPU = torch.device("cpu")

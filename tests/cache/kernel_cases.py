@@ -10,8 +10,8 @@ from kvbench.bench import kernels as bench
 from kvbench.cache.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
 from kvbench.cache.partly_packed import Codes, Residual
 from kvbench.cache.segment import LayerCache, Segment
-from kvbench.model.graph import StillLayer
-from kvbench.model.rows import RowLayer
+from kvbench.engine.cuda_graph import StillLayer
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.storage import kernels
 from kvbench.storage.attend import Ragged, RowSegment, attend, flat, stack
 from kvbench.storage.kernels import SWITCH, exact, softmax

@@ -11,15 +11,15 @@ from families import build, heads_of, prompt
 import kvbench
 from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
 from kvbench.audit.prompt_audit import Refused
+from kvbench.engine.decode import Ending, extend_cache, generate_rows
+from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.likelihood import teacher_force
+from kvbench.engine.patches import adapted
+from kvbench.engine.step import build as build_batch
+from kvbench.engine.step import step
 from kvbench.methods.cake import Cake
 from kvbench.methods.chain import Chain
 from kvbench.methods.streamingllm import StreamingLLM
-from kvbench.model.adapted import adapted
-from kvbench.model.decode import Ending, extend_cache, generate_rows
-from kvbench.model.likelihood import teacher_force
-from kvbench.model.rows import RowLayer
-from kvbench.model.step import build as build_batch
-from kvbench.model.step import step
 from kvbench.models.interface import attached
 from kvbench.storage import evicting_store, packed_rows
 from kvbench.storage.row_bytes import allocated

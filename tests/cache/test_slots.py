@@ -7,9 +7,9 @@ import torch
 from families import build, prompt
 
 import kvbench
+from kvbench.engine.step import build as build_batch
+from kvbench.engine.step import rotation, step
 from kvbench.errors import UsageError
-from kvbench.model.step import build as build_batch
-from kvbench.model.step import rotation, step
 from kvbench.storage.evicting_rows import Rotary
 
 RULES = {
@@ -167,7 +167,7 @@ def test_h2o_parts_by_hand():
 
 
 def test_a_chunk_larger_than_the_budget_is_refused_and_smaller_ones_run():
-    from kvbench.model.likelihood import teacher_force
+    from kvbench.engine.likelihood import teacher_force
 
     model, ids = build("llama"), prompt(80, 3)
     (cache,) = kvbench.prefill(model, ids[:40], [RULES["mask"]])

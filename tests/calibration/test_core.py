@@ -11,8 +11,8 @@ from families import build, prompt
 from safetensors.torch import load_file, save_file
 
 import kvbench
-from kvbench.calibration import files, text
-from kvbench.calibration.session import Session
+from kvbench.engine.calibration import files, text
+from kvbench.engine.calibration.session import Session
 from kvbench.errors import UsageError
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain

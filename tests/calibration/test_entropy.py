@@ -10,7 +10,7 @@ import torch
 from families import FAMILIES, build, prompt
 from transformers import AttentionInterface
 
-from kvbench.calibration import entropy
+from kvbench.engine.calibration import entropy
 
 
 def slow_spectrum(rows):

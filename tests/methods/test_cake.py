@@ -15,12 +15,12 @@ from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.cache import ops
 from kvbench.cache.apportion import shares, whole_shares
 from kvbench.cache.exact_attention import causal_softmax
+from kvbench.engine.layer_by_layer import Layers
+from kvbench.engine.step import build as build_batch
+from kvbench.engine.step import step
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.cake import Cake
-from kvbench.methods.layers import Layers
-from kvbench.model.step import build as build_batch
-from kvbench.model.step import step
 from kvbench.models.interface import attached
 
 N, D, W, LAYERS = 40, 8, 4, 5

@@ -10,13 +10,13 @@ from families import build, prompt
 
 import kvbench
 from kvbench.audit.decode_audit import check_bytes, check_peak
+from kvbench.engine.decode import Ending, generate_rows
+from kvbench.engine.step import build as build_batch
+from kvbench.engine.step import step
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.model.decode import Ending, generate_rows
-from kvbench.model.step import build as build_batch
-from kvbench.model.step import step
 from kvbench.models.interface import attached
 
 SELECTORS = [

@@ -6,10 +6,10 @@ import torch
 
 from kvbench.cache.packed import unpack
 from kvbench.cache.segment import storage_bytes
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.flexgen import FlexGen
-from kvbench.model.rows import RowLayer
 
 PER = ("kv_head", "query_head")
 

@@ -12,12 +12,12 @@ import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.cache import ops
 from kvbench.cache.segment import Needs, Observation
+from kvbench.engine.step import build as build_batch
+from kvbench.engine.step import step
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity
 from kvbench.methods.h2o import H2O
-from kvbench.model.step import build as build_batch
-from kvbench.model.step import step
 from kvbench.models.interface import attached
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from kvbench.cache.segment import storage_bytes
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.kivi import Kivi
-from kvbench.model.rows import RowLayer
 
 PER = ("kv_head", "query_head")
 

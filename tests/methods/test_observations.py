@@ -10,7 +10,7 @@ from families import FAMILIES, build, prompt
 from kvbench.audit.prompt_audit import full_bytes
 from kvbench.cache.exact_attention import causal_softmax, column_sums, row_blocks
 from kvbench.cache.segment import Needs, storage_bytes
-from kvbench.model.prefill import observe
+from kvbench.engine.prefill import observe
 
 
 def observed(family, n, needs, dtype=torch.float32):

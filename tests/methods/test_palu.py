@@ -11,13 +11,13 @@ from families import FAMILIES, build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.calibration.session import Session
+from kvbench.engine.calibration.session import Session
+from kvbench.engine.likelihood import teacher_force
+from kvbench.engine.patches import adapted
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Calibration
-from kvbench.model.adapted import adapted
-from kvbench.model.likelihood import teacher_force
 from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import LowRank, lifts, projection
 from kvbench.storage import latent_rows

@@ -13,11 +13,11 @@ import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.cache import ops
 from kvbench.cache.segment import Needs, Observation, storage_bytes
+from kvbench.engine.step import build as build_batch
+from kvbench.engine.step import step
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.qhitter import QHitter
-from kvbench.model.step import build as build_batch
-from kvbench.model.step import step
 from kvbench.models.interface import attached
 
 RATIOS = {"heavy_ratio": 0.15, "recent_ratio": 0.05}

@@ -6,9 +6,9 @@ import torch
 
 import kvbench
 from kvbench.cache.segment import storage_bytes
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
 from kvbench.methods import registry
-from kvbench.model.rows import RowLayer
 
 QUANTISERS = ({"method": "kivi", "group": 8, "residual": 16}, {"method": "flexgen"})
 

@@ -11,10 +11,10 @@ from families import build, prompt
 import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.cache.segment import Segment
+from kvbench.engine.decode import Ending, generate_rows
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.twilight import Twilight
-from kvbench.model.decode import Ending, generate_rows
 from kvbench.storage.attend import attend, stack
 
 

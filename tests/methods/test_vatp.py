@@ -9,12 +9,12 @@ from families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
+from kvbench.engine.step import build as build_batch
+from kvbench.engine.step import step
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity, protect
 from kvbench.methods.vatp import Vatp
-from kvbench.model.step import build as build_batch
-from kvbench.model.step import step
 from kvbench.models.interface import attached
 from kvbench.storage.evicting_rows import Slots
 

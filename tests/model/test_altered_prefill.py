@@ -10,8 +10,8 @@ from passthrough import quantisers_pass_through
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
+from kvbench.engine import prefill
 from kvbench.methods import registry
-from kvbench.model import prefill
 
 ALIASED = {"method": "qhitter", "kv_size": 14, "bits": 2, "v_alias": True}
 SIMULATED = {"method": "flexgen", "bits": 2, "code_prefill": True}

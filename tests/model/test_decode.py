@@ -5,8 +5,8 @@ from families import build, prompt
 from torch._subclasses import FakeTensorMode
 
 import kvbench
-from kvbench.model.batch import by_layer
-from kvbench.model.decode import Ending, generate_rows
+from kvbench.engine.batch import by_layer
+from kvbench.engine.decode import Ending, generate_rows
 
 
 def test_what_layers_on_several_devices_say_comes_together_on_one():

@@ -9,12 +9,12 @@ from families import build as family
 
 from kvbench.audit.accounting import held
 from kvbench.bench.sampling import skip
+from kvbench.engine import cuda_graph
+from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.step import build, step
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
 from kvbench.methods.chain import Chain
-from kvbench.model import graph
-from kvbench.model.prefill import prefill_chains
-from kvbench.model.step import build, step
 from kvbench.models.interface import attached
 
 CHAINS = ["snapkv+think", "adakv+think", "adakv+kivi", "think+kivi", "h2o+think variant=orig", "scissorhands+vatp"]
@@ -97,11 +97,11 @@ def test_a_recorded_step_waits_for_nothing(name, method, monkeypatch):
         asked.extend(waits[before:])
         return run
 
-    monkeypatch.setattr(graph, "recorded", recorded)
+    monkeypatch.setattr(cuda_graph, "recorded", recorded)
     with pretended() as waits, torch.no_grad(), attached(model):
         chain = parsed(method) if method != "full" else Chain()
         batch = build(model, [prefill_chains(model, ids, [chain])[0] for _ in range(2)], NEW)
-        recording = graph.Graph(model, batch)
+        recording = cuda_graph.Graph(model, batch)
         assert isinstance(recording.place, Elsewhere) and asked == []
         skip(model, batch, 9)
         before = len(waits)

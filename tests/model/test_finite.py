@@ -10,14 +10,14 @@ from families import build, prompt
 from runs import run_json
 
 import kvbench
+from kvbench.engine.batch import DecodeBatch
+from kvbench.engine.stopping import Ending
 from kvbench.errors import Refused
 from kvbench.methods import registry
 from kvbench.methods.base import Selector, Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.think import Think
-from kvbench.model.batch import DecodeBatch
-from kvbench.model.ending import Ending
 from kvbench.models import load
 
 STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in registry.available() if m != "full"}

@@ -5,10 +5,10 @@ import torch
 from families import build as family
 
 import kvbench
+from kvbench.engine.cuda_graph import Graph
+from kvbench.engine.step import build, step
 from kvbench.errors import KvbenchError
 from kvbench.methods.registry import knob_names
-from kvbench.model.graph import Graph
-from kvbench.model.step import build, step
 from kvbench.models.interface import attached
 
 KNOBS = {"kv_size": 48, "ratio": 0.4, "value_ratio": 0.4}

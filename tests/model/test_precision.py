@@ -11,8 +11,8 @@ from runs import run_json
 
 import kvbench
 from kvbench.cli.main import main
+from kvbench.engine import precision
 from kvbench.errors import UsageError
-from kvbench.model import precision
 
 CPU = torch.device("cpu")
 ONE = ["dataset=tiny/needle,tiny/hop", "length=256", "limit=1", "method=snapkv"]

@@ -9,10 +9,10 @@ from families import build, prompt
 
 import kvbench
 from kvbench.cache.segment import LayerCache, Segment
+from kvbench.engine import step as stepping
+from kvbench.engine.decode import Ending, generate_rows
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods.twilight import Twilight
-from kvbench.model import step as stepping
-from kvbench.model.decode import Ending, generate_rows
-from kvbench.model.rows import RowLayer
 
 D, HQ, HK = 8, 4, 2
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from kvbench.api import generate
 from kvbench.cli.main import main
 from kvbench.config import ModelConfig
+from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
 from kvbench.methods import registry
-from kvbench.model.prefill import prefill_chains
 from kvbench.models import load
 
 CPU = torch.device("cpu")

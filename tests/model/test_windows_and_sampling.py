@@ -7,10 +7,10 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import kvbench
 from kvbench.cache.exact_attention import attend_rows
+from kvbench.engine.decode import Ending, generate_rows, sample
+from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
-from kvbench.model.decode import Ending, generate_rows, sample
-from kvbench.model.prefill import prefill_chains
 
 
 def windowed(window):

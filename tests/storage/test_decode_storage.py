@@ -7,9 +7,9 @@ import pytest
 import torch
 from storage_reference import Layer, Storage
 
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods import registry
 from kvbench.methods.twilight import Twilight
-from kvbench.model.rows import RowLayer
 
 D, STEPS, SCALE = 10, 45, 1 / math.sqrt(10)
 SHAPES = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}

@@ -9,10 +9,10 @@ from families import build, prompt
 import kvbench
 from kvbench.audit.decode_audit import check_peak
 from kvbench.audit.prompt_audit import audit
+from kvbench.engine.decode import Ending, generate_rows, step
+from kvbench.engine.step import build as build_batch
 from kvbench.errors import UsageError
 from kvbench.methods import registry
-from kvbench.model.decode import Ending, generate_rows, step
-from kvbench.model.step import build as build_batch
 from kvbench.models.interface import attached
 
 N, NEW, SIZE = 34, 30, 16

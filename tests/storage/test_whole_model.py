@@ -14,8 +14,8 @@ import kvbench
 from kvbench.audit.decode_audit import check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.cache.segment import storage_bytes
-from kvbench.model.decode import Ending, generate_rows
-from kvbench.model.likelihood import teacher_force
+from kvbench.engine.decode import Ending, generate_rows
+from kvbench.engine.likelihood import teacher_force
 
 N, NEW, D, SIZE = 45, 40, 16, 24
 SMALL = {"recent": 5, "observed": 8, "ratio": 0.4, "group": 4, "residual": 8}

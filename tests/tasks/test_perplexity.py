@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 import kvbench
 from kvbench.cli.main import main
+from kvbench.engine.likelihood import teacher_force
 from kvbench.errors import UsageError
-from kvbench.model.likelihood import teacher_force
 from kvbench.tasks import perplexity
 from kvbench.tasks.source import Files
 

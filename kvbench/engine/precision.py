@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.memory import free_bytes
+from kvbench.engine.memory import free_bytes
+from kvbench.engine.prefill import prefill_chains
 from kvbench.methods.chain import Chain
-from kvbench.model.prefill import prefill_chains
 
 UNITS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm's BF16"}
 """What multiplies bf16 on CPUs, by its flag in /proc/cpuinfo."""

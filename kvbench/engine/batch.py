@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
 from kvbench.cache.segment import Cache
+from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.patches import adapted
+from kvbench.engine.step import build, step, stored_in
+from kvbench.engine.stopping import Ending, sample, without
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
-from kvbench.model.adapted import adapted
-from kvbench.model.ending import Ending, sample, without
-from kvbench.model.rows import RowLayer
-from kvbench.model.step import build, step, stored_in
 from kvbench.models.interface import KvbenchLayer, attached
 from kvbench.storage.row_bytes import allocated
 

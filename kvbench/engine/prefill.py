@@ -22,15 +22,15 @@ from kvbench.cache import ops
 from kvbench.cache.exact_attention import attend_rows, attend_with_lse, column_sums
 from kvbench.cache.packed import quantise_zero_point
 from kvbench.cache.segment import Cache, LayerCache, Needs, Observation, per_head
-from kvbench.calibration.weights import check_calibrated
+from kvbench.engine.calibration.weights import check_calibrated
+from kvbench.engine.finite import check_finite
+from kvbench.engine.handed import Handed
+from kvbench.engine.layer_by_layer import Layers
+from kvbench.engine.patches import adapted
 from kvbench.errors import UsageError
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.foreign import contained
-from kvbench.methods.layers import Layers
-from kvbench.model.adapted import adapted
-from kvbench.model.finite import check_finite
-from kvbench.model.handed import Handed
 from kvbench.models.interface import (
     KvbenchLayer,
     Rows,

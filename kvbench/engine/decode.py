@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
 from kvbench.cache.segment import Cache
+from kvbench.engine.batch import Answer, DecodeBatch
+from kvbench.engine.finite import no_answer
+from kvbench.engine.patches import adapted, alike
+from kvbench.engine.prefill import as_prompt, check_capacity, check_window
+from kvbench.engine.step import build, step
+from kvbench.engine.stopping import Ending as Ending
+from kvbench.engine.stopping import sample as sample
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
-from kvbench.model.adapted import adapted, alike
-from kvbench.model.batch import Answer, DecodeBatch
-from kvbench.model.ending import Ending as Ending
-from kvbench.model.ending import sample as sample
-from kvbench.model.finite import no_answer
-from kvbench.model.prefill import as_prompt, check_capacity, check_window
-from kvbench.model.step import build, step
 from kvbench.models.interface import attached
 
 

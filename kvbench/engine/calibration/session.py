@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.calibration import files
-from kvbench.calibration import text as calibration_text
-from kvbench.calibration.weights import check_weights, weights_of
+from kvbench.engine.calibration import files
+from kvbench.engine.calibration import text as calibration_text
+from kvbench.engine.calibration.weights import check_weights, weights_of
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Request

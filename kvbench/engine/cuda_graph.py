@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
+from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.step import step
 from kvbench.errors import KvbenchError
-from kvbench.model.rows import RowLayer
-from kvbench.model.step import step
 from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import kernels
 from kvbench.storage.attend import RowSegment, attend

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.segment import Needs, Observation
-from kvbench.model.prefill import as_prompt, observe
+from kvbench.engine.prefill import as_prompt, observe
 
 EPSILON = 1.0
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.segment import Needs, Observation
+from kvbench.engine.prefill import as_prompt, observe
 from kvbench.methods.chai import OBSERVED, merged
-from kvbench.model.prefill import as_prompt, observe
 
 
 def measure(model: PreTrainedModel, samples: Iterable[Tensor], tick: Callable[[], None]) -> Tensor:
