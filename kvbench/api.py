@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench import presets
 from kvbench.cache.segment import Cache
 from kvbench.cli.rewrite import entries
 from kvbench.engine import decode
@@ -27,6 +26,7 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.models.load import EMBEDDED
+from kvbench.run import presets
 
 Entry = str | Mapping[str, Any] | Chain
 

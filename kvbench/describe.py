@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from kvbench import presets
 from kvbench.errors import UsageError
 from kvbench.methods.registry import conf_dir
 from kvbench.metrics import METRICS
+from kvbench.run import presets
 from kvbench.tasks import longbench
 from kvbench.tasks.base import Task, load_tasks
 

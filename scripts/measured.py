@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvbench.config import ModelConfig
 from kvbench.describe import page
 from kvbench.models.load import load_tokenizer, locate
+from kvbench.run.config import ModelConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "what-is-measured.md"
 

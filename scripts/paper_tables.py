@@ -24,13 +24,13 @@ from pathlib import Path
 
 import shards
 
-from kvbench import archive, experiment
 from kvbench.errors import UsageError
 from kvbench.papers import counts, declared, measured, page, standin, timings
 from kvbench.papers.declared import Declared
 from kvbench.papers.measured import Ours
 from kvbench.papers.view import View, view
-from kvbench.store import ResultStore
+from kvbench.run import archive, experiment
+from kvbench.run.store import ResultStore
 
 ROWS = Path(__file__).resolve().parent.parent / "results"
 PRETRAINED = "smollm2-135m-q4_1"

@@ -16,7 +16,6 @@ from functools import cache
 
 import torch
 
-from kvbench import experiment
 from kvbench.engine import memory
 from kvbench.errors import KvbenchError
 from kvbench.models import load
@@ -24,7 +23,8 @@ from kvbench.papers import claims, declared, ledger, measured
 from kvbench.papers.declared import Declared
 from kvbench.papers.joint import joint
 from kvbench.papers.measured import Ours
-from kvbench.plan import Group
+from kvbench.run import experiment
+from kvbench.run.plan import Group
 
 ROUNDS = (1, 2, 4, 8)
 """Examples of each task on a pretrained model, one round before the next: what is cut off is still whole."""

@@ -28,11 +28,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench import config, experiment
 from kvbench.cli.main import main as kvbench_main
 from kvbench.cli.rewrite import rewrite
-from kvbench.store import ResultStore
-from kvbench.store_files import read_json, read_lines
+from kvbench.files import read_json, read_lines
+from kvbench.run import config, experiment
+from kvbench.run.store import ResultStore
 
 RUN = ["dataset=tiny/needle,tiny/listing", "length=256", "method=snapkv,snapkv+think", "batch_rows=6"]
 PAGE = 4096

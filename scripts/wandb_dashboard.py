@@ -4,7 +4,7 @@ python scripts/wandb_dashboard.py --entity my-team --project kvbench
 python scripts/wandb_dashboard.py --dry-run          prints what would be set up; nothing is sent
 
 Needs the package wandb-workspaces (pip install -e '.[dashboard]'); --dry-run works without it. The names are those
-that kvbench/wandb_logger.py logs.
+that kvbench/run/wandb_logger.py logs.
 """
 
 from __future__ import annotations

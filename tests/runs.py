@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from kvbench import config, experiment
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import rewrite
+from kvbench.run import config, experiment
 
 SMALL = ["dataset=tiny/needle,tiny/code", "length=256", "examples=6"]
 

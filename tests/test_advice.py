@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from kvbench.advice import about_prompts, at_floor
 from kvbench.cache.segment import Example
 from kvbench.cli.main import main
+from kvbench.run.advice import about_prompts, at_floor
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy
 

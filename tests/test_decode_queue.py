@@ -8,9 +8,9 @@ from families import FAMILIES, build, heads_of, prompt
 from methods.test_properties import CHAINS, SMALL, configured, prefill, supported
 
 from kvbench.audit.prompt_audit import audit
-from kvbench.decode_queue import DecodeQueue, Row, in_parts
 from kvbench.engine import batch
 from kvbench.engine.decode import Ending, generate_rows
+from kvbench.run.queue import DecodeQueue, Row, in_parts
 
 ROOMY = 2**40
 OUT_OF_MEMORY = (

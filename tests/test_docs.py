@@ -15,9 +15,9 @@ from packaging.specifiers import SpecifierSet
 
 from kvbench.cache.model_shape import Shape
 from kvbench.cli.rewrite import rewrite
-from kvbench.config import compose_config, parse
-from kvbench.estimate import cache_bytes
-from kvbench.plan import with_baseline
+from kvbench.run.config import compose_config, parse
+from kvbench.run.estimate import cache_bytes
+from kvbench.run.plan import with_baseline
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -129,9 +129,9 @@ def test_the_wheel_carries_conf_and_weights(tmp_path):
 def test_the_page_of_what_is_measured_is_what_the_code_does():
     from data import data_path
 
-    from kvbench.config import ModelConfig
     from kvbench.describe import page
     from kvbench.models.load import load_tokenizer, locate
+    from kvbench.run.config import ModelConfig
 
     root = data_path("gsm8k_test.jsonl").parent
     cfg = ModelConfig(name="tiny", path="embedded:tiny")

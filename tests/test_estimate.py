@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.segment import Example
-from kvbench.estimate import estimate
 from kvbench.methods import registry
-from kvbench.plan import Cell, Group
+from kvbench.run.estimate import estimate
+from kvbench.run.plan import Cell, Group
 
 SHAPE = Shape(layers=2, query_heads=4, kv_heads=2, head_dim=8)
 ITEM = 4

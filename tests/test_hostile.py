@@ -15,17 +15,17 @@ import torch
 from hostile import MODES, RESULTS, Hostile, kept, sets_what_is_global
 from runs import prepare
 
-from kvbench import experiment
-from kvbench.config import ChainConfig
 from kvbench.methods import foreign, registry
 from kvbench.methods.base import Mask
 from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models import load
-from kvbench.plan import Cell
-from kvbench.runner import run_group
-from kvbench.store import ResultStore
+from kvbench.run import experiment
+from kvbench.run.config import ChainConfig
+from kvbench.run.plan import Cell
+from kvbench.run.runner import run_group
+from kvbench.run.store import ResultStore
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from runs import run_json
 
-from kvbench import archive, config
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import rewrite
 from kvbench.cli.runs import _fold, rows
-from kvbench.labels import differences, fields, label
+from kvbench.files import write_json
 from kvbench.methods import registry
-from kvbench.store import ResultStore
-from kvbench.store_files import write_json
+from kvbench.run import archive, config
+from kvbench.run.labels import differences, fields, label
+from kvbench.run.store import ResultStore
 
 TABLES = Path(__file__).parent.parent / "results" / "tables"
 SNAPKV = {"frozen_layers": [], "kernel": 7, "kv_size": 16, "pooling": "max", "window": 12}

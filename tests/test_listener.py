@@ -3,8 +3,8 @@
 import pytest
 from runs import SMALL, metrics_of, prepare
 
-from kvbench import experiment
 from kvbench.engine import batch
+from kvbench.run import experiment
 
 
 class Heard:

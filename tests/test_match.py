@@ -5,13 +5,13 @@ import json
 import pytest
 from runs import SMALL, prepare, run_json
 
-from kvbench import config, match
 from kvbench.audit import accounting
 from kvbench.cache.model_shape import Shape
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import rewrite
 from kvbench.errors import UsageError
 from kvbench.methods.registry import parse
+from kvbench.run import config, equal_memory
 
 MISTRAL = Shape(32, 32, 8, 128)
 TABLE7 = "kv_size=128,512,1024,2048"
@@ -24,7 +24,7 @@ def parsed(line):
 
 def sizes(line, shape=MISTRAL, tokens=None):
     """kv_size of every matched chain, in order."""
-    return [m.kv_size for m in match.settle(parsed(line), shape, tokens)[1]]
+    return [m.kv_size for m in equal_memory.settle(parsed(line), shape, tokens)[1]]
 
 
 @pytest.mark.parametrize("base", ["h2o", "snapkv"])
@@ -37,18 +37,18 @@ def test_the_sizes_of_thinks_table_7(base, per, kind, last):
 
 @pytest.mark.parametrize("shape", [Shape(8, 32, 8, 128), Shape(5, 8, 4, 32)])
 @pytest.mark.parametrize("other", ["streamingllm", "h2o", "pyramidkv", "cake", "adakv", "snapkv+kivi", "h2o+vatp"])
-@pytest.mark.parametrize("kind", match.KINDS)
+@pytest.mark.parametrize("kind", equal_memory.KINDS)
 def test_no_other_size_comes_nearer(kind, other, shape):
     cfg = parsed(f"method={other},snapkv+think snapkv.kv_size=600 match={kind}")
-    (settled, (found,)) = match.settle(cfg, shape)
-    price = match._price(kind, shape, match.LONG)
+    (settled, (found,)) = equal_memory.settle(cfg, shape)
+    price = equal_memory._price(kind, shape, equal_memory.LONG)
     template = next(c for c in cfg.chains if c.chain.name == other.replace("vatp+h2o", "h2o+vatp"))
     target = price(settled.chains[-1].chain)
-    off = {size: abs(price(match.with_size(template, size).chain) - target) for size in range(140, 2400)}
+    off = {size: abs(price(equal_memory.with_size(template, size).chain) - target) for size in range(140, 2400)}
     if template.chain.coder is None:
         assert found.kv_size == min(off, key=lambda size: (off[size], size))
     else:
-        assert off[found.kv_size] <= max(match.CLOSE * target, min(off.values()))
+        assert off[found.kv_size] <= max(equal_memory.CLOSE * target, min(off.values()))
     assert [c.chain.selector.kv_size for c in settled.chains] == [found.kv_size, 600]
     held = found.bytes if kind == "bytes" else found.nominal
     assert held == (price(settled.chains[0].chain), target)
@@ -67,17 +67,17 @@ def test_the_nominal_formula_is_the_papers():
 
 def test_grids_of_the_reference_give_each_other_method_one_size_each():
     cfg = parsed("method=h2o,snapkv+think kv_size=128,256 ratio=0.4,0.6 match=bytes")
-    settled, found = match.settle(cfg, MISTRAL)
+    settled, found = equal_memory.settle(cfg, MISTRAL)
     assert [(m.method.split()[0], "ratio=0.6" in m.reference) for m in found] == [("h2o", r) for r in (0, 1, 0, 1)]
     assert len(settled.chains) == 8 and len({repr(c.chain.identity()) for c in settled.chains}) == 8
 
 
 def test_knobs_that_depend_on_the_budget_follow_the_size_found():
     line = "preset=refreekv model=llama2-7b-chat method=cake,snapkv+think kv_size=1300 match=bytes per=kv_head"
-    (settled, (found,)) = match.settle(parsed(line), Shape(32, 32, 32, 128))
+    (settled, (found,)) = equal_memory.settle(parsed(line), Shape(32, 32, 32, 128))
     assert found.kv_size < 1100 and settled.chains[0].chain.stages[0].tau1 == 1.9
     small = line.replace("1300", "150")
-    assert match.settle(parsed(small), Shape(32, 32, 32, 128))[0].chains[0].chain.stages[0].tau1 == 0.9
+    assert equal_memory.settle(parsed(small), Shape(32, 32, 32, 128))[0].chains[0].chain.stages[0].tau1 == 0.9
 
 
 def test_presets_say_which_bytes_where_a_match_is_asked_for():
@@ -96,7 +96,7 @@ def test_a_reference_may_stand_anywhere_and_be_written_in_any_order():
 
 def test_budgets_of_other_kinds_give_way():
     cfg = parsed("preset=vatp method=h2o,snapkv+think snapkv.kv_size=256 match=bytes")
-    (settled, (found,)) = match.settle(cfg, MISTRAL)
+    (settled, (found,)) = equal_memory.settle(cfg, MISTRAL)
     h2o = settled.chains[0].chain.selector
     assert sum(h2o.parts(4096)) == found.kv_size == 211 and h2o.heavy_ratio is None
 

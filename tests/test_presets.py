@@ -7,12 +7,12 @@ import pytest
 from families import build, prompt
 
 import kvbench
-from kvbench import config, presets
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import entries, rewrite
 from kvbench.errors import UsageError
-from kvbench.match import KINDS
 from kvbench.methods import registry
+from kvbench.run import config, presets
+from kvbench.run.equal_memory import KINDS
 
 PAPERS = ("qhitter", "refreekv", "think", "uncomp", "vatp")
 CHAINS = {

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from kvbench import progress
+from kvbench.run import progress
 
 
 class Clock:

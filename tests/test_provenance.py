@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import provenance
-from kvbench.provenance import git_commit, local_changes
+from kvbench.run import provenance
+from kvbench.run.provenance import git_commit, local_changes
 
 
 def git(folder, *words):
@@ -15,8 +15,8 @@ def git(folder, *words):
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    package = tmp_path / "kvbench"
-    package.mkdir()
+    package = tmp_path / "kvbench" / "run"
+    package.mkdir(parents=True)
     (package / "provenance.py").write_text("")
     (tmp_path / "README.md").write_text("")
     git(tmp_path, "init", "-q")
@@ -36,7 +36,7 @@ def test_only_what_measures_makes_a_clone_unclean(clone):
 
 
 def test_without_a_clone_there_is_no_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "__file__", str(Path(tmp_path, "kvbench", "provenance.py")))
+    monkeypatch.setattr(provenance, "__file__", str(Path(tmp_path, "kvbench", "run", "provenance.py")))
     assert git_commit() is None
 
 

@@ -7,16 +7,16 @@ from typing import ClassVar
 import pytest
 from runs import SMALL, metrics_of, prepare, run_json
 
-from kvbench import config, experiment
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import rewrite
-from kvbench.config import ChainConfig
+from kvbench.files import parse_line
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.render import _kept, _payload, render
-from kvbench.store import ResultStore
-from kvbench.store_files import parse_line
+from kvbench.run import config, experiment
+from kvbench.run.config import ChainConfig
+from kvbench.run.store import ResultStore
 
 
 def test_run_measures_what_it_says(tmp_path, capsys):

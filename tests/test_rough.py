@@ -8,15 +8,15 @@ import torch
 from families import FAMILIES, build
 from runs import SMALL
 
-from kvbench import rough
 from kvbench.cache.model_shape import Shape
 from kvbench.cli.main import main
+from kvbench.run import speed_model
 
 SHAPE = Shape(layers=2, query_heads=4, kv_heads=2, head_dim=8)
-SIZE = rough.Weights(layers=1000, logits=200)
-NONE = rough.Speed(0, 0, 0, 0, 0, 0)
+SIZE = speed_model.Weights(layers=1000, logits=200)
+NONE = speed_model.Speed(0, 0, 0, 0, 0, 0)
 # 6 prompts of 100 tokens on average are read, 10 rows answered 4 at a time: 3 batches of 7 steps
-WORK = rough.Work([50, 150], [0, 0], prefills=6, answers=10, new=7, rows=4, cell=320.0, formats=3, sums=False)
+WORK = speed_model.Work([50, 150], [0, 0], prefills=6, answers=10, new=7, rows=4, cell=320.0, formats=3, sums=False)
 DENSE = 2 * 2 * 2 * 100 * 8 * 4  # keys and values, layers, kv heads, tokens, channels, bytes
 SQUARES = 2 * 4 * 8 * (50**2 + 150**2) / 2  # layers, query heads, channels, pairs of tokens on average
 
@@ -29,29 +29,34 @@ SQUARES = 2 * 4 * 8 * (50**2 + 150**2) / 2  # layers, query heads, channels, pai
         ({"weight_byte": 1.0}, 21 * 4 * 1200),
         ({"attention": 1.0}, 6 * SQUARES),
         ({"sums": 1.0}, 0),
-        ({"copy": 1.0}, 10 * rough.COMPRESS_PASSES * DENSE + 21 * 4 * 320),
+        ({"copy": 1.0}, 10 * speed_model.COMPRESS_PASSES * DENSE + 21 * 4 * 320),
         (
             {"call": 1.0},
-            2 * (6 * rough.LAYER_CALLS + 10 * rough.COMPRESS_CALLS + 21 * (rough.LAYER_CALLS + 3 * rough.STEP_CALLS)),
+            2
+            * (
+                6 * speed_model.LAYER_CALLS
+                + 10 * speed_model.COMPRESS_CALLS
+                + 21 * (speed_model.LAYER_CALLS + 3 * speed_model.STEP_CALLS)
+            ),
         ),
     ],
 )
 def test_each_speed_counts_for_its_own_operations(speed, expected):
-    assert rough.seconds(WORK, replace(NONE, **speed), SIZE, SHAPE, itemsize=4) == pytest.approx(expected)
+    assert speed_model.seconds(WORK, replace(NONE, **speed), SIZE, SHAPE, itemsize=4) == pytest.approx(expected)
 
 
 def test_column_sums_texts_in_chunks_and_an_empty_group():
-    sums = rough.seconds(replace(WORK, sums=True), replace(NONE, sums=1.0), SIZE, SHAPE, 4)
+    sums = speed_model.seconds(replace(WORK, sums=True), replace(NONE, sums=1.0), SIZE, SHAPE, 4)
     assert sums == pytest.approx(6 * SQUARES)
-    fed = rough.seconds(replace(WORK, rest=[20, 40], new=0), replace(NONE, product=1.0), SIZE, SHAPE, 4)
+    fed = speed_model.seconds(replace(WORK, rest=[20, 40], new=0), replace(NONE, product=1.0), SIZE, SHAPE, 4)
     assert fed == pytest.approx(6 * 100 * 1000 + 10 * 30 * 1200)
-    assert rough.seconds(replace(WORK, answers=0), NONE, SIZE, SHAPE, 4) == 0
+    assert speed_model.seconds(replace(WORK, answers=0), NONE, SIZE, SHAPE, 4) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_those_of_the_projections(family):
     model = build(family)
-    size = rough.weights(model.config)
+    size = speed_model.weights(model.config)
     linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
     head = model.get_output_embeddings().weight
     assert size.logits == head.numel()
@@ -59,7 +64,7 @@ def test_weights_are_those_of_the_projections(family):
 
 
 def test_every_speed_of_a_device_is_measured():
-    found = rough.measure(SHAPE, 64, torch.float32, torch.device("cpu"))
+    found = speed_model.measure(SHAPE, 64, torch.float32, torch.device("cpu"))
     assert all(0 < value < 1e-2 for value in vars(found).values())
     # a row alone takes longer than its share of a product of many
     assert found.weight_byte * 4 > found.product

@@ -13,14 +13,14 @@ from typing import ClassVar
 import pytest
 from runs import SMALL, metrics_of, prepare, run_json
 
-from kvbench import config, experiment, runner
 from kvbench.cli.main import main
-from kvbench.config import ChainConfig
 from kvbench.errors import KvbenchError, UsageError
+from kvbench.files import line_of, parse_line
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
-from kvbench.store import ResultStore
-from kvbench.store_files import line_of, parse_line
+from kvbench.run import config, experiment, runner
+from kvbench.run.config import ChainConfig
+from kvbench.run.store import ResultStore
 
 
 def test_second_run_measures_nothing_and_a_new_method_reads_only_for_itself(tmp_path, capsys, monkeypatch):
@@ -98,7 +98,7 @@ def test_full_disk_is_one_message_and_keeps_what_was_written(tmp_path, monkeypat
         written.append(sample["id"])
         original(self, sample)
 
-    from kvbench import store
+    from kvbench.run import store
 
     original = store.Writer.append
     monkeypatch.setattr(store.Writer, "append", append)
@@ -114,7 +114,7 @@ def test_full_disk_is_one_message_and_keeps_what_was_written(tmp_path, monkeypat
 def test_disk_full_error_of_the_system_becomes_the_message(tmp_path):
     import errno
 
-    from kvbench.store_files import disk_error
+    from kvbench.files import disk_error
 
     assert "free some space" in str(disk_error(OSError(errno.ENOSPC, "x"), tmp_path))
     assert "could not be written" in str(disk_error(OSError(errno.EIO, "I/O error"), tmp_path))
@@ -233,7 +233,7 @@ def test_damaged_cell_record_names_the_file(tmp_path, capsys):
 
 
 def test_progress_prints_plain_lines_off_a_terminal(capsys, monkeypatch):
-    from kvbench import progress
+    from kvbench.run import progress
 
     monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
     with progress.progress({"a": 2}) as tick:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from runs import SMALL, metrics_of, prepare, run_json
 
-from kvbench import experiment, host, runner
 from kvbench.cli.main import main
 from kvbench.engine import batch, likelihood
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
-from kvbench.store import ResultStore
+from kvbench.run import experiment, host, runner
+from kvbench.run.store import ResultStore
 
 METHODS = "method=snapkv,h2o,think"
 

@@ -8,7 +8,7 @@ import pytest
 from stored import FACTS, Cell, measure, sample
 
 from kvbench.errors import UsageError
-from kvbench.store import ResultStore, Status
+from kvbench.run.store import ResultStore, Status
 
 
 def test_a_cell_from_never_to_complete(tmp_path):

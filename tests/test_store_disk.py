@@ -10,11 +10,11 @@ import subprocess
 import pytest
 from stored import FACTS, Cell, measure, sample
 
-from kvbench import store_files
+from kvbench import files
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.store import SYNC_S, ResultStore
-from kvbench.store_files import read_json, read_lines
+from kvbench.files import read_json, read_lines
+from kvbench.run.store import SYNC_S, ResultStore
 
 
 def fill(writer):
@@ -144,7 +144,7 @@ def test_a_device_that_does_not_sync_is_said_and_the_lock_is_let_go(tmp_path, mo
 def test_lines_are_synced_when_old_at_once_when_asked_and_on_closing(tmp_path, monkeypatch):
     store, now, synced = ResultStore(tmp_path), [0.0], []
     first, second = (store.open(Cell(name), FACTS, 0, mix=False) for name in ("aaa", "bbb"))
-    monkeypatch.setattr(store_files.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(files.time, "monotonic", lambda: now[0])
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd) or fsync(fd))
     first.append(sample(0))

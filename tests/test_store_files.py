@@ -7,9 +7,9 @@ import pytest
 from stored import FACTS, Cell, measure, sample
 
 from kvbench.cli.main import main
-from kvbench.report import summarise
-from kvbench.store import ResultStore
-from kvbench.store_files import line_of, parse_line, read_lines
+from kvbench.files import line_of, parse_line, read_lines
+from kvbench.run.store import ResultStore
+from kvbench.run.summary import summarise
 
 SIZE = 12
 

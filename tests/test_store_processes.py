@@ -12,11 +12,11 @@ import pytest
 from runs import metrics_of
 from stored import FACTS, Cell, measure, sample
 
-from kvbench import store_files
+from kvbench import files
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError
-from kvbench.store import ResultStore
-from kvbench.store_files import lock, locked
+from kvbench.files import lock, locked
+from kvbench.run.store import ResultStore
 
 RUN = ["dataset=tiny/needle", "length=256", "method=snapkv"]
 
@@ -144,7 +144,7 @@ def test_looking_at_a_cell_never_keeps_a_process_from_measuring_it(tmp_path):
 
 def test_a_lock_file_removed_between_opening_and_locking_is_made_again(tmp_path, monkeypatch):
     path, taken = tmp_path / "lock-0", []
-    take = store_files._take
+    take = files._take
 
     def late(fd, kind, name):
         if not taken:
@@ -152,7 +152,7 @@ def test_a_lock_file_removed_between_opening_and_locking_is_made_again(tmp_path,
         taken.append(fd)
         return take(fd, kind, name)
 
-    monkeypatch.setattr(store_files, "_take", late)
+    monkeypatch.setattr(files, "_take", late)
     held = lock(path, 5.0)
     monkeypatch.undo()
     assert len(taken) == 2

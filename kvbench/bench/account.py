@@ -12,12 +12,12 @@ import torch
 from kvbench.audit.accounting import HALF, declared
 from kvbench.bench.layers import Measured, measure, working_bytes
 from kvbench.cache.model_shape import Shape
-from kvbench.config import ChainConfig
 from kvbench.engine.memory import free_bytes
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
 from kvbench.render import Sheet, compose
+from kvbench.run.config import ChainConfig
 
 CHAINS = ("snapkv+think", "snapkv+kivi", "think+kivi", "snapkv+think+kivi")
 PARTS = ("exact", "codes", "scales", "positions", "ids", "state")

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvbench.cache.model_shape import from_entry
-from kvbench.config import ModelConfig
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.models import load
 from kvbench.models.interface import FAMILIES
+from kvbench.run.config import ModelConfig
 
 LEARNED_POSITIONS = ("opt",)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import kvbench
-from kvbench.provenance import git_commit
+from kvbench.run.provenance import git_commit
 from kvbench.storage import native
 
 GPU_FACTS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "driver_version")

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import torch
 
-from kvbench import config, experiment
 from kvbench.cli.rewrite import rewrite
-from kvbench.experiment import Prepared
-from kvbench.host import Host
 from kvbench.models import load
-from kvbench.provenance import provenance
-from kvbench.runner import run_group
-from kvbench.store import ResultStore
+from kvbench.run import config, experiment
+from kvbench.run.experiment import Prepared
+from kvbench.run.host import Host
+from kvbench.run.provenance import provenance
+from kvbench.run.runner import run_group
+from kvbench.run.store import ResultStore
 
 LIMITS = {"full through kvbench / bare generate": 1.10, "full and snapkv+think together / full": 1.60}
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvbench import config
 from kvbench.bench import passes
 from kvbench.bench.sampling import moves, skip
 from kvbench.bench.workload import Workload, parse, prompts
@@ -33,6 +32,7 @@ from kvbench.engine.step import build, step
 from kvbench.errors import KvbenchError
 from kvbench.methods.chain import Chain
 from kvbench.models.interface import attached
+from kvbench.run import config
 
 MOST_ROWS = 4096
 T = TypeVar("T")

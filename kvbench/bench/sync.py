@@ -22,8 +22,8 @@ from unittest.mock import patch
 
 from kvbench.cache.segment import Example
 from kvbench.methods.chain import Chain
-from kvbench.plan import Cell
-from kvbench.store import SYNC_S, ResultStore, Writer
+from kvbench.run.plan import Cell
+from kvbench.run.store import SYNC_S, ResultStore, Writer
 from kvbench.tasks.base import Task
 
 SAMPLE: Mapping[str, Any] = {"prediction": "y" * 200, "score": 1.0, "meta": {"length": 512}, "answers": ["z" * 40]}

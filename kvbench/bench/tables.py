@@ -27,13 +27,13 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvbench import config, experiment
 from kvbench.bench.overhead import through_kvbench
 from kvbench.cli.rewrite import rewrite
 from kvbench.engine.memory import of_process
-from kvbench.experiment import Prepared
-from kvbench.host import Host
 from kvbench.models import load
+from kvbench.run import config, experiment
+from kvbench.run.experiment import Prepared
+from kvbench.run.host import Host
 
 METHODS = ("full", "streamingllm", "snapkv", "keynorm", "h2o", "snapkv+think")
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)

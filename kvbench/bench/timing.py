@@ -17,9 +17,9 @@ from kvbench.bench.passes import Pass
 from kvbench.bench.peak import Peak
 from kvbench.bench.records import FAILED, FINISHED, FULL, MEASURED, NOT_RUN, OOM, REFUSED, Row, key, spread
 from kvbench.bench.workload import Workload, prompts
-from kvbench.config import ChainConfig
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.errors import KvbenchError
+from kvbench.run.config import ChainConfig
 
 TOGETHER = "its prompts are read all at once, kvbench's one by one"
 GRAPH = "recording the graph is part of build"

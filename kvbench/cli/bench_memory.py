@@ -12,7 +12,7 @@ from kvbench.errors import UsageError, unknown
 
 if TYPE_CHECKING:
     from kvbench.cache.model_shape import Shape
-    from kvbench.config import RunConfig
+    from kvbench.run.config import RunConfig
 
 SIZES = "512,4096"
 KEYS = ("per", "match", "reference", "threads")
@@ -25,8 +25,8 @@ def main(args: argparse.Namespace) -> int:
     if "paper" in given:
         return _paper(given, args.json)
     sizes = [_size(n) for n in split_list(given.get("n", SIZES))]
-    from kvbench import config
     from kvbench.bench import account
+    from kvbench.run import config
 
     rest = [alias(o) for o in args.overrides if o.partition("=")[0] != "n"]
     if "method" not in given:
@@ -45,8 +45,8 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     """The rows of one model at all prompt sizes, printed as they are ready unless ``quiet``."""
     import torch
 
-    from kvbench import match
     from kvbench.bench import account
+    from kvbench.run import equal_memory
 
     shape = shape_of(cfg)
     tiny = cfg.model.path == "embedded:tiny"
@@ -59,7 +59,7 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
         print(f"{label}: {shape}; {name}\n")
     rows, found = [], []
     for n in sizes:
-        settled, matched = match.settle(cfg, shape, n)
+        settled, matched = equal_memory.settle(cfg, shape, n)
         mine = [account.account(c, shape, n, dtype, build) for c in settled.chains]
         rows += [r.as_json() for r in mine]
         found += [{"n": n, **asdict(m)} for m in matched]

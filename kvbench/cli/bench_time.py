@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvbench.bench.timing import Entrant, Settings
     from kvbench.bench.workload import Workload
-    from kvbench.config import RunConfig
+    from kvbench.run.config import RunConfig
 
 OWN = {
     "workloads": "128+16x4",
@@ -78,9 +78,9 @@ def _one_model(
     """The rows asked for of one model, measured where they are missing."""
     import torch
 
-    from kvbench import config
     from kvbench.bench import architecture, records, timing
     from kvbench.models import load
+    from kvbench.run import config
 
     cfg = config.parse(config.compose_config(overrides))
     if cfg.threads is not None:
@@ -127,8 +127,8 @@ def _entrants(cfg: RunConfig, peers: str, step: str) -> list[Entrant]:
     """The full cache first, then the methods, each as ``step`` says, then the peers."""
     from kvbench.bench.generators import PEERS, find
     from kvbench.bench.timing import Entrant
-    from kvbench.config import ChainConfig
     from kvbench.methods.chain import Chain
+    from kvbench.run.config import ChainConfig
 
     full = ChainConfig(Chain(), "full")
     chains = [full, *(c for c in cfg.chains if c.chain.stages)]

@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     if not any(o.startswith("method=") for o in args.overrides):
         raise UsageError("calibrate needs a method, as in: python -m kvbench calibrate method=uncomp-group")
     overrides = [f"calibration_{o}" if o.startswith("text=") else o for o in args.overrides]
-    from kvbench import config, experiment
+    from kvbench.run import config, experiment
 
     records: list[dict[str, Any]] = []
     for run in rewrite(overrides).runs:

@@ -41,9 +41,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Show what can go, and with --yes remove it."""
     from kvbench.cli.runs import given, rows
-    from kvbench.store import ResultStore
-    from kvbench.store_cells import LINK
-    from kvbench.store_clean import carry_out, leftovers, measuring, plan
+    from kvbench.run.store import ResultStore
+    from kvbench.run.store_cells import LINK
+    from kvbench.run.store_clean import carry_out, leftovers, measuring, plan
 
     filters = given(args.overrides, KEYS)
     store = ResultStore(Path(filters.pop("results", "results")).expanduser())

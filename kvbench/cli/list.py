@@ -8,9 +8,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from kvbench import presets
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
+from kvbench.run import presets
 
 EXAMPLES = """examples:
   python -m kvbench list
@@ -133,7 +133,7 @@ def _setting(setting: dict[str, Any]) -> str:
 
 def _runs(args: argparse.Namespace) -> list[dict[str, Any]]:
     from kvbench.cli.runs import rows
-    from kvbench.store import ResultStore
+    from kvbench.run.store import ResultStore
 
     args.store = ResultStore(Path(args.results).expanduser())
     return rows(args.store, args.filters)

@@ -144,11 +144,11 @@ def _of_activations(
     figures: Sequence[Any], run: Sequence[str], keys: Sequence[str], own: dict[str, Any], quiet: bool
 ) -> list[dict[str, Any]]:
     """Figures of what a model computes while it reads."""
-    from kvbench import config
     from kvbench.figures import source
     from kvbench.figures.figure import folder
     from kvbench.figures.reading import Reading
-    from kvbench.progress import progress
+    from kvbench.run import config
+    from kvbench.run.progress import progress
 
     cfg = config.parse(config.compose_config(run))
     origin = source.locate(cfg, "dataset" in keys, own.get("text"), own.get("samples"), own.get("tokens"))

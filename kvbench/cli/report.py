@@ -56,12 +56,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _page(results: Path, model: str, count: int, overrides: list[str], chosen: bool) -> str:
-    from kvbench import config, experiment
     from kvbench.cli.rewrite import rewrite
     from kvbench.figures.figure import folder
     from kvbench.html import page, samples, tables
     from kvbench.papers import standin
     from kvbench.papers.audit import audit
+    from kvbench.run import config, experiment
 
     written = [o for o in overrides if o.partition("=")[0] not in ("results", "longbench")]
     run = rewrite([*([] if chosen else METHODS), *written, f"results={results}", f"limit={max(1, count)}"]).runs[0]
@@ -153,7 +153,7 @@ def _runs(results: Path) -> str:
     """Every cell of the store with what it was measured with."""
     from kvbench.cli import runs
     from kvbench.html import page
-    from kvbench.store import ResultStore
+    from kvbench.run.store import ResultStore
 
     store = ResultStore(results)
     kept, body = ("device", "torch", "transformers", "commit"), []

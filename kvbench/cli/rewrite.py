@@ -20,10 +20,10 @@ from typing import Any
 
 import yaml
 
-from kvbench import presets
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.loading import entry_of, read_yaml
+from kvbench.run import presets
 
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
 """The config groups that a command line chooses from, each with an example."""

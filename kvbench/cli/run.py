@@ -20,7 +20,7 @@ from kvbench.cli import launchers
 from kvbench.cli.rewrite import rewrite
 
 if TYPE_CHECKING:
-    from kvbench.experiment import Prepared
+    from kvbench.run.experiment import Prepared
 
 EXAMPLES = """examples:
   python -m kvbench run method=snapkv+think ratio=0.4
@@ -64,8 +64,8 @@ def main(args: argparse.Namespace) -> int:
     command = rewrite(args.overrides, args.multirun)
     launchers.check(command)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from kvbench import config, experiment
-    from kvbench.wandb_logger import listeners
+    from kvbench.run import config, experiment
+    from kvbench.run.wandb_logger import listeners
 
     if args.config:
         from omegaconf import OmegaConf

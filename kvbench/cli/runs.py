@@ -10,8 +10,8 @@ from typing import Any
 
 from kvbench.cli.rewrite import split_list
 from kvbench.errors import UsageError, unknown
-from kvbench.labels import differences, fields, label
-from kvbench.store import STATUSES, ResultStore
+from kvbench.run.labels import differences, fields, label
+from kvbench.run.store import STATUSES, ResultStore
 
 FILTERS = ("status", "model", "method", "dataset", "cells")
 DAMAGED = "damaged"

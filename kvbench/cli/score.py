@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     given = _given(args)
     from kvbench import imports, metrics, render
     from kvbench.imports import scoring, stored, table, verdict
-    from kvbench.store import ResultStore
+    from kvbench.run.store import ResultStore
     from kvbench.tasks import longbench
 
     longbench.metric_name("lcc", given["code_sim"])

@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"show {' '.join(args.overrides)}: give one cell id, or key=value overrides, not both")
     if cells:
         return _show_cell(cells[0], args)
-    from kvbench import config, experiment
+    from kvbench.run import config, experiment
 
     runs = rewrite(args.overrides).runs
     prepared = [experiment.prepare(config.parse(config.compose_config(o)), reading=True) for o in runs]
@@ -49,9 +49,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
     from kvbench.cli.runs import model_name
-    from kvbench.labels import fields, label
     from kvbench.render import size
-    from kvbench.store import ResultStore
+    from kvbench.run.labels import fields, label
+    from kvbench.run.store import ResultStore
 
     store = ResultStore(Path(args.results))
     record = store.cell(store.find(cell_id))

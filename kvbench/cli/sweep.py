@@ -12,12 +12,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench import config, experiment
 from kvbench.cli.rewrite import Command, quote
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.experiment import Prepared
 from kvbench.methods.registry import conf_dir
-from kvbench.wandb_logger import listeners
+from kvbench.run import config, experiment
+from kvbench.run.experiment import Prepared
+from kvbench.run.wandb_logger import listeners
 
 
 def job(cfg: DictConfig) -> None:

@@ -85,10 +85,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int:
     """Print one table; 1 if any of its cells was refused or failed, more if a signal ended it."""
-    from kvbench import experiment
     from kvbench.cli.run import print_plans, stopping
     from kvbench.papers import grid, measured, page, trace, view
-    from kvbench.wandb_logger import listeners
+    from kvbench.run import experiment
+    from kvbench.run.wandb_logger import listeners
 
     if args.show == "published":
         ours = measured.printed(table, model, "--show published")

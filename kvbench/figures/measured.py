@@ -14,17 +14,17 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from kvbench import config, experiment, presets, report
 from kvbench.cli.rewrite import entries, rewrite, split_list
-from kvbench.config import ChainConfig
 from kvbench.errors import UsageError
-from kvbench.experiment import Prepared
 from kvbench.figures.figure import Figure
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.metrics import metric, stats
 from kvbench.papers import settings, standin
-from kvbench.plan import Cell, Group
+from kvbench.run import config, experiment, presets, summary
+from kvbench.run.config import ChainConfig
+from kvbench.run.experiment import Prepared
+from kvbench.run.plan import Cell, Group
 
 MEAN = "mean"
 FULL = "full"
@@ -100,7 +100,7 @@ class Ran:
         """
         rows: list[dict[str, Any]] = []
         for point, mine in self._by_point():
-            found = [(g, report.measured(g, c, self.run.store), self._pairs(g, c)) for g, c in mine]
+            found = [(g, summary.measured(g, c, self.run.store), self._pairs(g, c)) for g, c in mine]
             there = [f for f in found if f[1]["status"] == "measured"]
             at = {"series": point.series, "x": point.x}
             for group, value, pairs in there:
@@ -247,7 +247,7 @@ def _held(values: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     return {
         "kept": 100 * total("kept") / total("prompt_tokens"),
-        "bytes": report.share({key: total(key) for key in report.HALVES}),
+        "bytes": summary.share({key: total(key) for key in summary.HALVES}),
     }
 
 

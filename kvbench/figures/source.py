@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench import experiment
 from kvbench.cache.segment import Example
-from kvbench.config import RunConfig
 from kvbench.engine.calibration import text as texts
 from kvbench.errors import UsageError
 from kvbench.figures.figure import Figure
 from kvbench.figures.reading import Prompt
 from kvbench.models import load
+from kvbench.run import experiment
+from kvbench.run.config import RunConfig
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
 from kvbench.tasks.prompt import check, encode
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench import experiment
 from kvbench.cache.segment import Cache, Example
 from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
-from kvbench.experiment import Prepared
 from kvbench.models import load
-from kvbench.plan import Cell, Group
+from kvbench.run import experiment
+from kvbench.run.experiment import Prepared
+from kvbench.run.plan import Cell, Group
 from kvbench.tasks.prompt import encode
 
 LEVELS = 10

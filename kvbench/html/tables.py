@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench import archive
 from kvbench.papers import declared, measured, standin
 from kvbench.papers.declared import Declared
 from kvbench.papers.grid import Grid, Text, grid, notes, title
 from kvbench.papers.page import spans_html
 from kvbench.papers.view import View, view
-from kvbench.store import ResultStore
+from kvbench.run import archive
+from kvbench.run.store import ResultStore
 
 FACTS = ("model", "device", "dtype", "torch", "transformers", "kvbench", "commit")
 VIEWS = ("ours", "beside", "published", "delta")

@@ -12,12 +12,12 @@ from typing import Any
 
 import kvbench
 from kvbench.errors import UsageError
+from kvbench.files import line_of, write_json
 from kvbench.imports.scoring import Scored, printed
 from kvbench.imports.verdict import Source
 from kvbench.metrics import metric
-from kvbench.plan import SCHEMA
-from kvbench.store import ResultStore
-from kvbench.store_files import line_of, write_json
+from kvbench.run.plan import SCHEMA
+from kvbench.run.store import ResultStore
 from kvbench.tasks.longbench import TASKS
 
 KIND = "imported"

@@ -28,9 +28,9 @@ from pathlib import Path
 import yaml
 
 from kvbench.errors import KvbenchError, UsageError
+from kvbench.files import disk_error, lock, read_json, write_json
 from kvbench.methods.registry import conf_dir
 from kvbench.models import gguf
-from kvbench.store_files import disk_error, lock, read_json, write_json
 
 ENVIRONMENT = "KVBENCH_MODELS"
 SCHEME = "fetched:"

@@ -24,10 +24,10 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from kvbench.config import ModelConfig
 from kvbench.errors import KvbenchError, UsageError, unknown
 from kvbench.models import fetch, weights
 from kvbench.models.interface import FAMILIES
+from kvbench.run.config import ModelConfig
 
 IDENTITY_FILES = (
     "chat_template.jinja",

@@ -16,15 +16,15 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from kvbench.advice import at_floor
 from kvbench.errors import KvbenchError, unknown
-from kvbench.labels import label
 from kvbench.metrics import metric, stats
 from kvbench.papers import declared
 from kvbench.papers.declared import PAPERS, Given
 from kvbench.papers.measured import Ours
-from kvbench.plan import Cell, Group
-from kvbench.store import ResultStore
+from kvbench.run.advice import at_floor
+from kvbench.run.labels import label
+from kvbench.run.plan import Cell, Group
+from kvbench.run.store import ResultStore
 from kvbench.tasks.longbench import names
 
 TABLE = "claims"

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from kvbench.experiment import Prepared
-from kvbench.plan import Cell, Group
+from kvbench.run.experiment import Prepared
+from kvbench.run.plan import Cell, Group
 
 
 def joint(runs: Iterable[Prepared]) -> list[Prepared]:

@@ -8,15 +8,15 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from kvbench import experiment
 from kvbench.errors import UsageError
+from kvbench.files import write_json
 from kvbench.papers import claims, declared, measured, standin
 from kvbench.papers.claims import FRAGILE, MIXED, NOT_DECIDABLE, UNDECIDED, Evidence, Verdict
 from kvbench.papers.joint import joint
 from kvbench.papers.measured import Ours
-from kvbench.provenance import local_changes
 from kvbench.render import Sheet
-from kvbench.store_files import write_json
+from kvbench.run import experiment
+from kvbench.run.provenance import local_changes
 
 FOLDER = "claims"
 """Below a results folder: a ledger for each model."""

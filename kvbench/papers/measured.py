@@ -9,11 +9,8 @@ from typing import Any, cast
 
 import yaml
 
-from kvbench import experiment, presets, report
 from kvbench.cli.rewrite import entries
-from kvbench.config import ChainConfig
 from kvbench.errors import UsageError
-from kvbench.experiment import Prepared
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.models import load
@@ -23,8 +20,11 @@ from kvbench.papers.declared import Column, Declared, Given, Row
 from kvbench.papers.published import model_id
 from kvbench.papers.timings import Timings
 from kvbench.papers.workloads import FAMILIES, INSTEAD, Reader, Workload, composed, labels
-from kvbench.plan import Cell, Group
-from kvbench.prepared import context_of
+from kvbench.run import experiment, presets, summary
+from kvbench.run.config import ChainConfig
+from kvbench.run.experiment import Prepared
+from kvbench.run.plan import Cell, Group
+from kvbench.run.run_plan import context_of
 from kvbench.tasks.base import Tokenizer
 
 RESULTS = "results"
@@ -108,13 +108,13 @@ class Ours:
             return {"status": "missing", "reason": line.skipped or self.why_absent(line, column)}
         assert self.run is not None
         store = self.run.store
-        parts = [report.measured(g, c, store) for g, c in found]
+        parts = [summary.measured(g, c, store) for g, c in found]
         wrong = next((p for p in parts if p["status"] in ("refused", "failed")), None)
         there = [(g, c) for (g, c), p in zip(found, parts, strict=True) if p["status"] == "measured"]
         if len(found) == 1 or wrong is not None or not there:
             return wrong or parts[0]
         samples = [store.samples(c.id)[e.id] for g, c in there for e in g.examples if e.id in store.samples(c.id)]
-        whole = report.summarise(samples, found[0][0].task.metric, sum(len(g.task.examples) for g, _ in found))
+        whole = summary.summarise(samples, found[0][0].task.metric, sum(len(g.task.examples) for g, _ in found))
         return {"status": "measured", "cell": " ".join(c.id for _, c in found), **whole}
 
 

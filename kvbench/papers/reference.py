@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from kvbench import presets
 from kvbench.cli.rewrite import entries
 from kvbench.methods import registry
 from kvbench.papers import index
@@ -22,6 +21,7 @@ from kvbench.papers.index import Entry, Paper
 from kvbench.papers.markdown import table
 from kvbench.papers.published import SCORES, model_id
 from kvbench.render import WIDTH
+from kvbench.run import presets
 from kvbench.tasks.longbench import TASKS
 
 HEAD = """# Reference of the papers

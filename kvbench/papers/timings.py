@@ -116,9 +116,9 @@ def _with_tokens(bench: papers.Declared, cell: Cell, rows: Sequence[Row]) -> Cel
 
 @cache
 def _shape(model: str) -> Shape:
-    from kvbench import config
     from kvbench.cli.bench_memory import shape_of
     from kvbench.cli.rewrite import rewrite
+    from kvbench.run import config
 
     return shape_of(config.parse(config.compose_config(rewrite([f"model={model}"]).runs[0])))
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from kvbench import presets
-from kvbench.advice import at_floor
 from kvbench.bench.placed import Cell as Timed
 from kvbench.bench.records import NOT_RUN
 from kvbench.metrics import metric, stats
@@ -22,6 +20,8 @@ from kvbench.papers.exact import Exact, exact
 from kvbench.papers.measured import Line, Ours
 from kvbench.papers.published import MARKS, Published
 from kvbench.papers.workloads import FAMILIES
+from kvbench.run import presets
+from kvbench.run.advice import at_floor
 from kvbench.tasks.longbench import TASKS
 
 AVERAGE = Column("avg", SCORE)

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvbench import config
 from kvbench.cli.rewrite import entries, rewrite
-from kvbench.config import DatasetConfig, RunConfig
 from kvbench.errors import UsageError, unknown
 from kvbench.papers import settings, standin
 from kvbench.papers.declared import Declared, Row
-from kvbench.plan import Group
+from kvbench.run import config
+from kvbench.run.config import DatasetConfig, RunConfig
+from kvbench.run.plan import Group
 from kvbench.tasks.base import Tokenizer, load_tasks
 from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.needle import PHRASINGS

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import config
 from kvbench.bench import architecture, papers, placed, records, workload
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import rewrite, split_list
 from kvbench.errors import UsageError
 from kvbench.papers import published
+from kvbench.run import config
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_tables.sh"

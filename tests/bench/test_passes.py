@@ -7,7 +7,6 @@ import torch
 from elsewhere import DEVICE, pretended
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvbench import config
 from kvbench.bench import architecture, generators, passes, roofline
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.bench.workload import Workload, parse, prompts
@@ -18,6 +17,7 @@ from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending
 from kvbench.errors import UsageError
 from kvbench.models.interface import attached
+from kvbench.run import config
 
 CPU = torch.device("cpu")
 SIZES = {  # parameters as their makers publish them

@@ -14,7 +14,7 @@ import torch
 from kvbench.bench import kernels as bench
 from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
-from kvbench.provenance import provenance
+from kvbench.run.provenance import provenance
 from kvbench.storage import kernels
 from kvbench.storage.attend import Ragged, flat
 from kvbench.storage.kernels import SWITCH

@@ -15,7 +15,7 @@ from kvbench.cache.packed import BITS, quantise_channels, quantise_tokens, quant
 from kvbench.cache.partly_packed import Codes, Residual
 from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
-from kvbench.provenance import provenance
+from kvbench.run.provenance import provenance
 from kvbench.storage import native
 from kvbench.storage.native import build
 from kvbench.storage.packed_rows import CodedRows, exact, packed_logits, packed_weigh

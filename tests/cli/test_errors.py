@@ -109,7 +109,7 @@ def test_every_verb_has_help_with_examples(verb, capsys):
 
 
 def test_an_internal_error_is_one_line_and_status_1(monkeypatch, capsys):
-    from kvbench import experiment
+    from kvbench.run import experiment
 
     monkeypatch.setattr(experiment, "prepare", lambda cfg: 1 / 0)
     monkeypatch.delenv("KVBENCH_DEBUG", raising=False)

@@ -9,10 +9,10 @@ from stored import FACTS, NAMES, Cell, cell_id, measure, sample
 
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError
-from kvbench.report import summarise
-from kvbench.store import ResultStore
-from kvbench.store_clean import carry_out, plan
-from kvbench.store_files import write_json
+from kvbench.files import write_json
+from kvbench.run.store import ResultStore
+from kvbench.run.store_clean import carry_out, plan
+from kvbench.run.summary import summarise
 
 SIZE = 10
 LONG = "a reason that is long enough to be broken into several lines, since lines of a hundred columns are the most"

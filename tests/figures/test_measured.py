@@ -9,11 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench import report
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.figures import curves, measured, needle, registry, results, think_memory
 from kvbench.figures.measured import MEAN, VALUES, Measured, Point, ResultFigure, Sweep, prepare
+from kvbench.run import summary
 
 RESULTS = {i: f for i, f in registry.FIGURES.items() if isinstance(f, ResultFigure)}
 TINY = ["length=128", "limit=3"]
@@ -93,7 +93,7 @@ def test_rows_are_what_the_store_holds(ran):
         held += sum(s["overhead16"] for s in samples)
         assert row["bytes"] == pytest.approx(100 * held / all_of_it)
         assert np.isnan(row["low"]), "three examples say nothing about an interval"
-        assert row["score"] == report.measured(group, cell, mine.run.store)["score"]
+        assert row["score"] == summary.measured(group, cell, mine.run.store)["score"]
     for (_, _), rows in data.groupby(["series", "x"]):
         each = rows[rows["task"] != MEAN]
         mean = rows[rows["task"] == MEAN].iloc[0]

@@ -7,13 +7,13 @@ import pytest
 import torch
 from storage_reference import value_scores
 
-from kvbench import config
 from kvbench.cache.segment import storage_bytes
 from kvbench.cli.rewrite import rewrite
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.think import Think
 from kvbench.methods.thinkv import ThinkV
+from kvbench.run import config
 
 N, D = 24, 8
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}

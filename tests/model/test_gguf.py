@@ -6,10 +6,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvbench.config import ModelConfig
 from kvbench.errors import KvbenchError
 from kvbench.models import gguf as converter
 from kvbench.models import load
+from kvbench.run.config import ModelConfig
 
 gguf = pytest.importorskip("gguf")
 

@@ -9,9 +9,9 @@ from families import FAMILIES, build
 from safetensors.torch import load_file, save_file
 
 from kvbench.cli.main import main
-from kvbench.config import ModelConfig
 from kvbench.errors import UsageError
 from kvbench.models import embedded, load
+from kvbench.run.config import ModelConfig
 
 
 def folder_of(family, tmp_path, shard="20KB"):

@@ -11,7 +11,7 @@ from data import data_path
 
 import kvbench
 from kvbench.cli.main import main
-from kvbench.store import ResultStore
+from kvbench.run.store import ResultStore
 
 TEXTS = [
     "In 2024, 12345 of 3.14 and 1,000,000 (7th) were 99%.",

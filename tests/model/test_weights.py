@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from kvbench.api import generate
 from kvbench.cli.main import main
-from kvbench.config import ModelConfig
 from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.models import load
+from kvbench.run.config import ModelConfig
 
 CPU = torch.device("cpu")
 

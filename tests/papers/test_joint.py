@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from kvbench import experiment
 from kvbench.papers import declared, measured
 from kvbench.papers.joint import joint
 from kvbench.papers.measured import Ours
+from kvbench.run import experiment
 
 
 def prepared(table: str, results: Path) -> Ours:

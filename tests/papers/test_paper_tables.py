@@ -10,9 +10,9 @@ from pathlib import Path
 import papers_data
 import pytest
 
-from kvbench import archive, experiment
 from kvbench.papers import counts, declared
-from kvbench.store import ResultStore
+from kvbench.run import archive, experiment
+from kvbench.run.store import ResultStore
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 

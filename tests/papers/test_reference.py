@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from kvbench import presets
 from kvbench.cli.main import main
 from kvbench.papers import index, reference
 from kvbench.papers.book import published
+from kvbench.run import presets
 
 ROOT = Path(__file__).parents[2]
 

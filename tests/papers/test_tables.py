@@ -10,15 +10,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvbench import presets
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import rewrite
-from kvbench.config import compose_config, parse
+from kvbench.files import line_of
 from kvbench.metrics import stats
 from kvbench.papers import counts, declared, grid, measured, page, standin, trace
 from kvbench.papers.declared import Column
 from kvbench.papers.view import view
-from kvbench.store_files import line_of
+from kvbench.run import presets
+from kvbench.run.config import compose_config, parse
 
 MEASURED = [t.id for t in declared.find("all") if t.measurable]
 SMALL = ["limit=2", "length=256", "dataset.tiny.examples=2"]

@@ -4,12 +4,12 @@ import numpy as np
 import papers_data
 import pytest
 
-from kvbench import experiment
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.metrics import metric, stats
 from kvbench.papers import claims, counts, declared, grid, measured, page, settings, standin
 from kvbench.papers.view import view
+from kvbench.run import experiment
 
 MEASURED = [t.id for t in declared.find("all") if t.measurable]
 

@@ -7,10 +7,10 @@ from data import data_path
 
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import entries, rewrite
-from kvbench.config import compose_config, parse
 from kvbench.errors import UsageError
 from kvbench.metrics import METRICS
-from kvbench.plan import build_groups
+from kvbench.run.config import compose_config, parse
+from kvbench.run.plan import build_groups
 from kvbench.tasks import longbench
 from kvbench.tasks.base import load_tasks
 

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvbench.advice import at_floor
 from kvbench.errors import UsageError
 from kvbench.metrics import score
+from kvbench.run.advice import at_floor
 from kvbench.tasks.base import load_tasks
 
 ROOT = Path(__file__).parents[2]

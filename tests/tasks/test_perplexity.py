@@ -160,7 +160,7 @@ def test_rolled_h2o_streams_too(tmp_path, capsys):
 def test_the_interval_of_a_perplexity_difference_resamples_pairs():
     import numpy as np
 
-    from kvbench.report import _shown_difference
+    from kvbench.run.summary import _shown_difference
 
     rng = np.random.default_rng(3)
     theirs = rng.normal(3.0, 0.4, 40)

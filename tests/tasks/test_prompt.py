@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbench import config
 from kvbench.cache.segment import Example
 from kvbench.cli.rewrite import entries, rewrite
 from kvbench.errors import UsageError
+from kvbench.run import config
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy, check, encode
 
@@ -251,7 +251,7 @@ def test_every_model_entry_is_whole(model):
 
 
 def test_stop_texts_of_a_model_join_its_end_tokens(monkeypatch):
-    from kvbench import experiment
+    from kvbench.run import experiment
 
     tok = Words()
     tok.eos_token_id = 99

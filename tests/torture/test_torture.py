@@ -31,7 +31,7 @@ def test_the_checks_see_what_they_are_for(tmp_path):
         sys.path.pop(0)
     from stored import Cell, measure
 
-    from kvbench.store import ResultStore
+    from kvbench.run.store import ResultStore
 
     for name in ("a", "b"):
         store = ResultStore(tmp_path / name)

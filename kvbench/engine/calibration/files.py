@@ -15,8 +15,8 @@ from torch import Tensor
 
 import kvbench
 from kvbench.errors import KvbenchError, UsageError
+from kvbench.files import read_json, write_json
 from kvbench.methods.recipe import Calibration, Request, digest
-from kvbench.store_files import read_json, write_json
 
 FORMAT = 1
 

@@ -10,9 +10,9 @@ from typing import Any
 from kvbench.audit.accounting import declared
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.segment import Example, Needs
+from kvbench.files import Sample
 from kvbench.methods.chain import Chain
-from kvbench.plan import Cell, Group
-from kvbench.store_files import Sample
+from kvbench.run.plan import Cell, Group
 
 LENGTHS_LOOKED_AT = 3
 

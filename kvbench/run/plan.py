@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import Any
 
 from kvbench.cache.segment import Example
-from kvbench.config import ChainConfig, RunConfig
 from kvbench.errors import Refused, UsageError
 from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.metrics import metric
+from kvbench.run.config import ChainConfig, RunConfig
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
 from kvbench.tasks.prompt import PromptPolicy, check
 

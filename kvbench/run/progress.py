@@ -23,10 +23,10 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from kvbench.plan import Cell
+from kvbench.run.plan import Cell
 
 if TYPE_CHECKING:
-    from kvbench.experiment import Prepared
+    from kvbench.run.experiment import Prepared
 
 PLAIN_EVERY_S = 15.0
 Tick = Callable[[str, int], None]

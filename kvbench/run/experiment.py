@@ -11,22 +11,22 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench import presets
 from kvbench.cli.rewrite import entries
-from kvbench.config import RunConfig
 from kvbench.engine import memory, precision
 from kvbench.errors import UsageError, ending
-from kvbench.host import Host
-from kvbench.listener import Listener, Listeners, Status
 from kvbench.models import load
-from kvbench.plan import Cell, Group
-from kvbench.prepared import Prepared as Prepared
-from kvbench.prepared import check_model, context_of, identify, open_session, threads
-from kvbench.prepared import prepare as prepare
-from kvbench.progress import Display
-from kvbench.provenance import local_changes, provenance
-from kvbench.report import collect, completed, summarise
-from kvbench.runner import ModelChanged, run_group
+from kvbench.run import presets
+from kvbench.run.config import RunConfig
+from kvbench.run.host import Host
+from kvbench.run.listener import Listener, Listeners, Status
+from kvbench.run.plan import Cell, Group
+from kvbench.run.progress import Display
+from kvbench.run.provenance import local_changes, provenance
+from kvbench.run.run_plan import Prepared as Prepared
+from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
+from kvbench.run.run_plan import prepare as prepare
+from kvbench.run.runner import ModelChanged, run_group
+from kvbench.run.summary import collect, completed, summarise
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.spread import left_out
 

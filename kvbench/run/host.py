@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.model_shape import from_config
 from kvbench.cache.segment import Example
-from kvbench.config import Sampling
 from kvbench.engine.memory import GIB
+from kvbench.run.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
 

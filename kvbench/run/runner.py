@@ -18,7 +18,6 @@ import torch
 from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.cache.segment import Cache, Example
-from kvbench.decode_queue import DecodeQueue, Row, in_parts
 from kvbench.engine.batch import Answer
 from kvbench.engine.decode import Ending, extend_cache
 from kvbench.engine.finite import no_answer
@@ -27,14 +26,15 @@ from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
 from kvbench.engine.prefill import check_capacity, check_window, prefill_chains
 from kvbench.errors import KvbenchError, Refused, UsageError, ending
-from kvbench.host import Host
-from kvbench.listener import Listeners
+from kvbench.files import Sample
 from kvbench.methods.foreign import contained
 from kvbench.metrics import score
 from kvbench.models.interface import attached, synchronise
-from kvbench.plan import Cell, Group, pending
-from kvbench.store import ResultStore, Writer
-from kvbench.store_files import Sample
+from kvbench.run.host import Host
+from kvbench.run.listener import Listeners
+from kvbench.run.plan import Cell, Group, pending
+from kvbench.run.queue import DecodeQueue, Row, in_parts
+from kvbench.run.store import ResultStore, Writer
 
 REASON_LENGTH = 300
 

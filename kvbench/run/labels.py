@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from kvbench.config import BUDGETS
 from kvbench.errors import UsageError
 from kvbench.methods import registry
+from kvbench.run.config import BUDGETS
 
 Identity = Mapping[str, Any]
 

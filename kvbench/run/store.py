@@ -31,11 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvbench import labels, store_cells
 from kvbench.errors import KvbenchError, UsageError, unknown
-from kvbench.plan import Cell
-from kvbench.store_cells import LINK
-from kvbench.store_files import (
+from kvbench.files import (
     Appender,
     Sample,
     disk_error,
@@ -47,6 +44,9 @@ from kvbench.store_files import (
     sync_folder,
     write_json,
 )
+from kvbench.run import labels, store_cells
+from kvbench.run.plan import Cell
+from kvbench.run.store_cells import LINK
 
 SYNC_S = 10.0
 SHARD_WAIT_S = 0.3

@@ -12,10 +12,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench import presets
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
+from kvbench.run import presets
 from kvbench.tasks.prompt import TEMPLATES, PromptPolicy
 
 MAX_THREADS = 1024

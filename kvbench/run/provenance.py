@@ -56,7 +56,7 @@ def local_changes(records: Iterable[Mapping[str, Any]]) -> str:
 
 def git_commit() -> str | None:
     """The commit of the clone that the package runs from, with ``+`` if what measures has local changes; else None."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:

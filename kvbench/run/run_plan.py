@@ -11,19 +11,19 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench import match, rough
-from kvbench.advice import about_prompts
 from kvbench.cache.model_shape import Shape, from_config
 from kvbench.cache.segment import Example
-from kvbench.config import RunConfig
 from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
-from kvbench.estimate import Estimate, estimate
-from kvbench.host import ROWS_CPU, ROWS_GPU
 from kvbench.models import load
 from kvbench.models.interface import head_counts
-from kvbench.plan import Cell, Group, build_groups, pending
-from kvbench.store import ResultStore
+from kvbench.run import equal_memory, speed_model
+from kvbench.run.advice import about_prompts
+from kvbench.run.config import RunConfig
+from kvbench.run.estimate import Estimate, estimate
+from kvbench.run.host import ROWS_CPU, ROWS_GPU
+from kvbench.run.plan import Cell, Group, build_groups, pending
+from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.prompt import encode
 
@@ -42,7 +42,7 @@ class Prepared:
     dtype: str
     store: ResultStore
     session: Session
-    matched: tuple[match.Matched, ...] = ()
+    matched: tuple[equal_memory.Matched, ...] = ()
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
         """Example id -> the cells that still need it."""
@@ -104,7 +104,7 @@ class Prepared:
             prompts.append(first)
             rest.append(n - first)
         cells = {c.id: c for some in left.values() for c in some}
-        work = rough.Work(
+        work = speed_model.Work(
             prompts,
             rest,
             prefills,
@@ -117,16 +117,20 @@ class Prepared:
             any((needs := c.chain.needs(found.prompt_tokens)).colsums or needs.colsums_bits for c in cells.values()),
         )
         speed, size, shape = self._speed
-        return rough.seconds(work, speed, size, shape, getattr(torch, self.dtype).itemsize)
+        return speed_model.seconds(work, speed, size, shape, getattr(torch, self.dtype).itemsize)
 
     @cached_property
-    def _speed(self) -> tuple[rough.Speed, rough.Weights, Shape]:
+    def _speed(self) -> tuple[speed_model.Speed, speed_model.Weights, Shape]:
         """Of this device, with as many threads as the run has."""
         config, dtype = self.source.config, getattr(torch, self.dtype)
         shape, device, before = from_config(config), load.resolve_device(self.cfg.device), torch.get_num_threads()
         torch.set_num_threads(threads(self.cfg, config))
         try:
-            return rough.measure(shape, int(config.hidden_size), dtype, device), rough.weights(config), shape
+            return (
+                speed_model.measure(shape, int(config.hidden_size), dtype, device),
+                speed_model.weights(config),
+                shape,
+            )
         finally:
             torch.set_num_threads(before)
 
@@ -208,7 +212,7 @@ def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
         store.check()
     device = load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
-    cfg, matched = match.settle(cfg, from_config(source.config))
+    cfg, matched = equal_memory.settle(cfg, from_config(source.config))
     check_model(cfg, source)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
     identity, context = identify(cfg, source, device), context_of(cfg, source)

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvbench.errors import UsageError
-from kvbench.store import ResultStore
-from kvbench.store_files import line_of, write_json
+from kvbench.files import line_of, write_json
+from kvbench.run.store import ResultStore
 
 
 def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:

@@ -14,7 +14,7 @@ from kvbench.cache.segment import Cache, Example
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.stopping import Ending
-from kvbench.plan import Cell
+from kvbench.run.plan import Cell
 
 ENTER_SHARE = 0.5
 """Rows enter a running batch once it has shrunk to this share of its limits: few cohorts, well filled."""

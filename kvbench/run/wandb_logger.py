@@ -17,14 +17,14 @@ from statistics import fmean
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from kvbench.config import BUDGETS, LoggerConfig
 from kvbench.heatmap import Heat, draw, heat_map, points
-from kvbench.listener import Listener
 from kvbench.metrics import metric
+from kvbench.run.config import BUDGETS, LoggerConfig
+from kvbench.run.listener import Listener
 
 if TYPE_CHECKING:
-    from kvbench.experiment import Prepared
-    from kvbench.plan import Cell, Group
+    from kvbench.run.experiment import Prepared
+    from kvbench.run.plan import Cell, Group
 
 CONNECT_S, FINISH_S = 10, 10
 CLOSE_S = {"online": 30, "offline": 120}  # files alone do not hang, however busy the machine is

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvbench.advice import about_floors, at_floor
 from kvbench.audit.accounting import at_16_bits
-from kvbench.labels import fields
+from kvbench.files import Sample
 from kvbench.metrics import metric, stats
 from kvbench.metrics.stats import FEWEST
-from kvbench.plan import Cell, Group
-from kvbench.store import ResultStore
-from kvbench.store_files import Sample
+from kvbench.run.advice import about_floors, at_floor
+from kvbench.run.labels import fields
+from kvbench.run.plan import Cell, Group
+from kvbench.run.store import ResultStore
 from kvbench.tasks.longbench import by_bucket
 
 HALVES = ("payload16", "overhead16", "full16")

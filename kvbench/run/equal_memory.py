@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from kvbench.audit.accounting import HALF, declared, nominal
 from kvbench.cache.model_shape import Shape
-from kvbench.config import ChainConfig, RunConfig, chain_config
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
+from kvbench.run.config import ChainConfig, RunConfig, chain_config
 
 KINDS = ("bytes", "nominal")
 LONG = 2**20

@@ -18,8 +18,8 @@ from operator import attrgetter
 from pathlib import Path
 
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.store import ResultStore
-from kvbench.store_files import disk_error, lock, locked, read_lines
+from kvbench.files import disk_error, lock, locked, read_lines
+from kvbench.run.store import ResultStore
 
 EMPTY = ("never", "failed", "interrupted")
 STALE_S = 60.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.store_files import read_json, unreadable
+from kvbench.files import read_json, unreadable
 
 ID = re.compile("[0-9a-f]{16}")
 LINK = "is a symbolic link"

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from kvbench.plan import Cell
+from kvbench.run.plan import Cell
 
 if TYPE_CHECKING:
-    from kvbench.experiment import Prepared
+    from kvbench.run.experiment import Prepared
 
 Status = Literal["complete", "partial", "refused", "failed", "interrupted"]
 
