@@ -22,12 +22,12 @@ from typing import Any
 import shards
 from paper_tables import PRETRAINED, ROWS, Target, restore, target
 
-from kvbench import render
 from kvbench.errors import UsageError
 from kvbench.papers import ledger, standin
 from kvbench.papers.declared import PAPERS
 from kvbench.run import archive, experiment
 from kvbench.run.store import ResultStore
+from kvbench.tables import render
 
 
 def samples(of: Target) -> Path:

@@ -11,12 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvbench import render
 from kvbench.cli.rewrite import rewrite
 from kvbench.errors import KvbenchError
 from kvbench.run import archive, config, experiment
 from kvbench.run.experiment import Prepared
 from kvbench.run.store import ResultStore
+from kvbench.tables import render
 
 FOLDER = Path(__file__).resolve().parent.parent / "results" / "tiny"
 BUDGETS = "kv_ratio=0.5,0.25,0.125"

@@ -13,10 +13,10 @@ from kvbench.files import parse_line
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 from kvbench.methods.streamingllm import StreamingLLM
-from kvbench.render import _kept, _payload, render
 from kvbench.run import config, experiment
 from kvbench.run.config import ChainConfig
 from kvbench.run.store import ResultStore
+from kvbench.tables.render import _kept, _payload, render
 
 
 def test_run_measures_what_it_says(tmp_path, capsys):

@@ -13,10 +13,10 @@ import wandb_files
 from runs import SMALL, metrics_of, prepare
 
 from kvbench.cli.main import main
-from kvbench.heatmap import draw, heat_map
 from kvbench.run import experiment
 from kvbench.run.config import LoggerConfig
 from kvbench.run.wandb_logger import listeners, run_id, summary
+from kvbench.tables.heatmap import draw, heat_map
 
 OFFLINE = ("logger=wandb", "logger.mode=offline")
 HAYSTACK = "The old harbour was quiet in the morning, and boats came home with little. " * 400

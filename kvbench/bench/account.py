@@ -16,8 +16,8 @@ from kvbench.engine.memory import free_bytes
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
-from kvbench.render import Sheet, compose
 from kvbench.run.config import ChainConfig
+from kvbench.tables.render import Sheet, compose
 
 CHAINS = ("snapkv+think", "snapkv+kivi", "think+kivi", "snapkv+think+kivi")
 PARTS = ("exact", "codes", "scales", "positions", "ids", "state")

@@ -12,7 +12,7 @@ from kvbench.errors import unknown
 from kvbench.methods.chain import Chain
 from kvbench.methods.registry import parse
 from kvbench.papers.published import load_table
-from kvbench.render import Sheet, compose
+from kvbench.tables.render import Sheet, compose
 
 FP16, MIB, GIB = 2, 2**20, 2**30
 LLAMA2_7B = Shape(32, 32, 32, 128)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, base, ratio, value
-from kvbench.render import Sheet, compose
+from kvbench.tables.render import Sheet, compose
 
 TIMES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("decode", "decode"), ("total", "total"))
 PARTS = (("prefill", "prefill"), ("compress", "compress"), ("build", "build"), ("attention", "attention"))

@@ -41,8 +41,8 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("up_to= is gone: limit= says how many examples of each task, and no verdict ends a run")
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")
-    from kvbench import render
     from kvbench.papers import claims, ledger
+    from kvbench.tables import render
 
     papers = claims.find(args.paper)
     prepared = ledger.prepare(papers, model, [f"{k}={v}" for k, v in given.items()])

@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
 
 def print_reports(reports: list[dict[str, Any]], args: argparse.Namespace) -> int:
     """Print reports as asked for; the status is 1 if any cell was refused or failed."""
-    from kvbench import render
+    from kvbench.tables import render
 
     if args.json:
         print(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1, ensure_ascii=False))
@@ -150,7 +150,7 @@ def stopping(prepared: Sequence[Prepared], words: Sequence[str]) -> Iterator[Sto
 
 def print_plans(prepared: Sequence[Prepared], as_json: bool) -> int:
     """Print what would be measured; nothing is."""
-    from kvbench.render import size
+    from kvbench.tables.render import size
 
     plans = [
         {
@@ -187,7 +187,7 @@ def print_plans(prepared: Sequence[Prepared], as_json: bool) -> int:
 
 def _planned(g: Mapping[str, Any]) -> Iterator[str]:
     """What is done and left of one group, what that takes, and in which parts it runs."""
-    from kvbench.render import size
+    from kvbench.tables.render import size
 
     yield (
         f"{g['task']}: {g['examples']} of {g['of']} examples x {len(g['methods'])} methods; "

@@ -82,7 +82,7 @@ def row(store: ResultStore, name: str) -> dict[str, Any]:
 
 def table(found: Sequence[Mapping[str, Any]], store: ResultStore) -> str:
     """The cells as text that fits 100 columns, with reasons and counts below."""
-    from kvbench.render import Sheet, compose
+    from kvbench.tables.render import Sheet, compose
 
     headers = ("status\nn of N", "method", "dataset\nmodel", "score\ninterval", "last change\ncell")
     sheet = Sheet("runs", headers, tuple(_texts(r) for r in found))

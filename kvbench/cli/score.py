@@ -54,9 +54,10 @@ def main(args: argparse.Namespace) -> int:
     """Score and print; the status is 1 if a file could not be scored, 2 if there is nothing to score."""
     start = time.perf_counter()
     given = _given(args)
-    from kvbench import imports, metrics, render
+    from kvbench import imports, metrics
     from kvbench.imports import scoring, stored, table, verdict
     from kvbench.run.store import ResultStore
+    from kvbench.tables import render
     from kvbench.tasks import longbench
 
     longbench.metric_name("lcc", given["code_sim"])

@@ -49,9 +49,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
     from kvbench.cli.runs import model_name
-    from kvbench.render import size
     from kvbench.run.labels import fields, label
     from kvbench.run.store import ResultStore
+    from kvbench.tables.render import size
 
     store = ResultStore(Path(args.results))
     record = store.cell(store.find(cell_id))

@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from kvbench.figures import style
 from kvbench.figures.measured import FULL, MEAN
+from kvbench.tables import style
 
 
 def lines(

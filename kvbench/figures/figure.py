@@ -17,8 +17,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
 from kvbench.errors import UsageError
-from kvbench.figures.style import styled
 from kvbench.papers import standin
+from kvbench.tables.style import styled
 from kvbench.tasks.base import read_text
 
 Source = TypeVar("Source")

@@ -7,10 +7,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure as Canvas
 
-from kvbench import heatmap
-from kvbench.figures import style
 from kvbench.figures.measured import Measured, Point, ResultFigure, Sweep
 from kvbench.metrics import metric
+from kvbench.tables import heatmap, style
 
 METHODS: dict[str, dict[str, Any]] = {
     "streamingllm": {"kv_ratio": 0.25},

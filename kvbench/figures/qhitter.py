@@ -16,12 +16,12 @@ from torch import Tensor
 
 from kvbench.cache.packed import quantise_zero_point
 from kvbench.cache.segment import Needs, Observation
-from kvbench.figures import style
 from kvbench.figures.figure import Figure, percent
 from kvbench.figures.reading import OnLayer, Prompt, Reading
 from kvbench.methods.base import Role, Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.statistics import top_indices
+from kvbench.tables import style
 
 CRITICAL = 0.2  # of the tokens: those with the most accumulated attention
 OUTLIER = 5.0  # times the mean accumulated attention, which is 1: ultra-crucial tokens

@@ -13,8 +13,9 @@ import pandas as pd
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import LogLocator, NullLocator
 
-from kvbench.figures import curves, style
+from kvbench.figures import curves
 from kvbench.figures.measured import COLUMNS, FULL, Measured, Point, ResultFigure, Sweep
+from kvbench.tables import style
 
 BITS = (8, 4, 3, 2)
 SIZES = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)

@@ -7,8 +7,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure as Canvas
 
-from kvbench.figures import curves, style
+from kvbench.figures import curves
 from kvbench.figures.measured import COLUMNS, FULL, Measured, Point, ResultFigure, Sweep
+from kvbench.tables import style
 
 BUDGETS = (0.5, 0.25, 0.125)
 SELECTORS = ("pyramidkv", "snapkv", "cake", "h2o", "streamingllm", "tova", "random")

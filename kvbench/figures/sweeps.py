@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure as Canvas
 
-from kvbench.figures import curves, style
+from kvbench.figures import curves
 from kvbench.figures.measured import COLUMNS, FULL, Measured, Point, ResultFigure, Sweep
+from kvbench.tables import style
 
 RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7)
 VATP = ("h2o", "h2o+vatp", "scissorhands", "scissorhands+vatp")

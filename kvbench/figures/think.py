@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvbench.cache.exact_attention import causal_softmax
 from kvbench.cache.segment import Needs, Observation
-from kvbench.figures import style
 from kvbench.figures.figure import Figure, percent
 from kvbench.figures.reading import Reading
+from kvbench.tables import style
 
 DEPTHS = (14 / 32, 20 / 32)  # layers 14 and 20 of LLaMA-2-7B's 32
 NAMES = {"k": "keys", "v": "values"}

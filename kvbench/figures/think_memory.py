@@ -16,10 +16,11 @@ from matplotlib.figure import Figure as Canvas
 from kvbench.audit.accounting import declared
 from kvbench.cache.model_shape import from_entry
 from kvbench.cli.rewrite import entries
-from kvbench.figures import curves, style
+from kvbench.figures import curves
 from kvbench.figures.measured import COLUMNS, FULL, Measured, Point, ResultFigure, Sweep
 from kvbench.methods import registry
 from kvbench.run import presets
+from kvbench.tables import style
 
 MODEL = "llama2-7b-chat"
 PARAMETERS = 6_738_415_616

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvbench.cache.segment import Needs, Observation
 from kvbench.engine.calibration.entropy import entropy, layer_groups, spectrum
-from kvbench.figures import style
 from kvbench.figures.figure import Figure, percent
 from kvbench.figures.reading import Prompt, Reading
+from kvbench.tables import style
 
 TOP = 32
 NAMES = {"q": "queries", "k": "keys", "v": "values"}

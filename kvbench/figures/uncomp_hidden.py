@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from kvbench.cache.segment import Needs
 from kvbench.engine.calibration.entropy import entropy
-from kvbench.figures import style
 from kvbench.figures.figure import Figure
 from kvbench.figures.reading import Prompt, Reading
 from kvbench.models.interface import decoder_layers
+from kvbench.tables import style
 
 
 def hidden_entropy(reading: Reading) -> pd.DataFrame:

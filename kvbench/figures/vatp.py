@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvbench.cache.exact_attention import causal_softmax
 from kvbench.cache.segment import Needs, Observation, per_head
-from kvbench.figures import style
 from kvbench.figures.figure import Figure, percent
 from kvbench.figures.reading import Prompt, Reading
+from kvbench.tables import style
 
 SHOWN = 48  # first tokens of the first prompt whose attention is drawn
 SINK = 0.3  # of all attention that a head pays: more to one token makes that a sink

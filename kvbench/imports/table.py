@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.imports.scoring import Score, Scored, printed
 from kvbench.imports.verdict import PAPERS, mark
 from kvbench.metrics import metric
-from kvbench.render import Sheet
+from kvbench.tables.render import Sheet
 from kvbench.tasks.longbench import BUCKETS, TASKS, names
 
 CSV_FIELDS = (

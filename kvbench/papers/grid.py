@@ -14,8 +14,8 @@ from kvbench.papers.measured import Ours
 from kvbench.papers.published import FRACTION
 from kvbench.papers.view import OF_ALL, Entry, View, best, by_block, heading_of
 from kvbench.papers.workloads import labels
-from kvbench.render import EVICTING, EVICTS
 from kvbench.run.provenance import local_changes
+from kvbench.tables.render import EVICTING, EVICTS
 
 SHOWS = ("both", "ours", "published", "delta")
 WRONG = ("refused", "failed")

@@ -14,9 +14,9 @@ from kvbench.papers import claims, declared, measured, standin
 from kvbench.papers.claims import FRAGILE, MIXED, NOT_DECIDABLE, UNDECIDED, Evidence, Verdict
 from kvbench.papers.joint import joint
 from kvbench.papers.measured import Ours
-from kvbench.render import Sheet
 from kvbench.run import experiment
 from kvbench.run.provenance import local_changes
+from kvbench.tables.render import Sheet
 
 FOLDER = "claims"
 """Below a results folder: a ledger for each model."""

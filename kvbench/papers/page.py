@@ -19,7 +19,7 @@ from rich.text import Text as RichText
 from kvbench.papers import timing_text
 from kvbench.papers.grid import Grid, Text, grid, notes, runs, title
 from kvbench.papers.view import View
-from kvbench.render import WIDTH
+from kvbench.tables.render import WIDTH
 
 FORMATS = ("text", "md", "csv", "latex", "html")
 SYMBOLS = {

@@ -20,8 +20,8 @@ from kvbench.papers.exact import everything
 from kvbench.papers.index import Entry, Paper
 from kvbench.papers.markdown import table
 from kvbench.papers.published import SCORES, model_id
-from kvbench.render import WIDTH
 from kvbench.run import presets
+from kvbench.tables.render import WIDTH
 from kvbench.tasks.longbench import TASKS
 
 HEAD = """# Reference of the papers

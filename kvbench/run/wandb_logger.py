@@ -17,10 +17,10 @@ from statistics import fmean
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from kvbench.heatmap import Heat, draw, heat_map, points
 from kvbench.metrics import metric
 from kvbench.run.config import BUDGETS, LoggerConfig
 from kvbench.run.listener import Listener
+from kvbench.tables.heatmap import Heat, draw, heat_map, points
 
 if TYPE_CHECKING:
     from kvbench.run.experiment import Prepared

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from papers_text import text_of
 
-from kvbench import render
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.metrics import stats
@@ -30,6 +29,7 @@ from kvbench.papers.claims import (
     decide,
 )
 from kvbench.papers.settings import knobs
+from kvbench.tables import render
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 

@@ -19,7 +19,7 @@ from kvbench.papers.exact import Exact, everything
 from kvbench.papers.markdown import table
 from kvbench.papers.numbers import fixed
 from kvbench.papers.published import Published
-from kvbench.render import WIDTH, Sheet, compose
+from kvbench.tables.render import WIDTH, Sheet, compose
 
 MARKS = {"wrong": "✗", "doubt": "?", "note": "·"}
 LEGEND = (

@@ -49,7 +49,7 @@ def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
 
 def panel(ax: Axes, heat: Heat, title: str) -> Any:
     """The map on ``ax``: lengths to the right, depths downwards, dark 0 to light 100; its image, for a colour bar."""
-    from kvbench.figures import style
+    from kvbench.tables import style
 
     lengths, depths = ([f"{x:g}" for x in axis] for axis in (heat.lengths, heat.depths))
     image = style.heat(ax, heat.scores, depths, lengths, "%.0f", vmin=0, vmax=100)
@@ -62,7 +62,7 @@ def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """A picture of the map, [height, width, 3]."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    from kvbench.figures import style
+    from kvbench.tables import style
 
     with style.styled():
         figure = style.canvas(2.5 + 0.6 * len(heat.lengths), 1.5 + 0.4 * len(heat.depths))
