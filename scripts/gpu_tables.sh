@@ -73,5 +73,5 @@ while IFS='|' read -r name minutes arguments; do
   [ $status = 124 ] && echo "stopped after $PART_SECONDS s; workloads that were finished are kept"
   [ $status = 0 ] || failed=1
 done <<<"$PARTS"
-"$PYTHON" -m kvbench.bench.papers
+"$PYTHON" -m kvbench.papers.timed.bench_spec
 exit $failed

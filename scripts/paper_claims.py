@@ -23,8 +23,9 @@ import shards
 from paper_tables import PRETRAINED, ROWS, Target, restore, target
 
 from kvbench.errors import UsageError
-from kvbench.papers import ledger, standin
-from kvbench.papers.declared import PAPERS
+from kvbench.papers.claims import claim_runner
+from kvbench.papers.spec import stand_ins
+from kvbench.papers.spec.table_spec import PAPERS
 from kvbench.run import archive, experiment
 from kvbench.run.store import ResultStore
 from kvbench.tables import render
@@ -32,39 +33,39 @@ from kvbench.tables import render
 
 def samples(of: Target) -> Path:
     """The committed samples behind a model's ledger."""
-    return ROWS / ledger.FOLDER / f"{of.model}.samples.jsonl.gz"
+    return ROWS / claim_runner.FOLDER / f"{of.model}.samples.jsonl.gz"
 
 
 def content(of: Target, results: str, packed: Path | None = None) -> dict[str, Any]:
     """The ledger of what ``results`` has; its samples are packed if asked for."""
-    prepared = ledger.prepare(PAPERS, of.model, [f"results={results}", *of.arguments])
+    prepared = claim_runner.prepare(PAPERS, of.model, [f"results={results}", *of.arguments])
     if packed is not None:
         runs = [ours.run for some in prepared.values() for ours in some if ours.run is not None]
         for run in runs:
             experiment.settle(run)
         store = ResultStore(Path(results))
         archive.pack(store, {c.id for r in runs for g in r.groups for c in g.cells if store.samples(c.id)}, packed)
-    return json.loads(json.dumps(ledger.plain(prepared, of.model, ledger.settle(prepared, of.model))))
+    return json.loads(json.dumps(claim_runner.plain(prepared, of.model, claim_runner.settle(prepared, of.model))))
 
 
 def page() -> str:
     """All committed ledgers side by side, as Markdown."""
-    ledgers = ledger.read(ROWS)
+    ledgers = claim_runner.read(ROWS)
     if not ledgers:
-        raise UsageError(f"{ROWS / ledger.FOLDER} has no ledger: make claims writes one")
-    lines = [note for one in ledgers for note in (*ledger.notes(one), *ledger.reasons(one))]
-    return render.compose([ledger.sheet(ledgers)], list(dict.fromkeys(lines)), "md")
+        raise UsageError(f"{ROWS / claim_runner.FOLDER} has no ledger: make claims writes one")
+    lines = [note for one in ledgers for note in (*claim_runner.notes(one), *claim_runner.reasons(one))]
+    return render.compose([claim_runner.sheet(ledgers)], list(dict.fromkeys(lines)), "md")
 
 
 def write(of: Target, results: str) -> None:
     """Write a model's ledger, its samples and the page of all."""
-    ledger.write(content(of, results, samples(of)), ROWS, PAPERS)
+    claim_runner.write(content(of, results, samples(of)), ROWS, PAPERS)
     (ROWS / "claims.md").write_text(page(), encoding="utf-8")
 
 
 def verified(of: Target) -> bool:
     """Tell whether a committed ledger is what its samples give; a missing model is told, and no error."""
-    path = ledger.place(of.model, ROWS, PAPERS)
+    path = claim_runner.place(of.model, ROWS, PAPERS)
     if not path.exists():
         return True
     try:
@@ -72,7 +73,7 @@ def verified(of: Target) -> bool:
             archive.unpack(samples(of), ResultStore(Path(folder)))
             return bool(content(of, folder) == json.loads(path.read_text(encoding="utf-8")))
     except UsageError as error:
-        if of.model == standin.MODEL or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
+        if of.model == stand_ins.MODEL or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
             raise
         print(f"kvbench: claims on {of.model} are not verified: {error}", file=sys.stderr)
         return True
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _do(args: argparse.Namespace) -> int:
     if args.verify:
-        models = [args.model] if args.model else [PRETRAINED, standin.MODEL]
+        models = [args.model] if args.model else [PRETRAINED, stand_ins.MODEL]
         wrong = [m for m in models if not verified(target(m))]
         made = ROWS / "claims.md"
         if not wrong and (not made.exists() or page() != made.read_text(encoding="utf-8")):
@@ -94,7 +95,7 @@ def _do(args: argparse.Namespace) -> int:
         if wrong:
             print(f"kvbench: {', '.join(wrong)}: the ledger differs from its samples; make claims", file=sys.stderr)
         return 1 if wrong else 0
-    of = target(args.model or standin.MODEL)
+    of = target(args.model or stand_ins.MODEL)
     if samples(of).exists():
         archive.restore(samples(of), ResultStore(Path(args.results)))
     if not args.pack:

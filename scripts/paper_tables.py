@@ -25,10 +25,12 @@ from pathlib import Path
 import shards
 
 from kvbench.errors import UsageError
-from kvbench.papers import counts, declared, measured, page, standin, timings
-from kvbench.papers.declared import Declared
-from kvbench.papers.measured import Ours
-from kvbench.papers.view import View, view
+from kvbench.papers.measured import coverage, our_table, page
+from kvbench.papers.measured.cell_view import View, view
+from kvbench.papers.measured.our_table import Ours
+from kvbench.papers.spec import stand_ins, table_spec
+from kvbench.papers.spec.table_spec import Declared
+from kvbench.papers.timed import timings
 from kvbench.run import archive, experiment
 from kvbench.run.store import ResultStore
 
@@ -57,13 +59,13 @@ class Target:
 
     def tables(self, wanted: Sequence[str]) -> list[Declared]:
         """Those of ``wanted`` that this target writes."""
-        found = {t.id: t for name in wanted for t in declared.find(name)}.values()
+        found = {t.id: t for name in wanted for t in table_spec.find(name)}.values()
         return [t for t in found if t.measurable or not self.scored]
 
 
 def target(model: str) -> Target:
     """The tables of one model."""
-    if model == standin.MODEL:
+    if model == stand_ins.MODEL:
         return Target(model, ROWS / "tiny", ("limit=50",))
     return Target(model, ROWS / "tables", scored=True)
 
@@ -71,7 +73,7 @@ def target(model: str) -> Target:
 def rendered(seen: View, of: Target) -> str:
     """The table as Markdown, with the command that makes it."""
     table = seen.ours.declared
-    model = "" if of.model == standin.MODEL else f" --model {of.model}"
+    model = "" if of.model == stand_ins.MODEL else f" --model {of.model}"
     made = f"python scripts/paper_tables.py {table.id}{model}" if model else f"python -m kvbench table {table.id}"
     limit = "" if table.kind == timings.KIND or model else " ".join(("", *of.arguments))
     head, _, rest = page.render(seen, "md").partition("\n")
@@ -101,7 +103,7 @@ def cost(ours: Ours) -> str:
 def prepare(table: Declared, of: Target, results: str, *more: str) -> Ours:
     """The table's run with its results in ``results``; what was timed is in a folder of its own, which is committed."""
     if table.kind == timings.KIND:
-        return measured.timed(timings.read(table, "", ROWS))
+        return our_table.timed(timings.read(table, "", ROWS))
     return shards.prepare(table, of.model, results, *of.arguments, *more)
 
 
@@ -119,7 +121,7 @@ def write(table: Declared, of: Target, results: str, time_it: bool = True) -> No
     of.page(table).parent.mkdir(parents=True, exist_ok=True)
     of.page(table).write_text(rendered(seen, of), encoding="utf-8")
     if _counted(table):
-        counts.write(of.folder, counts.count(seen))
+        coverage.write(of.folder, coverage.count(seen))
 
 
 def restore(tables: Sequence[Declared], of: Target, results: str) -> None:
@@ -152,7 +154,7 @@ def verify(table: Declared, of: Target) -> bool:
             archive.unpack(of.samples(table), ResultStore(Path(folder)))
         seen = view(prepare(table, of, folder))
         same = of.page(table).exists() and rendered(seen, of) == of.page(table).read_text(encoding="utf-8")
-        return same and (not _counted(table) or counts.read(of.folder).get(table.id) == counts.count(seen))
+        return same and (not _counted(table) or coverage.read(of.folder).get(table.id) == coverage.count(seen))
 
 
 def verified(wanted: Sequence[str], models: Sequence[str]) -> int:
@@ -161,10 +163,10 @@ def verified(wanted: Sequence[str], models: Sequence[str]) -> int:
     for of in map(target, models):
         try:
             for table in of.tables(wanted):
-                if of.page(table).exists() or of.model == standin.MODEL:
+                if of.page(table).exists() or of.model == stand_ins.MODEL:
                     wrong += [] if verify(table, of) else [of.page(table).name]
         except UsageError as error:
-            if of.model == standin.MODEL or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
+            if of.model == stand_ins.MODEL or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
                 raise
             print(f"kvbench: tables of {of.model} are not verified: {error}", file=sys.stderr)
     if wrong:
@@ -186,8 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _do(args: argparse.Namespace) -> int:
     if args.verify:
-        return verified(args.tables, [args.model] if args.model else [standin.MODEL, PRETRAINED])
-    of = target(args.model or standin.MODEL)
+        return verified(args.tables, [args.model] if args.model else [stand_ins.MODEL, PRETRAINED])
+    of = target(args.model or stand_ins.MODEL)
     tables = of.tables(args.tables)
     restore(tables, of, args.results)
     if args.pack:

@@ -19,10 +19,12 @@ import torch
 from kvbench.engine import memory
 from kvbench.errors import KvbenchError
 from kvbench.models import load
-from kvbench.papers import claims, declared, ledger, measured
-from kvbench.papers.declared import Declared
-from kvbench.papers.joint import joint
-from kvbench.papers.measured import Ours
+from kvbench.papers.claims import claim_runner, claims
+from kvbench.papers.measured import our_table
+from kvbench.papers.measured.joint import joint
+from kvbench.papers.measured.our_table import Ours
+from kvbench.papers.spec import table_spec
+from kvbench.papers.spec.table_spec import Declared
 from kvbench.run import experiment
 from kvbench.run.plan import Group
 
@@ -39,12 +41,12 @@ Shard = tuple[tuple[str, ...], str, str, tuple[str, ...]]
 def find(name: str, model: str) -> Sequence[Declared]:
     """The tables of a name; ``claims/<paper>`` are the rows that its claims compare."""
     first, _, paper = name.partition("/")
-    return ledger.tables([paper], model) if first == claims.TABLE else declared.find(name)
+    return claim_runner.tables([paper], model) if first == claims.TABLE else table_spec.find(name)
 
 
 def prepare(table: Declared, model: str, results: str, *more: str) -> Ours:
     """The table's run with its results in ``results``."""
-    return measured.prepare(table, model, [f"results={results}", *more])
+    return our_table.prepare(table, model, [f"results={results}", *more])
 
 
 def measure_shard(given: Shard, shard: int, shards: int, most: int | None) -> None:

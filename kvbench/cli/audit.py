@@ -27,13 +27,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the findings or the recomputed cells."""
-    from kvbench.papers import index
-    from kvbench.papers.audit import audit, report
-    from kvbench.papers.book import published
-    from kvbench.papers.exact import everything
+    from kvbench.papers.forensics import audit, report
+    from kvbench.papers.forensics.exact import everything
+    from kvbench.papers.spec import catalogue
+    from kvbench.papers.spec.published_cells import published
 
     name, _, table = args.what.partition("/")
-    tables = [e.id for p in index.chosen(name) for e in p.entries if not e.is_figure]
+    tables = [e.id for p in catalogue.chosen(name) for e in p.entries if not e.is_figure]
     if "/" in args.what and (name == "all" or table not in tables):
         raise unknown("table", args.what, [f"{name}/{t}" for t in tables] if name != "all" else (), "As in think/7.")
     book = published()

@@ -80,13 +80,17 @@ def shape_of(cfg: RunConfig) -> Shape:
 
 
 def _paper(given: dict[str, str], as_json: bool) -> int:
-    from kvbench.bench import figures
+    from kvbench.papers.timed import paper_arithmetic
 
     if set(given) != {"paper"}:
         other = next(k for k in given if k != "paper")
         raise UsageError(f"{other}={given[other]} is not possible with paper=: a paper's figures have no knobs")
-    found = figures.of(given["paper"])
-    print(json.dumps([f.as_json() for f in found], indent=1, ensure_ascii=False) if as_json else figures.render(found))
+    found = paper_arithmetic.of(given["paper"])
+    print(
+        json.dumps([f.as_json() for f in found], indent=1, ensure_ascii=False)
+        if as_json
+        else paper_arithmetic.render(found)
+    )
     return 0
 
 

@@ -16,8 +16,8 @@ EXAMPLES = """examples:
   python -m kvbench claims uncomp model=FOLDER data.root=FOLDER --json
 
 Each claim stands in the paper's own words beside what is tested of it, and compares two methods on the same examples
-(kvbench/papers/<paper>/claims.yaml): limit= of each task, 20 by default. Choose it before you look at a verdict. On
-model=tiny, the default, tasks and budgets are those that `table` maps the paper's to, and nothing is said about a
+(kvbench/papers/data/<paper>/claims.yaml): limit= of each task, 20 by default. Choose it before you look at a verdict.
+On model=tiny, the default, tasks and budgets are those that `table` maps the paper's to, and nothing is said about a
 paper; any other model reads the papers' own data under their budgets and windows, LongBench's as longbench=mini or full
 says. What else you give goes to `run`. The ledger is also written to claims/<model>.json below results=."""
 
@@ -41,19 +41,23 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("up_to= is gone: limit= says how many examples of each task, and no verdict ends a run")
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")
-    from kvbench.papers import claims, ledger
+    from kvbench.papers.claims import claim_runner, claims
     from kvbench.tables import render
 
     papers = claims.find(args.paper)
-    prepared = ledger.prepare(papers, model, [f"{k}={v}" for k, v in given.items()])
-    ledger.measure(prepared)
-    content = ledger.plain(prepared, model, ledger.settle(prepared, model))
-    ledger.write(content, results, papers)
+    prepared = claim_runner.prepare(papers, model, [f"{k}={v}" for k, v in given.items()])
+    claim_runner.measure(prepared)
+    content = claim_runner.plain(prepared, model, claim_runner.settle(prepared, model))
+    claim_runner.write(content, results, papers)
     if args.json:
         print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
         print(
-            render.compose([ledger.sheet([content])], [*ledger.notes(content), *ledger.reasons(content)], args.format),
+            render.compose(
+                [claim_runner.sheet([content])],
+                [*claim_runner.notes(content), *claim_runner.reasons(content)],
+                args.format,
+            ),
             end="",
         )
     return 0

@@ -101,19 +101,20 @@ def _presets(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _tables(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from kvbench.papers import counts, index
+    from kvbench.papers.measured import coverage
+    from kvbench.papers.spec import catalogue
 
-    known = [counts.read(Path(args.results).expanduser() / folder) for folder in ("tiny", "tables")]
+    known = [coverage.read(Path(args.results).expanduser() / folder) for folder in ("tiny", "tables")]
     items = []
-    for entry in (e for p in index.chosen("all") for e in p.entries):
+    for entry in (e for p in catalogue.chosen("all") for e in p.entries):
         marked = [", ".join(f"{n} {kind}" for kind, n in entry.counts().items() if n)]
         ours = [lines[entry.name] for lines in known if entry.name in lines]
         for line in ours:
-            found = ", ".join(f"{line[s]} {s}" for s in counts.STATES if line[s] != "0")
+            found = ", ".join(f"{line[s]} {s}" for s in coverage.STATES if line[s] != "0")
             marked.append(f"{line['model']}: {found}")
         said = "; ".join(filter(None, marked))
         about = f"{entry.kind}: {entry.title}" + (f" ({said})" if said else "")
-        here = [{"model": line["model"], **{s: int(line[s]) for s in counts.STATES}} for line in ours]
+        here = [{"model": line["model"], **{s: int(line[s]) for s in coverage.STATES}} for line in ours]
         items.append({"about": about, **entry.as_json(), "ours": here})
     return items
 

@@ -84,8 +84,8 @@ def _plot(names: list[str], pairs: list[str], quiet: bool, stored: bool) -> list
     if "text" in own and "dataset" in keys:
         raise UsageError("text= and dataset= are two ways to say what is read: give one of them")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from kvbench.figures import registry
-    from kvbench.figures.measured import ResultFigure
+    from kvbench.papers.figures import registry
+    from kvbench.papers.figures.measured import ResultFigure
 
     figures = registry.of(names)
     of_results = [f for f in figures if isinstance(f, ResultFigure)]
@@ -113,16 +113,16 @@ def _plot(names: list[str], pairs: list[str], quiet: bool, stored: bool) -> list
 
 def _takes(figure: Any, key: str) -> bool:
     """Whether a key that is not a run's says something to the figure."""
-    from kvbench.figures.measured import ResultFigure
+    from kvbench.papers.figures.measured import ResultFigure
 
     return key in figure.knobs or (key in ("text", "samples") and not isinstance(figure, ResultFigure))
 
 
 def _of_results(figures: Sequence[Any], pairs: Sequence[str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
     """Figures of measured cells; what is missing is measured unless ``stored``."""
-    from kvbench.figures import measured
-    from kvbench.figures.figure import folder
-    from kvbench.papers import standin
+    from kvbench.papers.figures import measured
+    from kvbench.papers.figures.figure import folder
+    from kvbench.papers.spec import stand_ins
 
     given = dict(p.partition("=")[::2] for p in pairs)
     results = given.get("results", str(top_level()["results"]))
@@ -134,7 +134,7 @@ def _of_results(figures: Sequence[Any], pairs: Sequence[str], quiet: bool, store
         data = figure.compute(source)
         if data.empty:
             raise UsageError(f"{figure.id}: nothing of it is in {results}; leave out --stored to measure it")
-        model = given.get("model", standin.MODEL) if figure.sweeps else ""
+        model = given.get("model", stand_ins.MODEL) if figure.sweeps else ""
         paths, finding = figure.write(data, source.facts(), folder(results, model))
         made.append(_record(figure, paths, finding))
     return made
@@ -144,9 +144,9 @@ def _of_activations(
     figures: Sequence[Any], run: Sequence[str], keys: Sequence[str], own: dict[str, Any], quiet: bool
 ) -> list[dict[str, Any]]:
     """Figures of what a model computes while it reads."""
-    from kvbench.figures import source
-    from kvbench.figures.figure import folder
-    from kvbench.figures.reading import Reading
+    from kvbench.papers.figures import source
+    from kvbench.papers.figures.figure import folder
+    from kvbench.papers.figures.reading import Reading
     from kvbench.run import config
     from kvbench.run.progress import progress
 
@@ -177,8 +177,8 @@ def _redraw(path: Path, names: list[str], pairs: list[str]) -> dict[str, Any]:
     wrong = [*names, *(p for p in pairs if not p.startswith("results="))]
     if wrong:
         raise UsageError(f"--from-csv draws what the file says, and takes only results=FOLDER, not {wrong[0]}")
-    from kvbench.figures import registry
-    from kvbench.figures.figure import read_csv
+    from kvbench.papers.figures import registry
+    from kvbench.papers.figures.figure import read_csv
 
     name, text = read_csv(path)
     (figure,) = registry.of([name])
@@ -208,7 +208,7 @@ def _own(key: str, value: str) -> Any:
 
 def listing() -> list[dict[str, Any]]:
     """Every figure: id, what it shows, what the paper finds there, and its knobs."""
-    from kvbench.figures.registry import FIGURES
+    from kvbench.papers.figures.registry import FIGURES
 
     return [
         {"id": f.id, "about": f.title, "shows": f.shows, "claim": f.claim, "unsaid": f.unsaid, "takes": list(f.knobs)}

@@ -20,8 +20,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the reference."""
-    from kvbench.papers import index, reference
+    from kvbench.papers.report import reference
+    from kvbench.papers.spec import catalogue
 
-    papers = index.chosen(args.paper)
+    papers = catalogue.chosen(args.paper)
     print(reference.markdown(papers) if args.format == "md" else reference.text(papers), end="")
     return 0

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kvbench.errors import KvbenchError, UsageError
 
 if TYPE_CHECKING:
-    from kvbench.html.tables import Measured, Part
-    from kvbench.papers.audit import Finding
+    from kvbench.papers.forensics import Finding
+    from kvbench.papers.report.tables import Measured, Part
 
 EXAMPLES = """examples:
   python -m kvbench report samples=1 output=report.html
@@ -57,10 +57,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _page(results: Path, model: str, count: int, overrides: list[str], chosen: bool) -> str:
     from kvbench.cli.rewrite import rewrite
-    from kvbench.figures.figure import folder
-    from kvbench.html import page, samples, tables
-    from kvbench.papers import standin
-    from kvbench.papers.audit import audit
+    from kvbench.papers.figures.figure import folder
+    from kvbench.papers.forensics import audit
+    from kvbench.papers.report import page, samples, tables
+    from kvbench.papers.spec import stand_ins
     from kvbench.run import config, experiment
 
     written = [o for o in overrides if o.partition("=")[0] not in ("results", "longbench")]
@@ -69,7 +69,7 @@ def _page(results: Path, model: str, count: int, overrides: list[str], chosen: b
     if count:
         shown = samples.collect(experiment.prepare(config.parse(config.compose_config(run))), count)
     own = [o for o in overrides if o.partition("=")[0] in ("data.root", "longbench")]
-    parts = tables.parts(model, str(results), results / ("tiny" if model == standin.MODEL else "tables"), own)
+    parts = tables.parts(model, str(results), results / ("tiny" if model == stand_ins.MODEL else "tables"), own)
     found = audit()
     sections = [
         ("tables", "Tables", page.tables((p.paper, p.title, p.content) for p in parts)),
@@ -94,18 +94,18 @@ def _lead(model: str, parts: Sequence[Part], found: Sequence[Finding]) -> str:
 
 
 def _claims(results: Path) -> str:
-    from kvbench.html import page
-    from kvbench.papers import ledger
+    from kvbench.papers.claims import claim_runner
+    from kvbench.papers.report import page
 
     parts = []
-    for content in ledger.read(results):
+    for content in claim_runner.read(results):
         body = [
             (
                 v["id"],
                 f"“{v['quote']}” ({v['paper']}, {v['where']})",
                 f"{v['tested']}" + (f" Ran: {'; '.join(v['ran'])}." if v["ran"] else ""),
                 v["verdict"],
-                ledger.evidence(v),
+                claim_runner.evidence(v),
                 v["reason"],
             )
             for v in content["verdicts"]
@@ -113,13 +113,13 @@ def _claims(results: Path) -> str:
         kinds = [f"verdict-{v['verdict'].split()[0]}" for v in content["verdicts"]]
         head = ("claim", "what the paper says", "what is tested", "verdict", "points", "why")
         title = f"{content['model']}{', a stand-in' if content['stand_in'] else ''}"
-        said = "".join(f"<li>{html.escape(note)}</li>" for note in ledger.notes(content))
+        said = "".join(f"<li>{html.escape(note)}</li>" for note in claim_runner.notes(content))
         parts.append(f"<h3>{html.escape(title)}</h3><ul>{said}</ul>" + page.rows(head, body, kinds))
     return "".join(parts) or "<p>None yet: python -m kvbench claims.</p>"
 
 
 def _audit(found: Sequence[Finding]) -> str:
-    from kvbench.html import page
+    from kvbench.papers.report import page
 
     head = ("table", "row", "cell", "printed", "recomputed", "weight", "why")
     return page.rows(
@@ -141,7 +141,7 @@ def _audit(found: Sequence[Finding]) -> str:
 
 def _behind(measured: Sequence[Measured]) -> str:
     """What the committed samples behind the tables were measured with."""
-    from kvbench.html import page, tables
+    from kvbench.papers.report import page, tables
 
     if not measured:
         return ""
@@ -152,7 +152,7 @@ def _behind(measured: Sequence[Measured]) -> str:
 def _runs(results: Path) -> str:
     """Every cell of the store with what it was measured with."""
     from kvbench.cli import runs
-    from kvbench.html import page
+    from kvbench.papers.report import page
     from kvbench.run.store import ResultStore
 
     store = ResultStore(results)

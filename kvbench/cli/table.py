@@ -52,7 +52,9 @@ def main(args: argparse.Namespace) -> int:
     """Measure what is missing and print; refused rows make the exit status 1."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.errors import unknown
-    from kvbench.papers import declared, grid, page, timings
+    from kvbench.papers.measured import grid, page
+    from kvbench.papers.spec import table_spec
+    from kvbench.papers.timed import timings
 
     for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
         if value not in allowed:
@@ -62,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     if fixed:
         raise UsageError(f"{fixed}={given[fixed]} is not possible here: the paper's table says it. Use `run` instead")
     model = given.pop("model", "")
-    tables = declared.find(args.table)
+    tables = table_spec.find(args.table)
     if args.trace and len(tables) > 1:
         raise UsageError(f"--trace needs one table, as in think/2, not {args.table}")
     wrong = False
@@ -86,14 +88,14 @@ def main(args: argparse.Namespace) -> int:
 def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int:
     """Print one table; 1 if any of its cells was refused or failed, more if a signal ended it."""
     from kvbench.cli.run import print_plans, stopping
-    from kvbench.papers import grid, measured, page, trace, view
+    from kvbench.papers.measured import cell_view, grid, our_table, page, trace
     from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
 
     if args.show == "published":
-        ours = measured.printed(table, model, "--show published")
+        ours = our_table.printed(table, model, "--show published")
     else:
-        ours = measured.prepare(table, model, overrides)
+        ours = our_table.prepare(table, model, overrides)
     if ours.run is None and ours.absent and "/" in args.table:
         raise UsageError(f"{table.id}: none of its datasets can be read: {'; '.join(grid.absent(ours))}")
     if args.plan:
@@ -114,13 +116,13 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
     if args.trace:
         print(trace.trace(ours, *args.trace))
         return 0
-    seen = view.view(ours)
+    seen = cell_view.view(ours)
     print(page.render(seen, args.format, args.show, sys.stdout.isatty()), end="")
     return int(any(e.status in ("refused", "failed") for _, entries in seen.rows for e in entries))
 
 
 def _of_timings(override: str) -> bool:
-    from kvbench.papers import timings
+    from kvbench.papers.timed import timings
 
     key = override.partition("=")[0]
     return key == "results" or timings.allowed(key)
@@ -128,7 +130,8 @@ def _of_timings(override: str) -> bool:
 
 def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int:
     """Print one efficiency table; 1 if any of its rows was refused or failed."""
-    from kvbench.papers import measured, page, timings, view
+    from kvbench.papers.measured import cell_view, our_table, page
+    from kvbench.papers.timed import timings
 
     other = next((o for o in overrides if not _of_timings(o)), None)
     if other:
@@ -148,6 +151,6 @@ def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespac
     if args.trace:
         print(timings.trace(found, *args.trace))
         return 0
-    seen = view.view(measured.timed(found))
+    seen = cell_view.view(our_table.timed(found))
     print(page.render(seen, args.format, args.show, sys.stdout.isatty()), end="")
     return int(any(e.status in ("refused", "failed") for _, entries in seen.rows for e in entries))

@@ -14,8 +14,8 @@ from typing import Any
 from kvbench.cli.rewrite import entries
 from kvbench.errors import unknown
 from kvbench.imports.scoring import Scored
-from kvbench.papers import published
-from kvbench.papers.published import MARKS, Published
+from kvbench.papers.spec import published
+from kvbench.papers.spec.published import MARKS, Published
 from kvbench.tasks.longbench import TASKS, names
 
 

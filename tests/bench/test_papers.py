@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.bench import architecture, papers, placed, records, workload
+from kvbench.bench import architecture, records, workload
 from kvbench.cli.main import main
 from kvbench.cli.rewrite import rewrite, split_list
 from kvbench.errors import UsageError
-from kvbench.papers import published
+from kvbench.papers.spec import published
+from kvbench.papers.timed import bench_spec, row_matching
 from kvbench.run import config
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def row(
 
 def cells(paper, table, rows):
     """By (row, column) as they are addressed."""
-    found = placed.place(papers.load(paper, table), published.load_table(paper, table), rows)
+    found = row_matching.place(bench_spec.load(paper, table), published.load_table(paper, table), rows)
     return {(f"{c.printed.method} {c.printed.setting}", f"{c.printed.dataset}/{c.printed.metric}"): c for c in found}
 
 
@@ -91,14 +92,14 @@ def test_rows_of_two_devices_share_no_table_and_no_ratio():
     shown = [c for c in found.values() if c.row is not None]
     # the latest row's device, whose base was not measured on it
     assert {c.device for c in shown} == {"another GPU"} and all(c.ratio is None for c in shown)
-    declared = papers.load("think", "10")
-    assert placed.others(declared, list(found.values()), rows) == {"CPU a CPU, 1 thread": 2}
-    assert placed.workloads(declared, list(found.values())) == [AT]
+    declared = bench_spec.load("think", "10")
+    assert row_matching.others(declared, list(found.values()), rows) == {"CPU a CPU, 1 thread": 2}
+    assert row_matching.workloads(declared, list(found.values())) == [AT]
 
 
 def test_out_of_memory_and_what_is_not_run_are_said():
     at, chat = "3712+384x8", "llama2-7b-chat"
-    group = papers.load("uncomp", "10").methods["uncomp-group"]
+    group = bench_spec.load("uncomp", "10").methods["uncomp-group"]
     rows = [row("full", at, chat, batch=8, status="OOM"), row(group, at, chat, batch=8, tpot=0.04)]
     found = cells("uncomp", "10", rows)
     full = found["full batch=8;prompt=3712;gen=384;kv_size=full", "wikitext2/tpot"]
@@ -108,10 +109,10 @@ def test_out_of_memory_and_what_is_not_run_are_said():
     assert mine.published_ratio == pytest.approx(5.436 / 11.823)
     theirs = found["uncomp-group batch=10;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]
     assert theirs.published_ratio is None and theirs.status == "missing"
-    found = placed.place(papers.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
+    found = row_matching.place(bench_spec.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
     assert {c.status for c in found} == {"missing", "not run"}
     assert all("take more than one such GPU" in c.reason for c in found if c.printed.model == "opt-30b")
-    found = placed.place(papers.load("refreekv", "3"), published.load_table("refreekv", "3"), [])
+    found = row_matching.place(bench_spec.load("refreekv", "3"), published.load_table("refreekv", "3"), [])
     average = next(c for c in found if c.printed.dataset == "avg" and "8b" in c.printed.model)
     assert average.status == "not run" and "average" in average.reason
 
@@ -129,26 +130,26 @@ def test_shares_are_of_the_full_cache_of_the_session():
 
 def test_what_the_papers_base_does_not_have_is_no_ratio():
     at, own = "7500+128x1", "llama3-8b-instruct"
-    snapkv = papers.load("refreekv", "3").methods["snapkv"]
+    snapkv = bench_spec.load("refreekv", "3").methods["snapkv"]
     rows = [row("full", at, own, compress=0.001, total=2.0), row(snapkv, at, own, compress=0.1, total=1.0)]
-    found = placed.place(papers.load("refreekv", "3"), published.load_table("refreekv", "3"), rows)
+    found = row_matching.place(bench_spec.load("refreekv", "3"), published.load_table("refreekv", "3"), rows)
     mine = {c.printed.metric: c for c in found if c.row is not None and c.printed.method == "snapkv"}
     assert mine["prune_time"].value == 0.1 and mine["prune_time"].ratio is None
     assert mine["overall_time"].ratio == 0.5
 
 
 def test_a_stand_in_divides_what_is_declared_and_rounds_up():
-    scale = papers.Scale(lengths=8, rows=5, without=["schedule=paper"])
+    scale = bench_spec.Scale(lengths=8, rows=5, without=["schedule=paper"])
     assert scale.workload("3712+384x12") == "464+48x3"
     assert scale.workload("100+8x1") == "13+2x1"
     assert scale.workload("160+338xmax") == "20+43xmax"
     assert scale.knobs("a+b schedule=paper kv_size=384 window=32") == "a+b kv_size=48 window=32"
-    assert papers.Scale().words() == "as in the paper"
+    assert bench_spec.Scale().words() == "as in the paper"
 
 
-@pytest.mark.parametrize(("paper", "table"), papers.tables())
+@pytest.mark.parametrize(("paper", "table"), bench_spec.tables())
 def test_a_stand_in_measures_every_row_at_a_size_of_its_own(paper, table):
-    declared = papers.load(paper, table)
+    declared = bench_spec.load(paper, table)
     small = declared.on("tiny")
     printed = [c for c in published.load_table(paper, table) if c.dataset != "avg" and not declared.why_not(c)]
     wanted = {small.ours(c) for c in printed}
@@ -183,7 +184,7 @@ def test_the_script_keeps_to_its_time_and_names_what_is_not_run(dry):
 
 def test_the_script_measures_what_the_targets_are_about(dry):
     """Decoding of what compresses the prompt alone: 16k tokens, one row and eight, with and without a recorded step."""
-    given = [dict(a.split("=", 1) for a in arguments.split()) for arguments in papers.files(dry)["targets"]]
+    given = [dict(a.split("=", 1) for a in arguments.split()) for arguments in bench_spec.files(dry)["targets"]]
     for arguments in given:
         sizes = [workload.parse(w) for w in split_list(arguments["workloads"])]
         assert {s.batch for s in sizes} == {1, 8} and min(s.prompt for s in sizes) >= 16384
@@ -191,16 +192,16 @@ def test_the_script_measures_what_the_targets_are_about(dry):
 
 
 def test_a_reason_may_be_about_some_settings_alone():
-    found = placed.place(papers.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
+    found = row_matching.place(bench_spec.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
     offloaded = [c for c in found if c.printed.method == "accelerate" and c.printed.model != "opt-30b"]
     status = {c.printed.settings["gen"]: c.status for c in offloaded}
     assert status == {"32": "missing", "512": "not run", "1024": "not run"}
 
 
-@pytest.mark.parametrize(("paper", "table"), papers.tables())
+@pytest.mark.parametrize(("paper", "table"), bench_spec.tables())
 def test_every_declared_row_is_measured_by_a_part(paper, table, dry):
-    declared, made = papers.load(paper, table), set()
-    for arguments in papers.files(dry)[declared.results]:
+    declared, made = bench_spec.load(paper, table), set()
+    for arguments in bench_spec.files(dry)[declared.results]:
         given = dict(a.split("=", 1) for a in arguments.split())
         rest = [f"{k}={v}" for k, v in given.items() if k not in OWN]
         cfg = config.parse(config.compose_config(rewrite([*rest, "weights=random"]).runs[0]))
@@ -217,7 +218,7 @@ def test_every_declared_row_is_measured_by_a_part(paper, table, dry):
 
 def test_a_table_that_is_not_declared():
     with pytest.raises(UsageError, match="unknown efficiency table 'think/2'"):
-        papers.load("think", "2")
+        bench_spec.load("think", "2")
 
 
 @pytest.mark.slow
@@ -230,6 +231,6 @@ def test_the_script_runs_and_what_it_measured_is_not_measured_again(tmp_path, ca
         (name, "measured", ["integrated"]) for name in ("full", "kivi bits=4")
     ]
     monkeypatch.setattr(architecture, "build", None)
-    (arguments,) = papers.files(done.stdout)["check"]
+    (arguments,) = bench_spec.files(done.stdout)["check"]
     assert main(["bench", "time", *arguments.split(), f"folder={tmp_path}", "name=check"]) == 0
     assert records.read(tmp_path / "check.jsonl") == rows and capsys.readouterr().out in done.stdout

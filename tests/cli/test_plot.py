@@ -8,8 +8,8 @@ import pytest
 from families import build
 
 from kvbench.cli.main import main
-from kvbench.figures.registry import FIGURES
 from kvbench.models import load
+from kvbench.papers.figures.registry import FIGURES
 
 SMALL = ["length=128", "limit=1"]
 

@@ -6,7 +6,7 @@ import torch
 from families import build, prompt
 from transformers.models.llama import modeling_llama
 
-from kvbench.figures.reading import Prompt, Reading
+from kvbench.papers.figures.reading import Prompt, Reading
 
 
 def reading(family="llama", lengths=(40,), sources=("a",), **knobs):

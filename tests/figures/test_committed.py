@@ -6,8 +6,8 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from kvbench.figures import registry
-from kvbench.figures.figure import facts_of, read_csv
+from kvbench.papers.figures import registry
+from kvbench.papers.figures.figure import facts_of, read_csv
 
 RESULTS = Path(__file__).parents[2] / "results"
 FOLDERS = {"smollm2-135m-q4_1": RESULTS / "figures", "tiny": RESULTS / "tiny" / "figures"}

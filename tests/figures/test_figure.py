@@ -9,9 +9,9 @@ import pytest
 from figures.readings import reading
 
 from kvbench.errors import UsageError
-from kvbench.figures import registry
-from kvbench.figures.figure import facts_of, folder, read_csv
-from kvbench.figures.measured import ResultFigure
+from kvbench.papers.figures import registry
+from kvbench.papers.figures.figure import facts_of, folder, read_csv
+from kvbench.papers.figures.measured import ResultFigure
 from kvbench.tables import style
 
 FIGURES = {i: f for i, f in registry.FIGURES.items() if not isinstance(f, ResultFigure)}

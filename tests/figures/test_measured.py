@@ -11,8 +11,8 @@ import pytest
 
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
-from kvbench.figures import curves, measured, needle, registry, results, think_memory
-from kvbench.figures.measured import MEAN, VALUES, Measured, Point, ResultFigure, Sweep, prepare
+from kvbench.papers.figures import curves, measured, needle, registry, results, think_memory
+from kvbench.papers.figures.measured import MEAN, VALUES, Measured, Point, ResultFigure, Sweep, prepare
 from kvbench.run import summary
 
 RESULTS = {i: f for i, f in registry.FIGURES.items() if isinstance(f, ResultFigure)}

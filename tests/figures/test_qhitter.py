@@ -7,7 +7,7 @@ from families import FAMILIES
 from figures.readings import activations, reading
 
 from kvbench.errors import UsageError
-from kvbench.figures import qhitter
+from kvbench.papers.figures import qhitter
 
 
 def slow_quantised(row, bits):

@@ -6,7 +6,7 @@ import torch
 from families import FAMILIES
 from figures.readings import activations, reading
 
-from kvbench.figures import think
+from kvbench.papers.figures import think
 
 
 def test_magnitudes_are_means_over_runs_of_tokens():

@@ -9,7 +9,7 @@ from families import FAMILIES, build, hooks
 from figures.readings import activations, reading
 
 from kvbench.errors import UsageError
-from kvbench.figures import uncomp, uncomp_hidden
+from kvbench.papers.figures import uncomp, uncomp_hidden
 
 
 def slow_eigenvalues(rows):

@@ -6,7 +6,7 @@ from families import FAMILIES
 from figures.readings import activations, reading
 
 from kvbench.errors import UsageError
-from kvbench.figures import vatp
+from kvbench.papers.figures import vatp
 
 
 def test_patterns_and_shares():

@@ -12,7 +12,7 @@ import torch
 
 import kvbench
 from kvbench.cli.main import main
-from kvbench.html import page, samples
+from kvbench.papers.report import page, samples
 
 
 def data_of(text):

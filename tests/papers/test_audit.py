@@ -11,15 +11,15 @@ import pytest
 from papers_text import beside
 
 from kvbench.cli.main import main
-from kvbench.papers import index
-from kvbench.papers.audit import CHECKS, audit, report
-from kvbench.papers.audit.granularity import attainable, fits
-from kvbench.papers.audit.identity import identity
-from kvbench.papers.audit.repeats import repeated
-from kvbench.papers.audit.statements import judged
-from kvbench.papers.book import book, published
-from kvbench.papers.exact import everything
-from kvbench.papers.numbers import decimals, fixed
+from kvbench.papers.forensics import CHECKS, audit, report
+from kvbench.papers.forensics.exact import everything
+from kvbench.papers.forensics.granularity import attainable, fits
+from kvbench.papers.forensics.identity import identity
+from kvbench.papers.forensics.repeats import repeated
+from kvbench.papers.forensics.statements import judged
+from kvbench.papers.spec import catalogue
+from kvbench.papers.spec.numbers import decimals, fixed
+from kvbench.papers.spec.published_cells import book, published
 
 ROOT = Path(__file__).parents[2]
 ARITHMETIC = tuple(name for name in CHECKS if name != "recorded")
@@ -194,7 +194,7 @@ def test_the_committed_audit_is_current():
 
 
 # what is known of these tables, beside the project
-PAPERS = "|".join(index.papers())
+PAPERS = "|".join(catalogue.papers())
 
 
 def known():
@@ -349,9 +349,9 @@ def test_known_baselines_are_found(found):
 
 
 def test_known_flags_are_carried():
-    counted = {p: [0, 0, 0] for p in index.papers()}
-    for p in index.papers():
-        for entry in index.paper(p).entries:
+    counted = {p: [0, 0, 0] for p in catalogue.papers()}
+    for p in catalogue.papers():
+        for entry in catalogue.paper(p).entries:
             if entry.id.isdigit():
                 counts = entry.counts()
                 for i, kind in enumerate(("suspect", "repaired", "missing")):

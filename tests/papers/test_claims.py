@@ -13,8 +13,8 @@ from papers_text import text_of
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.metrics import stats
-from kvbench.papers import claims, ledger, measured
-from kvbench.papers.claims import (
+from kvbench.papers.claims import claim_runner, claims
+from kvbench.papers.claims.claims import (
     CONTRADICTED,
     ELSEWHERE,
     FLOOR,
@@ -28,7 +28,8 @@ from kvbench.papers.claims import (
     Evidence,
     decide,
 )
-from kvbench.papers.settings import knobs
+from kvbench.papers.measured import our_table
+from kvbench.papers.spec.row_knobs import knobs
 from kvbench.tables import render
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
@@ -171,7 +172,7 @@ def test_every_claim_stands_in_the_papers_own_words(paper):
 def test_budgets_by_dataset_are_those_of_the_paper():
     """Section 5.2 of Q-Hitter: 5, 2.5 and 2 times fewer tokens; all three ran at a fifth."""
     (three, _) = (t for t in claims.sides(claims.load("qhitter")))
-    ours = measured.prepare(three, "tiny", ["limit=1"])
+    ours = our_table.prepare(three, "tiny", ["limit=1"])
     line = next(x for x in ours.lines if x.row.name == "qhitter bits=4")
     stages = {d: line.chain_of(d).stages[0] for d in ("xsum", "cnn_dailymail", "mdqa")}
     assert (stages["xsum"].heavy_ratio, stages["xsum"].recent_ratio) == (0.15, 0.05)
@@ -190,32 +191,32 @@ def test_the_ledger_end_to_end(tmp_path, capsys):
     h2o = found["vatp-h2o"]
     assert content["stand_in"] and "h2o+vatp" in h2o["ran"][0] and len(h2o["cells"]) == 12
     assert h2o["elsewhere"] is not None
-    assert ledger.read(tmp_path) == [json.loads(json.dumps(content))]
+    assert claim_runner.read(tmp_path) == [json.loads(json.dumps(content))]
     assert main(["report", "samples=0", f"results={tmp_path}", f"output={tmp_path / 'r.html'}"]) == 0
     page = (tmp_path / "r.html").read_text()
     assert "tiny, a stand-in" in page and "surpasses H₂O in 12 out of 16 tasks" in page and "h2o+vatp" in page
-    ledger.place("tiny", tmp_path, ["vatp"]).write_text('{"verdicts": [{"verdict": "supported"}]}')
+    claim_runner.place("tiny", tmp_path, ["vatp"]).write_text('{"verdicts": [{"verdict": "supported"}]}')
     with pytest.raises(UsageError, match="run python -m kvbench claims again"):
-        ledger.read(tmp_path)
+        claim_runner.read(tmp_path)
 
 
 def test_a_ledger_is_written_from_its_samples_and_verified(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(paper_claims, "ROWS", tmp_path / "committed")
     monkeypatch.setattr(paper_claims, "PAPERS", ("vatp",))
     results = str(tmp_path / "results")
-    prepared = ledger.prepare(["vatp"], "tiny", [f"results={results}", "limit=1"])
-    ledger.measure(prepared)
+    prepared = claim_runner.prepare(["vatp"], "tiny", [f"results={results}", "limit=1"])
+    claim_runner.measure(prepared)
     assert paper_claims.main(["--pack", "--results", results]) == 0
     assert paper_claims.main(["--verify", "--model", "tiny"]) == 0
     assert "| ? vatp-h2o" in (tmp_path / "committed" / "claims.md").read_text()
-    path = ledger.place("tiny", tmp_path / "committed", ["vatp"])
+    path = claim_runner.place("tiny", tmp_path / "committed", ["vatp"])
     path.write_text(path.read_text().replace('"undecided"', '"supported"', 1))
     assert paper_claims.main(["--verify", "--model", "tiny"]) == 1
     assert "tiny: the ledger differs from its samples" in capsys.readouterr().err
 
 
 def content(model, verdicts):
-    return {**ledger.plain({}, model, verdicts), "stand_in": True, "dtype": "float32"}
+    return {**claim_runner.plain({}, model, verdicts), "stand_in": True, "dtype": "float32"}
 
 
 @pytest.mark.parametrize("style", ["text", "md", "latex"])
@@ -225,13 +226,13 @@ def test_the_ledger_on_the_page(style):
     tested = [c for c in every if c.test != "elsewhere"]
     verdicts = decide(every, {c.id: shown({"tiny/multikey": [0.0, -100.0, 50.0]}) for c in tested})
     one = content("tiny", verdicts)
-    text = render.compose([ledger.sheet([one])], ledger.notes(one), style)
+    text = render.compose([claim_runner.sheet([one])], claim_runner.notes(one), style)
     said = text if style != "latex" else text.replace(r"\_", "_")
     assert all(c.id in said for c in every)
     if style == "text":
         assert max(map(len, text.splitlines())) <= 100
     assert f"any of the {len(tested)} claims gets a wrong one" in " ".join(text.split())
-    both = render.compose([ledger.sheet([content("smollm2-135m-q4_1", verdicts), one])], [], "md")
+    both = render.compose([claim_runner.sheet([content("smollm2-135m-q4_1", verdicts), one])], [], "md")
     assert "smollm2-135m-q4_1, a stand-in: points | tiny, a stand-in: points" in both
 
 

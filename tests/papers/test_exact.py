@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvbench.papers.book import book, published
-from kvbench.papers.exact import everything, exact
+from kvbench.papers.forensics.exact import everything, exact
+from kvbench.papers.spec.published_cells import book, published
 
 
 def cell(paper, table, column, **row):

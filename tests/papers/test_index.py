@@ -9,32 +9,32 @@ from papers_text import text_of
 
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.papers import index
-from kvbench.papers.book import published
-from kvbench.papers.published import load_table, tables
+from kvbench.papers.spec import catalogue
+from kvbench.papers.spec.published import load_table, tables
+from kvbench.papers.spec.published_cells import published
 
 TABLES = {"think": 12, "refreekv": 12, "uncomp": 10, "vatp": 5, "qhitter": 3}
 FIGURES = {"think": 7, "refreekv": 3, "uncomp": 6, "vatp": 3, "qhitter": 10}
 
 
 def test_every_table_and_figure_is_there():
-    for name in index.papers():
-        entries = index.paper(name).entries
+    for name in catalogue.papers():
+        entries = catalogue.paper(name).entries
         assert [e.id for e in entries if e.id.isdigit()] == [str(i + 1) for i in range(TABLES[name])]
         assert [e.id for e in entries if e.is_figure] == [f"figure{i + 1}" for i in range(FIGURES[name])]
         assert all(e.title and not e.title.endswith(".") for e in entries)
         assert all(e.cells for e in entries if not e.is_figure)
-    listed = {(p, e.id) for p in index.papers() for e in index.paper(p).entries if not e.is_figure}
+    listed = {(p, e.id) for p in catalogue.papers() for e in catalogue.paper(p).entries if not e.is_figure}
     assert listed == set(tables()) and sum(t.isdigit() for _, t in listed) == 42
 
 
 def test_counts():
-    entry = next(e for e in index.paper("uncomp").entries if e.id == "10")
+    entry = next(e for e in catalogue.paper("uncomp").entries if e.id == "10")
     assert entry.counts() == {"published": 54, "suspect": 0, "repaired": 0, "missing": 6}
     # one cell of it is both
-    entry = next(e for e in index.paper("think").entries if e.id == "4")
+    entry = next(e for e in catalogue.paper("think").entries if e.id == "4")
     assert entry.counts() == {"published": 34, "suspect": 17, "repaired": 2, "missing": 0}
-    assert sum(len(e.cells) for p in index.chosen("all") for e in p.entries) == len(published().cells) == 5403
+    assert sum(len(e.cells) for p in catalogue.chosen("all") for e in p.entries) == len(published().cells) == 5403
 
 
 def test_cells_keep_what_is_printed():
@@ -49,16 +49,16 @@ def test_cells_keep_what_is_printed():
 
 def test_names_that_are_none(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"unknown paper 'thinc'. Did you mean think"):
-        index.paper("thinc")
+        catalogue.paper("thinc")
     with pytest.raises(UsageError, match=r"unknown table 'think/13'"):
         load_table("think", "13")
     (tmp_path / "x").mkdir()
     page = "title: X\nsource: S\npreset: think\ntables:\n  '1': {title: T, kind: odd}\nfigures: {}\n"
     (tmp_path / "x" / "paper.yaml").write_text(page)
-    monkeypatch.setattr(index, "_root", lambda: tmp_path)
-    monkeypatch.setattr(index, "papers", lambda: ("x",))
+    monkeypatch.setattr(catalogue, "DATA", tmp_path)
+    monkeypatch.setattr(catalogue, "papers", lambda: ("x",))
     with pytest.raises(KvbenchError, match="tables 1 needs a kind of quality"):
-        index.paper("x")
+        catalogue.paper("x")
 
 
 def test_list_tables(capsys):
@@ -105,7 +105,7 @@ def near_its_label(cell, lines):
     return any(near.search("\n".join(lines[max(0, i - ABOVE) : i + 1])) for i in rows)
 
 
-@pytest.mark.parametrize("paper", index.papers())
+@pytest.mark.parametrize("paper", catalogue.papers())
 def test_certain_cells_stand_in_the_paper_near_their_row_label(paper):
     lines = text_of(paper).lower().splitlines()
     certain = [

@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
-from kvbench.papers import declared, measured
-from kvbench.papers.joint import joint
-from kvbench.papers.measured import Ours
+from kvbench.papers.measured import our_table
+from kvbench.papers.measured.joint import joint
+from kvbench.papers.measured.our_table import Ours
+from kvbench.papers.spec import table_spec
 from kvbench.run import experiment
 
 
 def prepared(table: str, results: Path) -> Ours:
-    (found,) = declared.find(table)
-    return measured.prepare(found, "tiny", [f"results={results}", "limit=1"])
+    (found,) = table_spec.find(table)
+    return our_table.prepare(found, "tiny", [f"results={results}", "limit=1"])
 
 
 def test_tables_of_one_paper_are_one_run_and_each_finds_its_cells(tmp_path: Path) -> None:
@@ -34,8 +35,8 @@ def test_tables_that_prompt_otherwise_are_apart(tmp_path: Path) -> None:
 
 
 def test_a_shared_task_has_the_examples_of_the_run_that_wants_most(tmp_path: Path) -> None:
-    (table,) = declared.find("think/6")
-    few, many = (measured.prepare(table, "tiny", [f"results={tmp_path}", f"limit={n}"]).run for n in (1, 3))
+    (table,) = table_spec.find("think/6")
+    few, many = (our_table.prepare(table, "tiny", [f"results={tmp_path}", f"limit={n}"]).run for n in (1, 3))
     assert few is not None and many is not None
     (run,) = joint([few, many])
     assert [len(g.examples) for g in run.groups] == [3] * len(many.groups)

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from kvbench.papers.numbers import exactly, fixed, grade, mean, printed
+from kvbench.papers.spec.numbers import exactly, fixed, grade, mean, printed
 
 
 def test_a_printed_number_stands_for_its_interval():

@@ -10,7 +10,8 @@ from pathlib import Path
 import papers_data
 import pytest
 
-from kvbench.papers import counts, declared
+from kvbench.papers.measured import coverage
+from kvbench.papers.spec import table_spec
 from kvbench.run import archive, experiment
 from kvbench.run.store import ResultStore
 
@@ -19,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import paper_tables
 import shards
 
-TABLE = declared.load("vatp", "2")
+TABLE = table_spec.load("vatp", "2")
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, tmp_path):
         "vatp-2.md",
         "vatp-2.samples.jsonl.gz",
     ]
-    assert counts.read(of.folder)["vatp/2"]["measured"] == "12"
+    assert coverage.read(of.folder)["vatp/2"]["measured"] == "12"
     assert "not measured yet: narrativeqa, qasper, multifieldqa_en" in (of.folder / "vatp-1.md").read_text()
     assert f"`python scripts/paper_tables.py vatp/2 --model {of.model}`" in of.page(TABLE).read_text()
     assert "min to read 4 prompts, once for all rows" in of.page(TABLE).read_text()
@@ -88,7 +89,7 @@ def test_tables_of_other_methods_are_measured_as_one(packed, tmp_path):
     names = ("vatp/1", "vatp/2")
     shards.measure_shard((names, of.model, results, ()), 0, 1, 1)
     for name in names:
-        run = paper_tables.prepare(*declared.find(name), of, results, "limit=1").run
+        run = paper_tables.prepare(*table_spec.find(name), of, results, "limit=1").run
         assert sum(t["answers_to_do"] for t in run.todo()) == 0
 
 
@@ -98,7 +99,7 @@ def test_processes_share_the_calibrations(packed, tmp_path):
     for shard in (0, 1):
         assert len(list(Path(results).glob("calibration/**/*.safetensors"))) == shard
         shards.calibrate_shard((names, of.model, results, ()), shard, 2)
-    run = paper_tables.prepare(*declared.find("think/12"), of, results).run
+    run = paper_tables.prepare(*table_spec.find("think/12"), of, results).run
     chains = [c.chain for g in run.groups for c in g.cells if run.session.requests(c.chain)]
     assert chains and not any(run.session.missing(c) for c in chains)
 

@@ -7,7 +7,7 @@ from kvbench.imports.base import Answer, Predictions
 from kvbench.imports.scoring import Scored
 from kvbench.imports.table import notes, tasks
 from kvbench.imports.verdict import Source, beside, mark, means
-from kvbench.papers import published
+from kvbench.papers.spec import published
 
 
 def test_the_tables_are_complete():
@@ -40,7 +40,7 @@ def table(tmp_path, monkeypatch, *rows):
     folder.mkdir(parents=True)
     lines = [",".join(published.COLUMNS), *rows]
     (folder / "table99.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    monkeypatch.setattr(published, "_root", lambda: tmp_path)
+    monkeypatch.setattr(published, "DATA", tmp_path)
     published.load_table.cache_clear()
 
 

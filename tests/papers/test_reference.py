@@ -3,15 +3,16 @@
 from pathlib import Path
 
 from kvbench.cli.main import main
-from kvbench.papers import index, reference
-from kvbench.papers.book import published
+from kvbench.papers.report import reference
+from kvbench.papers.spec import catalogue
+from kvbench.papers.spec.published_cells import published
 from kvbench.run import presets
 
 ROOT = Path(__file__).parents[2]
 
 
 def entry(paper, number):
-    return next(e for e in index.paper(paper).entries if e.id == number)
+    return next(e for e in catalogue.paper(paper).entries if e.id == number)
 
 
 def test_the_committed_page_is_current():

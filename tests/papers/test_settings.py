@@ -3,8 +3,8 @@
 import pytest
 
 from kvbench.errors import KvbenchError
-from kvbench.papers import declared, settings
-from kvbench.papers.settings import StandIn, knobs
+from kvbench.papers.spec import row_knobs, table_spec
+from kvbench.papers.spec.row_knobs import StandIn, knobs
 
 SMALL = StandIn(length=1024, of=4096, layers=6, heads=8, dim=32)
 
@@ -51,7 +51,7 @@ def test_a_stand_in_scales_tokens_heads_and_eigenvalues():
 
 def test_windows_of_a_preset_scale_down_to_two_tokens():
     values = {"method.snapkv.window": 32, "method.snapkv.kernel": 7, "method.h2o.window": 2, "method.think.recent": 4}
-    assert settings.scaled_windows(values, ["snapkv", "h2o", "think"], SMALL) == {
+    assert row_knobs.scaled_windows(values, ["snapkv", "h2o", "think"], SMALL) == {
         "method.snapkv.window": "8",
         "method.h2o.window": "2",
         "method.think.recent": "2",
@@ -59,12 +59,12 @@ def test_windows_of_a_preset_scale_down_to_two_tokens():
 
 
 def test_an_unknown_setting_is_an_error_that_says_where_to_add_it():
-    with pytest.raises(KvbenchError, match=r"novelty=3.*settings\.py"):
+    with pytest.raises(KvbenchError, match=r"novelty=3.*row_knobs\.py"):
         knobs("snapkv", "kv_size=8;novelty=3")
 
 
 def test_every_setting_of_every_measured_table_is_known():
-    for table in declared.find("all"):
+    for table in table_spec.find("all"):
         if table.measurable:
             for row in table.rows:
                 knobs(row.method, row.setting)

@@ -14,18 +14,19 @@ from kvbench.cli.main import main
 from kvbench.cli.rewrite import rewrite
 from kvbench.files import line_of
 from kvbench.metrics import stats
-from kvbench.papers import counts, declared, grid, measured, page, standin, trace
-from kvbench.papers.declared import Column
-from kvbench.papers.view import view
+from kvbench.papers.measured import coverage, grid, our_table, page, trace
+from kvbench.papers.measured.cell_view import view
+from kvbench.papers.spec import stand_ins, table_spec
+from kvbench.papers.spec.table_spec import Column
 from kvbench.run import presets
 from kvbench.run.config import compose_config, parse
 
-MEASURED = [t.id for t in declared.find("all") if t.measurable]
+MEASURED = [t.id for t in table_spec.find("all") if t.measurable]
 SMALL = ["limit=2", "length=256", "dataset.tiny.examples=2"]
 
 
 def table(name):
-    return declared.load(*name.split("/"))
+    return table_spec.load(*name.split("/"))
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +44,14 @@ def shown(capsys, *arguments):
 
 
 def test_all_tables_of_the_papers_are_declared():
-    assert len(declared.ids()) == 42
-    assert {t.paper for t in declared.find("all")} == set(declared.PAPERS)
-    assert all(t.title and t.rows and t.columns for t in declared.find("all"))
+    assert len(table_spec.ids()) == 42
+    assert {t.paper for t in table_spec.find("all")} == set(table_spec.PAPERS)
+    assert all(t.title and t.rows and t.columns for t in table_spec.find("all"))
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_every_row_of_every_measured_table_runs_on_the_stand_in(name, tmp_path):
-    ours = measured.prepare(table(name), "tiny", [f"results={tmp_path}", "limit=1"])
+    ours = our_table.prepare(table(name), "tiny", [f"results={tmp_path}", "limit=1"])
     assert [line.refused for line in ours.lines if line.refused] == []
     cells = [ours.cells(line, c) for line in ours.lines for c in ours.declared.scores]
     assert all(len(found) == 1 for found in cells)
@@ -58,7 +59,7 @@ def test_every_row_of_every_measured_table_runs_on_the_stand_in(name, tmp_path):
 
 
 def test_a_row_is_what_run_would_make_of_the_same_words(tmp_path):
-    ours = measured.prepare(table("think/2"), "tiny", [f"results={tmp_path}", "limit=1"])
+    ours = our_table.prepare(table("think/2"), "tiny", [f"results={tmp_path}", "limit=1"])
     line = next(x for x in ours.lines if x.row.name == "snapkv+think kv_size=64;ratio=0.4")
     windows = ["method.snapkv.window=4", "method.think.recent=4", "method.think.observed=4"]
     typed = rewrite(["preset=think", "method=snapkv+think", "kv_size=64", "ratio=0.4", *windows])
@@ -68,13 +69,13 @@ def test_a_row_is_what_run_would_make_of_the_same_words(tmp_path):
 def test_on_a_model_of_the_paper_numbers_are_those_printed():
     values = presets.values("think", "llama3-8b-instruct")
     row = next(r for r in table("think/2").rows if r.name == "snapkv+think kv_size=512;ratio=0.4")
-    chain = measured._line(table("think/2"), row, values, None).chain
+    chain = our_table._line(table("think/2"), row, values, None).chain
     assert chain.selector.kv_size == 512
     assert chain.selector.window == 32
 
 
 def test_averages_follow_from_the_cells_and_a_stated_one_that_differs_is_kept():
-    seen = view(measured.printed(table("think/4"), "tiny", "not run"))
+    seen = view(our_table.printed(table("think/4"), "tiny", "not run"))
     line, entries = next(x for x in seen.rows if x[0].row.method == "kivi+think")
     cells = [line.row.cells[c.name].value for c in seen.ours.declared.scores]
     assert entries[-1].published == pytest.approx(sum(cells) / 16)
@@ -83,7 +84,7 @@ def test_averages_follow_from_the_cells_and_a_stated_one_that_differs_is_kept():
 
 
 def test_relative_averages_are_those_of_refreekv():
-    seen = view(measured.printed(table("refreekv/2"), "tiny", "not run"))
+    seen = view(our_table.printed(table("refreekv/2"), "tiny", "not run"))
     line, entries = next(x for x in seen.rows if x[0].row.method == "refreekv" and "llama" in x[0].row.model)
     full = seen.ours.declared.full_row(line.row.model)
     shares = [line.row.cells[c.name].value / full.cells[c.name].value for c in seen.ours.declared.scores]
@@ -91,15 +92,15 @@ def test_relative_averages_are_those_of_refreekv():
 
 
 def test_the_papers_own_full_row_has_an_average_that_is_right():
-    seen = view(measured.printed(table("refreekv/8"), "tiny", "not run"))
+    seen = view(our_table.printed(table("refreekv/8"), "tiny", "not run"))
     full = [entries[-1] for line, entries in seen.rows if line.row.method == "full"]
     assert [(e.published, e.stated) for e in full] == [(100, None)] * 3
-    wrong = view(measured.printed(table("refreekv/2"), "tiny", "not run"))
+    wrong = view(our_table.printed(table("refreekv/2"), "tiny", "not run"))
     assert sum(e.stated is not None for _, row in wrong.rows for e in row) == 8
 
 
 def test_printed_shares_are_averaged_as_printed():
-    seen = view(measured.printed(table("refreekv/1"), "tiny", "not run"))
+    seen = view(our_table.printed(table("refreekv/1"), "tiny", "not run"))
     line, entries = seen.rows[3]
     assert line.row.name == "h2o budget=0.2"
     assert [e.published_relative for e in entries[:-1]] == [3.2, 8.5, 96.5]
@@ -123,20 +124,20 @@ def test_the_share_of_a_perplexity_has_an_interval():
 
 
 def test_tiny_shows_its_own_tasks_each_once(store):
-    ours = measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
+    ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     seen = view(ours)
     assert [c.name for c in seen.columns] == ["needle", "hop", "listing", "labels", "multikey", "code", "avg"]
     _, entries = seen.rows[0]
     assert entries[-1].ours == pytest.approx(sum(e.ours for e in entries[:-1]) / 6)
     assert all(e.published is None for _, row in seen.rows for e in row)
     assert "needle for narrativeqa, qasper, multifieldqa_en" in page.render(seen, "md")
-    assert standin.task_of("gsm8k") == "hop"
+    assert stand_ins.task_of("gsm8k") == "hop"
 
 
 def test_rows_that_are_one_chain_on_tiny_stand_there_once(tmp_path):
-    ours = measured.prepare(table("qhitter/3"), "tiny", [f"results={tmp_path}", "limit=1"])
+    ours = our_table.prepare(table("qhitter/3"), "tiny", [f"results={tmp_path}", "limit=1"])
     assert [line.row.name for line in ours.lines] == ["full", "h2o+quant bits=4", "qhitter bits=4"]
-    assert counts.count(view(ours)) == {
+    assert coverage.count(view(ours)) == {
         "table": "qhitter/3",
         "model": "tiny",
         "measured": "0",
@@ -146,7 +147,7 @@ def test_rows_that_are_one_chain_on_tiny_stand_there_once(tmp_path):
 
 
 def test_shares_are_paired_with_the_full_cache(store):
-    ours = measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
+    ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     column = ours.declared.scores[3]
     line, entries = view(ours).rows[0]
     ((_, cell),), ((_, whole),) = ours.cells(line, column), ours.full(line, column)
@@ -170,7 +171,7 @@ def test_every_view_in_every_format(store, capsys, style, show):
 
 @pytest.mark.parametrize("name", ["refreekv/1", "refreekv/10", "uncomp/5", "think/4", "think/10"])
 def test_latex_has_no_sign_that_its_fonts_lack(name):
-    ours = measured.printed(table(name), "tiny", "")
+    ours = our_table.printed(table(name), "tiny", "")
     text = page.render(view(ours), "latex", "both" if ours.timings else "published")
     lines = [line for line in text.splitlines() if not line.startswith("%")]
     assert all(line.isascii() for line in lines)
@@ -179,7 +180,7 @@ def test_latex_has_no_sign_that_its_fonts_lack(name):
 
 
 def test_notes_say_what_the_view_shows(store):
-    seen = view(measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL]))
+    seen = view(our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL]))
     said = {show: " ".join(grid.notes(seen, show)) for show in (*grid.SHOWS, "beside")}
     assert [show for show in said if "per cent of its own full cache" in said[show]] == [
         "both",
@@ -189,12 +190,12 @@ def test_notes_say_what_the_view_shows(store):
     ]
     assert "n = " not in said["published"]
     assert grid.title(seen, "published").endswith("as printed")
-    printed = " ".join(grid.notes(view(measured.printed(table("think/4"), "tiny", "")), "published"))
+    printed = " ".join(grid.notes(view(our_table.printed(table("think/4"), "tiny", "")), "published"))
     assert "suspect" in printed and "stated: the average that the paper states" in printed
 
 
 def test_groups_of_tasks_stand_over_their_columns():
-    seen = view(measured.printed(table("think/4"), "tiny", ""))
+    seen = view(our_table.printed(table("think/4"), "tiny", ""))
     lines = page.render(seen, "text", "published").splitlines()
     above, names = next((a, b) for a, b in pairwise(lines) if "single-document QA" in a)
     rule = next(line for line in lines[lines.index(names) :] if line.startswith("─"))
@@ -209,10 +210,10 @@ def test_groups_of_tasks_stand_over_their_columns():
 
 
 def test_groups_of_one_column_each_are_left_out(tmp_path):
-    seen = view(measured.prepare(table("uncomp/2"), "tiny", [f"results={tmp_path}", "limit=1"]))
+    seen = view(our_table.prepare(table("uncomp/2"), "tiny", [f"results={tmp_path}", "limit=1"]))
     assert not any(grid.grid(seen, "both").groups)
     for name in ("refreekv/2", "refreekv/8", "think/1", "vatp/1"):  # names of groups in folded pieces
-        lines = page.render(view(measured.printed(table(name), "tiny", "")), "text").splitlines()
+        lines = page.render(view(our_table.printed(table(name), "tiny", "")), "text").splitlines()
         assert any("summarisation" in line for line in lines)
         assert max(map(len, lines)) <= 100
 
@@ -235,7 +236,7 @@ def test_a_number_traces_to_its_lines(store, capsys):
 def test_an_average_traces_to_its_cells(store, capsys):
     arguments = ["think/4", f"results={store}", *SMALL, "--stored"]
     _, out = shown(capsys, *arguments, "--trace", "kivi bits=2", "avg")
-    ours = measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
+    ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     seen = view(ours)
     cells = {c.id for column in ours.declared.scores for _, c in ours.cells(ours.lines[0], column)}
     assert len(cells) == 6
@@ -244,19 +245,19 @@ def test_an_average_traces_to_its_cells(store, capsys):
 
 
 def test_of_rows_with_one_name_the_one_that_is_run_is_traced(tmp_path):
-    ours = measured.prepare(table("think/4"), "tiny", [f"results={tmp_path}", "limit=1"])
+    ours = our_table.prepare(table("think/4"), "tiny", [f"results={tmp_path}", "limit=1"])
     line = ours.lines[0]
     lines = (replace(line, chain=None, skipped="another model"), *ours.lines)
     out = trace.trace(replace(ours, lines=lines), line.row.name, "hop")
-    assert f"cell {ours.cells(line, Column('hop', declared.SCORE))[0][1].id}" in out
+    assert f"cell {ours.cells(line, Column('hop', table_spec.SCORE))[0][1].id}" in out
 
 
 def test_another_score_changes_exactly_the_cells_that_hold_it(store, tmp_path, capsys):
     arguments = [*SMALL, "--stored", "--format", "csv"]
     _, before = shown(capsys, "think/4", f"results={store}", *arguments)
-    ours = measured.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
+    ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     line = ours.lines[0]
-    ((_, cell),) = ours.cells(line, Column("code", declared.SCORE))
+    ((_, cell),) = ours.cells(line, Column("code", table_spec.SCORE))
     path = store / "cells" / cell.id / "samples-0.jsonl"
     old = path.read_text()
     first, *rest = old.splitlines(keepends=True)

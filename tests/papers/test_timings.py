@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.bench import papers, records
+from kvbench.bench import records
 from kvbench.cache.model_shape import Shape
 from kvbench.cli import bench_time
 from kvbench.cli.main import main
-from kvbench.html import tables as html_tables
-from kvbench.papers import counts, declared, grid, measured, timings
-from kvbench.papers.view import view
+from kvbench.papers.measured import coverage, grid, our_table
+from kvbench.papers.measured.cell_view import view
+from kvbench.papers.report import tables as html_tables
+from kvbench.papers.spec import table_spec
+from kvbench.papers.timed import bench_spec, timings
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-TABLES = [t.id for t in declared.find("all") if t.kind == timings.KIND]
+TABLES = [t.id for t in table_spec.find("all") if t.kind == timings.KIND]
 KIVI = "kivi bits=4/4;batch=300;prompt=160;gen=338"
 HALF = "kivi+think bits=4/4;ratio=0.5;batch=300;prompt=160;gen=338"
 
@@ -66,7 +68,7 @@ def shown(capsys, *arguments):
 
 
 def test_the_nine_tables_are_declared():
-    assert len(TABLES) == 9 and set(TABLES) == {f"{p}/{t}" for p, t in papers.tables()}
+    assert len(TABLES) == 9 and set(TABLES) == {f"{p}/{t}" for p, t in bench_spec.tables()}
 
 
 def test_ratios_stand_beside_ratios_and_values_on_their_devices(results, capsys):
@@ -168,7 +170,7 @@ def test_the_budget_of_refreekv_is_one_of_tokens(tmp_path, capsys):
 
 
 def test_notes_of_timings_say_what_the_view_shows(results):
-    seen = view(measured.prepare(declared.load("think", "10"), "tiny", [f"results={results}"]))
+    seen = view(our_table.prepare(table_spec.load("think", "10"), "tiny", [f"results={results}"]))
     said = {show: " ".join(grid.notes(seen, show)) for show in grid.SHOWS}
     assert [show for show in said if "Stand-in" in said[show]] == ["both", "ours", "delta"]
     assert [show for show in said if "our ratio less the paper's" in said[show]] == ["delta"]
@@ -181,9 +183,9 @@ def test_without_rows_the_printed_side_stands_with_what_would_measure_it(name, t
     status, out = shown(capsys, name, f"results={tmp_path}", "--stored")
     assert status == 0 and "as printed" in out and f"python -m kvbench table {name}" in out
     assert max(map(len, out.splitlines())) <= 100
-    own = papers.load(*name.split("/")).model
+    own = bench_spec.load(*name.split("/")).model
     status, out = shown(capsys, name, f"results={tmp_path}", f"model={own}")
-    assert status == 0 and f"not measured yet: scripts/gpu_tables.sh {papers.load(*name.split('/')).results}" in out
+    assert status == 0 and f"not measured yet: scripts/gpu_tables.sh {bench_spec.load(*name.split('/')).results}" in out
 
 
 def test_bases_are_those_of_the_same_workload(tmp_path, capsys):
@@ -248,28 +250,28 @@ def test_rows_that_failed_are_an_error_with_its_reason(tmp_path, capsys):
 
 
 def test_the_report_shows_them(results):
-    table = declared.load("think", "10")
-    text = html_tables.fragment(view(measured.prepare(table, "tiny", [f"results={results}"])))
+    table = table_spec.load("think", "10")
+    text = html_tables.fragment(view(our_table.prepare(table, "tiny", [f"results={results}"])))
     assert "0.75×" in text and "OOM" in text and "CPU a processor" in text
     records.append(results / "gpu" / "think10.jsonl", think10("llama2-7b", "160+338x300", device="a GPU"))
-    text = html_tables.fragment(view(measured.prepare(table, "tiny", [f"results={results}"])))
+    text = html_tables.fragment(view(our_table.prepare(table, "tiny", [f"results={results}"])))
     assert "on a GPU" in text and "CPU a processor" not in text
 
 
 def test_what_is_counted_of_a_table(results):
-    seen = view(measured.prepare(declared.load("think", "10"), "", [f"results={results}"]))
-    line = counts.count(seen)
+    seen = view(our_table.prepare(table_spec.load("think", "10"), "", [f"results={results}"]))
+    line = coverage.count(seen)
     assert line == {"table": "think/10", "model": "tiny", "measured": "9", "refused": "0", "missing": "0"}
-    counts.write(results / "tables", line | {"table": "think/9"})
-    counts.write(results / "tables", line)
-    assert list(counts.read(results / "tables")) == ["think/9", "think/10"]
-    none = counts.count(view(measured.prepare(declared.load("qhitter", "2"), "", [f"results={results}"])))
+    coverage.write(results / "tables", line | {"table": "think/9"})
+    coverage.write(results / "tables", line)
+    assert list(coverage.read(results / "tables")) == ["think/9", "think/10"]
+    none = coverage.count(view(our_table.prepare(table_spec.load("qhitter", "2"), "", [f"results={results}"])))
     assert (none["measured"], none["missing"]) == ("0", "30")
 
 
 def test_the_list_says_what_is_measured(results, capsys):
-    seen = view(measured.prepare(declared.load("think", "10"), "", [f"results={results}"]))
-    counts.write(results / "tables", counts.count(seen) | {"refused": "2"})
+    seen = view(our_table.prepare(table_spec.load("think", "10"), "", [f"results={results}"]))
+    coverage.write(results / "tables", coverage.count(seen) | {"refused": "2"})
     assert main(["list", "tables", f"results={results}"]) == 0
     out = capsys.readouterr().out
     assert "(9 published; tiny: 9 measured, 2 refused)" in " ".join(out.split())
@@ -280,8 +282,8 @@ def test_the_list_says_what_is_measured(results, capsys):
 
 
 def test_the_list_covers_every_committed_table():
-    known = counts.read(ROOT / "results" / "tiny")
-    assert set(known) == {t.id for t in declared.find("all") if t.measurable or t.kind == timings.KIND}
+    known = coverage.read(ROOT / "results" / "tiny")
+    assert set(known) == {t.id for t in table_spec.find("all") if t.measurable or t.kind == timings.KIND}
 
 
 def test_verifying_finds_one_altered_digit(tmp_path, monkeypatch):
@@ -289,7 +291,7 @@ def test_verifying_finds_one_altered_digit(tmp_path, monkeypatch):
 
     shutil.copytree(ROOT / "results" / "cpu", tmp_path / "cpu")
     (tmp_path / "tiny").mkdir()
-    for name in ("think-10.md", counts.FILE):
+    for name in ("think-10.md", coverage.FILE):
         shutil.copy(ROOT / "results" / "tiny" / name, tmp_path / "tiny" / name)
     monkeypatch.setattr(paper_tables, "ROWS", tmp_path)
     assert paper_tables.main(["think/10", "--verify"]) == 0

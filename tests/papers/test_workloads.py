@@ -7,11 +7,13 @@ import pytest
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.metrics import metric, stats
-from kvbench.papers import claims, counts, declared, grid, measured, page, settings, standin
-from kvbench.papers.view import view
+from kvbench.papers.claims import claims
+from kvbench.papers.measured import coverage, grid, our_table, page
+from kvbench.papers.measured.cell_view import view
+from kvbench.papers.spec import row_knobs, stand_ins, table_spec
 from kvbench.run import experiment
 
-MEASURED = [t.id for t in declared.find("all") if t.measurable]
+MEASURED = [t.id for t in table_spec.find("all") if t.measurable]
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +27,11 @@ def data(tmp_path_factory):
 
 
 def prepared(table, folder, data, results, *more):
-    return measured.prepare(table, str(folder), [f"results={results}", f"data.root={data}", *more])
+    return our_table.prepare(table, str(folder), [f"results={results}", f"data.root={data}", *more])
 
 
 def table(name):
-    return declared.load(*name.split("/"))
+    return table_spec.load(*name.split("/"))
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -41,9 +43,9 @@ def test_every_table_has_a_cell_for_each_distinct_row_and_column(name, folder, d
     for line in ours.lines:
         for column in (c for c in ours.declared.scores if c.name in line.row.cells):
             assert line.refused or ours.cells(line, column), (line.row.name, column)
-            method = settings.method_of(line.row.method, settings.parse(line.row.setting))
-            knobs = sorted(settings.knobs(line.row.method, line.row.setting).items())
-            own = {k: v for k, v in settings.parse(line.row.setting).items() if k in ("shots", "context")}
+            method = row_knobs.method_of(line.row.method, row_knobs.parse(line.row.setting))
+            knobs = sorted(row_knobs.knobs(line.row.method, line.row.setting).items())
+            own = {k: v for k, v in row_knobs.parse(line.row.setting).items() if k in ("shots", "context")}
             if not line.refused:
                 ids = tuple(c.id for _, c in ours.cells(line, column))
                 rows.setdefault((method, str(knobs), str(own), column.dataset), set()).add(ids)
@@ -60,7 +62,7 @@ def test_shots_are_read_of_each_row(folder, data, tmp_path):
     assert len(set(cells)) == len(cells) == 4 * 3 * 2
     prompts = {g.column: g.examples[0].prompt for g in ours.run.groups}
     assert [prompts[f"xsum shots={n}"].count("###") for n in (0, 1, 3, 5)] == [1, 2, 4, 6]
-    assert counts.count(view(ours))["missing"] == "24"
+    assert coverage.count(view(ours))["missing"] == "24"
 
 
 def test_printed_fractions_are_shown_in_per_cent(folder, data, tmp_path):
@@ -68,7 +70,7 @@ def test_printed_fractions_are_shown_in_per_cent(folder, data, tmp_path):
     assert view(ours).rows[0][1][0].published == pytest.approx(17.1)
     assert "17.1" in page.render(view(ours), show="published")
     assert "What the paper prints as fractions stands here in per cent" in " ".join(grid.notes(view(ours)))
-    coqa = view(measured.printed(table("refreekv/7"), "x", ""))
+    coqa = view(our_table.printed(table("refreekv/7"), "x", ""))
     assert next(e.printed for e in coqa.rows[1][1] if e.printed) == "25.0"
 
 
@@ -87,7 +89,7 @@ def test_several_tasks_of_a_dataset_are_one_column(folder, data, tmp_path):
 
 def test_needles_have_the_papers_lengths_where_the_model_takes_them(folder, data, tmp_path):
     ours = prepared(table("uncomp/4"), folder, data, tmp_path, "depths=50")
-    four, eight = (next(x for x in ours.lines if settings.parse(x.row.setting)["context"] == c) for c in ("4k", "8k"))
+    four, eight = (next(x for x in ours.lines if row_knobs.parse(x.row.setting)["context"] == c) for c in ("4k", "8k"))
     column = ours.declared.scores[0]
     lengths = [[int(g.task.id.partition("/")[2]) for g, _ in ours.cells(line, column)] for line in (four, eight)]
     assert lengths == [[1000, 2000, 3000, 3900], [1000, 2000, 3000, 3900, 5000, 6000, 7000, 7900]]
@@ -132,7 +134,7 @@ def test_longbench_columns_are_never_a_mixture(folder, tmp_path):
     with pytest.raises(UsageError, match=r"unknown value of longbench 'some'"):
         prepared(table("vatp/2"), folder, root, tmp_path, "longbench=some")
     with pytest.raises(UsageError, match="longbench=mini is not possible with model=tiny"):
-        measured.prepare(table("vatp/2"), "tiny", ["longbench=mini"])
+        our_table.prepare(table("vatp/2"), "tiny", ["longbench=mini"])
 
 
 def test_where_the_full_cache_is_at_the_floor_no_share_is_shown():
@@ -159,12 +161,12 @@ def test_a_table_at_the_floor_says_so_and_averages_the_rest(folder, data, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("paper", declared.PAPERS)
+@pytest.mark.parametrize("paper", table_spec.PAPERS)
 def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkeypatch):
-    few = {stage: {"samples": "2"} for stage in standin.SAMPLES}
+    few = {stage: {"samples": "2"} for stage in stand_ins.SAMPLES}
     few["uncomp-stage"]["schedule"] = "relative"
-    monkeypatch.setattr(standin, "depths", lambda size: few)
-    tables = [t for t in declared.find(paper) if t.measurable]
+    monkeypatch.setattr(stand_ins, "depths", lambda size: few)
+    tables = [t for t in table_spec.find(paper) if t.measurable]
     short = {"needle": ["lengths=300", "depths=50"], "wikitext103": ["length=128", "prefix=64", "chunk=8"]}
     for table in (*tables, *claims.sides(claims.load(paper))):
         datasets = {c.dataset for c in table.scores}
@@ -191,16 +193,16 @@ def test_every_claim_finds_its_pairs(paper, folder, data, tmp_path):
 def test_a_difference_to_scores_made_under_other_conditions_is_marked(folder, data, tmp_path):
     """VATP's scores fit LongBench-E, and a prompt that the user chose is not the paper's: both had a bare Δ."""
     few = [f"model.path={folder}", f"data.root={data}", f"results={tmp_path}", "limit=1", "max_new_tokens=2"]
-    ours = measured.prepare(table("vatp/2"), "llama2-7b-chat", few)
+    ours = our_table.prepare(table("vatp/2"), "llama2-7b-chat", few)
     experiment.measure(ours.run, quiet=True)
     said = " ".join(page.render(view(ours)).split())
     assert not ours.stand_in and said.count("Δ") > 2
     assert "°: other conditions than the paper's" in said and "LongBench-E, ours are of LongBench's own split" in said
     assert "max_new_tokens=2 here" in said
     assert "prompt=" not in said.partition("°: ")[2].partition("n = ")[0]
-    chosen = measured.prepare(table("think/4"), "llama2-7b-chat", [*few, "prompt=plain"])
+    chosen = our_table.prepare(table("think/4"), "llama2-7b-chat", [*few, "prompt=plain"])
     experiment.measure(chosen.run, quiet=True)
     assert "prompt=plain here, think there" in " ".join(page.render(view(chosen)).split())
-    cut = measured.prepare(table("vatp/2"), "llama2-7b-chat", [*few, "max_length=900"])
+    cut = our_table.prepare(table("vatp/2"), "llama2-7b-chat", [*few, "max_length=900"])
     experiment.measure(cut.run, quiet=True)
     assert "max_new_tokens=2 max_length=900 here" in " ".join(page.render(view(cut)).split())

@@ -1,0 +1,219 @@
+"""The ledger of claims: what they need is measured, decided together, and shown with its evidence, a column a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from kvbench.errors import UsageError
+from kvbench.files import write_json
+from kvbench.papers.claims import claims
+from kvbench.papers.claims.claims import FRAGILE, MIXED, NOT_DECIDABLE, UNDECIDED, Evidence, Verdict
+from kvbench.papers.measured import our_table
+from kvbench.papers.measured.joint import joint
+from kvbench.papers.measured.our_table import Ours
+from kvbench.papers.spec import stand_ins, table_spec
+from kvbench.run import experiment
+from kvbench.run.provenance import local_changes
+from kvbench.tables.render import Sheet
+
+FOLDER = "claims"
+"""Below a results folder: a ledger for each model."""
+SAYS = 46
+"""Characters of a line of a statement."""
+MARKS = {"supported": "✓", "contradicted": "✗", "mixed": "±", "fragile": "~", UNDECIDED: "?"}
+
+
+def tables(papers: Sequence[str], model: str) -> list[table_spec.Given]:
+    """The rows that the claims of ``papers`` compare, as tables to be measured."""
+    return [t for paper in papers for t in claims.sides(claims.load(paper), scaled=model == stand_ins.MODEL)]
+
+
+def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict[str, list[Ours]]:
+    """The claims' tables on a model, by paper."""
+    return {p: [our_table.prepare(t, model, arguments) for t in tables([p], model)] for p in papers}
+
+
+def measure(prepared: Mapping[str, Sequence[Ours]]) -> None:
+    """Measure what is missing, each prompt once for all papers that read it alike."""
+    for run in joint(ours.run for some in prepared.values() for ours in some if ours.run is not None):
+        experiment.fill(run)
+
+
+def settle(prepared: Mapping[str, Sequence[Ours]], model: str) -> list[Verdict]:
+    """Verdicts on all claims of the papers that were prepared, in order, corrected together."""
+    ledger = [c for paper in prepared for c in claims.load(paper)]
+    tested = [c for c in ledger if c.test != "elsewhere"]
+    found = {c.id: claims.evidence(c, prepared[c.paper]) for c in tested}
+    others: dict[str, Evidence] = {}
+    if model == stand_ins.MODEL:
+        others = {c.id: claims.evidence(c, prepared[c.paper], windows_as_printed=True) for c in tested}
+    return claims.decide(ledger, found, others, family=len(tested))
+
+
+def plain(prepared: Mapping[str, Sequence[Ours]], model: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """A ledger as plain data: the model, whether it stands in for the papers', and a record of each claim."""
+    runs = [ours.run for some in prepared.values() for ours in some if ours.run is not None]
+    dtypes = {str(c.identity["model"]["dtype"]) for r in runs for g in r.groups for c in g.cells}
+    return {
+        "model": model,
+        "stand_in": all(o.stand_in for some in prepared.values() for o in some),
+        "dtype": ", ".join(sorted(dtypes)),
+        "level": claims.LEVEL,
+        "tested": sum(v.claim.test != "elsewhere" for v in verdicts),
+        "notes": _told(prepared),
+        "verdicts": [_record(v) for v in verdicts],
+    }
+
+
+def _told(prepared: Mapping[str, Sequence[Ours]]) -> list[str]:
+    """List data read in place of others, notes of tasks, and local changes."""
+    every = [ours for some in prepared.values() for ours in some]
+    runs = [ours.run for ours in every if ours.run is not None]
+    tasks = [f"{g.task.note}." for r in runs for g in r.groups if g.task.note and not g.task.id.startswith("tiny/")]
+    changed = local_changes({c["id"]: c for r in runs for c in r.records()}.values())
+    notes = [*(note for ours in every for note in ours.notes), *tasks, changed]
+    return [note for note in dict.fromkeys(notes) if note]
+
+
+def _record(v: Verdict) -> dict[str, Any]:
+    claim, evidence = v.claim, v.evidence
+    each = {key: None if x is None else round(x, 6) for key, x in (("mean", v.mean), ("elsewhere", v.elsewhere))}
+    return {
+        **{key: getattr(claim, key) for key in ("id", "paper", "quote", "where", "tested", "test", "margin", "pairs")},
+        "verdict": v.verdict,
+        "side": v.side,
+        "why_not": v.why_not,
+        **each,
+        "ci": None if v.ci is None else [round(x, 3) for x in v.ci],
+        "p_for": v.p_for,
+        "p_against": v.p_against,
+        "n": {task: len(d) for task, d in evidence.differences.items()},
+        "tasks": {task: round(x, 6) for task, x in evidence.tasks.items()},
+        "settings": [round(float(x), 6) for x in evidence.settings],
+        "floors": evidence.floors,
+        "ran": evidence.ran,
+        "cells": evidence.cells,
+        "reason": v.reason,
+    }
+
+
+def place(model: str, results: Path, papers: Sequence[str]) -> Path:
+    """Where a model's ledger is below a results folder; one of some papers alone has a file of its own."""
+    some = "" if len(papers) == len(table_spec.PAPERS) else f".{'-'.join(papers)}"
+    return results / FOLDER / f"{model.replace('/', '--')}{some}.json"
+
+
+def write(content: Mapping[str, Any], results: Path, papers: Sequence[str]) -> Path:
+    """Write a ledger below a results folder."""
+    path = place(content["model"], results, papers)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, content)
+    return path
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    """The ledgers below a results folder, those of pretrained models first; UsageError for a damaged one."""
+    found = []
+    for path in sorted((results / FOLDER).glob("*.json"), key=lambda p: (p.stem == stand_ins.MODEL, p.name)):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            sheet([content]), notes(content)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} cannot be read ({error}); run python -m kvbench claims again") from None
+        found.append(content)
+    return found
+
+
+def counted(content: Mapping[str, Any]) -> dict[str, int]:
+    """Count the claims of a ledger by verdict, in the order of claims.VERDICTS."""
+    words = [v["verdict"] for v in content["verdicts"]]
+    return {word: words.count(word) for word in claims.VERDICTS if word in words}
+
+
+def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Sheet:
+    """Ledgers side by side as a table of strings: the first says which claims there are."""
+    by_id = [{v["id"]: v for v in content["verdicts"]} for content in ledgers]
+    rows = []
+    for first in {v["id"]: v for content in reversed(ledgers) for v in content["verdicts"]}.values():
+        mark = MARKS.get(first["verdict"], "—")
+        said, tested = (
+            _lines(f"“{first['quote']}” ({first['paper']}, {first['where']})"),
+            _lines(f"Tested: {first['tested']}"),
+        )
+        mine = [one.get(first["id"]) for one in by_id]
+        cells = ["—" if v is None else f"{_verdict(v)}\n{evidence(v)}" for v in mine]
+        rows.append((f"{mark} {first['id']}\n{said}\n{tested}", *cells))
+    headers = ("what the paper says, and what is tested", *(_head(content) for content in ledgers))
+    return Sheet("scores", headers, tuple(rows), left=len(headers))
+
+
+def _lines(text: str) -> str:
+    return fill(text, SAYS, break_on_hyphens=False)
+
+
+def _verdict(v: Mapping[str, Any]) -> str:
+    return f"{v['verdict']} ({v['side']} in the mean)" if v["side"] else str(v["verdict"])
+
+
+def _head(content: Mapping[str, Any]) -> str:
+    return f"{content['model']}{', a stand-in' if content['stand_in'] else ''}: points"
+
+
+def evidence(v: Mapping[str, Any]) -> str:
+    """The numbers behind a verdict: mean difference with its interval, pairs, p, and the signs by task."""
+    if v["mean"] is None:
+        return "—"
+    least = 0.0 if v["test"] == "better" else -v["margin"]
+    signs = [(m > least + 1e-9) - (m < least - 1e-9) for m in v["tasks"].values()]
+    sizes = sorted(v["n"].values())
+    n = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+    lines = [
+        f"{v['mean']:+.1f} [{v['ci'][0]:.1f}, {v['ci'][1]:.1f}]" + (f", margin {v['margin']:g}" if least else ""),
+        f"n {n} in {len(sizes)} task{'s' if len(sizes) > 1 else ''}, p {min(v['p_for'], v['p_against']):.2g}",
+        f"tasks for {signs.count(1)}, even {signs.count(0)}, against {signs.count(-1)}",
+    ]
+    if len(v["settings"]) > 1:
+        lines.append("settings " + ", ".join(f"{m:+.1f}" for m in v["settings"]))
+    if v["elsewhere"] is not None:
+        lines.append(f"the paper's windows {v['elsewhere']:+.1f}")
+    elif v["why_not"]:
+        lines.append("the paper's windows do not fit")
+    return "\n".join(lines).replace("-", "−")
+
+
+def notes(content: Mapping[str, Any]) -> list[str]:
+    """What the reader must know of a ledger."""
+    model, tested = content["model"], content["tested"]
+    own = (
+        "tasks and budgets are its own, and nothing here is said about a paper"
+        if model == stand_ins.MODEL
+        else "the papers' data under their budgets and windows"
+    )
+    return [
+        f"{model}{', ' * bool(content['dtype'])}{content['dtype']}"
+        + (f", a stand-in for the papers' models: {own}." if content["stand_in"] else "."),
+        f"{model}: " + ", ".join(f"{n} {word}" for word, n in counted(content).items()) + ".",
+        "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected; a verdict of "
+        f"either kind needs {content['level'] / 2:g}, and any of the {tested} claims gets a wrong one with a chance of "
+        f"at most {100 * content['level']:g} % (a betting test of bounded means, which is proved for any distribution; "
+        "Holm). No verdict decided when to stop measuring.",
+        f"{MIXED}: decided in the mean, but a task or setting has the other sign. {FRAGILE}: with the paper's windows "
+        f"unscaled the mean has the other sign. {NOT_DECIDABLE}: even if no pair differed, or of a claim of gains all "
+        "gained everything, there would be too few to support it. Log losses: a nat counts as 100 points, and no pair "
+        "as more. Tasks at the floor are left out by the full cache's own scores of these examples, which speaks "
+        "against methods that are compared with it.",
+        *content["notes"],
+    ]
+
+
+def reasons(content: Mapping[str, Any]) -> list[str]:
+    """Each reason why a ledger's claims have no verdict, or only part of their data, with those claims."""
+    found: dict[str, list[str]] = {}
+    for v in content["verdicts"]:
+        if v["reason"]:
+            found.setdefault(v["reason"], []).append(v["id"])
+    return [f"{content['model']}, {', '.join(ids)}: {reason}." for reason, ids in found.items()]

@@ -1,0 +1,326 @@
+"""Claims of papers, as tests that a model can decide: pairs of methods on the same examples, and a verdict.
+
+A claim stands in the paper's own words (``quote``), beside what is tested of it in ours. It is decided by the paired
+differences of its sides over all examples of its tasks, in points of 100: ``better`` asks for a mean above 0,
+``no_worse`` for one above minus ``margin``. Both directions are tested (see ``stats.p_above``), each at half of LEVEL
+over all claims of a ledger together (Holm). Tasks where the full cache is at the floor decide nothing and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from kvbench.errors import KvbenchError, unknown
+from kvbench.metrics import metric, stats
+from kvbench.papers import DATA
+from kvbench.papers.measured.our_table import Ours
+from kvbench.papers.spec import table_spec
+from kvbench.papers.spec.table_spec import PAPERS, Given
+from kvbench.run.advice import at_floor
+from kvbench.run.labels import label
+from kvbench.run.plan import Cell, Group
+from kvbench.run.store import ResultStore
+from kvbench.tasks.longbench import names
+
+TABLE = "claims"
+TESTS = ("better", "no_worse", "elsewhere")
+LEVEL = 0.05
+"""Chance of a wrong verdict of either kind anywhere in a ledger, at most."""
+SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
+MIXED, FRAGILE = "mixed", "fragile"
+NOT_DECIDABLE, FLOOR, ELSEWHERE = "not decidable here", "at the floor", "not testable here"
+UNMEASURED = "not measured yet"
+VERDICTS = (SUPPORTED, CONTRADICTED, MIXED, FRAGILE, UNDECIDED, NOT_DECIDABLE, FLOOR, UNMEASURED, ELSEWHERE)
+SAME = 1e-9
+"""Points by which two means are one."""
+AS_PRINTED = "windows=paper"
+"""Marks a row whose windows are the paper's on a stand-in that otherwise scales them."""
+
+Differences = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement of a paper. ``pairs`` are the methods and settings compared, as published tables write them.
+
+    quote: the paper's words, at ``where``. tested: what is tested of them, in ours. test: one of TESTS. margin: points
+    of 100 that count as nothing. why: of a claim that no score decides.
+    """
+
+    paper: str
+    id: str
+    quote: str
+    where: str
+    tested: str
+    test: str
+    pairs: tuple[tuple[str, str], ...] = ()
+    margin: float = 1.0
+    datasets: tuple[str, ...] = ()
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if self.test not in TESTS:
+            raise KvbenchError(f"claim {self.id}: test must be one of {', '.join(TESTS)}, not {self.test!r}")
+
+    @property
+    def least(self) -> float:
+        """The mean difference, of 1, that must be exceeded."""
+        return 0.0 if self.test == "better" else -self.margin / 100
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Its datasets: those named, else LongBench's 16 English tasks."""
+        return self.datasets or names("en")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Measurements for a claim under one scaling.
+
+    differences: of 1, by dataset, [examples, pairs of the claim]; what is asked of one example several times (MDQA's
+    three positions) is one. floors: datasets left out. waiting: those of which nothing is measured. cells: ids of both
+    sides. ran: what each pair was on this model. possible: examples that the data would give. reason: why something, or
+    all of it, is missing.
+    """
+
+    differences: Mapping[str, Differences] = field(default_factory=dict)
+    floors: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+    cells: tuple[str, ...] = ()
+    ran: tuple[str, ...] = ()
+    possible: int = 0
+    reason: str = ""
+
+    @property
+    def values(self) -> Differences:
+        """The difference of each example, the mean over the claim's pairs: these alone are independent."""
+        return np.concatenate([*(d.mean(1) for d in self.differences.values()), np.zeros(0)])
+
+    @property
+    def tasks(self) -> dict[str, float]:
+        """Mean difference by task, in points."""
+        return {task: 100 * float(d.mean()) for task, d in self.differences.items()}
+
+    @property
+    def settings(self) -> list[float]:
+        """Mean difference by pair of the claim, in points."""
+        return [] if not self.differences else list(100 * np.concatenate(list(self.differences.values())).mean(0))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a claim: one of VERDICTS, the mean difference in points with its interval, and p-values.
+
+    p_for, p_against: corrected, that there is nothing to support the claim, and nothing against it. side: supported or
+    contradicted in the mean, of a verdict that is mixed or fragile. elsewhere: the mean under the other scaling, where
+    there is one; why_not: why there is none.
+    """
+
+    claim: Claim
+    verdict: str
+    evidence: Evidence = field(default_factory=Evidence)
+    mean: float | None = None
+    ci: tuple[float, float] | None = None
+    p_for: float | None = None
+    p_against: float | None = None
+    side: str = ""
+    elsewhere: float | None = None
+    why_not: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The reason why there is no verdict, or why data are missing."""
+        return self.claim.why or self.evidence.reason
+
+
+def load(paper: str) -> tuple[Claim, ...]:
+    """The claims of a paper, in its file's order; KvbenchError for a damaged file."""
+    path = DATA / paper / "claims.yaml"
+    lists = {"datasets": tuple, "pairs": lambda pairs: tuple((a, b) for a, b in pairs)}
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return tuple(Claim(paper, **{k: lists.get(k, lambda x: x)(v) for k, v in c.items()}) for c in raw)
+    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise KvbenchError(f"{path}: {error}") from None
+
+
+def find(wanted: str) -> tuple[str, ...]:
+    """The papers of ``all`` or of one name; UsageError for any other."""
+    if wanted == "all":
+        return PAPERS
+    if wanted not in PAPERS:
+        raise unknown("paper", wanted, ("all", *PAPERS))
+    return (wanted,)
+
+
+def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
+    """Tables of all rows that a paper's claims compare, one for each set of datasets.
+
+    ``scaled``: the model scales windows, so that each row is there with the paper's own windows, too.
+    """
+    by_columns: dict[tuple[str, ...], list[str]] = {}
+    for claim in claims:
+        for side in (s for pair in claim.pairs for s in pair):
+            by_columns.setdefault(claim.columns, []).extend((side, as_printed(side)) if scaled else (side,))
+    own = table_spec.find(claims[0].paper)
+    base = next(t for t in own if t.measurable)
+    workloads = {k: v for t in own for k, v in t.workloads.items()}
+    tables = []
+    for columns, rows in by_columns.items():
+        written = (row.partition(" ") for row in dict.fromkeys(rows))
+        cells = [(base.models()[0], method, setting, c, "mean") for method, _, setting in written for c in columns]
+        tables.append(table_spec.given(base, cells, table=TABLE, title=TABLE, workloads=workloads))
+    return tables
+
+
+def as_printed(side: str) -> str:
+    """A side with the paper's own windows."""
+    return f"{side};{AS_PRINTED}"
+
+
+def evidence(claim: Claim, tables: Iterable[Ours], windows_as_printed: bool = False) -> Evidence:
+    """Collect the paired differences of all examples that all sides of a claim have in ``tables``."""
+    ours = next(t for t in tables if {c.dataset for c in t.declared.scores} == set(claim.columns))
+    lines = {line.row.name: line for line in ours.lines}
+    pairs = [tuple(lines[as_printed(s) if windows_as_printed else s] for s in pair) for pair in claim.pairs]
+    reason = next(filter(None, (why for pair in pairs for line in pair for why in (line.refused, line.skipped))), "")
+    if reason or ours.run is None:
+        return Evidence(reason=reason or "; ".join(dict.fromkeys(ours.absent.values())))
+    absent = {
+        f"{column.dataset} is not here: {why}": None
+        for column in ours.declared.scores
+        for pair in pairs
+        for line in pair
+        if (why := ours.why_absent(line, column))
+    }
+    store = ours.run.store
+    every: dict[tuple[str, ...], tuple[str, list[Asked]]] = {}
+    for column in ours.declared.scores:
+        each = (zip(ours.cells(a, column), ours.cells(b, column), strict=True) for a, b in pairs)
+        asked = [Asked(sides[0][0][0], tuple((a, b) for (_, a), (_, b) in sides)) for sides in zip(*each, strict=True)]
+        if asked:  # on tiny several datasets are one task
+            every.setdefault(tuple(a.group.column for a in asked), (column.dataset, asked))
+    cells = [c for _, asked in every.values() for a in asked for pair in a.pairs for c in pair]
+    if refused := next(filter(None, (store.refusal(c.id) for c in cells)), None):
+        return Evidence(reason=refused)
+    floors = [name for name, asked in every.values() if _floored(store, asked)]
+    able = {name: asked for name, asked in every.values() if name not in floors}
+    differences = {name: _paired(store, asked) for name, asked in able.items()}
+    waiting = [name for name, d in differences.items() if not len(d)]
+    said = [f"{name}: the full cache is at the floor" for name in floors]
+    said += [f"{name}: not measured yet" for name in waiting]
+    return Evidence(
+        {name: d for name, d in differences.items() if len(d)},
+        tuple(floors),
+        tuple(waiting),
+        tuple(dict.fromkeys(c.id for c in cells)),
+        tuple(
+            dict.fromkeys(
+                f"{label(a.identity)} against {label(b.identity)}"
+                for _, asked in every.values()
+                for one in asked
+                for a, b in one.pairs
+            )
+        ),
+        sum(len({e.id for a in asked for e in a.group.task.examples}) for asked in able.values()),
+        "; ".join([*said, *absent]),
+    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One way in which a dataset's examples are asked, with the cells of each pair of a claim."""
+
+    group: Group
+    pairs: tuple[tuple[Cell, Cell], ...]
+
+
+def _floored(store: ResultStore, asked: Sequence[Asked]) -> bool:
+    """Tell whether the full cache is at the floor on all that was asked."""
+    found = []
+    for a in asked:
+        samples = store.samples(next(c for c in a.group.cells if not c.chain.stages).id)
+        scores = [samples[e.id]["score"] for e in a.group.examples if e.id in samples]
+        found.append(at_floor(a.group.task, [s for s in scores if s is not None]))
+    return all(found)
+
+
+def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
+    """Differences [examples, pairs] over the examples that all cells of one way of asking have, the mean over the ways.
+
+    Of log losses less is better, and a nat is the most that counts.
+    """
+    by_example: dict[str, list[list[float]]] = {}
+    for a in asked:
+        sign = -1.0 if metric(a.group.task.metric).shown is not None else 1.0
+        scores = [[_scores(store, cell, a.group) for cell in pair] for pair in a.pairs]
+        for e in a.group.examples:
+            if all(e.id in s for pair in scores for s in pair):
+                found = [min(1.0, max(-1.0, sign * (x[e.id] - y[e.id]))) for x, y in scores]
+                by_example.setdefault(e.id, []).append(found)
+    means = [np.mean(ways, axis=0) for ways in by_example.values()]
+    return np.array(means, dtype=np.float64).reshape(-1, len(asked[0].pairs))
+
+
+def _scores(store: ResultStore, cell: Cell, group: Group) -> dict[str, float]:
+    samples = store.samples(cell.id)
+    return {e.id: x for e in group.examples if e.id in samples and (x := samples[e.id]["score"]) is not None}
+
+
+def decide(
+    claims: Sequence[Claim],
+    found: Mapping[str, Evidence],
+    others: Mapping[str, Evidence] | None = None,
+    family: int | None = None,
+) -> list[Verdict]:
+    """The verdicts on ``claims``, corrected together over ``family`` of them (all that are measured).
+
+    ``others``: what the same claims show under another scaling. A verdict that they do not share is fragile; one that
+    tasks or settings do not share is mixed.
+    """
+    measured = {c.id: c for c in claims if len(found.get(c.id, Evidence()).values)}
+    count = max(family or 0, len(measured))
+    raw = {i: _p_values(c, found[i].values) for i, c in measured.items()}
+    corrected = [stats.holm({i: p[k] for i, p in raw.items()}, count) for k in (0, 1)]
+    verdicts = []
+    for claim in claims:
+        mine = found.get(claim.id, Evidence())
+        if claim.id not in measured:
+            verdict = UNMEASURED if mine.waiting else FLOOR if mine.floors else ELSEWHERE
+            verdicts.append(Verdict(claim, verdict, mine))
+            continue
+        p_for, p_against = (c[claim.id] for c in corrected)
+        other = (others or {}).get(claim.id, Evidence())
+        elsewhere = 100 * float(other.values.mean()) if len(other.values) else None
+        word, side = _word(claim, mine, p_for, p_against, elsewhere, count)
+        mean, ci = 100 * float(mine.values.mean()), stats.betting_ci(mine.values)
+        points = (100 * ci[0], 100 * ci[1])
+        verdicts.append(Verdict(claim, word, mine, mean, points, p_for, p_against, side, elsewhere, other.reason))
+    return verdicts
+
+
+def _p_values(claim: Claim, values: Differences) -> tuple[float, float]:
+    """(that there is nothing to support the claim, that there is nothing against it)."""
+    return stats.p_above(values, claim.least), stats.p_above(-values, -claim.least)
+
+
+def _word(
+    claim: Claim, mine: Evidence, p_for: float, p_against: float, elsewhere: float | None, family: int
+) -> tuple[str, str]:
+    """The verdict, and which side a mixed or fragile one is on."""
+    decided = SUPPORTED if p_for < LEVEL / 2 else CONTRADICTED if p_against < LEVEL / 2 else UNDECIDED
+    if decided == UNDECIDED:
+        # even if no pair of all that the data would give differed, or of a claim of gains all gained everything
+        best = np.full(mine.possible, 0.0 if claim.test == "no_worse" else 1.0)
+        return (NOT_DECIDABLE if family * stats.p_above(best, claim.least) >= LEVEL / 2 else UNDECIDED), ""
+    side = 1 if decided == SUPPORTED else -1
+    least = 100 * claim.least
+    if elsewhere is not None and side * (elsewhere - least) < -SAME:
+        return FRAGILE, decided
+    opposite = any(side * (m - least) < -SAME for m in (*mine.settings, *mine.tasks.values()))
+    return (MIXED, decided) if opposite else (decided, "")

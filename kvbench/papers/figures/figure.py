@@ -1,0 +1,140 @@
+"""What a figure is: tidy data computed from something, and a drawing of those data alone.
+
+A figure's CSV begins with ``# key: value`` lines that say which figure it is and what it was computed from. Drawings
+are always made from the CSV as it is on disk, so that redrawing one gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pandas as pd
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as Canvas
+
+from kvbench.errors import UsageError
+from kvbench.papers.spec import stand_ins
+from kvbench.tables.style import styled
+from kvbench.tasks.base import read_text
+
+Source = TypeVar("Source")
+DIGITS = "%.5g"
+
+
+@dataclass(frozen=True)
+class Figure(Generic[Source]):
+    """One figure of a paper, ``<paper>/fig<number>``.
+
+    title: what it shows, in a line. shows: its caption, with what was computed, exactly. claim: what the paper reads
+    off its own. unsaid: what the paper does not say, and what is done here. columns: of the data. knobs: the options
+    that it takes with their defaults; None: as ``shows`` says. compute: the data from a source. draw: the drawing.
+    finding: what the data say about the claim, in numbers. each and most: prompts read by default per task and in all.
+    """
+
+    id: str
+    title: str
+    shows: str
+    claim: str
+    unsaid: str
+    columns: tuple[str, ...]
+    compute: Callable[[Source], pd.DataFrame]
+    draw: Callable[[pd.DataFrame], Canvas]
+    finding: Callable[[pd.DataFrame], str]
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    each: int = 1
+    most: int | None = None
+
+    @property
+    def paper(self) -> str:
+        """The paper's name, as in conf/preset."""
+        return self.id.partition("/")[0]
+
+    def write(self, data: pd.DataFrame, facts: Mapping[str, Any], folder: Path) -> tuple[list[Path], str]:
+        """Write CSV, PNG and SVG below ``folder``; their paths, and the finding."""
+        head = "".join(f"# {key}: {value}\n" for key, value in {"figure": self.id, **facts}.items())
+        text = head + data[list(self.columns)].to_csv(index=False, float_format=DIGITS, lineterminator="\n")
+        path = folder / f"{self.id}.csv"
+        _save(path, text.encode())
+        pictures, finding = self.redraw(text, path.with_suffix(""))
+        return [*pictures, path], finding
+
+    def redraw(self, text: str, stem: Path) -> tuple[list[Path], str]:
+        """Write ``stem``.png and ``stem``.svg from the text of a CSV; their paths, and the finding."""
+        data = self.parse(text)
+        paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+        with styled():
+            drawn = self.draw(data)
+            FigureCanvasAgg(drawn)
+            # laid out once for both files: that takes most of the time
+            drawn.draw_without_rendering()
+            drawn.set_layout_engine("none")
+            for ax in drawn.axes:
+                # the last bits of a layout depend on what was drawn before, and names in an SVG on them
+                left, bottom, width, height = (round(x, 6) for x in ax.get_position(original=True).bounds)
+                ax.set_position((left, bottom, width, height))
+            for path in paths:
+                kind = path.suffix[1:]
+                held = io.BytesIO()
+                # neither a date nor a version, so that equal data give equal bytes
+                facts = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
+                drawn.savefig(held, format=kind, metadata={"Title": f"{self.id}: {self.title}", **facts})
+                _save(path, held.getvalue())
+        return paths, self.finding(data)
+
+    def parse(self, text: str) -> pd.DataFrame:
+        """The data of a CSV; raises UsageError where they are not this figure's."""
+        body = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("# "))
+        try:
+            data = pd.read_csv(io.StringIO(body))
+        except ValueError as error:
+            raise UsageError(f"{self.id}: the CSV cannot be read: {error}") from None
+        missing = [c for c in self.columns if c not in data.columns]
+        if missing or data.empty:
+            what = f"it has no column {', '.join(missing)}" if missing else "it has no rows"
+            raise UsageError(f"{self.id}: the CSV does not hold this figure's data: {what}")
+        return data
+
+
+def folder(results: Path | str, model: str) -> Path:
+    """Where figures of a model go: those of the tiny one apart, so that they never replace a pretrained model's."""
+    return Path(results) / ("tiny/figures" if model == stand_ins.MODEL else "figures")
+
+
+def percent(x: float, digits: int = 0) -> str:
+    """A fraction as written in texts: 12.5 %."""
+    return f"{100 * x:.{digits}f} %"
+
+
+def facts_of(text: str) -> dict[str, str]:
+    """The ``# key: value`` lines of a CSV."""
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("# "):
+            break
+        key, _, value = line[2:].partition(": ")
+        found[key] = value
+    return found
+
+
+def read_csv(path: Path) -> tuple[str, str]:
+    """(id of the figure, text) of a figure's CSV; raises UsageError for any other file."""
+    text = read_text(path, f"--from-csv {path}")
+    facts = facts_of(text)
+    if "figure" not in facts:
+        raise UsageError(
+            f"--from-csv {path}: this is no figure's CSV: its first line does not say which figure, as in "
+            "'# figure: uncomp/fig1'"
+        )
+    return facts["figure"], text
+
+
+def _save(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}; give another folder with results=") from None

@@ -1,0 +1,122 @@
+"""(c) Values that look copied, and values too good or too far from their neighbours to be believed unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+
+from kvbench.papers.forensics.finding import Finding
+from kvbench.papers.forensics.identity import identity
+from kvbench.papers.spec.numbers import fixed, printed
+from kvbench.papers.spec.published import Published
+from kvbench.papers.spec.published_cells import Book, Row
+
+COARSE = ("trec", "passage_retrieval_en", "passage_count", "gsm8k", "gpqa", "theoremqa", "needle")
+"""Datasets whose scores take few values, so that equal ones say little."""
+SHARED = 3
+"""Equal scores of two models in one paper, from which on they look copied."""
+GAIN = 6 / 5
+"""A compressed cache this much better than the full one is looked at; below a score of 10 it is noise."""
+LEAST = 10
+TWIN = 20
+"""Scores above this that stand twice in a row or a column."""
+FALL = 2 / 3
+"""A last value below this share of the one before, in a series that else moves by less than STEADY of its mean."""
+STEADY = 0.2
+
+
+def copies(book: Book) -> Iterator[Finding]:
+    """Rows of different models or methods that share values to the last digit."""
+    rows = [r for r in book.rows if len(r.scores) >= 5 and r.table.isdigit()]
+    values = [(r, identity(r), {d: c.printed for d, c in r.scores.items()}) for r in rows]
+    for (one, first, a), (two, second, b) in combinations(values, 2):
+        if one.paper != two.paper or first == second:
+            continue
+        same = [d for d in a if a[d] == b.get(d)]
+        whole = len(same) == len(a.keys() & b.keys()) >= 5
+        telling = [d for d in same if _telling(one.scores[d])]
+        if whole or (one.model != two.model and len(telling) >= SHARED):
+            shared = same if whole else telling
+            shown = ", ".join(f"{d} {a[d]}" for d in shared)
+            why = "every score is" if whole else f"{len(shared)} scores are"
+            why += f" those of {two.label} in table {two.table}, to the last digit"
+            yield Finding("copy", "doubt", one.paper, one.table, one.label, "+".join(shared), shown, "", why)
+
+
+def twins(book: Book) -> Iterator[Finding]:
+    """Two datasets of a row with one value, and one value under two budgets of a method."""
+    for row in book.rows:
+        if not row.table.isdigit():
+            continue
+        for one, two in combinations(row.scores.values(), 2):
+            if one.printed == two.printed and _high(one) and not (one.dataset in COARSE and two.dataset in COARSE):
+                cells = f"{one.dataset}+{two.dataset}"
+                why = "two datasets of the row with one value; may be chance"
+                yield Finding("twin", "doubt", row.paper, row.table, row.label, cells, one.printed, "", why)
+    for block in _by(book, lambda r: (r.paper, r.table, r.model, r.method)):
+        for first, second in combinations(block, 2):
+            for dataset, cell in first.scores.items():
+                other = second.scores.get(dataset)
+                same = other is not None and other.printed == cell.printed
+                if same and _high(cell) and _telling(cell) and first.paper == "refreekv" and "budget" in first.settings:
+                    why = f"the value of this method under {second.setting}, to the last digit; may be chance"
+                    yield Finding(
+                        "twin", "doubt", first.paper, first.table, first.label, dataset, cell.printed, "", why
+                    )
+
+
+def gains(book: Book) -> Iterator[Finding]:
+    """Compressed caches that beat the full one by more than 20 %."""
+    full = {(r.paper, r.table, r.model): r for r in book.rows if r.method == "full"}
+    for row in book.rows:
+        base = full.get((row.paper, row.table, row.model))
+        if base is None or base is row or not row.table.isdigit():
+            continue
+        for dataset, cell in row.scores.items():
+            whole = base.scores.get(dataset)
+            if whole is not None and cell.value and whole.value and whole.value > LEAST and cell.unit == whole.unit:
+                times = cell.value / whole.value
+                if times > GAIN:
+                    shown = f"{cell.printed} against {whole.printed}"
+                    why = f"{times:.2f} times the full cache's score"
+                    yield Finding("gain", "doubt", row.paper, row.table, row.label, dataset, shown, "", why)
+
+
+def breaks(book: Book) -> Iterator[Finding]:
+    """A score that falls out of an otherwise steady series over k, as where a digit is lost."""
+    for block in _by(book, lambda r: (r.paper, r.table, r.model, r.method, _others(r, "k"))):
+        series = sorted((r for r in block if "%" in r.settings.get("k", "")), key=_k)
+        for dataset in series[0].scores if len(series) >= 3 else ():
+            values = [r.scores[dataset].value or 0.0 for r in series if dataset in r.scores]
+            for i, row in enumerate(series):
+                rest = values[:i] + values[i + 1 :]
+                centre = sum(rest) / len(rest)
+                near = values[i - 1] if i else values[1]
+                if values[i] < FALL * near and max(rest) - min(rest) < STEADY * centre:
+                    cell = row.scores[dataset]
+                    digit = fixed(printed(cell.printed).value + 10, 2)
+                    why = f"the others of the series are {', '.join(f'{v:.2f}' for v in rest)}; {digit} would fit"
+                    yield Finding("break", "doubt", row.paper, row.table, row.label, dataset, cell.printed, digit, why)
+
+
+def _by(book: Book, key: Callable[[Row], object]) -> Iterator[list[Row]]:
+    found: dict[object, list[Row]] = {}
+    for row in book.rows:
+        found.setdefault(key(row), []).append(row)
+    yield from found.values()
+
+
+def _others(row: Row, key: str) -> Sequence[tuple[str, str]]:
+    return tuple(sorted((k, v) for k, v in row.settings.items() if k != key))
+
+
+def _k(row: Row) -> float:
+    return float(row.settings["k"].rstrip("%n"))
+
+
+def _high(cell: Published) -> bool:
+    return (cell.value or 0) > TWIN and cell.unit == "pct"
+
+
+def _telling(cell: Published) -> bool:
+    return cell.dataset not in COARSE and len(cell.printed.replace(".", "").strip("0")) >= 3

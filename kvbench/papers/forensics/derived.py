@@ -1,0 +1,85 @@
+"""(a) Cells that follow from others, by kvbench.papers.forensics.exact: averages, ratios, sizes, speed-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from kvbench.papers.forensics.exact import Exact, averages, everything
+from kvbench.papers.forensics.finding import Finding
+from kvbench.papers.spec.numbers import decimals, fixed, grade, printed
+from kvbench.papers.spec.published_cells import Book, Row
+
+
+def derived(book: Book) -> Iterator[Finding]:
+    """Recomputable cells that are off, and those that only the rounding of their inputs explains."""
+    rows = {id(c): r for r in book.rows for c in r.cells.values()}
+    for e in everything(book):
+        if e.grade == "equal":
+            continue
+        c = e.cell
+        why = f"{e.formula}; hidden digits can explain it"
+        if not e.ok:
+            why = "; ".join([f"{e.formula}; off by {e.mark}", *_reasons(book, e, rows[id(c)])])
+        check = "derived" if not e.ok else "rounding"
+        weight = "note" if e.ok else "doubt" if _hair(e) else "wrong"
+        yield Finding(check, weight, c.paper, c.table, e.row, e.column, c.printed, e.shown, why)
+
+
+def ranking(book: Book) -> Iterator[Finding]:
+    """Where wrong averages of ReFreeKV's table 2 put its baselines in a wrong order."""
+    off = [e for e in everything(book) if e.cell.table == "2" and e.cell.metric == "ratio_to_full_minus_1"]
+    blocks: dict[tuple[str, str], list[Exact]] = {}
+    for e in off:
+        if e.cell.paper == "refreekv" and e.cell.method != "refreekv":
+            blocks.setdefault((e.cell.model, e.cell.setting), []).append(e)
+    for (model, setting), block in blocks.items():
+        shown = sorted(block, key=lambda e: -printed(e.published).value)
+        true = sorted(block, key=lambda e: -float(e.recomputed or 0))
+        if [e.cell.method for e in shown] != [e.cell.method for e in true]:
+            yield Finding(
+                "ranking",
+                "wrong",
+                "refreekv",
+                "2",
+                f"{model} {setting}",
+                "avg",
+                " > ".join(f"{e.cell.method} {e.published}" for e in shown),
+                " > ".join(f"{e.cell.method} {_plain(e)}" for e in true),
+                "the order of the baselines changes once averages are those of their cells",
+            )
+
+
+def _reasons(book: Book, e: Exact, row: Row) -> Iterator[str]:
+    """What else would give the printed value."""
+    if e.cell.metric == "ratio_to_full_minus_1":
+        others = [r for r in book.table(row.paper, row.table) if r.method == "full" and r.model != row.model]
+        fits = [r.model for r in others if grade(e.published, (averages.ratio(row, r) - 1) * 100) == "equal"]
+        yield f"the full row of {fits[0]} as the base gives it" if fits else "no full row of the table gives it"
+    elif e.cell.metric == "mean" and e.recomputed is not None:
+        short = (printed(e.published).value - e.recomputed.value) * len(row.scores)
+        yield f"the cells sum to {fixed(abs(short), 2)} too {'little' if short > 0 else 'much'}"
+        twins = _twins(row)
+        for dataset in twins[:1]:
+            needed = fixed(printed(row.scores[dataset].printed).value + Fraction(round(2 * short), 2), 2)
+            yield f"{' and '.join(twins)} print the same {row.scores[dataset].printed}, and {needed} in one would do"
+    elif e.cell.metric == "kv_memory" and e.cell.paper == "refreekv":
+        yield "it fits keys and values of every query head, which these models do not have"
+
+
+def _hair(e: Exact) -> bool:
+    """Whether a printed mean misses by less than two units of its last digit."""
+    gap = abs(printed(e.published).value - e.recomputed.value) if e.recomputed else 1
+    return e.cell.metric == "mean" and gap * 10 ** decimals(e.published) < 2
+
+
+def _twins(row: Row) -> Sequence[str]:
+    """Datasets of a row that print one and the same value, none where there are none."""
+    by: dict[str, list[str]] = {}
+    for dataset, cell in row.scores.items():
+        by.setdefault(cell.printed, []).append(dataset)
+    return next((names for names in by.values() if len(names) > 1), [])
+
+
+def _plain(e: Exact) -> str:
+    return "" if e.recomputed is None else e.recomputed.text(2)

@@ -1,0 +1,69 @@
+"""How much of each paper's table was measured, as committed beside the tables: a small file that is quick to read."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvbench.errors import KvbenchError
+from kvbench.papers.measured.cell_view import View
+from kvbench.papers.measured.our_table import Line
+from kvbench.papers.spec.table_spec import MEANS, Column
+
+FILE = "counts.csv"
+STATES = ("measured", "refused", "missing")
+FIELDS = ("table", "model", *STATES)
+_STATE = {"measured": "measured", "OOM": "measured", "refused": "refused", "failed": "refused", "missing": "missing"}
+
+Counts = Mapping[str, str]
+
+
+def count(seen: View) -> dict[str, str]:
+    """A table's line: its model, and how many of its cells are measured, refused or neither, each once.
+
+    Several rows and columns can show one cell of the store. Means do not count; out of memory counts as measured.
+    """
+    cells = {
+        (_STATE[e.status], e.cell or _what(line, column))
+        for line, row in seen.rows
+        for column, e in zip(seen.columns, row, strict=True)
+        if column.dataset not in MEANS and e.status in _STATE
+    }
+    found = Counter(state for state, _ in cells)
+    return {"table": seen.ours.declared.id, "model": seen.ours.model, **{s: str(found[s]) for s in STATES}}
+
+
+def _what(line: Line, column: Column) -> object:
+    """The identity of a cell that is not in the store: its chain and its workload, or else its row."""
+    chain = line.chain_of(column.dataset)
+    return (line.row.model, line.row.name, column) if chain is None else (chain, line.reads.get(column.dataset), column)
+
+
+def read(folder: Path) -> dict[str, Counts]:
+    """Every line of the tables in ``folder`` by table; none where there is no file, KvbenchError for a damaged one."""
+    path = folder / FILE
+    if not path.exists():
+        return {}
+    reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    if tuple(reader.fieldnames or ()) != FIELDS:
+        raise KvbenchError(f"{path}: its columns must be {','.join(FIELDS)}; make tables writes it")
+    return {line["table"]: line for line in reader}
+
+
+def write(folder: Path, line: Counts) -> None:
+    """Put one table's line in its place."""
+    known = {**read(folder), line["table"]: line}
+    out = io.StringIO()
+    writer = csv.DictWriter(out, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(known[table] for table in sorted(known, key=_order))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(out.getvalue(), encoding="utf-8")
+
+
+def _order(table: str) -> tuple[str, int]:
+    paper, _, number = table.partition("/")
+    return paper, int(number)

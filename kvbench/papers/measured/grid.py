@@ -1,0 +1,313 @@
+"""A paper's table as text: the paper's layout, our numbers beside the printed ones, and what the reader must know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from textwrap import wrap
+
+from kvbench.metrics.stats import FLOOR
+from kvbench.papers.measured.cell_view import OF_ALL, Entry, View, best, by_block, heading_of
+from kvbench.papers.measured.our_table import Ours
+from kvbench.papers.spec import stand_ins
+from kvbench.papers.spec.published import FRACTION
+from kvbench.papers.spec.table_spec import MEANS, SCORE, Row
+from kvbench.papers.spec.workloads import labels
+from kvbench.papers.timed import timing_text
+from kvbench.run.provenance import local_changes
+from kvbench.tables.render import EVICTING, EVICTS
+
+SHOWS = ("both", "ours", "published", "delta")
+WRONG = ("refused", "failed")
+UNLIKE = "°"
+"""Marks a difference to a score that was made under other conditions."""
+LABEL = 22
+"""Characters of a line of a row's setting."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """One cell as text, line by line; the first is bold where it is the best of its block."""
+
+    lines: tuple[str, ...]
+    bold: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text: groups and names of columns, and blocks of rows below headings."""
+
+    names: tuple[str, ...]
+    groups: tuple[str, ...]
+    blocks: tuple[tuple[str, tuple[tuple[Text, ...], ...]], ...]
+
+
+def grid(view: View, show: str) -> Grid:
+    """The cells as text: one of SHOWS, or ``beside``, the printed side in the unit of ours."""
+    stand_in = view.ours.stand_in
+    printed, timings = show in ("published", "beside"), view.ours.timings
+    shown = "published" if printed else "relative" if stand_in else "ours"
+    if timings is not None:
+        shown = "published_relative" if printed else "relative"
+    base = "full" if timings is None else timings.bench.base
+    blocks = []
+    for heading, indices in by_block(view.rows, view.ours.declared.blocks).items():
+        compressed = [i for i in indices if view.rows[i][0].row.method != base]
+        top = [
+            best([view.rows[i][1][c] for i in compressed], shown, _lower(view, compressed, column.name))
+            for c, column in enumerate(view.columns)
+        ]
+        rows = []
+        for i in indices:
+            line, entries = view.rows[i]
+            evicts = line.chain is not None and line.chain.evicts and show != "published"
+            label = Text((line.row.method, *_facts(line.row.setting, heading), *([EVICTS] if evicts else [])))
+            if line.row.method == "full":  # its share of itself needs no interval
+                entries = tuple(replace(e, relative_ci=None) for e in entries)
+            cells = [
+                _cell(e, show, stand_in, i in compressed and top[c] is not None and getattr(e, shown) == top[c])
+                for c, e in enumerate(entries)
+            ]
+            rows.append((label, *cells))
+        blocks.append((heading, tuple(rows)))
+    names = tuple(c.name if timings is None else timing_text.name(timings, c.name) for c in view.columns)
+    groups = [c.group for c in view.columns]
+    named = [(group, count) for group, count in runs(groups) if group]
+    if len(named) < 2 or all(count == 1 for _, count in named):  # what is one group, or one column, says nothing
+        groups = [""] * len(groups)
+    return Grid(("", *names), ("", *groups), tuple(blocks))
+
+
+def _lower(view: View, rows: Sequence[int], column: str) -> bool:
+    """Whether what the paper prints in a column is better if it is less."""
+    cells = (view.rows[i][0].row.cells.get(column) for i in rows)
+    return any(c is not None and c.metric == "perplexity" for c in cells)
+
+
+def _facts(setting: str, heading: str) -> Iterator[str]:
+    """The parts of a setting that the block's heading does not say already."""
+    said = heading.split(", ")
+    parts = [p for p in setting.split(";") if p and heading_of(*p.split("=", 1)) not in said]
+    yield from wrap(" ".join(parts), LABEL, break_long_words=False)
+
+
+def _cell(entry: Entry, show: str, stand_in: bool, bold: bool) -> Text:
+    if entry.timed is not None:
+        return Text(tuple(timing_text.lines(entry, show)), bold)
+    ours = _ours(entry, stand_in)
+    printed = _printed(entry, stand_in and show != "published")
+    if show == "ours":
+        lines = [*ours, _kept(entry.budget)] if entry.budgeted else ours
+    elif show in ("published", "beside"):
+        lines = [printed, _kept(entry.published_budget)]
+    elif show == "delta":
+        lines = [_delta(entry, stand_in)]
+    else:
+        lines = [*ours, f"({printed})" if stand_in or not printed else _beside(entry, printed)]
+        if entry.budgeted:
+            theirs = "" if entry.published_budget is None else f"({entry.published_budget:.0f}%)"
+            lines.append(f"{_kept(entry.budget)} {theirs}".strip())
+    return Text(tuple(line for line in lines if line not in ("", "()")), bold)
+
+
+def _kept(percent: float | None) -> str:
+    return "" if percent is None else f"kept {percent:.0f}%"
+
+
+def _ours(entry: Entry, stand_in: bool) -> list[str]:
+    if entry.status == "none":
+        return [""]
+    if entry.status in WRONG:
+        return ["✗"]
+    if stand_in and entry.floor:
+        return ["floor"]
+    value, ci = (entry.relative, entry.relative_ci) if stand_in else (entry.ours, entry.ci)
+    if entry.status == "missing" or value is None:
+        return ["" if entry.exact else "—"]
+    digits = 1 if stand_in else 2
+    interval = f"[{ci[0]:.0f}, {ci[1]:.0f}]" if ci else ""
+    return [_number(value, digits), interval]
+
+
+def _printed(entry: Entry, relative: bool) -> str:
+    value = entry.published_relative if relative else entry.published
+    if entry.status == "none" and value is None:
+        return ""
+    if relative and value is None and entry.published is not None:
+        return f"{_number(entry.published, 2)}{entry.mark} abs"
+    if value is None and not entry.printed:
+        return ""
+    as_printed = not relative or value == entry.published  # of some tables the printed values are shares
+    text = entry.printed if entry.printed and as_printed else _number(value, 1 if relative else 2)
+    text += entry.mark
+    if entry.exact and as_printed:
+        text += f" {entry.exact}"
+    if entry.stated is not None and not relative:
+        text += f" stated {_number(entry.stated, 2)}"
+    return text
+
+
+def _beside(entry: Entry, printed: str) -> str:
+    return (
+        f"({printed}, Δ {_number(entry.delta, 2, sign=True)}{_unlike(entry)})"
+        if entry.delta is not None
+        else f"({printed})"
+    )
+
+
+def _unlike(entry: Entry) -> str:
+    return UNLIKE if entry.unlike else ""
+
+
+def _delta(entry: Entry, stand_in: bool) -> str:
+    """Ours minus the paper's; nothing on a stand-in."""
+    if entry.status in ("none", *WRONG):
+        return "" if entry.status == "none" else "✗"
+    return "—" if stand_in else _number(entry.delta, 2, sign=True) + _unlike(entry)
+
+
+def notes(view: View, show: str = "both") -> list[str]:
+    """What the reader must know of one of SHOWS, or ``beside``: what the numbers are, n, marks, refusals, a mapping."""
+    ours, declared = view.ours, view.ours.declared
+    entries = [e for _, row in view.rows for e in row]
+    if ours.timings is not None:
+        return [*timing_text.notes(ours.timings, entries, show), *declared.sources]
+    lines = list(_ours_notes(view, entries, show)) if ours.run is not None and show != "published" else []
+    if show in ("both", "beside", "published"):
+        lines += _printed_notes(view, entries, ours.stand_in and show != "published")
+    if show == "published":
+        return [*lines, *declared.sources]
+    refused = {e.reason: line.row.name for line, row in view.rows for e in row if e.status in WRONG}
+    lines += [f"✗ {name}: {reason}" for reason, name in refused.items()]
+    skipped = list(dict.fromkeys(line.skipped for line, _ in view.rows if line.skipped))
+    if skipped:
+        lines.append(f"— not run here: {', '.join(skipped)}.")
+    waiting = list(_waiting(view)) if ours.run is not None else []
+    if waiting:
+        lines.append(f"— not measured yet: {', '.join(waiting)}.")
+    lines += [f"— {what}." for what in absent(ours)]
+    return [*lines, *declared.sources]
+
+
+def _waiting(view: View) -> Iterator[str]:
+    """The columns of scores that could be read and have a row without a number."""
+    for i, column in enumerate(view.columns):
+        scored = column.what == SCORE and column.dataset not in MEANS
+        if scored and any(line.chain and row[i].status == "missing" and not row[i].reason for line, row in view.rows):
+            yield column.name
+
+
+def absent(ours: Ours) -> list[str]:
+    """Each thing that cannot be read here, with the reason."""
+    said = labels(w.whole for w in ours.absent)
+    return [f"{w.dataset} {said[w.whole]}".strip() + f" is not here: {why}" for w, why in ours.absent.items()]
+
+
+def _ours_notes(view: View, entries: Sequence[Entry], show: str) -> Iterator[str]:
+    """What our numbers are, what was read for them, and n."""
+    ours = view.ours
+    printed = any(e.published is not None for e in entries)
+    if ours.model == stand_ins.MODEL:
+        yield "Model tiny: numbers are per cent of its own full cache. What the paper prints: --show published."
+    elif ours.stand_in:
+        theirs = {
+            "both": ", in brackets those of the paper's models",
+            "beside": ", below them those of the paper's models",
+        }
+        yield (
+            f"Stand-in model, the paper's data: {ours.model} is none of the paper's models "
+            f"({', '.join(ours.declared.models())}). Numbers are per cent of its own full cache"
+            f"{theirs.get(show, '')}; compare orders, not values."
+        )
+        if show == "delta":
+            yield "—: differences to what a paper prints say nothing on a model that is none of its own."
+        if show in theirs and any(e.published is not None and e.published_relative is None for e in entries):
+            yield "abs: as printed, since the paper has no full-cache row of that model."
+        yield from _full_scores(view)
+    else:
+        what = {"ours": "Ours", "delta": "Δ: ours minus published"}
+        yield f"{what.get(show, 'Ours (published, Δ ours minus published)')}; averages are computed from the cells."
+    if printed and FRACTION in {c.unit for line, _ in view.rows for c in line.row.cells.values()}:
+        yield "What the paper prints as fractions stands here in per cent, as ours."
+    yield from ours.notes
+    if ours.model != stand_ins.MODEL and ours.run is not None:  # of tiny's tasks the title says enough
+        yield from (f"{note}." for note in dict.fromkeys(g.task.note for g in ours.run.groups if g.task.note))
+    unlike = dict.fromkeys(reason for e in entries for reason in e.unlike)
+    if unlike and show in ("both", "delta"):
+        yield f"{UNLIKE}: other conditions than the paper's, so that the difference is indicative: {'; '.join(unlike)}."
+    counts = sorted({e.n for e in entries if e.n})
+    if counts:
+        paired = " of paired examples" if ours.stand_in else ""
+        dtype = "" if ours.run is None else f", {ours.run.dtype}"
+        interval = "" if show == "delta" else f"; [a, b]: 95 % bootstrap interval{paired}"
+        sizes = sorted({e.of for e in entries if e.n})
+        of = str(sizes[-1]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+        yield f"n = {', '.join(map(str, counts))} of {of} examples a cell{dtype}{interval}."
+    if ours.run is not None and (changed := local_changes(ours.run.records())):
+        yield changed
+    if any(line.chain is not None and line.chain.evicts for line in ours.lines):
+        yield f"{EVICTS}: {EVICTING}"
+
+
+def _full_scores(view: View) -> Iterator[str]:
+    """What the full cache itself scores, of which the numbers are shares, and where that is too little."""
+    whole: dict[str, Entry] = {}
+    for line, row in view.rows:
+        for column, e in zip(view.columns, row, strict=True):
+            parts = view.ours.full(line, column) if e.n and e.full is not None and column.what == SCORE else ()
+            if parts:
+                name = f"{column.dataset} {parts[0][0].column.partition(' ')[2]}".strip()
+                whole[name] = max(e, whole.get(name, e), key=lambda entry: entry.n)
+    said = [f"{name} {_number(e.full, 1)}" for name, e in whole.items()]
+    if said:
+        yield f"The full cache's own scores on the same examples: {', '.join(said)}."
+    if any(e.floor for _, row in view.rows for e in row):
+        count = "; avg is over the others, avg/all over all" if OF_ALL in view.columns else ""
+        yield (
+            f"floor: the full cache scores less than {100 * FLOOR:g} points of 100 above empty answers and guessing, "
+            f"or its interval reaches them: a share of it says nothing{count}."
+        )
+
+
+def _printed_notes(view: View, entries: Sequence[Entry], relative: bool) -> Iterator[str]:
+    """Marks of printed values, and averages that the paper states and its cells do not give."""
+    paper = view.ours.declared.paper
+    for mark, text in (("?", "suspect"), ("~", "repaired")):
+        if any(e.mark == mark for e in entries):
+            yield f"{mark}: the printed value is {text} (kvbench/papers/data/{paper})."
+    wrong = [(line.row, e) for line, row in view.rows for e in row if e.stated is not None]
+    if wrong and relative:  # a share has no room for it
+        said = ", ".join(f"{_number(e.stated, 2)} for {_number(e.published, 2)} ({_named(view, r)})" for r, e in wrong)
+        yield f"Averages that the paper states, for what its cells give: {said}."
+    elif wrong:
+        yield "stated: the average that the paper states, where its cells give another."
+    recomputed = [e.exact for e in entries if e.exact]
+    if recomputed:
+        right = recomputed.count("✓")
+        yield f"✓: {right} of {len(recomputed)} printed values that need no model follow from what they rest on."
+
+
+def _named(view: View, row: Row) -> str:
+    """A row's name, with its model where the table has several."""
+    return f"{row.model} {row.name}" if len(view.ours.declared.models()) > 1 else row.name
+
+
+def title(view: View, show: str = "both") -> str:
+    """One line: which table, what it shows, on which model."""
+    declared, timings = view.ours.declared, view.ours.timings
+    start = f"{declared.id}: {declared.title}"
+    if show == "published" or (view.ours.run is None and (timings is None or not timings.there)):
+        return f"{start} — as printed"
+    return f"{start} — {view.ours.model}{' (stand-in)' if view.ours.stand_in else ''}"
+
+
+def runs(groups: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Neighbouring columns of one group: its name, and how many there are."""
+    return ((name, len(list(members))) for name, members in groupby(groups))
+
+
+def _number(value: float | None, digits: int, sign: bool = False) -> str:
+    if value is None:
+        return "—"
+    return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")

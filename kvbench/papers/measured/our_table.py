@@ -1,0 +1,323 @@
+"""Our side of a paper's table: its rows as chains of one run, measured where missing, and read from the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from kvbench.cli.rewrite import entries
+from kvbench.errors import UsageError
+from kvbench.methods import registry
+from kvbench.methods.chain import Chain
+from kvbench.models import load
+from kvbench.models.interface import head_counts
+from kvbench.papers.spec import row_knobs, stand_ins
+from kvbench.papers.spec.published import model_id
+from kvbench.papers.spec.table_spec import Column, Declared, Given, Row
+from kvbench.papers.spec.workloads import FAMILIES, INSTEAD, Reader, Workload, composed, labels
+from kvbench.papers.timed import timings
+from kvbench.papers.timed.timings import Timings
+from kvbench.run import experiment, presets, summary
+from kvbench.run.config import ChainConfig
+from kvbench.run.experiment import Prepared
+from kvbench.run.plan import Cell, Group
+from kvbench.run.run_plan import context_of
+from kvbench.tasks.base import Tokenizer
+
+RESULTS = "results"
+READING = {"max_length", "template", "truncation", "system", "query_aware", "bos"}
+ANSWERING = {"min_new_tokens", "max_new_tokens", "temperature"}
+"""Keys of ``run`` without which prompts are read, and answers made, as a paper's own."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the paper on our model: its chain, or why it cannot run (``refused``) or does not here (``skipped``).
+
+    ``reads``: what is read for each of the table's datasets. ``others``: datasets with a chain of their own.
+    """
+
+    row: Row
+    chain: Chain | None = None
+    refused: str = ""
+    skipped: str = ""
+    reads: Mapping[str, Workload] = field(default_factory=dict)
+    others: Mapping[str, Chain] = field(default_factory=dict)
+
+    def chain_of(self, dataset: str) -> Chain | None:
+        """The chain that is measured on a dataset."""
+        return self.others.get(dataset, self.chain)
+
+
+Parts = tuple[tuple[Group, Cell], ...]
+"""The cells of the store behind one number, a task each, with the group that each is measured in."""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A paper's table on ``model``: one line per row, and the run that measures them.
+
+    ``stand_in``: the model is none of the table's. ``run`` is None where nothing of the table can be run. ``groups``
+    are its groups by what is read; ``absent`` says of what cannot be read why not. ``notes``: what the reader must know
+    of what is read. ``timings``: what was timed, of an efficiency table. ``typed``: what the user changed of how
+    prompts are read and answered, as typed.
+    """
+
+    declared: Declared
+    model: str
+    stand_in: bool
+    lines: tuple[Line, ...]
+    run: Prepared | None
+    groups: Mapping[Workload, tuple[Group, ...]] = field(default_factory=dict)
+    absent: Mapping[Workload, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    timings: Timings | None = None
+    typed: tuple[str, ...] = ()
+
+    def cells(self, line: Line, column: Column) -> Parts:
+        """The cells of the store behind a score; none where it is not measured here."""
+        chain = line.chain_of(column.dataset)
+        return self._find(line, column, chain) if chain is not None else ()
+
+    def full(self, line: Line, column: Column) -> Parts:
+        """The full-cache cells of what a line reads in a column."""
+        return self._find(line, column, Chain())
+
+    def why_absent(self, line: Line, column: Column) -> str:
+        """Why what a line reads in a column cannot be read; '' where it can."""
+        workload = line.reads.get(column.dataset)
+        return self.absent.get(workload, "") if workload is not None else ""
+
+    def _find(self, line: Line, column: Column, chain: Chain) -> Parts:
+        workload = line.reads.get(column.dataset)
+        groups = self.groups.get(workload, ()) if workload is not None else ()
+        return tuple((g, c) for g in groups for c in g.cells if c.chain == chain)
+
+    def value(self, line: Line, column: Column) -> dict[str, Any]:
+        """What was measured of a line: ``status`` (measured, refused, missing) with numbers or the reason.
+
+        Over all tasks together where the dataset has several.
+        """
+        if line.refused:
+            return {"status": "refused", "reason": line.refused}
+        found = self.cells(line, column)
+        if not found:
+            return {"status": "missing", "reason": line.skipped or self.why_absent(line, column)}
+        assert self.run is not None
+        store = self.run.store
+        parts = [summary.measured(g, c, store) for g, c in found]
+        wrong = next((p for p in parts if p["status"] in ("refused", "failed")), None)
+        there = [(g, c) for (g, c), p in zip(found, parts, strict=True) if p["status"] == "measured"]
+        if len(found) == 1 or wrong is not None or not there:
+            return wrong or parts[0]
+        samples = [store.samples(c.id)[e.id] for g, c in there for e in g.examples if e.id in store.samples(c.id)]
+        whole = summary.summarise(samples, found[0][0].task.metric, sum(len(g.task.examples) for g, _ in found))
+        return {"status": "measured", "cell": " ".join(c.id for _, c in found), **whole}
+
+
+def printed(declared: Declared, model: str, why: str) -> Ours:
+    """The table with the paper's side only; ``why`` says why nothing is measured."""
+    if declared.kind == timings.KIND:
+        return timed(timings.read(declared, model, Path(RESULTS)))
+    lines = tuple(Line(r, skipped=why) for r in declared.rows)
+    # what is no score stands as it is printed
+    return Ours(declared, model, declared.measurable and stands_in(declared, model), lines, None)
+
+
+def timed(found: Timings) -> Ours:
+    """An efficiency table with what was timed for it."""
+    lines = tuple(Line(r) for r in found.table.rows)
+    return Ours(found.table, found.bench.model, found.stand_in, lines, None, timings=found)
+
+
+def prepare(
+    declared: Declared, model: str, arguments: Sequence[str] = (), limits: Mapping[str, int] | None = None
+) -> Ours:
+    """The table on ``model`` (an entry of conf/model, a folder or a hub id); ``arguments`` are more of ``run``'s.
+
+    Rows of other models are skipped, unless the model is none of the table's: then it stands in for all of them, and
+    the tiny model with tasks and budgets of its own. What cannot be read is left out and told; where that is all,
+    ``run`` is None. ``longbench=`` (full, mini) says where LongBench's columns are read from, ``limits`` how many
+    examples of a dataset at most where ``limit=`` does not. An efficiency table shows what is stored in ``results=``,
+    and tiny gives way to the paper's own model where there are rows of it. No ``model`` is tiny. Raises UsageError for
+    what is not possible.
+    """
+    given = dict(a.partition("=")[::2] for a in arguments)
+    if declared.kind == timings.KIND:
+        chosen = "" if model == stand_ins.MODEL else model
+        return timed(timings.read(declared, chosen, Path(given.get("results", RESULTS))))
+    model, family = model or stand_ins.MODEL, given.pop("longbench", "")
+    if not declared.measurable:
+        return printed(declared, model, f"its numbers are no scores ({declared.kind})")
+    stand_in, tiny = stands_in(declared, model), model == stand_ins.MODEL
+    written = (f"model={model}", f"preset={declared.preset}", "method=full", *(f"{k}={v}" for k, v in given.items()))
+    base = composed(written, [c.dataset for c in declared.scores], tiny)
+    if "max_length" not in given and {c.dataset for c in declared.scores} <= declared.workloads.keys() & {"needle"}:
+        # texts of given lengths are not cut; limits of prompts are those of LongBench
+        base = replace(base, prompt=replace(base.prompt, max_length=None))
+    source = load.locate(base.model)
+    size = stand_ins.size(source.config, declared.length if tiny else None) if stand_in else None
+    values = presets.values(declared.preset, model if model in entries("model") else "")
+    lines = tuple(
+        _checked(_line(declared, row, values, size, tiny), source.config)
+        if stand_in or model_id(declared.entry(row.model)) == model_id(model)
+        else Line(row, skipped=f"a row of {row.model}")
+        for row in declared.rows
+    )
+    notes: list[str] = []
+    if tiny and not isinstance(declared, Given):
+        assert size is not None
+        notes += stand_ins.notes(declared)
+        declared, lines = _distinct(declared, lines, size)
+    elif size is not None and stand_ins.depths(size) and any("uncomp-stage" in line.row.method for line in lines):
+        notes.append(f"uncomp-stage: the paper's schedule is of other numbers of layers than {size.layers}; relative.")
+    if size is not None and not tiny:
+        notes += _moved(lines, size.layers)
+    tokenizer = cast(Tokenizer, load.load_tokenizer(base.model, source))
+    reader = Reader(declared, base, written, tokenizer, context_of(base, source), tiny)
+    lines, absent, more = _reading(reader, lines, family, stand_in)
+    wanted = dict.fromkeys(w for line in lines if line.chain is not None for w in line.reads.values())
+    reads = [w for w in wanted if w not in absent]
+    said = labels(w.whole for w in reads)
+    if not said:
+        return Ours(declared, model, stand_in, lines, None, {}, absent, (*notes, *more))
+    datasets = []
+    for whole, label in said.items():
+        parts = dict.fromkeys(p for w in reads if w.whole == whole for p in w.parts or ())
+        dataset = reader.config(replace(whole, parts=tuple(parts) or None), label)
+        datasets.append(replace(dataset, default_limit=(limits or {}).get(whole.dataset, dataset.default_limit)))
+    names = {c: line.row.name for line in reversed(lines) for c in (line.chain, *line.others.values()) if c is not None}
+    chains = dict.fromkeys(c for line in lines for c in (line.chain, *line.others.values()) if c is not None)
+    settled = tuple(ChainConfig(c, names[c] if c.stages else "full") for c in chains)
+    run = experiment.prepare(replace(base, chains=settled, datasets=tuple(datasets)))
+    run = _own_cells(run, [line for line in lines if line.chain is not None], said)
+    groups = {w: tuple(g for g in run.groups if w.owns(g, said[w.whole])) for w in reads}
+    more += _sizes(groups)
+    typed = tuple(f"{k}={v}" for k, v in given.items() if k.removeprefix("prompt.") in READING | ANSWERING)
+    return Ours(declared, model, stand_in, lines, run, groups, absent, (*notes, *more), typed=typed)
+
+
+def _moved(lines: Sequence[Line], layers: int) -> list[str]:
+    """Notes on rows that name layers which a model of fewer does not have."""
+    asked = (row_knobs.parse(line.row.setting).get("frozen", "none") for line in lines)
+    beyond = dict.fromkeys(f for f in asked if f != "none" and max(map(int, f.split("+"))) >= layers)
+    return [f"frozen={f}: layers that this model of {layers} does not have are its last." for f in beyond]
+
+
+def _distinct(declared: Declared, lines: Sequence[Line], size: row_knobs.StandIn) -> tuple[Given, tuple[Line, ...]]:
+    """The tiny model's own table: its tasks as columns, and each chain once, with the knobs that it has there."""
+    first: dict[object, tuple[Line, str]] = {}
+    for line in lines:
+        setting = stand_ins.settled(line.row, size)
+        first.setdefault(line.chain if line.chain is not None else (line.row.method, setting), (line, setting))
+    table = stand_ins.own_table(declared, ((line.row.method, setting) for line, setting in first.values()))
+    rows = zip(table.rows, first.values(), strict=True)
+    return table, tuple(
+        replace(line, row=row, others={stand_ins.task_of(d): c for d, c in line.others.items()})
+        for row, (line, _) in rows
+    )
+
+
+def _reading(
+    reader: Reader, lines: Sequence[Line], family: str, stand_in: bool
+) -> tuple[tuple[Line, ...], dict[Workload, str], list[str]]:
+    """The lines with what each reads, what of it cannot be read, and notes on what is read in place of another."""
+    datasets = list(dict.fromkeys(c.dataset for c in reader.declared.scores))
+    chosen = reader.family(datasets, family)
+    absent: dict[Workload, str] = {}
+    seen: set[Workload] = set()
+    notes: dict[str, None] = {}
+    found = []
+    for line in lines:
+        reads = {}
+        for dataset in (c.dataset for c in reader.declared.scores if c.name in line.row.cells):
+            workload = reader.workload(line.row, dataset, chosen)
+            if workload not in seen and not reader.small:
+                seen.add(workload)
+                if why := reader.why_not(workload):
+                    absent[workload] = why
+            if workload in absent and stand_in and dataset in INSTEAD:
+                other, note = INSTEAD[dataset]
+                instead = replace(workload, name=other)
+                if instead in seen or not reader.why_not(instead):
+                    seen.add(instead)
+                    notes[note] = None
+                    workload = instead
+            if line.chain is not None and not reader.small and (lost := reader.beyond(line.row, dataset)):
+                of = f"{dataset}: prompts of {', '.join(map(str, lost))} tokens, which rows of {line.row.model} have,"
+                notes[f"{of} are beyond the model's context."] = None
+            reads[dataset] = workload
+        found.append(replace(line, reads=reads))
+    used = {w for line in found for w in line.reads.values()}
+    return tuple(found), {w: why for w, why in absent.items() if w in used}, list(notes)
+
+
+def _own_cells(run: Prepared, lines: Sequence[Line], said: Mapping[Workload, str]) -> Prepared:
+    """The run with those cells alone that a printed number asks for, and the full cache's."""
+    groups = []
+    for group in run.groups:
+        wanted = {Chain()} | {
+            line.chain_of(d) for line in lines for d, w in line.reads.items() if w.owns(group, said.get(w.whole, "-"))
+        }
+        groups.append(replace(group, cells=tuple(c for c in group.cells if c.chain in wanted)))
+    return replace(run, groups=tuple(groups))
+
+
+def _sizes(groups: Mapping[Workload, Sequence[Group]]) -> list[str]:
+    """What is said of LongBench's columns where they are a subset of its examples."""
+    mini = [len(g.task.examples) for w, some in groups.items() for g in some if w.entry == FAMILIES["mini"]]
+    if not mini:
+        return []
+    return [f"LongBench columns: MiniLongBench's examples, {min(mini)} to {max(mini)} a task."]
+
+
+def stands_in(declared: Declared, model: str) -> bool:
+    """Whether a model is none of those whose numbers a table prints."""
+    return model_id(model) not in [model_id(declared.entry(m)) for m in declared.models()]
+
+
+def _line(
+    declared: Declared, row: Row, values: Mapping[str, Any], size: row_knobs.StandIn | None, tiny: bool = False
+) -> Line:
+    setting = row_knobs.parse(row.setting)
+    method = row_knobs.method_of(row.method, setting)
+    if size is not None and "windows" in setting:
+        size = replace(size, windows=setting["windows"])
+    if method == "full":
+        return Line(row, Chain())
+    columns = {c.dataset for c in declared.scores if c.name in row.cells}
+    try:
+        stages = registry.split(method)
+        knobs: row_knobs.Knobs = {}
+        if size is not None:
+            knobs |= row_knobs.scaled_windows(values, stages, size)
+            own = {**stand_ins.SAMPLES, **declared.stand_in} if tiny else stand_ins.depths(size)
+            knobs |= {f"method.{s}.{k}": v for s in stages for k, v in own.get(s, {}).items()}
+        knobs |= declared.arguments.get(row.method, {})
+
+        def chain(more: str = "") -> Chain:
+            mine = knobs | row_knobs.knobs(row.method, ";".join(filter(None, (more, row.setting))), size)
+            return registry.parse({"method": method, **_read(mine)}, preset=values)
+
+        return Line(row, chain(), others={d: chain(more) for d, more in declared.settings.items() if d in columns})
+    except UsageError as reason:
+        return Line(row, refused=str(reason))
+
+
+def _read(knobs: Mapping[str, str]) -> dict[str, Any]:
+    return {k: yaml.safe_load(v) for k, v in knobs.items()}
+
+
+def _checked(line: Line, model: Any) -> Line:
+    """The line, refused if its method cannot run on a model of this configuration."""
+    if line.chain is None:
+        return line
+    try:
+        line.chain.check_model(str(model.model_type), int(model.num_hidden_layers), head_counts(model))
+    except UsageError as reason:
+        return Line(line.row, refused=str(reason))
+    return line

@@ -1,0 +1,150 @@
+"""What each paper's preset sets, what the paper prints and claims, and what of it kvbench can reproduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import fill
+from typing import Any
+
+import yaml
+
+from kvbench.cli.rewrite import entries
+from kvbench.methods import registry
+from kvbench.papers.forensics.exact import everything
+from kvbench.papers.forensics.finding import place
+from kvbench.papers.forensics.statements import judged
+from kvbench.papers.forensics.statements.base import NOTE
+from kvbench.papers.report.markdown import table
+from kvbench.papers.spec import catalogue
+from kvbench.papers.spec.catalogue import Entry, Paper
+from kvbench.papers.spec.published import SCORES, model_id
+from kvbench.papers.spec.published_cells import Book, published
+from kvbench.run import presets
+from kvbench.tables.render import WIDTH
+from kvbench.tasks.longbench import TASKS
+
+HEAD = """# Reference of the papers
+
+Made by `python -m kvbench reference --format md` from the presets in `conf/preset`, the published cells in
+`kvbench/papers` and the methods, datasets and models that there are; a test compares it with them.
+
+Values of a preset stand in place of the plain defaults, and what you type wins. A table that needs a model needs the
+checkpoint that it names: `model=tiny` is a stand-in and shows trends at best. What the statements say is checked
+against the paper's own numbers alone ([the audit](../results/audit.md)).
+"""
+QUANT = "quant"
+"""``h2o+quant`` is ``qhitter`` with lam=1."""
+TIMES = "times and peaks are those of its GPU"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a table takes that only a run can give: models of conf/model, and names that kvbench does not have."""
+
+    models: tuple[str, ...]
+    absent: tuple[str, ...]
+
+
+def needs(entry: Entry) -> Needs:
+    """What of a table's rows and columns kvbench knows."""
+    known = {model_id(m): m for m in entries("model")}
+    methods = {*registry.available(), QUANT}
+    datasets = {*entries("dataset"), *TASKS}
+    facts = entry.as_json()
+    measured = {c.dataset for c in entry.cells if c.metric in (*SCORES, "perplexity")} - {"avg"}
+    absent = [m for m in facts["models"] if model_id(m) not in known]
+    absent += sorted({part for m in facts["methods"] for part in m.split("+")} - methods)
+    absent += sorted(measured - datasets)
+    return Needs(tuple(known[model_id(m)] for m in facts["models"] if model_id(m) in known), tuple(absent))
+
+
+def reproduction(entry: Entry, book: Book) -> str:
+    """What can be reproduced of a table or figure, in a sentence."""
+    if entry.kind == "drawing":
+        return "a drawing"
+    if entry.kind == "dataset-facts":
+        return _exact(entry, book)
+    need = needs(entry)
+    parts = [_exact(entry, book)] if entry.exact else []
+    if entry.kind == "efficiency":
+        parts.append(TIMES)
+    parts.append(f"with {', '.join(need.models)}" if need.models else "with the paper's model")
+    if need.absent:
+        parts.append(f"not here: {', '.join(need.absent)}")
+    return "; ".join(parts)
+
+
+def page() -> str:
+    """All papers as Markdown."""
+    return markdown(catalogue.chosen("all"))
+
+
+def markdown(papers: Sequence[Paper]) -> str:
+    """Papers as Markdown."""
+    book, parts = published(), [HEAD]
+    for paper in papers:
+        parts += [f"## {paper.title}\n", f"{paper.source}, `preset={paper.preset}`. {presets.about(paper.preset)}\n"]
+        rows = [(s.key, _plain(s.value), s.model or "any", s.source) for s in presets.settings(paper.preset)]
+        parts += ["### What the preset sets\n", table(("key", "value", "model", "where it comes from"), rows)]
+        parts += ["### Tables, figures and prose\n", table(COLUMNS, [_entry(e, book) for e in paper.entries])]
+        notes = [f"- {_name(e)}: {e.note}" for e in paper.entries if e.note]
+        parts += ["\n".join(notes) + "\n"] if notes else []
+        parts += ["### What it says\n", table(SAYS, list(_claims(paper, book)))]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def text(papers: Sequence[Paper]) -> str:
+    """Papers for a terminal of 100 columns."""
+    book, lines = published(), []
+    for paper in papers:
+        lines += [fill(f"{paper.title} ({paper.source}, preset={paper.preset})", WIDTH), ""]
+        for s in presets.settings(paper.preset):
+            what = f"{s.key.removeprefix('method.')}={_plain(s.value)}"
+            lines.append(_hanging(f"{what:<30} {s.source}" + (f" ({s.model} only)" if s.model else ""), 33))
+        lines.append("")
+        for e in paper.entries:
+            name, kind, title, cells, can = _entry(e, book)
+            lines.append(_hanging(f"{name:<10} {kind}: {title}{f'; cells: {cells}' if cells else ''}", 13))
+            lines.append(fill(can.replace("`", ""), WIDTH, initial_indent=" " * 13, subsequent_indent=" " * 13))
+        lines.append("")
+        for where, said, verdict in _claims(paper, book):
+            lines.append(_hanging(f"{verdict:<14} {said} ({where})", 17))
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+COLUMNS = ("", "kind", "title", "cells", "what can be reproduced")
+SAYS = ("place", "statement, in our words", "by its own numbers")
+
+
+def _entry(entry: Entry, book: Book) -> tuple[str, str, str, str, str]:
+    counts = entry.counts()
+    marked = [f"{counts[k]} {k}" for k in ("suspect", "repaired", "missing") if counts[k]]
+    cells = "" if entry.is_figure else str(counts["published"]) + (f" ({', '.join(marked)})" if marked else "")
+    return _name(entry), entry.kind, entry.title, cells, reproduction(entry, book)
+
+
+def _exact(entry: Entry, book: Book) -> str:
+    cells = [e for e in everything(book) if (e.cell.paper, e.cell.table) == (entry.paper, entry.id)]
+    many = f" ({len(cells)} cells, {sum(not e.ok for e in cells)} off)" if cells else ""
+    return f"without a model: {entry.exact}{many}"
+
+
+def _claims(paper: Paper, book: Book) -> Iterator[tuple[str, str, str]]:
+    for j in judged(book):
+        if j.statement.paper == paper.id and not (j.verdict == NOTE or j.statement.place.startswith("table")):
+            yield j.statement.place, j.statement.text, j.verdict
+
+
+def _name(entry: Entry) -> str:
+    return f"figure {entry.id.removeprefix('figure')}" if entry.is_figure else place(entry.id)
+
+
+def _plain(value: Any) -> str:
+    """As it is typed."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).replace("\n...", "").strip()
+
+
+def _hanging(line: str, indent: int) -> str:
+    return fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * indent, break_long_words=False)

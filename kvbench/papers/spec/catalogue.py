@@ -1,0 +1,113 @@
+"""Which tables and figures each paper has: papers/<paper>/paper.yaml, with what follows from the published cells."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbench.errors import KvbenchError, unknown
+from kvbench.papers import DATA
+from kvbench.papers.spec.published import Published, load_table
+
+KINDS = ("quality", "ablation", "efficiency", "analysis", "dataset-facts", "measured", "drawing")
+FIELDS = ("title", "kind", "exact", "note", "models")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table or figure. ``id`` as in published files (``2``, ``fig6``, ``text``), a figure's is ``figure3``.
+
+    ``kind`` is one of KINDS, ``measured`` and ``drawing`` for figures. ``exact`` says which part of it can be computed
+    again without a model, '' for none. ``models`` is only written for figures; a table's follow from its cells.
+    """
+
+    paper: str
+    id: str
+    title: str
+    kind: str
+    exact: str = ""
+    note: str = ""
+    models: str = ""
+    recorded: str = ""
+
+    @property
+    def name(self) -> str:
+        """As users name it: ``think/2``."""
+        return f"{self.paper}/{self.id}"
+
+    @property
+    def is_figure(self) -> bool:
+        """Whether it has no cells of its own."""
+        return self.id.startswith("figure")
+
+    @property
+    def cells(self) -> tuple[Published, ...]:
+        """The published cells; none of a figure."""
+        return () if self.is_figure else load_table(self.paper, self.id)
+
+    def counts(self) -> dict[str, int]:
+        """How many cells are published, and of them suspect, repaired and missing (a cell can be two of these)."""
+        flags = Counter(kind for c in self.cells for kind in c.flags)
+        marked = {kind: flags[kind] for kind in ("suspect", "repaired", "missing")}
+        return {"published": len(self.cells) - marked["missing"], **marked}
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, for lists."""
+        return {
+            "id": self.name,
+            "kind": self.kind,
+            "title": self.title,
+            "models": sorted({c.model for c in self.cells} - {""}) or list(filter(None, self.models.split(", "))),
+            "methods": sorted({c.method for c in self.cells} - {""}),
+            "datasets": list(dict.fromkeys(c.dataset for c in self.cells)),
+            "exact": self.exact,
+            "note": self.note,
+            **self.counts(),
+        }
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper with its tables, prose and figures in order. ``source`` is where it appeared."""
+
+    id: str
+    title: str
+    source: str
+    preset: str
+    entries: tuple[Entry, ...]
+
+
+@cache
+def papers() -> tuple[str, ...]:
+    """The ids of all papers."""
+    return tuple(sorted(p.parent.name for p in DATA.glob("*/paper.yaml")))
+
+
+@cache
+def paper(name: str) -> Paper:
+    """One paper; raises UsageError for a name that is none, KvbenchError for a damaged file."""
+    if name not in papers():
+        raise unknown("paper", name, (*papers(), "all"))
+    path = DATA / name / "paper.yaml"
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return Paper(name, content["title"], content["source"], content["preset"], tuple(_entries(path, name, content)))
+
+
+def chosen(name: str) -> list[Paper]:
+    """The paper of that name, or each for ``all``."""
+    return [paper(p) for p in (papers() if name == "all" else [name])]
+
+
+def _entries(path: Path, name: str, content: Mapping[str, Any]) -> Iterator[Entry]:
+    recorded = content.get("recorded") or {}
+    for group, prefix in (("tables", ""), ("figures", "figure")):
+        for number, fields in content[group].items():
+            if set(fields) - set(FIELDS) or fields.get("kind") not in KINDS:
+                raise KvbenchError(f"{path}: {group} {number} needs a kind of {', '.join(KINDS)} and only {FIELDS}")
+            yield Entry(name, f"{prefix}{number}", recorded=str(recorded.get(number, "")), **fields)

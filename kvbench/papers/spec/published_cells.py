@@ -1,0 +1,115 @@
+"""All published cells together, by row: what the audit and the exact recomputations read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from kvbench.errors import KvbenchError
+from kvbench.papers.spec.numbers import Number, printed
+from kvbench.papers.spec.published import SCORES, Published, load_table, tables
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """The cells of one model, method and setting in one table, by (dataset, metric); compared by identity."""
+
+    paper: str
+    table: str
+    model: str
+    method: str
+    setting: str
+    cells: Mapping[Key, Published]
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """``setting`` as a mapping."""
+        return next(iter(self.cells.values())).settings
+
+    @cached_property
+    def label(self) -> str:
+        """The row as readers name it."""
+        return " ".join(filter(None, (self.model, self.method, self.setting.replace(";", " "))))
+
+    @cached_property
+    def scores(self) -> dict[str, Published]:
+        """The scores by dataset that a number stands in, without averages."""
+        return {
+            d: c
+            for (d, m), c in self.cells.items()
+            if m in SCORES and d != "avg" and m != "mean" and c.value is not None
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Book:
+    """Published cells of whole papers; compared by identity, as there are thousands."""
+
+    cells: tuple[Published, ...]
+
+    @cached_property
+    def papers(self) -> frozenset[str]:
+        """The papers whose cells are there; nothing is said of others."""
+        return frozenset(c.paper for c in self.cells)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Every row, in the order of the tables."""
+        found: dict[tuple[str, str, str, str, str], dict[Key, Published]] = {}
+        for c in self.cells:
+            found.setdefault((c.paper, c.table, c.model, c.method, c.setting), {})[c.dataset, c.metric] = c
+        return tuple(Row(*key, cells) for key, cells in found.items())
+
+    @cached_property
+    def _tables(self) -> dict[Key, list[Row]]:
+        found: dict[Key, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault((row.paper, row.table), []).append(row)
+        return found
+
+    def table(self, paper: str, table: str | int) -> list[Row]:
+        """The rows of one table; none where the book has no such table."""
+        return self._tables.get((paper, str(table)), [])
+
+    def cell(
+        self,
+        paper: str,
+        table: str | int,
+        dataset: str,
+        metric: str = "",
+        *,
+        model: str = "",
+        method: str = "",
+        setting: str = "",
+    ) -> Published:
+        """The one cell of that place; '' is anything, ``setting`` are parts that the row's must hold."""
+        asked = set(filter(None, setting.split(";")))
+        found = [
+            c
+            for row in self.table(paper, table)
+            if model in ("", row.model) and method in ("", row.method) and asked <= set(row.setting.split(";"))
+            for (d, m), c in row.cells.items()
+            if d == dataset and metric in ("", m)
+        ]
+        if len(found) != 1:
+            place = " ".join(filter(None, (f"{paper}/{table}", model, method, setting, dataset, metric)))
+            raise KvbenchError(f"{place}: {len(found)} published cells, not one")
+        return found[0]
+
+    def number(self, paper: str, table: str | int, dataset: str, metric: str = "", **row: str) -> Number:
+        """The number printed in that cell, with what rounding hides."""
+        return printed(self.cell(paper, table, dataset, metric, **row).printed)
+
+
+@cache
+def published() -> Book:
+    """Everything there is in papers/*/published."""
+    return Book(tuple(c for paper, table in tables() for c in load_table(paper, table)))
+
+
+def book(cells: Iterable[Published]) -> Book:
+    """A book of any papers' cells, such as altered ones."""
+    return Book(tuple(cells))

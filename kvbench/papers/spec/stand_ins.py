@@ -1,0 +1,128 @@
+"""Other models in place of the papers': their sizes, and which of the tiny model's tasks stands for which dataset.
+
+The tiny model reads short prompts of its own, so that published numbers of tokens are scaled to them. Any other reads
+the papers' own data under the papers' own budgets and windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from kvbench.cache.model_shape import from_config
+from kvbench.errors import KvbenchError
+from kvbench.methods.uncomp_stage import STARTS
+from kvbench.papers.spec import row_knobs
+from kvbench.papers.spec.row_knobs import StandIn
+from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, SHARE, Declared, Given, Row, given, group_of
+from kvbench.tasks.longbench import CODE, FEW_SHOT, MULTI, SINGLE, SUMMARY, SYNTHETIC
+
+MODEL = "tiny"
+PROMPT = 1024
+TINY = StandIn(length=PROMPT, of=PROMPT, layers=6, heads=8, dim=32)
+
+BY_GROUP: Mapping[str, str] = MappingProxyType(
+    {
+        SINGLE: "needle",
+        MULTI: "hop",
+        SUMMARY: "listing",
+        FEW_SHOT: "labels",
+        SYNTHETIC: "multikey",
+        CODE: "code",
+    }
+)
+OTHERS: Mapping[str, str] = MappingProxyType(
+    {
+        "needle": "needle",
+        "gsm8k": "hop",
+        "gpqa": "labels",
+        "theoremqa": "multikey",
+        "truthfulqa": "listing",
+        "coqa": "needle",
+        "mdqa": "needle",
+        "xsum": "listing",
+        "cnn_dailymail": "hop",
+        "wikitext103": "listing",
+        "ptb": "code",
+    }
+)
+SAMPLES = {
+    "uncomp-group": {"samples": "32"},
+    "uncomp-stage": {"samples": "32"},
+    "palu": {"samples": "32"},
+    "asvd": {"samples": "32"},
+}
+"""Calibration windows: the tiny model's statistics settle with fewer than the papers' models need."""
+
+
+def task_of(dataset: str) -> str:
+    """The tiny task that stands for a published dataset, or is that task itself."""
+    if dataset in BY_GROUP.values():
+        return dataset
+    task = BY_GROUP.get(group_of(dataset)) or OTHERS.get(dataset)
+    if task is None:
+        raise KvbenchError(
+            f"no task of the tiny suite stands for {dataset}; say which in kvbench/papers/spec/stand_ins.py"
+        )
+    return task
+
+
+def mapping(datasets: Iterable[str]) -> str:
+    """In words: which task stands for which datasets."""
+    found: dict[str, list[str]] = {}
+    for dataset in dict.fromkeys(datasets):
+        found.setdefault(task_of(dataset), []).append(dataset)
+    return "; ".join(f"{task} for {', '.join(names)}" for task, names in found.items())
+
+
+def size(config: Any, scaled_from: int | None) -> StandIn:
+    """The stand-in of a model's configuration; for tiny with the length of the prompts that it is scaled from."""
+    if scaled_from is not None:
+        return replace(TINY, of=scaled_from)
+    shape = from_config(config)
+    heads, dim = shape.query_heads, shape.head_dim
+    return StandIn(1, 1, shape.layers, heads, dim, heads_of=heads, dim_of=dim)
+
+
+def depths(size: StandIn) -> Mapping[str, Mapping[str, str]]:
+    """Knobs by method for what a paper states for models of its own numbers of layers alone."""
+    return {} if size.layers in STARTS else {"uncomp-stage": {"schedule": "relative"}}
+
+
+def notes(table: Declared) -> Iterator[str]:
+    """What the tiny model's tasks and numbers of tokens stand for."""
+    yield f"Tasks of the tiny suite: {mapping(c.dataset for c in table.scores)}."
+    yield from altered(table)
+    if table.length != PROMPT:
+        yield (
+            f"Numbers of tokens are the paper's times {PROMPT}/{table.length}: 512 there are "
+            f"{round(512 * PROMPT / table.length)} here; windows likewise, down to {row_knobs.SHORTEST_WINDOW}."
+        )
+
+
+def altered(table: Declared) -> Iterator[str]:
+    """Notes on the knobs that a table's methods have on the tiny model alone."""
+    used = {line.method for line in table.rows}
+    for method, knobs in table.stand_in.items():
+        if method in used:
+            yield f"{method} runs with {', '.join(f'{k}={v}' for k, v in knobs.items())} here."
+
+
+def settled(row: Row, stand_in: StandIn) -> str:
+    """A row's setting in kvbench's knobs, at the stand-in's size."""
+    knobs = row_knobs.knobs(row.method, row.setting, stand_in)
+    return ";".join(f"{k.rpartition('.')[2]}={v}" for k, v in knobs.items() if v != "null")
+
+
+def own_table(table: Declared, rows: Iterable[tuple[str, str]]) -> Given:
+    """``table`` with the tiny suite's tasks as columns, each once, and (method, setting) of its ``rows``."""
+    tasks = list(dict.fromkeys(task_of(c.dataset) for c in table.scores))
+    kept = {task_of(c.dataset) for c in table.columns if c.what == BUDGET}
+    cells = []
+    for method, setting in rows:
+        cells += [("", method, setting, task, "mean") for task in tasks]
+        cells += [("", method, setting, task, BUDGET) for task in tasks if task in kept]
+        cells += [("", method, setting, name, "mean") for name in MEANS if len(tasks) > 1]
+    return given(table, cells, average=MEAN if table.average == MEAN else SHARE)

@@ -1,0 +1,230 @@
+"""How a paper's table is measured and laid out: kvbench/papers/data/<paper>/table<N>.yaml.
+
+What it shows and of which kind it is stands in paper.yaml, its printed cells in published/, and what holds for all of
+the paper's tables in tables.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache, cached_property
+from typing import Any
+
+import yaml
+
+from kvbench.errors import KvbenchError, unknown
+from kvbench.papers import DATA
+from kvbench.papers.spec import catalogue, published
+from kvbench.papers.spec.published import Published
+
+RUN_KINDS = ("quality", "ablation", "analysis")
+"""Tables whose cells, where they are scores of a method on a dataset, ``run`` measures."""
+
+FACTS = "dataset-facts"
+SCORES = ("accuracy", "f1", "rouge_l", "edit_sim", "bleu", "perplexity", "mean")
+RATIO = "ratio_to_full"
+"""What is printed of a score that is its per cent of the full cache's."""
+MEANS = {"avg"}
+SCORE, BUDGET = "score", "budget"
+MEAN, RELATIVE, SHARE = "mean", "relative", "share"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a paper's table: a dataset, what is printed of it (its score, or another quantity) and its group."""
+
+    dataset: str
+    what: str
+    group: str = ""
+
+    @property
+    def name(self) -> str:
+        """As it is addressed: the dataset, with what is printed of it unless that is its score."""
+        return self.dataset if self.what in (SCORE, self.dataset) else f"{self.dataset}/{self.what}".lstrip("/")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a paper's table, with its printed cells by the name of their column."""
+
+    model: str
+    method: str
+    setting: str
+    cells: Mapping[str, Published]
+
+    @property
+    def name(self) -> str:
+        """As it is addressed and printed: the method with its setting."""
+        return f"{self.method} {self.setting}".strip()
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A table of a paper as declared.
+
+    title: what it shows. kind: as in paper.yaml. blocks: keys of a row's setting (or ``model``) whose values head
+    blocks of rows. full: the paper's tables that have a full-cache row where this one has none. arguments: of ``run``
+    by published method, for what the paper's rows leave unsaid. average: how the paper averages, the mean, the mean
+    share of the full cache (share), or how far that is from 100 (relative). entries: conf/model by published model,
+    where the names differ. stand_in: arguments that the tiny stand-in alone needs, by method. sources: where what is
+    not printed comes from. workloads: the paper's knobs of a dataset (``needle``), or of it in one model's rows
+    (``needle/mistral-7b-instruct-v0.2``). settings: by dataset, what its rows are set to beside their own setting.
+    unlike: what the paper leaves open of how its scores were made. extended: they seem to be of LongBench-E.
+    """
+
+    paper: str
+    table: str
+    title: str
+    kind: str
+    preset: str
+    length: int
+    blocks: tuple[str, ...] = ("model",)
+    full: tuple[str, ...] = ()
+    arguments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    average: str = MEAN
+    entries: Mapping[str, str] = field(default_factory=dict)
+    stand_in: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
+    workloads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    unlike: str = ""
+    extended: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.paper}/{self.table}"
+
+    @cached_property
+    def printed(self) -> tuple[Published, ...]:
+        """Its cells as printed."""
+        return published.load_table(self.paper, self.table)
+
+    @cached_property
+    def columns(self) -> tuple[Column, ...]:
+        """Its columns in the paper's order; averages of scores apart, they are computed."""
+        computed = MEANS if self.kind in RUN_KINDS else ()
+        return tuple(dict.fromkeys(_place(self.kind, c)[1] for c in self.printed if c.dataset not in computed))
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Its rows in the paper's order."""
+        cells: dict[tuple[str, str, str], dict[str, Published]] = {}
+        for c in self.printed:
+            row, column = _place(self.kind, c)
+            cells.setdefault(row, {})[column.name] = c
+        return tuple(Row(*key, found) for key, found in cells.items())
+
+    @property
+    def scores(self) -> tuple[Column, ...]:
+        """The columns that are scores of datasets."""
+        return tuple(c for c in self.columns if c.what == SCORE)
+
+    @property
+    def measurable(self) -> bool:
+        """Whether its cells are scores that ``run`` measures."""
+        return self.kind in RUN_KINDS and bool(self.scores)
+
+    def entry(self, model: str) -> str:
+        """The entry of conf/model for a published model."""
+        return self.entries.get(model, published.model_id(model))
+
+    def models(self) -> tuple[str, ...]:
+        """The models of its rows."""
+        return tuple(dict.fromkeys(r.model for r in self.rows))
+
+    def full_row(self, model: str) -> Row | None:
+        """The full-cache row of ``model``, here or in the tables that ``full`` names."""
+        for table in (self, *(load(self.paper, t) for t in self.full)):
+            found = [r for r in table.rows if r.model == model and r.method == "full"]
+            if found:
+                return found[0]
+        return None
+
+
+@dataclass(frozen=True)
+class Given(Declared):
+    """Rows and columns without printed values, measured like a table: those of claims, or of a stand-in's own tasks."""
+
+    cells: tuple[Published, ...] = ()
+
+    @cached_property
+    def printed(self) -> tuple[Published, ...]:
+        return self.cells
+
+
+def given(base: Declared, cells: Iterable[tuple[str, str, str, str, str]], **other: Any) -> Given:
+    """``base`` with other rows and columns: (model, method, setting, dataset, metric) of each cell."""
+    made = tuple(
+        Published(base.paper, base.table, model, method, setting, dataset, metric, None, "", "", "", 0)
+        for model, method, setting, dataset, metric in cells
+    )
+    return Given(**{**{f.name: getattr(base, f.name) for f in fields(base)}, **other, "cells": made})
+
+
+def _place(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
+    """The row (model, method, setting) and the column of a printed cell; facts of datasets have a row each."""
+    if kind == FACTS:
+        return ("", cell.dataset, ""), Column("", cell.metric)
+    what = SCORE if cell.metric in (*SCORES, RATIO) else cell.metric
+    return (cell.model, cell.method, cell.setting), Column(cell.dataset, what, group_of(cell.dataset))
+
+
+@cache
+def load(paper: str, table: str) -> Declared:
+    """One table's declaration; UsageError for one that is not there, KvbenchError for a damaged file."""
+    path = DATA / paper / f"table{table}.yaml"
+    if not path.exists():
+        raise unknown("table", f"{paper}/{table}", [f"{p}/{t}" for p, t in ids()])
+    try:
+        raw: dict[str, Any] = {**_paper(paper), **yaml.safe_load(path.read_text(encoding="utf-8"))}
+        (entry,) = (e for e in catalogue.paper(paper).entries if e.id == table)
+        return Declared(
+            paper,
+            table,
+            **{
+                "title": entry.title,
+                "kind": entry.kind,
+                "preset": catalogue.paper(paper).preset,
+                **raw,
+                "blocks": tuple(raw.get("blocks", ("model",))),
+                "full": tuple(str(t) for t in raw.get("full", ())),
+                "sources": tuple(raw.get("sources", ())),
+            },
+        )
+    except (TypeError, ValueError, yaml.YAMLError) as error:
+        raise KvbenchError(f"{path}: {error}") from None
+
+
+@cache
+def ids() -> tuple[tuple[str, str], ...]:
+    """(paper, table) of every declared table, in the papers' order."""
+    found = [(p.parent.name, p.stem.removeprefix("table")) for p in DATA.glob("*/table[0-9]*.yaml")]
+    return tuple(sorted(found, key=lambda t: (PAPERS.index(t[0]), int(t[1]))))
+
+
+def find(wanted: str) -> tuple[Declared, ...]:
+    """The tables of ``think/2``, ``think`` or ``all``; UsageError naming what there is."""
+    if wanted == "all":
+        return tuple(load(*t) for t in ids())
+    paper, _, table = wanted.partition("/")
+    if paper not in PAPERS:
+        raise unknown("paper", paper, (*PAPERS, "all"))
+    if not table:
+        return tuple(load(*t) for t in ids() if t[0] == paper)
+    return (load(paper, table.removeprefix("table")),)
+
+
+PAPERS = ("think", "refreekv", "uncomp", "vatp", "qhitter")
+
+
+def group_of(dataset: str) -> str:
+    """The task group of a LongBench dataset; '' for others."""
+    from kvbench.tasks.longbench import TASKS
+
+    return TASKS[dataset].category if dataset in TASKS else ""
+
+
+@cache
+def _paper(paper: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((DATA / paper / "tables.yaml").read_text(encoding="utf-8")))

@@ -1,0 +1,189 @@
+"""What is read for a printed cell: its dataset as ``run`` takes it, with the paper's knobs and the row's own.
+
+LongBench's columns of a table are all of LongBench or all of MiniLongBench, never of both: of LongBench where all of
+them can be read, else of MiniLongBench where it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvbench.cli.rewrite import entries, rewrite
+from kvbench.errors import UsageError, unknown
+from kvbench.papers.spec import row_knobs, stand_ins
+from kvbench.papers.spec.table_spec import Declared, Row
+from kvbench.run import config
+from kvbench.run.config import DatasetConfig, RunConfig
+from kvbench.run.plan import Group
+from kvbench.tasks.base import Tokenizer, load_tasks
+from kvbench.tasks.longbench import TASKS
+from kvbench.tasks.needle import PHRASINGS
+from kvbench.tasks.source import data_root
+
+FAMILIES = {"full": "longbench", "mini": "longbench_mini"}
+"""Values of longbench= and the dataset that each is."""
+
+INSTEAD = {"wikitext103": ("wikitext2", "wikitext103: the test text of WikiText-2, whose articles are the same.")}
+"""On a stand-in: what is read where a dataset is not there, with the note that says so."""
+
+ROW_KNOBS = ("shots",)
+"""Facts of a row that are knobs of its datasets, where they have such a knob."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is read for a published ``dataset``: ``name`` as ``run`` takes it, and its knobs beside the entry's.
+
+    ``parts`` are the tasks of it that count (a needle's lengths); none named: all.
+    """
+
+    dataset: str
+    name: str
+    knobs: tuple[tuple[str, Any], ...] = ()
+    parts: tuple[str, ...] | None = None
+
+    @property
+    def entry(self) -> str:
+        """The entry of conf/dataset."""
+        return self.name.partition("/")[0]
+
+    @property
+    def whole(self) -> Workload:
+        """The same with all of its parts: what is read at once."""
+        return replace(self, parts=None)
+
+    def owns(self, group: Group, label: str) -> bool:
+        """Whether a run's group is one of its tasks, where ``label`` tells it from others of its dataset."""
+        task, _, said = group.column.partition(" ")
+        mine = said == label and self.name in (task, task.partition("/")[0])
+        return mine and (self.parts is None or task.partition("/")[2] in self.parts)
+
+
+def labels(workloads: Iterable[Workload]) -> dict[Workload, str]:
+    """What tells each workload from others of its name: the knobs in which they differ; '' where it is alone."""
+    found: dict[Workload, str] = {}
+    every = list(dict.fromkeys(workloads))
+    for w in every:
+        others = [dict(o.knobs) for o in every if o.name == w.name and o != w]
+        found[w] = " ".join(f"{k}={v}" for k, v in w.knobs if any(o.get(k) != v for o in others))
+    return found
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What decides how datasets are read: the table, the model's context in tokens, and what the user typed.
+
+    ``cfg`` is the run with every dataset that may be read, ``written`` its arguments; ``small``: the tiny suite's tasks
+    are read.
+    """
+
+    declared: Declared
+    cfg: RunConfig
+    written: tuple[str, ...]
+    tokenizer: Tokenizer
+    context: int | None
+    small: bool
+
+    def workload(self, row: Row, dataset: str, family: str) -> Workload:
+        """What is read for a dataset in a row."""
+        if self.small:
+            task = stand_ins.task_of(dataset)
+            return Workload(task, f"tiny/{task}")
+        name = f"{family}/{dataset}" if dataset in TASKS else dataset
+        knobs, facts = self._knobs(row, dataset), row_knobs.parse(row.setting)
+        plain = entries("dataset").get(name.partition("/")[0], {})
+        knobs |= {k: int(facts[k]) for k in ROW_KNOBS if k in facts and k in plain}
+        typed, parts = self._typed(), None
+        if "lengths" in knobs and "lengths" not in typed:
+            parts = tuple(str(n) for n in self._lengths(row, dataset) if self._fits(n, knobs))
+        set_ = ((k, _frozen(v)) for k, v in knobs.items() if k not in typed and k != "lengths")
+        return Workload(dataset, name, tuple(set_), parts)
+
+    def beyond(self, row: Row, dataset: str) -> list[int]:
+        """Lengths of the paper that this model does not take; none where the user typed others."""
+        if "lengths" in self._typed():
+            return []
+        knobs = self._knobs(row, dataset)
+        return [n for n in self._lengths(row, dataset) if not self._fits(n, knobs)]
+
+    def _typed(self) -> set[str]:
+        """The knobs that the user typed, which win."""
+        return {w.partition("=")[0].rpartition(".")[2] for w in self.written}
+
+    def _knobs(self, row: Row, dataset: str) -> dict[str, Any]:
+        mine = self.declared.workloads
+        return {**mine.get(dataset, {}), **mine.get(f"{dataset}/{row.model}", {})}
+
+    def _lengths(self, row: Row, dataset: str) -> list[int]:
+        """The paper's lengths that the row's own context takes; none of a dataset that has no such knob."""
+        most = row_knobs.context(row_knobs.parse(row.setting))
+        return [n for n in self._knobs(row, dataset).get("lengths", ()) if most is None or n <= most]
+
+    def _fits(self, length: int, knobs: Mapping[str, Any]) -> bool:
+        """Whether a prompt of that many tokens is read whole, with room for its answer."""
+        answer, limit = PHRASINGS[knobs["phrasing"]].max_new_tokens, self.cfg.prompt.max_length
+        return (self.context is None or length + answer <= self.context) and (limit is None or length <= limit)
+
+    def config(self, workload: Workload, label: str = "") -> DatasetConfig:
+        """The dataset of a run; UsageError for one that does not exist, or a grid of its knobs."""
+        found = [d for d in self.cfg.datasets if d.name == workload.entry]
+        if not found:
+            raise unknown("dataset", workload.entry, entries("dataset"))
+        if len(found) > 1:
+            raise UsageError(f"{self.declared.id} takes one value of each knob of {workload.entry}, not a grid")
+        knobs = {**found[0].knobs, **{k: list(v) if isinstance(v, tuple) else v for k, v in workload.knobs}}
+        if workload.parts is not None:
+            knobs["lengths"] = [int(n) for n in workload.parts]
+        return replace(found[0], knobs=knobs, tasks=tuple(filter(None, [workload.name.partition("/")[2]])), label=label)
+
+    def why_not(self, workload: Workload) -> str:
+        """Why a workload cannot be read; '' if it can. No path of this machine is in it."""
+        if workload.parts == ():
+            return f"all of its lengths are beyond the model's context of {self.context} tokens"
+        try:
+            dataset = self.config(workload)
+            # prompts of a given length are made one by one: the first shows whether there is any
+            few = {k: v[:1] for k, v in dataset.knobs.items() if k in ("lengths", "depths") and isinstance(v, list)}
+            knobs = {**dataset.knobs, **few}
+            load_tasks(dataset.name, knobs, dataset.tasks, self.tokenizer, self.cfg.data_root)
+        except UsageError as reason:
+            return self._told(str(reason))
+        return ""
+
+    def _told(self, reason: str) -> str:
+        """A reason without the data folder's place, and without the ways to get a file, which are always the same."""
+        try:
+            root = data_root(self.cfg.data_root)
+        except UsageError:
+            root = None
+        if root is not None:
+            reason = reason.replace(f" below {root}", "").replace(f"{root}/", "")
+        reason = reason.partition(": put the file there yourself")[0]
+        return reason.replace(", which does not exist", ", which is not there").removesuffix(":")
+
+    def family(self, datasets: Iterable[str], asked: str) -> str:
+        """Which of FAMILIES a table's LongBench columns are read from."""
+        if asked and asked not in FAMILIES:
+            raise unknown("value of longbench", asked, FAMILIES)
+        if asked and self.small:
+            raise UsageError(f"longbench={asked} is not possible with model={stand_ins.MODEL}, which has its own tasks")
+        mine = [d for d in datasets if d in TASKS]
+        if asked or self.small or not mine:
+            return FAMILIES[asked or "full"]
+        there = {f: sum(not self.why_not(Workload(d, f"{f}/{d}")) for d in mine) for f in FAMILIES.values()}
+        return max(there, key=lambda f: there[f])  # the first of those that have most
+
+
+def composed(written: Sequence[str], datasets: Iterable[str], small: bool) -> RunConfig:
+    """The typed run of ``written`` with every dataset that published ``datasets`` may be read from."""
+    names = {"tiny": None} if small else {}
+    for dataset in () if small else datasets:
+        names |= dict.fromkeys(FAMILIES.values() if dataset in TASKS else (dataset, *INSTEAD.get(dataset, ())[:1]))
+    known = [n for n in names if n in entries("dataset")]
+    return config.parse(config.compose_config(rewrite([*written, f"dataset={','.join(known)}"]).runs[0]))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,177 @@
+"""How the papers' efficiency tables are timed: kvbench/papers/data/<paper>/bench<N>.yaml.
+
+    python -m kvbench.papers.timed.bench_spec        the tables' rows that are declared and not run, with the reason
+
+Which measured row stands for which printed cell is found in kvbench.papers.timed.row_matching.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from kvbench.bench import workload
+from kvbench.errors import KvbenchError, unknown
+from kvbench.papers import DATA
+from kvbench.papers.spec.published import Published
+
+SMALL = ("device=cpu", "threads=1", "repeats=3", "generate=sampled", "steps=8")
+"""How a stand-in is timed."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a stand-in's workloads follow from the paper's.
+
+    lengths: divides numbers of tokens, of the prompt, generated and kept (``kv_size``). rows: divides the rows of a
+    batch, down to one. memory: GiB of the process where as many rows are asked for as fit. without: knobs that are
+    made for the paper's models and left to their defaults.
+    """
+
+    lengths: int = 1
+    rows: int = 1
+    memory: float | None = None
+    without: Sequence[str] = ()
+
+    def workload(self, name: str) -> str:
+        """A workload at the stand-in's size, rounded up; at least two new tokens and one row."""
+        paper = workload.parse(name)
+        prompt, new = math.ceil(paper.prompt / self.lengths), max(2, math.ceil(paper.new / self.lengths))
+        batch = None if paper.batch is None else math.ceil(paper.batch / self.rows)
+        return workload.Workload(prompt, new, batch).name
+
+    def knobs(self, text: str) -> str:
+        """A method with its knobs, or arguments, at the stand-in's size."""
+        words = [w for w in text.split() if w not in self.without]
+        return re.sub(r"\bkv_size=(\d+)", lambda m: f"kv_size={int(m[1]) // self.lengths}", " ".join(words))
+
+    def words(self) -> str:
+        """In words, for below a table."""
+        parts = [f"numbers of tokens are those of the paper over {self.lengths}"] if self.lengths > 1 else []
+        parts += [f"rows those over {self.rows}, rounded up"] if self.rows > 1 else []
+        parts += [f"as many rows as fit into {self.memory:g} GiB"] if self.memory else []
+        parts += [f"without {', '.join(self.without)}"] if self.without else []
+        return "; ".join(parts) or "as in the paper"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One table. ``workload`` has the names of its rows' settings in braces, or ``workloads`` one per dataset.
+
+    results: the file of measured rows. arguments: of ``bench time``, for all of its methods. methods: our row by
+    published method, with as many of its settings as it takes to tell it apart. quantities: ours by published metric.
+    base: the published method that ratios are to. device: the paper's, where its rows do not say. notes: what else
+    the reader must know of ours. not_run: reasons by model, method or dataset, with settings where it is about some
+    cells alone. stand_in: on a small model on a CPU.
+    scaled: whether this is the stand-in's side.
+    """
+
+    results: str
+    model: str
+    base: str
+    arguments: str
+    methods: Mapping[str, str]
+    quantities: Mapping[str, str]
+    workload: str = ""
+    workloads: Mapping[str, str] = field(default_factory=dict)
+    device: str = ""
+    notes: Sequence[str] = ()
+    not_run: Mapping[str, str] = field(default_factory=dict)
+    stand_in: Scale = field(default_factory=Scale)
+    scaled: bool = False
+
+    def ours(self, cell: Published, method: str | None = None) -> tuple[str, str] | None:
+        """(workload, method) of our row for a published cell; None where there is none."""
+        found, name = self.printed_workload(cell), self._method(method or cell.method, cell.settings)
+        if not found or name is None:
+            return None
+        return (self.stand_in.workload(found) if self.scaled else found), name
+
+    def printed_workload(self, cell: Published) -> str:
+        """The workload of a published cell at the paper's size; '' where it is not known."""
+        try:
+            return self.workloads.get(cell.dataset, "") or self.workload.format(**cell.settings)
+        except KeyError:
+            return ""
+
+    def _method(self, method: str, given: Mapping[str, str]) -> str | None:
+        facts = {f"{k}={v}" for k, v in given.items()}
+        fitting = [w for w in self.methods if w.split()[0] == method and set(w.split()[1:]) <= facts]
+        return self.methods[max(fitting, key=lambda w: len(w.split()))] if fitting else None
+
+    def why_not(self, cell: Published) -> str:
+        """The reason why a published cell is not run; '' if it is."""
+        names, facts = (cell.model, cell.method, cell.dataset), {f"{k}={v}" for k, v in cell.settings.items()}
+        about = ((*words.split(), why) for words, why in self.not_run.items())
+        return next((why for name, *some, why in about if name in names and set(some) <= facts), "")
+
+    def on(self, model: str) -> Declared:
+        """The same table on a small model, at the stand-in's sizes."""
+        knobs = self.stand_in.knobs
+        methods = {name: knobs(text) for name, text in self.methods.items()}
+        return replace(self, model=model, arguments=knobs(self.arguments), methods=methods, scaled=True)
+
+    def words(self, workloads: Sequence[str]) -> list[str]:
+        """The arguments of ``bench time`` that measure this table's methods on ``workloads``."""
+        found = [f"model={self.model}", *self.arguments.split(), f"workloads={','.join(workloads)}"]
+        if "peers=" not in self.arguments:
+            found.append("peers=none")
+        if self.scaled:
+            memory = self.stand_in.memory
+            found += [*SMALL, *([f"memory_limit={memory}"] if memory else [])]
+        return found
+
+
+def tables() -> list[tuple[str, str]]:
+    """(paper, table) of every declaration."""
+    found = [(p.parent.name, p.stem.removeprefix("bench")) for p in _root().glob("*/bench[0-9]*.yaml")]
+    return sorted(found, key=lambda t: (t[0], int(t[1])))
+
+
+@cache
+def load(paper: str, table: str) -> Declared:
+    """One declaration; UsageError for one that is not there, KvbenchError for a damaged file."""
+    path = _root() / paper / f"bench{table}.yaml"
+    if not path.exists():
+        raise unknown("efficiency table", f"{paper}/{table}", [f"{p}/{t}" for p, t in tables()])
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return Declared(**{**raw, "stand_in": Scale(**raw.get("stand_in", {}))})
+    except (TypeError, AttributeError, yaml.YAMLError) as error:
+        raise KvbenchError(f"{path}: {error}") from None
+
+
+def not_run(paper: str, table: str) -> list[str]:
+    """One line per reason why cells of a table are declared and not run."""
+    return [f"{paper}/{table}: not run: {what}: {why}" for what, why in load(paper, table).not_run.items()]
+
+
+def files(script: str) -> dict[str, list[str]]:
+    """The arguments of ``bench time`` by file of results, as scripts/gpu_tables.sh prints them with --dry-run."""
+    found: dict[str, list[str]] = {}
+    for name, arguments in re.findall(r"^== (\S+), .*?: bench time (.*)$", script, re.M):
+        found.setdefault(name, []).append(arguments)
+    return found
+
+
+@cache
+def _root() -> Path:
+    return DATA
+
+
+def main() -> int:
+    """Print what is declared and not run."""
+    for paper, table in tables():
+        for line in not_run(paper, table):
+            print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,254 @@
+"""What papers print about memory, computed again: by the paper's own arithmetic, and by what is stored here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvbench.audit.accounting import declared, nominal
+from kvbench.cache.model_shape import Shape
+from kvbench.errors import unknown
+from kvbench.methods.chain import Chain
+from kvbench.methods.registry import parse
+from kvbench.papers.spec.published import load_table
+from kvbench.tables.render import Sheet, compose
+
+FP16, MIB, GIB = 2, 2**20, 2**30
+LLAMA2_7B = Shape(32, 32, 32, 128)
+MISTRAL_7B = LLAMA3_8B = Shape(32, 32, 8, 128)
+LLAMA3_70B = Shape(80, 64, 8, 128)
+HEAD = Shape(1, 1, 1, 128)
+LONG = 16384
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number: as printed (None: the paper prints none), by the paper's formula, and as stored here.
+
+    ``digits`` are the decimals that are compared. ``stored`` is None where there is nothing to store.
+    """
+
+    paper: str
+    what: str
+    source: str
+    unit: str
+    digits: int
+    published: float | None
+    formula: float
+    stored: float | None = None
+
+    @property
+    def reference(self) -> float:
+        """What the others are compared with: the printed value, or the formula's to as many digits."""
+        return _rounded(self.formula, self.digits) if self.published is None else self.published
+
+    def off(self, value: float | None) -> float | None:
+        """How far a value is from the reference, as printed: 0 where it rounds to the same digits."""
+        if value is None:
+            return None
+        # exact ties of decimal fractions round up, as papers do, where binary ones may fall below
+        return round(_rounded(value, self.digits) - self.reference, 10) + 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "formula_off": self.off(self.formula), "stored_off": self.off(self.stored)}
+
+
+def of(paper: str) -> list[Figure]:
+    """The figures of one paper, of one of its tables (``think/7``), or of all."""
+    names = [*sorted({*FIGURES, *(name.partition("/")[0] for name in FIGURES)}), "all"]
+    if paper not in names:
+        raise unknown("paper", paper, names, "As in paper=think/7 or paper=all.")
+    return [f for name, made in FIGURES.items() if paper in ("all", name, name.partition("/")[0]) for f in made()]
+
+
+def render(found: Sequence[Figure]) -> str:
+    """One table a paper, with its sources."""
+    parts = []
+    for paper in dict.fromkeys(f.paper for f in found):
+        mine = [f for f in found if f.paper == paper]
+        sources = list(dict.fromkeys(f.source for f in mine))
+        head = ("figure", "unit", "published", "formula", "", "stored here", "", "source")
+        rows = tuple(
+            (
+                f.what,
+                f.unit,
+                _number(f.published, f.digits),
+                _number(f.formula, f.digits, f.published),
+                _mark(f, f.formula) if f.published is not None else "",
+                _number(f.stored, f.digits, f.reference),
+                _mark(f, f.stored),
+                str(1 + sources.index(f.source)),
+            )
+            for f in mine
+        )
+        notes = [f"{i}: {s}." for i, s in enumerate(sources, start=1)]
+        parts.append(f"{paper}\n\n{compose([Sheet('figures', head, rows)], notes, 'text')}")
+    legend = (
+        "formula: the paper's own arithmetic, compared with what it prints. stored here: what kvbench's\n"
+        "caches hold, by the formula that every cache is audited with. ✓: equal to the digits printed."
+    )
+    return "\n".join([*parts, legend])
+
+
+def _think7() -> list[Figure]:
+    """Table 7, section "equal memory": 32 expanded heads, ratio 0.4, fp16."""
+    printed = {(c.method, c.setting): c.value for c in load_table("think", "7") if c.dataset == "kv_memory"}
+    found = []
+    for (method, setting), value in printed.items():
+        if not method.startswith("snapkv"):
+            continue  # H2O's rows have the same sizes
+        knobs: dict[str, Any] = dict(part.split("=") for part in setting.split(";"))
+        size = int(knobs["kv_size"])
+        chain = parse({"method": method, "kv_size": size, "per": "query_head"})
+        stored, formula = _payload(chain, MISTRAL_7B), nominal(chain, MISTRAL_7B, LONG, FP16)
+        assert formula is not None
+        what = f"{method} kv_size={size}" + (" ratio=0.4" if "ratio" in knobs else f", for {knobs['matched_to']}")
+        found.append(Figure("think", what, THINK7, "MiB", 1, value, formula / MIB, stored / MIB))
+    return found
+
+
+def _think_text() -> list[Figure]:
+    whole = LLAMA2_7B.full_bytes(1, FP16)
+    found = [
+        Figure(
+            "think",
+            "full, LLaMA-2-7B, one token",
+            "arXiv 2407.21018, section 3.1",
+            "MiB",
+            2,
+            None,
+            whole / MIB,
+            _payload(Chain(), LLAMA2_7B, 1) / MIB,
+        ),
+        Figure(
+            "think",
+            "full, LLaMA-2-7B, 2048 tokens x 13",
+            "arXiv 2407.21018, section 3.1",
+            "GiB",
+            0,
+            13,
+            13 * 2048 * whole / GIB,
+            13 * _payload(Chain(), LLAMA2_7B, 2048) / GIB,
+        ),
+    ]
+    for size in (128, 512, 1024, 2048):
+        pruned = parse({"method": "snapkv+think", "kv_size": size})
+        plain = parse({"method": "snapkv", "kv_size": size})
+        saved = 1 - _payload(pruned, LLAMA2_7B) / _payload(plain, LLAMA2_7B)
+        formula = 0.5 * 0.4 * (1 - 32 / size)
+        found.append(
+            Figure("think", f"saved by ratio=0.4 at kv_size={size}", SAVING, "%", 0, 20, 100 * formula, 100 * saved)
+        )
+    return found
+
+
+def _kivi() -> list[Figure]:
+    """Per head, n=1000, groups of 32, residual 128, D=128: 896 keys and 872 values are packed."""
+    n, group, residual, d = 1000, 32, 128, 128
+    keys, values = residual * (n // residual), n - residual
+    found = []
+    for method, bits, t in (("kivi", 2, d), ("kivi", 4, d), ("think+kivi", 2, 77)):
+        ratio = {"ratio": 0.4} if "think" in method else {}
+        (block,) = parse({"method": method, "bits": bits, **ratio}).layout(n, d, FP16)
+        k = t * keys * (bits / 8 + 4 / group) + 2 * d * (n - keys)
+        v = values * (d * bits / 8 + 4 * d / group) + 2 * d * residual
+        name = f"{method} {bits} bits" + (" ratio=0.4" if ratio else "")
+        found.append(Figure("kivi", f"{name}, keys of a head", KIVI, "B", 0, None, k, block.key_bytes))
+        if not ratio:
+            found.append(Figure("kivi", f"{name}, values of a head", KIVI, "B", 0, None, v, block.value_bytes))
+    return found
+
+
+def _flexgen() -> list[Figure]:
+    (block,) = parse({"method": "flexgen"}).layout(1, 64, FP16)
+    source = "arXiv 2303.06865, section 5: groups of 64, 4 bits, fp16 scale and minimum"
+    return [
+        Figure("flexgen", "64 values", source, "B", 0, None, 64 * 4 / 8 + 2 * FP16, block.key_bytes),
+        Figure("flexgen", "smaller than fp16", source, "x", 2, None, 128 / 36, 128 / block.key_bytes),
+    ]
+
+
+def _qhitter() -> list[Figure]:
+    """Tokens of D=128 at 4 bits with fp16 scale and zero point a head; running scores are 8 bytes."""
+    d, dense = 128, 2 * 128 * FP16
+    payload, scores = 2 * (d * 4 / 8 + 2 * FP16), 8
+    (block,) = parse({"method": "qhitter", "bits": 4}).layout(1, d, FP16)
+    stored = block.key_bytes + block.value_bytes
+    running = stored + block.slot_overhead
+    return [
+        Figure("qhitter", "4 bits, payload, smaller than fp16", QHITTER, "x", 2, 4, dense / payload, dense / stored),
+        Figure(
+            "qhitter", "4 bits, with running scores", QHITTER, "x", 2, 4, dense / (payload + scores), dense / running
+        ),
+    ]
+
+
+def _uncomp() -> list[Figure]:
+    """Fractions of the prompt: sizes over contexts of 4096 and 8096 tokens."""
+    found = []
+    for size, context, value, where in (
+        (384, 4096, 9.38, "table 1"),
+        (384, 8096, 4.74, "table 1"),
+        (64, 4096, 1.56, "section 4.2"),
+    ):
+        chain = parse({"method": "snapkv", "kv_size": size})
+        share = 100 * _payload(chain, LLAMA2_7B, context) / LLAMA2_7B.full_bytes(context, FP16)
+        what = f"{size} of {context} tokens"
+        found.append(Figure("uncomp", what, f"arXiv 2410.03090, {where}", "%", 2, value, 100 * size / context, share))
+    return found
+
+
+def _refreekv() -> list[Figure]:
+    """The introduction's sizes are those of query heads; what GQA stores is a fraction of them."""
+    found = []
+    for name, shape, tokens, value in (("8B", LLAMA3_8B, 2048, 1), ("70B", LLAMA3_70B, 20000, 50)):
+        expanded = shape.full_bytes(tokens, FP16, shape.query_heads) / GIB
+        stored = _payload(Chain(), shape, tokens) / GIB
+        what = f"full, LLaMA-3-{name}, {tokens} tokens"
+        found.append(Figure("refreekv", what, REFREEKV, "GiB", 1, value, expanded, stored))
+    return found
+
+
+THINK7 = "arXiv 2407.21018, table 7; formula 0.5 N - 0.1 (N - 32) MiB of 32 heads, stored with 77 of 128 channels"
+SAVING = "arXiv 2407.21018, section 4.2; formula 0.5 x 0.4 (1 - 32 / N), 20 % for long caches only"
+KIVI = (
+    "formula of arXiv 2402.02750's layout (channels: 2407.21018): 1000 tokens, groups of 32, residual 128, D 128, T 77"
+)
+QHITTER = "Q-Hitter (MLSys 2024), whose factors count codes alone; D 128, fp16 scale and zero point, 8 bytes of scores"
+REFREEKV = "arXiv 2502.16886, section 1; formula under query heads, stored under kv heads"
+FIGURES: dict[str, Callable[[], list[Figure]]] = {
+    "think/7": _think7,
+    "think/text": _think_text,
+    "kivi": _kivi,
+    "flexgen": _flexgen,
+    "qhitter": _qhitter,
+    "uncomp": _uncomp,
+    "refreekv": _refreekv,
+}
+
+
+def _payload(chain: Chain, shape: Shape, n: int = LONG) -> int:
+    found = declared(chain, shape, n, FP16)
+    assert found is not None
+    return found.payload
+
+
+def _rounded(value: float, digits: int) -> float:
+    return float(f"{value + 1e-9:.{digits}f}")
+
+
+def _mark(f: Figure, value: float | None) -> str:
+    off = f.off(value)
+    if off is None:
+        return ""
+    return "✓" if off == 0 else f"{off:+.{f.digits}f}".replace("-", "−")
+
+
+def _number(value: float | None, digits: int, against: float | None = None) -> str:
+    """Two decimals more where they say more than what is printed."""
+    if value is None:
+        return "—"
+    fine = digits if against is None or _rounded(value, digits) == value else digits + 1
+    return f"{value:,.{fine}f}".replace(",", " ")
