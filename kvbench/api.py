@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.segment import Cache
-from kvbench.cli.rewrite import entries
+from kvbench.conf import entries
 from kvbench.engine import decode
 from kvbench.engine.calibration.session import Session
 from kvbench.engine.calibration.weights import weights_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
+from kvbench.conf import conf_dir
 from kvbench.errors import UsageError
-from kvbench.methods.registry import conf_dir
 from kvbench.metrics import METRICS
 from kvbench.run import presets
 from kvbench.tasks import longbench

@@ -11,11 +11,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvbench.cli.rewrite import rewrite
 from kvbench.errors import KvbenchError
 from kvbench.run import archive, config, experiment
 from kvbench.run.experiment import Prepared
 from kvbench.run.store import ResultStore
+from kvbench.run.words import rewrite
 from kvbench.tables import render
 
 FOLDER = Path(__file__).resolve().parent.parent / "results" / "tiny"

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.cli.main import main as kvbench_main
-from kvbench.cli.rewrite import rewrite
 from kvbench.files import read_json, read_lines
 from kvbench.run import config, experiment
 from kvbench.run.store import ResultStore
+from kvbench.run.words import rewrite
 
 RUN = ["dataset=tiny/needle,tiny/listing", "length=256", "method=snapkv,snapkv+think", "batch_rows=6"]
 PAGE = 4096

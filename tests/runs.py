@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from kvbench.cli.main import main
-from kvbench.cli.rewrite import rewrite
 from kvbench.run import config, experiment
+from kvbench.run.words import rewrite
 
 SMALL = ["dataset=tiny/needle,tiny/code", "length=256", "examples=6"]
 

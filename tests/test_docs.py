@@ -14,10 +14,10 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from kvbench.cache.model_shape import Shape
-from kvbench.cli.rewrite import rewrite
 from kvbench.run.config import compose_config, parse
 from kvbench.run.estimate import cache_bytes
 from kvbench.run.plan import with_baseline
+from kvbench.run.words import rewrite
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,13 +7,13 @@ import pytest
 from runs import run_json
 
 from kvbench.cli.main import main
-from kvbench.cli.rewrite import rewrite
 from kvbench.cli.runs import _fold, rows
 from kvbench.files import write_json
 from kvbench.methods import registry
 from kvbench.run import archive, config
 from kvbench.run.labels import differences, fields, label
 from kvbench.run.store import ResultStore
+from kvbench.run.words import rewrite
 
 TABLES = Path(__file__).parent.parent / "results" / "tables"
 SNAPKV = {"frozen_layers": [], "kernel": 7, "kv_size": 16, "pooling": "max", "window": 12}

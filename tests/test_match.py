@@ -8,10 +8,10 @@ from runs import SMALL, prepare, run_json
 from kvbench.audit import accounting
 from kvbench.cache.model_shape import Shape
 from kvbench.cli.main import main
-from kvbench.cli.rewrite import rewrite
 from kvbench.errors import UsageError
 from kvbench.methods.registry import parse
 from kvbench.run import config, equal_memory
+from kvbench.run.words import rewrite
 
 MISTRAL = Shape(32, 32, 8, 128)
 TABLE7 = "kv_size=128,512,1024,2048"

@@ -8,11 +8,12 @@ from families import build, prompt
 
 import kvbench
 from kvbench.cli.main import main
-from kvbench.cli.rewrite import entries, rewrite
+from kvbench.conf import conf_dir, entries
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.run import config, presets
 from kvbench.run.equal_memory import KINDS
+from kvbench.run.words import rewrite
 
 PAPERS = ("qhitter", "refreekv", "think", "uncomp", "vatp")
 CHAINS = {
@@ -40,7 +41,7 @@ def test_the_presets_are_those_of_the_five_papers():
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_every_value_stands_on_a_line_with_its_source(name):
-    text = (registry.conf_dir() / "preset" / f"{name}.yaml").read_text(encoding="utf-8")
+    text = (conf_dir() / "preset" / f"{name}.yaml").read_text(encoding="utf-8")
     body = [line for line in text.splitlines() if line and not line.startswith("#")]
     valued = [line for line in body if not re.fullmatch(r"\s*[\w.-]+:", line)]
     assert len(valued) == len(presets.settings(name)) > 0

@@ -8,7 +8,6 @@ import pytest
 from runs import SMALL, metrics_of, prepare, run_json
 
 from kvbench.cli.main import main
-from kvbench.cli.rewrite import rewrite
 from kvbench.files import parse_line
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
@@ -16,6 +15,7 @@ from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.run import config, experiment
 from kvbench.run.config import ChainConfig
 from kvbench.run.store import ResultStore
+from kvbench.run.words import rewrite
 from kvbench.tables.render import _kept, _payload, render
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from kvbench.cli.rewrite import rewrite
 from kvbench.models import load
 from kvbench.run import config, experiment
 from kvbench.run.experiment import Prepared
@@ -25,6 +24,7 @@ from kvbench.run.host import Host
 from kvbench.run.provenance import provenance
 from kvbench.run.runner import run_group
 from kvbench.run.store import ResultStore
+from kvbench.run.words import rewrite
 
 LIMITS = {"full through kvbench / bare generate": 1.10, "full and snapkv+think together / full": 1.60}
 

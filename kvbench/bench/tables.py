@@ -28,12 +28,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.bench.overhead import through_kvbench
-from kvbench.cli.rewrite import rewrite
 from kvbench.engine.memory import of_process
 from kvbench.models import load
 from kvbench.run import config, experiment
 from kvbench.run.experiment import Prepared
 from kvbench.run.host import Host
+from kvbench.run.words import rewrite
 
 METHODS = ("full", "streamingllm", "snapkv", "keynorm", "h2o", "snapkv+think")
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)

@@ -7,8 +7,9 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvbench.cli.rewrite import rewrite, split_list, top_level
+from kvbench.conf import top_level
 from kvbench.errors import UsageError, unknown
+from kvbench.run.words import rewrite, split_list
 
 if TYPE_CHECKING:
     from kvbench.cache.model_shape import Shape

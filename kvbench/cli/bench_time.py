@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.cli.bench_memory import alias
-from kvbench.cli.rewrite import rewrite, split_list, top_level
+from kvbench.conf import top_level
 from kvbench.errors import UsageError, unknown
+from kvbench.run.words import rewrite, split_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

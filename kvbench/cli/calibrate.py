@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from kvbench.cli.rewrite import rewrite
 from kvbench.errors import UsageError
+from kvbench.run.words import rewrite
 
 EXAMPLES = """examples:
   python -m kvbench calibrate method=uncomp-group

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from kvbench.cli.rewrite import Command
 from kvbench.errors import UsageError, unknown
+from kvbench.run.words import Command
 
 LAUNCHERS = {
     "basic": ("hydra", ""),

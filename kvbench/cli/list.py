@@ -8,8 +8,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from kvbench.conf import conf_dir
 from kvbench.errors import UsageError, unknown
-from kvbench.methods import registry
 from kvbench.run import presets
 
 EXAMPLES = """examples:
@@ -70,10 +70,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _yaml(group: str) -> list[dict[str, Any]]:
-    from kvbench.cli.rewrite import entry
+    from kvbench.conf import entry
 
     items = []
-    for path in sorted((registry.conf_dir() / group).glob("*.yaml")):
+    for path in sorted((conf_dir() / group).glob("*.yaml")):
         try:
             found = entry(group, path)
         except UsageError as error:

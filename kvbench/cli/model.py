@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Show or fetch; the status is 1 if a model is damaged or a download failed."""
-    from kvbench.cli.rewrite import entries
+    from kvbench.conf import entries
     from kvbench.errors import unknown
 
     names = [o for o in args.overrides if "=" not in o]

@@ -10,8 +10,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from kvbench.cli.rewrite import rewrite, split_list, top_level
+from kvbench.conf import top_level
 from kvbench.errors import UsageError
+from kvbench.run.words import rewrite, split_list
 
 EXAMPLES = """examples:
   python -m kvbench plot list

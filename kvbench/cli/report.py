@@ -56,12 +56,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _page(results: Path, model: str, count: int, overrides: list[str], chosen: bool) -> str:
-    from kvbench.cli.rewrite import rewrite
     from kvbench.papers.figures.figure import folder
     from kvbench.papers.forensics import audit
     from kvbench.papers.report import page, samples, tables
     from kvbench.papers.spec import stand_ins
     from kvbench.run import config, experiment
+    from kvbench.run.words import rewrite
 
     written = [o for o in overrides if o.partition("=")[0] not in ("results", "longbench")]
     run = rewrite([*([] if chosen else METHODS), *written, f"results={results}", f"limit={max(1, count)}"]).runs[0]

@@ -17,7 +17,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from kvbench.cli import launchers
-from kvbench.cli.rewrite import rewrite
+from kvbench.run.words import rewrite
 
 if TYPE_CHECKING:
     from kvbench.run.experiment import Prepared

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from kvbench.cli.rewrite import split_list
 from kvbench.errors import UsageError, unknown
 from kvbench.run.labels import differences, fields, label
 from kvbench.run.store import STATUSES, ResultStore
+from kvbench.run.words import split_list
 
 FILTERS = ("status", "model", "method", "dataset", "cells")
 DAMAGED = "damaged"

@@ -8,9 +8,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from kvbench.cli.rewrite import rewrite
 from kvbench.cli.run import output_arguments, print_reports
 from kvbench.errors import UsageError
+from kvbench.run.words import rewrite
 
 EXAMPLES = """examples:
   python -m kvbench show method=snapkv+think ratio=0.4

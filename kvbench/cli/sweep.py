@@ -12,12 +12,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli.rewrite import Command, quote
+from kvbench.conf import conf_dir
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.methods.registry import conf_dir
 from kvbench.run import config, experiment
 from kvbench.run.experiment import Prepared
 from kvbench.run.wandb_logger import listeners
+from kvbench.run.words import Command, quote
 
 
 def job(cfg: DictConfig) -> None:

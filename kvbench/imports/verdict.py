@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from kvbench.cli.rewrite import entries
+from kvbench.conf import entries
 from kvbench.errors import unknown
 from kvbench.imports.scoring import Scored
 from kvbench.papers.spec import published

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from kvbench.errors import KvbenchError, UsageError
 
 # the command line reads the registry for --help, which must not wait for torch
@@ -19,35 +17,6 @@ if TYPE_CHECKING:
     from kvbench.methods.base import Stage
 
 MACHINERY = ("importlib", "dataclasses.py", "abc.py")  # what Python reads and makes classes with
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; raises UsageError, with the line, where there is none."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise UsageError(f"{path}:{line} is not UTF-8: byte {error.object[error.start]:#x}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else path
-        raise UsageError(f"{place} is not YAML: {getattr(error, 'problem', None) or error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}:1 holds no mapping: write key: value")
-    return content
-
-
-def entry_of(path: Path) -> dict[str, Any]:
-    """The entry of a method: ``_target_`` and its knobs; {} for ``full``."""
-    method = path.stem
-    entry = read_yaml(path).get(method)
-    if method == "full":
-        return {}
-    if not isinstance(entry, dict) or not isinstance(entry.get("_target_"), str):
-        raise UsageError(
-            f"{path}:1 does not say what {method} is: write {method}: {{_target_: package.module.Class, knob: default}}"
-        )
-    return entry
 
 
 def load_stage(path: Path, target: str, knobs: Mapping[str, Any]) -> Stage:

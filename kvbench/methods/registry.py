@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.conf import conf_dir, entry_of
 from kvbench.errors import UsageError, unknown
-from kvbench.methods.loading import entry_of, load_stage
+from kvbench.methods.loading import load_stage
 
 # the command line reads the registry for --help, which must not wait for torch
 if TYPE_CHECKING:
@@ -21,13 +22,6 @@ BUDGET_KNOBS = ("kv_size", "kv_ratio")
 BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio", "high", "low")
 # stages written together that are one method with some knobs settled
 ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"h2o+quant": ("qhitter", {"lam": 1})}
-
-
-def conf_dir() -> Path:
-    """The folder of configurations: beside the package in a clone, inside it in an installed wheel."""
-    package = Path(__file__).resolve().parent.parent
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
 
 
 @cache

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import yaml
 
+from kvbench.conf import conf_dir
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.files import disk_error, lock, read_json, write_json
-from kvbench.methods.registry import conf_dir
 from kvbench.models import gguf
 
 ENVIRONMENT = "KVBENCH_MODELS"

@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbench.conf import conf_dir
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
@@ -195,7 +196,7 @@ class RunConfig:
 def compose_config(overrides: Sequence[str]) -> DictConfig:
     """The Hydra composition of plain overrides; its errors come as UsageError."""
     try:
-        with initialize_config_dir(config_dir=str(registry.conf_dir()), version_base="1.3"):
+        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
             return compose(config_name="config", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(plain(error)) from None
@@ -262,7 +263,7 @@ def chain_config(
 
 def _limit_names() -> set[str]:
     """The papers for which some model of conf/model states a prompt limit."""
-    from kvbench.cli.rewrite import entries
+    from kvbench.conf import entries
 
     return {name for entry in entries("model").values() for name in entry["prompt_limits"]}
 
@@ -313,7 +314,7 @@ def _axes(entry: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tup
 
 
 def _yaml_defaults(dataset: str) -> Mapping[str, Any]:
-    from kvbench.cli.rewrite import entries
+    from kvbench.conf import entries
 
     return entries("dataset").get(dataset, {})
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cli.rewrite import entries
+from kvbench.conf import entries
 from kvbench.engine import memory, precision
 from kvbench.errors import UsageError, ending
 from kvbench.models import load

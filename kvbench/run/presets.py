@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
+from kvbench.conf import conf_dir
 from kvbench.errors import UsageError, unknown
-from kvbench.methods.registry import conf_dir
 
 
 @dataclass(frozen=True)

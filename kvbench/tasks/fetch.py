@@ -38,9 +38,9 @@ from typing import Any, Protocol
 
 import yaml
 
+from kvbench.conf import conf_dir
 from kvbench.errors import KvbenchError, UsageError, unknown
 from kvbench.files import write_json
-from kvbench.methods.registry import conf_dir
 
 LOCK = "kvbench-data.lock.json"
 FILE_KEYS = ("from", "url", "to", "also", "member", "each", "column", "sha256")

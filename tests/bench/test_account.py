@@ -12,7 +12,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.bench import account, layers
 from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.cli.main import main
-from kvbench.cli.rewrite import entries
+from kvbench.conf import entries
 from kvbench.methods.registry import parse
 
 SHAPE = Shape(layers=4, query_heads=4, kv_heads=2, head_dim=32)

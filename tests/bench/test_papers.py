@@ -9,11 +9,11 @@ import pytest
 
 from kvbench.bench import architecture, records, workload
 from kvbench.cli.main import main
-from kvbench.cli.rewrite import rewrite, split_list
 from kvbench.errors import UsageError
 from kvbench.papers.spec import published
 from kvbench.papers.timed import bench_spec, row_matching
 from kvbench.run import config
+from kvbench.run.words import rewrite, split_list
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_tables.sh"

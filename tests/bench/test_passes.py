@@ -10,7 +10,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvbench.bench import architecture, generators, passes, roofline
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.bench.workload import Workload, parse, prompts
-from kvbench.cli.rewrite import rewrite
 from kvbench.engine.decode import generate_rows
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, step
@@ -18,6 +17,7 @@ from kvbench.engine.stopping import Ending
 from kvbench.errors import UsageError
 from kvbench.models.interface import attached
 from kvbench.run import config
+from kvbench.run.words import rewrite
 
 CPU = torch.device("cpu")
 SIZES = {  # parameters as their makers publish them

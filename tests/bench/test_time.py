@@ -11,11 +11,11 @@ from kvbench.bench import architecture, environment, passes, peak, records, time
 from kvbench.bench.workload import Workload
 from kvbench.cli.bench_time import OWN
 from kvbench.cli.main import main
-from kvbench.cli.rewrite import rewrite
 from kvbench.errors import KvbenchError
 from kvbench.methods.chain import Chain
 from kvbench.run import config
 from kvbench.run.config import ChainConfig
+from kvbench.run.words import rewrite
 
 SMALL = ["bench", "time", "method=full,snapkv,kivi", "kv_size=48", "workloads=96+9x3", "repeats=2", "warmup=1"]
 SMALL += ["peers=dynamic,deepspeed"]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvbench.cli.rewrite import Command, quote, rewrite, split_list
 from kvbench.errors import UsageError
 from kvbench.run import config
+from kvbench.run.words import Command, quote, rewrite, split_list
 
 SIZE = ("method.snapkv.kv_size=64", "method.snapkv.kv_ratio=null")
 VATP = (

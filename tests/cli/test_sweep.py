@@ -12,9 +12,9 @@ from runs import metrics_of, prepare
 
 from kvbench.cli import launchers, sweep
 from kvbench.cli.main import main
-from kvbench.cli.rewrite import rewrite
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.run import experiment
+from kvbench.run.words import rewrite
 
 ARGUMENTS = ["dataset=tiny/needle,tiny/code", "length=256", "examples=12", "method=snapkv,snapkv+think"]
 INSTALLED = {name: launchers.installed(module) for name, (module, _) in launchers.LAUNCHERS.items()}

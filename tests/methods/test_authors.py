@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
+from kvbench import conf as configs
 from kvbench.bench import account
-from kvbench.cli import rewrite
 from kvbench.cli.main import main
+from kvbench.conf import conf_dir
 from kvbench.methods import registry
 
 CODE = """from dataclasses import dataclass
@@ -46,15 +47,16 @@ SLIPS = {
     "broken": (CODE, YAML + "  wide: [1\n", "mine.yaml:6", "is not YAML"),
     "not UTF-8": (CODE, YAML.encode() + b"  # \xe9\n", "mine.yaml:5", "is not UTF-8: byte 0xe9"),
 }
-CACHES = registry.available, registry.defaults, rewrite.entries
+CACHES = registry.available, registry.defaults, configs.entries
 
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
     """Writes a method's two files where kvbench finds them."""
-    conf = shutil.copytree(registry.conf_dir(), tmp_path / "conf")
+    conf = shutil.copytree(conf_dir(), tmp_path / "conf")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(registry, "conf_dir", lambda: conf)
+    for module in (registry, configs):
+        monkeypatch.setattr(module, "conf_dir", lambda: conf)
 
     def write(code, yaml):
         (tmp_path / "mine_method.py").write_text(code)

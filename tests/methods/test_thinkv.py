@@ -8,12 +8,12 @@ import torch
 from storage_reference import value_scores
 
 from kvbench.cache.segment import storage_bytes
-from kvbench.cli.rewrite import rewrite
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.think import Think
 from kvbench.methods.thinkv import ThinkV
 from kvbench.run import config
+from kvbench.run.words import rewrite
 
 N, D = 24, 8
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvbench.cli.main import main
-from kvbench.cli.rewrite import rewrite
 from kvbench.files import line_of
 from kvbench.metrics import stats
 from kvbench.papers.measured import coverage, grid, our_table, page, trace
@@ -20,6 +19,7 @@ from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import Column
 from kvbench.run import presets
 from kvbench.run.config import compose_config, parse
+from kvbench.run.words import rewrite
 
 MEASURED = [t.id for t in table_spec.find("all") if t.measurable]
 SMALL = ["limit=2", "length=256", "dataset.tiny.examples=2"]

@@ -1,6 +1,6 @@
 import pytest
 
-from kvbench.cli.rewrite import entries
+from kvbench.conf import entries
 from kvbench.errors import UsageError
 from kvbench.tasks.base import load_tasks
 from kvbench.tasks.knobs import drawn, one_of, whole

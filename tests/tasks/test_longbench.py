@@ -6,11 +6,12 @@ import pytest
 from data import data_path
 
 from kvbench.cli.main import main
-from kvbench.cli.rewrite import entries, rewrite
+from kvbench.conf import entries
 from kvbench.errors import UsageError
 from kvbench.metrics import METRICS
 from kvbench.run.config import compose_config, parse
 from kvbench.run.plan import build_groups
+from kvbench.run.words import rewrite
 from kvbench.tasks import longbench
 from kvbench.tasks.base import load_tasks
 

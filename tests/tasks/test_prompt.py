@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.cache.segment import Example
-from kvbench.cli.rewrite import entries, rewrite
+from kvbench.conf import entries
 from kvbench.errors import UsageError
 from kvbench.run import config
+from kvbench.run.words import rewrite
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy, check, encode
 

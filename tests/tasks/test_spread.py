@@ -7,7 +7,7 @@ from data import data_path
 
 from kvbench.cache.segment import Example
 from kvbench.cli.main import main
-from kvbench.cli.rewrite import entries
+from kvbench.conf import entries
 from kvbench.tasks.base import Task, load_tasks
 from kvbench.tasks.spread import left_out, spread
 

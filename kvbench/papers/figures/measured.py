@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from kvbench.cli.rewrite import entries, rewrite, split_list
+from kvbench.conf import entries
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
@@ -25,6 +25,7 @@ from kvbench.run import config, experiment, presets, summary
 from kvbench.run.config import ChainConfig
 from kvbench.run.experiment import Prepared
 from kvbench.run.plan import Cell, Group
+from kvbench.run.words import rewrite, split_list
 
 MEAN = "mean"
 FULL = "full"

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure as Canvas
 
 from kvbench.audit.accounting import declared
 from kvbench.cache.model_shape import from_entry
-from kvbench.cli.rewrite import entries
+from kvbench.conf import entries
 from kvbench.methods import registry
 from kvbench.papers.figures import curves
 from kvbench.papers.figures.measured import COLUMNS, FULL, Measured, Point, ResultFigure, Sweep

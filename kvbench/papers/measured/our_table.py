@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import yaml
 
-from kvbench.cli.rewrite import entries
+from kvbench.conf import entries
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain

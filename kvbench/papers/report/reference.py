@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.cli.rewrite import entries
+from kvbench.conf import entries
 from kvbench.methods import registry
 from kvbench.papers.forensics.exact import everything
 from kvbench.papers.forensics.finding import place

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvbench.cli.rewrite import entries, rewrite
+from kvbench.conf import entries
 from kvbench.errors import UsageError, unknown
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.papers.spec.table_spec import Declared, Row
 from kvbench.run import config
 from kvbench.run.config import DatasetConfig, RunConfig
 from kvbench.run.plan import Group
+from kvbench.run.words import rewrite
 from kvbench.tasks.base import Tokenizer, load_tasks
 from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.needle import PHRASINGS

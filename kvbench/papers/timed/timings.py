@@ -118,8 +118,8 @@ def _with_tokens(bench: bench_spec.Declared, cell: Cell, rows: Sequence[Row]) ->
 @cache
 def _shape(model: str) -> Shape:
     from kvbench.cli.bench_memory import shape_of
-    from kvbench.cli.rewrite import rewrite
     from kvbench.run import config
+    from kvbench.run.words import rewrite
 
     return shape_of(config.parse(config.compose_config(rewrite([f"model={model}"]).runs[0])))
 

@@ -14,23 +14,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from kvbench.conf import LISTED, entries, top_level
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
-from kvbench.methods.loading import entry_of, read_yaml
 from kvbench.run import presets
 
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
 """The config groups that a command line chooses from, each with an example."""
-LISTED = {"model": "hf", "prompt": "plain", "logger": "wandb"}
-"""The groups that hold one entry's keys themselves, with the entry that has them all."""
 MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape", "architecture", "fetch")
-HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
 PLAIN = re.compile(r"[\w./+%@:-]+")
 
 
@@ -115,26 +108,6 @@ def split_list(value: str) -> list[str]:
             parts.append(value[start:i].strip())
             start = i + 1
     return [*parts, value[start:].strip()]
-
-
-@cache
-def top_level() -> dict[str, Any]:
-    """The keys of conf/config.yaml with their defaults."""
-    text = (registry.conf_dir() / "config.yaml").read_text(encoding="utf-8")
-    return {k: v for k, v in yaml.safe_load(text).items() if k not in HIDDEN}
-
-
-@cache
-def entries(group: str) -> dict[str, dict[str, Any]]:
-    """The YAML files of one config group by id (dataset entries without their outer key)."""
-    return {path.stem: entry(group, path) for path in sorted((registry.conf_dir() / group).glob("*.yaml"))}
-
-
-def entry(group: str, path: Path) -> dict[str, Any]:
-    """One YAML file of a config group; raises UsageError where it is none."""
-    content = entry_of(path) if group == "method" else read_yaml(path)
-    inner = content if group in (*LISTED, "method") else content.get(path.stem) or {}
-    return {k: v for k, v in inner.items() if k not in ("default_limit", "hub")}
 
 
 def _split(argument: str) -> tuple[str, str]:

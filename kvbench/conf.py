@@ -1,0 +1,71 @@
+"""Where ``conf/`` lies, and the YAML entries of its groups."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbench.errors import UsageError
+
+LISTED = {"model": "hf", "prompt": "plain", "logger": "wandb"}
+"""The groups that hold one entry's keys themselves, with the entry that has them all."""
+HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
+
+
+def conf_dir() -> Path:
+    """The folder of configurations: beside the package in a clone, inside it in an installed wheel."""
+    package = Path(__file__).resolve().parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; raises UsageError, with the line, where there is none."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UsageError(f"{path}:{line} is not UTF-8: byte {error.object[error.start]:#x}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise UsageError(f"{place} is not YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}:1 holds no mapping: write key: value")
+    return content
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """The entry of a method: ``_target_`` and its knobs; {} for ``full``."""
+    method = path.stem
+    entry = read_yaml(path).get(method)
+    if method == "full":
+        return {}
+    if not isinstance(entry, dict) or not isinstance(entry.get("_target_"), str):
+        raise UsageError(
+            f"{path}:1 does not say what {method} is: write {method}: {{_target_: package.module.Class, knob: default}}"
+        )
+    return entry
+
+
+@cache
+def top_level() -> dict[str, Any]:
+    """The keys of conf/config.yaml with their defaults."""
+    text = (conf_dir() / "config.yaml").read_text(encoding="utf-8")
+    return {k: v for k, v in yaml.safe_load(text).items() if k not in HIDDEN}
+
+
+@cache
+def entries(group: str) -> dict[str, dict[str, Any]]:
+    """The YAML files of one config group by id (dataset entries without their outer key)."""
+    return {path.stem: entry(group, path) for path in sorted((conf_dir() / group).glob("*.yaml"))}
+
+
+def entry(group: str, path: Path) -> dict[str, Any]:
+    """One YAML file of a config group; raises UsageError where it is none."""
+    content = entry_of(path) if group == "method" else read_yaml(path)
+    inner = content if group in (*LISTED, "method") else content.get(path.stem) or {}
+    return {k: v for k, v in inner.items() if k not in ("default_limit", "hub")}
