@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from kvbench.bench.decode import FORMATS, layer
 from kvbench.bench.roofline import copy_bandwidth
 from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.row_bytes import stored_bytes
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.storage import kernels
@@ -91,7 +92,7 @@ def measure(name: str, shape: Shape, repeats: int, device: torch.device, timer: 
     for state in ("on", "off"):
         with switched(state):
             batches[state] = RowLayer([held] * b, room, coders=[chain.coder] * b)
-    moved = sum(batches["on"].stored())
+    moved = sum(stored_bytes(batches["on"]))
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
         return torch.randn(b, heads, tokens, shape.head_dim, dtype=shape.dtype, device=device)

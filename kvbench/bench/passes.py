@@ -23,6 +23,7 @@ from kvbench.engine.cuda_graph import Graph
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.row_bytes import stored_bytes
 from kvbench.engine.step import build, step
 from kvbench.methods.chain import Chain
 from kvbench.models.interface import NAME, attached
@@ -142,7 +143,7 @@ class _Decoding:
 
     def count(self) -> None:
         """Take down the payload bytes that a step reads now."""
-        self.reads.append(sum(sum(layer.stored()) for layer in self.batch))
+        self.reads.append(sum(sum(stored_bytes(layer)) for layer in self.batch))
 
     def advance(self, steps: int) -> None:
         """Run so many steps."""

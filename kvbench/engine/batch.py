@@ -19,12 +19,12 @@ from kvbench.audit.decode_audit import Stored
 from kvbench.cache.segment import Cache
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.patches import adapted
+from kvbench.engine.row_bytes import allocated
 from kvbench.engine.step import build, step, stored_in
 from kvbench.engine.stopping import Ending, sample, without
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
 from kvbench.models.interface import KvbenchLayer, attached
-from kvbench.storage.row_bytes import allocated
 
 FINISHED_SHARE = 0.25
 MOST_COHORTS = 4

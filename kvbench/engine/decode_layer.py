@@ -17,7 +17,6 @@ from kvbench.storage.attend import Masker, Ragged, RowSegment, attend, flat, for
 from kvbench.storage.evicting_rows import Evictor, Rotary, SlotRows
 from kvbench.storage.latent_rows import LatentRows, Lift
 from kvbench.storage.packed_rows import CodedRows, Coder
-from kvbench.storage.row_bytes import stored_bytes
 
 PADDING_LIMIT = 1.25
 
@@ -181,10 +180,6 @@ class RowLayer(KvbenchLayer):
     def held(self) -> Tensor:
         """The most tokens that any head of each row has held so far [B]."""
         return self.most + self.used * self.grows
-
-    def stored(self) -> list[int]:
-        """Payload bytes behind the tokens of each row."""
-        return stored_bytes(self)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with ``rows`` (ascending) only."""

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache as HFCache
 from kvbench.audit.decode_audit import Stored
 from kvbench.cache.segment import Cache
 from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.row_bytes import stored_bytes
 from kvbench.errors import UsageError
 from kvbench.models.interface import KvbenchLayer, sliding_window
 from kvbench.models.lowrank import lifts
@@ -50,7 +51,7 @@ def build(
 
 def stored_in(batch: Sequence[RowLayer]) -> list[Stored]:
     """What the storage of each row of a batch holds now."""
-    columns = zip(*(layer.stored() for layer in batch), strict=True)
+    columns = zip(*(stored_bytes(layer) for layer in batch), strict=True)
     return [Stored(batch[0].used, column) for column in columns]
 
 

@@ -15,6 +15,7 @@ from kvbench.engine.decode import Ending, extend_cache, generate_rows
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.patches import adapted
+from kvbench.engine.row_bytes import allocated, stored_bytes
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.methods.cake import Cake
@@ -22,7 +23,6 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.models.interface import attached
 from kvbench.storage import evicting_store, packed_rows
-from kvbench.storage.row_bytes import allocated
 
 RAGGED = {"method": "refreekv", "mode": "eq1", "reduce": "per_head", "T": 0.2}
 METHODS = [
@@ -215,7 +215,7 @@ def test_storage_that_costs_more_than_declared_is_refused(method, monkeypatch):
 
     monkeypatch.setattr(RowLayer, "__init__", wider)
     batch = build_batch(model, [cache], 5)
-    stored = Stored(0, [layer.stored()[0] for layer in batch])
+    stored = Stored(0, [stored_bytes(layer)[0] for layer in batch])
     with pytest.raises(Refused, match=r"layer 0 holds \d+ payload bytes after 0 new tokens, the formula says \d+"):
         check_bytes(cache, stored, *heads_of(model), model.dtype)
 
@@ -241,7 +241,7 @@ def test_a_batch_allocates_what_it_stores_and_never_the_models_weights(method):
     with torch.no_grad(), adapted(model, rows[0].chain):
         batch = build_batch(model, rows, 5)
         feed(model, batch, rows)
-        payload = sum(sum(layer.stored()) for layer in batch)
+        payload = sum(sum(stored_bytes(layer)) for layer in batch)
     assert payload <= allocated(batch) < 4 * payload
 
 

@@ -7,20 +7,18 @@ slots and room for tokens to come belong to the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from kvbench.cache.partly_packed import Values, parts
 from kvbench.cache.segment import storage_bytes
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.storage.attend import Ragged, RowSegment
 from kvbench.storage.evicting_rows import SlotRows
 from kvbench.storage.evicting_store import OneFormat, Thin
 from kvbench.storage.latent_rows import LatentRows
 from kvbench.storage.packed_rows import CodedRows, Store
-
-if TYPE_CHECKING:
-    from kvbench.engine.decode_layer import RowLayer
 
 
 def stored_bytes(layer: RowLayer) -> list[int]:
