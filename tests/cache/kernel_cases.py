@@ -12,6 +12,7 @@ from kvbench.cache.partly_packed import Codes, Residual
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.engine.cuda_graph import StillLayer
 from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.row_bytes import stored_bytes
 from kvbench.storage import kernels
 from kvbench.storage.attend import Ragged, RowSegment, attend, flat, stack
 from kvbench.storage.kernels import SWITCH, exact, softmax
@@ -182,7 +183,7 @@ def test_decode_batches_of_ragged_rows(both, counted, stored):
             found.append(batch.attend(random(rows, 4, 1, d, seed=40 + step), 0.4, None))
             if step == 0:
                 batch.keep(torch.tensor([0, 2]))
-        sizes.append(batch.stored())
+        sizes.append(stored_bytes(batch))
         return torch.cat(found)
 
     close(*both(run))

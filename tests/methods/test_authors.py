@@ -8,6 +8,7 @@ import pytest
 
 from kvbench import conf as configs
 from kvbench.bench import account
+from kvbench.cli import list as listing
 from kvbench.cli.main import main
 from kvbench.conf import conf_dir
 from kvbench.methods import registry
@@ -55,7 +56,7 @@ def written(tmp_path, monkeypatch):
     """Writes a method's two files where kvbench finds them."""
     conf = shutil.copytree(conf_dir(), tmp_path / "conf")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for module in (registry, configs):
+    for module in (registry, configs, listing):
         monkeypatch.setattr(module, "conf_dir", lambda: conf)
 
     def write(code, yaml):
