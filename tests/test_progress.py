@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from kvbench.run import progress
+from kvbench import progress
+from kvbench.run import display as displays
 
 
 class Clock:
@@ -17,10 +18,10 @@ class Clock:
 
 def shown(monkeypatch, terminal):
     clock = Clock()
-    monkeypatch.setattr(progress.time, "monotonic", clock.monotonic)
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(displays.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(displays.sys.stderr, "isatty", lambda: terminal, raising=False)
     todo = [{"task": t, "answers_to_do": n} for t, n in (("needle", 4), ("code", 2), ("done", 0))]
-    display = progress.Display()
+    display = displays.Display()
     display.begin(SimpleNamespace(todo=lambda: todo, advice=list))
     return display, clock
 
@@ -89,6 +90,6 @@ def test_a_terminal_has_one_line_per_group_that_has_something_to_do(monkeypatch)
 
 
 def test_slow_answers_are_counted_in_seconds():
-    count = progress.Count(total=9, done=2, kept=1.0, start=100.0)
+    count = displays.Count(total=9, done=2, kept=1.0, start=100.0)
     assert count.text(142.0) == "21 s per answer, kept 50 %"
     assert count.text(110.0) == "0.2 answers/s, kept 50 %"

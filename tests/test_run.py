@@ -233,7 +233,7 @@ def test_damaged_cell_record_names_the_file(tmp_path, capsys):
 
 
 def test_progress_prints_plain_lines_off_a_terminal(capsys, monkeypatch):
-    from kvbench.run import progress
+    from kvbench import progress
 
     monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
     with progress.progress({"a": 2}) as tick:

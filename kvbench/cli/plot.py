@@ -148,8 +148,8 @@ def _of_activations(
     from kvbench.papers.figures import source
     from kvbench.papers.figures.figure import folder
     from kvbench.papers.figures.reading import Reading
+    from kvbench.progress import progress
     from kvbench.run import config
-    from kvbench.run.progress import progress
 
     cfg = config.parse(config.compose_config(run))
     origin = source.locate(cfg, "dataset" in keys, own.get("text"), own.get("samples"), own.get("tokens"))

@@ -17,10 +17,10 @@ from kvbench.errors import UsageError, ending
 from kvbench.models import load
 from kvbench.run import presets
 from kvbench.run.config import RunConfig
+from kvbench.run.display import Display
 from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners, Status
 from kvbench.run.plan import Cell, Group
-from kvbench.run.progress import Display
 from kvbench.run.provenance import local_changes, provenance
 from kvbench.run.run_plan import Prepared as Prepared
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads

@@ -21,7 +21,7 @@ from kvbench.engine.calibration.weights import check_weights, weights_of
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Request
-from kvbench.run.progress import progress
+from kvbench.progress import progress
 
 DEFAULT_FOLDER = "calibration"  # below the results folder
 MIB = 2**20

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TaskID,
-    TextColumn,
-    TimeElapsedColumn,
 )
-from rich.text import Text
 
+from kvbench.progress import PLAIN_EVERY_S, bars_of, say
 from kvbench.run.plan import Cell
 
 if TYPE_CHECKING:
     from kvbench.run.experiment import Prepared
-
-PLAIN_EVERY_S = 15.0
-Tick = Callable[[str, int], None]
 
 
 @dataclass
@@ -68,9 +56,9 @@ class Display:
         todo = prepared.todo()
         self.counts = {t["task"]: Count(t["answers_to_do"]) for t in todo if t["answers_to_do"]}
         for note in prepared.advice() if self.counts else ():
-            _say(note)
+            say(note)
         if self.counts and sys.stderr.isatty():
-            self.bars = _bars("{task.fields[rate]}")
+            self.bars = bars_of("{task.fields[rate]}")
             for name, count in self.counts.items():
                 count.line = self.bars.add_task(name, total=count.total, start=False, rate="")
             self.bars.start()
@@ -115,65 +103,4 @@ class Display:
         left = (now - (count.start or now)) / count.done * (count.total - count.done)
         count.said = count.done
         rest = "" if ended else f", about {left:.0f} s left"
-        _say(f"{name}: {count.done} of {count.total} answers, {count.text(now)}{rest}")
-
-
-@contextmanager
-def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answers") -> Iterator[Tick]:
-    """A function to call with (name, number done); ``totals`` are those still to do by name.
-
-    ``unit`` is what is counted, for the plain lines.
-    """
-    if quiet or not sum(totals.values()):
-        yield lambda name, n: None
-    elif sys.stderr.isatty():
-        with _bars("") as bars:
-            tasks = {m: bars.add_task(m, total=n) for m, n in totals.items() if n}
-            yield lambda name, n: bars.advance(tasks[name], n)
-    else:
-        yield _Plain(sum(totals.values()), unit).tick
-
-
-class Left(ProgressColumn):
-    """Time left at the mean rate so far: rich's own estimate takes the burst in which a batch ends for the rate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: dict[TaskID, tuple[float, float]] = {}  # done, and when it came to that
-
-    def render(self, task: Task) -> Text:
-        if not task.completed or task.total is None or task.elapsed is None:
-            return Text("-:--:--", style="progress.remaining")
-        if self._last.get(task.id, (0.0, 0.0))[0] != task.completed:
-            self._last[task.id] = task.completed, task.elapsed
-        done, at = self._last[task.id]
-        left = max(0.0, at / done * (task.total - done) - (task.elapsed - at))
-        return Text(str(timedelta(seconds=round(left))), style="progress.remaining")
-
-
-def _bars(more: str) -> Progress:
-    bar = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(more)]
-    times = [TimeElapsedColumn(), TextColumn("ETA"), Left()]
-    return Progress(*bar, *times, console=Console(stderr=True), transient=True)
-
-
-def _say(text: str) -> None:
-    print(f"kvbench: {text}", file=sys.stderr, flush=True)
-
-
-class _Plain:
-    """One line every PLAIN_EVERY_S seconds, and one at the end."""
-
-    def __init__(self, total: int, unit: str) -> None:
-        self.total, self.done, self.unit = total, 0, unit
-        self.start = self.last = time.monotonic()
-
-    def tick(self, name: str, n: int) -> None:
-        self.done += n
-        now = time.monotonic()
-        if now - self.last < PLAIN_EVERY_S and self.done < self.total:
-            return
-        self.last = now
-        elapsed = now - self.start
-        left = elapsed / self.done * (self.total - self.done)
-        _say(f"{self.done} of {self.total} {self.unit}, {elapsed:.0f} s, about {left:.0f} s left")
+        say(f"{name}: {count.done} of {count.total} answers, {count.text(now)}{rest}")

@@ -1,0 +1,88 @@
+"""Progress of any long work on stderr: bars with an ETA on a terminal, else a plain line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+PLAIN_EVERY_S = 15.0
+Tick = Callable[[str, int], None]
+
+
+@contextmanager
+def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answers") -> Iterator[Tick]:
+    """A function to call with (name, number done); ``totals`` are those still to do by name.
+
+    ``unit`` is what is counted, for the plain lines.
+    """
+    if quiet or not sum(totals.values()):
+        yield lambda name, n: None
+    elif sys.stderr.isatty():
+        with bars_of("") as bars:
+            tasks = {m: bars.add_task(m, total=n) for m, n in totals.items() if n}
+            yield lambda name, n: bars.advance(tasks[name], n)
+    else:
+        yield _Plain(sum(totals.values()), unit).tick
+
+
+class Left(ProgressColumn):
+    """Time left at the mean rate so far: rich's own estimate takes the burst in which a batch ends for the rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[TaskID, tuple[float, float]] = {}  # done, and when it came to that
+
+    def render(self, task: Task) -> Text:
+        if not task.completed or task.total is None or task.elapsed is None:
+            return Text("-:--:--", style="progress.remaining")
+        if self._last.get(task.id, (0.0, 0.0))[0] != task.completed:
+            self._last[task.id] = task.completed, task.elapsed
+        done, at = self._last[task.id]
+        left = max(0.0, at / done * (task.total - done) - (task.elapsed - at))
+        return Text(str(timedelta(seconds=round(left))), style="progress.remaining")
+
+
+def bars_of(more: str) -> Progress:
+    """Bars with a column ``more``, for a terminal."""
+    bar = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(more)]
+    times = [TimeElapsedColumn(), TextColumn("ETA"), Left()]
+    return Progress(*bar, *times, console=Console(stderr=True), transient=True)
+
+
+def say(text: str) -> None:
+    """Print a line of kvbench's to stderr."""
+    print(f"kvbench: {text}", file=sys.stderr, flush=True)
+
+
+class _Plain:
+    """One line every PLAIN_EVERY_S seconds, and one at the end."""
+
+    def __init__(self, total: int, unit: str) -> None:
+        self.total, self.done, self.unit = total, 0, unit
+        self.start = self.last = time.monotonic()
+
+    def tick(self, name: str, n: int) -> None:
+        self.done += n
+        now = time.monotonic()
+        if now - self.last < PLAIN_EVERY_S and self.done < self.total:
+            return
+        self.last = now
+        elapsed = now - self.start
+        left = elapsed / self.done * (self.total - self.done)
+        say(f"{self.done} of {self.total} {self.unit}, {elapsed:.0f} s, about {left:.0f} s left")
