@@ -1,7 +1,8 @@
-"""Where ``conf/`` lies, and the YAML entries of its groups."""
+"""Where ``conf/`` lies, the YAML entries of its groups, and what the records of a configuration are made with."""
 
 from __future__ import annotations
 
+from dataclasses import field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,24 @@ def entry(group: str, path: Path) -> dict[str, Any]:
     content = entry_of(path) if group == "method" else read_yaml(path)
     inner = content if group in (*LISTED, "method") else content.get(path.stem) or {}
     return {k: v for k, v in inner.items() if k not in ("default_limit", "hub")}
+
+
+def identity(**kwargs: Any) -> Any:
+    """A field that decides what is measured."""
+    return field(metadata={"role": "identity"}, **kwargs)
+
+
+def runtime(**kwargs: Any) -> Any:
+    """A field that only decides how it is measured."""
+    return field(metadata={"role": "runtime"}, **kwargs)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check(key: str, value: Any, ok: bool, allowed: str) -> None:
+    """Raise UsageError naming the key, its value and what is allowed, unless ``ok``."""
+    if not ok:
+        raise UsageError(f"{key}={value!r} is not possible: {allowed} (see conf/config.yaml)")

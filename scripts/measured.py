@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from kvbench.describe import page
+from kvbench.models.config import ModelConfig
 from kvbench.models.load import load_tokenizer, locate
-from kvbench.run.config import ModelConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "what-is-measured.md"
 

@@ -130,8 +130,8 @@ def test_the_page_of_what_is_measured_is_what_the_code_does():
     from data import data_path
 
     from kvbench.describe import page
+    from kvbench.models.config import ModelConfig
     from kvbench.models.load import load_tokenizer, locate
-    from kvbench.run.config import ModelConfig
 
     root = data_path("gsm8k_test.jsonl").parent
     cfg = ModelConfig(name="tiny", path="embedded:tiny")

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from kvbench.cache.model_shape import from_entry
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.models import load
+from kvbench.models.config import ModelConfig
 from kvbench.models.interface import FAMILIES
-from kvbench.run.config import ModelConfig
 
 LEARNED_POSITIONS = ("opt",)
 

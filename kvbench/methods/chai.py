@@ -13,8 +13,8 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Needs, Observation
+from kvbench.conf import is_whole
 from kvbench.errors import UsageError
-from kvbench.methods.knobs import is_whole
 from kvbench.methods.prefill_changing import HeadSharer
 from kvbench.methods.recipe import Recipe
 

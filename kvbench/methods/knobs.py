@@ -6,17 +6,13 @@ import math
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar
 
+from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 
 
 def is_knob(f: Field[Any]) -> bool:
     """Whether a field of a stage is a knob: what a user may set."""
     return bool(f.metadata.get("knob", True))
-
-
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def are_layers(value: Any) -> bool:

@@ -11,9 +11,9 @@ import torch
 
 from kvbench.cache.exact_attention import causal_softmax
 from kvbench.cache.segment import Needs, Observation
+from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.methods.base import top_indices
-from kvbench.methods.knobs import is_whole
 from kvbench.methods.prefill_changing import HiddenPruner
 from kvbench.methods.recipe import Recipe
 from kvbench.methods.uncomp import measure_uncomp, uncomp_recipe

@@ -26,8 +26,8 @@ from transformers.utils import logging as hf_logging
 
 from kvbench.errors import KvbenchError, UsageError, unknown
 from kvbench.models import fetch, weights
+from kvbench.models.config import ModelConfig
 from kvbench.models.interface import FAMILIES
-from kvbench.run.config import ModelConfig
 
 IDENTITY_FILES = (
     "chat_template.jinja",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -12,71 +12,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.conf import conf_dir
+from kvbench.conf import check, conf_dir, identity, is_whole, runtime
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
+from kvbench.models.config import ModelConfig
 from kvbench.run import presets
 from kvbench.tasks.prompt import TEMPLATES, PromptPolicy
 
 MAX_THREADS = 1024
 """More than any processor has; a million would take the machine down before PyTorch says no."""
 BUDGETS = ("kv_size", "kv_ratio", "ratio", "value_ratio")
-
-
-def identity(**kwargs: Any) -> Any:
-    """A field that decides what is measured."""
-    return field(metadata={"role": "identity"}, **kwargs)
-
-
-def runtime(**kwargs: Any) -> Any:
-    """A field that only decides how it is measured."""
-    return field(metadata={"role": "runtime"}, **kwargs)
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Which model, in which precision, from where."""
-
-    name: str = identity()
-    path: str = identity()
-    revision: str | None = identity(default=None)
-    dtype: str = identity(default="auto")
-    weights: str = identity(default="trained")
-    attention: str = identity(default="sdpa")
-    context: int | None = identity(default=None)
-    prompt_limits: Mapping[str, int] = identity(default_factory=dict)
-    prompt_templates: Mapping[str, str] = identity(default_factory=dict)
-    chat_template: str | None = identity(default=None)
-    stop: tuple[str, ...] = identity(default=())
-    rope_scaling: Mapping[str, Any] | None = identity(default=None)
-    device_map: Any = runtime(default=None)
-    download: bool = runtime(default=False)
-    verified: bool = runtime(default=False)
-    shape: Mapping[str, int] | None = runtime(default=None)
-    architecture: Mapping[str, Any] | None = runtime(default=None)
-    fetch: Mapping[str, Any] | None = runtime(default=None)
-
-    def __post_init__(self) -> None:
-        allowed = ("auto", "float32", "bfloat16", "float16")
-        if self.dtype not in allowed:
-            raise unknown("value of model.dtype", self.dtype, allowed)
-        if self.weights not in ("trained", "random"):
-            raise unknown("value of model.weights", self.weights, ("trained", "random"))
-        if self.attention not in ("sdpa", "eager"):
-            raise unknown("value of model.attention", self.attention, ("sdpa", "eager"))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        scaling = self.rope_scaling
-        mapping = scaling is None or (isinstance(scaling, Mapping) and "rope_type" in scaling)
-        _check(
-            "model.rope_scaling",
-            scaling,
-            mapping,
-            "null or a mapping with rope_type, as {rope_type: linear, factor: 4}",
-        )
-        context = self.context
-        _check("model.context", context, context is None or (_whole(context) and context >= 1), "a whole number")
-        _check("model.download", self.download, isinstance(self.download, bool), "true or false")
 
 
 @dataclass(frozen=True)
@@ -113,9 +59,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         number = isinstance(self.temperature, (int, float)) and self.temperature >= 0
-        _check("temperature", self.temperature, number, "0 (greedy) or more")
-        _check("top_p", self.top_p, isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1, "above 0, at most 1")
-        _check("sample_seed", self.sample_seed, _whole(self.sample_seed), "a whole number")
+        check("temperature", self.temperature, number, "0 (greedy) or more")
+        check("top_p", self.top_p, isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1, "above 0, at most 1")
+        check("sample_seed", self.sample_seed, is_whole(self.sample_seed), "a whole number")
 
     def identity(self) -> dict[str, Any]:
         """What of it decides the numbers."""
@@ -137,12 +83,12 @@ class LoggerConfig:
 
     def __post_init__(self) -> None:
         modes = ("online", "offline", "disabled")
-        _check("logger.mode", self.mode, self.mode in modes, ", ".join(modes))
+        check("logger.mode", self.mode, self.mode in modes, ", ".join(modes))
         if self.mode != "disabled" and self.name != "wandb":
             raise UsageError(f"logger.mode={self.mode} needs a logger: add logger=wandb")
         text = isinstance(self.project, str) and bool(self.project)
-        _check("logger.project", self.project, text, "a name")
-        _check("logger.samples", self.samples, _whole(self.samples) and self.samples >= 0, "a whole number, 0 or more")
+        check("logger.project", self.project, text, "a name")
+        check("logger.samples", self.samples, is_whole(self.samples) and self.samples >= 0, "a whole number, 0 or more")
 
 
 @dataclass(frozen=True)
@@ -175,22 +121,22 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name in ("baseline", "mix"):
-            _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
+            check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         for name in ("max_length", "limit", "batch_rows", "threads"):
             value = getattr(self, name)
-            _check(name, value, value is None or (_whole(value) and value >= 1), "a whole number, 1 or more")
+            check(name, value, value is None or (is_whole(value) and value >= 1), "a whole number, 1 or more")
         enough = self.threads is None or self.threads <= MAX_THREADS
-        _check("threads", self.threads, enough, f"auto, or 1 to {MAX_THREADS}")
+        check("threads", self.threads, enough, f"auto, or 1 to {MAX_THREADS}")
         number = isinstance(self.memory, (int, float)) and not isinstance(self.memory, bool) and self.memory > 0
-        _check("memory", self.memory, self.memory is None or number, "auto, or GiB that caches may take, above 0")
-        _check("shards", self.shards, _whole(self.shards) and self.shards >= 1, "a whole number, 1 or more")
-        whole = _whole(self.shard) and 0 <= self.shard < self.shards
-        _check("shard", self.shard, whole, f"0 to {self.shards - 1}, since shards={self.shards}")
-        _check("results", self.results, bool(self.results), "a folder")
-        _check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
+        check("memory", self.memory, self.memory is None or number, "auto, or GiB that caches may take, above 0")
+        check("shards", self.shards, is_whole(self.shards) and self.shards >= 1, "a whole number, 1 or more")
+        whole = is_whole(self.shard) and 0 <= self.shard < self.shards
+        check("shard", self.shard, whole, f"0 to {self.shards - 1}, since shards={self.shards}")
+        check("results", self.results, bool(self.results), "a folder")
+        check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
         for name in ("calibration", "calibration_text"):
             value = getattr(self, name)
-            _check(name, value, value is None or (isinstance(value, str) and bool(value)), "a path, or null")
+            check(name, value, value is None or (isinstance(value, str) and bool(value)), "a path, or null")
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
@@ -234,7 +180,7 @@ def _chains(raw: Mapping[str, Any]) -> Iterator[ChainConfig]:
         free = {m: {k: v for k, v in (entries.get(m) or {}).items() if (m, k) not in fixed} for m in parts}
         axes = [(m, k, v) for m in parts for k, v in _axes(free[m], registry.defaults(m))]
         for axis, given in [("per", pers), *((f"method.{m}.{k}", v) for m, k, v in axes)]:
-            _check(axis, given, bool(given), "a value, or a list of at least one")
+            check(axis, given, bool(given), "a value, or a list of at least one")
         for per, *chosen in itertools.product(pers, *(v for _, _, v in axes)):
             settled = {m: {**free[m], **{k: v for (o, k), v in fixed.items() if o == m}} for m in parts}
             for (m, k, _), value in zip(axes, chosen, strict=True):
@@ -280,7 +226,7 @@ def _prompt(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
     elif own is not None and model.chat_template is None:  # a template that the user gave wins
         fits = "messages" in own and not given["system"]
         key = f"model.prompt_templates.{given['name']}"
-        _check(key, own, fits, "off, on, skip, or Jinja of messages without system=")
+        check(key, own, fits, "off, on, skip, or Jinja of messages without system=")
         given["frame"] = own
     limits = given.pop("limits")
     if limits is not None and limits not in _limit_names():
@@ -344,12 +290,3 @@ def plain(error: Exception) -> str:
     if cause is not None and str(cause) and str(cause) not in str(error):
         lines += [line.rstrip() for line in str(cause).splitlines() if line.strip()]
     return "; ".join(line.strip() for line in lines if "HYDRA_FULL_ERROR" not in line and "reference_type" not in line)
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check(key: str, value: Any, ok: bool, allowed: str) -> None:
-    if not ok:
-        raise UsageError(f"{key}={value!r} is not possible: {allowed} (see conf/config.yaml)")

@@ -112,7 +112,7 @@ def test_windows_of_a_text(tmp_path, capsys):
 def test_other_models_read_wikitext_and_say_so_without_it(tmp_path, capsys, monkeypatch):
     from transformers import PreTrainedTokenizerFast
 
-    from kvbench.run.config import ModelConfig
+    from kvbench.models.config import ModelConfig
 
     folder = tmp_path / "model"
     build("llama").save_pretrained(folder)

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvbench.errors import KvbenchError
 from kvbench.models import gguf as converter
 from kvbench.models import load
-from kvbench.run.config import ModelConfig
+from kvbench.models.config import ModelConfig
 
 gguf = pytest.importorskip("gguf")
 

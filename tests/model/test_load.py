@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.models import embedded, load
-from kvbench.run.config import ModelConfig
+from kvbench.models.config import ModelConfig
 
 
 def folder_of(family, tmp_path, shard="20KB"):

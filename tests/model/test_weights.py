@@ -14,7 +14,7 @@ from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.models import load
-from kvbench.run.config import ModelConfig
+from kvbench.models.config import ModelConfig
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,55 @@
+"""Which model a run asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.conf import check, identity, is_whole, runtime
+from kvbench.errors import unknown
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, in which precision, from where."""
+
+    name: str = identity()
+    path: str = identity()
+    revision: str | None = identity(default=None)
+    dtype: str = identity(default="auto")
+    weights: str = identity(default="trained")
+    attention: str = identity(default="sdpa")
+    context: int | None = identity(default=None)
+    prompt_limits: Mapping[str, int] = identity(default_factory=dict)
+    prompt_templates: Mapping[str, str] = identity(default_factory=dict)
+    chat_template: str | None = identity(default=None)
+    stop: tuple[str, ...] = identity(default=())
+    rope_scaling: Mapping[str, Any] | None = identity(default=None)
+    device_map: Any = runtime(default=None)
+    download: bool = runtime(default=False)
+    verified: bool = runtime(default=False)
+    shape: Mapping[str, int] | None = runtime(default=None)
+    architecture: Mapping[str, Any] | None = runtime(default=None)
+    fetch: Mapping[str, Any] | None = runtime(default=None)
+
+    def __post_init__(self) -> None:
+        allowed = ("auto", "float32", "bfloat16", "float16")
+        if self.dtype not in allowed:
+            raise unknown("value of model.dtype", self.dtype, allowed)
+        if self.weights not in ("trained", "random"):
+            raise unknown("value of model.weights", self.weights, ("trained", "random"))
+        if self.attention not in ("sdpa", "eager"):
+            raise unknown("value of model.attention", self.attention, ("sdpa", "eager"))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        scaling = self.rope_scaling
+        mapping = scaling is None or (isinstance(scaling, Mapping) and "rope_type" in scaling)
+        check(
+            "model.rope_scaling",
+            scaling,
+            mapping,
+            "null or a mapping with rope_type, as {rope_type: linear, factor: 4}",
+        )
+        context = self.context
+        check("model.context", context, context is None or (is_whole(context) and context >= 1), "a whole number")
+        check("model.download", self.download, isinstance(self.download, bool), "true or false")
