@@ -9,6 +9,7 @@ from families import prompt
 from transformers import PreTrainedModel
 
 from kvbench.engine.calibration.weights import weights_of
+from kvbench.engine.prefill import observer
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Calibration, digest
@@ -26,5 +27,7 @@ def measured(model: PreTrainedModel, stage: Stage) -> Stage:
     """The stage calibrated on the model."""
     recipe = stage.recipe()
     settled = replace(recipe, samples=SAMPLES, tokens=TOKENS)
-    tensors = stage.calibrate(model, (prompt(TOKENS, 100 + i) for i in range(SAMPLES)), settled, lambda: None)
+    tensors = stage.calibrate(
+        model, (prompt(TOKENS, 100 + i) for i in range(SAMPLES)), settled, lambda: None, observer(model)
+    )
     return stage.calibrated(Calibration(recipe.kind, digest(tensors), weights_of(model), tensors))

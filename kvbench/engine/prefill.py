@@ -31,6 +31,7 @@ from kvbench.errors import UsageError
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.foreign import contained
+from kvbench.methods.recipe import Observe
 from kvbench.models.interface import (
     KvbenchLayer,
     Rows,
@@ -300,6 +301,11 @@ def _clock(device: torch.device, spent: list[float], i: int):  # type: ignore[no
     yield
     synchronise(device)
     spent[i] += time.perf_counter() - start
+
+
+def observer(model: PreTrainedModel) -> Observe:
+    """What reads windows of ids with ``model``, for stages that are calibrated on it."""
+    return lambda window, needs, on_layer: observe(model, as_prompt(model, window), needs, on_layer)
 
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:

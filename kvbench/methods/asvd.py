@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
-from kvbench.methods.recipe import Recipe
+from kvbench.methods.recipe import Observe, Recipe
 from kvbench.models.factors import Factors, Spectrum, joined, nearest_rank, searched_ranks
 from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import Shape, linears
@@ -60,7 +60,12 @@ class Asvd(LowRankStage):
         return Recipe("asvd", 1, self.samples, self.tokens, each=False, knobs=knobs, longest=LONGEST)
 
     def calibrate(
-        self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+        self,
+        model: PreTrainedModel,
+        samples: Iterable[torch.Tensor],
+        recipe: Recipe,
+        tick: Callable[[], None],
+        observe: Observe,
     ) -> dict[str, torch.Tensor]:
         shape = Shape.of(model)
         probes: list[torch.Tensor] = []

@@ -22,7 +22,7 @@ from kvbench.methods.contract import Expected as Expected
 from kvbench.methods.contract import protect as protect
 from kvbench.methods.foreign import code_of
 from kvbench.methods.knobs import Knobs, are_layers
-from kvbench.methods.recipe import Calibration, Recipe
+from kvbench.methods.recipe import Calibration, Observe, Recipe
 from kvbench.methods.statistics import top_indices as top_indices
 from kvbench.storage.evicting_rows import Slots
 
@@ -58,9 +58,15 @@ class Stage(Knobs):
         return None
 
     def calibrate(
-        self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+        self,
+        model: PreTrainedModel,
+        samples: Iterable[torch.Tensor],
+        recipe: Recipe,
+        tick: Callable[[], None],
+        observe: Observe,
     ) -> dict[str, torch.Tensor]:
-        """Measure it: ``samples`` are windows [tokens] of ids, read once, ``tick`` is called after each.
+        """Measure it: ``samples`` are windows [tokens] of ids, read once, ``tick`` is called after each;
+        ``observe`` reads one and hands over each layer as the model finishes it.
 
         Memory must not depend on the number of samples. Raises UsageError where ``recipe.check`` does.
         """

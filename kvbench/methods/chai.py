@@ -16,7 +16,7 @@ from kvbench.cache.segment import LayerCache, Needs, Observation
 from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.methods.prefill_changing import HeadSharer
-from kvbench.methods.recipe import Recipe
+from kvbench.methods.recipe import Observe, Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,13 +86,15 @@ class Chai(HeadSharer):
         return Recipe("chai", 1, self.samples, self.tokens, longest=LONGEST) if self.counts == "calibrated" else None
 
     def calibrate(
-        self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+        self,
+        model: PreTrainedModel,
+        samples: Iterable[torch.Tensor],
+        recipe: Recipe,
+        tick: Callable[[], None],
+        observe: Observe,
     ) -> dict[str, torch.Tensor]:
-        # the model's side of the package reads methods
-        from kvbench.engine.calibration.clusters import measure
-
         recipe.check(OBSERVED, "the first tokens, by which heads are compared")
-        return {"distances": measure(model, samples, tick)}
+        return {"distances": measure(model, samples, tick, observe)}
 
     def needs(self, n: int) -> Needs:
         return Needs(first_q=OBSERVED)
@@ -190,3 +192,22 @@ def divided(distances: torch.Tensor, share: float) -> list[int]:
     gone = min(layers * heads - round(share * layers * heads), distances.numel())
     first = distances.flatten().sort(stable=True).indices[:gone] // (heads - 1) if heads > 1 else torch.tensor([])
     return [heads - int((first == layer).sum()) for layer in range(layers)]
+
+
+def measure(
+    model: PreTrainedModel, samples: Iterable[torch.Tensor], tick: Callable[[], None], observe: Observe
+) -> torch.Tensor:
+    """Mean distance [layers, Hq - 1] of each layer's merges, in their order, over the beginnings of windows of ids."""
+    n_layers, heads = int(model.config.num_hidden_layers), int(model.config.num_attention_heads)
+    total, count = torch.zeros(n_layers, heads - 1, dtype=torch.float64), 0
+
+    def on_layer(obs: Observation, k: torch.Tensor, v: torch.Tensor) -> None:
+        assert obs.first_q is not None
+        _, passed = merged(obs.first_q[:, :OBSERVED], k[:, :OBSERVED], obs.scale, 1)
+        total[obs.layer] += torch.tensor(passed, dtype=torch.float64)
+
+    for window in samples:
+        observe(window, Needs(first_q=OBSERVED), on_layer)
+        count += 1
+        tick()
+    return (total / count).float()

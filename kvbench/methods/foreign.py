@@ -30,10 +30,10 @@ PACKAGE = "kvbench.methods"
 OWN = frozenset(
     re.findall(
         r"\w+",
-        """adakv asvd base cake chai chain contract evicting expectedattention flexgen foreign h2o keynorm kivi knobs
-        legal_sets loading lowrank magnitude palu
-        prefill_changing pruner pyramidkv qhitter quantiser random recipe refreekv registry
-        scissorhands snapkv statistics streamingllm think thinkv tova twilight uncomp uncomp_stage vatp""",
+        """adakv asvd base cake chai chain contract entropy evicting expectedattention flexgen foreign h2o
+        keynorm kivi knobs legal_sets loading lowrank magnitude palu prefill_changing pruner
+        pyramidkv qhitter quantiser random recipe refreekv registry scissorhands snapkv statistics
+        streamingllm think thinkv tova twilight uncomp uncomp_stage vatp""",
     )
 )
 """The modules of kvbench.methods that are kvbench's own."""

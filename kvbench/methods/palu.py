@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
-from kvbench.methods.recipe import Recipe
+from kvbench.methods.recipe import Observe, Recipe
 from kvbench.models.factors import (
     Factors,
     Spectrum,
@@ -62,7 +62,12 @@ class Palu(LowRankStage):
         return Recipe("palu", 1, self.samples, self.tokens, each=False, knobs=knobs, longest=LONGEST)
 
     def calibrate(
-        self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+        self,
+        model: PreTrainedModel,
+        samples: Iterable[torch.Tensor],
+        recipe: Recipe,
+        tick: Callable[[], None],
+        observe: Observe,
     ) -> dict[str, torch.Tensor]:
         shape = Shape.of(model)
         recipe.check(shape.hidden, "the hidden size")

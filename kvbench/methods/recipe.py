@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from kvbench.cache.segment import Needs, Observation
 from kvbench.errors import UsageError
 
 LONGEST = 4096
+
+Observe = Callable[[Tensor, Needs, Callable[[Observation, Tensor, Tensor], None]], object]
+"""Reads a window of ids and hands over what is needed of each layer, with its keys and values [Hk, n, D]."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from kvbench.cache import ops
 from kvbench.cache.segment import LayerCache, Needs, Observation, per_head
 from kvbench.methods.base import Block, Capacity, Expected
+from kvbench.methods.entropy import assign, measure
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.recipe import Recipe
+from kvbench.methods.recipe import Observe, Recipe
 from kvbench.methods.statistics import group_mean, pool, window_rows
 from kvbench.storage.evicting_rows import Slots
 
@@ -92,9 +93,14 @@ class UNCompGroup(EvictingSelector):
         return uncomp_recipe(self.top, self.samples, self.tokens)
 
     def calibrate(
-        self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+        self,
+        model: PreTrainedModel,
+        samples: Iterable[torch.Tensor],
+        recipe: Recipe,
+        tick: Callable[[], None],
+        observe: Observe,
     ) -> dict[str, torch.Tensor]:
-        return measure_uncomp(model, samples, recipe, tick)
+        return measure_uncomp(model, samples, recipe, tick, observe)
 
     def window_size(self) -> int:
         return self.window
@@ -149,8 +155,6 @@ class UNCompGroup(EvictingSelector):
 
     def assigned(self, layer: int, heads: int, count: int) -> list[int]:
         """The group of each stored head, 0 for that which keeps most, ``count`` in all."""
-        from kvbench.engine.calibration.entropy import assign
-
         found = assign(self.standing(layer, heads, count), count)
         return [count - 1 - g for g in found] if self.grouping == "reversed" else found
 
@@ -259,15 +263,16 @@ def uncomp_recipe(top: int, samples: int, tokens: int | None) -> Recipe:
 
 
 def measure_uncomp(
-    model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+    model: PreTrainedModel,
+    samples: Iterable[torch.Tensor],
+    recipe: Recipe,
+    tick: Callable[[], None],
+    observe: Observe,
 ) -> dict[str, torch.Tensor]:
     """What ``uncomp_recipe`` asks for."""
-    # the model's side of the package reads methods
-    from kvbench.engine.calibration.entropy import measure
-
     c = model.config
     recipe.check(int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads), "head_dim")
-    return measure(model, samples, int(recipe.knobs["top"]), tick)
+    return measure(model, samples, int(recipe.knobs["top"]), tick, observe)
 
 
 def interpolated(high: int, low: int, count: int) -> list[int]:

@@ -14,8 +14,9 @@ from kvbench.cache.segment import Needs, Observation
 from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.methods.base import top_indices
+from kvbench.methods.entropy import drops
 from kvbench.methods.prefill_changing import HiddenPruner
-from kvbench.methods.recipe import Recipe
+from kvbench.methods.recipe import Observe, Recipe
 from kvbench.methods.uncomp import measure_uncomp, uncomp_recipe
 
 if TYPE_CHECKING:
@@ -93,9 +94,14 @@ class UncompStage(HiddenPruner):
         return None if self.epsilon is None else uncomp_recipe(self.top, self.samples, self.tokens)
 
     def calibrate(
-        self, model: PreTrainedModel, samples: Iterable[torch.Tensor], recipe: Recipe, tick: Callable[[], None]
+        self,
+        model: PreTrainedModel,
+        samples: Iterable[torch.Tensor],
+        recipe: Recipe,
+        tick: Callable[[], None],
+        observe: Observe,
     ) -> dict[str, torch.Tensor]:
-        return measure_uncomp(model, samples, recipe, tick)
+        return measure_uncomp(model, samples, recipe, tick, observe)
 
     def needs(self, n: int) -> Needs:
         return Needs(last_q=self.window)
@@ -107,8 +113,6 @@ class UncompStage(HiddenPruner):
         if self.starts:
             return self.starts
         if self.epsilon is not None:
-            from kvbench.engine.calibration.entropy import drops
-
             if self.calibration is None:
                 raise UsageError(
                     f"method {self.id} was not calibrated, and with epsilon={self.epsilon} its groups, hence its "

@@ -33,7 +33,7 @@ class Frequent(Selector):
     def recipe(self):
         return Recipe("frequencies", self.revision_of_recipe, self.samples, self.tokens, knobs={"base": 2})
 
-    def calibrate(self, model, samples, recipe, tick):
+    def calibrate(self, model, samples, recipe, tick, observe):
         recipe.check(model.config.head_dim, "head_dim")
         counts = torch.zeros(model.config.vocab_size)
         for window in samples:

@@ -11,6 +11,7 @@ from families import FAMILIES, build, heads_of, prompt
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.engine.calibration.weights import weights_of
+from kvbench.engine.prefill import observer
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chai import LISTS, Chai, divided, lead_heads
@@ -112,7 +113,7 @@ def calibrated(model, windows, **knobs):
     """The chain of CHAI with counts of these windows."""
     (stage,) = registry.parse({"method": "chai", "counts": "calibrated", **knobs}).stages
     recipe = stage.recipe().settled(None)
-    tensors = stage.calibrate(model, iter(windows), recipe, lambda: None)
+    tensors = stage.calibrate(model, iter(windows), recipe, lambda: None, observer(model))
     return Chain((stage.calibrated(Calibration("chai", digest(tensors), weights_of(model), tensors)),))
 
 
@@ -143,7 +144,7 @@ def test_calibrated_counts_are_not_guessed_and_need_five_tokens():
         Chai(counts="calibrated").leading(10, 0, 3, 4, 4)
     stage = Chai(counts="calibrated", tokens=4)
     with pytest.raises(UsageError, match="estimates 5 dimensions"):
-        stage.calibrate(build("llama"), iter([]), stage.recipe(), lambda: None)
+        stage.calibrate(build("llama"), iter([]), stage.recipe(), lambda: None, observer(build("llama")))
     assert Chai().recipe() is None
 
 

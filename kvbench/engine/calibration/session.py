@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from kvbench.engine.calibration import files
 from kvbench.engine.calibration import text as calibration_text
 from kvbench.engine.calibration.weights import check_weights, weights_of
+from kvbench.engine.prefill import observer
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Request
@@ -109,7 +110,7 @@ class Session:
             )
         label = f"calibrate {stage.id}"
         with nullcontext(_silent) if quiet else progress({label: recipe.samples}, unit="samples") as tick:
-            return stage.calibrate(model, windows, recipe, lambda: tick(label, 1))
+            return stage.calibrate(model, windows, recipe, lambda: tick(label, 1), observer(model))
 
 
 def _silent(label: str, n: int) -> None:

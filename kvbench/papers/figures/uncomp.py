@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from kvbench.cache.segment import Needs, Observation
-from kvbench.engine.calibration.entropy import entropy, layer_groups, spectrum
+from kvbench.methods.entropy import entropy, layer_groups, spectrum
 from kvbench.papers.figures.figure import Figure, percent
 from kvbench.papers.figures.reading import Prompt, Reading
 from kvbench.tables import style

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure as Canvas
 from torch import Tensor, nn
 
 from kvbench.cache.segment import Needs
-from kvbench.engine.calibration.entropy import entropy
+from kvbench.methods.entropy import entropy
 from kvbench.models.interface import decoder_layers
 from kvbench.papers.figures.figure import Figure
 from kvbench.papers.figures.reading import Prompt, Reading

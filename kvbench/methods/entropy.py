@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.segment import Needs, Observation
-from kvbench.engine.prefill import as_prompt, observe
+from kvbench.methods.recipe import Observe
 
 EPSILON = 1.0
 
@@ -40,7 +40,9 @@ def ranks(values: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, places)
 
 
-def measure(model: PreTrainedModel, samples: Iterable[Tensor], top: int, tick: Callable[[], None]) -> dict[str, Tensor]:
+def measure(
+    model: PreTrainedModel, samples: Iterable[Tensor], top: int, tick: Callable[[], None], observe: Observe
+) -> dict[str, Tensor]:
     """What UNComp groups by, over windows of token ids that are read one at a time.
 
     ``entropy`` [L, Hq], mean H_k of queries; ``counts`` [L, Hq], the samples in which a head was among the half of its
@@ -71,8 +73,7 @@ def measure(model: PreTrainedModel, samples: Iterable[Tensor], top: int, tick: C
             add("erank_k", (i, obs.layer), entropy(eigenvalues, top).exp().mean(), (3, n_layers))
 
     for window in samples:
-        ids = as_prompt(model, window)
-        observe(model, ids, Needs(last_q=ids.shape[0]), on_layer)
+        observe(window, Needs(last_q=window.numel()), on_layer)
         count += 1
         tick()
     summed = ("counts", "ranks")
