@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvbench.api import calibrate, extend, generate, prefill
-    from kvbench.cache.segment import Cache, LayerCache
+    from kvbench.cache.segment import LayerCache
+    from kvbench.methods.prompt_cache import Cache
     from kvbench.models.load import load_model
 
 __version__ = "0.1.0"
 __all__ = ["Cache", "LayerCache", "calibrate", "extend", "generate", "load_model", "prefill"]
 
 _HOMES = {
-    "Cache": "kvbench.cache.segment",
+    "Cache": "kvbench.methods.prompt_cache",
     "LayerCache": "kvbench.cache.segment",
     "calibrate": "kvbench.api",
     "extend": "kvbench.api",

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.segment import Cache
 from kvbench.conf import entries
 from kvbench.engine import decode
 from kvbench.engine.calibration.session import Session
@@ -25,6 +24,7 @@ from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
+from kvbench.methods.prompt_cache import Cache
 from kvbench.models.load import EMBEDDED
 from kvbench.run import presets
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.segment import Needs
+from kvbench.cache.observation import Needs
 from kvbench.methods.base import Selector
 
 kept = []  # what methods stash where nobody looks

@@ -14,7 +14,8 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.exact_attention import column_sums
-from kvbench.cache.segment import LayerCache, Observation
+from kvbench.cache.observation import Observation
+from kvbench.cache.segment import LayerCache
 
 
 def grid(*shape: int, seed: int = 0) -> torch.Tensor:

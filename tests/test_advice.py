@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from kvbench.cache.segment import Example
 from kvbench.cli.main import main
 from kvbench.run.advice import about_prompts, at_floor
 from kvbench.tasks.base import Task
+from kvbench.tasks.example import Example
 from kvbench.tasks.prompt import PromptPolicy
 
 TEMPLATE = "model.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'"

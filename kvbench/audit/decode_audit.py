@@ -9,8 +9,8 @@ import torch
 
 from kvbench.audit.accounting import decoded
 from kvbench.audit.prompt_audit import Refused
-from kvbench.cache.segment import Cache
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.prompt_cache import Cache
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ import torch
 
 from kvbench.audit.accounting import HALF
 from kvbench.cache.ops import key_heads
-from kvbench.cache.segment import Cache, LayerCache, storage_bytes
+from kvbench.cache.segment import LayerCache, storage_bytes
 from kvbench.errors import Refused as Refused
 from kvbench.methods.base import Block
 from kvbench.methods.chain import Chain
+from kvbench.methods.prompt_cache import Cache
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.segment import LayerCache, Observation
+from kvbench.cache.observation import Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain

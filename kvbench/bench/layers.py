@@ -12,7 +12,8 @@ from kvbench.audit.accounting import HALF, Held, held
 from kvbench.audit.prompt_audit import check_positions, check_storages, overhead_formula, payload_formula
 from kvbench.cache import ops
 from kvbench.cache.model_shape import Shape
-from kvbench.cache.segment import LayerCache, Observation
+from kvbench.cache.observation import Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.engine.layer_by_layer import Layers
 from kvbench.methods.chain import Chain
 

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.cache.model_shape import from_config
-from kvbench.cache.segment import Cache
 from kvbench.engine.decode_layer import RowLayer
+from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import head_counts
 from kvbench.storage.packed_rows import CodedRows
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
-from kvbench.cache.segment import Cache
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.patches import adapted
 from kvbench.engine.row_bytes import allocated
@@ -24,6 +23,7 @@ from kvbench.engine.step import build, step, stored_in
 from kvbench.engine.stopping import Ending, sample, without
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
+from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import KvbenchLayer, attached
 
 FINISHED_SHARE = 0.25

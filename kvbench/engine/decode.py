@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
-from kvbench.cache.segment import Cache
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.finite import no_answer
 from kvbench.engine.patches import adapted, alike
@@ -20,6 +19,7 @@ from kvbench.engine.stopping import Ending as Ending
 from kvbench.engine.stopping import sample as sample
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
+from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import attached
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from kvbench.cache.content import same_bits
-from kvbench.cache.segment import LayerCache, Observation
+from kvbench.cache.observation import Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.errors import Refused
 from kvbench.methods.chain import Chain
 

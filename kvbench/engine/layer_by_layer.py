@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from kvbench.cache import ops
 from kvbench.cache.content import strange
-from kvbench.cache.segment import LayerCache, Needs, Observation, Segment
+from kvbench.cache.observation import Needs, Observation
+from kvbench.cache.segment import LayerCache, Segment
 from kvbench.methods.chain import Chain
 
 

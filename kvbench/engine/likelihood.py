@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
 from kvbench.audit.decode_audit import Stored
-from kvbench.cache.segment import Cache
 from kvbench.engine.patches import adapted, alike
 from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, stored_in
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
+from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import attached
 
 

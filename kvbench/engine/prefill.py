@@ -20,8 +20,9 @@ from transformers.cache_utils import Cache as HFCache
 
 from kvbench.cache import ops
 from kvbench.cache.exact_attention import attend_rows, attend_with_lse, column_sums
+from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.packed import quantise_zero_point
-from kvbench.cache.segment import Cache, LayerCache, Needs, Observation, per_head
+from kvbench.cache.segment import LayerCache, per_head
 from kvbench.engine.calibration.weights import check_calibrated
 from kvbench.engine.finite import check_finite
 from kvbench.engine.handed import Handed
@@ -31,6 +32,7 @@ from kvbench.errors import UsageError
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.foreign import contained
+from kvbench.methods.prompt_cache import Cache
 from kvbench.methods.recipe import Observe
 from kvbench.models.interface import (
     KvbenchLayer,

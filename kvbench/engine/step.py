@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
 from kvbench.audit.decode_audit import Stored
-from kvbench.cache.segment import Cache
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.row_bytes import stored_bytes
 from kvbench.errors import UsageError
+from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import KvbenchLayer, sliding_window
 from kvbench.models.lowrank import lifts
 from kvbench.storage.evicting_rows import Rotary

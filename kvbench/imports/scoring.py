@@ -12,12 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.cache.segment import Example
 from kvbench.errors import UsageError
 from kvbench.imports.base import Answer, Predictions
 from kvbench.metrics import METRICS, metric, score, stats
 from kvbench.metrics.stats import FEWEST
 from kvbench.tasks import longbench
+from kvbench.tasks.example import Example
 
 Score = float | None
 Part = tuple[int, str, str, tuple[Answer, ...]]

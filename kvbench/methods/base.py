@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.segment import LayerCache, Needs, Observation
+from kvbench.cache.observation import Needs, Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.errors import Refused, UsageError
 from kvbench.methods.contract import Block as Block
 from kvbench.methods.contract import Capacity as Capacity

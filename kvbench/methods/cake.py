@@ -11,7 +11,8 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.apportion import shares, whole_shares
-from kvbench.cache.segment import LayerCache, Needs, Observation
+from kvbench.cache.observation import Needs, Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Block, Expected, top_indices
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean, pool, window_rows

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.segment import LayerCache, Needs, Observation
+from kvbench.cache.observation import Needs, Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.methods.prefill_changing import HeadSharer

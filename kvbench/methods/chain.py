@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.segment import LayerCache, Needs, Observation
+from kvbench.cache.observation import Needs, Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.errors import UsageError
 from kvbench.methods.base import (
     Block,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.segment import Needs, Observation
+from kvbench.cache.observation import Needs, Observation
 from kvbench.methods.recipe import Observe
 
 EPSILON = 1.0

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.segment import LayerCache, Needs, Observation, per_head
+from kvbench.cache.observation import Needs, Observation
+from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Capacity, Selector
 from kvbench.methods.statistics import at_heads, group_mean
 from kvbench.storage.evicting_rows import Rotary

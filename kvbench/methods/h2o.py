@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import torch
 
+from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.packed import quantise_zero_point
-from kvbench.cache.segment import LayerCache, Needs, Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Block, Capacity
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean, window_rows

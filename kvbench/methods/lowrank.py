@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.cache import ops
-from kvbench.cache.segment import LayerCache, Observation
+from kvbench.cache.observation import Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.errors import UsageError
 from kvbench.methods.base import Role, Stage
 from kvbench.models import lowrank

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.segment import LayerCache, Observation
+from kvbench.cache.observation import Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.methods.pruner import ChannelPruner
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.segment import Observation
+from kvbench.cache.observation import Observation
 from kvbench.errors import UsageError
 from kvbench.methods.base import Role, Stage
 

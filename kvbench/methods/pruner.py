@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.segment import LayerCache, Observation, per_head
+from kvbench.cache.observation import Observation
+from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Block, Role, Stage, top_indices
 
 Channels = tuple[torch.Tensor | None, torch.Tensor | None]

@@ -13,8 +13,9 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.packed import BITS, Packed, quantise_zero_point, run_bytes
-from kvbench.cache.segment import LayerCache, Needs, Observation, per_head
+from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Block, Capacity, Modifier
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean

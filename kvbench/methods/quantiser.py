@@ -9,9 +9,10 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.observation import Observation
 from kvbench.cache.packed import Packed
 from kvbench.cache.partly_packed import Codes, Residual, encode, side_by_side
-from kvbench.cache.segment import LayerCache, Observation, Segment
+from kvbench.cache.segment import LayerCache, Segment
 from kvbench.methods.base import Block, Role, Stage
 from kvbench.methods.pruner import ChannelPruner
 

@@ -11,7 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.segment import LayerCache, Observation
+from kvbench.cache.observation import Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity, Selector
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvbench.cache.segment import Needs, Observation
+from kvbench.cache.observation import Needs, Observation
 from kvbench.errors import UsageError
 
 LONGEST = 4096

@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.segment import LayerCache, Needs, Observation
+from kvbench.cache.observation import Needs, Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Expected, TokenSelector
 from kvbench.methods.statistics import group_mean, window_sums
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from kvbench.cache import ops
 from kvbench.cache.exact_attention import causal_softmax
-from kvbench.cache.segment import LayerCache, Observation, per_head
+from kvbench.cache.observation import Observation
+from kvbench.cache.segment import LayerCache, per_head
 
 
 def window_rows(

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.segment import LayerCache, Observation
+from kvbench.cache.observation import Observation
+from kvbench.cache.segment import LayerCache
 from kvbench.methods.pruner import head_lengths, padded
 from kvbench.methods.think import Think
 

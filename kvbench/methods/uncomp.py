@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from kvbench.cache import ops
-from kvbench.cache.segment import LayerCache, Needs, Observation, per_head
+from kvbench.cache.observation import Needs, Observation
+from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Block, Capacity, Expected
 from kvbench.methods.entropy import assign, measure
 from kvbench.methods.evicting import EvictingSelector

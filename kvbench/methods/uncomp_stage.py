@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvbench.cache.exact_attention import causal_softmax
-from kvbench.cache.segment import Needs, Observation
+from kvbench.cache.observation import Needs, Observation
 from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.methods.base import top_indices

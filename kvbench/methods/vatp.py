@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
-from kvbench.cache.segment import LayerCache, Observation, per_head
+from kvbench.cache.observation import Observation
+from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Modifier
 from kvbench.methods.statistics import at_heads
 from kvbench.storage.evicting_rows import Slots

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kvbench.cache.segment import Example
 from kvbench.errors import unknown
 from kvbench.metrics import answers, bleu, chinese, choice, code, rouge, squad, text, theorem
+from kvbench.tasks.example import Example
 
 LONGBENCH = "github.com/THUDM/LongBench metrics.py"
 SACREBLEU = "github.com/mjpost/sacrebleu"

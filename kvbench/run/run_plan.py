@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.cache.model_shape import Shape, from_config
-from kvbench.cache.segment import Example
 from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.models import load
@@ -25,6 +24,7 @@ from kvbench.run.host import ROWS_CPU, ROWS_GPU
 from kvbench.run.plan import Cell, Group, build_groups, pending
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
+from kvbench.tasks.example import Example
 from kvbench.tasks.prompt import encode
 
 SMALL_MODEL = 256

@@ -17,7 +17,6 @@ import torch
 
 from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
-from kvbench.cache.segment import Cache, Example
 from kvbench.engine.batch import Answer
 from kvbench.engine.decode import Ending, extend_cache
 from kvbench.engine.finite import no_answer
@@ -28,6 +27,7 @@ from kvbench.engine.prefill import check_capacity, check_window, prefill_chains
 from kvbench.errors import KvbenchError, Refused, UsageError, ending
 from kvbench.files import Sample
 from kvbench.methods.foreign import contained
+from kvbench.methods.prompt_cache import Cache
 from kvbench.metrics import score
 from kvbench.models.interface import attached, synchronise
 from kvbench.run.host import Host
@@ -35,6 +35,7 @@ from kvbench.run.listener import Listeners
 from kvbench.run.plan import Cell, Group, pending
 from kvbench.run.queue import DecodeQueue, Row, in_parts
 from kvbench.run.store import ResultStore, Writer
+from kvbench.tasks.example import Example
 
 REASON_LENGTH = 300
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvbench.cache.segment import Example
 from kvbench.errors import UsageError, unknown
+from kvbench.tasks.example import Example
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files, data_root
 from kvbench.tasks.spread import spread

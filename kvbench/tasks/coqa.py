@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvbench.cache.segment import Example
 from kvbench.errors import UsageError
 from kvbench.tasks.base import Task, own_wording, read_text
+from kvbench.tasks.example import Example
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.rows import Row, kind, parse, read
 from kvbench.tasks.source import Files

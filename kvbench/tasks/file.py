@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvbench import metrics
-from kvbench.cache.segment import Example
 from kvbench.errors import UsageError
 from kvbench.tasks.base import Task, Tokenizer
+from kvbench.tasks.example import Example
 from kvbench.tasks.rows import is_count, read_lines
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbench import metrics
-from kvbench.cache.segment import Example
 from kvbench.errors import UsageError, unknown
 from kvbench.tasks.base import Task, Tokenizer, read_text
+from kvbench.tasks.example import Example
 from kvbench.tasks.source import ENVIRONMENT, Files
 from kvbench.tasks.tiny import GOLDEN, HEADER, needle_pair
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.cache.segment import Example
 from kvbench.errors import UsageError
 from kvbench.tasks.base import Task, Tokenizer
+from kvbench.tasks.example import Example
 
 TEMPLATES = ("off", "on", "skip")
 TRUNCATIONS = ("tokens", "text")

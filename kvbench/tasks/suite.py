@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from kvbench.cache.segment import Example
 from kvbench.errors import UsageError
 from kvbench.tasks import tiny
 from kvbench.tasks.base import Task, Tokenizer
+from kvbench.tasks.example import Example
 
 
 def load_tiny(dataset: str, tokenizer: Tokenizer | None, length: int, examples: int) -> list[Task]:

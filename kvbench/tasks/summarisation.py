@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from kvbench.cache.segment import Example
 from kvbench.errors import UsageError
 from kvbench.tasks.base import Task
+from kvbench.tasks.example import Example
 from kvbench.tasks.knobs import drawn, one_of, whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from kvbench.cache.segment import Example
+from kvbench.tasks.example import Example
 
 
 def _words(text: str) -> tuple[str, ...]:

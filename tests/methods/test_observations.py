@@ -9,7 +9,8 @@ from families import FAMILIES, build, prompt
 
 from kvbench.audit.prompt_audit import full_bytes
 from kvbench.cache.exact_attention import causal_softmax, column_sums, row_blocks
-from kvbench.cache.segment import Needs, storage_bytes
+from kvbench.cache.observation import Needs
+from kvbench.cache.segment import storage_bytes
 from kvbench.engine.prefill import observe
 
 

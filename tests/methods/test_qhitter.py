@@ -12,7 +12,8 @@ from families import build, prompt
 import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.cache import ops
-from kvbench.cache.segment import Needs, Observation, storage_bytes
+from kvbench.cache.observation import Needs, Observation
+from kvbench.cache.segment import storage_bytes
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.errors import UsageError

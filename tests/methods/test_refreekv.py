@@ -12,7 +12,7 @@ from families import build, prompt
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.cache import ops
-from kvbench.cache.segment import Needs
+from kvbench.cache.observation import Needs
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity

@@ -8,7 +8,7 @@ from families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.cache.segment import Needs
+from kvbench.cache.observation import Needs
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.h2o import H2O

@@ -11,7 +11,7 @@ from families import FAMILIES, build, heads_of, hooks, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.cache.segment import Observation
+from kvbench.cache.observation import Observation
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Selector, TokenSelector

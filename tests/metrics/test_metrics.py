@@ -1,9 +1,9 @@
 import pytest
 from metrics import slow
 
-from kvbench.cache.segment import Example
 from kvbench.errors import UsageError
 from kvbench.metrics import METRICS, metric, score
+from kvbench.tasks.example import Example
 
 NAMES = {"f1", "rouge_l", "rouge1", "accuracy", "exact_match", "contains", "code_sim", "edit_sim"}
 LONGBENCH_CHOICES = {"classification", "count", "retrieval"}

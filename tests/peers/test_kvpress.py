@@ -12,7 +12,7 @@ import torch
 from families import build
 
 import kvbench
-from kvbench.cache.segment import Needs
+from kvbench.cache.observation import Needs
 from kvbench.methods.base import Stage, top_indices
 from kvbench.methods.chain import Chain
 

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbench.cache.segment import Example
 from kvbench.conf import entries
 from kvbench.errors import UsageError
 from kvbench.run import config
 from kvbench.run.words import rewrite
 from kvbench.tasks.base import Task
+from kvbench.tasks.example import Example
 from kvbench.tasks.prompt import PromptPolicy, check, encode
 
 

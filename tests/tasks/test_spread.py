@@ -5,10 +5,10 @@ from itertools import product
 
 from data import data_path
 
-from kvbench.cache.segment import Example
 from kvbench.cli.main import main
 from kvbench.conf import entries
 from kvbench.tasks.base import Task, load_tasks
+from kvbench.tasks.example import Example
 from kvbench.tasks.spread import left_out, spread
 
 

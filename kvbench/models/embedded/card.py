@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from kvbench.cache.segment import Example
 from kvbench.models.embedded import corpus, initial, tokenizer
 from kvbench.models.embedded.train import Progress, Recipe
 from kvbench.tasks import tiny
+from kvbench.tasks.example import Example
 
 LENGTHS = (256, 512, 1024, 2048)
 NOISY = "needle in noise"

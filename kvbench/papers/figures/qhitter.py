@@ -14,8 +14,8 @@ import torch
 from matplotlib.figure import Figure as Canvas
 from torch import Tensor
 
+from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.packed import quantise_zero_point
-from kvbench.cache.segment import Needs, Observation
 from kvbench.methods.base import Role, Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.statistics import top_indices

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.segment import Needs, Observation
+from kvbench.cache.observation import Needs, Observation
 from kvbench.engine.prefill import as_prompt, check_capacity, observe
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.segment import Example
 from kvbench.engine.calibration import text as texts
 from kvbench.errors import UsageError
 from kvbench.models import load
@@ -20,6 +19,7 @@ from kvbench.papers.figures.reading import Prompt
 from kvbench.run import experiment
 from kvbench.run.config import RunConfig
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
+from kvbench.tasks.example import Example
 from kvbench.tasks.prompt import check, encode
 
 SAMPLES, TOKENS = 6, 1024

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from kvbench.cache.segment import Needs, Observation
+from kvbench.cache.observation import Needs, Observation
 from kvbench.methods.entropy import entropy, layer_groups, spectrum
 from kvbench.papers.figures.figure import Figure, percent
 from kvbench.papers.figures.reading import Prompt, Reading

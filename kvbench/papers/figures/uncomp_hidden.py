@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure as Canvas
 from torch import Tensor, nn
 
-from kvbench.cache.segment import Needs
+from kvbench.cache.observation import Needs
 from kvbench.methods.entropy import entropy
 from kvbench.models.interface import decoder_layers
 from kvbench.papers.figures.figure import Figure

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure as Canvas
 from torch import Tensor
 
 from kvbench.cache.exact_attention import causal_softmax
-from kvbench.cache.segment import Needs, Observation, per_head
+from kvbench.cache.observation import Needs, Observation
+from kvbench.cache.segment import per_head
 from kvbench.papers.figures.figure import Figure, percent
 from kvbench.papers.figures.reading import Prompt, Reading
 from kvbench.tables import style
