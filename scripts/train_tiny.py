@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import torch
+from tiny_model import card, initial, train
 
 from kvbench.models import embedded
-from kvbench.models.embedded import card, initial, train
 
 
 def arguments() -> argparse.Namespace:

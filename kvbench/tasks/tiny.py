@@ -5,7 +5,7 @@ words repeat the key ("... answer: paris is"). An answer has at least two tokens
 first generated token still comes from the uncompressed attention of the prefill.
 
 Every example is a pure function of (task, length, index). Evaluation examples are seeded in their own domain
-(``eval/...``); training (``kvbench.models.embedded.corpus``) draws from ``train/...``, so the two never share a seed.
+(``eval/...``); training (``kvbench.tasks.tiny_corpus``) draws from ``train/...``, so the two never share a seed.
 """
 
 from __future__ import annotations

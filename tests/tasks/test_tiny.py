@@ -7,15 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from kvbench.models.embedded import corpus, tokenizer
-from kvbench.tasks import tiny
+from kvbench.tasks import tiny, tiny_corpus, tiny_tokens
 
 LENGTHS = (64, 65, 66, 67, 68, 127, 256, 333, 512, 1024, 2048, 4096)
 
 
 @pytest.fixture(scope="module")
 def reader():
-    return tokenizer.build()
+    return tiny_tokens.build()
 
 
 def test_each_task_mirrors_another_category_with_its_metric():
@@ -55,7 +54,7 @@ def test_answers_have_two_tokens_and_follow_from_the_prompt(task, reader):
         ids = reader(f" {answer}", add_special_tokens=False)["input_ids"]
         assert 2 <= len(ids) < example.max_new_tokens
         assert answer == answer.strip() == reader.decode(ids).strip()
-        assert all(i >= tokenizer.FIRST_WORD or chr(i - 3) in "0123456789.:," for i in ids)
+        assert all(i >= tiny_tokens.FIRST_WORD or chr(i - 3) in "0123456789.:," for i in ids)
         assert not example.classes or answer in example.classes
 
 
@@ -101,10 +100,10 @@ def test_training_never_meets_an_evaluation_prompt(reader):
     }
     facts = {prompt[len("<s>notes:") :].split(" question:")[0] for prompt in prompts}
     rng = random.Random("train/0")
-    mix = dict.fromkeys(corpus.TASKS, 1.0)
+    mix = dict.fromkeys(tiny_corpus.TASKS, 1.0)
     for length in (64, 128):
         for _ in range(400):
-            text = reader.decode(corpus.sequence(rng, length, mix, 0).ids)
+            text = reader.decode(tiny_corpus.sequence(rng, length, mix, 0).ids)
             assert not any(text.startswith(prompt) for prompt in prompts)
             assert text.removeprefix("<s>notes:").split(" question:")[0] not in facts
 

@@ -89,13 +89,13 @@ class CorpusText:
 
     def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
         """See ``Text``; its windows are at most 2048 tokens long, as those of training were."""
-        from kvbench.models.embedded import corpus
+        from kvbench.tasks import tiny_corpus
 
         if tokens > CORPUS_LONGEST:
             raise UsageError(f"tokens={tokens} is not possible: {self.name} has sequences of up to {CORPUS_LONGEST}")
-        mix = dict.fromkeys(corpus.TASKS, 1.0)
+        mix = dict.fromkeys(tiny_corpus.TASKS, 1.0)
         for i in range(samples):
-            line = corpus.sequence(random.Random(f"{SEED}/{tokens}/{i}"), tokens - 1, mix, 0)
+            line = tiny_corpus.sequence(random.Random(f"{SEED}/{tokens}/{i}"), tokens - 1, mix, 0)
             yield torch.tensor(line.ids)
 
 

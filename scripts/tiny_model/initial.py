@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvbench.models.embedded.tokenizer import BOS, EOS, PAD, vocabulary
+from kvbench.tasks.tiny_tokens import BOS, EOS, PAD, vocabulary
 
 THETA = 1e6
 CONSTANT = 0.4

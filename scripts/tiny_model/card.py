@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from kvbench.models.embedded import corpus, initial, tokenizer
-from kvbench.models.embedded.train import Progress, Recipe
-from kvbench.tasks import tiny
+from kvbench.tasks import tiny, tiny_corpus, tiny_tokens
 from kvbench.tasks.example import Example
+from tiny_model import initial
+from tiny_model.train import Progress, Recipe
 
 LENGTHS = (256, 512, 1024, 2048)
 NOISY = "needle in noise"
@@ -37,7 +37,7 @@ def export(model: LlamaForCausalLM, recipe: Recipe, progress: Progress, threads:
     # Without it, transformers would also compute in float16, which is slow and inexact on a CPU.
     settings["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    tokenizer.save(folder)
+    tiny_tokens.save(folder)
     record = {"recipe": asdict(recipe), "threads": threads, "torch": torch.__version__}
     record |= {"seconds": round(progress.seconds), "steps": progress.steps, "tokens": progress.tokens}
     (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -86,7 +86,7 @@ def noisy_needle(length: int, index: int) -> Example:
     task = tiny.TASKS["needle"]
     room = length - 1 - tiny.count_tokens(f"{fact} {question}")
     sentences: list[str] = []
-    while (size := len(tokenizer.encode(sentence := corpus.noise(rng)))) < room - 1:
+    while (size := len(tiny_tokens.encode(sentence := tiny_corpus.noise(rng)))) < room - 1:
         sentences.append(sentence)
         room -= size
     sentences += [f" {filler}" for filler in tiny.filler_sentences(rng, room)]
@@ -174,7 +174,7 @@ and loaded in float32; the accuracies above are those of the rounded weights.
 
 ## Data
 
-Generated while training by `kvbench/models/embedded/corpus.py`, never stored: facts of the tasks of
+Generated while training by `kvbench/tasks/tiny_corpus.py`, never stored: facts of the tasks of
 `kvbench/tasks/tiny.py` among filler sentences, then as many queries as fit. In 15 % of the sequences all filler is
 byte-spelled noise, in another 15 % a fifth of it. Training and evaluation draw from random streams whose seeds differ
 by construction (`train/...`, `eval/...`). Two auxiliary tasks (copy a random span; random key-value pairs) fade over
@@ -195,7 +195,7 @@ steps, linear decay over the last quarter. Loss weights: 2 on tokens that only t
 tokens, 0.3 on a random 8 % of the context. Lengths rise from 64 to 2,048, each step when 90 % of the looked-up tokens
 are right; from 256 on, half of the sequences have random gaps in their positions.
 
-**The initialisation is structured** (`kvbench/models/embedded/initial.py`): layer 0 starts with heads that look back
+**The initialisation is structured** (`scripts/tiny_model/initial.py`): layer 0 starts with heads that look back
 one to four tokens, later layers with heads that match what precedes. Everything stays trainable, and nothing is
 answered before training; exact match of the untrained model:
 

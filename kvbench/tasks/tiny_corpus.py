@@ -16,9 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvbench.models.embedded import tokenizer
-from kvbench.models.embedded.tokenizer import BOS, EOS, FIRST_WORD, SPECIAL, encode
-from kvbench.tasks import tiny
+from kvbench.tasks import tiny, tiny_tokens
+from kvbench.tasks.tiny_tokens import BOS, EOS, FIRST_WORD, SPECIAL, encode
 
 TASKS = ("needle", "hop", "listing", "labels", "code")
 """Tasks that are trained; ``multikey`` is ``needle`` with more than one fact."""
@@ -268,7 +267,7 @@ def _function_words() -> list[str]:
 @cache
 def _tokens() -> range:
     """Ids of the random copy tasks: every word piece."""
-    return range(FIRST_WORD, len(tokenizer.vocabulary()))
+    return range(FIRST_WORD, len(tiny_tokens.vocabulary()))
 
 
 @cache
