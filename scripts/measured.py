@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvbench.describe import page
+from describe import page
+
 from kvbench.models.config import ModelConfig
 from kvbench.models.load import load_tokenizer, locate
 

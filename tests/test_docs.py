@@ -128,8 +128,8 @@ def test_the_wheel_carries_conf_and_weights(tmp_path):
 
 def test_the_page_of_what_is_measured_is_what_the_code_does():
     from data import data_path
+    from describe import page
 
-    from kvbench.describe import page
     from kvbench.models.config import ModelConfig
     from kvbench.models.load import load_tokenizer, locate
 

@@ -12,12 +12,10 @@ from kvbench.errors import UsageError, unknown
 from kvbench.run.words import rewrite, split_list
 
 if TYPE_CHECKING:
-    from kvbench.cache.model_shape import Shape
     from kvbench.run.config import RunConfig
 
 SIZES = "512,4096"
 KEYS = ("per", "match", "reference", "threads")
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
 def main(args: argparse.Namespace) -> int:
@@ -26,10 +24,10 @@ def main(args: argparse.Namespace) -> int:
     if "paper" in given:
         return _paper(given, args.json)
     sizes = [_size(n) for n in split_list(given.get("n", SIZES))]
-    from kvbench.bench import account
+    from kvbench.bench import account, request
     from kvbench.run import config
 
-    rest = [alias(o) for o in args.overrides if o.partition("=")[0] != "n"]
+    rest = [request.alias(o) for o in args.overrides if o.partition("=")[0] != "n"]
     if "method" not in given:
         rest.append(f"method={','.join(account.default_methods())}")
     _refuse_keys(given)
@@ -46,10 +44,10 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     """The rows of one model at all prompt sizes, printed as they are ready unless ``quiet``."""
     import torch
 
-    from kvbench.bench import account
+    from kvbench.bench import account, request
     from kvbench.run import equal_memory
 
-    shape = shape_of(cfg)
+    shape = request.shape_of(cfg)
     tiny = cfg.model.path == "embedded:tiny"
     name = cfg.model.dtype if cfg.model.dtype != "auto" else "float32" if tiny else "float16"
     dtype = getattr(torch, name)
@@ -67,17 +65,6 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
         if not quiet:
             print(account.render(mine, [str(m) for m in matched]))
     return {"model": label, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": found}
-
-
-def shape_of(cfg: RunConfig) -> Shape:
-    """The shape in conf/model, else the checkpoint's."""
-    from kvbench.cache.model_shape import from_config, from_entry
-
-    if cfg.model.shape is not None:
-        return from_entry(cfg.model.shape)
-    from kvbench.models import load
-
-    return from_config(load.locate(cfg.model).config)
 
 
 def _paper(given: dict[str, str], as_json: bool) -> int:
@@ -99,11 +86,6 @@ def _size(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise UsageError(f"n={text} is not possible: prompt sizes in tokens, whole numbers, as in n={SIZES}")
     return int(text)
-
-
-def alias(override: str) -> str:
-    key, sign, value = override.partition("=")
-    return f"{key}={DTYPES.get(value, value)}" if sign and key in ("dtype", "model.dtype") else override
 
 
 def _refuse_keys(given: dict[str, str]) -> None:

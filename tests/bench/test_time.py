@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvbench.bench import architecture, environment, passes, peak, records, time_table, timing
+from kvbench.bench.request import OWN
 from kvbench.bench.workload import Workload
-from kvbench.cli.bench_time import OWN
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError
 from kvbench.methods.chain import Chain

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.bench import records
+from kvbench.bench import records, request
 from kvbench.cache.model_shape import Shape
-from kvbench.cli import bench_time
 from kvbench.cli.main import main
 from kvbench.papers.measured import coverage, grid, our_table
 from kvbench.papers.measured.cell_view import view
@@ -202,14 +201,14 @@ def test_bases_are_those_of_the_same_workload(tmp_path, capsys):
 def test_what_is_missing_is_measured_once(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def measure(args):
-        given = dict(w.split("=", 1) for w in args.overrides)
+    def measure(words, plan, beside):
+        given = dict(w.split("=", 1) for w in words)
         asked.append(given)
         path = Path(given["folder"]) / f"{given['name']}.jsonl"
         records.append(path, think10(given["model"], given["workloads"]))
         return [], path
 
-    monkeypatch.setattr(bench_time, "measure", measure)
+    monkeypatch.setattr(request, "measure", measure)
     assert main(["table", "think/10", f"results={tmp_path}", "repeats=1"]) == 0
     (given,) = asked
     assert given["workloads"] == "160+338x4" and given["method"] == "kivi,kivi+think" and given["device"] == "cpu"

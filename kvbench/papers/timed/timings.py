@@ -6,7 +6,6 @@ stands in for it on a CPU, at sizes that bench<N>.yaml scales down, and is measu
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvbench.bench import records
+from kvbench.bench import records, request
 from kvbench.bench.records import Row
 from kvbench.cache.model_shape import Shape
 from kvbench.errors import UsageError, unknown
@@ -24,6 +23,8 @@ from kvbench.papers.spec.published import Published, model_id
 from kvbench.papers.spec.table_spec import Declared
 from kvbench.papers.timed import bench_spec, row_matching
 from kvbench.papers.timed.row_matching import Cell
+from kvbench.run import config
+from kvbench.run.words import rewrite
 
 KIND = "efficiency"
 SCRIPT = "scripts/gpu_tables.sh"
@@ -117,11 +118,7 @@ def _with_tokens(bench: bench_spec.Declared, cell: Cell, rows: Sequence[Row]) ->
 
 @cache
 def _shape(model: str) -> Shape:
-    from kvbench.cli.bench_memory import shape_of
-    from kvbench.run import config
-    from kvbench.run.words import rewrite
-
-    return shape_of(config.parse(config.compose_config(rewrite([f"model={model}"]).runs[0])))
+    return request.shape_of(config.parse(config.compose_config(rewrite([f"model={model}"]).runs[0])))
 
 
 def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> None:
@@ -129,8 +126,6 @@ def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> N
 
     ``plan``: only say what would be measured. Raises UsageError for an argument that is not possible.
     """
-    from kvbench.cli import bench_time
-
     keys = dict(m.partition("=")[::2] for m in more)
     again = keys.get("again") == "true"
     if not timings.stand_in:
@@ -145,7 +140,7 @@ def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> N
     threads = torch.get_num_threads()
     try:
         asked = [*words, *more, f"folder={timings.file.parent}", f"name={timings.file.stem}"]
-        bench_time.measure(Namespace(overrides=asked, plan=plan, json=True))
+        request.measure(asked, plan, beside=False)
     finally:
         torch.set_num_threads(threads)
 
