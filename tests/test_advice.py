@@ -5,9 +5,9 @@ import json
 import pytest
 
 from kvbench.cli.main import main
+from kvbench.example import Example
 from kvbench.run.advice import about_prompts, at_floor
 from kvbench.tasks.base import Task
-from kvbench.tasks.example import Example
 from kvbench.tasks.prompt import PromptPolicy
 
 TEMPLATE = "model.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'"

@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 from kvbench.cache.model_shape import Shape
+from kvbench.example import Example
 from kvbench.methods import registry
 from kvbench.run.estimate import estimate
 from kvbench.run.plan import Cell, Group
-from kvbench.tasks.example import Example
 
 SHAPE = Shape(layers=2, query_heads=4, kv_heads=2, head_dim=8)
 ITEM = 4

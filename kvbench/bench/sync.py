@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from kvbench.example import Example
 from kvbench.methods.chain import Chain
 from kvbench.run.plan import Cell
 from kvbench.run.store import SYNC_S, ResultStore, Writer
 from kvbench.tasks.base import Task
-from kvbench.tasks.example import Example
 
 SAMPLE: Mapping[str, Any] = {"prediction": "y" * 200, "score": 1.0, "meta": {"length": 512}, "answers": ["z" * 40]}
 TASK = Task("bench/sync", (Example("0", "prompt", ("answer",), 8),), "f1", "none")

@@ -16,8 +16,8 @@ EXAMPLES = """examples:
   python -m kvbench claims uncomp model=FOLDER data.root=FOLDER --json
 
 Each claim stands in the paper's own words beside what is tested of it, and compares two methods on the same examples
-(kvbench/papers/data/<paper>/claims.yaml): limit= of each task, 20 by default. Choose it before you look at a verdict. On
-model=tiny, the default, tasks and budgets are those that `table` maps the paper's to, and nothing is said about a
+(kvbench/papers/data/<paper>/claims.yaml): limit= of each task, 20 by default. Choose it before you look at a verdict.
+On model=tiny, the default, tasks and budgets are those that `table` maps the paper's to, and nothing is said about a
 paper; any other model reads the papers' own data under their budgets and windows, LongBench's as longbench=mini or full
 says. What else you give goes to `run`. The ledger is also written to claims/<model>.json below results=."""
 

@@ -19,7 +19,8 @@ from kvbench.engine.step import step
 from kvbench.errors import KvbenchError
 from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import kernels
-from kvbench.storage.attend import RowSegment, attend
+from kvbench.storage.attend import attend
+from kvbench.storage.row_segments import RowSegment
 
 WARM_UP = 3
 

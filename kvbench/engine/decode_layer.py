@@ -13,10 +13,11 @@ from kvbench.cache.partly_packed import Codes, side_by_side
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import kernels
-from kvbench.storage.attend import Masker, Ragged, RowSegment, attend, flat, format_of, stack
+from kvbench.storage.attend import Masker, attend
 from kvbench.storage.evicting_rows import Evictor, Rotary, SlotRows
 from kvbench.storage.latent_rows import LatentRows, Lift
 from kvbench.storage.packed_rows import CodedRows, Coder
+from kvbench.storage.row_segments import Ragged, RowSegment, flat, format_of, stack
 
 PADDING_LIMIT = 1.25
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from kvbench.cache.partly_packed import Values, parts
 from kvbench.cache.segment import storage_bytes
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.storage.attend import Ragged, RowSegment
 from kvbench.storage.evicting_rows import SlotRows
 from kvbench.storage.evicting_store import OneFormat, Thin
 from kvbench.storage.latent_rows import LatentRows
 from kvbench.storage.packed_rows import CodedRows, Store
+from kvbench.storage.row_segments import Ragged, RowSegment
 
 
 def stored_bytes(layer: RowLayer) -> list[int]:

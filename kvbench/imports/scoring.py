@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import UsageError
+from kvbench.example import Example
 from kvbench.imports.base import Answer, Predictions
 from kvbench.metrics import METRICS, metric, score, stats
 from kvbench.metrics.stats import FEWEST
 from kvbench.tasks import longbench
-from kvbench.tasks.example import Example
 
 Score = float | None
 Part = tuple[int, str, str, tuple[Answer, ...]]

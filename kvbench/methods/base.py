@@ -267,7 +267,7 @@ class Selector(TokenSelector):
         budget = self.budget(obs.prompt_tokens, obs.layer, obs.n_layers)
         if budget >= obs.n:
             return cache
-        capacity = protect(self.capacity(obs.prompt_tokens), modifiers, obs.prompt_tokens)
+        capacity = protect(self.capacity(obs.prompt_tokens), sinks_of(modifiers), obs.prompt_tokens)
         # authors may build scores on the CPU; where the keys live is the cache's matter
         scores = self.scores(cache, obs, capacity).to(cache.segments[0].k.device, torch.float32, copy=True)
         for modifier in modifiers:
@@ -342,3 +342,8 @@ class Mask(Stage):
     def mask(self, weights: torch.Tensor) -> torch.Tensor:
         """Which of the estimated attention weights [B, Hq, T, S] are attended: bool, at least one in every row."""
         raise TypeError(f"{type(self).__name__} does not say what it masks")
+
+
+def sinks_of(modifiers: Sequence[Modifier]) -> int:
+    """The first tokens that modifiers keep."""
+    return max((m.sink_size() for m in modifiers), default=0)

@@ -24,6 +24,7 @@ from kvbench.methods.base import (
     Stage,
     TokenSelector,
     protect,
+    sinks_of,
 )
 from kvbench.methods.evicting import EvictingSelector, Modified
 from kvbench.methods.foreign import is_foreign
@@ -221,7 +222,7 @@ class Chain:
 
     def capacity(self, n: int) -> Capacity | None:
         """What the selector keeps of a prompt of n tokens, the modifiers' sinks included; None without a selector."""
-        return protect(self.selector.capacity(n), self.modifiers, n) if self.selector else None
+        return protect(self.selector.capacity(n), sinks_of(self.modifiers), n) if self.selector else None
 
     def heads(self, kv_heads: int, query_heads: int) -> int:
         """Heads stored in each layer. The full cache is the model's own: always kv heads. Latents are one for all."""

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvbench.methods.base import Modifier
 
 
 @dataclass(frozen=True)
@@ -59,9 +54,9 @@ class Capacity:
     shrunk: bool = False  # the fraction left no room for sinks and window, which were cut to fit
 
 
-def protect(capacity: Capacity, modifiers: Sequence[Modifier], n: int) -> Capacity:
-    """The capacity with the first tokens that modifiers keep, at most half of it where there is no room."""
-    sinks = max([capacity.sinks, *(m.sink_size() for m in modifiers)])
+def protect(capacity: Capacity, first: int, n: int) -> Capacity:
+    """The capacity with the ``first`` tokens kept, at most half of it where there is no room."""
+    sinks = max(capacity.sinks, first)
     if sinks == capacity.sinks:
         return capacity
     room = capacity.tokens - capacity.window

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from kvbench.cache.segment import LayerCache
-from kvbench.methods.base import Modifier, Selector, protect
+from kvbench.methods.base import Modifier, Selector, sinks_of
+from kvbench.methods.contract import protect
 from kvbench.storage.evicting_rows import Slots
 from kvbench.storage.evicting_store import Packer
 
@@ -112,7 +113,7 @@ class Modified:
         return self.selector.shares(cache, layer)
 
     def row(self, n: int) -> Mapping[str, int]:
-        return {**self.selector.row(n), "sinks": protect(self.selector.capacity(n), self.modifiers, n).sinks}
+        return {**self.selector.row(n), "sinks": protect(self.selector.capacity(n), sinks_of(self.modifiers), n).sinks}
 
     @property
     def estimates(self) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvbench.errors import unknown
+from kvbench.example import Example
 from kvbench.metrics import answers, bleu, chinese, choice, code, rouge, squad, text, theorem
-from kvbench.tasks.example import Example
 
 LONGBENCH = "github.com/THUDM/LongBench metrics.py"
 SACREBLEU = "github.com/mjpost/sacrebleu"

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.progress import (
     Progress,
@@ -15,9 +15,7 @@ from rich.progress import (
 
 from kvbench.progress import PLAIN_EVERY_S, bars_of, say
 from kvbench.run.plan import Cell
-
-if TYPE_CHECKING:
-    from kvbench.run.experiment import Prepared
+from kvbench.run.run_plan import Prepared
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any
 from kvbench.audit.accounting import declared
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.observation import Needs
+from kvbench.example import Example
 from kvbench.files import Sample
 from kvbench.methods.chain import Chain
 from kvbench.run.plan import Cell, Group
-from kvbench.tasks.example import Example
 
 LENGTHS_LOOKED_AT = 3
 

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.model_shape import from_config
 from kvbench.engine.memory import GIB
+from kvbench.example import Example
 from kvbench.run.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
-from kvbench.tasks.example import Example
 from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
 
 ROWS_CPU, ROWS_GPU = 96, 128

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from kvbench.run.plan import Cell
-
-if TYPE_CHECKING:
-    from kvbench.run.experiment import Prepared
+from kvbench.run.run_plan import Prepared
 
 Status = Literal["complete", "partial", "refused", "failed", "interrupted"]
 

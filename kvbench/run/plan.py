@@ -10,12 +10,12 @@ from functools import cached_property
 from typing import Any
 
 from kvbench.errors import Refused, UsageError
+from kvbench.example import Example
 from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.metrics import metric
 from kvbench.run.config import ChainConfig, RunConfig
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
-from kvbench.tasks.example import Example
 from kvbench.tasks.prompt import PromptPolicy, check
 
 SCHEMA = 1

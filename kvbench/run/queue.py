@@ -13,9 +13,9 @@ from kvbench.audit.prompt_audit import Measured
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.stopping import Ending
+from kvbench.example import Example
 from kvbench.methods.prompt_cache import Cache
 from kvbench.run.plan import Cell
-from kvbench.tasks.example import Example
 
 ENTER_SHARE = 0.5
 """Rows enter a running batch once it has shrunk to this share of its limits: few cohorts, well filled."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvbench.cache.model_shape import Shape, from_config
 from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
+from kvbench.example import Example
 from kvbench.models import load
 from kvbench.models.interface import head_counts
 from kvbench.run import equal_memory, speed_model
@@ -24,7 +25,6 @@ from kvbench.run.host import ROWS_CPU, ROWS_GPU
 from kvbench.run.plan import Cell, Group, build_groups, pending
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
-from kvbench.tasks.example import Example
 from kvbench.tasks.prompt import encode
 
 SMALL_MODEL = 256

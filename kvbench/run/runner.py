@@ -25,6 +25,7 @@ from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
 from kvbench.engine.prefill import check_capacity, check_window, prefill_chains
 from kvbench.errors import KvbenchError, Refused, UsageError, ending
+from kvbench.example import Example
 from kvbench.files import Sample
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
@@ -35,7 +36,6 @@ from kvbench.run.listener import Listeners
 from kvbench.run.plan import Cell, Group, pending
 from kvbench.run.queue import DecodeQueue, Row, in_parts
 from kvbench.run.store import ResultStore, Writer
-from kvbench.tasks.example import Example
 
 REASON_LENGTH = 300
 

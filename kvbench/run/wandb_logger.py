@@ -15,16 +15,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench.metrics import metric
 from kvbench.run.config import BUDGETS, LoggerConfig
 from kvbench.run.listener import Listener
+from kvbench.run.plan import Cell, Group
+from kvbench.run.run_plan import Prepared
 from kvbench.tables.heatmap import Heat, draw, heat_map, points
-
-if TYPE_CHECKING:
-    from kvbench.run.experiment import Prepared
-    from kvbench.run.plan import Cell, Group
 
 CONNECT_S, FINISH_S = 10, 10
 CLOSE_S = {"online": 30, "offline": 120}  # files alone do not hang, however busy the machine is

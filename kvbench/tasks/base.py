@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvbench.errors import UsageError, unknown
-from kvbench.tasks.example import Example
+from kvbench.example import Example
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files, data_root
 from kvbench.tasks.spread import spread

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbench.errors import UsageError
+from kvbench.example import Example
 from kvbench.tasks.base import Task, own_wording, read_text
-from kvbench.tasks.example import Example
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.rows import Row, kind, parse, read
 from kvbench.tasks.source import Files

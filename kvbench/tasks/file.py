@@ -6,8 +6,8 @@ from pathlib import Path
 
 from kvbench import metrics
 from kvbench.errors import UsageError
+from kvbench.example import Example
 from kvbench.tasks.base import Task, Tokenizer
-from kvbench.tasks.example import Example
 from kvbench.tasks.rows import is_count, read_lines
 
 

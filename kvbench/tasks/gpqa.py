@@ -5,8 +5,8 @@ Source: huggingface.co/datasets/Idavidrein/gpqa (CC BY 4.0), file gpqa_main.csv.
 
 from __future__ import annotations
 
+from kvbench.example import Example
 from kvbench.tasks.base import Task, own_wording
-from kvbench.tasks.example import Example
 from kvbench.tasks.knobs import drawn, whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvbench.example import Example
 from kvbench.metrics.answers import last_number
 from kvbench.tasks.base import Task, own_wording
-from kvbench.tasks.example import Example
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files

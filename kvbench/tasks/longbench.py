@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from kvbench.errors import UsageError, unknown
+from kvbench.example import Example
 from kvbench.tasks.base import Task, read_text
-from kvbench.tasks.example import Example
 from kvbench.tasks.rows import Row, is_count, kind, parse, read_lines
 from kvbench.tasks.source import Files
 

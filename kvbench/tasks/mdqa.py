@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvbench.errors import unknown
+from kvbench.example import Example
 from kvbench.metrics.text import normalise_answer
 from kvbench.tasks.base import Task, own_wording
-from kvbench.tasks.example import Example
 from kvbench.tasks.knobs import drawn, one_of, whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from kvbench import metrics
 from kvbench.errors import UsageError, unknown
+from kvbench.example import Example
 from kvbench.tasks.base import Task, Tokenizer, read_text
-from kvbench.tasks.example import Example
 from kvbench.tasks.source import ENVIRONMENT, Files
 from kvbench.tasks.tiny import GOLDEN, HEADER, needle_pair
 

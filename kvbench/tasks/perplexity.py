@@ -11,9 +11,9 @@ from bisect import bisect_right
 from typing import Any
 
 from kvbench.errors import UsageError
+from kvbench.example import Example
 from kvbench.tasks import tiny
 from kvbench.tasks.base import Task, read_text
-from kvbench.tasks.example import Example
 from kvbench.tasks.source import Files
 
 DOCUMENT = 128

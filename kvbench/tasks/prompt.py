@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import UsageError
+from kvbench.example import Example
 from kvbench.tasks.base import Task, Tokenizer
-from kvbench.tasks.example import Example
 
 TEMPLATES = ("off", "on", "skip")
 TRUNCATIONS = ("tokens", "text")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kvbench.errors import UsageError
+from kvbench.example import Example
 from kvbench.tasks import tiny
 from kvbench.tasks.base import Task, Tokenizer
-from kvbench.tasks.example import Example
 
 
 def load_tiny(dataset: str, tokenizer: Tokenizer | None, length: int, examples: int) -> list[Task]:

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 
 from kvbench.errors import UsageError
+from kvbench.example import Example
 from kvbench.tasks.base import Task
-from kvbench.tasks.example import Example
 from kvbench.tasks.knobs import drawn, one_of, whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
+from kvbench.example import Example
 from kvbench.metrics.theorem import parse_reference
 from kvbench.tasks.base import Task, own_wording
-from kvbench.tasks.example import Example
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.rows import Row, kind, read
 from kvbench.tasks.source import Files

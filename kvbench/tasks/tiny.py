@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from kvbench.tasks.example import Example
+from kvbench.example import Example
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ github.com/sylinrl/TruthfulQA (Apache-2.0).
 
 from __future__ import annotations
 
+from kvbench.example import Example
 from kvbench.tasks.base import Task, own_wording
-from kvbench.tasks.example import Example
 from kvbench.tasks.knobs import one_of, whole
 from kvbench.tasks.rows import Row, read
 from kvbench.tasks.source import Files

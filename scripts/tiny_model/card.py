@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from kvbench.example import Example
 from kvbench.tasks import tiny, tiny_corpus, tiny_tokens
-from kvbench.tasks.example import Example
 from tiny_model import initial
 from tiny_model.train import Progress, Recipe
 

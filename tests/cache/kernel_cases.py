@@ -14,10 +14,11 @@ from kvbench.engine.cuda_graph import StillLayer
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.row_bytes import stored_bytes
 from kvbench.storage import kernels
-from kvbench.storage.attend import Ragged, RowSegment, attend, flat, stack
+from kvbench.storage.attend import attend
 from kvbench.storage.kernels import SWITCH, exact, softmax
 from kvbench.storage.kernels.merge import Parts
 from kvbench.storage.packed_rows import CodedRows
+from kvbench.storage.row_segments import Ragged, RowSegment, flat, stack
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not kernels.interpreted() else "cpu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

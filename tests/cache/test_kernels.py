@@ -16,8 +16,8 @@ from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
 from kvbench.run.provenance import provenance
 from kvbench.storage import kernels
-from kvbench.storage.attend import Ragged, flat
 from kvbench.storage.kernels import SWITCH
+from kvbench.storage.row_segments import Ragged, flat
 
 REASON = "triton is not installed (extra gpu: 290 MB, too much for the tests' environment)"
 HAVE = importlib.util.find_spec("triton") is not None

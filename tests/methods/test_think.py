@@ -8,7 +8,8 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.think import Think
-from kvbench.storage.attend import attend, stack
+from kvbench.storage.attend import attend
+from kvbench.storage.row_segments import stack
 
 N, D = 24, 8
 

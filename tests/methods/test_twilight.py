@@ -15,7 +15,8 @@ from kvbench.engine.decode import Ending, generate_rows
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.twilight import Twilight
-from kvbench.storage.attend import attend, stack
+from kvbench.storage.attend import attend
+from kvbench.storage.row_segments import stack
 
 
 def masked(weights, p):

@@ -118,7 +118,7 @@ def test_any_order_is_one_chain(order):
     ],
 )
 def test_sinks_count_inside_the_budget(capacity, sinks, wanted):
-    assert protect(capacity, [Vatp(sinks=sinks)], 100) == wanted
+    assert protect(capacity, Vatp(sinks=sinks).sink_size(), 100) == wanted
 
 
 def test_the_papers_budgets_keep_its_sinks_inside_the_heavy_half():

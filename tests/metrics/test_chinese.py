@@ -6,9 +6,9 @@ import jieba
 import pytest
 from metrics import slow
 
+from kvbench.example import Example
 from kvbench.metrics import score
 from kvbench.metrics.chinese import _MARKS, qa_f1_zh, retrieval_zh, rouge_zh, segment
-from kvbench.tasks.example import Example
 
 TEXTS = [
     *("厦门大学。", "《热诚传说》动画的结局是百合。", "人民币57081.86元。", "九箱盐，运往磨坊！"),

@@ -2,8 +2,8 @@ import pytest
 from metrics import slow
 
 from kvbench.errors import UsageError
+from kvbench.example import Example
 from kvbench.metrics import METRICS, metric, score
-from kvbench.tasks.example import Example
 
 NAMES = {"f1", "rouge_l", "rouge1", "accuracy", "exact_match", "contains", "code_sim", "edit_sim"}
 LONGBENCH_CHOICES = {"classification", "count", "retrieval"}

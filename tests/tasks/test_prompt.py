@@ -6,10 +6,10 @@ import pytest
 
 from kvbench.conf import entries
 from kvbench.errors import UsageError
+from kvbench.example import Example
 from kvbench.run import config
 from kvbench.run.words import rewrite
 from kvbench.tasks.base import Task
-from kvbench.tasks.example import Example
 from kvbench.tasks.prompt import PromptPolicy, check, encode
 
 

@@ -7,8 +7,8 @@ from data import data_path
 
 from kvbench.cli.main import main
 from kvbench.conf import entries
+from kvbench.example import Example
 from kvbench.tasks.base import Task, load_tasks
-from kvbench.tasks.example import Example
 from kvbench.tasks.spread import left_out, spread
 
 

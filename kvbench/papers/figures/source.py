@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.calibration import text as texts
 from kvbench.errors import UsageError
+from kvbench.example import Example
 from kvbench.models import load
 from kvbench.papers.figures.figure import Figure
 from kvbench.papers.figures.reading import Prompt
 from kvbench.run import experiment
 from kvbench.run.config import RunConfig
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
-from kvbench.tasks.example import Example
 from kvbench.tasks.prompt import check, encode
 
 SAMPLES, TOKENS = 6, 1024

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
+from kvbench.example import Example
 from kvbench.methods.prompt_cache import Cache
 from kvbench.models import load
 from kvbench.run import experiment
 from kvbench.run.experiment import Prepared
 from kvbench.run.plan import Cell, Group
-from kvbench.tasks.example import Example
 from kvbench.tasks.prompt import encode
 
 LEVELS = 10

@@ -13,16 +13,13 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.packed import Packed
 from kvbench.errors import UsageError
-
-if TYPE_CHECKING:
-    from kvbench.storage.attend import Ragged, RowSegment
+from kvbench.storage.row_segments import Ragged, RowSegment
 
 SWITCH = "KVBENCH_KERNELS"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

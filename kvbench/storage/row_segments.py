@@ -1,0 +1,185 @@
+"""Segments of many rows side by side, as one batched attention reads them.
+
+Shapes: B rows, Hq query heads, H stored heads, L slots, N tokens of all heads, C kept key channels, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvbench.cache.segment import Segment
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Which query heads share logits: ``leading`` are computed, on keys ``key_rows``, and each head takes its own
+    ``place`` among them."""
+
+    leading: Tensor  # [B, C] int64, ascending
+    key_rows: Tensor | None  # [B, C] int64; None: key head c is that of the c-th leading one
+    place: Tensor  # [B, Hq] int64
+
+    def rows(self, index: Tensor) -> Shared:
+        """The same for the rows ``index`` only."""
+        keys = None if self.key_rows is None else self.key_rows[index]
+        return Shared(self.leading[index], keys, self.place[index])
+
+    def over(self, heads: int) -> Shared:
+        """The same over keys of all ``heads``."""
+        group = self.place.shape[1] // heads
+        return Shared(self.leading, self.leading // group, self.place)
+
+
+def shared_by(leads: Sequence[Tensor], stored: int) -> Shared:
+    """The rows' ``leads`` [Hq], each with as many leading heads, over keys of which only those read are held."""
+    found = [torch.unique(x.long(), return_inverse=True) for x in leads]
+    leading, place = (torch.stack(column) for column in zip(*found, strict=True))
+    of_key = leading // (place.shape[1] // stored)
+    key_rows = torch.stack([torch.unique(x, return_inverse=True)[1] for x in of_key])
+    alone = torch.equal(key_rows, torch.arange(key_rows.shape[1], device=key_rows.device).expand_as(key_rows))
+    return Shared(leading, None if alone else key_rows, place)
+
+
+@dataclass(frozen=True)
+class RowSegment:
+    """Segments of one format from B rows, padded to the longest: what one batched attention reads."""
+
+    k: Tensor  # [B, H, L, D or C]
+    v: Tensor  # [B, H, L, D]
+    valid: Tensor | None = None  # [B, H or 1, L] bool; None if no slot is padding
+    key_channels: Tensor | None = None  # [B, H, C] int64
+    value_channels: Tensor | None = None  # [B, H, C] int64
+    positions: Tensor | None = None  # [B, H or 1, L] int32; kept only where a sliding window needs them
+    shared: Shared | None = None  # where query heads share logits; k then holds the heads that it names
+    lengths: Tensor | None = None  # [B, 1] int32, the slots that are valid; None: all
+    starts: ClassVar[None] = None
+
+    @property
+    def heads(self) -> int:
+        return self.v.shape[1]
+
+    @property
+    def longest(self) -> int:
+        return self.v.shape[2]
+
+    def rows(self, index: Tensor) -> RowSegment:
+        """The same segment for the rows ``index`` only."""
+        return RowSegment(
+            self.k[index],
+            self.v[index],
+            None if self.valid is None else self.valid[index],
+            None if self.key_channels is None else self.key_channels[index],
+            None if self.value_channels is None else self.value_channels[index],
+            None if self.positions is None else self.positions[index],
+            None if self.shared is None else self.shared.rows(index),
+            None if self.lengths is None else self.lengths[index],
+        )
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Segments of one format whose heads hold different numbers of tokens, from B rows: one head after the other,
+    without padding, as kernels read them. Plain PyTorch reads them ``padded``."""
+
+    k: Tensor  # [N, D or C]
+    v: Tensor  # [N, D or C]
+    lengths: Tensor  # [B, H] int32
+    starts: Tensor  # [B, H] int64
+    longest: int
+    key_channels: Tensor | None = None  # [B, H, C] int64
+    value_channels: Tensor | None = None  # [B, H, C] int64
+    shared: ClassVar[None] = None
+
+    @property
+    def heads(self) -> int:
+        return self.lengths.shape[1]
+
+    def rows(self, index: Tensor) -> Ragged:
+        """The same segment for the rows ``index`` only."""
+        lengths, starts = self.lengths[index], self.starts[index]
+        counts, fresh = lengths.flatten().long(), _starts(lengths)
+        kept = torch.arange(int(counts.sum()), device=counts.device)
+        kept += (starts - fresh).flatten().repeat_interleave(counts)
+        keys, values = (None if c is None else c[index] for c in (self.key_channels, self.value_channels))
+        return Ragged(self.k[kept], self.v[kept], lengths, fresh, int(lengths.max()), keys, values)
+
+    def padded(self) -> RowSegment:
+        """The same with every head padded to the longest."""
+        slot = torch.arange(self.longest, device=self.k.device)
+        valid = slot < self.lengths[..., None]
+        index = (self.starts[..., None] + slot).masked_fill(~valid, 0)
+        return RowSegment(self.k[index], self.v[index], valid, self.key_channels, self.value_channels)
+
+
+def flat(segments: Sequence[Segment]) -> Ragged:
+    """Put segments of equal format and ragged heads, one a row, one after the other. A single row is a view."""
+    counts = [s.lengths for s in segments if s.lengths is not None]
+    lengths = torch.stack(counts).to(torch.int32)
+    keys = [s.key_channels for s in segments if s.key_channels is not None]
+    values = [s.value_channels for s in segments if s.value_channels is not None]
+    k, v = ([t[0] for t in held] for held in ([s.k for s in segments], [s.v for s in segments]))
+    return Ragged(
+        k[0] if len(k) == 1 else torch.cat(k),
+        v[0] if len(v) == 1 else torch.cat(v),
+        lengths,
+        _starts(lengths),
+        max(s.tokens for s in segments),
+        torch.stack(keys).long() if keys else None,
+        torch.stack(values).long() if values else None,
+    )
+
+
+def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
+    """Put segments of equal format and even heads, one a row, into one padded batch. A single row is a view.
+
+    ``positions``: keep them too, which attention under a sliding window needs.
+    """
+    longest = max(s.tokens for s in segments)
+    valid = lengths = None
+    if any(s.tokens < longest for s in segments):
+        lengths = torch.tensor([[s.tokens] for s in segments], dtype=torch.int32, device=segments[0].k.device)
+        valid = (torch.arange(longest, device=lengths.device) < lengths)[:, None]
+    keys = [s.key_channels for s in segments if s.key_channels is not None]
+    values = [s.value_channels for s in segments if s.value_channels is not None]
+    leads = [s.leads for s in segments if s.leads is not None]
+    return RowSegment(
+        _pad_stack([s.k for s in segments], longest),
+        _pad_stack([s.v for s in segments], longest),
+        valid,
+        torch.stack(keys).long() if keys else None,
+        torch.stack(values).long() if values else None,
+        torch.stack([_padded_positions(s, longest) for s in segments]) if positions else None,
+        shared_by(leads, segments[0].v.shape[0]) if leads else None,
+        lengths,
+    )
+
+
+def format_of(segment: Segment) -> tuple[object, ...]:
+    """What two segments must share to be attended in one batch."""
+    thin = (segment.key_channels is not None, segment.value_channels is not None, segment.lengths is not None)
+    codes = None if segment.codes is None else (segment.codes.k.format, segment.codes.v.format)
+    sharing = None if segment.leads is None else (segment.k.shape[0], len(segment.leads.unique()))
+    stored = (codes, segment.latent, sharing)
+    return (segment.heads, segment.k.shape[2], segment.v.shape[2], *thin, segment.k.dtype, *stored)
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    """Where heads of ``lengths`` [B, H] that lie one after the other begin [B, H]."""
+    counts = lengths.flatten().long()
+    return (counts.cumsum(0) - counts).view(lengths.shape)
+
+
+def _padded_positions(s: Segment, longest: int) -> Tensor:
+    return F.pad(s.positions, (0, longest - s.positions.shape[1]))
+
+
+def _pad_stack(tensors: Sequence[Tensor], longest: int) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0][None]
+    return torch.stack([t if t.shape[1] == longest else F.pad(t, (0, 0, 0, longest - t.shape[1])) for t in tensors])
