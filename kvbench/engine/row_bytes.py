@@ -59,7 +59,7 @@ def _behind(x: Any) -> Iterator[Tensor]:
             yield from _behind(item)
     elif isinstance(x, Mapping):
         yield from _behind(list(x.values()))
-    elif type(x).__module__.startswith(("kvbench.cache.", "kvbench.storage.", "kvbench.engine.decode_layer")):
+    elif type(x).__module__.startswith(("kvbench.cache.", "kvbench.storage.", "kvbench.engine.")):
         yield from _behind(list(vars(x).values()))
 
 
