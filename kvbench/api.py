@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from kvbench.conf import entries
 from kvbench.engine import decode
 from kvbench.engine.calibration.session import Session
-from kvbench.engine.calibration.weights import weights_of
 from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.weights_digest import weights_of
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain

@@ -8,8 +8,8 @@ from functools import cache
 from families import prompt
 from transformers import PreTrainedModel
 
-from kvbench.engine.calibration.weights import weights_of
 from kvbench.engine.prefill import observer
+from kvbench.engine.weights_digest import weights_of
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Calibration, digest

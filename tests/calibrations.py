@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from calibrated import measured
 
-from kvbench.engine.calibration.weights import weights_of
+from kvbench.engine.weights_digest import weights_of
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Calibration, digest

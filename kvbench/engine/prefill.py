@@ -23,11 +23,11 @@ from kvbench.cache.exact_attention import attend_rows, attend_with_lse, column_s
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.packed import quantise_zero_point
 from kvbench.cache.segment import LayerCache, per_head
-from kvbench.engine.calibration.weights import check_calibrated
 from kvbench.engine.finite import check_finite
 from kvbench.engine.handed import Handed
 from kvbench.engine.layer_by_layer import Layers
 from kvbench.engine.patches import adapted
+from kvbench.engine.weights_digest import check_calibrated
 from kvbench.errors import UsageError
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain

@@ -10,8 +10,8 @@ from families import FAMILIES, build, heads_of, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.engine.calibration.weights import weights_of
 from kvbench.engine.prefill import observer
+from kvbench.engine.weights_digest import weights_of
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chai import LISTS, Chai, divided, lead_heads

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.calibration import files
 from kvbench.engine.calibration import text as calibration_text
-from kvbench.engine.calibration.weights import check_weights, weights_of
 from kvbench.engine.prefill import observer
+from kvbench.engine.weights_digest import check_weights, weights_of
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Request

@@ -14,11 +14,11 @@ from kvbench.papers.forensics.finding import WEIGHTS, place
 from kvbench.papers.forensics.granularity import fits
 from kvbench.papers.forensics.repeats import baselines, gap, repeated
 from kvbench.papers.forensics.statements import judged
-from kvbench.papers.report.markdown import table
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.numbers import fixed
 from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book
+from kvbench.tables.markdown import table
 from kvbench.tables.render import WIDTH, Sheet, compose
 
 MARKS = {"wrong": "✗", "doubt": "?", "note": "·"}

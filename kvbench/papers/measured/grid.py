@@ -8,13 +8,13 @@ from itertools import groupby
 from textwrap import wrap
 
 from kvbench.metrics.stats import FLOOR
+from kvbench.papers.measured import timing_text
 from kvbench.papers.measured.cell_view import OF_ALL, Entry, View, best, by_block, heading_of
 from kvbench.papers.measured.our_table import Ours
 from kvbench.papers.spec import stand_ins
 from kvbench.papers.spec.published import FRACTION
 from kvbench.papers.spec.table_spec import MEANS, SCORE, Row
 from kvbench.papers.spec.workloads import labels
-from kvbench.papers.timed import timing_text
 from kvbench.run.provenance import local_changes
 from kvbench.tables.render import EVICTING, EVICTS
 

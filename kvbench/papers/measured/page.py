@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as RichText
 
+from kvbench.papers.measured import timing_text
 from kvbench.papers.measured.cell_view import View
 from kvbench.papers.measured.grid import Grid, Text, grid, notes, runs, title
-from kvbench.papers.timed import timing_text
 from kvbench.tables.render import WIDTH
 
 FORMATS = ("text", "md", "csv", "latex", "html")

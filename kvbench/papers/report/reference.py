@@ -15,12 +15,12 @@ from kvbench.papers.forensics.exact import everything
 from kvbench.papers.forensics.finding import place
 from kvbench.papers.forensics.statements import judged
 from kvbench.papers.forensics.statements.base import NOTE
-from kvbench.papers.report.markdown import table
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.catalogue import Entry, Paper
 from kvbench.papers.spec.published import SCORES, model_id
 from kvbench.papers.spec.published_cells import Book, published
 from kvbench.run import presets
+from kvbench.tables.markdown import table
 from kvbench.tables.render import WIDTH
 from kvbench.tasks.longbench import TASKS
 
