@@ -40,10 +40,11 @@ test-peers: .venv-peers/.ready  ## the same tokens as kvpress, in an environment
 torture: $(VENV)/.ready  ## 100 kills and one full disk: nothing lost, nothing doubled; fewer with KILLS=10
 	$(PY) scripts/torture.py --kills $(KILLS)
 
-check: $(VENV)/.ready  ## lint, format and types
+check: $(VENV)/.ready  ## lint, format, types, and imports that go down only
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-logo
 
 smoke: $(VENV)/.ready  ## the main job on two examples a task
 	$(PY) -m kvbench run $(ARGS) limit=2
