@@ -27,9 +27,9 @@ import shards
 from kvbench.errors import UsageError
 from kvbench.papers.measured import coverage, our_table, page
 from kvbench.papers.measured.cell_view import View, view
-from kvbench.papers.measured.our_table import Ours
+from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
-from kvbench.papers.spec.table_spec import Declared
+from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.papers.timed import timings
 from kvbench.run import archive, experiment
 from kvbench.run.store import ResultStore
@@ -51,13 +51,13 @@ class Target:
     arguments: tuple[str, ...] = ()
     scored: bool = False
 
-    def page(self, table: Declared) -> Path:
+    def page(self, table: TableSpec) -> Path:
         return self.folder / f"{table.paper}-{table.table}.md"
 
-    def samples(self, table: Declared) -> Path:
+    def samples(self, table: TableSpec) -> Path:
         return self.folder / f"{table.paper}-{table.table}.samples.jsonl.gz"
 
-    def tables(self, wanted: Sequence[str]) -> list[Declared]:
+    def tables(self, wanted: Sequence[str]) -> list[TableSpec]:
         """Those of ``wanted`` that this target writes."""
         found = {t.id: t for name in wanted for t in table_spec.find(name)}.values()
         return [t for t in found if t.measurable or not self.scored]
@@ -80,7 +80,7 @@ def rendered(seen: View, of: Target) -> str:
     return f"{head}\n\n`{made}{limit}`\n{rest}{cost(seen.ours) if of.scored else ''}"
 
 
-def cost(ours: Ours) -> str:
+def cost(ours: OurTable) -> str:
     """A line that says how long a table's answers took; a prompt's reading counts once for all of its rows."""
     if ours.run is None:
         return ""
@@ -100,14 +100,14 @@ def cost(ours: Ours) -> str:
     )
 
 
-def prepare(table: Declared, of: Target, results: str, *more: str) -> Ours:
+def prepare(table: TableSpec, of: Target, results: str, *more: str) -> OurTable:
     """The table's run with its results in ``results``; what was timed is in a folder of its own, which is committed."""
     if table.kind == timings.KIND:
         return our_table.timed(timings.read(table, "", ROWS))
     return shards.prepare(table, of.model, results, *of.arguments, *more)
 
 
-def write(table: Declared, of: Target, results: str, time_it: bool = True) -> None:
+def write(table: TableSpec, of: Target, results: str, time_it: bool = True) -> None:
     """Write the table from what is measured of it, and its samples; what is timed is measured here, alone."""
     ours = prepare(table, of, results)
     if ours.timings is not None and time_it:
@@ -124,14 +124,14 @@ def write(table: Declared, of: Target, results: str, time_it: bool = True) -> No
         coverage.write(of.folder, coverage.count(seen))
 
 
-def restore(tables: Sequence[Declared], of: Target, results: str) -> None:
+def restore(tables: Sequence[TableSpec], of: Target, results: str) -> None:
     """Put the committed samples into ``results`` where they are missing there."""
     for table in tables:
         if of.samples(table).exists():
             archive.restore(of.samples(table), ResultStore(Path(results)))
 
 
-def measure(tables: Sequence[Declared], of: Target, results: str, workers: int) -> None:
+def measure(tables: Sequence[TableSpec], of: Target, results: str, workers: int) -> None:
     """Measure what is missing of all tables, a paper at a time, and write them after each round."""
     papers = [(paper, list(some)) for paper, some in groupby(tables, key=lambda t: t.paper)]
     given = [(p, (tuple(t.id for t in some if t.measurable), of.model, results, of.arguments)) for p, some in papers]
@@ -147,7 +147,7 @@ def measure(tables: Sequence[Declared], of: Target, results: str, workers: int) 
             write(table, of, results)
 
 
-def verify(table: Declared, of: Target) -> bool:
+def verify(table: TableSpec, of: Target) -> bool:
     """Whether the committed table, and what is counted of it, is what its samples or rows give."""
     with tempfile.TemporaryDirectory() as folder:
         if table.measurable and of.samples(table).exists():
@@ -174,7 +174,7 @@ def verified(wanted: Sequence[str], models: Sequence[str]) -> int:
     return 1 if wrong else 0
 
 
-def _counted(table: Declared) -> bool:
+def _counted(table: TableSpec) -> bool:
     return table.measurable or table.kind == timings.KIND
 
 

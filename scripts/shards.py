@@ -22,9 +22,9 @@ from kvbench.models import load
 from kvbench.papers.claims import claim_runner, claims
 from kvbench.papers.measured import our_table
 from kvbench.papers.measured.joint import joint
-from kvbench.papers.measured.our_table import Ours
+from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import table_spec
-from kvbench.papers.spec.table_spec import Declared
+from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.run import experiment
 from kvbench.run.plan import Group
 
@@ -38,13 +38,13 @@ Shard = tuple[tuple[str, ...], str, str, tuple[str, ...]]
 """Tables by name, the model, the folder of results, and what is said to ``run`` beside the tables' own."""
 
 
-def find(name: str, model: str) -> Sequence[Declared]:
+def find(name: str, model: str) -> Sequence[TableSpec]:
     """The tables of a name; ``claims/<paper>`` are the rows that its claims compare."""
     first, _, paper = name.partition("/")
     return claim_runner.tables([paper], model) if first == claims.TABLE else table_spec.find(name)
 
 
-def prepare(table: Declared, model: str, results: str, *more: str) -> Ours:
+def prepare(table: TableSpec, model: str, results: str, *more: str) -> OurTable:
     """The table's run with its results in ``results``."""
     return our_table.prepare(table, model, [f"results={results}", *more])
 
@@ -71,7 +71,7 @@ def calibrate_shard(given: Shard, shard: int, shards: int) -> None:
 
 
 @cache
-def _runs(given: Shard, shard: int, shards: int) -> list[experiment.Prepared]:
+def _runs(given: Shard, shard: int, shards: int) -> list[experiment.RunPlan]:
     """The runs of some tables, which read alike as one; a process needs them in every round."""
     free = memory.limit(None, {torch.device("cpu"): 1.0}) / memory.GIB
     names, model, results, own = given

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvbench.errors import KvbenchError
 from kvbench.run import archive, config, experiment
-from kvbench.run.experiment import Prepared
+from kvbench.run.experiment import RunPlan
 from kvbench.run.store import ResultStore
 from kvbench.run.words import rewrite
 from kvbench.tables import render
@@ -81,14 +81,14 @@ TABLES = {
 }
 
 
-def prepare(table: str, results: str) -> Prepared:
+def prepare(table: str, results: str) -> RunPlan:
     """The run behind a table, with its results in ``results``."""
     return experiment.prepare(
         config.parse(config.compose_config(rewrite([*TABLES[table], f"results={results}"]).runs[0]))
     )
 
 
-def rendered(prepared: Prepared, table: str) -> str:
+def rendered(prepared: RunPlan, table: str) -> str:
     """The table as Markdown, with the command that makes it."""
     content = {**experiment.report(prepared), "results": "results"}
     return f"# {table}\n\n`python -m kvbench run {' '.join(TABLES[table])}`\n\n{render.render(content, 'md')}"

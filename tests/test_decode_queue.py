@@ -10,7 +10,7 @@ from methods.test_properties import CHAINS, SMALL, configured, prefill, supporte
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine import batch
 from kvbench.engine.decode import Ending, generate_rows
-from kvbench.run.queue import DecodeQueue, Row, in_parts
+from kvbench.run.queue import DecodeQueue, QueuedRow, in_parts
 
 ROOMY = 2**40
 OUT_OF_MEMORY = (
@@ -30,7 +30,7 @@ def rows_of(family, chains, prompts=((70, 1), (47, 2)), per="kv_head"):
             stop = frozenset(range(3, 128, 4)) if i % 7 == 0 else frozenset()
             ending = Ending(1 + 5 * i % 9, stop, temperature=0.8 if i % 5 == 0 else 0.0, top_p=0.9, seed=i)
             measured = audit(cache, *heads_of(model), model.dtype)
-            rows.append(Row(SimpleNamespace(id=chain), SimpleNamespace(id=str(p)), cache, measured, 0, ending))
+            rows.append(QueuedRow(SimpleNamespace(id=chain), SimpleNamespace(id=str(p)), cache, measured, 0, ending))
     return model, rows
 
 
@@ -59,7 +59,7 @@ def test_rows_that_enter_and_leave_answer_as_alone(family, per, monkeypatch):
         queue.add(row)
     found, sizes = drained(queue)
     assert set(found) == set(rows)
-    assert max(sizes) <= 24 and batch.Together in cohorts and batch.RowLayer in cohorts
+    assert max(sizes) <= 24 and batch.MergedLayer in cohorts and batch.RowLayer in cohorts
     for row, answer in found.items():
         held = {}
         assert generate_rows(model, [row.cache], [row.ending], held=held) == [answer.tokens], row.cell.id

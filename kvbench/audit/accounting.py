@@ -81,7 +81,7 @@ def held(layer: LayerCache) -> Held:
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredBytes:
     """What a chain says that it holds after a prompt, over all layers. ``tokens`` is the mean per stored head.
 
     ``even``: the data decide how tokens are spread over heads or layers, and they are taken as spread evenly. That
@@ -98,7 +98,7 @@ class Declared:
         return self.payload + self.overhead
 
 
-def declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declared | None:
+def declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> DeclaredBytes | None:
     """The formula's bytes for a prompt of n tokens; None where only the prompt decides how many tokens stay."""
     counts = layer_counts(chain, shape, n)
     if counts is None:
@@ -117,7 +117,7 @@ def declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declared | No
         payload -= sum(without) * n * shape.head_dim * itemsize
         overhead += sum(LEAD_BYTES * shape.query_heads for missing in without if missing)
     even = any(expected.low != expected.high for expected, _, _ in counts)
-    return Declared(tokens / (heads * shape.layers), payload, overhead, even)
+    return DeclaredBytes(tokens / (heads * shape.layers), payload, overhead, even)
 
 
 def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, tuple[int, ...], int]] | None:

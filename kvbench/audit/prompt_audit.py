@@ -17,7 +17,7 @@ from kvbench.methods.prompt_cache import Cache
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredBytes:
     """One audited cache. Bytes are those of the storages held; ``full_bytes`` is the same prompt kept whole.
 
     ``kept`` is the mean of tokens held over layers and heads; ``nominal`` the budget that was asked for,
@@ -40,7 +40,7 @@ class Measured:
     full16: int
 
 
-def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Measured:
+def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> MeasuredBytes:
     """Measure a freshly compressed cache and hold it to its chain's promises; raises Refused with the reason.
 
     Checked per layer and head: tokens kept (those recorded, where the data decide), their positions, payload bytes and
@@ -100,7 +100,7 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         raise Refused(f"{chain.name}: keeps {kept_sum} tokens over all layers and heads, declared were {declared}")
     if cache.strange:
         raise Refused(f"{chain.name}: {cache.strange}")
-    return Measured(
+    return MeasuredBytes(
         n=n,
         kept=kept_sum / head_count,
         nominal=chain.nominal(n),

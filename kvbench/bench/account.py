@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvbench.audit.accounting import HALF, declared
-from kvbench.bench.layers import Measured, measure, working_bytes
+from kvbench.bench.layers import MeasuredLayers, measure, working_bytes
 from kvbench.cache.model_shape import Shape
 from kvbench.engine.memory import free_bytes
 from kvbench.errors import KvbenchError, UsageError
@@ -35,7 +35,7 @@ class Account:
     method: str
     n: int
     full: int
-    measured: Measured | None
+    measured: MeasuredLayers | None
     formula: tuple[float, int, int] | None
     percent: float | None
     even: bool = False

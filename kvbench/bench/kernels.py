@@ -43,7 +43,7 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True)
-class Shape:
+class KernelShape:
     """What is measured: tokens held, rows, heads and numbers."""
 
     tokens: int
@@ -55,7 +55,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """One format: median seconds of a step by kernels, by plain PyTorch and by SDPA; bytes held of all rows."""
 
     kernel: float
@@ -82,7 +82,7 @@ def switched(state: str) -> Iterator[None]:
             os.environ[SWITCH] = before
 
 
-def measure(name: str, shape: Shape, repeats: int, device: torch.device, timer: Timer) -> Row:
+def measure(name: str, shape: KernelShape, repeats: int, device: torch.device, timer: Timer) -> KernelRow:
     """The format ``name`` of FORMATS, or the whole cache, at one shape."""
     chain = Chain() if name == FULL else registry.parse(FORMATS[name])
     sizes = (shape.tokens, shape.heads, shape.query_heads, shape.head_dim, shape.dtype, device)
@@ -106,7 +106,7 @@ def measure(name: str, shape: Shape, repeats: int, device: torch.device, timer: 
                 spent[state].append(timer(partial(_step, batch, q, k, v)))
         spent["sdpa"].append(timer(partial(F.scaled_dot_product_attention, q, *dense, enable_gqa=True)))
     kernel, plain, sdpa = (median(times[WARM_UP:]) for times in spent.values())
-    return Row(kernel, plain, sdpa, moved)
+    return KernelRow(kernel, plain, sdpa, moved)
 
 
 def _step(batch: RowLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ def cuda_timer(device: torch.device) -> Timer:
     return timed
 
 
-def table(rows: Mapping[str, Row], shape: Shape, bandwidth: float) -> str:
+def table(rows: Mapping[str, KernelRow], shape: KernelShape, bandwidth: float) -> str:
     """One shape's lines."""
     lines = [
         f"{shape.tokens} tokens x {shape.batch}",
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"query heads on {args.heads} kv heads of {args.head_dim}; one step's attention, median of {args.repeats}")
     for n in args.tokens:
         for b in args.batch:
-            shape = Shape(n, b, args.heads, args.query_heads, args.head_dim, getattr(torch, args.dtype))
+            shape = KernelShape(n, b, args.heads, args.query_heads, args.head_dim, getattr(torch, args.dtype))
             rows = {name: measure(name, shape, args.repeats, device, timer) for name in args.formats}
             print(f"\n{table(rows, shape, bandwidth)}", flush=True)
     return 0

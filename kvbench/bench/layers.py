@@ -19,7 +19,7 @@ from kvbench.methods.chain import Chain
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLayers:
     """What was held over all layers, and what the formulas say for the tokens that were kept.
 
     ``made`` is the number of layers that were built: the others promise the same and count as their equals.
@@ -114,7 +114,7 @@ def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[t
     return made
 
 
-def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> Measured:
+def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredLayers:
     """Bytes of real caches beside the formulas; raises Refused for layers whose positions or storages are not sound."""
     layers = compressed(chain, shape, n, dtype)
     heads = chain.heads(shape.kv_heads, shape.query_heads)
@@ -130,7 +130,7 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> Measured:
         blocks = [chain.layout(k, shape.head_dim, HALF) for k in kept]
         total16 += many * (payload_formula(layer, blocks) + overhead_formula(layer, blocks))
         tokens += many * sum(kept)
-    return Measured(total, payload, overhead, tokens / (heads * shape.layers), len(layers), total16)
+    return MeasuredLayers(total, payload, overhead, tokens / (heads * shape.layers), len(layers), total16)
 
 
 def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:

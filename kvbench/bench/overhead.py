@@ -19,7 +19,7 @@ import torch
 
 from kvbench.models import load
 from kvbench.run import config, experiment
-from kvbench.run.experiment import Prepared
+from kvbench.run.experiment import RunPlan
 from kvbench.run.host import Host
 from kvbench.run.provenance import provenance
 from kvbench.run.runner import run_group
@@ -29,14 +29,14 @@ from kvbench.run.words import rewrite
 LIMITS = {"full through kvbench / bare generate": 1.10, "full and snapkv+think together / full": 1.60}
 
 
-def prepared(method: str, examples: int) -> Prepared:
+def prepared(method: str, examples: int) -> RunPlan:
     """A run of ``method`` on two tiny tasks, one with short and one with long answers."""
     arguments = [f"method={method}", "baseline=false", "dataset=tiny/needle,tiny/listing", f"limit={examples}"]
     cfg = config.parse(config.compose_config(rewrite(arguments).runs[0]))
     return experiment.prepare(cfg)
 
 
-def through_kvbench(host: Host, run: Prepared) -> float:
+def through_kvbench(host: Host, run: RunPlan) -> float:
     """Seconds of the run with an empty store."""
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
@@ -47,7 +47,7 @@ def through_kvbench(host: Host, run: Prepared) -> float:
         return time.perf_counter() - start
 
 
-def bare_generate(host: Host, run: Prepared) -> float:
+def bare_generate(host: Host, run: RunPlan) -> float:
     """Seconds of transformers' own greedy ``generate`` on the same prompts, one by one, text decoded."""
     start = time.perf_counter()
     for group in run.groups:

@@ -31,7 +31,7 @@ from kvbench.bench.overhead import through_kvbench
 from kvbench.engine.memory import of_process
 from kvbench.models import load
 from kvbench.run import config, experiment
-from kvbench.run.experiment import Prepared
+from kvbench.run.experiment import RunPlan
 from kvbench.run.host import Host
 from kvbench.run.words import rewrite
 
@@ -46,12 +46,12 @@ class Case:
     """A loaded run of all rows."""
 
     host: Host
-    run: Prepared
+    run: RunPlan
 
     def rows(self) -> list[str]:
         return [c.label for c in self.run.groups[0].cells]
 
-    def only(self, label: str) -> Prepared:
+    def only(self, label: str) -> RunPlan:
         """The run of one row."""
         groups = (replace(g, cells=tuple(c for c in g.cells if c.label == label)) for g in self.run.groups)
         return replace(self.run, groups=tuple(groups))

@@ -13,7 +13,7 @@ from kvbench.errors import KvbenchError, UsageError
 
 if TYPE_CHECKING:
     from kvbench.papers.forensics import Finding
-    from kvbench.papers.report.tables import Measured, Part
+    from kvbench.papers.report.tables import MeasuredTable, ReportPart
 
 EXAMPLES = """examples:
   python -m kvbench report samples=1 output=report.html
@@ -82,7 +82,7 @@ def _page(results: Path, model: str, count: int, overrides: list[str], chosen: b
     return page.build("kvbench: five papers on KV-cache compression", sections, shown, _lead(model, parts, found))
 
 
-def _lead(model: str, parts: Sequence[Part], found: Sequence[Finding]) -> str:
+def _lead(model: str, parts: Sequence[ReportPart], found: Sequence[Finding]) -> str:
     ours = sum("as printed" not in p.title for p in parts)
     stands = (
         ", a stand-in: compare orders with the papers', not values" if any("stand-in" in p.title for p in parts) else ""
@@ -139,7 +139,7 @@ def _audit(found: Sequence[Finding]) -> str:
     )
 
 
-def _behind(measured: Sequence[Measured]) -> str:
+def _behind(measured: Sequence[MeasuredTable]) -> str:
     """What the committed samples behind the tables were measured with."""
     from kvbench.papers.report import page, tables
 

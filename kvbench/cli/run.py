@@ -20,7 +20,7 @@ from kvbench.cli import launchers
 from kvbench.run.words import rewrite
 
 if TYPE_CHECKING:
-    from kvbench.run.experiment import Prepared
+    from kvbench.run.experiment import RunPlan
 
 EXAMPLES = """examples:
   python -m kvbench run method=snapkv+think ratio=0.4
@@ -118,7 +118,7 @@ class Stop:
 
 
 @contextmanager
-def stopping(prepared: Sequence[Prepared], words: Sequence[str]) -> Iterator[Stop]:
+def stopping(prepared: Sequence[RunPlan], words: Sequence[str]) -> Iterator[Stop]:
     """End on SIGINT or SIGTERM as soon as what is measured is safe; say what is done and how to go on.
 
     ``words`` are the verb and its arguments.
@@ -148,7 +148,7 @@ def stopping(prepared: Sequence[Prepared], words: Sequence[str]) -> Iterator[Sto
             signal.signal(number, handler)
 
 
-def print_plans(prepared: Sequence[Prepared], as_json: bool) -> int:
+def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
     """Print what would be measured; nothing is."""
     from kvbench.tables.render import size
 

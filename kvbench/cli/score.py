@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     longbench.metric_name("lcc", given["code_sim"])
     if given["metric"] is not None:
         metrics.metric(given["metric"])
-    source = verdict.Source(given["model"], given["method"], given["setting"], given["prompt"])
+    source = verdict.PredictionSource(given["model"], given["method"], given["setting"], given["prompt"])
     if args.store and not (source.model and source.method):
         raise UsageError("--store needs model=NAME method=NAME: what made these answers")
     files, errors = _read(imports.find(Path(args.path)), given)

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.conf import conf_dir
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.run import config, experiment
-from kvbench.run.experiment import Prepared
+from kvbench.run.experiment import RunPlan
 from kvbench.run.wandb_logger import listeners
 from kvbench.run.words import Command, quote
 
@@ -27,7 +27,7 @@ def job(cfg: DictConfig) -> None:
     experiment.measure(experiment.prepare(run), listeners=listeners(run.logger))
 
 
-def sweep(command: Command, prepared: Prepared) -> None:
+def sweep(command: Command, prepared: RunPlan) -> None:
     """Run every shard of the command's only run through Hydra's launcher; raises KvbenchError if one did not end.
 
     ``prepared`` is the whole run, as this machine sees it.
@@ -55,7 +55,7 @@ def sweep(command: Command, prepared: Prepared) -> None:
         sys.argv = before
 
 
-def _check_dtype(command: Command, prepared: Prepared) -> None:
+def _check_dtype(command: Command, prepared: RunPlan) -> None:
     """Raise UsageError where workers with GPUs would choose another precision, hence other cells, than this machine."""
     gpus = next((o for o in command.sweep if "gpu" in o.partition("=")[0] and o.partition("=")[2] != "0"), None)
     if gpus and prepared.cfg.model.dtype == "auto" and not torch.cuda.is_available():

@@ -47,7 +47,7 @@ class Answer:
 
 
 @dataclass
-class Going(Generic[Key]):
+class AnsweringRow(Generic[Key]):
     """A row that is being answered."""
 
     key: Key
@@ -73,10 +73,10 @@ class Going(Generic[Key]):
         return Answer(self.tokens, self.held, attended, self.seconds, self.rows, self.stored, self.finite, self.factor)
 
 
-class Cohort(Generic[Key]):
+class RowGroup(Generic[Key]):
     """Rows that entered together. One that has ended is fed on until enough have, and then they leave at once."""
 
-    def __init__(self, model: PreTrainedModel, rows: Sequence[Going[Key]], tokens: Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, rows: Sequence[AnsweringRow[Key]], tokens: Tensor) -> None:
         self.rows = list(rows)
         self.tokens = tokens
         self.layers = build(model, [r.cache for r in rows], max(r.ending.limit for r in rows) - 1)
@@ -97,7 +97,7 @@ class Cohort(Generic[Key]):
                 if row.cache.chain.masks and not row.over:
                     row.tally.append(mean[i])
 
-    def settle(self) -> list[Going[Key]]:
+    def settle(self) -> list[AnsweringRow[Key]]:
         """Note what rows held that have ended just now, and return them; let ended rows go once they are many."""
         ended = [(i, r) for i, r in enumerate(self.rows) if r.over and r.held is None]
         if ended:
@@ -121,7 +121,7 @@ def by_layer(found: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([f.to(device) for f in found])
 
 
-class Together(KvbenchLayer):
+class MergedLayer(KvbenchLayer):
     """One layer of several cohorts."""
 
     def __init__(self, parts: Sequence[RowLayer]) -> None:
@@ -153,8 +153,8 @@ class DecodeBatch(Generic[Key]):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.cohorts: list[Cohort[Key]] = []
-        self.entering: list[Going[Key]] = []
+        self.cohorts: list[RowGroup[Key]] = []
+        self.entering: list[AnsweringRow[Key]] = []
 
     def __len__(self) -> int:
         return len(self.entering) + sum(not r.over for c in self.cohorts for r in c.rows)
@@ -175,11 +175,11 @@ class DecodeBatch(Generic[Key]):
             raise UsageError("no rows can enter this batch now")
         for key, cache, ending in rows:
             draw = torch.Generator().manual_seed(ending.seed) if ending.temperature else None
-            self.entering.append(Going(key, cache, ending, draw=draw))
+            self.entering.append(AnsweringRow(key, cache, ending, draw=draw))
 
     def advance(self) -> list[tuple[Key, Answer]]:
         """Step until a row ends (all of them, where the model is adapted to these); those that have ended."""
-        ended: list[Going[Key]] = []
+        ended: list[AnsweringRow[Key]] = []
         everything = self.adapts
         chain = next((r.cache.chain for r in (*self.entering, *(r for c in self.cohorts for r in c.rows))), None)
         if chain is None:
@@ -201,7 +201,7 @@ class DecodeBatch(Generic[Key]):
                     row.rows = max(row.rows, len(going))
         return [(r.key, r.answer()) for r in ended]
 
-    def _begin(self, rows: list[Going[Key]]) -> list[Going[Key]]:
+    def _begin(self, rows: list[AnsweringRow[Key]]) -> list[AnsweringRow[Key]]:
         """Choose the first tokens of entering rows; those whose answer ends with it never decode."""
         tokens = _choose(torch.stack([r.cache.logits for r in rows]), rows)
         for row in rows:
@@ -210,22 +210,22 @@ class DecodeBatch(Generic[Key]):
         going = [i for i, r in enumerate(rows) if not r.over]
         if going:
             kept = torch.tensor(going, device=tokens.device)
-            self.cohorts.append(Cohort(self.model, [rows[i] for i in going], tokens[kept]))
+            self.cohorts.append(RowGroup(self.model, [rows[i] for i in going], tokens[kept]))
         return [r for r in rows if r.over]
 
-    def _step(self) -> list[Going[Key]]:
+    def _step(self) -> list[AnsweringRow[Key]]:
         """Feed every row its last token and choose the next; the rows that end with it."""
         cohorts = self.cohorts
         tokens = torch.cat([c.tokens for c in cohorts])
         positions = torch.cat([c.positions() for c in cohorts])
         layers: Sequence[KvbenchLayer] = cohorts[0].layers
         if len(cohorts) > 1:
-            layers = [Together(parts) for parts in zip(*(c.layers for c in cohorts), strict=True)]
+            layers = [MergedLayer(parts) for parts in zip(*(c.layers for c in cohorts), strict=True)]
         logits = step(self.model, layers, tokens[:, None], positions[:, None])[:, -1]
         for cohort in cohorts:
             cohort.tally()
         chosen = _choose(logits, [r for c in cohorts for r in c.rows])
-        ended: list[Going[Key]] = []
+        ended: list[AnsweringRow[Key]] = []
         for cohort, mine in zip(cohorts, chosen.split([len(c.rows) for c in cohorts]), strict=True):
             cohort.tokens = mine
             ended += cohort.settle()
@@ -233,7 +233,7 @@ class DecodeBatch(Generic[Key]):
         return ended
 
 
-def _choose(logits: Tensor, rows: Sequence[Going[Key]]) -> Tensor:
+def _choose(logits: Tensor, rows: Sequence[AnsweringRow[Key]]) -> Tensor:
     """The next token of each row [B] by logits [B, V], taken down in those that go on.
 
     A row whose logits hold NaN or +inf ends here: the largest, which such a number always is, tells.

@@ -16,14 +16,14 @@ from kvbench.storage import kernels
 from kvbench.storage.attend import Masker, attend
 from kvbench.storage.evicting_rows import Evictor, Rotary, SlotRows
 from kvbench.storage.latent_rows import LatentRows, Lift
-from kvbench.storage.packed_rows import CodedRows, Coder
+from kvbench.storage.packed_rows import CodedRows, RowCoder
 from kvbench.storage.row_segments import Ragged, RowSegment, flat, format_of, stack
 
 PADDING_LIMIT = 1.25
 
 
 @dataclass(frozen=True)
-class Together:
+class FormatGroup:
     """Rows of one storage format, padded to the longest. Where no kernel reads them, heads of ragged rows are attended
     one by one, as rows of a single head: ``heads`` then names the stored head of each, of ``stored`` in all."""
 
@@ -42,7 +42,7 @@ class Together:
         elif self.coded is not None:
             self.coded.add(self.tail(k), self.tail(v))
 
-    def keep(self, at: Tensor, rows: Tensor) -> Together:
+    def keep(self, at: Tensor, rows: Tensor) -> FormatGroup:
         """The entries ``at`` only, which are ``rows`` of the batch from now on."""
         heads = None if self.heads is None else self.heads[at]
         if self.coded is not None:
@@ -86,7 +86,7 @@ class RowLayer(KvbenchLayer):
         layer: int = 0,
         rotary: Rotary | None = None,
         maskers: Sequence[Masker | None] = (),
-        coders: Sequence[Coder | None] = (),
+        coders: Sequence[RowCoder | None] = (),
         at_once: int = 1,
         lift: Lift | None = None,
     ) -> None:
@@ -230,7 +230,7 @@ class _Part:
     row: int
     segments: tuple[Segment, ...]
     masker: Masker | None
-    coder: Coder | None = None
+    coder: RowCoder | None = None
     head: int | None = None
     stored: int = 0
 
@@ -240,7 +240,7 @@ class _Part:
 
 
 def _parts(
-    row: int, segments: tuple[Segment, ...], masker: Masker | None, coder: Coder | None, by_kernel: bool
+    row: int, segments: tuple[Segment, ...], masker: Masker | None, coder: RowCoder | None, by_kernel: bool
 ) -> Iterator[_Part]:
     whole = by_kernel and masker is None and coder is None
     if whole or all(s.lengths is None for s in segments):
@@ -272,24 +272,24 @@ def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
     return groups
 
 
-def _together(parts: Sequence[_Part], positions: bool, room: int, at_once: int, lift: Lift | None) -> Together:
+def _together(parts: Sequence[_Part], positions: bool, room: int, at_once: int, lift: Lift | None) -> FormatGroup:
     parts = sorted(parts, key=lambda p: (p.row, p.head or 0))
     device = parts[0].segments[0].k.device
     heads = None if parts[0].head is None else torch.tensor([p.head for p in parts], device=device)
     rows = torch.tensor([p.row for p in parts], device=device)
     if lift is not None:
         latent = LatentRows([p.segments[0] for p in parts], lift, room)
-        return Together(rows, [], parts[0].masker, coded=latent)
+        return FormatGroup(rows, [], parts[0].masker, coded=latent)
     masker, coder, stored = parts[0].masker, parts[0].coder, parts[0].stored
     if coder is not None:
         coded = CodedRows([p.segments[0] for p in parts], coder, room, at_once)
-        return Together(rows, [], masker, heads, stored, coded)
+        return FormatGroup(rows, [], masker, heads, stored, coded)
     columns = list(zip(*(p.segments for p in parts), strict=True))
     segments = [stack(column, positions) if column[0].lengths is None else flat(column) for column in columns]
-    return Together(rows, segments, masker, heads, stored)
+    return FormatGroup(rows, segments, masker, heads, stored)
 
 
-def _repacked(cache: LayerCache, groups: Sequence[Together], new: int) -> LayerCache:
+def _repacked(cache: LayerCache, groups: Sequence[FormatGroup], new: int) -> LayerCache:
     """The only row's cache with ``new`` more tokens, as its packed rows hold them."""
     (old,) = cache.segments
     fresh = torch.arange(cache.seen, cache.seen + new, dtype=torch.int32, device=old.positions.device)

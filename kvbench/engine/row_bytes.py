@@ -17,7 +17,7 @@ from kvbench.engine.decode_layer import RowLayer
 from kvbench.storage.evicting_rows import SlotRows
 from kvbench.storage.evicting_store import OneFormat, Thin
 from kvbench.storage.latent_rows import LatentRows
-from kvbench.storage.packed_rows import CodedRows, Store
+from kvbench.storage.packed_rows import CodedRows, PackedStore
 from kvbench.storage.row_segments import Ragged, RowSegment
 
 
@@ -71,7 +71,7 @@ def _segment(s: RowSegment | Ragged) -> list[int]:
     return [tokens * sum(_each(t, u * length) for t in (s.k, s.v)) for tokens in own]
 
 
-def _coded(store: Store) -> list[int]:
+def _coded(store: PackedStore) -> list[int]:
     codes = tuple(store.codes.payload())
     groups = codes[0].shape[0] * codes[0].shape[2]
     old = sum(_each(t, groups) for t in codes)

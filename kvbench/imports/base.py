@@ -10,13 +10,13 @@ from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.tasks.longbench import TASKS
-from kvbench.tasks.rows import Row, kind
+from kvbench.tasks.rows import FileRow, kind
 
 _LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Answer:
+class ImportedAnswer:
     """One generated text with its references, closed label set and stored length; ``place`` is where it stands."""
 
     prediction: str
@@ -37,7 +37,7 @@ class Predictions:
     extended: bool
     path: Path
     layout: str
-    answers: tuple[Answer, ...]
+    answers: tuple[ImportedAnswer, ...]
     sha256: str
 
 
@@ -48,7 +48,7 @@ def dataset_of(name: str) -> tuple[str, bool]:
     return (base, True) if base != short and base in TASKS else (short, False)
 
 
-def text(row: Row, key: str) -> str:
+def text(row: FileRow, key: str) -> str:
     """Text that may be empty, and may hold anything."""
     value = row.value(key)
     if not isinstance(value, str):
@@ -56,7 +56,7 @@ def text(row: Row, key: str) -> str:
     return value
 
 
-def texts(row: Row, key: str) -> tuple[str, ...]:
+def texts(row: FileRow, key: str) -> tuple[str, ...]:
     """Text or number, or a list of them, which may be empty; a list that Python or numpy printed is read as one."""
     value = row.value(key)
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
@@ -68,14 +68,14 @@ def texts(row: Row, key: str) -> tuple[str, ...]:
     return tuple(map(str, value))
 
 
-def classes(row: Row, key: str = "all_classes") -> tuple[str, ...] | None:
+def classes(row: FileRow, key: str = "all_classes") -> tuple[str, ...] | None:
     """The label list, empty where there is none, None where the key is absent."""
     if key not in row.values:
         return None
     return () if row.values[key] in (None, "", "None") else texts(row, key)
 
 
-def length(row: Row, key: str = "length") -> int | None:
+def length(row: FileRow, key: str = "length") -> int | None:
     """The stored length, None where there is none."""
     value = row.values.get(key)
     if value in (None, ""):
@@ -89,7 +89,7 @@ def length(row: Row, key: str = "length") -> int | None:
     return whole
 
 
-def _printed_list(row: Row, key: str, value: str) -> Any:
+def _printed_list(row: FileRow, key: str, value: str) -> Any:
     """``['a', 'b']`` and numpy's ``['a' 'b']``, which Python would read as one text; other brackets are a text."""
     between = _LITERAL.sub("", value[1:-1])
     if not between.replace(",", " ").strip():

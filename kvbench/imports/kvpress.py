@@ -16,8 +16,8 @@ from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.imports import base
-from kvbench.imports.base import Answer, Predictions
-from kvbench.tasks.rows import Row, kind, parse
+from kvbench.imports.base import ImportedAnswer, Predictions
+from kvbench.tasks.rows import FileRow, kind, parse
 
 LAYOUT = "kvpress"
 PREDICTION = "predicted_answer"
@@ -42,10 +42,10 @@ def unrelated(path: Path) -> bool:
 
 def read(path: Path, sha256: str) -> list[Predictions]:
     """The answers of one file, by its column ``task``; UsageError naming file, line and reason for a damaged one."""
-    found: dict[str, list[Answer]] = {}
+    found: dict[str, list[ImportedAnswer]] = {}
     for row in _json(path) if path.suffix == ".json" else _csv(path):
         references = "answers" if "answers" in row.values else "answer"
-        answer = Answer(
+        answer = ImportedAnswer(
             base.text(row, PREDICTION), base.texts(row, references), base.classes(row), base.length(row), row.place
         )
         found.setdefault(str(row.values.get("task") or _folder_task(path)), []).append(answer)
@@ -60,7 +60,7 @@ def _folder_task(path: Path) -> str:
     return parts[1] if len(parts) > 3 else path.stem
 
 
-def _csv(path: Path) -> Iterator[Row]:
+def _csv(path: Path) -> Iterator[FileRow]:
     # the default limit of a cell, 128 KiB, is less than a long reference
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
@@ -70,7 +70,7 @@ def _csv(path: Path) -> Iterator[Row]:
         for cells in reader:
             if len(cells) != len(header):
                 raise UsageError(f"{path}, line {start}: {len(cells)} cells, but the header names {len(header)}")
-            yield Row(path, f"line {start}", dict(zip(header, cells, strict=True)))
+            yield FileRow(path, f"line {start}", dict(zip(header, cells, strict=True)))
             start = reader.line_num + 1
     except csv.Error as error:
         raise UsageError(f"{path}, line {reader.line_num}: not CSV: {error}") from None
@@ -85,13 +85,15 @@ def _text(path: Path) -> str:
         raise UsageError(f"{path}, line {line}: not UTF-8 text (byte {error.start} of the file)") from None
 
 
-def _json(path: Path) -> Iterator[Row]:
+def _json(path: Path) -> Iterator[FileRow]:
     content = parse(path, "", _text(path))
     records = _records(content) if isinstance(content, dict) else content
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
         raise UsageError(f"{path}: must hold a list of objects, or columns, got {kind(content)}")
     for number, record in enumerate(records, start=1):
-        yield Row(path, f"entry {number}", {k: "" if v is None and k == PREDICTION else v for k, v in record.items()})
+        yield FileRow(
+            path, f"entry {number}", {k: "" if v is None and k == PREDICTION else v for k, v in record.items()}
+        )
 
 
 def _records(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:

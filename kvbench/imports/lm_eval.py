@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.imports import base
-from kvbench.imports.base import Answer, Predictions
-from kvbench.tasks.rows import Row, kind, read_lines
+from kvbench.imports.base import ImportedAnswer, Predictions
+from kvbench.tasks.rows import FileRow, kind, read_lines
 
 LAYOUT = "lm-evaluation-harness"
 _NAME = re.compile(r"samples_(?P<task>.+?)(_\d{4}-\d\d-\d\dT[\d.:-]+)?")
@@ -33,9 +33,9 @@ def read(path: Path, sha256: str) -> list[Predictions]:
         doc = row.value("doc")
         if not isinstance(doc, dict):
             raise row.wrong(f"'doc' must be an object, got {kind(doc)}")
-        inner = Row(path, f"{row.place}, doc", doc)
+        inner = FileRow(path, f"{row.place}, doc", doc)
         references = base.texts(inner, "answers") if "answers" in doc else base.texts(row, "target")
-        answers.append(Answer(_response(row), references, base.classes(inner), base.length(inner), row.place))
+        answers.append(ImportedAnswer(_response(row), references, base.classes(inner), base.length(inner), row.place))
     if not answers:
         raise base.no_answers(path)
     match = _NAME.fullmatch(path.stem)
@@ -43,7 +43,7 @@ def read(path: Path, sha256: str) -> list[Predictions]:
     return [Predictions(dataset, extended, path, LAYOUT, tuple(answers), sha256)]
 
 
-def _response(row: Row) -> str:
+def _response(row: FileRow) -> str:
     """The first filtered response of a line."""
     value: Any = row.value("filtered_resps")
     while isinstance(value, list) and value:

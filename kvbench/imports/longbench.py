@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvbench.imports import base
-from kvbench.imports.base import Answer, Predictions
+from kvbench.imports.base import ImportedAnswer, Predictions
 from kvbench.tasks.rows import read_lines
 
 LAYOUT = "longbench"
@@ -22,7 +22,9 @@ def matches(path: Path) -> bool:
 def read(path: Path, sha256: str) -> list[Predictions]:
     """The answers of one file; UsageError naming file, line and reason for a damaged one."""
     answers = tuple(
-        Answer(base.text(row, "pred"), base.texts(row, "answers"), base.classes(row), base.length(row), row.place)
+        ImportedAnswer(
+            base.text(row, "pred"), base.texts(row, "answers"), base.classes(row), base.length(row), row.place
+        )
         for row in read_lines(path)
     )
     if not answers:

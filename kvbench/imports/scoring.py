@@ -14,13 +14,13 @@ from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.example import Example
-from kvbench.imports.base import Answer, Predictions
+from kvbench.imports.base import ImportedAnswer, Predictions
 from kvbench.metrics import METRICS, metric, score, stats
 from kvbench.metrics.stats import FEWEST
 from kvbench.tasks import longbench
 
 Score = float | None
-Part = tuple[int, str, str, tuple[Answer, ...]]
+Part = tuple[int, str, str, tuple[ImportedAnswer, ...]]
 PARALLEL_FROM = 300_000
 """Characters from which starting processes takes less time than it saves."""
 SLOW_METRICS = ("rouge_l", "rouge_zh", "qa_f1_zh")
@@ -136,7 +136,7 @@ def _parts(files: Sequence[tuple[Predictions, str]]) -> list[Part]:
     limit = max(1, sum(map(_size, whole)) // (8 * _cores()))
     parts: list[Part] = []
     for i, dataset, name, answers in whole:
-        run: list[Answer] = []
+        run: list[ImportedAnswer] = []
         held = 0
         for answer in answers:
             run.append(answer)

@@ -14,7 +14,7 @@ import kvbench
 from kvbench.errors import UsageError
 from kvbench.files import line_of, write_json
 from kvbench.imports.scoring import Scored, printed
-from kvbench.imports.verdict import Source
+from kvbench.imports.verdict import PredictionSource
 from kvbench.metrics import metric
 from kvbench.run.plan import SCHEMA
 from kvbench.run.store import ResultStore
@@ -23,7 +23,7 @@ from kvbench.tasks.longbench import TASKS
 KIND = "imported"
 
 
-def store_cells(store: ResultStore, source: Source, scored: list[Scored]) -> list[str]:
+def store_cells(store: ResultStore, source: PredictionSource, scored: list[Scored]) -> list[str]:
     """One cell per dataset, written whole; importing the same answers again changes nothing. Returns the cells' ids.
 
     Raises UsageError without model and method, or where two files answer one dataset.
@@ -48,7 +48,7 @@ def column(scored: Scored) -> str:
     return f"longbench{'_e' if extended else '_zh' if spec.chinese else ''}/{name}"
 
 
-def identity(source: Source, scored: Scored) -> dict[str, Any]:
+def identity(source: PredictionSource, scored: Scored) -> dict[str, Any]:
     """Everything that decides what the imported number is."""
     answers = scored.predictions.answers
     references = json.dumps([[a.references, a.classes, a.length] for a in answers])
@@ -66,7 +66,7 @@ def identity(source: Source, scored: Scored) -> dict[str, Any]:
     }
 
 
-def _store(store: ResultStore, source: Source, scored: Scored) -> str:
+def _store(store: ResultStore, source: PredictionSource, scored: Scored) -> str:
     facts = identity(source, scored)
     cell = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     folder = store.folder(cell)

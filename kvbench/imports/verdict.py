@@ -45,7 +45,7 @@ WHOLE = ("full", "n/a", "1.0")
 
 
 @dataclass(frozen=True)
-class Source:
+class PredictionSource:
     """Where answers come from, as the user says it; None where that was not said."""
 
     model: str | None = None
@@ -58,7 +58,9 @@ class Source:
             raise unknown("prompt policy", self.prompt, entries("prompt"))
 
 
-def beside(source: Source, scored: list[Scored], code_sim: str) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
+def beside(
+    source: PredictionSource, scored: list[Scored], code_sim: str
+) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
     """(paper, table) -> index of a scored file -> the published value and its verdict, as plain data.
 
     Of each paper the one row of that model and method which shares most datasets; none where the source is not said.
@@ -74,7 +76,7 @@ def beside(source: Source, scored: list[Scored], code_sim: str) -> dict[tuple[st
     return found
 
 
-def means(source: Source, scored: list[Scored]) -> dict[tuple[str, str], dict[str, float | None]]:
+def means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str], dict[str, float | None]]:
     """(paper, table) -> the mean over LongBench's 16 English tasks as ``stated`` there, and that ``of_cells``.
 
     Some printed averages do not follow from their cells. Either is None where the table does not have it.
@@ -88,7 +90,7 @@ def means(source: Source, scored: list[Scored]) -> dict[tuple[str, str], dict[st
     return found
 
 
-def _rows(source: Source, scored: list[Scored]) -> dict[str, tuple[str, dict[str, Published]]]:
+def _rows(source: PredictionSource, scored: list[Scored]) -> dict[str, tuple[str, dict[str, Published]]]:
     """Of each paper the table and row of that model and method which share most datasets with ``scored``."""
     if source.model is None or source.method is None:
         return {}
@@ -100,13 +102,13 @@ def _rows(source: Source, scored: list[Scored]) -> dict[str, tuple[str, dict[str
     return dict(sorted(best.items()))
 
 
-def _matching(paper: str, source: Source) -> int:
+def _matching(paper: str, source: PredictionSource) -> int:
     """How many rows of a paper are of that model and method and hold the setting that was given."""
     every = published.rows(source.model or "", source.method or "", source.setting)
     return sum(name == paper for name, _, _ in every)
 
 
-def _judge(cell: Published, scored: Scored, source: Source, code_sim: str) -> dict[str, Any]:
+def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> dict[str, Any]:
     reasons = _differences(cell, scored, source, code_sim)
     inside = None
     if cell.value is not None and scored.interval is not None:
@@ -125,7 +127,7 @@ def _judge(cell: Published, scored: Scored, source: Source, code_sim: str) -> di
     }
 
 
-def _differences(cell: Published, scored: Scored, source: Source, code_sim: str) -> list[str]:
+def _differences(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> list[str]:
     """Why the published value was not measured as this score was."""
     conditions, dataset = PAPERS[cell.paper], scored.predictions.dataset
     reasons = []

@@ -16,7 +16,7 @@ from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
 from kvbench.methods.recipe import Observe, Recipe
 from kvbench.models.factors import Factors, Spectrum, joined, nearest_rank, searched_ranks
 from kvbench.models.interface import attention_modules
-from kvbench.models.lowrank import Shape, linears
+from kvbench.models.lowrank import ProjectionShape, linears
 from kvbench.models.lowrank_statistics import mean_loss, mean_sizes
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Asvd(LowRankStage):
         tick: Callable[[], None],
         observe: Observe,
     ) -> dict[str, torch.Tensor]:
-        shape = Shape.of(model)
+        shape = ProjectionShape.of(model)
         probes: list[torch.Tensor] = []
 
         def remembered() -> Iterator[torch.Tensor]:
@@ -111,14 +111,14 @@ class Asvd(LowRankStage):
         return [nearest_rank(full, 1 - f, self.multiple) for f in FRACTIONS]
 
     def _spectra(self, model: PreTrainedModel, sizes: torch.Tensor) -> Iterator[tuple[Spectrum, Spectrum]]:
-        heads = Shape.of(model).heads
+        heads = ProjectionShape.of(model).heads
         for attention, size in zip(attention_modules(model), sizes, strict=True):
             (k, _), (v, _) = linears(attention, heads)
             yield Spectrum.of(k, self.scale(size)), Spectrum.of(v, self.scale(size))
 
     def _losses(self, model: PreTrainedModel, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
         """Mean loss over the probes with one projection at each of the ranks tried [layers, 2, fractions]."""
-        shape = Shape.of(model)
+        shape = ProjectionShape.of(model)
         full = min(shape.heads * shape.head_dim, shape.hidden)
         exact = [
             tuple(Factors(w.detach(), (None,), (w.shape[0],)) for w, _ in linears(a, shape.heads))

@@ -60,9 +60,9 @@ class LowRankStage(Stage):
         return f"{self.id}({self.knobs()}, {found})"
 
     @property
-    def shape(self) -> lowrank.Shape:
+    def shape(self) -> lowrank.ProjectionShape:
         """That of the model that the stage was calibrated for."""
-        return lowrank.Shape(*self.tensor("shape").tolist())
+        return lowrank.ProjectionShape(*self.tensor("shape").tolist())
 
     @cached_property
     def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:

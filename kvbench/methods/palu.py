@@ -22,7 +22,7 @@ from kvbench.models.factors import (
     whitening,
 )
 from kvbench.models.interface import attention_modules
-from kvbench.models.lowrank import Shape, linears
+from kvbench.models.lowrank import ProjectionShape, linears
 from kvbench.models.lowrank_statistics import moments, moments_bytes
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Palu(LowRankStage):
         tick: Callable[[], None],
         observe: Observe,
     ) -> dict[str, torch.Tensor]:
-        shape = Shape.of(model)
+        shape = ProjectionShape.of(model)
         recipe.check(shape.hidden, "the hidden size")
         found, fisher = moments(model, samples, tick, self.ranks_by != "uniform")
         return {

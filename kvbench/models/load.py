@@ -49,7 +49,7 @@ WHOLE_HASH_LIMIT = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A checkpoint that was found: where it lies, its config, and what identifies its weights."""
 
     location: str
@@ -58,7 +58,7 @@ class Source:
     fingerprint: str
 
 
-def locate(cfg: ModelConfig) -> Source:
+def locate(cfg: ModelConfig) -> ModelSource:
     """Find the checkpoint and check that kvbench can run it, before anything large is read."""
     if cfg.path.startswith("embedded:"):
         folder = EMBEDDED / cfg.path.removeprefix("embedded:")
@@ -78,7 +78,7 @@ def locate(cfg: ModelConfig) -> Source:
     return _hub(cfg)
 
 
-def load_tokenizer(cfg: ModelConfig, source: Source) -> PreTrainedTokenizerBase:
+def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer."""
     _quiet()
     try:
@@ -91,7 +91,7 @@ def load_tokenizer(cfg: ModelConfig, source: Source) -> PreTrainedTokenizerBase:
         raise UsageError(f"model={cfg.path}: its tokenizer cannot be loaded: {_first_line(error)}") from None
 
 
-def end_tokens(cfg: ModelConfig, source: Source) -> set[int]:
+def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
     """End-of-sequence ids of the checkpoint's config and generation config, as ``model.generate`` stops on them."""
     found: set[int] = set()
     try:
@@ -106,12 +106,12 @@ def end_tokens(cfg: ModelConfig, source: Source) -> set[int]:
     return found
 
 
-def weight_bytes(source: Source) -> int:
+def weight_bytes(source: ModelSource) -> int:
     """Bytes of a checkpoint's weights as they lie on disk; 0 where it is not a folder."""
     return sum(p.stat().st_size for p in Path(source.location).glob("*.safetensors"))
 
 
-def load_weights(cfg: ModelConfig, source: Source, device: torch.device) -> PreTrainedModel:
+def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) -> PreTrainedModel:
     """The model in eval mode on ``device``: trained weights from safetensors, or random ones of the same shape.
 
     With ``device_map`` its layers are spread over devices by accelerate, instead.
@@ -225,7 +225,7 @@ def _slices(f: BinaryIO) -> Iterator[bytes]:
                 yield f.read(min(SLICE, last - offset))
 
 
-def _folder(cfg: ModelConfig, folder: Path) -> Source:
+def _folder(cfg: ModelConfig, folder: Path) -> ModelSource:
     if not folder.is_dir():
         raise UsageError(f"model={cfg.path} is a file; give the folder that holds config.json and *.safetensors")
     config_file = folder / "config.json"
@@ -257,7 +257,7 @@ def _folder(cfg: ModelConfig, folder: Path) -> Source:
         raise
     except Exception as error:
         raise UsageError(f"model={cfg.path}: its config.json cannot be used: {_first_line(error)}") from None
-    return Source(str(folder), None, config, fingerprint(folder))
+    return ModelSource(str(folder), None, config, fingerprint(folder))
 
 
 def _check_shards(cfg: ModelConfig, folder: Path) -> None:
@@ -276,7 +276,7 @@ def _check_shards(cfg: ModelConfig, folder: Path) -> None:
         )
 
 
-def _hub(cfg: ModelConfig) -> Source:
+def _hub(cfg: ModelConfig) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(cfg.path, revision=cfg.revision, local_files_only=not cfg.download)
     except Exception as error:
@@ -289,7 +289,7 @@ def _hub(cfg: ModelConfig) -> Source:
         raise UsageError(f"model={cfg.path} (revision {cfg.revision}): {remedy}") from None
     _check_family(cfg, getattr(config, "model_type", None))
     commit = getattr(config, "_commit_hash", None) or cfg.revision
-    return Source(cfg.path, commit, scaled(cfg, config), f"{cfg.path}@{commit}")
+    return ModelSource(cfg.path, commit, scaled(cfg, config), f"{cfg.path}@{commit}")
 
 
 def scaled(cfg: ModelConfig, config: Any) -> Any:
@@ -322,7 +322,7 @@ def resolve_dtype(cfg: ModelConfig, device: torch.device, config: Any) -> torch.
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _options(source: Source) -> dict[str, Any]:
+def _options(source: ModelSource) -> dict[str, Any]:
     return {"revision": source.revision} if source.revision else {}
 
 

@@ -24,7 +24,7 @@ MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the
 
 
 @dataclass(frozen=True)
-class Shape:
+class ProjectionShape:
     """A model's cache and its projections' input."""
 
     layers: int
@@ -33,7 +33,7 @@ class Shape:
     hidden: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Shape:
+    def of(cls, model: PreTrainedModel) -> ProjectionShape:
         c, attention = model.config, attention_modules(model)
         heads = int(getattr(c, "num_key_value_heads", None) or c.num_attention_heads)
         (k, _), _ = linears(attention[0], heads)
@@ -119,7 +119,7 @@ class Fused(nn.Module):
 @contextmanager
 def swapped(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -> Iterator[None]:
     """Every layer's key and value projection by these factors; the model's own modules come back, whatever happens."""
-    heads = Shape.of(model).heads
+    heads = ProjectionShape.of(model).heads
     before: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for attention, (k, v) in zip(attention_modules(model), layers, strict=True):
@@ -140,7 +140,7 @@ def swapped(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -
 
 
 @dataclass(frozen=True)
-class Turn:
+class KeyRotation:
     """The model's rotation of keys, by its own module; none where positions are learned."""
 
     rotary: nn.Module | None
@@ -157,12 +157,12 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Lift:
+class LatentLift:
     """How one layer's latents become the keys and values that attention reads."""
 
     k: LowRank
     v: LowRank
-    turn: Turn
+    turn: KeyRotation
     heads: int
 
     def keys(self, latent: Tensor, positions: Tensor) -> Tensor:
@@ -175,16 +175,16 @@ class Lift:
         return self.k.latent, self.v.latent
 
 
-def lifts(model: PreTrainedModel) -> list[Lift]:
+def lifts(model: PreTrainedModel) -> list[LatentLift]:
     """One per layer while the model's projections are low-rank; else none."""
-    turn = Turn(next((m for m in model.modules() if hasattr(m, "inv_freq")), None))
+    turn = KeyRotation(next((m for m in model.modules() if hasattr(m, "inv_freq")), None))
     found = []
     for attention in attention_modules(model):
         holder = getattr(attention, "query_key_value", attention)
         k, v = getattr(holder, "k_proj", None), getattr(holder, "v_proj", None)
         if isinstance(k, LowRank) and isinstance(v, LowRank):
             heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
-            found.append(Lift(k, v, turn, int(heads)))
+            found.append(LatentLift(k, v, turn, int(heads)))
     return found
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvbench.models.factors import Factors
 from kvbench.models.interface import attention_modules
-from kvbench.models.lowrank import Shape, head_rows, projection, swapped
+from kvbench.models.lowrank import ProjectionShape, head_rows, projection, swapped
 
 Tick = Callable[[], None]
 
@@ -28,7 +28,7 @@ def moments(
     The latter, [layers, 2, Hk], is sqrt(E[g^2]) over windows of the gradients g of a window's mean loss with respect
     to the entries of a head's key (0) and value (1) projection, averaged over the entries; None unless ``fisher``.
     """
-    shape, modules = Shape.of(model), attention_modules(model)
+    shape, modules = ProjectionShape.of(model), attention_modules(model)
     own = [projection(a) for a in modules]
     device = own[0][0].weight.device
     total = torch.zeros(shape.layers, shape.hidden, shape.hidden, dtype=torch.float64, device=device)
@@ -61,7 +61,7 @@ def moments(
 
 def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
     """Bytes that ``moments`` holds while it measures, gradients among them, and those of its mean moments."""
-    shape = Shape.of(model)
+    shape = ProjectionShape.of(model)
     entries = shape.layers * shape.hidden**2
     wanted = [m.weight for a in attention_modules(model) for m in projection(a)] if fisher else []
     return 8 * entries + sum(w.numel() * (4 + w.element_size()) for w in wanted), 4 * entries
@@ -69,7 +69,7 @@ def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
 
 def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick) -> Tensor:
     """Mean of |x| over all tokens [layers, d] fp32 of the projections' inputs x."""
-    shape = Shape.of(model)
+    shape = ProjectionShape.of(model)
     total = torch.zeros(shape.layers, shape.hidden, dtype=torch.float64, device=model.device)
     tokens = 0
 

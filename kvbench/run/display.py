@@ -15,7 +15,7 @@ from rich.progress import (
 
 from kvbench.progress import PLAIN_EVERY_S, bars_of, say
 from kvbench.run.plan import Cell
-from kvbench.run.run_plan import Prepared
+from kvbench.run.run_plan import RunPlan
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Display:
         self.current: str | None = None
         self.bars: Progress | None = None
 
-    def begin(self, prepared: Prepared) -> None:
+    def begin(self, prepared: RunPlan) -> None:
         todo = prepared.todo()
         self.counts = {t["task"]: Count(t["answers_to_do"]) for t in todo if t["answers_to_do"]}
         for note in prepared.advice() if self.counts else ():

@@ -22,7 +22,7 @@ from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners, Status
 from kvbench.run.plan import Cell, Group
 from kvbench.run.provenance import local_changes, provenance
-from kvbench.run.run_plan import Prepared as Prepared
+from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
 from kvbench.run.run_plan import prepare as prepare
 from kvbench.run.runner import ModelChanged, run_group
@@ -59,13 +59,13 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
     return list(records.values())
 
 
-def measure(prepared: Prepared, quiet: bool = False, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
+def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
     """Measure what is missing, write each cell's metrics, and return the report of this run."""
     fill(prepared, quiet, listeners)
     return report(prepared)
 
 
-def fill(prepared: Prepared, quiet: bool = False, listeners: Sequence[Listener] = ()) -> None:
+def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> None:
     """Measure what is missing and write each cell's metrics; groups may have different cells."""
     told = Listeners([*([] if quiet else [Display()]), *listeners])
     ended: set[str] = set()
@@ -80,7 +80,7 @@ def fill(prepared: Prepared, quiet: bool = False, listeners: Sequence[Listener] 
         told.close()
 
 
-def settle(prepared: Prepared, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
+def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
     """The report of what the shards of this run measured; each cell's metrics are written from all of it."""
     told = Listeners(listeners)
     try:
@@ -92,7 +92,7 @@ def settle(prepared: Prepared, listeners: Sequence[Listener] = ()) -> dict[str, 
     return report(prepared)
 
 
-def _measure_groups(prepared: Prepared, quiet: bool, told: Listeners, ended: set[str]) -> None:
+def _measure_groups(prepared: RunPlan, quiet: bool, told: Listeners, ended: set[str]) -> None:
     """Measure group after group, in parts that fit into memory; ``ended`` gets the cells that the run is through with.
 
     Metrics of a group are written when all of it is measured.
@@ -126,7 +126,7 @@ def _rounding(host: Host, groups: Sequence[Group]) -> dict[str, Any]:
     return {} if found is None else {"rounding": found}
 
 
-def _run_part(prepared: Prepared, host: Host, part: Group, facts: dict[str, Any], told: Listeners) -> Host:
+def _run_part(prepared: RunPlan, host: Host, part: Group, facts: dict[str, Any], told: Listeners) -> Host:
     """Measure one part; with the model read again, and without the methods that changed it, where some did."""
     cfg = prepared.cfg
     while True:
@@ -139,7 +139,7 @@ def _run_part(prepared: Prepared, host: Host, part: Group, facts: dict[str, Any]
         host = make_host(prepared, load.load_weights(cfg.model, prepared.source, host.model.device))
 
 
-def _end(prepared: Prepared, group: Group, told: Listeners, stopped: BaseException | None = None) -> None:
+def _end(prepared: RunPlan, group: Group, told: Listeners, stopped: BaseException | None = None) -> None:
     """Write the metrics of a group's cells and say how each ended; ``stopped`` ended the run before its time."""
     store = prepared.store
     left = {c.id for some in prepared.left(group).values() for c in some}
@@ -154,7 +154,7 @@ def _end(prepared: Prepared, group: Group, told: Listeners, stopped: BaseExcepti
         told.ended(cell, status, metrics, reason)
 
 
-def make_host(prepared: Prepared, model: PreTrainedModel) -> Host:
+def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
     """The loaded model with everything about prompts and answers that the run settled."""
     cfg = prepared.cfg
     stop = stop_tokens(prepared)
@@ -171,7 +171,7 @@ def make_host(prepared: Prepared, model: PreTrainedModel) -> Host:
     )
 
 
-def report(prepared: Prepared) -> dict[str, Any]:
+def report(prepared: RunPlan) -> dict[str, Any]:
     """The report of what the store holds for this run's cells, measured now or before."""
     cfg = prepared.cfg
     records = prepared.records()
@@ -198,7 +198,7 @@ def report(prepared: Prepared) -> dict[str, Any]:
     return {"model": cfg.model.path, "settings": settings(prepared), **matched, **collected}
 
 
-def _precision(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> list[str]:
+def _precision(prepared: RunPlan, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a reader must know of the dtype: a better one for this machine, what rounding alone changed."""
     asked, device = prepared.cfg.model.dtype, load.resolve_device(prepared.cfg.device)
     tiny = prepared.cfg.model.path == "embedded:tiny"
@@ -215,7 +215,7 @@ def _model_name(cfg: RunConfig) -> str:
     return cfg.model.name if cfg.model.name != "hf" else cfg.model.path
 
 
-def settings(prepared: Prepared) -> str:
+def settings(prepared: RunPlan) -> str:
     """One line that tells apart two tables with the same rows and columns."""
     cfg, plain = prepared.cfg, entries("dataset")
     parts = [f"Model {_model_name(cfg)}, {prepared.dtype}"]
@@ -238,7 +238,7 @@ def settings(prepared: Prepared) -> str:
     return "; ".join(parts) + "."
 
 
-def _write_metrics(prepared: Prepared, group: Group, cell: Cell) -> dict[str, Any] | None:
+def _write_metrics(prepared: RunPlan, group: Group, cell: Cell) -> dict[str, Any] | None:
     """Write metrics.json of a cell from all its samples, atomically; None where there are none, or none to report."""
     samples = completed(cell, prepared.store.samples(cell.id).values())
     if not samples or prepared.store.refusal(cell.id) is not None:
@@ -249,7 +249,7 @@ def _write_metrics(prepared: Prepared, group: Group, cell: Cell) -> dict[str, An
     return metrics
 
 
-def stop_tokens(prepared: Prepared) -> frozenset[int]:
+def stop_tokens(prepared: RunPlan) -> frozenset[int]:
     """End-of-sequence ids of tokenizer and checkpoint, and the last token of each of the model's stop texts."""
     found = load.end_tokens(prepared.cfg.model, prepared.source)
     own = getattr(prepared.tokenizer, "eos_token_id", None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 from kvbench.run.plan import Cell
-from kvbench.run.run_plan import Prepared
+from kvbench.run.run_plan import RunPlan
 
 Status = Literal["complete", "partial", "refused", "failed", "interrupted"]
 
@@ -15,7 +15,7 @@ Status = Literal["complete", "partial", "refused", "failed", "interrupted"]
 class Listener(Protocol):
     """Told what happens, in this order. What it raises is reported once and it is told nothing more."""
 
-    def begin(self, prepared: Prepared) -> None:
+    def begin(self, prepared: RunPlan) -> None:
         """Everything was checked; called before the first prompt is read, also where nothing is left to do."""
 
     def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
@@ -34,7 +34,7 @@ class Listeners:
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self._listeners = list(listeners)
 
-    def begin(self, prepared: Prepared) -> None:
+    def begin(self, prepared: RunPlan) -> None:
         self._tell("begin", prepared)
 
     def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:

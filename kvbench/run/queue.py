@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedModel
 
-from kvbench.audit.prompt_audit import Measured
+from kvbench.audit.prompt_audit import MeasuredBytes
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.stopping import Ending
@@ -25,13 +25,13 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class QueuedRow:
     """One prompt under one method, ready to be answered."""
 
     cell: Cell
     example: Example
     cache: Cache
-    measured: Measured
+    measured: MeasuredBytes
     cut: int
     ending: Ending
 
@@ -42,7 +42,7 @@ class Row:
         return 2 * held + self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
 
 
-Outcome = tuple[Row, Answer | Exception]
+Outcome = tuple[QueuedRow, Answer | Exception]
 
 
 class DecodeQueue:
@@ -54,18 +54,18 @@ class DecodeQueue:
 
     def __init__(self, model: PreTrainedModel, most_rows: int, most_bytes: int) -> None:
         self.model, self.most_rows, self.most_bytes = model, most_rows, most_bytes
-        self.waiting: list[Row] = []
-        self.running: list[Row] = []
-        self.apart: list[Row] = []  # of a batch that failed: which one it was shows when each runs alone
-        self._batch: DecodeBatch[Row] = DecodeBatch(model)
+        self.waiting: list[QueuedRow] = []
+        self.running: list[QueuedRow] = []
+        self.apart: list[QueuedRow] = []  # of a batch that failed: which one it was shows when each runs alone
+        self._batch: DecodeBatch[QueuedRow] = DecodeBatch(model)
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running) + len(self.apart)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[QueuedRow]:
         yield from (*self.running, *self.apart, *self.waiting)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: QueuedRow) -> None:
         self.waiting.append(row)
 
     def drop(self, cell_id: str) -> None:
@@ -115,7 +115,7 @@ class DecodeQueue:
         if len(self.running) > ENTER_SHARE * self.most_rows or cost > ENTER_SHARE * self.most_bytes:
             return
         kind = (self.running or self.waiting)[0].cache.chain.batch
-        entering: list[Row] = []
+        entering: list[QueuedRow] = []
         for row in [r for r in self.waiting if r.cache.chain.batch == kind]:
             count = len(self.running) + len(entering)
             cost += row.cost
@@ -127,8 +127,8 @@ class DecodeQueue:
             self.running += entering
             self.waiting = [r for r in self.waiting if r not in entering]
 
-    def _alone(self, row: Row) -> Outcome:
-        batch: DecodeBatch[Row] = DecodeBatch(self.model)
+    def _alone(self, row: QueuedRow) -> Outcome:
+        batch: DecodeBatch[QueuedRow] = DecodeBatch(self.model)
         batch.enter([(row, row.cache, row.ending)])
         try:
             (outcome,) = batch.advance()

@@ -31,11 +31,11 @@ SMALL_MODEL = 256
 
 
 @dataclass(frozen=True)
-class Prepared:
+class RunPlan:
     """A run whose configuration, data, checkpoint and results folder were found good; no weights are loaded yet."""
 
     cfg: RunConfig
-    source: load.Source
+    source: load.ModelSource
     tokenizer: Tokenizer
     groups: tuple[Group, ...]
     context: int | None
@@ -202,7 +202,7 @@ class Prepared:
         return tuple(replace(g, cells=tuple(replace(c, chain=ready[c.chain]) for c in g.cells)) for g in self.groups)
 
 
-def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
+def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
     """Check all that can be checked before weights are loaded; raises UsageError naming key and value.
 
     ``reading``: nothing will be written, so the results folder need not be writable.
@@ -221,17 +221,17 @@ def prepare(cfg: RunConfig, reading: bool = False) -> Prepared:
     if not reading:
         for cell in (c for g in groups for c in g.cells):
             store.cell(cell.id)  # a damaged record is told before hours of measuring, not after
-    return Prepared(cfg, source, tokenizer, tuple(groups), context, identity["dtype"], store, session, matched)
+    return RunPlan(cfg, source, tokenizer, tuple(groups), context, identity["dtype"], store, session, matched)
 
 
-def check_model(cfg: RunConfig, source: load.Source) -> None:
+def check_model(cfg: RunConfig, source: load.ModelSource) -> None:
     """Raise UsageError for a method that cannot run on this model."""
     c = source.config
     for entry in cfg.chains:
         entry.chain.check_model(str(c.model_type), int(c.num_hidden_layers), head_counts(c))
 
 
-def identify(cfg: RunConfig, source: load.Source, device: torch.device) -> dict[str, Any]:
+def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> dict[str, Any]:
     """What identifies the model in a cell."""
     return {
         "fingerprint": source.fingerprint,
@@ -242,7 +242,7 @@ def identify(cfg: RunConfig, source: load.Source, device: torch.device) -> dict[
     }
 
 
-def context_of(cfg: RunConfig, source: load.Source) -> int | None:
+def context_of(cfg: RunConfig, source: load.ModelSource) -> int | None:
     return cfg.model.context or getattr(source.config, "max_position_embeddings", None)
 
 

@@ -34,7 +34,7 @@ from kvbench.models.interface import attached, synchronise
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
 from kvbench.run.plan import Cell, Group, pending
-from kvbench.run.queue import DecodeQueue, Row, in_parts
+from kvbench.run.queue import DecodeQueue, QueuedRow, in_parts
 from kvbench.run.store import ResultStore, Writer
 
 REASON_LENGTH = 300
@@ -105,7 +105,7 @@ class GroupRun:
                     measured = audit(cache, *self.host.shape())
                 if encoded.question:
                     cache = self._with_room(partial(extend_cache, self.host.model, cache, encoded.question))
-                rows.append(Row(cell, example, cache, measured, encoded.cut, self._ending(cell, example)))
+                rows.append(QueuedRow(cell, example, cache, measured, encoded.cut, self._ending(cell, example)))
             except Refused as reason:
                 self.refuse(cell, str(reason), example)
             except Exception as error:
@@ -148,11 +148,11 @@ class GroupRun:
         parts = [cells[i : i + most] for i in range(0, len(cells), most)]
         return [found for part in parts for found in in_parts(part, together)]
 
-    def force(self, example: Example, rows: Sequence[Row]) -> None:
+    def force(self, example: Example, rows: Sequence[QueuedRow]) -> None:
         """Score the rest of a text under every cache, and store one line each."""
         rest = torch.tensor(example.tokens[int(example.meta["prefix"]) :])
 
-        def together(some: Sequence[Row]) -> list[tuple[float, Answer]]:
+        def together(some: Sequence[QueuedRow]) -> list[tuple[float, Answer]]:
             synchronise(self.host.model.device)
             start = time.perf_counter()
             held: dict[int, list[int]] = {}
@@ -191,7 +191,7 @@ class GroupRun:
             else:
                 self.add(row, line, found)
 
-    def add(self, row: Row, line: Sample, answer: Answer) -> None:
+    def add(self, row: QueuedRow, line: Sample, answer: Answer) -> None:
         """Store the line of a row, or refuse its cell for what it held meanwhile."""
         cell, example = row.cell, row.example
         if cell.id in self.refused:
@@ -278,7 +278,7 @@ class GroupRun:
         """The last token of each text, as LongBench stops samsum at a newline."""
         return frozenset(self.host.tokenizer.encode(t, add_special_tokens=False)[-1] for t in texts)
 
-    def _sample(self, row: Row, answer: Answer) -> Sample:
+    def _sample(self, row: QueuedRow, answer: Answer) -> Sample:
         tokens = answer.tokens
         kept_ids = tokens[:-1] if tokens and tokens[-1] in row.ending.stop else tokens
         text = self.host.tokenizer.decode(kept_ids, skip_special_tokens=True)
@@ -287,7 +287,7 @@ class GroupRun:
         # of methods that mask: what they hold says nothing about how little they read
         return line if answer.attended is None else {**line, "attended": answer.attended}
 
-    def _line(self, row: Row, answer: Answer) -> Sample:
+    def _line(self, row: QueuedRow, answer: Answer) -> Sample:
         """What every stored line says, whatever the example was scored by."""
         capacity = row.cell.chain.capacity(row.measured.n)
         return {

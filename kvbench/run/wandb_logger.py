@@ -21,7 +21,7 @@ from kvbench.metrics import metric
 from kvbench.run.config import BUDGETS, LoggerConfig
 from kvbench.run.listener import Listener
 from kvbench.run.plan import Cell, Group
-from kvbench.run.run_plan import Prepared
+from kvbench.run.run_plan import RunPlan
 from kvbench.tables.heatmap import Heat, draw, heat_map, points
 
 CONNECT_S, FINISH_S = 10, 10
@@ -55,7 +55,7 @@ class WandbLogger:
         self._thread = Thread(target=self._work, name="wandb", daemon=True)
         self._folder, self._warned = Path(), False
 
-    def begin(self, prepared: Prepared) -> None:
+    def begin(self, prepared: RunPlan) -> None:
         self._folder = Path(prepared.store.root)
         self._events.put(lambda sender: sender.begin(prepared))
         self._thread.start()
@@ -96,7 +96,7 @@ class WandbLogger:
 class _CellRun:
     """The open W&B run of one cell. A step is a number of samples on disk, so steps go on where a resumed cell does."""
 
-    def __init__(self, run: Any, prepared: Prepared, group: Group, cell: Cell) -> None:
+    def __init__(self, run: Any, prepared: RunPlan, group: Group, cell: Cell) -> None:
         self.run, self.group, self.cell = run, group, cell
         self.mine = {e.id for e in group.examples}
         self.lines: dict[str, tuple[float | None, float]] = {}
@@ -133,9 +133,9 @@ class _Sender:
         self.wandb, self.cfg, self.mode, self.warn = wandb, cfg, cfg.mode, warn
         wandb.setup(wandb.Settings(**SETTINGS))
         self.open: dict[str, _CellRun] = {}
-        self.prepared: Prepared | None = None
+        self.prepared: RunPlan | None = None
 
-    def begin(self, prepared: Prepared) -> None:
+    def begin(self, prepared: RunPlan) -> None:
         self.prepared = prepared
         if self.mode != "online":
             return
@@ -166,7 +166,7 @@ class _Sender:
             self._send_maps(maps)
 
     @property
-    def _prepared(self) -> Prepared:
+    def _prepared(self) -> RunPlan:
         assert self.prepared is not None
         return self.prepared
 
@@ -251,7 +251,7 @@ def run_id(cell: Cell, shard: int, shards: int) -> str:
     return cell.id if shards == 1 else f"{cell.id}-{shard}of{shards}"
 
 
-def describe(prepared: Prepared, cell: Cell) -> dict[str, Any]:
+def describe(prepared: RunPlan, cell: Cell) -> dict[str, Any]:
     """The config of a cell's W&B run: what a dashboard groups by, the cell's identity, and how it is run.
 
     Folders of this machine are left out.
@@ -291,7 +291,7 @@ def summary(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _heat_maps(prepared: Prepared) -> dict[str, Heat]:
+def _heat_maps(prepared: RunPlan) -> dict[str, Heat]:
     """Score by length and depth of every method of the run on the needle dataset, as far as it is measured."""
     found: dict[str, list[tuple[float, float, float]]] = {}
     for group in prepared.groups:
@@ -304,7 +304,7 @@ def _heat_maps(prepared: Prepared) -> dict[str, Heat]:
     return {label: heat_map(points) for label, points in found.items()}
 
 
-def _group(prepared: Prepared, cell: Cell) -> str:
+def _group(prepared: RunPlan, cell: Cell) -> str:
     dataset = cell.task.id.partition("/")[0]
     return f"{prepared.cfg.preset}/{dataset}" if prepared.cfg.preset else dataset
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.errors import UsageError
 from kvbench.storage.attend import rounded
-from kvbench.storage.evicting_store import OneFormat, Packer, Read, Store, Thin, one_by_one
+from kvbench.storage.evicting_store import OneFormat, Packer, Read, SlotStore, Thin, one_by_one
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class SlotRows:
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
         self.valid = torch.zeros(b, h, size, dtype=torch.bool, device=device)
         self.state = {name: t.new_zeros(b, h, size, *t.shape[2:]) for name, t in first.state.items()}
-        self.store: Store
+        self.store: SlotStore
         if first.key_channels is None and first.value_channels is None:
             self.store = OneFormat([first for (first,) in segments], size, evictor.packer)
         else:

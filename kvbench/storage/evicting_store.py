@@ -35,7 +35,7 @@ class Packer(Protocol):
     def pack_values(self, x: Tensor) -> Packed: ...
 
 
-class Store(Protocol):
+class SlotStore(Protocol):
     """Keys and values of slots."""
 
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
@@ -126,8 +126,8 @@ class Thin:
 
     def __init__(self, rows: Sequence[Sequence[Segment]], size: int, places: int) -> None:
         thin = [segments[0] for segments in rows]
-        self.k = Part([(s.k, s.key_channels) for s in thin], thin[0].heads, size, places)
-        self.v = Part([(s.v, s.value_channels) for s in thin], thin[0].heads, size, places)
+        self.k = StoredPart([(s.k, s.key_channels) for s in thin], thin[0].heads, size, places)
+        self.v = StoredPart([(s.v, s.value_channels) for s in thin], thin[0].heads, size, places)
         shape = (len(rows), thin[0].heads, places)
         self.slot = torch.zeros(shape, dtype=torch.int64, device=thin[0].k.device)  # of the token in each place
         self.whole = torch.zeros(shape, dtype=torch.bool, device=thin[0].k.device)  # which places are in use
@@ -207,7 +207,7 @@ class Thin:
         return tuple(found)
 
 
-class Part:
+class StoredPart:
     """Keys, or values, of ``Thin``: ``kept`` [B, H, S, C] of every token, ``others`` [B, H, W, D - C] of whole ones.
 
     ``order`` [B, H, D] are the channels kept and then the others, both ascending. Where all channels are kept there are

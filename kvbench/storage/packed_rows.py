@@ -21,7 +21,7 @@ from kvbench.storage import kernels, native
 from kvbench.storage.attend import Masker, logits, rounded, spread, summed, weigh
 
 
-class Coder(Protocol):
+class RowCoder(Protocol):
     """What packs tokens of a chain, and when."""
 
     @property
@@ -35,7 +35,7 @@ class Coder(Protocol):
     def pack_values(self, x: Tensor) -> Packed: ...
 
 
-class Store:
+class PackedStore:
     """Keys, or values, of U rows: packed tokens first, then exact ones in a ring (token t in slot t mod S)."""
 
     def __init__(
@@ -170,13 +170,13 @@ class Store:
 class CodedRows:
     """Rows of one storage format of one chain's quantiser in one layer."""
 
-    def __init__(self, segments: Sequence[Segment], coder: Coder, room: int, at_once: int = 1) -> None:
+    def __init__(self, segments: Sequence[Segment], coder: RowCoder, room: int, at_once: int = 1) -> None:
         codes = [s.codes for s in segments]
         assert all(c is not None for c in codes)
         k, v = [c.k for c in codes if c], [c.v for c in codes if c]
         k_channels, v_channels = [s.key_channels for s in segments], [s.value_channels for s in segments]
-        self.k = Store(k, [s.k for s in segments], k_channels, coder.keys, coder.pack_keys, room, at_once)
-        self.v = Store(v, [s.v for s in segments], v_channels, coder.values, coder.pack_values, room, at_once)
+        self.k = PackedStore(k, [s.k for s in segments], k_channels, coder.keys, coder.pack_keys, room, at_once)
+        self.v = PackedStore(v, [s.v for s in segments], v_channels, coder.values, coder.pack_values, room, at_once)
 
     def add(self, k: Tensor, v: Tensor) -> None:
         """Take k, v [U, Hk, T, D] of T new tokens."""

@@ -10,7 +10,7 @@ from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.tasks.base import Task, own_wording, read_text
 from kvbench.tasks.knobs import whole
-from kvbench.tasks.rows import Row, kind, parse, read
+from kvbench.tasks.rows import FileRow, kind, parse, read
 from kvbench.tasks.source import Files
 
 OFFICIAL = "coqa-dev-v1.0.json"
@@ -18,7 +18,7 @@ PLACES = (OFFICIAL, "coqa_validation.jsonl")
 PROMPT = "Read the story and answer the question about it in a few words.\n\n{story}\n\n"
 
 
-class Turn(NamedTuple):
+class DialogueTurn(NamedTuple):
     """A question and its references, the conversation's own first; equal ones count separately in the score."""
 
     question: str
@@ -58,42 +58,42 @@ def load(dataset: str, files: Files, file: str | None, history: int | str, max_n
     return [Task(dataset, tuple(examples), "coqa_f1", source, "common sense", own_wording(dataset), cut_at="\nQ:")]
 
 
-def _stories(path: Path) -> Iterator[Row]:
+def _stories(path: Path) -> Iterator[FileRow]:
     if path.suffix != ".json":
         yield from read(path)
         return
     content = parse(path, "", read_text(path, "dataset=coqa"))
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a JSON object with a list under 'data', got {kind(content)}")
-    yield from Row(path, "top level", content).records("data")
+    yield from FileRow(path, "top level", content).records("data")
 
 
-def _turns(row: Row) -> Iterator[Turn]:
+def _turns(row: FileRow) -> Iterator[DialogueTurn]:
     questions, references = _columns(row)
     for n, question in enumerate(questions):
         answers = tuple(a.strip() for column in references for a in column[n : n + 1] if a.strip())
         if not question.strip() or not answers:
             raise row.wrong(f"turn {n + 1} has no {'answer' if question.strip() else 'question'}")
-        yield Turn(question.strip(), answers)
+        yield DialogueTurn(question.strip(), answers)
 
 
-def _columns(row: Row) -> tuple[list[str], list[list[str]]]:
+def _columns(row: FileRow) -> tuple[list[str], list[list[str]]]:
     """The questions, and one list of answers per annotator, the conversation's own first."""
     answers = row.value("answers")
     if isinstance(answers, dict):
-        given = Row(row.file, f"{row.place}, answers", answers)
+        given = FileRow(row.file, f"{row.place}, answers", answers)
         return list(row.texts("questions")), [list(given.texts("input_text"))]
     references = [_inputs(row, "answers")]
     if "additional_answers" in row:
         more = row.value("additional_answers")
         if not isinstance(more, dict):
             raise row.wrong(f"'additional_answers' must be an object by annotator, got {kind(more)}")
-        annotators = Row(row.file, f"{row.place}, additional_answers", more)
+        annotators = FileRow(row.file, f"{row.place}, additional_answers", more)
         references += [_inputs(annotators, key) for key in sorted(more)]
     return _inputs(row, "questions"), references
 
 
-def _inputs(row: Row, key: str) -> list[str]:
+def _inputs(row: FileRow, key: str) -> list[str]:
     values = [turn.value("input_text") for turn in row.records(key)]
     for value in values:
         if not isinstance(value, str):

@@ -80,7 +80,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Source:
+class FileSource:
     """The ``hub`` entry of one dataset."""
 
     dataset: str
@@ -92,9 +92,9 @@ class Source:
     files: tuple[Wanted, ...]
 
 
-def sources() -> dict[str, Source | None]:
+def sources() -> dict[str, FileSource | None]:
     """Every dataset of conf/dataset by id; None where it names no source."""
-    found: dict[str, Source | None] = {}
+    found: dict[str, FileSource | None] = {}
     for path in sorted((conf_dir() / "dataset").glob("*.yaml")):
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         entry = (content.get(path.stem) or {}).get("hub")
@@ -102,7 +102,7 @@ def sources() -> dict[str, Source | None]:
     return found
 
 
-def source_of(dataset: str) -> Source:
+def source_of(dataset: str) -> FileSource:
     """The source of one dataset; UsageError if there is no such dataset or it names no files."""
     every = sources()
     if dataset not in every:
@@ -154,7 +154,7 @@ def changed(root: Path, wanted: Wanted) -> UsageError:
     )
 
 
-def fetch(source: Source, root: Path, hub: Hub, say: Callable[[str], None]) -> list[str]:
+def fetch(source: FileSource, root: Path, hub: Hub, say: Callable[[str], None]) -> list[str]:
     """Download what is missing of one dataset; returns the places below ``root`` of the files that came.
 
     Files that are there are left alone. Raises UsageError for a file that differs from the lock, and KvbenchError
@@ -189,7 +189,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _source(dataset: str, entry: Mapping[str, Any]) -> Source:
+def _source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
     where = f"conf/dataset/{dataset}.yaml, hub"
     files: list[Wanted] = []
     for item in entry.get("files") or []:
@@ -203,7 +203,7 @@ def _source(dataset: str, entry: Mapping[str, Any]) -> Source:
             if place.is_absolute() or ".." in place.parts:
                 raise UsageError(f"{where}: {place} must lie below the data folder")
             files.append(Wanted(**filled))
-    return Source(
+    return FileSource(
         dataset,
         entry.get("repo"),
         str(entry.get("type", "dataset")),
@@ -221,7 +221,7 @@ def _by_source(files: Sequence[Wanted]) -> Iterator[tuple[str, list[Wanted]]]:
 
 
 def _origin(
-    source: Source, wanted: Wanted, lock: Mapping[str, Mapping[str, Any]], commits: dict[str, str], hub: Hub
+    source: FileSource, wanted: Wanted, lock: Mapping[str, Mapping[str, Any]], commits: dict[str, str], hub: Hub
 ) -> dict[str, Any]:
     """What the lock will say of where a file comes from. The commit of an earlier fetch holds."""
     if wanted.url:
@@ -234,7 +234,7 @@ def _origin(
     return {**key, "commit": commits[repo]}
 
 
-def _repo_file(source: Source, name: str, commit: str, folder: Path, hub: Hub) -> Path:
+def _repo_file(source: FileSource, name: str, commit: str, folder: Path, hub: Hub) -> Path:
     return hub.file(str(source.repo), source.kind, name, commit, folder)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvbench.example import Example
 from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import drawn, whole
-from kvbench.tasks.rows import Row, read
+from kvbench.tasks.rows import FileRow, read
 from kvbench.tasks.source import Files
 
 LETTERS = "ABCD"
@@ -28,7 +28,7 @@ def load(dataset: str, files: Files, file: str, seed: int, max_new_tokens: int) 
     return [Task(dataset, examples, "letter", f"GPQA, {path.name}", "science", own_wording(dataset))]
 
 
-def _example(row: Row, index: int, seed: int, max_new_tokens: int) -> Example:
+def _example(row: FileRow, index: int, seed: int, max_new_tokens: int) -> Example:
     name = row.name("Record ID", f"gpqa-{index}")
     order = list(drawn(OPTIONS, f"{seed}:{name}"))
     options = "\n".join(f"({letter}) {row.text(key).strip()}" for letter, key in zip(LETTERS, order, strict=True))

@@ -6,7 +6,7 @@ from kvbench.example import Example
 from kvbench.metrics.answers import last_number
 from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import whole
-from kvbench.tasks.rows import Row, read
+from kvbench.tasks.rows import FileRow, read
 from kvbench.tasks.source import Files
 
 PROMPT = (
@@ -31,7 +31,7 @@ def load(dataset: str, files: Files, file: str, max_new_tokens: int) -> list[Tas
     return [Task(dataset, examples, "gsm8k", f"GSM8K, {path.name}", "mathematics", own_wording(dataset))]
 
 
-def _final(row: Row) -> str:
+def _final(row: FileRow) -> str:
     _, mark, final = row.text("answer").rpartition("####")
     if not mark or last_number(final) is None:
         raise row.wrong("'answer' must end in '#### N' with a number")

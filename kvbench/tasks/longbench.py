@@ -18,7 +18,7 @@ from typing import Any
 from kvbench.errors import UsageError, unknown
 from kvbench.example import Example
 from kvbench.tasks.base import Task, read_text
-from kvbench.tasks.rows import Row, is_count, kind, parse, read_lines
+from kvbench.tasks.rows import FileRow, is_count, kind, parse, read_lines
 from kvbench.tasks.source import Files
 
 FOLDER = "longbench"
@@ -203,16 +203,16 @@ def _examples(path: Path, name: str, template: str, limit: int, buckets: bool) -
     return tuple(examples)
 
 
-def _fill(template: str, row: Row) -> str:
+def _fill(template: str, row: FileRow) -> str:
     return template.replace("{input}", _string(row, "input")) if "{input}" in template else template
 
 
-def _string(row: Row, key: str) -> str:
+def _string(row: FileRow, key: str) -> str:
     """Text that may be empty, as the input of summaries is."""
     return "" if row.value(key) == "" else row.text(key)
 
 
-def _length(row: Row) -> int:
+def _length(row: FileRow) -> int:
     length = row.value("length")
     if not is_count(length):
         raise row.wrong(f"'length' must be a whole number from 1, got {kind(length)}")

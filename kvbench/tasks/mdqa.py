@@ -16,7 +16,7 @@ from kvbench.example import Example
 from kvbench.metrics.text import normalise_answer
 from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import drawn, one_of, whole
-from kvbench.tasks.rows import Row, read
+from kvbench.tasks.rows import FileRow, read
 from kvbench.tasks.source import Files
 
 INSTRUCTION = (
@@ -41,7 +41,7 @@ class Document:
 class Question:
     """A question with its references, its gold document and the distractors that its line brings along."""
 
-    row: Row
+    row: FileRow
     text: str
     answers: tuple[str, ...]
     gold: Document
@@ -110,7 +110,7 @@ def load(
     ]
 
 
-def _question(row: Row) -> Question:
+def _question(row: FileRow) -> Question:
     passages = row.records("ctxs")
     gold = [p for p in passages if p.values.get("isgold") is True] or (passages if len(passages) == 1 else [])
     if len(gold) != 1:
@@ -122,7 +122,7 @@ def _question(row: Row) -> Question:
     return Question(row, row.text("question").strip(), answers, _document(gold[0]), own)
 
 
-def _document(row: Row) -> Document:
+def _document(row: FileRow) -> Document:
     title = row.value("title")
     return Document(title if isinstance(title, str) else "", row.text("text"))
 

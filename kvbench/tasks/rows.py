@@ -12,7 +12,7 @@ from typing import Any
 from kvbench.errors import UsageError
 
 
-class Row:
+class FileRow:
     """One record; ``place`` is where it stands (``line 3``), and ``wrong`` makes the error that says so.
 
     ``hint`` is added where a key is missing.
@@ -50,12 +50,12 @@ class Row:
             raise self.wrong(f"{key!r} must be text or a list of texts, at least one, got {kind(value)}")
         return tuple(self._unicode(key, v) for v in values)
 
-    def records(self, key: str) -> list[Row]:
+    def records(self, key: str) -> list[FileRow]:
         """A list of objects, at least one."""
         value = self.value(key)
         if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
             raise self.wrong(f"{key!r} must be a list of objects, at least one, got {kind(value)}")
-        return [Row(self.file, f"{self.place}, {key}[{i}]", v) for i, v in enumerate(value)]
+        return [FileRow(self.file, f"{self.place}, {key}[{i}]", v) for i, v in enumerate(value)]
 
     def count(self, key: str, default: int) -> int:
         """A whole number from 1; ``default`` where there is none."""
@@ -82,7 +82,7 @@ class Row:
         return value
 
 
-def read(file: Path) -> Iterator[Row]:
+def read(file: Path) -> Iterator[FileRow]:
     """The records of a .jsonl, .json (a list) or .csv file, in order; UsageError if there is none."""
     readers = {".jsonl": read_lines, ".json": read_list, ".csv": read_csv}
     if file.suffix not in readers:
@@ -94,7 +94,7 @@ def read(file: Path) -> Iterator[Row]:
         raise UsageError(f"{file} is empty: it must hold at least one record")
 
 
-def read_lines(file: Path, hint: str = "") -> Iterator[Row]:
+def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
     """JSON Lines: an object a line, blank lines skipped, split at line feeds only: JSON text may hold others."""
     try:
         with file.open("rb") as lines:
@@ -102,21 +102,21 @@ def read_lines(file: Path, hint: str = "") -> Iterator[Row]:
                 text = _decode(file, f", line {number}", raw, number == 1)
                 if text.strip():
                     place = f"line {number}"
-                    yield Row(file, place, _object(file, place, parse(file, place, text)), hint)
+                    yield FileRow(file, place, _object(file, place, parse(file, place, text)), hint)
     except OSError as error:
         raise _unreadable(file, error) from None
 
 
-def read_list(file: Path) -> Iterator[Row]:
+def read_list(file: Path) -> Iterator[FileRow]:
     """One JSON list of objects."""
     entries = parse(file, "", _text(file))
     if not isinstance(entries, list):
         raise UsageError(f"{file}: must hold a JSON list, got {kind(entries)}")
     for i, entry in enumerate(entries, start=1):
-        yield Row(file, f"entry {i}", _object(file, f"entry {i}", entry))
+        yield FileRow(file, f"entry {i}", _object(file, f"entry {i}", entry))
 
 
-def read_csv(file: Path) -> Iterator[Row]:
+def read_csv(file: Path) -> Iterator[FileRow]:
     """CSV with a header line; rows are counted without it."""
     reader = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
     try:
@@ -124,7 +124,7 @@ def read_csv(file: Path) -> Iterator[Row]:
         for number, cells in enumerate(reader, start=1):
             if len(cells) != len(header):
                 raise UsageError(f"{file}, row {number}: {len(cells)} cells, but the header names {len(header)}")
-            yield Row(file, f"row {number}", dict(zip(header, cells, strict=True)))
+            yield FileRow(file, f"row {number}", dict(zip(header, cells, strict=True)))
     except csv.Error as error:
         raise UsageError(f"{file}, line {reader.line_num}: not CSV: {error}") from None
 

@@ -14,7 +14,7 @@ from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.tasks.base import Task
 from kvbench.tasks.knobs import drawn, one_of, whole
-from kvbench.tasks.rows import Row, read
+from kvbench.tasks.rows import FileRow, read
 from kvbench.tasks.source import Files
 
 SEPARATOR = "###"
@@ -118,10 +118,10 @@ def _shots(dataset: str, path: Path, keys: tuple[str, str], shots: int, shot_wor
     return "".join(f"{_article(row, keys[0])}{asked}{_line(row, keys[1])}\n\n" for row in chosen)
 
 
-def _article(row: Row, key: str) -> str:
+def _article(row: FileRow, key: str) -> str:
     return f"{SEPARATOR}\nArticle: {_line(row, key)}\n\n"
 
 
-def _line(row: Row, key: str) -> str:
+def _line(row: FileRow, key: str) -> str:
     """Text with its line breaks as spaces, so that blank lines part nothing but the blocks."""
     return row.text(key).replace("\r", " ").replace("\n", " ").strip()

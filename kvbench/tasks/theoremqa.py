@@ -8,7 +8,7 @@ from kvbench.example import Example
 from kvbench.metrics.theorem import parse_reference
 from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import whole
-from kvbench.tasks.rows import Row, kind, read
+from kvbench.tasks.rows import FileRow, kind, read
 from kvbench.tasks.source import Files
 
 PROMPT = (
@@ -51,11 +51,11 @@ def load(dataset: str, files: Files, file: str | None, max_new_tokens: int) -> l
     return [Task(dataset, tuple(examples), "theorem", f"TheoremQA, {path.name}", "mathematics", note)]
 
 
-def _has_picture(row: Row) -> bool:
+def _has_picture(row: FileRow) -> bool:
     return row.value("Picture") not in (None, "", "NONE")
 
 
-def _reference(row: Row) -> str:
+def _reference(row: FileRow) -> str:
     of, answer = row.text("Answer_type"), row.value("Answer")
     if of not in TYPES:
         raise row.wrong(f"'Answer_type' must be one of {', '.join(TYPES)}, got {kind(of)}")

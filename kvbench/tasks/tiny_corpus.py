@@ -57,7 +57,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Line:
+class CorpusLine:
     """One training sequence of T + 1 tokens; ``tasks`` are indices into NAMES, 0 where the role is CONTEXT."""
 
     ids: tuple[int, ...]
@@ -79,7 +79,7 @@ def batch(rng: random.Random, length: int, size: int, mix: Mapping[str, float], 
     return Batch(ids[:, :-1], positions, ids[:, 1:].flatten(), roles[:, 1:].flatten(), tasks[:, 1:].flatten())
 
 
-def sequence(rng: random.Random, length: int, mix: Mapping[str, float], difficulty: int) -> Line:
+def sequence(rng: random.Random, length: int, mix: Mapping[str, float], difficulty: int) -> CorpusLine:
     """One sequence of ``length + 1`` tokens: a copy task, or one to three tasks together."""
     chosen = list(dict.fromkeys(rng.choices(list(mix), list(mix.values()), k=rng.choice((1, 1, 2, 3)))))
     if "copy" in chosen:
@@ -89,7 +89,7 @@ def sequence(rng: random.Random, length: int, mix: Mapping[str, float], difficul
     return _questions(rng, length, chosen)
 
 
-def _questions(rng: random.Random, length: int, chosen: Sequence[str]) -> Line:
+def _questions(rng: random.Random, length: int, chosen: Sequence[str]) -> CorpusLine:
     """Facts of the chosen tasks among filler, then shuffled queries; ``<s>`` first."""
     share = (length - 1) * (1 - (0.72 * rng.random() if rng.random() < 0.6 else 0.0)) / len(chosen)
     groups: list[list[str]] = []
@@ -236,12 +236,12 @@ def _context(ids: tuple[int, ...]) -> Span:
     return Span(ids, (Role.CONTEXT,) * len(ids))
 
 
-def _single(name: str, spans: list[Span]) -> Line:
+def _single(name: str, spans: list[Span]) -> CorpusLine:
     return _line([(NAMES.index(name), span) for span in spans])
 
 
-def _line(spans: Sequence[tuple[int, Span]]) -> Line:
-    return Line(
+def _line(spans: Sequence[tuple[int, Span]]) -> CorpusLine:
+    return CorpusLine(
         tuple(i for _, span in spans for i in span.ids),
         tuple(role for _, span in spans for role in span.roles),
         tuple(task for task, span in spans for _ in span.ids),

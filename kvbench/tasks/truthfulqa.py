@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvbench.example import Example
 from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import one_of, whole
-from kvbench.tasks.rows import Row, read
+from kvbench.tasks.rows import FileRow, read
 from kvbench.tasks.source import Files
 
 PUBLISHED = 817
@@ -65,13 +65,13 @@ def load(dataset: str, files: Files, file: str | None, metric: str, references: 
     ]
 
 
-def _key(row: Row, official: str) -> str:
+def _key(row: FileRow, official: str) -> str:
     """The column in the CSV, or what the hub's table calls it."""
     hub = official.lower().replace(" ", "_")
     return hub if hub in row and official not in row else official
 
 
-def _true_answers(row: Row, references: str) -> tuple[str, ...]:
+def _true_answers(row: FileRow, references: str) -> tuple[str, ...]:
     best = row.text(_key(row, "Best Answer")).strip()
     if references == "best":
         return (best,)

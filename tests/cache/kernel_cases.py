@@ -339,7 +339,7 @@ def test_models_answer_as_by_plain_pytorch(both, monkeypatch):
 def test_the_benchmark_times_kernels_and_plain_pytorch_side_by_side(monkeypatch, counted):
     monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setattr(bench, "WARM_UP", 1)
-    shape = bench.Shape(60, 2, 2, 4, 16, torch.float32)
+    shape = bench.KernelShape(60, 2, 2, 4, 16, torch.float32)
     served = []
 
     def timer(call):

@@ -10,7 +10,7 @@ from kvbench import imports
 from kvbench.errors import UsageError
 from kvbench.imports import base, scoring
 from kvbench.metrics import METRICS
-from kvbench.tasks.rows import Row
+from kvbench.tasks.rows import FileRow
 
 TEXTS = [
     "plain",
@@ -34,18 +34,18 @@ TEXTS = [
 @pytest.mark.parametrize("texts", [TEXTS, TEXTS[:1], [], TEXTS[1:4] * 12], ids=["all", "one", "none", "many"])
 @pytest.mark.parametrize("form", [lambda t: str(np.array(t, dtype=object)), str], ids=["numpy", "python"])
 def test_printed_lists_come_back(tmp_path, texts, form):
-    assert base.texts(Row(tmp_path, "line 1", {"answers": form(list(texts))}), "answers") == tuple(texts)
+    assert base.texts(FileRow(tmp_path, "line 1", {"answers": form(list(texts))}), "answers") == tuple(texts)
 
 
 @pytest.mark.parametrize("value", ["[1] and [2]", "[see above]", "plain", "[x for x in y]"])
 def test_texts_in_brackets_stay_texts(tmp_path, value):
-    assert base.texts(Row(tmp_path, "line 1", {"answers": value}), "answers") == (value,)
+    assert base.texts(FileRow(tmp_path, "line 1", {"answers": value}), "answers") == (value,)
 
 
 def test_a_list_that_numpy_shortened_is_refused(tmp_path):
     shortened = str(np.array([str(i) for i in range(2000)], dtype=object))
     with pytest.raises(UsageError, match=r"line 1: 'answers' was shortened"):
-        base.texts(Row(tmp_path, "line 1", {"answers": shortened}), "answers")
+        base.texts(FileRow(tmp_path, "line 1", {"answers": shortened}), "answers")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_folders_are_read_one_level_deep(tmp_path):
 def made(name, n, seed):
     texts = [f"answer {i * seed % 7} of salt" for i in range(n)]
     answers = tuple(
-        base.Answer(t, ("answer 3 of salt", "mill"), None, 1000 * i, f"line {i}") for i, t in enumerate(texts)
+        base.ImportedAnswer(t, ("answer 3 of salt", "mill"), None, 1000 * i, f"line {i}") for i, t in enumerate(texts)
     )
     return base.Predictions(name, name == "qasper", None, "longbench", answers, "")
 

@@ -8,7 +8,7 @@ from families import FAMILIES, build, prompt
 
 from kvbench.models.factors import Factors, Spectrum, joined
 from kvbench.models.interface import attention_modules
-from kvbench.models.lowrank import Shape, linears, projection, swapped
+from kvbench.models.lowrank import ProjectionShape, linears, projection, swapped
 from kvbench.models.lowrank_statistics import mean_loss, mean_sizes, moments, moments_bytes
 
 WINDOWS = [prompt(30, i) for i in range(4)]
@@ -113,9 +113,9 @@ def test_everything_is_as_before_if_a_window_fails(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shape_and_weights_are_those_of_the_model(family):
     model = build(family)
-    shape = Shape.of(model)
+    shape = ProjectionShape.of(model)
     heads = 2 if family in ("llama", "mistral", "qwen2") else 4
-    assert shape == Shape(3, heads, 16, 64)
+    assert shape == ProjectionShape(3, heads, 16, 64)
     (k, k_bias), (v, v_bias) = linears(attention_modules(model)[1], heads)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     seen = [m(x) for m in projection(attention_modules(model)[1])]

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from kvbench.papers.measured import our_table
 from kvbench.papers.measured.joint import joint
-from kvbench.papers.measured.our_table import Ours
+from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import table_spec
 from kvbench.run import experiment
 
 
-def prepared(table: str, results: Path) -> Ours:
+def prepared(table: str, results: Path) -> OurTable:
     (found,) = table_spec.find(table)
     return our_table.prepare(found, "tiny", [f"results={results}", "limit=1"])
 

@@ -3,10 +3,10 @@
 import pytest
 
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.imports.base import Answer, Predictions
+from kvbench.imports.base import ImportedAnswer, Predictions
 from kvbench.imports.scoring import Scored
 from kvbench.imports.table import notes, tasks
-from kvbench.imports.verdict import Source, beside, mark, means
+from kvbench.imports.verdict import PredictionSource, beside, mark, means
 from kvbench.papers.spec import published
 
 
@@ -51,7 +51,7 @@ def fresh():
 
 
 def scored(low, high, dataset="qasper", extended=False):
-    answer = Answer("nine", ("nine",), None, 10, "line 1")
+    answer = ImportedAnswer("nine", ("nine",), None, 10, "line 1")
     predictions = Predictions(dataset, extended, None, "longbench", (answer,), "")
     return Scored(predictions, "f1", (0.5,), None if low is None else (low, high), (), 0.0)
 
@@ -65,7 +65,7 @@ def test_flags_are_carried_and_marked(tmp_path, monkeypatch):
         "think,99,llama-2-7b-chat,full,,triviaqa,f1,80.00,pct,1,repaired:label",
     )
     files = [scored(0.1, 0.3), scored(0.1, 0.3, "trec"), scored(None, None, "triviaqa")]
-    judged = beside(Source("llama2-7b-chat", "full", prompt="think"), files, "levenshtein")[("think", "99")]
+    judged = beside(PredictionSource("llama2-7b-chat", "full", prompt="think"), files, "levenshtein")[("think", "99")]
     assert [mark(judged[i]) for i in range(3)] == ["20.00? inside", "— no interval", "80.00~ no interval"]
     assert judged[0]["flag"] == "suspect:does not add up" and not judged[0]["indicative"]
 
@@ -85,7 +85,9 @@ def test_flags_are_carried_and_marked(tmp_path, monkeypatch):
     ],
 )
 def test_when_a_verdict_is_only_indicative(prompt, dataset, extended, code_sim, paper, reasons):
-    found = beside(Source("llama2-7b-chat", "full", prompt=prompt), [scored(0, 1, dataset, extended)], code_sim)
+    found = beside(
+        PredictionSource("llama2-7b-chat", "full", prompt=prompt), [scored(0, 1, dataset, extended)], code_sim
+    )
     judged = next(j[0] for (p, _), j in found.items() if p == paper)
     assert judged["because"] == reasons
     assert judged["indicative"] == bool(reasons)
@@ -98,7 +100,7 @@ def test_a_row_with_a_setting_that_was_not_given_is_indicative(tmp_path, monkeyp
     table(tmp_path, monkeypatch, *rows, "think,99,m,full,kv_size=full;budget=1.0,qasper,f1,25.00,pct,1,")
 
     def judged(*source):
-        return beside(Source("m", *source, prompt="think"), [scored(0, 1)], "levenshtein")[("think", "99")][0]
+        return beside(PredictionSource("m", *source, prompt="think"), [scored(0, 1)], "levenshtein")[("think", "99")][0]
 
     unknown = judged("h2o")
     assert unknown["because"] == ["setting unknown: kv_size=64;window=8"] and unknown["indicative"]
@@ -107,7 +109,7 @@ def test_a_row_with_a_setting_that_was_not_given_is_indicative(tmp_path, monkeyp
     assert (known["because"], known["setting"], known["matching"]) == ([], "kv_size=128;window=8", 1)
     assert judged("full")["because"] == []
     files = [scored(0, 1)]
-    found = beside(Source("m", "h2o", "window=8", "think"), files, "levenshtein")
+    found = beside(PredictionSource("m", "h2o", "window=8", "think"), files, "levenshtein")
     said = notes(tasks(files, found), found)
     assert any("2 rows match; shown is table 99, kv_size=64;window=8" in line for line in said)
 
@@ -115,29 +117,29 @@ def test_a_row_with_a_setting_that_was_not_given_is_indicative(tmp_path, monkeyp
 def test_the_ends_of_the_interval_are_inside(tmp_path, monkeypatch):
     table(tmp_path, monkeypatch, "think,99,m,full,,qasper,f1,25.00,pct,1,")
     verdicts = [
-        beside(Source("m", "full"), [scored(low, high)], "levenshtein")[("think", "99")][0]["verdict"]
+        beside(PredictionSource("m", "full"), [scored(low, high)], "levenshtein")[("think", "99")][0]["verdict"]
         for low, high in ((0.25, 0.5), (0.125, 0.25), (0.2501, 0.5), (0.125, 0.2499))
     ]
     assert verdicts == ["inside", "inside", "outside", "outside"]
 
 
 def test_published_means_and_those_of_their_cells(tmp_path, monkeypatch):
-    found = means(Source("llama2-7b-chat", "full"), [scored(0, 1)])
+    found = means(PredictionSource("llama2-7b-chat", "full"), [scored(0, 1)])
     assert found[("think", "12")] == {"stated": 33.37, "of_cells": 33.37}
     assert found[("vatp", "1")] == {"stated": None, "of_cells": 32.66}
     from kvbench.tasks.longbench import names
 
     rows = [f"think,99,m,full,,{name},f1,{i}.00,pct,1," for i, name in enumerate(names("en"))]
     table(tmp_path, monkeypatch, *rows, "think,99,m,full,,avg,mean,9.00,pct,1,suspect:not that of its cells")
-    assert means(Source("m", "full"), [scored(0, 1)]) == {("think", "99"): {"stated": 9.0, "of_cells": 7.5}}
+    assert means(PredictionSource("m", "full"), [scored(0, 1)]) == {("think", "99"): {"stated": 9.0, "of_cells": 7.5}}
 
 
 def test_nothing_is_guessed():
-    assert beside(Source(), [scored(0, 1)], "levenshtein") == {}
-    assert beside(Source("llama2-7b-chat"), [scored(0, 1)], "levenshtein") == {}
-    assert beside(Source("llama2-7b-chat", "full"), [scored(0, 1, "mystery")], "levenshtein") == {}
+    assert beside(PredictionSource(), [scored(0, 1)], "levenshtein") == {}
+    assert beside(PredictionSource("llama2-7b-chat"), [scored(0, 1)], "levenshtein") == {}
+    assert beside(PredictionSource("llama2-7b-chat", "full"), [scored(0, 1, "mystery")], "levenshtein") == {}
     with pytest.raises(UsageError, match="unknown prompt policy"):
-        Source("m", "full", prompt="thinc")
+        PredictionSource("m", "full", prompt="thinc")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from kvbench.errors import UsageError
-from kvbench.tasks.rows import Row, read
+from kvbench.tasks.rows import FileRow, read
 
 
 def write(folder, name, content):
@@ -60,7 +60,9 @@ def test_missing_files_and_folders(tmp_path, name):
 
 
 def test_checked_access(tmp_path):
-    row = Row(tmp_path / "f", "line 7", json.loads('{"t": "a", "l": ["b", "c"], "n": 3, "o": [{"k": "v"}], "z": null}'))
+    row = FileRow(
+        tmp_path / "f", "line 7", json.loads('{"t": "a", "l": ["b", "c"], "n": 3, "o": [{"k": "v"}], "z": null}')
+    )
     assert (row.text("t"), row.texts("t"), row.texts("l")) == ("a", ("a",), ("b", "c"))
     assert (row.count("n", 1), row.count("z", 5), row.count("none", 6)) == (3, 5, 6)
     assert (row.name("n", "d"), row.name("t", "d"), row.name("z", "d")) == ("3", "a", "d")

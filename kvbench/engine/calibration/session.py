@@ -81,7 +81,7 @@ class Session:
         return replace(chain, stages=tuple(self._bound(s, model, quiet) for s in chain.stages))
 
     @cached_property
-    def source(self) -> calibration_text.Text:
+    def source(self) -> calibration_text.CalibrationText:
         """The text that is read."""
         return calibration_text.find(self.own_corpus, self.text, self.data)
 

@@ -24,7 +24,7 @@ CORPUS_TOKENS = 1024
 CORPUS_LONGEST = 2048
 
 
-class Text(Protocol):
+class CalibrationText(Protocol):
     """A text that windows are drawn from. ``limit`` is the longest window that it offers by default."""
 
     @property
@@ -99,7 +99,7 @@ class CorpusText:
             yield torch.tensor(line.ids)
 
 
-def find(own_corpus: bool, given: str | None, data: str | None) -> Text:
+def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationText:
     """The text of a model: ``given`` (a file) if any; its corpus if it is the tiny one; else WikiText-2.
 
     Of WikiText-2, the train split below the data folder; where only the valid split is at hand, its first 80 %; never

@@ -14,7 +14,7 @@ from kvbench.papers.claims import claims
 from kvbench.papers.claims.claims import FRAGILE, MIXED, NOT_DECIDABLE, UNDECIDED, Evidence, Verdict
 from kvbench.papers.measured import our_table
 from kvbench.papers.measured.joint import joint
-from kvbench.papers.measured.our_table import Ours
+from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.run import experiment
 from kvbench.run.provenance import local_changes
@@ -32,18 +32,18 @@ def tables(papers: Sequence[str], model: str) -> list[table_spec.Given]:
     return [t for paper in papers for t in claims.sides(claims.load(paper), scaled=model == stand_ins.MODEL)]
 
 
-def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict[str, list[Ours]]:
+def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict[str, list[OurTable]]:
     """The claims' tables on a model, by paper."""
     return {p: [our_table.prepare(t, model, arguments) for t in tables([p], model)] for p in papers}
 
 
-def measure(prepared: Mapping[str, Sequence[Ours]]) -> None:
+def measure(prepared: Mapping[str, Sequence[OurTable]]) -> None:
     """Measure what is missing, each prompt once for all papers that read it alike."""
     for run in joint(ours.run for some in prepared.values() for ours in some if ours.run is not None):
         experiment.fill(run)
 
 
-def settle(prepared: Mapping[str, Sequence[Ours]], model: str) -> list[Verdict]:
+def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> list[Verdict]:
     """Verdicts on all claims of the papers that were prepared, in order, corrected together."""
     ledger = [c for paper in prepared for c in claims.load(paper)]
     tested = [c for c in ledger if c.test != "elsewhere"]
@@ -54,7 +54,7 @@ def settle(prepared: Mapping[str, Sequence[Ours]], model: str) -> list[Verdict]:
     return claims.decide(ledger, found, others, family=len(tested))
 
 
-def plain(prepared: Mapping[str, Sequence[Ours]], model: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """A ledger as plain data: the model, whether it stands in for the papers', and a record of each claim."""
     runs = [ours.run for some in prepared.values() for ours in some if ours.run is not None]
     dtypes = {str(c.identity["model"]["dtype"]) for r in runs for g in r.groups for c in g.cells}
@@ -69,7 +69,7 @@ def plain(prepared: Mapping[str, Sequence[Ours]], model: str, verdicts: Sequence
     }
 
 
-def _told(prepared: Mapping[str, Sequence[Ours]]) -> list[str]:
+def _told(prepared: Mapping[str, Sequence[OurTable]]) -> list[str]:
     """List data read in place of others, notes of tasks, and local changes."""
     every = [ours for some in prepared.values() for ours in some]
     runs = [ours.run for ours in every if ours.run is not None]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvbench.errors import KvbenchError, unknown
 from kvbench.metrics import metric, stats
 from kvbench.papers import DATA
-from kvbench.papers.measured.our_table import Ours
+from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import table_spec
 from kvbench.papers.spec.table_spec import PAPERS, Given
 from kvbench.run.advice import at_floor
@@ -183,7 +183,7 @@ def as_printed(side: str) -> str:
     return f"{side};{AS_PRINTED}"
 
 
-def evidence(claim: Claim, tables: Iterable[Ours], windows_as_printed: bool = False) -> Evidence:
+def evidence(claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool = False) -> Evidence:
     """Collect the paired differences of all examples that all sides of a claim have in ``tables``."""
     ours = next(t for t in tables if {c.dataset for c in t.declared.scores} == set(claim.columns))
     lines = {line.row.name: line for line in ours.lines}

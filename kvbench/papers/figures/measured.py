@@ -23,7 +23,7 @@ from kvbench.papers.figures.figure import Figure
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.run import config, experiment, presets, summary
 from kvbench.run.config import ChainConfig
-from kvbench.run.experiment import Prepared
+from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Cell, Group
 from kvbench.run.words import rewrite, split_list
 
@@ -71,7 +71,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResultFigure(Figure["Measured"]):
+class ResultFigure(Figure["MeasuredFigure"]):
     """A figure of measured scores. ``sweeps``: what it runs; none where it is computed from formulas alone."""
 
     sweeps: tuple[Sweep, ...] = ()
@@ -82,7 +82,7 @@ class Ran:
     """A sweep with the run that measures it; ``chains`` are those of its points."""
 
     sweep: Sweep
-    run: Prepared
+    run: RunPlan
     chains: tuple[Chain, ...]
 
     def cells(self) -> Iterator[tuple[Point, Group, Cell]]:
@@ -140,7 +140,7 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredFigure:
     """The runs of a figure's sweeps, in their order."""
 
     ran: tuple[Ran, ...]
@@ -169,7 +169,7 @@ class Measured:
         }
 
 
-def prepare(figure: ResultFigure, arguments: Sequence[str]) -> Measured:
+def prepare(figure: ResultFigure, arguments: Sequence[str]) -> MeasuredFigure:
     """The runs of a figure, checked before any model is loaded.
 
     ``arguments`` are ``run``'s: model=, dataset= in place of the figure's own (of those that it has where each has a
@@ -193,7 +193,7 @@ def prepare(figure: ResultFigure, arguments: Sequence[str]) -> Measured:
         mine = [n for n in named if len(own) == 1 or _within(n, sweep.reads(model == stand_ins.MODEL))]
         if mine:
             ran.append(_ran(sweep, model, {**given, "dataset": ",".join(mine)}, figure.each))
-    return Measured(tuple(ran))
+    return MeasuredFigure(tuple(ran))
 
 
 def _within(name: str, dataset: str) -> bool:

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure as Canvas
 
 from kvbench.metrics import metric
-from kvbench.papers.figures.measured import Measured, Point, ResultFigure, Sweep
+from kvbench.papers.figures.measured import MeasuredFigure, Point, ResultFigure, Sweep
 from kvbench.tables import heatmap, style
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -20,7 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
 COLUMNS = ("series", "length", "depth", "score", "n")
 
 
-def maps(measured: Measured) -> pd.DataFrame:
+def maps(measured: MeasuredFigure) -> pd.DataFrame:
     """Mean score and number of prompts of every method, length and depth."""
     found: dict[str, list[tuple[float, float, float]]] = {}
     for ran in measured.ran:

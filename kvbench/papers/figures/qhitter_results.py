@@ -14,7 +14,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import LogLocator, NullLocator
 
 from kvbench.papers.figures import curves
-from kvbench.papers.figures.measured import COLUMNS, FULL, Measured, Point, ResultFigure, Sweep
+from kvbench.papers.figures.measured import COLUMNS, FULL, MeasuredFigure, Point, ResultFigure, Sweep
 from kvbench.tables import style
 
 BITS = (8, 4, 3, 2)
@@ -232,7 +232,7 @@ FIGURES = (
         f"H2O with {100 * OUTLIERS:g} % of the prefix in every head and the newest token, and reads 4 tokens "
         "at a time, since no more fit.",
         columns=COLUMNS,
-        compute=Measured.frame,
+        compute=MeasuredFigure.frame,
         draw=draw_sizes,
         finding=say_sizes,
         each=8,
@@ -262,7 +262,7 @@ FIGURES = (
         "bits it loses nothing to the full model.",
         unsaid="The paper has 4 and 3 bits; 8 and 2 are ours.",
         columns=COLUMNS,
-        compute=Measured.frame,
+        compute=MeasuredFigure.frame,
         draw=draw_bits,
         finding=say_bits,
         each=8,
@@ -280,7 +280,7 @@ FIGURES = (
         "it and the full cache are drawn up to 4,096 tokens; H2O with rolled positions shows what chosen tokens do "
         "beyond them.",
         columns=COLUMNS,
-        compute=Measured.frame,
+        compute=MeasuredFigure.frame,
         draw=draw_streams,
         finding=say_streams,
         each=2,
@@ -296,7 +296,7 @@ FIGURES = (
         unsaid="The paper does not say which tasks and budgets it shows; here the budget of XSUM and that task "
         "unless dataset= says otherwise, on the tiny model all six.",
         columns=COLUMNS,
-        compute=Measured.frame,
+        compute=MeasuredFigure.frame,
         draw=draw_factors,
         finding=say_factors,
         each=8,
@@ -319,7 +319,7 @@ FIGURES = (
         "tasks; it does not say whether tokens were evicted as well: here none are. Packed by FlexGen with one group a "
         "head (Q-Hitter's own rounding has an integer zero point). 8 and 2 bits and both together are ours.",
         columns=COLUMNS,
-        compute=Measured.frame,
+        compute=MeasuredFigure.frame,
         draw=draw_halves,
         finding=say_halves,
         each=12,

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure as Canvas
 
 from kvbench.papers.figures import curves
-from kvbench.papers.figures.measured import COLUMNS, FULL, Measured, Point, ResultFigure, Sweep
+from kvbench.papers.figures.measured import COLUMNS, FULL, MeasuredFigure, Point, ResultFigure, Sweep
 from kvbench.tables import style
 
 BUDGETS = (0.5, 0.25, 0.125)
@@ -120,7 +120,7 @@ FIGURES = (
         claim="Ours, not a paper's: what a method is worth is what it keeps of the score for the bytes it takes.",
         unsaid="Bytes are those after the prompt; how they are read while decoding, and how fast, is not shown.",
         columns=COLUMNS,
-        compute=Measured.frame,
+        compute=MeasuredFigure.frame,
         draw=draw_pareto,
         finding=say_pareto,
         each=8,
@@ -135,7 +135,7 @@ FIGURES = (
         "which a window or chance have lost them.",
         unsaid="Budgets are fractions of each prompt, the same for all methods and, by mean, for all layers.",
         columns=COLUMNS,
-        compute=Measured.frame,
+        compute=MeasuredFigure.frame,
         draw=draw_budgets,
         finding=say_budgets,
         each=8,

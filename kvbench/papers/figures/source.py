@@ -34,10 +34,10 @@ class Origin:
     """
 
     cfg: RunConfig
-    source: load.Source
+    source: load.ModelSource
     tokenizer: Tokenizer
     tasks: tuple[tuple[Task, str], ...]  # with the name under which figures show it
-    text: texts.Text | None = None
+    text: texts.CalibrationText | None = None
     samples: int = SAMPLES
     tokens: int | None = None
 
@@ -126,7 +126,7 @@ def _content(text: str) -> str:
     return content
 
 
-def _default(cfg: RunConfig) -> texts.Text:
+def _default(cfg: RunConfig) -> texts.CalibrationText:
     try:
         return texts.find(False, None, cfg.data_root)
     except UsageError as error:

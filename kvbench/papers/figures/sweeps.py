@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure as Canvas
 
 from kvbench.papers.figures import curves
-from kvbench.papers.figures.measured import COLUMNS, FULL, Measured, Point, ResultFigure, Sweep
+from kvbench.papers.figures.measured import COLUMNS, FULL, MeasuredFigure, Point, ResultFigure, Sweep
 from kvbench.tables import style
 
 RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7)
@@ -108,7 +108,7 @@ FIGURES = (
         "improves H2O mainly at larger ratios.",
         unsaid="The paper prints no values and no list of ratios; ours are 10, 20, 30, 50 and 70 %.",
         columns=COLUMNS,
-        compute=Measured.frame,
+        compute=MeasuredFigure.frame,
         draw=draw_ratios,
         finding=say_ratios,
         each=24,
@@ -132,7 +132,7 @@ FIGURES = (
         unsaid="The paper prints no values, and does not name the datasets of this figure; here those of table 5 "
         "unless dataset= says otherwise, on the tiny model all six tasks.",
         columns=COLUMNS,
-        compute=Measured.frame,
+        compute=MeasuredFigure.frame,
         draw=draw_relative,
         finding=say_thresholds,
         each=8,
@@ -148,7 +148,7 @@ FIGURES = (
         "significantly.",
         unsaid="The paper prints no values; on the tiny model the tasks of its suite stand for the five datasets.",
         columns=COLUMNS,
-        compute=Measured.frame,
+        compute=MeasuredFigure.frame,
         draw=draw_trade,
         finding=say_thresholds,
         each=8,

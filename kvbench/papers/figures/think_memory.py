@@ -18,7 +18,7 @@ from kvbench.cache.model_shape import from_entry
 from kvbench.conf import entries
 from kvbench.methods import registry
 from kvbench.papers.figures import curves
-from kvbench.papers.figures.measured import COLUMNS, FULL, Measured, Point, ResultFigure, Sweep
+from kvbench.papers.figures.measured import COLUMNS, FULL, MeasuredFigure, Point, ResultFigure, Sweep
 from kvbench.run import presets
 from kvbench.tables import style
 
@@ -84,7 +84,7 @@ def say_pairs(data: pd.DataFrame) -> str:
     )
 
 
-def memory(_: Measured) -> pd.DataFrame:
+def memory(_: MeasuredFigure) -> pd.DataFrame:
     """Bytes of weights and caches at the end of the answers, by method and batch size."""
     shape = from_entry(entries("model")[MODEL]["shape"])
     values = presets.values("think", MODEL)
@@ -144,7 +144,7 @@ FIGURES = (
         unsaid="The paper counts payload alone; here positions and the numbers of the channels kept are counted, too, "
         "which on the tiny model, whose heads have 32 channels, weigh more.",
         columns=COLUMNS,
-        compute=Measured.frame,
+        compute=MeasuredFigure.frame,
         draw=draw_pairs,
         finding=say_pairs,
         each=20,

@@ -9,7 +9,7 @@ from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.forensics.identity import identity
 from kvbench.papers.spec.numbers import fixed, printed
 from kvbench.papers.spec.published import Published
-from kvbench.papers.spec.published_cells import Book, Row
+from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 COARSE = ("trec", "passage_retrieval_en", "passage_count", "gsm8k", "gpqa", "theoremqa", "needle")
 """Datasets whose scores take few values, so that equal ones say little."""
@@ -99,18 +99,18 @@ def breaks(book: Book) -> Iterator[Finding]:
                     yield Finding("break", "doubt", row.paper, row.table, row.label, dataset, cell.printed, digit, why)
 
 
-def _by(book: Book, key: Callable[[Row], object]) -> Iterator[list[Row]]:
-    found: dict[object, list[Row]] = {}
+def _by(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[PublishedRow]]:
+    found: dict[object, list[PublishedRow]] = {}
     for row in book.rows:
         found.setdefault(key(row), []).append(row)
     yield from found.values()
 
 
-def _others(row: Row, key: str) -> Sequence[tuple[str, str]]:
+def _others(row: PublishedRow, key: str) -> Sequence[tuple[str, str]]:
     return tuple(sorted((k, v) for k, v in row.settings.items() if k != key))
 
 
-def _k(row: Row) -> float:
+def _k(row: PublishedRow) -> float:
     return float(row.settings["k"].rstrip("%n"))
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from kvbench.papers.forensics.exact import Exact, averages, everything
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.spec.numbers import decimals, fixed, grade, printed
-from kvbench.papers.spec.published_cells import Book, Row
+from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 
 def derived(book: Book) -> Iterator[Finding]:
@@ -50,7 +50,7 @@ def ranking(book: Book) -> Iterator[Finding]:
             )
 
 
-def _reasons(book: Book, e: Exact, row: Row) -> Iterator[str]:
+def _reasons(book: Book, e: Exact, row: PublishedRow) -> Iterator[str]:
     """What else would give the printed value."""
     if e.cell.metric == "ratio_to_full_minus_1":
         others = [r for r in book.table(row.paper, row.table) if r.method == "full" and r.model != row.model]
@@ -73,7 +73,7 @@ def _hair(e: Exact) -> bool:
     return e.cell.metric == "mean" and gap * 10 ** decimals(e.published) < 2
 
 
-def _twins(row: Row) -> Sequence[str]:
+def _twins(row: PublishedRow) -> Sequence[str]:
     """Datasets of a row that print one and the same value, none where there are none."""
     by: dict[str, list[str]] = {}
     for dataset, cell in row.scores.items():

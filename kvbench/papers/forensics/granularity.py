@@ -10,11 +10,11 @@ from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.forensics.identity import identity
 from kvbench.papers.spec.numbers import decimals, fixed, printed
 from kvbench.papers.spec.published import Published
-from kvbench.papers.spec.published_cells import Book, Row
+from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 
 @dataclass(frozen=True)
-class Grid:
+class ScoreGrid:
     """A dataset whose scores are k/n per cent in one paper. ``why`` says where n comes from.
 
     ``holds``: cells off the grid are findings; False tries an n that is not believed, to show that it does not fit.
@@ -28,14 +28,14 @@ class Grid:
 
 
 GRIDS = (
-    Grid("refreekv", "gsm8k", 1319, "GSM8K's test set; the paper states no n"),
-    Grid("refreekv", "gpqa", 448, "GPQA's main set; the paper states no n"),
-    Grid("refreekv", "theoremqa", 747, "TheoremQA without pictures; the paper states no n"),
-    Grid("refreekv", "theoremqa", 800, "all of TheoremQA", holds=False),
-    Grid("think", "trec", 200, "LongBench"),
-    Grid("uncomp", "trec", 200, "LongBench, table 5"),
-    Grid("vatp", "trec", 200, "the paper's table 5", holds=False),
-    Grid("vatp", "trec", 300, "LongBench-E, whose TREC has 300 questions"),
+    ScoreGrid("refreekv", "gsm8k", 1319, "GSM8K's test set; the paper states no n"),
+    ScoreGrid("refreekv", "gpqa", 448, "GPQA's main set; the paper states no n"),
+    ScoreGrid("refreekv", "theoremqa", 747, "TheoremQA without pictures; the paper states no n"),
+    ScoreGrid("refreekv", "theoremqa", 800, "all of TheoremQA", holds=False),
+    ScoreGrid("think", "trec", 200, "LongBench"),
+    ScoreGrid("uncomp", "trec", 200, "LongBench, table 5"),
+    ScoreGrid("vatp", "trec", 200, "the paper's table 5", holds=False),
+    ScoreGrid("vatp", "trec", 300, "LongBench-E, whose TREC has 300 questions"),
 )
 FEW = Fraction(1, 2)
 """An n that fewer than this share of cells fits is not the n of the paper."""
@@ -45,9 +45,9 @@ FEW = Fraction(1, 2)
 class Fit:
     """How many distinct cells of a grid lie on it, and the share that would by chance."""
 
-    grid: Grid
-    cells: tuple[tuple[Row, Published], ...]
-    off: tuple[tuple[Row, Published], ...]
+    grid: ScoreGrid
+    cells: tuple[tuple[PublishedRow, Published], ...]
+    off: tuple[tuple[PublishedRow, Published], ...]
 
     @property
     def chance(self) -> float:
@@ -68,7 +68,7 @@ def fits(book: Book) -> list[Fit]:
     """Every grid with its cells; a measurement printed twice with the same value counts once."""
     found = []
     for grid in GRIDS:
-        cells: dict[tuple[object, ...], tuple[Row, Published]] = {}
+        cells: dict[tuple[object, ...], tuple[PublishedRow, Published]] = {}
         for row in book.rows:
             cell = row.cells.get((grid.dataset, "accuracy"))
             if row.paper == grid.paper and row.table.isdigit() and cell is not None and cell.unit == "pct":
@@ -102,5 +102,5 @@ def granularity(book: Book) -> Iterator[Finding]:
             )
 
 
-def _same(a: Grid, b: Grid) -> bool:
+def _same(a: ScoreGrid, b: ScoreGrid) -> bool:
     return (a.paper, a.dataset) == (b.paper, b.dataset)

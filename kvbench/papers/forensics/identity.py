@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbench.papers.spec.published_cells import Row
+from kvbench.papers.spec.published_cells import PublishedRow
 
 SILENT = {
     "think": {"mem_m", "matched_to", "where", "batch", "prompt", "gen", "same_memory"},
@@ -18,7 +18,7 @@ UNCOMP_MAIN = ({"topk": "32"}, {"group_sizes": "256/512"}, {"kv_high": "512", "k
 """UNComp's main configuration, 512 and 256 tokens for two groups, under the names of tables 7, 6 and 2."""
 
 
-def settings(row: Row) -> tuple[tuple[str, str], ...]:
+def settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
     """The part of a row's setting that tells measurements apart, sorted."""
     own = {k: v for k, v in row.settings.items() if k not in SILENT[row.paper]}
     own = {k: v for k, v in own.items() if DEFAULTS.get(row.paper, {}).get(k) != v}
@@ -30,7 +30,7 @@ def settings(row: Row) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(own.items()))
 
 
-def identity(row: Row) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
+def identity(row: PublishedRow) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
     """(paper, model, method, settings): rows with the same one print the same measurement."""
     return row.paper, row.model, row.method, settings(row)
 

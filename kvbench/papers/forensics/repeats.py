@@ -9,9 +9,9 @@ from kvbench.papers.forensics.finding import Finding, place
 from kvbench.papers.forensics.identity import family, identity
 from kvbench.papers.spec.numbers import fixed, printed
 from kvbench.papers.spec.published import Published
-from kvbench.papers.spec.published_cells import Book, Row
+from kvbench.papers.spec.published_cells import Book, PublishedRow
 
-Places = list[tuple[Row, Published]]
+Places = list[tuple[PublishedRow, Published]]
 
 
 def repeated(book: Book) -> dict[tuple[str, ...], Places]:

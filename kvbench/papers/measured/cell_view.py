@@ -15,11 +15,11 @@ import numpy as np
 from kvbench.bench.records import NOT_RUN
 from kvbench.metrics import metric, stats
 from kvbench.papers.forensics.exact import Exact, exact
-from kvbench.papers.measured.our_table import Line, Ours
+from kvbench.papers.measured.our_table import OurTable, TableLine
 from kvbench.papers.spec.published import MARKS, Published
-from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column, Row
+from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column, TableRow
 from kvbench.papers.spec.workloads import FAMILIES
-from kvbench.papers.timed.row_matching import Cell as Timed
+from kvbench.papers.timed.row_matching import TimedCell as Timed
 from kvbench.run import presets
 from kvbench.run.advice import at_floor
 from kvbench.tasks.longbench import TASKS
@@ -32,7 +32,7 @@ ROUNDING = 2
 
 
 @dataclass(frozen=True)
-class Entry:
+class CellView:
     """One cell. Scores in printed units; ``relative`` and ``published_relative`` in per cent of the own full cache.
 
     ``status``: measured, refused (``reason`` says why), missing, or none where the paper has no such cell. ``stated``
@@ -76,20 +76,20 @@ class Entry:
 class View:
     """A table with all of its entries: one list per row, a column each, the average last where there is one."""
 
-    ours: Ours
+    ours: OurTable
     columns: tuple[Column, ...]
-    rows: tuple[tuple[Line, tuple[Entry, ...]], ...]
+    rows: tuple[tuple[TableLine, tuple[CellView, ...]], ...]
 
 
 @dataclass(frozen=True)
 class _Reading:
     """A table being read: several columns and rows can show one number, which is read from the store once."""
 
-    ours: Ours
+    ours: OurTable
     exact: Mapping[Published, Exact]
     known: dict[Any, Any] = field(default_factory=dict)
 
-    def once(self, what: str, line: Line, column: Column, read: Callable[[], Any]) -> Any:
+    def once(self, what: str, line: TableLine, column: Column, read: Callable[[], Any]) -> Any:
         """``read`` of the cells behind a number, read once."""
         cells = tuple(c.id for _, c in self.ours.cells(line, column))
         if not cells:
@@ -98,21 +98,21 @@ class _Reading:
             self.known[what, cells] = read()
         return self.known[what, cells]
 
-    def value(self, line: Line, column: Column) -> dict[str, Any]:
+    def value(self, line: TableLine, column: Column) -> dict[str, Any]:
         found: dict[str, Any] = self.once("value", line, column, lambda: self.ours.value(line, column))
         return found
 
-    def paired(self, line: Line, column: Column) -> stats.Pairs:
+    def paired(self, line: TableLine, column: Column) -> stats.Pairs:
         found: stats.Pairs = self.once("pairs", line, column, lambda: _pairs(self.ours, line, column))
         return found
 
-    def floored(self, line: Line, column: Column) -> bool:
+    def floored(self, line: TableLine, column: Column) -> bool:
         """Whether the full cache scores too little on what a line reads in a column."""
         groups = [group for group, _ in self.ours.full(line, column)]
         pairs = self.paired(line, column)
         return any(at_floor(g.task, pairs[:, 1]) for g in groups)
 
-    def relative(self, line: Line, column: Column) -> stats.Share:
+    def relative(self, line: TableLine, column: Column) -> stats.Share:
         def read() -> stats.Share:
             return stats.share([self.paired(line, column)], log_losses=_lower(self.ours, line, column))
 
@@ -120,7 +120,7 @@ class _Reading:
         return found
 
 
-def view(ours: Ours) -> View:
+def view(ours: OurTable) -> View:
     """All entries of a table, read from the paper's data and from the store."""
     if ours.timings is not None:
         return _timed(ours)
@@ -136,17 +136,17 @@ def view(ours: Ours) -> View:
     return View(ours, (*columns, *means), rows)
 
 
-def _timed(ours: Ours) -> View:
+def _timed(ours: OurTable) -> View:
     """The entries of an efficiency table."""
     assert ours.timings is not None
     found = {e.cell: e for e in exact(ours.declared.paper, ours.declared.table)}
 
-    def entry(printed: Published | None) -> Entry:
+    def entry(printed: Published | None) -> CellView:
         if printed is None:
-            return Entry()
+            return CellView()
         assert ours.timings is not None
         cell = ours.timings.cells[printed]
-        return Entry(
+        return CellView(
             status="missing" if cell.status == NOT_RUN else cell.status,
             reason=cell.reason,
             ours=cell.value,
@@ -169,7 +169,7 @@ def _percent(ratio: float | None) -> float | None:
     return None if ratio is None else 100 * ratio
 
 
-def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
+def _entry(reading: _Reading, line: TableLine, column: Column) -> CellView:
     ours = reading.ours
     printed = line.row.cells.get(column.name)
     budget = line.row.cells.get(Column(column.dataset, BUDGET).name) if column.what == SCORE else None
@@ -177,7 +177,7 @@ def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
     found: dict[str, Any] = {"status": "missing", "reason": line.skipped}
     if column.what == SCORE:
         found = reading.value(line, column)
-    base = Entry(
+    base = CellView(
         status=found["status"] if printed is not None else "none",
         reason=found.get("reason", ""),
         published=printed.points if printed else None,
@@ -209,7 +209,7 @@ def _entry(reading: _Reading, line: Line, column: Column) -> Entry:
     )
 
 
-def _unlike(ours: Ours, line: Line, column: Column) -> Iterator[str]:
+def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
     """Yield the conditions under which the paper's score of a column differs from ours."""
     table, groups = ours.declared, [group for group, _ in ours.cells(line, column)]
     if table.unlike:
@@ -227,15 +227,15 @@ def _unlike(ours: Ours, line: Line, column: Column) -> Iterator[str]:
         yield f"{' '.join(ours.typed)} here"
 
 
-def _whole(reading: _Reading, line: Line, column: Column) -> float | None:
+def _whole(reading: _Reading, line: TableLine, column: Column) -> float | None:
     """The full cache's score, in printed units, on the examples that the line has."""
     pairs, groups = reading.paired(line, column), [group for group, _ in reading.ours.full(line, column)]
     return metric(groups[0].task.metric).show(float(pairs[:, 1].mean())) if len(pairs) and groups else None
 
 
 def _average(
-    reading: _Reading, line: Line, columns: Sequence[Column], entries: Sequence[Entry], kind: Column = AVERAGE
-) -> Entry:
+    reading: _Reading, line: TableLine, columns: Sequence[Column], entries: Sequence[CellView], kind: Column = AVERAGE
+) -> CellView:
     """The mean over columns as the paper takes it, both sides over the same: those that can be read here.
 
     On a stand-in of those only where the full cache is above the floor, but for OF_ALL.
@@ -250,7 +250,7 @@ def _average(
         (c for name, c in line.row.cells.items() if name.startswith("avg/")), None
     )
     if not here:
-        return Entry(status="missing")
+        return CellView(status="missing")
     columns, entries = zip(*here, strict=True)
     # of the full cache itself the paper prints the share, 100, not how far it is from that
     whole = stated is not None and stated.metric == RATIO
@@ -265,7 +265,7 @@ def _average(
         and len(here) == len(scored)
         and abs(stated.value - published) > ROUNDING * 10.0 ** -_decimals(stated)
     )
-    base = Entry(
+    base = CellView(
         status="missing" if any(e.status in ("missing", "none") for e in entries) else entries[0].status,
         reason=entries[0].reason,
         published=published,
@@ -298,7 +298,7 @@ def _exact(found: Exact | None) -> str:
     return "" if found is None else "✓" if found.ok else f"recomputed {found.shown}"
 
 
-def _printed_full(ours: Ours, row: Row, column: Column) -> Published | None:
+def _printed_full(ours: OurTable, row: TableRow, column: Column) -> Published | None:
     full = ours.declared.full_row(row.model)
     return None if full is None else full.cells.get(column.name)
 
@@ -315,7 +315,7 @@ def _share(value: Published | None, whole: Published | None) -> float | None:
 
 
 def _printed_average_share(
-    ours: Ours, row: Row, columns: Sequence[Column], values: Sequence[float], relative: bool
+    ours: OurTable, row: TableRow, columns: Sequence[Column], values: Sequence[float], relative: bool
 ) -> float | None:
     if len(values) < len(columns):
         return None
@@ -326,12 +326,12 @@ def _printed_average_share(
     return 100 * fmean(values) / fmean(known) if len(known) == len(columns) and fmean(known) else None
 
 
-def _lower(ours: Ours, line: Line, column: Column) -> bool:
+def _lower(ours: OurTable, line: TableLine, column: Column) -> bool:
     """Whether less is better in what we measured of a column."""
     return any(metric(group.task.metric).shown is not None for group, _ in ours.full(line, column))
 
 
-def _pairs(ours: Ours, line: Line, column: Column) -> stats.Pairs:
+def _pairs(ours: OurTable, line: TableLine, column: Column) -> stats.Pairs:
     """Scores [n, 2] of the examples that both the line and the full cache have: the line's, and the full cache's.
 
     An example that is asked in several ways (MDQA's three positions) is one, with its mean scores.
@@ -349,7 +349,7 @@ def _pairs(ours: Ours, line: Line, column: Column) -> stats.Pairs:
     return np.array(means, dtype=np.float64).reshape(-1, 2)
 
 
-def best(entries: Sequence[Entry], shown: str, lower: bool = False) -> float | None:
+def best(entries: Sequence[CellView], shown: str, lower: bool = False) -> float | None:
     """The best of what is shown (``ours``, ``relative``, ``published``) in a block; None where nothing is.
 
     ``lower``: less is better, as of perplexities, whose shares are turned round.
@@ -366,7 +366,7 @@ def heading_of(key: str, value: str) -> str:
     return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
 
 
-def by_block(rows: Sequence[tuple[Line, tuple[Entry, ...]]], keys: Sequence[str]) -> Mapping[str, list[int]]:
+def by_block(rows: Sequence[tuple[TableLine, tuple[CellView, ...]]], keys: Sequence[str]) -> Mapping[str, list[int]]:
     """Heading -> the rows below it, in the paper's order."""
     from kvbench.papers.spec.row_knobs import parse
 

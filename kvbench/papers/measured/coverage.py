@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvbench.errors import KvbenchError
 from kvbench.papers.measured.cell_view import View
-from kvbench.papers.measured.our_table import Line
+from kvbench.papers.measured.our_table import TableLine
 from kvbench.papers.spec.table_spec import MEANS, Column
 
 FILE = "counts.csv"
@@ -36,7 +36,7 @@ def count(seen: View) -> dict[str, str]:
     return {"table": seen.ours.declared.id, "model": seen.ours.model, **{s: str(found[s]) for s in STATES}}
 
 
-def _what(line: Line, column: Column) -> object:
+def _what(line: TableLine, column: Column) -> object:
     """The identity of a cell that is not in the store: its chain and its workload, or else its row."""
     chain = line.chain_of(column.dataset)
     return (line.row.model, line.row.name, column) if chain is None else (chain, line.reads.get(column.dataset), column)

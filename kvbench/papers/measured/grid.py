@@ -9,11 +9,11 @@ from textwrap import wrap
 
 from kvbench.metrics.stats import FLOOR
 from kvbench.papers.measured import timing_text
-from kvbench.papers.measured.cell_view import OF_ALL, Entry, View, best, by_block, heading_of
-from kvbench.papers.measured.our_table import Ours
+from kvbench.papers.measured.cell_view import OF_ALL, CellView, View, best, by_block, heading_of
+from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins
 from kvbench.papers.spec.published import FRACTION
-from kvbench.papers.spec.table_spec import MEANS, SCORE, Row
+from kvbench.papers.spec.table_spec import MEANS, SCORE, TableRow
 from kvbench.papers.spec.workloads import labels
 from kvbench.run.provenance import local_changes
 from kvbench.tables.render import EVICTING, EVICTS
@@ -27,7 +27,7 @@ LABEL = 22
 
 
 @dataclass(frozen=True)
-class Text:
+class TextGrid:
     """One cell as text, line by line; the first is bold where it is the best of its block."""
 
     lines: tuple[str, ...]
@@ -40,7 +40,7 @@ class Grid:
 
     names: tuple[str, ...]
     groups: tuple[str, ...]
-    blocks: tuple[tuple[str, tuple[tuple[Text, ...], ...]], ...]
+    blocks: tuple[tuple[str, tuple[tuple[TextGrid, ...], ...]], ...]
 
 
 def grid(view: View, show: str) -> Grid:
@@ -62,7 +62,7 @@ def grid(view: View, show: str) -> Grid:
         for i in indices:
             line, entries = view.rows[i]
             evicts = line.chain is not None and line.chain.evicts and show != "published"
-            label = Text((line.row.method, *_facts(line.row.setting, heading), *([EVICTS] if evicts else [])))
+            label = TextGrid((line.row.method, *_facts(line.row.setting, heading), *([EVICTS] if evicts else [])))
             if line.row.method == "full":  # its share of itself needs no interval
                 entries = tuple(replace(e, relative_ci=None) for e in entries)
             cells = [
@@ -92,9 +92,9 @@ def _facts(setting: str, heading: str) -> Iterator[str]:
     yield from wrap(" ".join(parts), LABEL, break_long_words=False)
 
 
-def _cell(entry: Entry, show: str, stand_in: bool, bold: bool) -> Text:
+def _cell(entry: CellView, show: str, stand_in: bool, bold: bool) -> TextGrid:
     if entry.timed is not None:
-        return Text(tuple(timing_text.lines(entry, show)), bold)
+        return TextGrid(tuple(timing_text.lines(entry, show)), bold)
     ours = _ours(entry, stand_in)
     printed = _printed(entry, stand_in and show != "published")
     if show == "ours":
@@ -108,14 +108,14 @@ def _cell(entry: Entry, show: str, stand_in: bool, bold: bool) -> Text:
         if entry.budgeted:
             theirs = "" if entry.published_budget is None else f"({entry.published_budget:.0f}%)"
             lines.append(f"{_kept(entry.budget)} {theirs}".strip())
-    return Text(tuple(line for line in lines if line not in ("", "()")), bold)
+    return TextGrid(tuple(line for line in lines if line not in ("", "()")), bold)
 
 
 def _kept(percent: float | None) -> str:
     return "" if percent is None else f"kept {percent:.0f}%"
 
 
-def _ours(entry: Entry, stand_in: bool) -> list[str]:
+def _ours(entry: CellView, stand_in: bool) -> list[str]:
     if entry.status == "none":
         return [""]
     if entry.status in WRONG:
@@ -130,7 +130,7 @@ def _ours(entry: Entry, stand_in: bool) -> list[str]:
     return [_number(value, digits), interval]
 
 
-def _printed(entry: Entry, relative: bool) -> str:
+def _printed(entry: CellView, relative: bool) -> str:
     value = entry.published_relative if relative else entry.published
     if entry.status == "none" and value is None:
         return ""
@@ -148,7 +148,7 @@ def _printed(entry: Entry, relative: bool) -> str:
     return text
 
 
-def _beside(entry: Entry, printed: str) -> str:
+def _beside(entry: CellView, printed: str) -> str:
     return (
         f"({printed}, Δ {_number(entry.delta, 2, sign=True)}{_unlike(entry)})"
         if entry.delta is not None
@@ -156,11 +156,11 @@ def _beside(entry: Entry, printed: str) -> str:
     )
 
 
-def _unlike(entry: Entry) -> str:
+def _unlike(entry: CellView) -> str:
     return UNLIKE if entry.unlike else ""
 
 
-def _delta(entry: Entry, stand_in: bool) -> str:
+def _delta(entry: CellView, stand_in: bool) -> str:
     """Ours minus the paper's; nothing on a stand-in."""
     if entry.status in ("none", *WRONG):
         return "" if entry.status == "none" else "✗"
@@ -198,13 +198,13 @@ def _waiting(view: View) -> Iterator[str]:
             yield column.name
 
 
-def absent(ours: Ours) -> list[str]:
+def absent(ours: OurTable) -> list[str]:
     """Each thing that cannot be read here, with the reason."""
     said = labels(w.whole for w in ours.absent)
     return [f"{w.dataset} {said[w.whole]}".strip() + f" is not here: {why}" for w, why in ours.absent.items()]
 
 
-def _ours_notes(view: View, entries: Sequence[Entry], show: str) -> Iterator[str]:
+def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[str]:
     """What our numbers are, what was read for them, and n."""
     ours = view.ours
     printed = any(e.published is not None for e in entries)
@@ -252,7 +252,7 @@ def _ours_notes(view: View, entries: Sequence[Entry], show: str) -> Iterator[str
 
 def _full_scores(view: View) -> Iterator[str]:
     """What the full cache itself scores, of which the numbers are shares, and where that is too little."""
-    whole: dict[str, Entry] = {}
+    whole: dict[str, CellView] = {}
     for line, row in view.rows:
         for column, e in zip(view.columns, row, strict=True):
             parts = view.ours.full(line, column) if e.n and e.full is not None and column.what == SCORE else ()
@@ -270,7 +270,7 @@ def _full_scores(view: View) -> Iterator[str]:
         )
 
 
-def _printed_notes(view: View, entries: Sequence[Entry], relative: bool) -> Iterator[str]:
+def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> Iterator[str]:
     """Marks of printed values, and averages that the paper states and its cells do not give."""
     paper = view.ours.declared.paper
     for mark, text in (("?", "suspect"), ("~", "repaired")):
@@ -288,7 +288,7 @@ def _printed_notes(view: View, entries: Sequence[Entry], relative: bool) -> Iter
         yield f"✓: {right} of {len(recomputed)} printed values that need no model follow from what they rest on."
 
 
-def _named(view: View, row: Row) -> str:
+def _named(view: View, row: TableRow) -> str:
     """A row's name, with its model where the table has several."""
     return f"{row.model} {row.name}" if len(view.ours.declared.models()) > 1 else row.name
 

@@ -6,16 +6,16 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from kvbench.run.experiment import Prepared
+from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Cell, Group
 
 
-def joint(runs: Iterable[Prepared]) -> list[Prepared]:
+def joint(runs: Iterable[RunPlan]) -> list[RunPlan]:
     """``runs`` as few as can be: those that read and answer alike are one, with the cells of all of them.
 
     Runs of one model differ in their prompt policy or in how they sample at most, as tables of two papers do.
     """
-    by_policy: dict[str, list[Prepared]] = {}
+    by_policy: dict[str, list[RunPlan]] = {}
     for run in runs:
         cfg = run.cfg
         key = json.dumps([repr(cfg.model), repr(cfg.prompt), repr(cfg.sampling), run.dtype, str(run.store.root)])

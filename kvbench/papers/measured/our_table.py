@@ -17,13 +17,13 @@ from kvbench.models import load
 from kvbench.models.interface import head_counts
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.papers.spec.published import model_id
-from kvbench.papers.spec.table_spec import Column, Declared, Given, Row
-from kvbench.papers.spec.workloads import FAMILIES, INSTEAD, Reader, Workload, composed, labels
+from kvbench.papers.spec.table_spec import Column, Given, TableRow, TableSpec
+from kvbench.papers.spec.workloads import FAMILIES, INSTEAD, Reader, TableWorkload, composed, labels
 from kvbench.papers.timed import timings
 from kvbench.papers.timed.timings import Timings
 from kvbench.run import experiment, presets, summary
 from kvbench.run.config import ChainConfig
-from kvbench.run.experiment import Prepared
+from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Cell, Group
 from kvbench.run.run_plan import context_of
 from kvbench.tasks.base import Tokenizer
@@ -35,17 +35,17 @@ ANSWERING = {"min_new_tokens", "max_new_tokens", "temperature"}
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """A row of the paper on our model: its chain, or why it cannot run (``refused``) or does not here (``skipped``).
 
     ``reads``: what is read for each of the table's datasets. ``others``: datasets with a chain of their own.
     """
 
-    row: Row
+    row: TableRow
     chain: Chain | None = None
     refused: str = ""
     skipped: str = ""
-    reads: Mapping[str, Workload] = field(default_factory=dict)
+    reads: Mapping[str, TableWorkload] = field(default_factory=dict)
     others: Mapping[str, Chain] = field(default_factory=dict)
 
     def chain_of(self, dataset: str) -> Chain | None:
@@ -58,7 +58,7 @@ Parts = tuple[tuple[Group, Cell], ...]
 
 
 @dataclass(frozen=True)
-class Ours:
+class OurTable:
     """A paper's table on ``model``: one line per row, and the run that measures them.
 
     ``stand_in``: the model is none of the table's. ``run`` is None where nothing of the table can be run. ``groups``
@@ -67,37 +67,37 @@ class Ours:
     prompts are read and answered, as typed.
     """
 
-    declared: Declared
+    declared: TableSpec
     model: str
     stand_in: bool
-    lines: tuple[Line, ...]
-    run: Prepared | None
-    groups: Mapping[Workload, tuple[Group, ...]] = field(default_factory=dict)
-    absent: Mapping[Workload, str] = field(default_factory=dict)
+    lines: tuple[TableLine, ...]
+    run: RunPlan | None
+    groups: Mapping[TableWorkload, tuple[Group, ...]] = field(default_factory=dict)
+    absent: Mapping[TableWorkload, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     timings: Timings | None = None
     typed: tuple[str, ...] = ()
 
-    def cells(self, line: Line, column: Column) -> Parts:
+    def cells(self, line: TableLine, column: Column) -> Parts:
         """The cells of the store behind a score; none where it is not measured here."""
         chain = line.chain_of(column.dataset)
         return self._find(line, column, chain) if chain is not None else ()
 
-    def full(self, line: Line, column: Column) -> Parts:
+    def full(self, line: TableLine, column: Column) -> Parts:
         """The full-cache cells of what a line reads in a column."""
         return self._find(line, column, Chain())
 
-    def why_absent(self, line: Line, column: Column) -> str:
+    def why_absent(self, line: TableLine, column: Column) -> str:
         """Why what a line reads in a column cannot be read; '' where it can."""
         workload = line.reads.get(column.dataset)
         return self.absent.get(workload, "") if workload is not None else ""
 
-    def _find(self, line: Line, column: Column, chain: Chain) -> Parts:
+    def _find(self, line: TableLine, column: Column, chain: Chain) -> Parts:
         workload = line.reads.get(column.dataset)
         groups = self.groups.get(workload, ()) if workload is not None else ()
         return tuple((g, c) for g in groups for c in g.cells if c.chain == chain)
 
-    def value(self, line: Line, column: Column) -> dict[str, Any]:
+    def value(self, line: TableLine, column: Column) -> dict[str, Any]:
         """What was measured of a line: ``status`` (measured, refused, missing) with numbers or the reason.
 
         Over all tasks together where the dataset has several.
@@ -119,24 +119,24 @@ class Ours:
         return {"status": "measured", "cell": " ".join(c.id for _, c in found), **whole}
 
 
-def printed(declared: Declared, model: str, why: str) -> Ours:
+def printed(declared: TableSpec, model: str, why: str) -> OurTable:
     """The table with the paper's side only; ``why`` says why nothing is measured."""
     if declared.kind == timings.KIND:
         return timed(timings.read(declared, model, Path(RESULTS)))
-    lines = tuple(Line(r, skipped=why) for r in declared.rows)
+    lines = tuple(TableLine(r, skipped=why) for r in declared.rows)
     # what is no score stands as it is printed
-    return Ours(declared, model, declared.measurable and stands_in(declared, model), lines, None)
+    return OurTable(declared, model, declared.measurable and stands_in(declared, model), lines, None)
 
 
-def timed(found: Timings) -> Ours:
+def timed(found: Timings) -> OurTable:
     """An efficiency table with what was timed for it."""
-    lines = tuple(Line(r) for r in found.table.rows)
-    return Ours(found.table, found.bench.model, found.stand_in, lines, None, timings=found)
+    lines = tuple(TableLine(r) for r in found.table.rows)
+    return OurTable(found.table, found.bench.model, found.stand_in, lines, None, timings=found)
 
 
 def prepare(
-    declared: Declared, model: str, arguments: Sequence[str] = (), limits: Mapping[str, int] | None = None
-) -> Ours:
+    declared: TableSpec, model: str, arguments: Sequence[str] = (), limits: Mapping[str, int] | None = None
+) -> OurTable:
     """The table on ``model`` (an entry of conf/model, a folder or a hub id); ``arguments`` are more of ``run``'s.
 
     Rows of other models are skipped, unless the model is none of the table's: then it stands in for all of them, and
@@ -165,7 +165,7 @@ def prepare(
     lines = tuple(
         _checked(_line(declared, row, values, size, tiny), source.config)
         if stand_in or model_id(declared.entry(row.model)) == model_id(model)
-        else Line(row, skipped=f"a row of {row.model}")
+        else TableLine(row, skipped=f"a row of {row.model}")
         for row in declared.rows
     )
     notes: list[str] = []
@@ -184,7 +184,7 @@ def prepare(
     reads = [w for w in wanted if w not in absent]
     said = labels(w.whole for w in reads)
     if not said:
-        return Ours(declared, model, stand_in, lines, None, {}, absent, (*notes, *more))
+        return OurTable(declared, model, stand_in, lines, None, {}, absent, (*notes, *more))
     datasets = []
     for whole, label in said.items():
         parts = dict.fromkeys(p for w in reads if w.whole == whole for p in w.parts or ())
@@ -198,19 +198,21 @@ def prepare(
     groups = {w: tuple(g for g in run.groups if w.owns(g, said[w.whole])) for w in reads}
     more += _sizes(groups)
     typed = tuple(f"{k}={v}" for k, v in given.items() if k.removeprefix("prompt.") in READING | ANSWERING)
-    return Ours(declared, model, stand_in, lines, run, groups, absent, (*notes, *more), typed=typed)
+    return OurTable(declared, model, stand_in, lines, run, groups, absent, (*notes, *more), typed=typed)
 
 
-def _moved(lines: Sequence[Line], layers: int) -> list[str]:
+def _moved(lines: Sequence[TableLine], layers: int) -> list[str]:
     """Notes on rows that name layers which a model of fewer does not have."""
     asked = (row_knobs.parse(line.row.setting).get("frozen", "none") for line in lines)
     beyond = dict.fromkeys(f for f in asked if f != "none" and max(map(int, f.split("+"))) >= layers)
     return [f"frozen={f}: layers that this model of {layers} does not have are its last." for f in beyond]
 
 
-def _distinct(declared: Declared, lines: Sequence[Line], size: row_knobs.StandIn) -> tuple[Given, tuple[Line, ...]]:
+def _distinct(
+    declared: TableSpec, lines: Sequence[TableLine], size: row_knobs.StandIn
+) -> tuple[Given, tuple[TableLine, ...]]:
     """The tiny model's own table: its tasks as columns, and each chain once, with the knobs that it has there."""
-    first: dict[object, tuple[Line, str]] = {}
+    first: dict[object, tuple[TableLine, str]] = {}
     for line in lines:
         setting = stand_ins.settled(line.row, size)
         first.setdefault(line.chain if line.chain is not None else (line.row.method, setting), (line, setting))
@@ -223,13 +225,13 @@ def _distinct(declared: Declared, lines: Sequence[Line], size: row_knobs.StandIn
 
 
 def _reading(
-    reader: Reader, lines: Sequence[Line], family: str, stand_in: bool
-) -> tuple[tuple[Line, ...], dict[Workload, str], list[str]]:
+    reader: Reader, lines: Sequence[TableLine], family: str, stand_in: bool
+) -> tuple[tuple[TableLine, ...], dict[TableWorkload, str], list[str]]:
     """The lines with what each reads, what of it cannot be read, and notes on what is read in place of another."""
     datasets = list(dict.fromkeys(c.dataset for c in reader.declared.scores))
     chosen = reader.family(datasets, family)
-    absent: dict[Workload, str] = {}
-    seen: set[Workload] = set()
+    absent: dict[TableWorkload, str] = {}
+    seen: set[TableWorkload] = set()
     notes: dict[str, None] = {}
     found = []
     for line in lines:
@@ -256,7 +258,7 @@ def _reading(
     return tuple(found), {w: why for w, why in absent.items() if w in used}, list(notes)
 
 
-def _own_cells(run: Prepared, lines: Sequence[Line], said: Mapping[Workload, str]) -> Prepared:
+def _own_cells(run: RunPlan, lines: Sequence[TableLine], said: Mapping[TableWorkload, str]) -> RunPlan:
     """The run with those cells alone that a printed number asks for, and the full cache's."""
     groups = []
     for group in run.groups:
@@ -267,7 +269,7 @@ def _own_cells(run: Prepared, lines: Sequence[Line], said: Mapping[Workload, str
     return replace(run, groups=tuple(groups))
 
 
-def _sizes(groups: Mapping[Workload, Sequence[Group]]) -> list[str]:
+def _sizes(groups: Mapping[TableWorkload, Sequence[Group]]) -> list[str]:
     """What is said of LongBench's columns where they are a subset of its examples."""
     mini = [len(g.task.examples) for w, some in groups.items() for g in some if w.entry == FAMILIES["mini"]]
     if not mini:
@@ -275,20 +277,20 @@ def _sizes(groups: Mapping[Workload, Sequence[Group]]) -> list[str]:
     return [f"LongBench columns: MiniLongBench's examples, {min(mini)} to {max(mini)} a task."]
 
 
-def stands_in(declared: Declared, model: str) -> bool:
+def stands_in(declared: TableSpec, model: str) -> bool:
     """Whether a model is none of those whose numbers a table prints."""
     return model_id(model) not in [model_id(declared.entry(m)) for m in declared.models()]
 
 
 def _line(
-    declared: Declared, row: Row, values: Mapping[str, Any], size: row_knobs.StandIn | None, tiny: bool = False
-) -> Line:
+    declared: TableSpec, row: TableRow, values: Mapping[str, Any], size: row_knobs.StandIn | None, tiny: bool = False
+) -> TableLine:
     setting = row_knobs.parse(row.setting)
     method = row_knobs.method_of(row.method, setting)
     if size is not None and "windows" in setting:
         size = replace(size, windows=setting["windows"])
     if method == "full":
-        return Line(row, Chain())
+        return TableLine(row, Chain())
     columns = {c.dataset for c in declared.scores if c.name in row.cells}
     try:
         stages = registry.split(method)
@@ -303,21 +305,21 @@ def _line(
             mine = knobs | row_knobs.knobs(row.method, ";".join(filter(None, (more, row.setting))), size)
             return registry.parse({"method": method, **_read(mine)}, preset=values)
 
-        return Line(row, chain(), others={d: chain(more) for d, more in declared.settings.items() if d in columns})
+        return TableLine(row, chain(), others={d: chain(more) for d, more in declared.settings.items() if d in columns})
     except UsageError as reason:
-        return Line(row, refused=str(reason))
+        return TableLine(row, refused=str(reason))
 
 
 def _read(knobs: Mapping[str, str]) -> dict[str, Any]:
     return {k: yaml.safe_load(v) for k, v in knobs.items()}
 
 
-def _checked(line: Line, model: Any) -> Line:
+def _checked(line: TableLine, model: Any) -> TableLine:
     """The line, refused if its method cannot run on a model of this configuration."""
     if line.chain is None:
         return line
     try:
         line.chain.check_model(str(model.model_type), int(model.num_hidden_layers), head_counts(model))
     except UsageError as reason:
-        return Line(line.row, refused=str(reason))
+        return TableLine(line.row, refused=str(reason))
     return line

@@ -18,7 +18,7 @@ from rich.text import Text as RichText
 
 from kvbench.papers.measured import timing_text
 from kvbench.papers.measured.cell_view import View
-from kvbench.papers.measured.grid import Grid, Text, grid, notes, runs, title
+from kvbench.papers.measured.grid import Grid, TextGrid, grid, notes, runs, title
 from kvbench.tables.render import WIDTH
 
 FORMATS = ("text", "md", "csv", "latex", "html")
@@ -75,7 +75,7 @@ def _text(name: str, whole: Grid, lines: Sequence[str], bold: bool) -> str:
     return "\n".join([*parts, *(fill(n, WIDTH, break_long_words=False, break_on_hyphens=False) for n in lines)]) + "\n"
 
 
-def _styled(cell: Text) -> RichText:
+def _styled(cell: TextGrid) -> RichText:
     first, *rest = cell.lines or ("",)
     return RichText("\n").join([RichText(first, style="bold" if cell.bold else ""), *map(RichText, rest)])
 
@@ -155,14 +155,14 @@ def _markdown(name: str, whole: Grid, lines: Sequence[str]) -> str:
     return "\n".join([*head, "", *(f"- {n}" for n in lines)]) + "\n"
 
 
-def _bold(cell: Text, mark: str, between: str) -> str:
+def _bold(cell: TextGrid, mark: str, between: str) -> str:
     if not cell.bold:
         return between.join(cell.lines)
     return between.join([f"{mark}{cell.lines[0]}{mark}", *cell.lines[1:]])
 
 
 def _latex(name: str, whole: Grid, lines: Sequence[str]) -> str:
-    def cell(text: Text) -> str:
+    def cell(text: TextGrid) -> str:
         first, *rest = [_escaped(line) for line in text.lines] or [""]
         # {}: a bracket right after a line break would be read as its length
         return r"\makecell{" + r"\\{}".join([rf"\textbf{{{first}}}" if text.bold else first, *rest]) + "}"
@@ -227,8 +227,8 @@ def table_html(whole: Grid) -> str:
     return "\n".join([*out, "</table>"])
 
 
-def _html_cell(cell: Text) -> str:
-    escaped = Text(tuple(map(html.escape, cell.lines)), cell.bold)
+def _html_cell(cell: TextGrid) -> str:
+    escaped = TextGrid(tuple(map(html.escape, cell.lines)), cell.bold)
     return (
         "<br>".join([f"<b>{escaped.lines[0]}</b>" if cell.bold else escaped.lines[0], *escaped.lines[1:]])
         if cell.lines

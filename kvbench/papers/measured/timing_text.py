@@ -11,7 +11,7 @@ from kvbench.papers.timed.row_matching import INTEGRATED, MISSING
 from kvbench.papers.timed.timings import SCRIPT, Timings
 
 if TYPE_CHECKING:
-    from kvbench.papers.measured.cell_view import Entry
+    from kvbench.papers.measured.cell_view import CellView
 
 CSV_FIELDS = ("unit", "ratio", "published_ratio", "base", "device", "workload", "marks")
 SHORT = {"pct": "%", "x": ""}
@@ -26,7 +26,7 @@ def name(timings: Timings, column: str) -> str:
     return f"{column} {SHORT.get(unit, unit)}".rstrip()
 
 
-def lines(entry: Entry, show: str) -> Iterator[str]:
+def lines(entry: CellView, show: str) -> Iterator[str]:
     """One cell, line by line; ``show`` as in grid."""
     cell = entry.timed
     assert cell is not None
@@ -53,14 +53,14 @@ def lines(entry: Entry, show: str) -> Iterator[str]:
             yield f"paper {_printed(entry)}"
 
 
-def _state(entry: Entry) -> str:
+def _state(entry: CellView) -> str:
     """What stands where no number does; '' where one does."""
     if entry.status in (REFUSED, FAILED):
         return "✗"
     return {OOM: OOM, "measured": ""}.get(entry.status, "—")
 
 
-def _printed(entry: Entry) -> str:
+def _printed(entry: CellView) -> str:
     assert entry.timed is not None
     if "out-of-memory" in entry.timed.printed.flag.lower():
         return OOM
@@ -77,7 +77,7 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def notes(timings: Timings, entries: Sequence[Entry], show: str = "both") -> list[str]:
+def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> list[str]:
     """What the reader must know: both devices, what ratios are of, the scale of a stand-in, what is not there."""
     bench = timings.bench
     if show == "published":
@@ -130,7 +130,7 @@ def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
     yield from (f"Ours: {note}." for note in bench.notes)
 
 
-def _printed_notes(entries: Sequence[Entry]) -> Iterator[str]:
+def _printed_notes(entries: Sequence[CellView]) -> Iterator[str]:
     """What marks beside the numbers say."""
     if any(e.timed is not None and (_printed(e) == OOM or e.timed.status == OOM) for e in entries):
         yield "OOM: out of memory."
@@ -200,7 +200,7 @@ def _not_run(timings: Timings) -> Iterator[str]:
         yield f"— not run: {', '.join(dict.fromkeys(names))}: {reason}"
 
 
-def csv_row(timings: Timings, entry: Entry) -> dict[str, Any]:
+def csv_row(timings: Timings, entry: CellView) -> dict[str, Any]:
     """What a line of a CSV says of a cell beyond those of scores."""
     cell = entry.timed
     assert cell is not None

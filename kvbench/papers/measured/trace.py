@@ -9,11 +9,11 @@ from typing import Any
 from kvbench.errors import UsageError, unknown
 from kvbench.methods.chain import Chain
 from kvbench.papers.measured.cell_view import View, view
-from kvbench.papers.measured.our_table import Line, Ours, Parts
+from kvbench.papers.measured.our_table import OurTable, Parts, TableLine
 from kvbench.papers.spec.table_spec import MEANS, Column
 
 
-def trace(ours: Ours, row: str, column: str) -> str:
+def trace(ours: OurTable, row: str, column: str) -> str:
     """The cell behind a number with each example's score, or the cells behind an average. UsageError for no such."""
     lines = [line for line in ours.lines if line.row.name == row]
     if not lines:
@@ -36,7 +36,7 @@ def trace(ours: Ours, row: str, column: str) -> str:
     return "\n".join([f"{ours.declared.id}, {row}, {column}:", *found])
 
 
-def _lines(ours: Ours, line: Line, column: Column) -> Iterator[str]:
+def _lines(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
     """Every example's line of a cell, with the full cache's score beside it on a stand-in."""
     cells = ours.cells(line, column)
     if not cells or ours.run is None:
@@ -55,7 +55,7 @@ def _lines(ours: Ours, line: Line, column: Column) -> Iterator[str]:
                 yield f"  {example.id}: {sample['score']!s:<8} {full}{str(sample['prediction'])[:60]!r}"
 
 
-def _place(ours: Ours, line: Line, column: Column) -> Iterator[str]:
+def _place(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
     """A number's cells with their mean and how many lines they have; on a stand-in the full cache's, too."""
     cells = ours.cells(line, column)
     if not cells:
@@ -78,13 +78,13 @@ def _mean(value: dict[str, Any]) -> str:
     return f"{value['score']:.6g} ({value['metric']}, {value['n']} lines)"
 
 
-def _average(ours: Ours, line: Line) -> Iterator[str]:
+def _average(ours: OurTable, line: TableLine) -> Iterator[str]:
     """The cells of an average."""
     for column in ours.declared.scores:
         yield from (f"  {text}" for text in _place(ours, line, column))
 
 
-def _shown(seen: View, line: Line, column: Column) -> Iterator[str]:
+def _shown(seen: View, line: TableLine, column: Column) -> Iterator[str]:
     """What the table shows of it."""
     entries = next(row for other, row in seen.rows if other is line)
     entry = entries[seen.columns.index(column)]

@@ -16,7 +16,7 @@ from kvbench.papers.forensics.finding import place
 from kvbench.papers.forensics.statements import judged
 from kvbench.papers.forensics.statements.base import NOTE
 from kvbench.papers.spec import catalogue
-from kvbench.papers.spec.catalogue import Entry, Paper
+from kvbench.papers.spec.catalogue import CatalogueEntry, Paper
 from kvbench.papers.spec.published import SCORES, model_id
 from kvbench.papers.spec.published_cells import Book, published
 from kvbench.run import presets
@@ -39,14 +39,14 @@ TIMES = "times and peaks are those of its GPU"
 
 
 @dataclass(frozen=True)
-class Needs:
+class PaperNeeds:
     """What a table takes that only a run can give: models of conf/model, and names that kvbench does not have."""
 
     models: tuple[str, ...]
     absent: tuple[str, ...]
 
 
-def needs(entry: Entry) -> Needs:
+def needs(entry: CatalogueEntry) -> PaperNeeds:
     """What of a table's rows and columns kvbench knows."""
     known = {model_id(m): m for m in entries("model")}
     methods = {*registry.available(), QUANT}
@@ -56,10 +56,10 @@ def needs(entry: Entry) -> Needs:
     absent = [m for m in facts["models"] if model_id(m) not in known]
     absent += sorted({part for m in facts["methods"] for part in m.split("+")} - methods)
     absent += sorted(measured - datasets)
-    return Needs(tuple(known[model_id(m)] for m in facts["models"] if model_id(m) in known), tuple(absent))
+    return PaperNeeds(tuple(known[model_id(m)] for m in facts["models"] if model_id(m) in known), tuple(absent))
 
 
-def reproduction(entry: Entry, book: Book) -> str:
+def reproduction(entry: CatalogueEntry, book: Book) -> str:
     """What can be reproduced of a table or figure, in a sentence."""
     if entry.kind == "drawing":
         return "a drawing"
@@ -118,14 +118,14 @@ COLUMNS = ("", "kind", "title", "cells", "what can be reproduced")
 SAYS = ("place", "statement, in our words", "by its own numbers")
 
 
-def _entry(entry: Entry, book: Book) -> tuple[str, str, str, str, str]:
+def _entry(entry: CatalogueEntry, book: Book) -> tuple[str, str, str, str, str]:
     counts = entry.counts()
     marked = [f"{counts[k]} {k}" for k in ("suspect", "repaired", "missing") if counts[k]]
     cells = "" if entry.is_figure else str(counts["published"]) + (f" ({', '.join(marked)})" if marked else "")
     return _name(entry), entry.kind, entry.title, cells, reproduction(entry, book)
 
 
-def _exact(entry: Entry, book: Book) -> str:
+def _exact(entry: CatalogueEntry, book: Book) -> str:
     cells = [e for e in everything(book) if (e.cell.paper, e.cell.table) == (entry.paper, entry.id)]
     many = f" ({len(cells)} cells, {sum(not e.ok for e in cells)} off)" if cells else ""
     return f"without a model: {entry.exact}{many}"
@@ -137,7 +137,7 @@ def _claims(paper: Paper, book: Book) -> Iterator[tuple[str, str, str]]:
             yield j.statement.place, j.statement.text, j.verdict
 
 
-def _name(entry: Entry) -> str:
+def _name(entry: CatalogueEntry) -> str:
     return f"figure {entry.id.removeprefix('figure')}" if entry.is_figure else place(entry.id)
 
 

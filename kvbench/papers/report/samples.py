@@ -13,7 +13,7 @@ from kvbench.example import Example
 from kvbench.methods.prompt_cache import Cache
 from kvbench.models import load
 from kvbench.run import experiment
-from kvbench.run.experiment import Prepared
+from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Cell, Group
 from kvbench.tasks.prompt import encode
 
@@ -21,7 +21,7 @@ LEVELS = 10
 """Shades of a token: the share of layers and heads that kept it, from none (0) to all (9)."""
 
 
-def collect(prepared: Prepared, per_task: int) -> list[dict[str, Any]]:
+def collect(prepared: RunPlan, per_task: int) -> list[dict[str, Any]]:
     """The first ``per_task`` examples of every task with the answers of all methods, measured where missing.
 
     Prompts are read again to see what each method keeps: positions are not part of what a run stores.
@@ -37,7 +37,7 @@ def collect(prepared: Prepared, per_task: int) -> list[dict[str, Any]]:
     return found
 
 
-def _example(host: Any, prepared: Prepared, group: Group, example: Example) -> dict[str, Any]:
+def _example(host: Any, prepared: RunPlan, group: Group, example: Example) -> dict[str, Any]:
     room = None if host.context is None else host.context - example.max_new_tokens
     encoded = encode(host.tokenizer, example, group.task, host.policy, room)
     ids = torch.tensor(encoded.ids)

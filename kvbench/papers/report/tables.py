@@ -10,10 +10,10 @@ from pathlib import Path
 
 from kvbench.papers.measured import our_table
 from kvbench.papers.measured.cell_view import View, view
-from kvbench.papers.measured.grid import Grid, Text, grid, notes, title
+from kvbench.papers.measured.grid import Grid, TextGrid, grid, notes, title
 from kvbench.papers.measured.page import spans_html
 from kvbench.papers.spec import stand_ins, table_spec
-from kvbench.papers.spec.table_spec import Declared
+from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.run import archive
 from kvbench.run.store import ResultStore
 
@@ -23,17 +23,17 @@ VIEWS = ("ours", "beside", "published", "delta")
 
 
 @dataclass(frozen=True)
-class Part:
+class ReportPart:
     """One table for the page: its paper, its title, its HTML, and what the samples behind it were measured with."""
 
     paper: str
     title: str
     content: str
-    measured: Measured | None = None
+    measured: MeasuredTable | None = None
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTable:
     """How many cells and answers are behind a table, and the values that their provenance has, by key."""
 
     table: str
@@ -42,12 +42,12 @@ class Measured:
     facts: dict[str, str]
 
 
-def parts(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[Part]:
+def parts(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[ReportPart]:
     """Every declared table: from the samples committed in ``samples``, else from the store."""
     return [_part(t, model, results, samples, arguments) for t in table_spec.find("all")]
 
 
-def _part(table: Declared, model: str, results: str, samples: Path, arguments: Sequence[str]) -> Part:
+def _part(table: TableSpec, model: str, results: str, samples: Path, arguments: Sequence[str]) -> ReportPart:
     packed = samples / f"{table.paper}-{table.table}.samples.jsonl.gz"
     if table.measurable and packed.exists():
         with tempfile.TemporaryDirectory() as folder:
@@ -58,13 +58,13 @@ def _part(table: Declared, model: str, results: str, samples: Path, arguments: S
             ours = our_table.prepare(table, model, [f"results={folder}", *limit, *arguments])
             if ours.run is not None and {c.id for g in ours.run.groups for c in g.cells} & set(cells):
                 seen = view(ours)
-                behind = Measured(table.id, len(cells), sum(counts), provenance(store, cells))
-                return Part(table.paper, title(seen), fragment(seen), behind)
+                behind = MeasuredTable(table.id, len(cells), sum(counts), provenance(store, cells))
+                return ReportPart(table.paper, title(seen), fragment(seen), behind)
     if table.measurable:
         seen = view(our_table.prepare(table, model, [f"results={results}", *arguments]))
     else:
         seen = view(our_table.prepare(table, model, [f"results={results}"]))
-    return Part(table.paper, title(seen), fragment(seen))
+    return ReportPart(table.paper, title(seen), fragment(seen))
 
 
 def provenance(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
@@ -103,6 +103,6 @@ def _row(grids: dict[str, Grid], block: int, row: int) -> str:
     return f"<tr><th>{html.escape(name)}{small}</th>{''.join(cells)}</tr>"
 
 
-def _lines(text: Text) -> str:
+def _lines(text: TextGrid) -> str:
     first, *rest = [html.escape(line) for line in text.lines] or [""]
     return (f"<b>{first}</b>" if text.bold else first) + "".join(f"<small>{line}</small>" for line in rest)

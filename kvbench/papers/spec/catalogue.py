@@ -20,7 +20,7 @@ FIELDS = ("title", "kind", "exact", "note", "models")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """A table or figure. ``id`` as in published files (``2``, ``fig6``, ``text``), a figure's is ``figure3``.
 
     ``kind`` is one of KINDS, ``measured`` and ``drawing`` for figures. ``exact`` says which part of it can be computed
@@ -80,7 +80,7 @@ class Paper:
     title: str
     source: str
     preset: str
-    entries: tuple[Entry, ...]
+    entries: tuple[CatalogueEntry, ...]
 
 
 @cache
@@ -104,10 +104,10 @@ def chosen(name: str) -> list[Paper]:
     return [paper(p) for p in (papers() if name == "all" else [name])]
 
 
-def _entries(path: Path, name: str, content: Mapping[str, Any]) -> Iterator[Entry]:
+def _entries(path: Path, name: str, content: Mapping[str, Any]) -> Iterator[CatalogueEntry]:
     recorded = content.get("recorded") or {}
     for group, prefix in (("tables", ""), ("figures", "figure")):
         for number, fields in content[group].items():
             if set(fields) - set(FIELDS) or fields.get("kind") not in KINDS:
                 raise KvbenchError(f"{path}: {group} {number} needs a kind of {', '.join(KINDS)} and only {FIELDS}")
-            yield Entry(name, f"{prefix}{number}", recorded=str(recorded.get(number, "")), **fields)
+            yield CatalogueEntry(name, f"{prefix}{number}", recorded=str(recorded.get(number, "")), **fields)

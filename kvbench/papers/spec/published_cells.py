@@ -14,7 +14,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class PublishedRow:
     """The cells of one model, method and setting in one table, by (dataset, metric); compared by identity."""
 
     paper: str
@@ -56,21 +56,21 @@ class Book:
         return frozenset(c.paper for c in self.cells)
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[PublishedRow, ...]:
         """Every row, in the order of the tables."""
         found: dict[tuple[str, str, str, str, str], dict[Key, Published]] = {}
         for c in self.cells:
             found.setdefault((c.paper, c.table, c.model, c.method, c.setting), {})[c.dataset, c.metric] = c
-        return tuple(Row(*key, cells) for key, cells in found.items())
+        return tuple(PublishedRow(*key, cells) for key, cells in found.items())
 
     @cached_property
-    def _tables(self) -> dict[Key, list[Row]]:
-        found: dict[Key, list[Row]] = {}
+    def _tables(self) -> dict[Key, list[PublishedRow]]:
+        found: dict[Key, list[PublishedRow]] = {}
         for row in self.rows:
             found.setdefault((row.paper, row.table), []).append(row)
         return found
 
-    def table(self, paper: str, table: str | int) -> list[Row]:
+    def table(self, paper: str, table: str | int) -> list[PublishedRow]:
         """The rows of one table; none where the book has no such table."""
         return self._tables.get((paper, str(table)), [])
 

@@ -16,7 +16,7 @@ from kvbench.errors import KvbenchError
 from kvbench.methods.uncomp_stage import STARTS
 from kvbench.papers.spec import row_knobs
 from kvbench.papers.spec.row_knobs import StandIn
-from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, SHARE, Declared, Given, Row, given, group_of
+from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, SHARE, Given, TableRow, TableSpec, given, group_of
 from kvbench.tasks.longbench import CODE, FEW_SHOT, MULTI, SINGLE, SUMMARY, SYNTHETIC
 
 MODEL = "tiny"
@@ -91,7 +91,7 @@ def depths(size: StandIn) -> Mapping[str, Mapping[str, str]]:
     return {} if size.layers in STARTS else {"uncomp-stage": {"schedule": "relative"}}
 
 
-def notes(table: Declared) -> Iterator[str]:
+def notes(table: TableSpec) -> Iterator[str]:
     """What the tiny model's tasks and numbers of tokens stand for."""
     yield f"Tasks of the tiny suite: {mapping(c.dataset for c in table.scores)}."
     yield from altered(table)
@@ -102,7 +102,7 @@ def notes(table: Declared) -> Iterator[str]:
         )
 
 
-def altered(table: Declared) -> Iterator[str]:
+def altered(table: TableSpec) -> Iterator[str]:
     """Notes on the knobs that a table's methods have on the tiny model alone."""
     used = {line.method for line in table.rows}
     for method, knobs in table.stand_in.items():
@@ -110,13 +110,13 @@ def altered(table: Declared) -> Iterator[str]:
             yield f"{method} runs with {', '.join(f'{k}={v}' for k, v in knobs.items())} here."
 
 
-def settled(row: Row, stand_in: StandIn) -> str:
+def settled(row: TableRow, stand_in: StandIn) -> str:
     """A row's setting in kvbench's knobs, at the stand-in's size."""
     knobs = row_knobs.knobs(row.method, row.setting, stand_in)
     return ";".join(f"{k.rpartition('.')[2]}={v}" for k, v in knobs.items() if v != "null")
 
 
-def own_table(table: Declared, rows: Iterable[tuple[str, str]]) -> Given:
+def own_table(table: TableSpec, rows: Iterable[tuple[str, str]]) -> Given:
     """``table`` with the tiny suite's tasks as columns, each once, and (method, setting) of its ``rows``."""
     tasks = list(dict.fromkeys(task_of(c.dataset) for c in table.scores))
     kept = {task_of(c.dataset) for c in table.columns if c.what == BUDGET}

@@ -45,7 +45,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of a paper's table, with its printed cells by the name of their column."""
 
     model: str
@@ -60,7 +60,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Declared:
+class TableSpec:
     """A table of a paper as declared.
 
     title: what it shows. kind: as in paper.yaml. blocks: keys of a row's setting (or ``model``) whose values head
@@ -107,13 +107,13 @@ class Declared:
         return tuple(dict.fromkeys(_place(self.kind, c)[1] for c in self.printed if c.dataset not in computed))
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[TableRow, ...]:
         """Its rows in the paper's order."""
         cells: dict[tuple[str, str, str], dict[str, Published]] = {}
         for c in self.printed:
             row, column = _place(self.kind, c)
             cells.setdefault(row, {})[column.name] = c
-        return tuple(Row(*key, found) for key, found in cells.items())
+        return tuple(TableRow(*key, found) for key, found in cells.items())
 
     @property
     def scores(self) -> tuple[Column, ...]:
@@ -133,7 +133,7 @@ class Declared:
         """The models of its rows."""
         return tuple(dict.fromkeys(r.model for r in self.rows))
 
-    def full_row(self, model: str) -> Row | None:
+    def full_row(self, model: str) -> TableRow | None:
         """The full-cache row of ``model``, here or in the tables that ``full`` names."""
         for table in (self, *(load(self.paper, t) for t in self.full)):
             found = [r for r in table.rows if r.model == model and r.method == "full"]
@@ -143,7 +143,7 @@ class Declared:
 
 
 @dataclass(frozen=True)
-class Given(Declared):
+class Given(TableSpec):
     """Rows and columns without printed values, measured like a table: those of claims, or of a stand-in's own tasks."""
 
     cells: tuple[Published, ...] = ()
@@ -153,7 +153,7 @@ class Given(Declared):
         return self.cells
 
 
-def given(base: Declared, cells: Iterable[tuple[str, str, str, str, str]], **other: Any) -> Given:
+def given(base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **other: Any) -> Given:
     """``base`` with other rows and columns: (model, method, setting, dataset, metric) of each cell."""
     made = tuple(
         Published(base.paper, base.table, model, method, setting, dataset, metric, None, "", "", "", 0)
@@ -171,7 +171,7 @@ def _place(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
 
 
 @cache
-def load(paper: str, table: str) -> Declared:
+def load(paper: str, table: str) -> TableSpec:
     """One table's declaration; UsageError for one that is not there, KvbenchError for a damaged file."""
     path = DATA / paper / f"table{table}.yaml"
     if not path.exists():
@@ -179,7 +179,7 @@ def load(paper: str, table: str) -> Declared:
     try:
         raw: dict[str, Any] = {**_paper(paper), **yaml.safe_load(path.read_text(encoding="utf-8"))}
         (entry,) = (e for e in catalogue.paper(paper).entries if e.id == table)
-        return Declared(
+        return TableSpec(
             paper,
             table,
             **{
@@ -203,7 +203,7 @@ def ids() -> tuple[tuple[str, str], ...]:
     return tuple(sorted(found, key=lambda t: (PAPERS.index(t[0]), int(t[1]))))
 
 
-def find(wanted: str) -> tuple[Declared, ...]:
+def find(wanted: str) -> tuple[TableSpec, ...]:
     """The tables of ``think/2``, ``think`` or ``all``; UsageError naming what there is."""
     if wanted == "all":
         return tuple(load(*t) for t in ids())

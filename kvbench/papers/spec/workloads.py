@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.conf import entries
 from kvbench.errors import UsageError, unknown
 from kvbench.papers.spec import row_knobs, stand_ins
-from kvbench.papers.spec.table_spec import Declared, Row
+from kvbench.papers.spec.table_spec import TableRow, TableSpec
 from kvbench.run import config
 from kvbench.run.config import DatasetConfig, RunConfig
 from kvbench.run.plan import Group
@@ -34,7 +34,7 @@ ROW_KNOBS = ("shots",)
 
 
 @dataclass(frozen=True)
-class Workload:
+class TableWorkload:
     """What is read for a published ``dataset``: ``name`` as ``run`` takes it, and its knobs beside the entry's.
 
     ``parts`` are the tasks of it that count (a needle's lengths); none named: all.
@@ -51,7 +51,7 @@ class Workload:
         return self.name.partition("/")[0]
 
     @property
-    def whole(self) -> Workload:
+    def whole(self) -> TableWorkload:
         """The same with all of its parts: what is read at once."""
         return replace(self, parts=None)
 
@@ -62,9 +62,9 @@ class Workload:
         return mine and (self.parts is None or task.partition("/")[2] in self.parts)
 
 
-def labels(workloads: Iterable[Workload]) -> dict[Workload, str]:
+def labels(workloads: Iterable[TableWorkload]) -> dict[TableWorkload, str]:
     """What tells each workload from others of its name: the knobs in which they differ; '' where it is alone."""
-    found: dict[Workload, str] = {}
+    found: dict[TableWorkload, str] = {}
     every = list(dict.fromkeys(workloads))
     for w in every:
         others = [dict(o.knobs) for o in every if o.name == w.name and o != w]
@@ -80,18 +80,18 @@ class Reader:
     are read.
     """
 
-    declared: Declared
+    declared: TableSpec
     cfg: RunConfig
     written: tuple[str, ...]
     tokenizer: Tokenizer
     context: int | None
     small: bool
 
-    def workload(self, row: Row, dataset: str, family: str) -> Workload:
+    def workload(self, row: TableRow, dataset: str, family: str) -> TableWorkload:
         """What is read for a dataset in a row."""
         if self.small:
             task = stand_ins.task_of(dataset)
-            return Workload(task, f"tiny/{task}")
+            return TableWorkload(task, f"tiny/{task}")
         name = f"{family}/{dataset}" if dataset in TASKS else dataset
         knobs, facts = self._knobs(row, dataset), row_knobs.parse(row.setting)
         plain = entries("dataset").get(name.partition("/")[0], {})
@@ -100,9 +100,9 @@ class Reader:
         if "lengths" in knobs and "lengths" not in typed:
             parts = tuple(str(n) for n in self._lengths(row, dataset) if self._fits(n, knobs))
         set_ = ((k, _frozen(v)) for k, v in knobs.items() if k not in typed and k != "lengths")
-        return Workload(dataset, name, tuple(set_), parts)
+        return TableWorkload(dataset, name, tuple(set_), parts)
 
-    def beyond(self, row: Row, dataset: str) -> list[int]:
+    def beyond(self, row: TableRow, dataset: str) -> list[int]:
         """Lengths of the paper that this model does not take; none where the user typed others."""
         if "lengths" in self._typed():
             return []
@@ -113,11 +113,11 @@ class Reader:
         """The knobs that the user typed, which win."""
         return {w.partition("=")[0].rpartition(".")[2] for w in self.written}
 
-    def _knobs(self, row: Row, dataset: str) -> dict[str, Any]:
+    def _knobs(self, row: TableRow, dataset: str) -> dict[str, Any]:
         mine = self.declared.workloads
         return {**mine.get(dataset, {}), **mine.get(f"{dataset}/{row.model}", {})}
 
-    def _lengths(self, row: Row, dataset: str) -> list[int]:
+    def _lengths(self, row: TableRow, dataset: str) -> list[int]:
         """The paper's lengths that the row's own context takes; none of a dataset that has no such knob."""
         most = row_knobs.context(row_knobs.parse(row.setting))
         return [n for n in self._knobs(row, dataset).get("lengths", ()) if most is None or n <= most]
@@ -127,7 +127,7 @@ class Reader:
         answer, limit = PHRASINGS[knobs["phrasing"]].max_new_tokens, self.cfg.prompt.max_length
         return (self.context is None or length + answer <= self.context) and (limit is None or length <= limit)
 
-    def config(self, workload: Workload, label: str = "") -> DatasetConfig:
+    def config(self, workload: TableWorkload, label: str = "") -> DatasetConfig:
         """The dataset of a run; UsageError for one that does not exist, or a grid of its knobs."""
         found = [d for d in self.cfg.datasets if d.name == workload.entry]
         if not found:
@@ -139,7 +139,7 @@ class Reader:
             knobs["lengths"] = [int(n) for n in workload.parts]
         return replace(found[0], knobs=knobs, tasks=tuple(filter(None, [workload.name.partition("/")[2]])), label=label)
 
-    def why_not(self, workload: Workload) -> str:
+    def why_not(self, workload: TableWorkload) -> str:
         """Why a workload cannot be read; '' if it can. No path of this machine is in it."""
         if workload.parts == ():
             return f"all of its lengths are beyond the model's context of {self.context} tokens"
@@ -173,7 +173,7 @@ class Reader:
         mine = [d for d in datasets if d in TASKS]
         if asked or self.small or not mine:
             return FAMILIES[asked or "full"]
-        there = {f: sum(not self.why_not(Workload(d, f"{f}/{d}")) for d in mine) for f in FAMILIES.values()}
+        there = {f: sum(not self.why_not(TableWorkload(d, f"{f}/{d}")) for d in mine) for f in FAMILIES.values()}
         return max(there, key=lambda f: there[f])  # the first of those that have most
 
 

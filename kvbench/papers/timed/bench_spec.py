@@ -61,7 +61,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Declared:
+class BenchSpec:
     """One table. ``workload`` has the names of its rows' settings in braces, or ``workloads`` one per dataset.
 
     results: the file of measured rows. arguments: of ``bench time``, for all of its methods. methods: our row by
@@ -111,7 +111,7 @@ class Declared:
         about = ((*words.split(), why) for words, why in self.not_run.items())
         return next((why for name, *some, why in about if name in names and set(some) <= facts), "")
 
-    def on(self, model: str) -> Declared:
+    def on(self, model: str) -> BenchSpec:
         """The same table on a small model, at the stand-in's sizes."""
         knobs = self.stand_in.knobs
         methods = {name: knobs(text) for name, text in self.methods.items()}
@@ -135,14 +135,14 @@ def tables() -> list[tuple[str, str]]:
 
 
 @cache
-def load(paper: str, table: str) -> Declared:
+def load(paper: str, table: str) -> BenchSpec:
     """One declaration; UsageError for one that is not there, KvbenchError for a damaged file."""
     path = _root() / paper / f"bench{table}.yaml"
     if not path.exists():
         raise unknown("efficiency table", f"{paper}/{table}", [f"{p}/{t}" for p, t in tables()])
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return Declared(**{**raw, "stand_in": Scale(**raw.get("stand_in", {}))})
+        return BenchSpec(**{**raw, "stand_in": Scale(**raw.get("stand_in", {}))})
     except (TypeError, AttributeError, yaml.YAMLError) as error:
         raise KvbenchError(f"{path}: {error}") from None
 

@@ -23,7 +23,7 @@ LONG = 16384
 
 
 @dataclass(frozen=True)
-class Figure:
+class StatedFigure:
     """One number: as printed (None: the paper prints none), by the paper's formula, and as stored here.
 
     ``digits`` are the decimals that are compared. ``stored`` is None where there is nothing to store.
@@ -55,7 +55,7 @@ class Figure:
         return {**asdict(self), "formula_off": self.off(self.formula), "stored_off": self.off(self.stored)}
 
 
-def of(paper: str) -> list[Figure]:
+def of(paper: str) -> list[StatedFigure]:
     """The figures of one paper, of one of its tables (``think/7``), or of all."""
     names = [*sorted({*FIGURES, *(name.partition("/")[0] for name in FIGURES)}), "all"]
     if paper not in names:
@@ -63,7 +63,7 @@ def of(paper: str) -> list[Figure]:
     return [f for name, made in FIGURES.items() if paper in ("all", name, name.partition("/")[0]) for f in made()]
 
 
-def render(found: Sequence[Figure]) -> str:
+def render(found: Sequence[StatedFigure]) -> str:
     """One table a paper, with its sources."""
     parts = []
     for paper in dict.fromkeys(f.paper for f in found):
@@ -92,7 +92,7 @@ def render(found: Sequence[Figure]) -> str:
     return "\n".join([*parts, legend])
 
 
-def _think7() -> list[Figure]:
+def _think7() -> list[StatedFigure]:
     """Table 7, section "equal memory": 32 expanded heads, ratio 0.4, fp16."""
     printed = {(c.method, c.setting): c.value for c in load_table("think", "7") if c.dataset == "kv_memory"}
     found = []
@@ -105,14 +105,14 @@ def _think7() -> list[Figure]:
         stored, formula = _payload(chain, MISTRAL_7B), nominal(chain, MISTRAL_7B, LONG, FP16)
         assert formula is not None
         what = f"{method} kv_size={size}" + (" ratio=0.4" if "ratio" in knobs else f", for {knobs['matched_to']}")
-        found.append(Figure("think", what, THINK7, "MiB", 1, value, formula / MIB, stored / MIB))
+        found.append(StatedFigure("think", what, THINK7, "MiB", 1, value, formula / MIB, stored / MIB))
     return found
 
 
-def _think_text() -> list[Figure]:
+def _think_text() -> list[StatedFigure]:
     whole = LLAMA2_7B.full_bytes(1, FP16)
     found = [
-        Figure(
+        StatedFigure(
             "think",
             "full, LLaMA-2-7B, one token",
             "arXiv 2407.21018, section 3.1",
@@ -122,7 +122,7 @@ def _think_text() -> list[Figure]:
             whole / MIB,
             _payload(Chain(), LLAMA2_7B, 1) / MIB,
         ),
-        Figure(
+        StatedFigure(
             "think",
             "full, LLaMA-2-7B, 2048 tokens x 13",
             "arXiv 2407.21018, section 3.1",
@@ -139,12 +139,14 @@ def _think_text() -> list[Figure]:
         saved = 1 - _payload(pruned, LLAMA2_7B) / _payload(plain, LLAMA2_7B)
         formula = 0.5 * 0.4 * (1 - 32 / size)
         found.append(
-            Figure("think", f"saved by ratio=0.4 at kv_size={size}", SAVING, "%", 0, 20, 100 * formula, 100 * saved)
+            StatedFigure(
+                "think", f"saved by ratio=0.4 at kv_size={size}", SAVING, "%", 0, 20, 100 * formula, 100 * saved
+            )
         )
     return found
 
 
-def _kivi() -> list[Figure]:
+def _kivi() -> list[StatedFigure]:
     """Per head, n=1000, groups of 32, residual 128, D=128: 896 keys and 872 values are packed."""
     n, group, residual, d = 1000, 32, 128, 128
     keys, values = residual * (n // residual), n - residual
@@ -155,22 +157,22 @@ def _kivi() -> list[Figure]:
         k = t * keys * (bits / 8 + 4 / group) + 2 * d * (n - keys)
         v = values * (d * bits / 8 + 4 * d / group) + 2 * d * residual
         name = f"{method} {bits} bits" + (" ratio=0.4" if ratio else "")
-        found.append(Figure("kivi", f"{name}, keys of a head", KIVI, "B", 0, None, k, block.key_bytes))
+        found.append(StatedFigure("kivi", f"{name}, keys of a head", KIVI, "B", 0, None, k, block.key_bytes))
         if not ratio:
-            found.append(Figure("kivi", f"{name}, values of a head", KIVI, "B", 0, None, v, block.value_bytes))
+            found.append(StatedFigure("kivi", f"{name}, values of a head", KIVI, "B", 0, None, v, block.value_bytes))
     return found
 
 
-def _flexgen() -> list[Figure]:
+def _flexgen() -> list[StatedFigure]:
     (block,) = parse({"method": "flexgen"}).layout(1, 64, FP16)
     source = "arXiv 2303.06865, section 5: groups of 64, 4 bits, fp16 scale and minimum"
     return [
-        Figure("flexgen", "64 values", source, "B", 0, None, 64 * 4 / 8 + 2 * FP16, block.key_bytes),
-        Figure("flexgen", "smaller than fp16", source, "x", 2, None, 128 / 36, 128 / block.key_bytes),
+        StatedFigure("flexgen", "64 values", source, "B", 0, None, 64 * 4 / 8 + 2 * FP16, block.key_bytes),
+        StatedFigure("flexgen", "smaller than fp16", source, "x", 2, None, 128 / 36, 128 / block.key_bytes),
     ]
 
 
-def _qhitter() -> list[Figure]:
+def _qhitter() -> list[StatedFigure]:
     """Tokens of D=128 at 4 bits with fp16 scale and zero point a head; running scores are 8 bytes."""
     d, dense = 128, 2 * 128 * FP16
     payload, scores = 2 * (d * 4 / 8 + 2 * FP16), 8
@@ -178,14 +180,16 @@ def _qhitter() -> list[Figure]:
     stored = block.key_bytes + block.value_bytes
     running = stored + block.slot_overhead
     return [
-        Figure("qhitter", "4 bits, payload, smaller than fp16", QHITTER, "x", 2, 4, dense / payload, dense / stored),
-        Figure(
+        StatedFigure(
+            "qhitter", "4 bits, payload, smaller than fp16", QHITTER, "x", 2, 4, dense / payload, dense / stored
+        ),
+        StatedFigure(
             "qhitter", "4 bits, with running scores", QHITTER, "x", 2, 4, dense / (payload + scores), dense / running
         ),
     ]
 
 
-def _uncomp() -> list[Figure]:
+def _uncomp() -> list[StatedFigure]:
     """Fractions of the prompt: sizes over contexts of 4096 and 8096 tokens."""
     found = []
     for size, context, value, where in (
@@ -196,18 +200,20 @@ def _uncomp() -> list[Figure]:
         chain = parse({"method": "snapkv", "kv_size": size})
         share = 100 * _payload(chain, LLAMA2_7B, context) / LLAMA2_7B.full_bytes(context, FP16)
         what = f"{size} of {context} tokens"
-        found.append(Figure("uncomp", what, f"arXiv 2410.03090, {where}", "%", 2, value, 100 * size / context, share))
+        found.append(
+            StatedFigure("uncomp", what, f"arXiv 2410.03090, {where}", "%", 2, value, 100 * size / context, share)
+        )
     return found
 
 
-def _refreekv() -> list[Figure]:
+def _refreekv() -> list[StatedFigure]:
     """The introduction's sizes are those of query heads; what GQA stores is a fraction of them."""
     found = []
     for name, shape, tokens, value in (("8B", LLAMA3_8B, 2048, 1), ("70B", LLAMA3_70B, 20000, 50)):
         expanded = shape.full_bytes(tokens, FP16, shape.query_heads) / GIB
         stored = _payload(Chain(), shape, tokens) / GIB
         what = f"full, LLaMA-3-{name}, {tokens} tokens"
-        found.append(Figure("refreekv", what, REFREEKV, "GiB", 1, value, expanded, stored))
+        found.append(StatedFigure("refreekv", what, REFREEKV, "GiB", 1, value, expanded, stored))
     return found
 
 
@@ -218,7 +224,7 @@ KIVI = (
 )
 QHITTER = "Q-Hitter (MLSys 2024), whose factors count codes alone; D 128, fp16 scale and zero point, 8 bytes of scores"
 REFREEKV = "arXiv 2502.16886, section 1; formula under query heads, stored under kv heads"
-FIGURES: dict[str, Callable[[], list[Figure]]] = {
+FIGURES: dict[str, Callable[[], list[StatedFigure]]] = {
     "think/7": _think7,
     "think/text": _think_text,
     "kivi": _kivi,
@@ -239,7 +245,7 @@ def _rounded(value: float, digits: int) -> float:
     return float(f"{value + 1e-9:.{digits}f}")
 
 
-def _mark(f: Figure, value: float | None) -> str:
+def _mark(f: StatedFigure, value: float | None) -> str:
     off = f.off(value)
     if off is None:
         return ""

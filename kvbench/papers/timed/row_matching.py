@@ -14,7 +14,7 @@ from typing import Any
 from kvbench.bench import records
 from kvbench.bench.records import MEASURED, NOT_RUN, Row
 from kvbench.papers.spec.published import Published
-from kvbench.papers.timed.bench_spec import Declared
+from kvbench.papers.timed.bench_spec import BenchSpec
 
 GB, MB, MIB = 1e9, 1e6, 2**20
 UNITS = {"s": 1.0, "ms": 1e-3, "ms/token": 1e-3, "s/100token": 0.01, "GB": GB, "MB": MB, "MiB": MIB, "pct": 0.01}
@@ -28,7 +28,7 @@ QUARTILES = ("median", "q1", "q3")
 
 
 @dataclass(frozen=True)
-class Cell:
+class TimedCell:
     """A printed cell with what was measured for it.
 
     status: measured, OOM, refused or failed as the row says, ``not run`` (``reason`` says why), or ``missing`` if it
@@ -68,7 +68,7 @@ def device(row: Row) -> str:
     return f"CPU {name}, {threads} thread{'s' if threads != 1 else ''}"
 
 
-def place(declared: Declared, printed: Sequence[Published], rows: Sequence[Row]) -> list[Cell]:
+def place(declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> list[TimedCell]:
     """Every printed cell with its measured row, the latest of them, on one device: that of the latest row of all."""
     wanted = {(declared.model, *at) for c in printed if (at := declared.ours(c)) is not None}
     known = [r for r in rows if (r.get("model"), r.get("workload"), r.get("method")) in wanted]
@@ -77,14 +77,14 @@ def place(declared: Declared, printed: Sequence[Published], rows: Sequence[Row])
     return [_cell(c, declared, printed, mine) for c in printed]
 
 
-def others(declared: Declared, cells: Sequence[Cell], rows: Sequence[Row]) -> Mapping[str, int]:
+def others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence[Row]) -> Mapping[str, int]:
     """How many rows of the table's model are of devices that it does not show."""
     shown = {c.device for c in cells if c.row is not None}
     mine = [device(r) for r in rows if r.get("model") == declared.model]
     return Counter(d for d in mine if shown and d not in shown)
 
 
-def workloads(declared: Declared, cells: Sequence[Cell], measured: bool = False) -> list[str]:
+def workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bool = False) -> list[str]:
     """The workloads that are wanted and not measured, in the paper's order; all that are wanted with ``measured``."""
     wanted = (declared.ours(c.printed) for c in cells if c.status == MISSING or (measured and c.row is not None))
     return list(dict.fromkeys(at[0] for at in wanted if at is not None))
@@ -95,20 +95,22 @@ def source(quantity: str) -> str:
     return SHARES.get(quantity, PER.get(quantity, (quantity,))[0])
 
 
-def _cell(cell: Published, declared: Declared, printed: Sequence[Published], rows: Sequence[Row]) -> Cell:
+def _cell(cell: Published, declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> TimedCell:
     beneath = _printed_base(cell, declared, printed)
     theirs = _over(cell, beneath)
     at, quantity, why = declared.ours(cell), declared.quantities.get(cell.metric), declared.why_not(cell)
     if cell.dataset == "avg":
         why = why or "an average over all datasets, of which some are not run"
     if why or at is None or quantity is None:
-        return Cell(cell, NOT_RUN, why or "no row is declared for it", published_ratio=theirs)
+        return TimedCell(cell, NOT_RUN, why or "no row is declared for it", published_ratio=theirs)
     found = _row(rows, declared, *at)
     if found is None:
-        return Cell(cell, MISSING, published_ratio=theirs)
+        return TimedCell(cell, MISSING, published_ratio=theirs)
     marks = tuple(m for m in found["marks"] if m != INTEGRATED or source(quantity) in OF_STEPS)
     if found["status"] != MEASURED:
-        return Cell(cell, str(found["status"]), str(found["reason"]), published_ratio=theirs, marks=marks, row=found)
+        return TimedCell(
+            cell, str(found["status"]), str(found["reason"]), published_ratio=theirs, marks=marks, row=found
+        )
     beside = declared.ours(cell, declared.base)
     to = records.base(found, rows, beside[1]) if beside is not None else None
     # what the paper's base does not have, such as a time to prune, is no share of what ours has
@@ -117,7 +119,7 @@ def _cell(cell: Published, declared: Declared, printed: Sequence[Published], row
     unit = UNITS.get(cell.unit, 1.0)
     value, low, high = (_value(found, rows, quantity, stat) for stat in QUARTILES)
     other = _value(to, rows, quantity, "median") if to is not None else None
-    return Cell(
+    return TimedCell(
         cell,
         MEASURED,
         value=None if value is None else value / unit,
@@ -130,12 +132,12 @@ def _cell(cell: Published, declared: Declared, printed: Sequence[Published], row
     )
 
 
-def _row(rows: Sequence[Row], declared: Declared, workload: str, method: str) -> Row | None:
+def _row(rows: Sequence[Row], declared: BenchSpec, workload: str, method: str) -> Row | None:
     alike = {"model": declared.model, "workload": workload, "method": method}
     return next((r for r in reversed(rows) if all(r.get(k) == v for k, v in alike.items())), None)
 
 
-def _printed_base(cell: Published, declared: Declared, printed: Sequence[Published]) -> Published | None:
+def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Published]) -> Published | None:
     """The printed cell of the base method on the same model, dataset, device and workload."""
 
     def where(c: Published) -> tuple[Any, ...]:

@@ -20,9 +20,9 @@ from kvbench.cache.model_shape import Shape
 from kvbench.errors import UsageError, unknown
 from kvbench.papers.spec import stand_ins
 from kvbench.papers.spec.published import Published, model_id
-from kvbench.papers.spec.table_spec import Declared
+from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.papers.timed import bench_spec, row_matching
-from kvbench.papers.timed.row_matching import Cell
+from kvbench.papers.timed.row_matching import TimedCell
 from kvbench.run import config
 from kvbench.run.words import rewrite
 
@@ -39,10 +39,10 @@ KEYS = ("repeats", "warmup", "steps", "generate", "check", "seed", "memory_limit
 class Timings:
     """A table's measured rows. ``file`` is where they are kept, ``left_out`` counts rows of devices not shown."""
 
-    table: Declared
-    bench: bench_spec.Declared
+    table: TableSpec
+    bench: bench_spec.BenchSpec
     file: Path
-    cells: Mapping[Published, Cell]
+    cells: Mapping[Published, TimedCell]
     left_out: Mapping[str, int]
 
     @property
@@ -74,7 +74,7 @@ class Timings:
         return f"python -m kvbench table {self.table.id}{model}"
 
 
-def read(table: Declared, model: str, results: Path) -> Timings:
+def read(table: TableSpec, model: str, results: Path) -> Timings:
     """What ``results`` holds for a table on ``model``; KvbenchError for a damaged file.
 
     Without a model: the paper's own where there are rows of it, else tiny.
@@ -106,7 +106,7 @@ def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
     return float(row["quantities"][BYTES]["median"] / of_all)
 
 
-def _with_tokens(bench: bench_spec.Declared, cell: Cell, rows: Sequence[Row]) -> Cell:
+def _with_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Row]) -> TimedCell:
     """The cell with its share of tokens where that is what is asked for."""
     if bench.quantities.get(cell.printed.metric) != TOKENS or cell.row is None or cell.status != records.MEASURED:
         return cell

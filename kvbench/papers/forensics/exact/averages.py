@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvbench.papers.forensics.exact.base import Exact
 from kvbench.papers.spec.numbers import Number, exactly, mean, printed
-from kvbench.papers.spec.published_cells import Book, Row
+from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 LAYERS = {"1": 1, "2": 1, "3-31": 29, "32": 1}
 """Layers that each line of ReFreeKV's table 6 stands for."""
@@ -34,7 +34,7 @@ def ratios(book: Book) -> Iterator[Exact]:
             yield from _column_mean(row, "budget")
 
 
-def ratio(row: Row, full: Row, without: tuple[str, ...] = ()) -> Number:
+def ratio(row: PublishedRow, full: PublishedRow, without: tuple[str, ...] = ()) -> Number:
     """The mean over datasets of a row's scores relative to those of ``full``."""
     names = [d for d in row.scores if d in full.scores and d not in without]
     if row is full:
@@ -76,7 +76,7 @@ def layers(book: Book) -> Iterator[Exact]:
             yield Exact(cell, whole.label, "mean over the 32 layers", total / sum(LAYERS.values()))
 
 
-def _column_mean(row: Row, metric: str) -> Iterator[Exact]:
+def _column_mean(row: PublishedRow, metric: str) -> Iterator[Exact]:
     stated = row.cells.get(("avg", metric))
     if stated is not None:
         parts = [printed(c.printed) for (d, m), c in row.cells.items() if m == metric and d != "avg"]

@@ -10,7 +10,7 @@ from kvbench.audit.accounting import nominal
 from kvbench.methods.registry import parse
 from kvbench.papers.forensics.exact.base import Exact
 from kvbench.papers.spec.numbers import Number, exactly, mean, printed
-from kvbench.papers.spec.published_cells import Book, Row
+from kvbench.papers.spec.published_cells import Book, PublishedRow
 from kvbench.papers.timed.paper_arithmetic import FP16, GIB, LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LONG, MIB, MISTRAL_7B
 from kvbench.tasks.longbench import TASKS
 
@@ -65,7 +65,7 @@ def shares(book: Book) -> Iterator[Exact]:
 
 def schedules(book: Book) -> Iterator[Exact]:
     """UNComp's hidden states by group of layers: equal steps from S_max to S_min, whole tokens."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[PublishedRow]] = {}
     for row in book.table("uncomp", "text"):
         if ("hidden_state_size", "hidden_state_size") in row.cells:
             groups.setdefault((row.model, row.settings["where"]), []).append(row)
@@ -83,7 +83,7 @@ def schedules(book: Book) -> Iterator[Exact]:
             yield Exact(cell, label, "mean over the layers of appendix E / 4096", kept_share(rows, most))
 
 
-def kept_share(rows: list[Row], most: int) -> Number:
+def kept_share(rows: list[PublishedRow], most: int) -> Number:
     """Per cent of hidden states that a schedule keeps, over all layers."""
     sizes = []
     for row in rows:

@@ -8,13 +8,13 @@ from kvbench.papers.forensics.exact.averages import ratio
 from kvbench.papers.forensics.granularity import fits
 from kvbench.papers.forensics.statements.base import NOTE, PARTLY, Decision, Statement, listed, value, verdict
 from kvbench.papers.spec.numbers import printed
-from kvbench.papers.spec.published_cells import Book, Row
+from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 LLAMA, QWEN = "llama-3-8b-instruct", "qwen2.5-7b-instruct"
 WINDOW = 8192
 
 
-def _rows(book: Book, table: int, method: str) -> list[Row]:
+def _rows(book: Book, table: int, method: str) -> list[PublishedRow]:
     return [r for r in book.table("refreekv", table) if r.method == method]
 
 
@@ -108,7 +108,7 @@ def _qmsum(book: Book) -> Decision:
     return verdict(half[best] >= full), f"{best} at 50 % has {half[best]:.2f}, full {full:.2f}; ReFreeKV takes {own} %"
 
 
-def _is_half(row: Row, model: str) -> bool:
+def _is_half(row: PublishedRow, model: str) -> bool:
     return row.model == model and row.settings.get("budget") == "0.5"
 
 
