@@ -8,7 +8,8 @@ import pytest
 from stored import FACTS, Cell, measure, sample
 
 from kvbench.errors import UsageError
-from kvbench.run.store import ResultStore, Status
+from kvbench.run.store import ResultStore
+from kvbench.run.store_cells import Status
 
 
 def test_a_cell_from_never_to_complete(tmp_path):

@@ -46,30 +46,13 @@ from kvbench.files import (
 )
 from kvbench.run import labels, store_cells
 from kvbench.run.plan import Cell
-from kvbench.run.store_cells import LINK
+from kvbench.run.store_cells import LINK, Status
 
 SYNC_S = 10.0
 SHARD_WAIT_S = 0.3
 RECORD_WAIT_S = 60.0
 Mark = Literal["started", "failed", "interrupted"]
 STATUSES = ("started", "complete", "partial", "refused", "failed", "interrupted", "never")
-
-
-@dataclass(frozen=True)
-class Status:
-    """What is known of a cell now.
-
-    ``status``: never, started (being measured now), partial, complete, refused, failed or interrupted. ``n`` of ``of``
-    examples are measured (``of`` None if unknown). ``measuring``: shards that a process is measuring. ``changed``: the
-    time of the last write, in seconds since the epoch.
-    """
-
-    status: str
-    n: int
-    of: int | None
-    reason: str | None = None
-    measuring: tuple[int, ...] = ()
-    changed: float | None = None
 
 
 @dataclass

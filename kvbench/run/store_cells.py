@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,23 @@ from kvbench.files import read_json, unreadable
 ID = re.compile("[0-9a-f]{16}")
 LINK = "is a symbolic link"
 RECORD: Mapping[str, type] = {"label": str, "column": str, "of": int, "identity": dict, "provenance": list}
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is known of a cell now.
+
+    ``status``: never, started (being measured now), partial, complete, refused, failed or interrupted. ``n`` of ``of``
+    examples are measured (``of`` None if unknown). ``measuring``: shards that a process is measuring. ``changed``: the
+    time of the last write, in seconds since the epoch.
+    """
+
+    status: str
+    n: int
+    of: int | None
+    reason: str | None = None
+    measuring: tuple[int, ...] = ()
+    changed: float | None = None
 
 
 def folder(cells: Path, cell_id: str) -> Path:

@@ -347,32 +347,3 @@ def _pairs(ours: OurTable, line: TableLine, column: Column) -> stats.Pairs:
                 found.setdefault(e, []).append((a[e]["score"], b[e]["score"]))
     means = [np.mean(ways, axis=0) for ways in found.values()]
     return np.array(means, dtype=np.float64).reshape(-1, 2)
-
-
-def best(entries: Sequence[CellView], shown: str, lower: bool = False) -> float | None:
-    """The best of what is shown (``ours``, ``relative``, ``published``) in a block; None where nothing is.
-
-    ``lower``: less is better, as of perplexities, whose shares are turned round.
-    """
-    values = [getattr(e, shown) for e in entries if getattr(e, shown) is not None]
-    if len(values) < 2:
-        return None
-    less = any(e.timed is not None and e.timed.lower for e in entries) or (lower and shown in ("ours", "published"))
-    return min(values) if less else max(values)
-
-
-def heading_of(key: str, value: str) -> str:
-    """A part of a block's heading. A GPU is the paper's: ours is named below the table."""
-    return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
-
-
-def by_block(rows: Sequence[tuple[TableLine, tuple[CellView, ...]]], keys: Sequence[str]) -> Mapping[str, list[int]]:
-    """Heading -> the rows below it, in the paper's order."""
-    from kvbench.papers.spec.row_knobs import parse
-
-    found: dict[str, list[int]] = {}
-    for i, (line, _) in enumerate(rows):
-        setting = {"model": line.row.model, **parse(line.row.setting)}
-        heading = ", ".join(heading_of(k, setting[k]) for k in keys if setting.get(k))
-        found.setdefault(heading, []).append(i)
-    return found

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from textwrap import wrap
 
 from kvbench.metrics.stats import FLOOR
 from kvbench.papers.measured import timing_text
-from kvbench.papers.measured.cell_view import OF_ALL, CellView, View, best, by_block, heading_of
-from kvbench.papers.measured.our_table import OurTable
+from kvbench.papers.measured.cell_view import OF_ALL, CellView, View
+from kvbench.papers.measured.our_table import OurTable, TableLine
 from kvbench.papers.spec import stand_ins
 from kvbench.papers.spec.published import FRACTION
+from kvbench.papers.spec.row_knobs import parse
 from kvbench.papers.spec.table_spec import MEANS, SCORE, TableRow
 from kvbench.papers.spec.workloads import labels
 from kvbench.run.provenance import local_changes
@@ -52,10 +53,10 @@ def grid(view: View, show: str) -> Grid:
         shown = "published_relative" if printed else "relative"
     base = "full" if timings is None else timings.bench.base
     blocks = []
-    for heading, indices in by_block(view.rows, view.ours.declared.blocks).items():
+    for heading, indices in _by_block(view.rows, view.ours.declared.blocks).items():
         compressed = [i for i in indices if view.rows[i][0].row.method != base]
         top = [
-            best([view.rows[i][1][c] for i in compressed], shown, _lower(view, compressed, column.name))
+            _best([view.rows[i][1][c] for i in compressed], shown, _lower(view, compressed, column.name))
             for c, column in enumerate(view.columns)
         ]
         rows = []
@@ -88,7 +89,7 @@ def _lower(view: View, rows: Sequence[int], column: str) -> bool:
 def _facts(setting: str, heading: str) -> Iterator[str]:
     """The parts of a setting that the block's heading does not say already."""
     said = heading.split(", ")
-    parts = [p for p in setting.split(";") if p and heading_of(*p.split("=", 1)) not in said]
+    parts = [p for p in setting.split(";") if p and _heading(*p.split("=", 1)) not in said]
     yield from wrap(" ".join(parts), LABEL, break_long_words=False)
 
 
@@ -311,3 +312,30 @@ def _number(value: float | None, digits: int, sign: bool = False) -> str:
     if value is None:
         return "—"
     return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
+
+
+def _best(entries: Sequence[CellView], shown: str, lower: bool = False) -> float | None:
+    """The best of what is shown (``ours``, ``relative``, ``published``) in a block; None where nothing is.
+
+    ``lower``: less is better, as of perplexities, whose shares are turned round.
+    """
+    values = [getattr(e, shown) for e in entries if getattr(e, shown) is not None]
+    if len(values) < 2:
+        return None
+    less = any(e.timed is not None and e.timed.lower for e in entries) or (lower and shown in ("ours", "published"))
+    return min(values) if less else max(values)
+
+
+def _heading(key: str, value: str) -> str:
+    """A part of a block's heading. A GPU is the paper's: ours is named below the table."""
+    return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
+
+
+def _by_block(rows: Sequence[tuple[TableLine, tuple[CellView, ...]]], keys: Sequence[str]) -> Mapping[str, list[int]]:
+    """Heading -> the rows below it, in the paper's order."""
+    found: dict[str, list[int]] = {}
+    for i, (line, _) in enumerate(rows):
+        setting = {"model": line.row.model, **parse(line.row.setting)}
+        heading = ", ".join(_heading(k, setting[k]) for k in keys if setting.get(k))
+        found.setdefault(heading, []).append(i)
+    return found
