@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvbench.bench import passes
+from kvbench.bench import architecture, generation_pass, peers
 from kvbench.bench.sampling import moves, skip
 from kvbench.bench.workload import Workload, parse, prompts
 from kvbench.engine.memory import GIB, is_out_of_memory, of_process, release
@@ -160,8 +160,6 @@ class Processes:
 
 def main() -> int:
     """Answer the requests on standard input, each in a copy of this process, by one line of JSON."""
-    from kvbench.bench import architecture
-
     for line in sys.stdin:
         asked = json.loads(line)
         cfg = config.parse(config.compose_config(asked["overrides"]))
@@ -188,14 +186,12 @@ def main() -> int:
 
 
 def _answer(cfg: config.RunConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
-    from kvbench.bench import architecture, generators
-
     torch.set_num_threads(asked["threads"])
     chains = {"full": Chain(), **{c.label: c.chain for c in cfg.chains}}
     workload, device = parse(asked["workload"]), torch.device("cpu")
     if asked["what"] == "peak of a peer":
         # what it imports is not what it takes
-        for package in generators.find(asked["label"]).packages:
+        for package in peers.find(asked["label"]).packages:
             import_module(package)
     release()
     before = of_process("VmRSS")
@@ -208,9 +204,11 @@ def _answer(cfg: config.RunConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
                 }
             ids = prompts(workload, int(model.config.vocab_size), asked["seed"])
             if asked["what"] == "peak":
-                passes.run(model, chains[asked["label"]], ids, workload.new, asked["sample"], graph=asked["graph"])
+                generation_pass.run(
+                    model, chains[asked["label"]], ids, workload.new, asked["sample"], graph=asked["graph"]
+                )
             else:
-                generators.run(model, generators.find(asked["label"]), ids, workload.new)
+                peers.run(model, peers.find(asked["label"]), ids, workload.new)
             high = of_process("VmHWM")
             return asdict(Peak(high - before, high))
     except KvbenchError as error:

@@ -1,81 +1,283 @@
-"""The rows of kvbench.bench.tables through kvpress, one by one: seconds by row, as JSON on the last line.
-
-Run in an environment that has kvpress, which pins older transformers than kvbench's own has.
-"""
+"""What else generates: transformers' own caches and other systems, in the same run where they are installed."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import gc
+import sys
+import tempfile
 import time
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, cache_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-THINK = 0.4
+from kvbench.bench.clock import Clock, Mark, timed_attention
+from kvbench.bench.generation_pass import Pass
+from kvbench.engine.memory import release
+from kvbench.errors import KvbenchError, unknown
 
-
-def presses(budgets: list[float]) -> dict[str, Any]:
-    """A press by row; None for the full cache."""
-    import kvpress
-
-    made: dict[str, Any] = {"full": None}
-    for budget in budgets:
-        removed = 1 - budget
-        think = kvpress.ThinKPress(key_channel_compression_ratio=THINK, window_size=32)
-        made[f"streamingllm {budget}"] = kvpress.StreamingLLMPress(removed, n_sink=4)
-        made[f"snapkv {budget}"] = kvpress.SnapKVPress(removed, window_size=32, kernel_size=7)
-        made[f"keynorm {budget}"] = kvpress.KnormPress(removed)
-        made[f"h2o {budget}"] = kvpress.ObservedAttentionPress(removed)
-        snapkv = kvpress.SnapKVPress(removed, window_size=32, kernel_size=7)
-        made[f"snapkv+think {budget}"] = kvpress.ComposedPress([snapkv, think])
-    return made
+BITS = 4
+RATIO = 0.5
+FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
+WHOLE = "the whole cache is made exact again in every step"
 
 
-def seconds(model: Any, press: Any, ids: torch.Tensor, new: int) -> float:
-    """Prefill under the press, then greedy decoding, as kvpress's own pipeline does."""
-    # column sums are read from attention weights, which only eager attention returns
-    eager = type(press).__name__ == "ObservedAttentionPress"
-    model.set_attn_implementation("eager" if eager else "sdpa")
-    start = time.perf_counter()
-    cache = DynamicCache()
-    with torch.no_grad():
-        with press(model) if press is not None else nullcontext():
-            options = {"output_attentions": True} if eager else {}
-            out = model(ids[None], past_key_values=cache, logits_to_keep=1, **options)
-        token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
-        del out
-        for i in range(new - 1):
-            place = torch.tensor([[len(ids) + i]])
-            token = model(token, past_key_values=cache, position_ids=place).logits[:, -1].argmax(dim=-1, keepdim=True)
-    return time.perf_counter() - start
+@dataclass(frozen=True)
+class Peer:
+    """Another way to generate.
+
+    packages: all that it needs. cache: given to ``generate``, of (model, tokens of prompt and answer). context: entered
+    around it, untimed; what it yields generates. marks: what a reader of its row must know, by device. compiled: the
+    steps are compiled on a GPU, so that attention in them cannot be timed. never: why it is only declared here.
+    """
+
+    name: str
+    what: str
+    packages: tuple[str, ...] = ()
+    cache: Callable[[PreTrainedModel, int], Any] = field(
+        default=lambda model, tokens: cache_utils.DynamicCache(config=model.config)
+    )
+    context: Callable[[PreTrainedModel], Any] = field(default=lambda model: nullcontext(model))
+    marks: Callable[[torch.device], tuple[str, ...]] = field(default=lambda device: ())
+    compiled: bool = False
+    never: str = ""
+
+    def missing(self, device: torch.device) -> str:
+        """Why it cannot run here; '' if it can."""
+        absent = [p.replace(".", "-") for p in self.packages if not _installed(p)]
+        if absent:
+            return f"needs {' and '.join(absent)}, which is not installed"
+        return self.never
 
 
-def main() -> None:
-    """Read the checkpoint and the prompts of a folder and print the seconds of every row over all prompts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--n", type=int, required=True)
-    parser.add_argument("--new", type=int, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--budgets", type=float, nargs="+", required=True)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.folder)
-    texts = [json.loads(line)["prompt"] for line in (args.folder / "prompts.jsonl").read_text().splitlines()]
-    found = {}
-    for row, press in presses(args.budgets).items():
-        total = 0.0
-        for text in texts:
-            ids = torch.tensor(tokenizer.encode(text)[: args.n])
-            total += seconds(model, press, ids, args.new)
-        found[row] = total
-    print(json.dumps(found))
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
-if __name__ == "__main__":
-    main()
+def _static(model: PreTrainedModel, tokens: int) -> Any:
+    return cache_utils.StaticCache(config=model.config, max_cache_len=tokens - 1)
+
+
+def _quantised(backend: str) -> Callable[[PreTrainedModel, int], Any]:
+    options = {} if backend == "fp8" else {"nbits": BITS}
+    return lambda model, tokens: cache_utils.QuantizedCache(backend, model.config, **options)
+
+
+@contextmanager
+def _pressed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """kvpress compresses what ``model`` reads. It wraps all attention functions for good when it is imported: here for
+    as long as it is used, since its wrapper reads the shape of keys, which kvbench's layers do not have."""
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    try:
+        kvpress = import_module("kvpress")
+        if dict(ALL_ATTENTION_FUNCTIONS) == before:
+            kvpress.patch_attention_functions()
+        with kvpress.SnapKVPress(compression_ratio=RATIO)(model):
+            yield model
+    finally:
+        for name, plain in before.items():
+            if ALL_ATTENTION_FUNCTIONS[name] is not plain:
+                del ALL_ATTENTION_FUNCTIONS[name]
+
+
+@contextmanager
+def _offloaded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Weights in the processor's memory, or on a CPU on disk, brought to the device layer by layer."""
+    accelerate, device = import_module("accelerate"), model.device
+    with tempfile.TemporaryDirectory() as folder:
+        if device.type == "cuda":
+            accelerate.cpu_offload(model, execution_device=device)
+            release()
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            accelerate.disk_offload(model, folder, execution_device=device)
+        try:
+            yield model
+        finally:
+            import_module("accelerate.hooks").remove_hook_from_submodules(model)
+            if device.type != "cuda":
+                for p in model.parameters():
+                    p.data = p.data.clone()
+            # each module got weights of its own back
+            model.tie_weights()
+
+
+@contextmanager
+def _dispatched(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Accelerate's hooks around every layer, with all weights on the device."""
+    import_module("accelerate").dispatch_model(model, device_map={"": model.device}, force_hooks=True)
+    try:
+        yield model
+    finally:
+        import_module("accelerate.hooks").remove_hook_from_submodules(model)
+
+
+def _offload_marks(device: torch.device) -> tuple[str, ...]:
+    on_disk = "weights are read from disk in each step: a CPU has no other memory to bring them from"
+    return () if device.type == "cuda" else (on_disk,)
+
+
+@contextmanager
+def _deepspeed(model: PreTrainedModel) -> Iterator[Any]:
+    """DeepSpeed's engine around ``model``. Its kernels would replace the model's layers for good, and all other rows
+    run on this model."""
+    # it logs on standard output, which is for tables and JSON
+    with redirect_stdout(sys.stderr):
+        engine = import_module("deepspeed").init_inference(model, dtype=model.dtype, replace_with_kernel_inject=False)
+    yield engine
+
+
+PEERS = {
+    p.name: p
+    for p in (
+        Peer("dynamic", "transformers' generate with DynamicCache"),
+        Peer("static", "transformers' generate with StaticCache", cache=_static, compiled=True),
+        *(
+            Peer(name, what, packages, _quantised(name), marks=lambda device: (WHOLE,), never=never)
+            for name, what, packages, never in (
+                ("quanto", f"transformers' QuantizedCache at {BITS} bits by quanto", ("optimum.quanto",), ""),
+                ("hqq", f"transformers' QuantizedCache at {BITS} bits by hqq", ("hqq",), ""),
+                ("fp8", "transformers' QuantizedCache in FP8", (), "" if FP8 else "needs a newer transformers"),
+            )
+        ),
+        Peer(
+            "accelerate",
+            "generate on a model that accelerate dispatches, all weights on the device",
+            ("accelerate",),
+            context=_dispatched,
+        ),
+        Peer(
+            "offload",
+            "generate with weights offloaded by accelerate",
+            ("accelerate",),
+            context=_offloaded,
+            marks=_offload_marks,
+        ),
+        Peer(
+            "kvpress",
+            f"kvpress' SnapKV that drops {RATIO:.0%} of the prompt",
+            ("kvpress",),
+            context=_pressed,
+            marks=lambda device: (f"SnapKV at {RATIO:.0%} of the prompt; tokens of the answer are all kept",),
+        ),
+        Peer(
+            "deepspeed",
+            "DeepSpeed-Inference",
+            ("deepspeed",),
+            context=_deepspeed,
+            marks=lambda device: ("the engine alone: none of its kernels, nothing offloaded",),
+        ),
+        Peer("flexgen", "FlexGen's own engine", never="declared, not driven from here: it runs its own models alone"),
+    )
+}
+
+
+def find(name: str) -> Peer:
+    """By name; UsageError naming those there are."""
+    if name not in PEERS:
+        raise unknown("peer", name, (*PEERS, "all", "none"))
+    return PEERS[name]
+
+
+class _Marks(StoppingCriteria):
+    """Never stops: takes down the moments at which each token ends and the next begins, and the first cache's bytes."""
+
+    def __init__(self, clock: Clock, cache: Any) -> None:
+        self.clock, self.cache = clock, cache
+        self.marks: list[tuple[Mark, Mark]] = []
+        self.held, self.aside = 0, 0.0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        ended = self.clock.mark()
+        if not self.marks:
+            # counting bytes is no part of the work
+            start = time.perf_counter()
+            self.held = cache_bytes(self.cache)
+            self.aside = time.perf_counter() - start
+        self.marks.append((ended, self.clock.mark()))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int, keep_tokens: bool = False) -> Pass:
+    """``new`` tokens of each row of ``ids`` [B, n] by transformers' generate under ``peer``; prompts read together.
+
+    Raises KvbenchError where the peer did not do so.
+    """
+    device, n = model.device, ids.shape[1]
+    clock, ids, cache = Clock(device), ids.to(device), peer.cache(model, n + new)
+    marks, blind = _Marks(clock, cache), peer.compiled and device.type == "cuda"
+    timed = nullcontext() if blind else timed_attention(str(model.config._attn_implementation), clock)
+    with torch.no_grad(), peer.context(model) as generating, timed:
+        clock.wait()
+        began, start = time.perf_counter(), clock.mark()
+        tokens = generating.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            past_key_values=cache,
+            stopping_criteria=StoppingCriteriaList([marks]),
+        )[:, n:]
+        clock.wait()
+        total = time.perf_counter() - began - marks.aside
+    if tokens.shape[1] != new or len(marks.marks) != new:
+        raise KvbenchError(f"{peer.name} generated {tokens.shape[1]} tokens a row instead of {new}")
+    steps = tuple(clock.seconds(a, b) for (_, a), (b, _) in zip(marks.marks, marks.marks[1:], strict=False))
+    first = clock.seconds(start, marks.marks[0][0])
+    read = (marks.held + cache_bytes(cache)) / 2
+    del cache, marks.cache
+    gc.collect()
+    return Pass(
+        ttft=first,
+        prefill=first,
+        compress=0.0,
+        build=0.0,
+        decode=sum(steps),
+        tpot=sum(steps) / len(steps),
+        attention=None if blind else clock.attention_seconds(),
+        total=total,
+        steps=steps,
+        cache_bytes=marks.held,
+        read_bytes=read,
+        tokens=tokens.cpu() if keep_tokens else None,
+    )
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of the storages that a transformers cache holds, what quantisers packed and their scales among them."""
+    names = ("keys", "values", "_quantized_keys", "_quantized_values")
+    found = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for layer in cache.layers
+        for name in names
+        for t in _tensors(getattr(layer, name, None))
+    }
+    return sum(found.values())
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    """The plain tensors of which ``x`` is made: of a pair, a mapping, or a tensor that wraps others."""
+    if isinstance(x, Mapping):
+        for part in x.values():
+            yield from _tensors(part)
+    elif isinstance(x, (tuple, list)):
+        for part in x:
+            yield from _tensors(part)
+    elif isinstance(x, Tensor) and hasattr(x, "__tensor_flatten__"):
+        for name in x.__tensor_flatten__()[0]:
+            yield from _tensors(getattr(x, name))
+    elif isinstance(x, Tensor):
+        yield x

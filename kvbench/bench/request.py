@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.bench import architecture, environment, records, timing
-from kvbench.bench.generators import PEERS, find
+from kvbench.bench.peers import PEERS, find
 from kvbench.bench.records import NOT_RUN
 from kvbench.bench.timing import Entrant, Settings, row_key, why_not
 from kvbench.bench.workload import Workload, parse

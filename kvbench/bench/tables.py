@@ -150,7 +150,7 @@ def table_against_rows(found: Case, repeats: int) -> bool:
 
 def against_peers(found: Case, folder: Path, python: str, repeats: int, threads: int) -> bool:
     """kvpress over our whole table, both over the rows that it has: all of them."""
-    command = [python, "-m", "kvbench.bench.peers", str(folder), "--n", str(N), "--new", str(NEW)]
+    command = [python, "-m", "kvbench.bench.kvpress_rows", str(folder), "--n", str(N), "--new", str(NEW)]
     command += ["--threads", str(threads), "--budgets", *map(str, BUDGETS)]
     ours, theirs, others = [], [], []
     by_row: dict[str, float] = {}

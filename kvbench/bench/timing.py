@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.bench import environment, generators, passes, peak, roofline
+from kvbench.bench import environment, generation_pass, peak, peers, roofline
 from kvbench.bench.architecture import weight_bytes
-from kvbench.bench.passes import Pass
+from kvbench.bench.generation_pass import Pass
 from kvbench.bench.peak import Peak
 from kvbench.bench.records import FAILED, FINISHED, FULL, MEASURED, NOT_RUN, OOM, REFUSED, Row, key, spread
 from kvbench.bench.workload import Workload, prompts
@@ -52,7 +52,7 @@ class Entrant:
 
     name: str
     chain: ChainConfig | None = None
-    peer: generators.Peer | None = None
+    peer: peers.Peer | None = None
     graph: bool = False
 
     def identity(self) -> dict[str, Any]:
@@ -212,9 +212,11 @@ def _largest(
 def _pass(model: PreTrainedModel, t: _Tried, settings: Settings) -> Pass:
     ids = prompts(t.workload, int(model.config.vocab_size), settings.seed)
     if t.entrant.peer is not None:
-        return generators.run(model, t.entrant.peer, ids, t.workload.new)
+        return peers.run(model, t.entrant.peer, ids, t.workload.new)
     assert t.entrant.chain is not None
-    return passes.run(model, t.entrant.chain.chain, ids, t.workload.new, settings.sample, graph=t.entrant.graph)
+    return generation_pass.run(
+        model, t.entrant.chain.chain, ids, t.workload.new, settings.sample, graph=t.entrant.graph
+    )
 
 
 def _timed(model: PreTrainedModel, t: _Tried, settings: Settings) -> Pass:

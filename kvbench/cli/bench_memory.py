@@ -24,12 +24,12 @@ def main(args: argparse.Namespace) -> int:
     if "paper" in given:
         return _paper(given, args.json)
     sizes = [_size(n) for n in split_list(given.get("n", SIZES))]
-    from kvbench.bench import account, request
+    from kvbench.bench import memory_table, request
     from kvbench.run import config
 
     rest = [request.alias(o) for o in args.overrides if o.partition("=")[0] != "n"]
     if "method" not in given:
-        rest.append(f"method={','.join(account.default_methods())}")
+        rest.append(f"method={','.join(memory_table.default_methods())}")
     _refuse_keys(given)
     results = [
         _measure(config.parse(config.compose_config(overrides)), sizes, not args.formula, args.json)
@@ -44,7 +44,7 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     """The rows of one model at all prompt sizes, printed as they are ready unless ``quiet``."""
     import torch
 
-    from kvbench.bench import account, request
+    from kvbench.bench import memory_table, request
     from kvbench.run import equal_memory
 
     shape = request.shape_of(cfg)
@@ -59,11 +59,11 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     rows, found = [], []
     for n in sizes:
         settled, matched = equal_memory.settle(cfg, shape, n)
-        mine = [account.account(c, shape, n, dtype, build) for c in settled.chains]
+        mine = [memory_table.account(c, shape, n, dtype, build) for c in settled.chains]
         rows += [r.as_json() for r in mine]
         found += [{"n": n, **asdict(m)} for m in matched]
         if not quiet:
-            print(account.render(mine, [str(m) for m in matched]))
+            print(memory_table.render(mine, [str(m) for m in matched]))
     return {"model": label, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": found}
 
 

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.conf import check, conf_dir, identity, is_whole, runtime
+from kvbench.conf import check, conf_dir, entries, identity, is_whole, runtime
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
@@ -209,8 +209,6 @@ def chain_config(
 
 def _limit_names() -> set[str]:
     """The papers for which some model of conf/model states a prompt limit."""
-    from kvbench.conf import entries
-
     return {name for entry in entries("model").values() for name in entry["prompt_limits"]}
 
 
@@ -260,8 +258,6 @@ def _axes(entry: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tup
 
 
 def _yaml_defaults(dataset: str) -> Mapping[str, Any]:
-    from kvbench.conf import entries
-
     return entries("dataset").get(dataset, {})
 
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 from kvbench.errors import UsageError
+from kvbench.tasks import fetch
 
 ENVIRONMENT = "KVBENCH_DATA"
 
@@ -48,8 +49,6 @@ class Files:
 
     def _check(self, name: str) -> None:
         """Raise UsageError where the lock lists this file with another content; looked at once per process."""
-        from kvbench.tasks import fetch
-
         if self.root is None or not (lock := self.root / fetch.LOCK).is_file():
             return
         path = self.root / name
@@ -72,8 +71,6 @@ def _stamp(path: Path) -> tuple[int, int]:
 @cache
 def _changed(root: Path, name: str, file: tuple[int, int], lock: tuple[int, int]) -> bool:
     """Whether a file differs from the lock; size and time of both are there so that the answer holds while they do."""
-    from kvbench.tasks import fetch
-
     return fetch.state(root, fetch.Wanted(PurePosixPath(name).as_posix()), fetch.read_lock(root)) == "changed"
 
 

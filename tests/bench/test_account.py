@@ -9,14 +9,14 @@ from families import build, prompt
 import kvbench
 from kvbench.audit import accounting
 from kvbench.audit.prompt_audit import audit
-from kvbench.bench import account, layers
+from kvbench.bench import layers, memory_table
 from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.cli.main import main
 from kvbench.conf import entries
 from kvbench.methods.registry import parse
 
 SHAPE = Shape(layers=4, query_heads=4, kv_heads=2, head_dim=32)
-METHODS = account.default_methods()
+METHODS = memory_table.default_methods()
 
 
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
@@ -113,7 +113,7 @@ def test_json_has_the_numbers_and_formulas_alone_build_nothing(capsys, monkeypat
     line = ["bench", "memory", "model=llama3-8b-instruct", "method=snapkv+think", "kv_size=128", "n=4096", "--json"]
     assert main(line) == 0
     (built,) = json.loads(capsys.readouterr().out)["rows"]
-    monkeypatch.setattr(account, "measure", None)
+    monkeypatch.setattr(memory_table, "measure", None)
     assert main([*line, "--formula"]) == 0
     (formula,) = json.loads(capsys.readouterr().out)["rows"]
     assert built["measured"] and built["agrees"] and built["layers_built"] == 1 and not formula["measured"]
@@ -125,7 +125,7 @@ def test_json_has_the_numbers_and_formulas_alone_build_nothing(capsys, monkeypat
 
 
 def test_what_does_not_fit_is_formula_only(monkeypatch, capsys):
-    monkeypatch.setattr(account, "room", lambda: 1000)
+    monkeypatch.setattr(memory_table, "room", lambda: 1000)
     assert main(["bench", "memory", "method=snapkv,adakv,refreekv", "n=300"]) == 0
     shown = capsys.readouterr().out
     assert "snapkv, adakv: a layer would need" in shown and "only a prompt decides what is kept" in shown

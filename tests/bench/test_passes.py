@@ -7,7 +7,7 @@ import torch
 from elsewhere import DEVICE, pretended
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvbench.bench import architecture, generators, passes, roofline
+from kvbench.bench import architecture, generation_pass, peers, roofline
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.bench.workload import Workload, parse, prompts
 from kvbench.engine.decode import generate_rows
@@ -72,7 +72,7 @@ def test_a_checkpoint_keeps_its_layers():
 def test_a_pass_gives_the_tokens_of_runs_and_times_that_add_up(model, method):
     (chain,) = chains(method)
     ids = prompts(Workload(150, 12, 3), 721, 0)
-    found = passes.run(model, chain, ids, 12, keep_tokens=True)
+    found = generation_pass.run(model, chain, ids, 12, keep_tokens=True)
     caches = [prefill_chains(model, row, [chain])[0] for row in ids]
     assert found.tokens.tolist() == generate_rows(model, caches, [Ending(12)] * 3)
     assert found.cache_bytes == sum(c.nbytes() for c in caches)
@@ -87,7 +87,7 @@ def test_a_pass_by_a_graph_gives_the_same_tokens(model, sample):
     (chain,) = chains("snapkv", kv_size=64)
     ids = prompts(Workload(100, 22, 2), 721, 0)
     plain, graph = (
-        passes.run(model, chain, ids, 22, sample, keep_tokens=sample is None, graph=by) for by in (False, True)
+        generation_pass.run(model, chain, ids, 22, sample, keep_tokens=sample is None, graph=by) for by in (False, True)
     )
     assert graph.cache_bytes == plain.cache_bytes and graph.read_bytes == plain.read_bytes
     assert len(graph.steps) == len(plain.steps) and graph.integrated == plain.integrated
@@ -97,7 +97,7 @@ def test_a_pass_by_a_graph_gives_the_same_tokens(model, sample):
 
 def test_bytes_that_a_step_reads_are_those_of_the_mean_length(model):
     ids = prompts(Workload(100, 21, 2), 721, 0)
-    found = passes.run(model, chains("full")[0], ids, 21)
+    found = generation_pass.run(model, chains("full")[0], ids, 21)
     token = 6 * 2 * 4 * 32 * 4  # layers, keys and values, kv heads, dimension, fp32
     assert found.read_bytes == 2 * token * (100 + 120) / 2
 
@@ -174,7 +174,7 @@ def test_a_cache_that_evicts_is_sampled_only_at_its_budget(model):
 @pytest.mark.parametrize("method", ["full", "kivi", "tova"])
 def test_a_sampled_pass_is_marked_and_ends_where_a_full_one_does(model, method):
     (chain,) = chains(method)
-    found = passes.run(model, chain, prompts(Workload(64, 100, 2), 721, 0), 100, sample=8)
+    found = generation_pass.run(model, chain, prompts(Workload(64, 100, 2), 721, 0), 100, sample=8)
     assert found.integrated and len(found.steps) == 32
     assert found.sampled.starts == (0, 30, 61, 91) and found.tpot == found.sampled.seconds / 99
     assert found.total == pytest.approx(found.ttft + 99 * found.tpot)
@@ -183,15 +183,15 @@ def test_a_sampled_pass_is_marked_and_ends_where_a_full_one_does(model, method):
 KEYS_AND_VALUES = 2 * 6 * 2 * 4 * 32  # numbers of one token in two rows
 
 
-@pytest.mark.parametrize("name", generators.PEERS)
+@pytest.mark.parametrize("name", peers.PEERS)
 def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
-    peer = generators.find(name)
+    peer = peers.find(name)
     if why := peer.missing(CPU):
         assert why.startswith(("needs ", "declared, not driven"))
         return
     ids, weights = prompts(Workload(80, 9, 2), 721, 0), architecture.weight_bytes(model)
     # another process may come in between
-    tries = [generators.run(model, peer, ids, 9, keep_tokens=True) for _ in range(3)]
+    tries = [peers.run(model, peer, ids, 9, keep_tokens=True) for _ in range(3)]
     found = min(tries, key=lambda p: p.total - p.ttft - p.decode)
     assert found.tokens.shape == (2, 9) and len(found.steps) == 8 and 0 < found.attention < found.total
     assert found.total == pytest.approx(found.ttft + found.decode, rel=0.05)
@@ -201,13 +201,13 @@ def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
         assert found.cache_bytes == held[name] * KEYS_AND_VALUES + (2 * 6 * 4 if name == "fp8" else 0)
     assert architecture.weight_bytes(model) == weights and not any(p.is_meta for p in model.parameters())
     # whatever it did to the model and to transformers is undone
-    assert len(passes.run(model, chains("full")[0], ids, 3).steps) == 2
+    assert len(generation_pass.run(model, chains("full")[0], ids, 3).steps) == 2
 
 
 def test_a_peer_that_is_not_known():
     with pytest.raises(UsageError, match="unknown peer 'vllm'"):
-        generators.find("vllm")
-    assert generators.Peer("x", "", ("no.such", "torch")).missing(CPU) == "needs no-such, which is not installed"
+        peers.find("vllm")
+    assert peers.Peer("x", "", ("no.such", "torch")).missing(CPU) == "needs no-such, which is not installed"
 
 
 def test_a_caches_bytes_are_those_of_all_it_is_made_of():
@@ -225,7 +225,7 @@ def test_a_caches_bytes_are_those_of_all_it_is_made_of():
         SimpleNamespace(keys=residual, values=residual[:3], _quantized_keys=packed, _quantized_values=None),
         SimpleNamespace(keys=None, _quantized_keys=of_pair, _quantized_values=of_mapping),
     ]
-    assert generators.cache_bytes(SimpleNamespace(layers=layers)) == 12 + 50 + 16 + (3 + 1 + 7 + 2) * 4
+    assert peers.cache_bytes(SimpleNamespace(layers=layers)) == 12 + 50 + 16 + (3 + 1 + 7 + 2) * 4
 
 
 def test_attention_is_timed_whatever_wraps_it(model):
@@ -237,7 +237,7 @@ def test_attention_is_timed_whatever_wraps_it(model):
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = wrapper
     try:
-        found = generators.run(model, generators.find("dynamic"), prompts(Workload(20, 2, 1), 721, 0), 2)
+        found = peers.run(model, peers.find("dynamic"), prompts(Workload(20, 2, 1), 721, 0), 2)
         assert found.attention > 0 and len(seen) == 2 * 6 and ALL_ATTENTION_FUNCTIONS["sdpa"] is wrapper
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]

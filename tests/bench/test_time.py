@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvbench.bench import architecture, environment, passes, peak, records, time_table, timing
+from kvbench.bench import architecture, environment, generation_pass, peak, records, time_table, timing
 from kvbench.bench.request import OWN
 from kvbench.bench.workload import Workload
 from kvbench.cli.main import main
@@ -163,14 +163,14 @@ def model():
     ],
 )
 def test_what_happens_to_one_row_leaves_the_others(error, status, model, monkeypatch):
-    plain = passes.run
+    plain = generation_pass.run
 
     def run(m, chain, *rest, **how):
         if chain.stages:
             raise error
         return plain(m, chain, *rest, **how)
 
-    monkeypatch.setattr(passes, "run", run)
+    monkeypatch.setattr(generation_pass, "run", run)
     monkeypatch.setattr(peak.Processes, "ask", lambda *a: {"allocated": 1, "reserved": 2})
     found = timing.measure(model, entrants("kivi"), Workload(40, 4, 1), settings())
     assert [r["status"] for r in found] == ["measured", status] and not found[1]["quantities"]

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kvbench import conf as configs
-from kvbench.bench import account
+from kvbench.bench import memory_table
 from kvbench.cli import list as listing
 from kvbench.cli.main import main
 from kvbench.conf import conf_dir
@@ -88,7 +88,7 @@ def test_a_slip_of_an_author_is_told_with_file_and_line_and_costs_no_other_metho
 
 def test_a_method_that_cannot_be_made_is_left_out_of_what_all_cost(written, capsys):
     written(CODE + "1 / 0\n", YAML)
-    names = account.default_methods()
+    names = memory_table.default_methods()
     assert "snapkv" in names and "mine" not in names
     assert "mine_method.py:8: ZeroDivisionError" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UsageError
+from kvbench.tasks import tiny_corpus
 from kvbench.tasks.base import read_text
 from kvbench.tasks.source import Files, data_root
 
@@ -89,8 +90,6 @@ class CorpusText:
 
     def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
         """See ``Text``; its windows are at most 2048 tokens long, as those of training were."""
-        from kvbench.tasks import tiny_corpus
-
         if tokens > CORPUS_LONGEST:
             raise UsageError(f"tokens={tokens} is not possible: {self.name} has sequences of up to {CORPUS_LONGEST}")
         mix = dict.fromkeys(tiny_corpus.TASKS, 1.0)

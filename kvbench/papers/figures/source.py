@@ -19,7 +19,7 @@ from kvbench.papers.figures.figure import Figure
 from kvbench.papers.figures.reading import Prompt
 from kvbench.run import experiment
 from kvbench.run.config import RunConfig
-from kvbench.tasks.base import Task, Tokenizer, load_tasks
+from kvbench.tasks.base import Task, Tokenizer, load_tasks, read_text
 from kvbench.tasks.prompt import check, encode
 
 SAMPLES, TOKENS = 6, 1024
@@ -118,8 +118,6 @@ def _tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Task, str]]:
 
 
 def _content(text: str) -> str:
-    from kvbench.tasks.base import read_text
-
     content = read_text(Path(text).expanduser(), f"text={text}")
     if not content.strip():
         raise UsageError(f"text={text} is empty")

@@ -17,6 +17,7 @@ from kvbench.errors import KvbenchError, unknown
 from kvbench.papers import DATA
 from kvbench.papers.spec import catalogue, published
 from kvbench.papers.spec.published import Published
+from kvbench.tasks.longbench import TASKS
 
 RUN_KINDS = ("quality", "ablation", "analysis")
 """Tables whose cells, where they are scores of a method on a dataset, ``run`` measures."""
@@ -220,8 +221,6 @@ PAPERS = ("think", "refreekv", "uncomp", "vatp", "qhitter")
 
 def group_of(dataset: str) -> str:
     """The task group of a LongBench dataset; '' for others."""
-    from kvbench.tasks.longbench import TASKS
-
     return TASKS[dataset].category if dataset in TASKS else ""
 
 

@@ -6,6 +6,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from kvbench.papers.forensics.exact.sizes import kept_share
+from kvbench.papers.forensics.repeats import repeats
 from kvbench.papers.forensics.statements.base import (
     FAILS,
     NOTE,
@@ -183,8 +184,6 @@ def _short_group(book: Book) -> Decision:
 
 
 def _two_sets(book: Book) -> Decision:
-    from kvbench.papers.forensics.repeats import repeats
-
     found = [f for f in repeats(book) if f.paper == "uncomp" and "kv_size=384" in f.row and f.row.startswith(L7)]
     tables = [f.cell for f in found]
     return verdict(not found), f"they differ on {len(found)} datasets: {', '.join(tables)}"

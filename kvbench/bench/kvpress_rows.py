@@ -1,0 +1,81 @@
+"""The rows of kvbench.bench.tables through kvpress, one by one: seconds by row, as JSON on the last line.
+
+Run in an environment that has kvpress, which pins older transformers than kvbench's own has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+THINK = 0.4
+
+
+def presses(budgets: list[float]) -> dict[str, Any]:
+    """A press by row; None for the full cache."""
+    import kvpress
+
+    made: dict[str, Any] = {"full": None}
+    for budget in budgets:
+        removed = 1 - budget
+        think = kvpress.ThinKPress(key_channel_compression_ratio=THINK, window_size=32)
+        made[f"streamingllm {budget}"] = kvpress.StreamingLLMPress(removed, n_sink=4)
+        made[f"snapkv {budget}"] = kvpress.SnapKVPress(removed, window_size=32, kernel_size=7)
+        made[f"keynorm {budget}"] = kvpress.KnormPress(removed)
+        made[f"h2o {budget}"] = kvpress.ObservedAttentionPress(removed)
+        snapkv = kvpress.SnapKVPress(removed, window_size=32, kernel_size=7)
+        made[f"snapkv+think {budget}"] = kvpress.ComposedPress([snapkv, think])
+    return made
+
+
+def seconds(model: Any, press: Any, ids: torch.Tensor, new: int) -> float:
+    """Prefill under the press, then greedy decoding, as kvpress's own pipeline does."""
+    # column sums are read from attention weights, which only eager attention returns
+    eager = type(press).__name__ == "ObservedAttentionPress"
+    model.set_attn_implementation("eager" if eager else "sdpa")
+    start = time.perf_counter()
+    cache = DynamicCache()
+    with torch.no_grad():
+        with press(model) if press is not None else nullcontext():
+            options = {"output_attentions": True} if eager else {}
+            out = model(ids[None], past_key_values=cache, logits_to_keep=1, **options)
+        token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+        del out
+        for i in range(new - 1):
+            place = torch.tensor([[len(ids) + i]])
+            token = model(token, past_key_values=cache, position_ids=place).logits[:, -1].argmax(dim=-1, keepdim=True)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Read the checkpoint and the prompts of a folder and print the seconds of every row over all prompts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--n", type=int, required=True)
+    parser.add_argument("--new", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--budgets", type=float, nargs="+", required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.folder)
+    texts = [json.loads(line)["prompt"] for line in (args.folder / "prompts.jsonl").read_text().splitlines()]
+    found = {}
+    for row, press in presses(args.budgets).items():
+        total = 0.0
+        for text in texts:
+            ids = torch.tensor(tokenizer.encode(text)[: args.n])
+            total += seconds(model, press, ids, args.new)
+        found[row] = total
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
