@@ -119,7 +119,7 @@ def test_keys_are_rebuilt_a_block_at_a_time(family, monkeypatch):
 
     heads = 2 if family == "llama" else 4
     monkeypatch.setattr(latent_rows, "BLOCK", 7 * heads * 16)
-    monkeypatch.setattr("kvbench.models.lowrank.Lift.keys", spy)
+    monkeypatch.setattr("kvbench.models.lowrank.LatentLift.keys", spy)
     assert kvbench.generate(model, caches, NEW) == want
     assert max(seen) == 7 and len(seen) >= 3 * (NEW - 1) * (N // 7)
 
