@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from pathlib import Path
 
 BLOCK, HEADER = 32768, 7
@@ -13,7 +14,7 @@ def records(path):
     from wandb.proto.wandb_internal_pb2 import Record
 
     data = Path(path).read_bytes()
-    assert data[:4] == b":W&B"
+    assert data[:4] in (b":W&B", b"")
     at, part = HEADER, b""
     while at + HEADER <= len(data):
         room = BLOCK - at % BLOCK
@@ -64,5 +65,13 @@ def runs(results):
     """Every offline run below a results folder: id -> what its files hold, in the order of their start."""
     found = {}
     for path in sorted(Path(results).glob("wandb/offline-run-*/run-*.wandb")):
-        found.setdefault(path.stem.removeprefix("run-"), []).append({**read(path), "folder": path.parent})
+        found.setdefault(path.stem.removeprefix("run-"), []).append({**written(path), "folder": path.parent})
+    return found
+
+
+def written(path, patience=20.0):
+    """What a file holds once W&B's own process has written it, which may be a while after ``finish``."""
+    end = time.monotonic() + patience
+    while (found := read(path))["id"] is None and time.monotonic() < end:
+        time.sleep(0.1)
     return found
