@@ -160,7 +160,7 @@ def payload_bytes(blocks: Iterable[Iterable[Block]]) -> int:
 
 
 def _overhead(chain: Chain, shape: Shape, expected: Expected, blocks: list[list[Block]], whole: bool) -> int:
-    """Overhead of one layer, by the rules of cache.audit."""
+    """Overhead of one layer, by the rules of audit.prompt_audit."""
     selector = chain.selector
     # heads are ragged where they are said to differ, or only a sum over them is fixed
     free = expected.low != expected.high and expected.total is not None

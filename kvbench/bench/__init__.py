@@ -1,0 +1,1 @@
+"""Time, memory and throughput of methods and peers, measured in turns."""

@@ -1,0 +1,1 @@
+"""Reading prompts and answering them: prefill, decode batches, likelihood, memory, calibration."""

@@ -321,7 +321,7 @@ class Chain:
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         """Run the stages over one layer, then store it under ``cache.heads`` heads.
 
-        A stage that divides a budget over all layers takes this one for the whole model: see ``methods.layers``.
+        A stage that divides a budget over all layers takes this one for the whole model: see ``engine.layer_by_layer``.
         """
         for stage in self.stages:
             cache = self.run(stage, cache, obs)

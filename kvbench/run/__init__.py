@@ -1,0 +1,1 @@
+"""Runs: configuration, plan, runner, store, summary, provenance, loggers."""

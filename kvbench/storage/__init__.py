@@ -1,0 +1,1 @@
+"""The formats in which rows are kept and attended while decoding."""

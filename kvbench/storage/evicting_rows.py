@@ -2,7 +2,7 @@
 
 Each step first makes room (the lowest keep-scores go), then writes the new tokens into the free slots, attends, and
 lets the method fold the attention into its running state. Memory is flat: nothing is moved but what is written.
-What the slots hold of keys and values, and how attention reads it, is in cache.slot_stores.
+What the slots hold of keys and values, and how attention reads it, is in storage.evicting_store.
 Shapes: B rows, H stored heads, S slots, T new tokens.
 """
 

@@ -1,7 +1,8 @@
 """Keys and values behind slots that are reused: in one format, or thin for a prompt's tokens and whole for others.
 
-Which slot holds which token, and for how long, is decided in cache.slots. Shapes: B rows, Hq query heads, H stored
-heads, S slots, T new tokens, W places for what only whole tokens hold, C kept channels, D head dimension.
+Which slot holds which token, and for how long, is decided in storage.evicting_rows.
+Shapes: B rows, Hq query heads, H stored heads, S slots, T new tokens, W places for what only whole tokens hold, C kept
+channels, D head dimension.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Datasets, their prompts, and where they are fetched from."""
