@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 EXAMPLES = """examples:
   python -m kvbench reference think
   python -m kvbench reference --format md
+  python -m kvbench reference vatp --json
 
 For each paper: every value of its preset with its source, every table and figure with what of it can be reproduced,
 and what the paper says, by its own numbers. docs/reference.md is all of it as Markdown."""
@@ -15,6 +17,7 @@ and what the paper says, by its own numbers. docs/reference.md is all of it as M
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("paper", nargs="?", default="all", help="think, refreekv, uncomp, vatp, qhitter (default all)")
+    parser.add_argument("--json", action="store_true", help="print presets, entries and statements as JSON on stdout")
     parser.add_argument("--format", choices=("text", "md"), default="text", help="text or Markdown (default text)")
 
 
@@ -24,5 +27,8 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.spec import catalogue
 
     papers = catalogue.chosen(args.paper)
+    if args.json:
+        print(json.dumps([reference.as_json(p) for p in papers], indent=1, ensure_ascii=False))
+        return 0
     print(reference.markdown(papers) if args.format == "md" else reference.text(papers), end="")
     return 0

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvbench.papers.measured.cell_view import View
 
 EXAMPLES = """examples:
   python -m kvbench table think/1 limit=4
@@ -22,6 +26,7 @@ EXAMPLES = """examples:
   python -m kvbench table think/2 limit=2 --plan
   python -m kvbench table think/10 --plan
   python -m kvbench table vatp/4 --stored --format csv
+  python -m kvbench table uncomp/1 --stored --json
 
 The tables are those of `python -m kvbench list tables`: think/2, think (all of a paper), all.
 model= is tiny by default, with its own six tasks as columns, and the papers' budgets scaled to its prompts. Any other
@@ -43,6 +48,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
+    parser.add_argument(
+        "--json", action="store_true", help="print a record per cell, with the notes, as JSON on stdout"
+    )
     parser.add_argument("--stored", action="store_true", help="measure nothing, show what is in the store")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
     parser.add_argument("--trace", nargs=2, metavar=("ROW", "COL"), help="the stored lines behind one number")
@@ -67,28 +75,33 @@ def main(args: argparse.Namespace) -> int:
     tables = table_spec.find(args.table)
     if args.trace and len(tables) > 1:
         raise UsageError(f"--trace needs one table, as in think/2, not {args.table}")
-    wrong = False
+    if args.json and (args.plan or args.trace):
+        raise UsageError("--json prints the cells of tables: leave it out with --plan and --trace")
+    wrong, pages = False, list[Any]()
     for i, table in enumerate(tables):
-        if i and args.format == "text":
+        if i and args.format == "text" and not args.json:
             print()
         overrides = [f"{k}={v}" for k, v in given.items()]
         if table.kind == timings.KIND:
             # of several tables each takes what is its own; of one, a key that is not is an error
-            status = _timed(table, model, [o for o in overrides if len(tables) == 1 or _of_timings(o)], args)
+            mine = [o for o in overrides if len(tables) == 1 or _of_timings(o)]
+            status = _timed(table, model, mine, args, pages)
         else:
-            status = _one(table, model, overrides, args)
+            status = _one(table, model, overrides, args, pages)
         if status > 1:
             return status
         wrong |= bool(status)
+    if args.json:
+        print(json.dumps(pages if len(tables) > 1 else pages[0], indent=1, ensure_ascii=False))
     if wrong:
         print("kvbench: some cells were refused or failed; the reasons stand below the table", file=sys.stderr)
     return 1 if wrong else 0
 
 
-def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int:
-    """Print one table; 1 if any of its cells was refused or failed, more if a signal ended it."""
+def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace, pages: list[Any]) -> int:
+    """Print one table, or add it to ``pages``; 1 if a cell was refused or failed, more if a signal ended it."""
     from kvbench.cli.run import print_plans, stopping
-    from kvbench.papers.measured import cell_view, grid, our_table, page, trace
+    from kvbench.papers.measured import cell_view, grid, our_table, trace
     from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
 
@@ -116,8 +129,17 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
     if args.trace:
         print(trace.trace(ours, *args.trace))
         return 0
-    seen = cell_view.view(ours)
-    print(page.render(seen, args.format, args.show, sys.stdout.isatty()), end="")
+    return _shown(cell_view.view(ours), args, pages)
+
+
+def _shown(seen: View, args: argparse.Namespace, pages: list[Any]) -> int:
+    """Print a table's view, or add it to ``pages``; 1 if any of its cells was refused or failed."""
+    from kvbench.papers.measured import page
+
+    if args.json:
+        pages.append(page.as_json(seen))
+    else:
+        print(page.render(seen, args.format, args.show, sys.stdout.isatty()), end="")
     return int(any(e.status in ("refused", "failed") for _, entries in seen.rows for e in entries))
 
 
@@ -128,9 +150,9 @@ def _of_timings(override: str) -> bool:
     return key == "results" or timings.allowed(key)
 
 
-def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int:
-    """Print one efficiency table; 1 if any of its rows was refused or failed."""
-    from kvbench.papers.measured import cell_view, our_table, page
+def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespace, pages: list[Any]) -> int:
+    """Print one efficiency table, or add it to ``pages``; 1 if any of its rows was refused or failed."""
+    from kvbench.papers.measured import cell_view, our_table
     from kvbench.papers.timed import timings
 
     other = next((o for o in overrides if not _of_timings(o)), None)
@@ -151,6 +173,4 @@ def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespac
     if args.trace:
         print(timings.trace(found, *args.trace))
         return 0
-    seen = cell_view.view(our_table.timed(found))
-    print(page.render(seen, args.format, args.show, sys.stdout.isatty()), end="")
-    return int(any(e.status in ("refused", "failed") for _, entries in seen.rows for e in entries))
+    return _shown(cell_view.view(our_table.timed(found)), args, pages)

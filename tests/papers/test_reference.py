@@ -1,5 +1,6 @@
 """The reference page: every preset value with its source, every table with what of it can be reproduced."""
 
+import json
 from pathlib import Path
 
 from kvbench.cli.main import main
@@ -47,3 +48,12 @@ def test_the_verb(capsys):
     assert "snapkv.window=32" in shown and "table 12" in shown and "does not hold" in shown
     assert main(["reference", "thinc"]) == 2
     assert "Did you mean think" in capsys.readouterr().err
+
+
+def test_the_verb_as_json(capsys):
+    assert main(["reference", "vatp", "--json"]) == 0
+    (paper,) = json.loads(capsys.readouterr().out)
+    assert (paper["paper"], paper["preset"]["name"]) == ("vatp", "vatp")
+    assert [s["key"] for s in paper["settings"]] == [s.key for s in presets.settings("vatp")]
+    assert [e["title"] for e in paper["entries"]] == [e.title for e in catalogue.paper("vatp").entries]
+    assert all(s["verdict"] for s in paper["statements"])

@@ -226,6 +226,22 @@ def test_csv_has_one_line_per_cell(store, capsys):
     assert all(r["stand_in"] == "tiny" and r["delta"] == "" for r in rows)
 
 
+def test_json_has_what_csv_has_and_the_notes(store, capsys):
+    arguments = ["think/4", f"results={store}", *SMALL, "--stored"]
+    rows = list(csv.DictReader(io.StringIO(shown(capsys, *arguments, "--format", "csv")[1])))
+    status, out = shown(capsys, *arguments, "--json")
+    found = json.loads(out)
+    assert status == 0 and found["table"] == "think/4" and "tiny (stand-in)" in found["title"]
+    assert [{k: str(v) for k, v in c.items()} for c in found["cells"]] == [
+        {k: v for k, v in row.items() if v} for row in rows
+    ]
+    ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
+    assert len(found["notes"]) > 2 and found["notes"] == grid.notes(view(ours))
+    both = json.loads(shown(capsys, "vatp", f"results={store}", *SMALL, "--stored", "--json")[1])
+    assert [t["table"] for t in both] == [t.id for t in table_spec.find("vatp")]
+    assert main(["table", "think/4", "--json", "--plan"]) == 2 and "leave it out with" in capsys.readouterr().err
+
+
 def test_a_number_traces_to_its_lines(store, capsys):
     _, out = shown(capsys, "think/4", f"results={store}", *SMALL, "--stored", "--trace", "kivi bits=2", "hop")
     cell = re.search(r"cell (\w{16})", out)[1]

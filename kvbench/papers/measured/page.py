@@ -1,4 +1,4 @@
-"""A paper's table on the page, in five formats."""
+"""A paper's table on the page, in five formats, and as plain data."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from textwrap import fill, wrap
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -245,11 +246,14 @@ def _html(name: str, whole: Grid, lines: Sequence[str]) -> str:
     )
 
 
-def _csv(view: View) -> str:
-    """One line per cell, numbers as they are."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, CSV_FIELDS, restval="", lineterminator="\n")
-    writer.writeheader()
+def as_json(view: View) -> dict[str, Any]:
+    """The table as plain data: its title, a record of what is known of each cell, and the notes below it."""
+    cells = [{k: v for k, v in record.items() if v not in (None, "")} for record in records(view)]
+    return {"table": view.ours.declared.id, "title": title(view, "both"), "cells": cells, "notes": notes(view, "both")}
+
+
+def records(view: View) -> Iterator[dict[str, Any]]:
+    """What is known of each cell under the names of CSV_FIELDS, numbers as they are."""
     declared = view.ours.declared
     for line, entries in view.rows:
         for column, e in zip(view.columns, entries, strict=True):
@@ -287,7 +291,14 @@ def _csv(view: View) -> str:
             }
             if view.ours.timings is not None:
                 row |= timing_text.csv_row(view.ours.timings, e)
-            writer.writerow(row)
+            yield row
+
+
+def _csv(view: View) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, CSV_FIELDS, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records(view))
     return out.getvalue()
 
 

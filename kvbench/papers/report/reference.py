@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from textwrap import fill
 from typing import Any
 
@@ -112,6 +112,21 @@ def text(papers: Sequence[Paper]) -> str:
             lines.append(_hanging(f"{verdict:<14} {said} ({where})", 17))
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def as_json(paper: Paper) -> dict[str, Any]:
+    """A paper as plain data: what its preset sets and from where, what can be reproduced, and what it says."""
+    book = published()
+    names = ("name", "kind", "title", "cells", "reproduction")
+    return {
+        "paper": paper.id,
+        "title": paper.title,
+        "source": paper.source,
+        "preset": {"name": paper.preset, "about": presets.about(paper.preset)},
+        "settings": [asdict(s) for s in presets.settings(paper.preset)],
+        "entries": [dict(zip(names, _entry(e, book), strict=True)) for e in paper.entries],
+        "statements": [dict(zip(("place", "text", "verdict"), c, strict=True)) for c in _claims(paper, book)],
+    }
 
 
 COLUMNS = ("", "kind", "title", "cells", "what can be reproduced")
