@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "results/README.md")
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*\.\d+(?![\w]*\.\d)")
 PERCENT = re.compile(r"(?<![\w.,])\d+(?= %)")
-"""What is checked: decimal numbers, and whole per cents."""
+"""Numbers that are checked: decimals, and whole per cents."""
 ANY = re.compile(r"(?<![\w.])\d+(?![\w.]*\d)")
 LINK = re.compile(r"\]\(([^)#]+)")
 NO_RESULT = re.compile(r"`[^`]*`|\]\([^)]*\)|Python \d\.\d+ to \d\.\d+|Apache-2\.0|95 %")

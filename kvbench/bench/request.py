@@ -1,4 +1,4 @@
-"""What ``bench time`` is asked for, and measuring it: seconds, tokens a second and peaks, end to end."""
+"""Requests of ``bench time``, read and measured: seconds, tokens a second and peaks, end to end."""
 
 from __future__ import annotations
 

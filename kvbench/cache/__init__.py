@@ -1,1 +1,1 @@
-"""What is held of a prompt: segments, packed values, operations on them, and what a method sees of a layer."""
+"""The kept part of a prompt: segments, packed values, operations on them, and the layer as a method sees it."""

@@ -1,4 +1,4 @@
-"""What a stage asks to see of a prompt's layer, and the layer as it sees it.
+"""A layer of a prompt as a stage sees it, and the parts of it that a stage asks for.
 
 Shapes use: Hq query heads, Hk kv heads, n prompt tokens, D head dimension, d hidden size, R latents.
 """

@@ -1,4 +1,4 @@
-"""What is held of one prompt: runs of stored tokens, and the layers that they make.
+"""Runs of stored tokens of one prompt, and the layers that they make.
 
 Shapes use: Hq query heads, Hk kv heads, H stored heads (Hk, or Hq under ``per=query_head``), n prompt
 tokens, L stored tokens, D head dimension, T kept channels.

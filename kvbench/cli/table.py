@@ -77,7 +77,8 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--trace needs one table, as in think/2, not {args.table}")
     if args.json and (args.plan or args.trace):
         raise UsageError("--json prints the cells of tables: leave it out with --plan and --trace")
-    wrong, pages = False, list[Any]()
+    views: list[View] = []
+    wrong = False
     for i, table in enumerate(tables):
         if i and args.format == "text" and not args.json:
             print()
@@ -85,21 +86,28 @@ def main(args: argparse.Namespace) -> int:
         if table.kind == timings.KIND:
             # of several tables each takes what is its own; of one, a key that is not is an error
             mine = [o for o in overrides if len(tables) == 1 or _of_timings(o)]
-            status = _timed(table, model, mine, args, pages)
+            shown = _timed(table, model, mine, args)
         else:
-            status = _one(table, model, overrides, args, pages)
-        if status > 1:
-            return status
-        wrong |= bool(status)
+            shown = _one(table, model, overrides, args)
+        if isinstance(shown, int):
+            if shown > 1:
+                return shown
+            wrong |= bool(shown)
+            continue
+        views.append(shown)
+        if not args.json:
+            print(page.render(shown, args.format, args.show, sys.stdout.isatty()), end="")
     if args.json:
-        print(json.dumps(pages if len(tables) > 1 else pages[0], indent=1, ensure_ascii=False))
+        plain = [page.as_json(v) for v in views]
+        print(json.dumps(plain if len(tables) > 1 else plain[0], indent=1, ensure_ascii=False))
+    wrong |= any(e.status in ("refused", "failed") for v in views for _, entries in v.rows for e in entries)
     if wrong:
         print("kvbench: some cells were refused or failed; the reasons stand below the table", file=sys.stderr)
     return 1 if wrong else 0
 
 
-def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace, pages: list[Any]) -> int:
-    """Print one table, or add it to ``pages``; 1 if a cell was refused or failed, more if a signal ended it."""
+def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int | View:
+    """Measure one table and return its view; a status where something else was printed, or a signal ended it."""
     from kvbench.cli.run import print_plans, stopping
     from kvbench.papers.measured import cell_view, grid, our_table, trace
     from kvbench.run import experiment
@@ -129,18 +137,7 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace,
     if args.trace:
         print(trace.trace(ours, *args.trace))
         return 0
-    return _shown(cell_view.view(ours), args, pages)
-
-
-def _shown(seen: View, args: argparse.Namespace, pages: list[Any]) -> int:
-    """Print a table's view, or add it to ``pages``; 1 if any of its cells was refused or failed."""
-    from kvbench.papers.measured import page
-
-    if args.json:
-        pages.append(page.as_json(seen))
-    else:
-        print(page.render(seen, args.format, args.show, sys.stdout.isatty()), end="")
-    return int(any(e.status in ("refused", "failed") for _, entries in seen.rows for e in entries))
+    return cell_view.view(ours)
 
 
 def _of_timings(override: str) -> bool:
@@ -150,8 +147,8 @@ def _of_timings(override: str) -> bool:
     return key == "results" or timings.allowed(key)
 
 
-def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespace, pages: list[Any]) -> int:
-    """Print one efficiency table, or add it to ``pages``; 1 if any of its rows was refused or failed."""
+def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int | View:
+    """Time one efficiency table and return its view; a status where something else was printed."""
     from kvbench.papers.measured import cell_view, our_table
     from kvbench.papers.timed import timings
 
@@ -173,4 +170,4 @@ def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespac
     if args.trace:
         print(timings.trace(found, *args.trace))
         return 0
-    return _shown(cell_view.view(our_table.timed(found)), args, pages)
+    return cell_view.view(our_table.timed(found))

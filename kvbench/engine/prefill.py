@@ -306,7 +306,7 @@ def _clock(device: torch.device, spent: list[float], i: int):  # type: ignore[no
 
 
 def observer(model: PreTrainedModel) -> Observe:
-    """What reads windows of ids with ``model``, for stages that are calibrated on it."""
+    """Return a reader of windows of ids, for stages that are calibrated on ``model``."""
     return lambda window, needs, on_layer: observe(model, as_prompt(model, window), needs, on_layer)
 
 

@@ -1,4 +1,4 @@
-"""What one method kept of one prompt."""
+"""The cache that one method kept of one prompt."""
 
 from __future__ import annotations
 

@@ -201,6 +201,12 @@ def holm(ps: Mapping[str, float], family: int) -> dict[str, float]:
     return corrected
 
 
+def by_example(ways: Mapping[str, Sequence[Sequence[float]]], width: int) -> NDArray[np.float64]:
+    """Scores [examples, width], each the mean over the ways in which one example was asked."""
+    means = [np.mean(one, axis=0) for one in ways.values()]
+    return np.array(means, dtype=np.float64).reshape(-1, width)
+
+
 def _resampled(values: NDArray[np.float64], seed: int, resamples: int) -> NDArray[np.float64]:
     """Means [resamples, ...] of as many examples as ``values`` [n, ...] has, drawn from them with replacement."""
     rng, rows = np.random.default_rng(seed), max(1, _BLOCK // values.size)

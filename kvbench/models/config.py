@@ -1,4 +1,4 @@
-"""Which model a run asks for."""
+"""The model that a run asks for."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How the embedded tiny model was made: its beginning, its training and its card."""
+"""The making of the embedded tiny model: its beginning, its training and its card."""

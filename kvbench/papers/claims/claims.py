@@ -255,16 +255,15 @@ def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
 
     Of log losses less is better, and a nat is the most that counts.
     """
-    by_example: dict[str, list[list[float]]] = {}
+    ways: dict[str, list[list[float]]] = {}
     for a in asked:
         sign = -1.0 if metric(a.group.task.metric).shown is not None else 1.0
         scores = [[_scores(store, cell, a.group) for cell in pair] for pair in a.pairs]
         for e in a.group.examples:
             if all(e.id in s for pair in scores for s in pair):
-                found = [min(1.0, max(-1.0, sign * (x[e.id] - y[e.id]))) for x, y in scores]
-                by_example.setdefault(e.id, []).append(found)
-    means = [np.mean(ways, axis=0) for ways in by_example.values()]
-    return np.array(means, dtype=np.float64).reshape(-1, len(asked[0].pairs))
+                differences = [min(1.0, max(-1.0, sign * (x[e.id] - y[e.id]))) for x, y in scores]
+                ways.setdefault(e.id, []).append(differences)
+    return stats.by_example(ways, len(asked[0].pairs))
 
 
 def _scores(store: ResultStore, cell: Cell, group: Group) -> dict[str, float]:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from kvbench.bench.records import NOT_RUN
 from kvbench.metrics import metric, stats
 from kvbench.papers.forensics.exact import Exact, exact
@@ -345,5 +343,4 @@ def _pairs(ours: OurTable, line: TableLine, column: Column) -> stats.Pairs:
         for e in sorted(wanted & a.keys() & b.keys()):
             if a[e]["score"] is not None and b[e]["score"] is not None:
                 found.setdefault(e, []).append((a[e]["score"], b[e]["score"]))
-    means = [np.mean(ways, axis=0) for ways in found.values()]
-    return np.array(means, dtype=np.float64).reshape(-1, 2)
+    return stats.by_example(found, 2)

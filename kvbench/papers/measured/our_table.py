@@ -29,8 +29,8 @@ from kvbench.run.run_plan import context_of
 from kvbench.tasks.base import Tokenizer
 
 RESULTS = "results"
-READING = {"max_length", "template", "truncation", "system", "query_aware", "bos"}
-ANSWERING = {"min_new_tokens", "max_new_tokens", "temperature"}
+_READING = ("max_length", "template", "truncation", "system", "query_aware", "bos")
+CONDITIONS = frozenset((*_READING, "min_new_tokens", "max_new_tokens", "temperature"))
 """Keys of ``run`` without which prompts are read, and answers made, as a paper's own."""
 
 
@@ -197,7 +197,7 @@ def prepare(
     run = _own_cells(run, [line for line in lines if line.chain is not None], said)
     groups = {w: tuple(g for g in run.groups if w.owns(g, said[w.whole])) for w in reads}
     more += _sizes(groups)
-    typed = tuple(f"{k}={v}" for k, v in given.items() if k.removeprefix("prompt.") in READING | ANSWERING)
+    typed = tuple(f"{k}={v}" for k, v in given.items() if k.removeprefix("prompt.") in CONDITIONS)
     return OurTable(declared, model, stand_in, lines, run, groups, absent, (*notes, *more), typed=typed)
 
 

@@ -253,7 +253,7 @@ def as_json(view: View) -> dict[str, Any]:
 
 
 def records(view: View) -> Iterator[dict[str, Any]]:
-    """What is known of each cell under the names of CSV_FIELDS, numbers as they are."""
+    """Yield a record of each cell under the names of CSV_FIELDS, numbers as they are."""
     declared = view.ours.declared
     for line, entries in view.rows:
         for column, e in zip(view.columns, entries, strict=True):

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 
 import yaml
 
@@ -130,14 +129,14 @@ class BenchSpec:
 
 def tables() -> list[tuple[str, str]]:
     """(paper, table) of every declaration."""
-    found = [(p.parent.name, p.stem.removeprefix("bench")) for p in _root().glob("*/bench[0-9]*.yaml")]
+    found = [(p.parent.name, p.stem.removeprefix("bench")) for p in DATA.glob("*/bench[0-9]*.yaml")]
     return sorted(found, key=lambda t: (t[0], int(t[1])))
 
 
 @cache
 def load(paper: str, table: str) -> BenchSpec:
     """One declaration; UsageError for one that is not there, KvbenchError for a damaged file."""
-    path = _root() / paper / f"bench{table}.yaml"
+    path = DATA / paper / f"bench{table}.yaml"
     if not path.exists():
         raise unknown("efficiency table", f"{paper}/{table}", [f"{p}/{t}" for p, t in tables()])
     try:
@@ -158,11 +157,6 @@ def files(script: str) -> dict[str, list[str]]:
     for name, arguments in re.findall(r"^== (\S+), .*?: bench time (.*)$", script, re.M):
         found.setdefault(name, []).append(arguments)
     return found
-
-
-@cache
-def _root() -> Path:
-    return DATA
 
 
 def main() -> int:
