@@ -22,9 +22,9 @@ from kvbench.engine.calibration.session import Session
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.weights_digest import weights_of
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.resolve import chains_of
 from kvbench.models.load import EMBEDDED
 from kvbench.run import presets
 
@@ -51,14 +51,19 @@ def prefill(
         raise UsageError("methods is a list of entries, e.g. methods=['full', 'snapkv+think']")
     if not methods:
         return []
-    base = presets.values(preset, _entry(model)) if preset is not None else {}
-    named = [m for m in methods if not isinstance(m, Chain)]
+    return prefill_chains(model, input_ids, _chains(model, methods, preset, knobs))  # type: ignore[arg-type]
+
+
+def _chains(
+    model: PreTrainedModel, methods: Sequence[Entry], preset: str | None, knobs: Mapping[str, Any]
+) -> list[Chain]:
+    """The chain of each entry; those that are chains already stay."""
+    values = presets.values(preset, _entry(model)) if preset is not None else {}
     try:
-        parsed = iter(registry.parse_all(named, knobs, base) if named or knobs else [])
+        named = iter(chains_of([m for m in methods if not isinstance(m, Chain)], knobs, values))
     except UsageError as error:
         raise presets.explain(error, preset) from None
-    chains = [m if isinstance(m, Chain) else next(parsed) for m in methods]
-    return prefill_chains(model, input_ids, chains)  # type: ignore[arg-type]
+    return [m if isinstance(m, Chain) else next(named) for m in methods]
 
 
 def _entry(model: PreTrainedModel) -> str:
@@ -114,8 +119,7 @@ def calibrate(
     KVBENCH_DATA names), and for the tiny model its own corpus. Raises UsageError if a file there is damaged or of
     another model.
     """
-    base = presets.values(preset, _entry(model)) if preset is not None else {}
-    chain = method if isinstance(method, Chain) else registry.parse_all([method], knobs, base)[0]
+    (chain,) = _chains(model, [method], preset, {} if isinstance(method, Chain) else knobs)
     path = Path(str(getattr(model.config, "_name_or_path", "")))
     session = Session(
         Path(folder).expanduser(),

@@ -53,10 +53,15 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 @cache
+def whole_config() -> dict[str, Any]:
+    """Return what conf/config.yaml says, before its groups are read."""
+    return read_yaml(conf_dir() / "config.yaml")
+
+
+@cache
 def top_level() -> dict[str, Any]:
-    """The keys of conf/config.yaml with their defaults."""
-    text = (conf_dir() / "config.yaml").read_text(encoding="utf-8")
-    return {k: v for k, v in yaml.safe_load(text).items() if k not in HIDDEN}
+    """Return the keys of conf/config.yaml that users set, with their defaults."""
+    return {k: v for k, v in whole_config().items() if k not in HIDDEN}
 
 
 @cache

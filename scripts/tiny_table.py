@@ -15,7 +15,6 @@ from kvbench.errors import KvbenchError
 from kvbench.run import archive, config, experiment
 from kvbench.run.experiment import RunPlan
 from kvbench.run.store import ResultStore
-from kvbench.run.words import rewrite
 from kvbench.tables import render
 
 FOLDER = Path(__file__).resolve().parent.parent / "results" / "tiny"
@@ -83,9 +82,7 @@ TABLES = {
 
 def prepare(table: str, results: str) -> RunPlan:
     """The run behind a table, with its results in ``results``."""
-    return experiment.prepare(
-        config.parse(config.compose_config(rewrite([*TABLES[table], f"results={results}"]).runs[0]))
-    )
+    return experiment.prepare(config.read([*TABLES[table], f"results={results}"]))
 
 
 def rendered(prepared: RunPlan, table: str) -> str:

@@ -32,7 +32,6 @@ from kvbench.cli.main import main as kvbench_main
 from kvbench.files import read_json, read_lines
 from kvbench.run import config, experiment
 from kvbench.run.store import ResultStore
-from kvbench.run.words import rewrite
 
 RUN = ["dataset=tiny/needle,tiny/listing", "length=256", "method=snapkv,snapkv+think", "batch_rows=6"]
 PAGE = 4096
@@ -74,7 +73,7 @@ def main() -> int:
         root = Path(folder)
         undisturbed = root / "undisturbed"
         # reads configuration and tokenizer once, before any child is forked
-        experiment.prepare(config.parse(config.compose_config(rewrite([*RUN, f"results={undisturbed}"]).runs[0])))
+        experiment.prepare(config.read([*RUN, f"results={undisturbed}"]))
         begun = time.monotonic()
         if finish(undisturbed):
             print((root / "undisturbed.log").read_text(), file=sys.stderr)

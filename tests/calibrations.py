@@ -8,9 +8,9 @@ import torch
 from calibrated import measured
 
 from kvbench.engine.weights_digest import weights_of
-from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Calibration, digest
+from kvbench.methods.resolve import chain_of
 
 
 def uncomp(layers: int, heads: int) -> dict[str, torch.Tensor]:
@@ -43,6 +43,6 @@ def bound(chain: Chain, layers: int, heads: int, weights: str = "none") -> Chain
 def ready(model, entry, per: str = "kv_head") -> Chain:
     """One chain of an entry as ``kvbench.prefill`` takes it, bound for ``model``; measured where it adapts that."""
     entry = {"method": entry} if isinstance(entry, str) else entry
-    chain = entry if isinstance(entry, Chain) else registry.parse({"per": per, **entry})
+    chain = entry if isinstance(entry, Chain) else chain_of({"per": per, **entry})
     chain = replace(chain, stages=tuple(measured(model, s) if s.adapts else s for s in chain.stages))
     return bound(chain, model.config.num_hidden_layers, model.config.num_attention_heads, weights_of(model))

@@ -5,13 +5,12 @@ from pathlib import Path
 
 from kvbench.cli.main import main
 from kvbench.run import config, experiment
-from kvbench.run.words import rewrite
 
 SMALL = ["dataset=tiny/needle,tiny/code", "length=256", "examples=6"]
 
 
 def prepare(*overrides, **changes):
-    cfg = config.parse(config.compose_config(rewrite(list(overrides)).runs[0]))
+    cfg = config.read(list(overrides))
     return experiment.prepare(type(cfg)(**{**cfg.__dict__, **changes}))
 
 

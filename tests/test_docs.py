@@ -14,10 +14,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from kvbench.cache.model_shape import Shape
-from kvbench.run.config import compose_config, parse
+from kvbench.run.config import read
 from kvbench.run.estimate import cache_bytes
 from kvbench.run.plan import with_baseline
-from kvbench.run.words import rewrite
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -82,7 +81,7 @@ def test_the_tables_to_scale_out_have_the_rows_and_bytes_that_their_cost_is_reck
 ):
     text = (ROOT / "docs" / "scale-out.md").read_text(encoding="utf-8")
     (words,) = (t for t in re.findall(r'TABLE="(.*?)"', text, re.DOTALL) if f"model={model}" in t.split())
-    chains = with_baseline(parse(compose_config(rewrite(words.split()).runs[0])).chains, baseline=True)
+    chains = with_baseline(read(words.split()).chains, baseline=True)
     assert len(chains) == rows
     found = sum(cache_bytes(c.chain, shape, n=6400, itemsize=2) for c in chains)
     new_tokens = rows * shape.full_bytes(509_000 // 3750, 2)
@@ -141,7 +140,6 @@ def test_the_page_of_what_is_measured_is_what_the_code_does():
 
 
 def test_every_number_of_the_readmes_stands_in_a_file_that_they_link_to(tmp_path):
-    sys.path.append(str(ROOT / "scripts"))
     import verify_docs
 
     assert verify_docs.main() == 0

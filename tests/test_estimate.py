@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from kvbench.cache.model_shape import Shape
 from kvbench.example import Example
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 from kvbench.run.estimate import estimate
 from kvbench.run.plan import Cell, Group
 
@@ -15,7 +15,7 @@ DENSE = 2 * 2 * 2 * N * 8 * ITEM  # layers, k and v, heads
 
 
 def cell(method, name):
-    chain = registry.parse(method)
+    chain = chain_of(method)
     return Cell({"name": name}, chain, name, SimpleNamespace(examples=()), "task")
 
 

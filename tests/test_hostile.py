@@ -19,10 +19,10 @@ from kvbench.methods import foreign, registry
 from kvbench.methods.base import Mask
 from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.resolve import ChainConfig, by_size
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models import load
 from kvbench.run import experiment
-from kvbench.run.config import ChainConfig
 from kvbench.run.plan import Cell
 from kvbench.run.runner import run_group
 from kvbench.run.store import ResultStore
@@ -158,7 +158,7 @@ def test_kvbenchs_own_methods_are_those_of_its_files_and_go_by_their_revision():
     for method in registry.available():
         target = registry.defaults(method).get("_target_", "")
         if target.rpartition(".")[0].removeprefix("kvbench.methods.") in foreign.OWN:
-            stage = registry.make_stage(method, registry.by_size(registry.defaults(method)))
+            stage = registry.make_stage(method, by_size(registry.defaults(method)))
             assert foreign.code_of(stage) is None
 
 

@@ -10,10 +10,9 @@ from kvbench.cli.main import main
 from kvbench.cli.runs import _fold, rows
 from kvbench.files import write_json
 from kvbench.methods import registry
-from kvbench.run import archive, config
+from kvbench.run import archive, config, words
 from kvbench.run.labels import differences, fields, label
 from kvbench.run.store import ResultStore
-from kvbench.run.words import rewrite
 
 TABLES = Path(__file__).parent.parent / "results" / "tables"
 SNAPKV = {"frozen_layers": [], "kernel": 7, "kv_size": 16, "pooling": "max", "window": 12}
@@ -62,8 +61,8 @@ def called(store, capsys, *arguments, options=()):
     ],
 )
 def test_the_label_of_a_cell_is_the_one_in_the_table_of_its_run(method):
-    (overrides,) = rewrite([*method.split(), "dataset=tiny/needle"]).runs
-    for chain in config.parse(config.compose_config(overrides)).chains:
+    (overrides,) = words.read([*method.split(), "dataset=tiny/needle"]).runs
+    for chain in config.parse(overrides).chains:
         read = json.loads(json.dumps({"chain": chain.chain.identity()}))
         assert label(read) == label({"chain": chain.chain.identity()}) == chain.label
 

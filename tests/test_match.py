@@ -9,17 +9,16 @@ from kvbench.audit import accounting
 from kvbench.cache.model_shape import Shape
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
-from kvbench.methods.registry import parse
-from kvbench.run import config, equal_memory
-from kvbench.run.words import rewrite
+from kvbench.methods.resolve import chain_of
+from kvbench.run import config, equal_memory, words
 
 MISTRAL = Shape(32, 32, 8, 128)
 TABLE7 = "kv_size=128,512,1024,2048"
 
 
 def parsed(line):
-    (overrides,) = rewrite(line.split()).runs
-    return config.parse(config.compose_config(overrides))
+    (overrides,) = words.read(line.split()).runs
+    return config.parse(overrides)
 
 
 def sizes(line, shape=MISTRAL, tokens=None):
@@ -56,11 +55,11 @@ def test_no_other_size_comes_nearer(kind, other, shape):
 
 def test_the_nominal_formula_is_the_papers():
     for size in (128, 512, 1024, 2048):
-        chain = parse({"method": "snapkv+think", "kv_size": size, "per": "query_head"})
+        chain = chain_of({"method": "snapkv+think", "kv_size": size, "per": "query_head"})
         assert accounting.nominal(chain, MISTRAL, 8192, 2) / 2**20 == pytest.approx(0.5 * size - 0.1 * (size - 32))
-        plain = parse({"method": "snapkv", "kv_size": size})
+        plain = chain_of({"method": "snapkv", "kv_size": size})
         assert accounting.nominal(plain, MISTRAL, 8192, 2) == accounting.declared(plain, MISTRAL, 8192, 2).payload
-    packed = parse("think+kivi", {"ratio": 0.5, "recent": 32})
+    packed = chain_of("think+kivi", {"ratio": 0.5, "recent": 32})
     exact = accounting.declared(packed, MISTRAL, 1000, 2).payload
     assert accounting.nominal(packed, MISTRAL, 1000, 2) == exact  # half of 128 channels is a whole number
 

@@ -11,9 +11,8 @@ from kvbench.cli.main import main
 from kvbench.conf import conf_dir, entries
 from kvbench.errors import UsageError
 from kvbench.methods import registry
-from kvbench.run import config, presets
+from kvbench.run import config, presets, words
 from kvbench.run.equal_memory import KINDS
-from kvbench.run.words import rewrite
 
 PAPERS = ("qhitter", "refreekv", "think", "uncomp", "vatp")
 CHAINS = {
@@ -26,8 +25,8 @@ CHAINS = {
 
 
 def parsed(line):
-    (overrides,) = rewrite(line.split()).runs
-    return config.parse(config.compose_config(overrides))
+    (overrides,) = words.read(line.split()).runs
+    return config.parse(overrides)
 
 
 def knobs(line, stage):
@@ -113,8 +112,8 @@ def test_a_typed_budget_replaces_the_presets():
 
 
 def test_qhitters_scripts_keep_a_fifth_and_alias_values():
-    (both,) = rewrite(["preset=qhitter", "method=qhitter,h2o+quant,h2o"]).runs
-    hitter, quantised, exact = (c.chain.stages[0] for c in config.parse(config.compose_config(both)).chains)
+    (both,) = words.read(["preset=qhitter", "method=qhitter,h2o+quant,h2o"]).runs
+    hitter, quantised, exact = (c.chain.stages[0] for c in config.parse(both).chains)
     assert hitter.parts(1000) == quantised.parts(1000) == (70, 79, 50) and exact.parts(1000) == (150, 50)
     assert (hitter.lam, quantised.lam) == (0.5, 1)
     assert hitter.v_alias and quantised.v_alias and hitter.prefill_key == quantised.prefill_key != ""
@@ -136,8 +135,8 @@ def test_vatp_keeps_as_many_first_tokens_as_the_model_has_in_the_paper():
 
 
 def test_each_models_own_values_hold_in_a_run_of_several():
-    runs = rewrite(["preset=refreekv", "method=twilight", "model=llama3-8b-instruct,mistral-7b-instruct-v0.3"]).runs
-    found = [config.parse(config.compose_config(r)).chains[0].chain.stages[0].p for r in runs]
+    runs = words.read(["preset=refreekv", "method=twilight", "model=llama3-8b-instruct,mistral-7b-instruct-v0.3"]).runs
+    found = [config.parse(r).chains[0].chain.stages[0].p for r in runs]
     assert found == [0.95, 0.85]
 
 

@@ -11,11 +11,10 @@ from kvbench.cli.main import main
 from kvbench.files import parse_line
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import ChainConfig
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.run import config, experiment
-from kvbench.run.config import ChainConfig
 from kvbench.run.store import ResultStore
-from kvbench.run.words import rewrite
 from kvbench.tables.render import _kept, _payload, render
 
 
@@ -142,7 +141,7 @@ def test_broken_method_is_refused_in_the_table_and_others_go_on(tmp_path, capsys
         f"results={tmp_path}",
         chains=(
             ChainConfig(Chain((Liar(kv_ratio=0.125),)), "liar"),
-            *config.parse(config.compose_config(rewrite(["method=snapkv"]).runs[0])).chains,
+            *config.read(["method=snapkv"]).chains,
         ),
     )
     report = experiment.measure(prepared, quiet=True)

@@ -18,8 +18,8 @@ from kvbench.errors import KvbenchError, UsageError
 from kvbench.files import line_of, parse_line
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import ChainConfig
 from kvbench.run import config, experiment, runner
-from kvbench.run.config import ChainConfig
 from kvbench.run.store import ResultStore
 
 
@@ -214,7 +214,7 @@ def test_identity_changes_with_what_is_measured_and_only_then(tmp_path):
 def test_every_config_field_says_whether_it_is_identity():
     from dataclasses import fields
 
-    for cls in (config.RunConfig, config.ModelConfig, config.DatasetConfig, config.ChainConfig):
+    for cls in (config.RunConfig, config.ModelConfig, config.DatasetConfig, ChainConfig):
         for f in fields(cls):
             assert f.metadata.get("role") in ("identity", "runtime"), f"{cls.__name__}.{f.name}"
 

@@ -24,8 +24,8 @@ from kvbench.cache import ops
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.methods import registry
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import synchronise
 from kvbench.storage import native
 from kvbench.storage.native.build import SWITCH
@@ -107,7 +107,7 @@ def measure(
     seconds = 0.0
     full = layer(Chain(), n, args.heads, args.query_heads, args.head_dim, dtype, device)
     for name in names:
-        chain = registry.parse(FORMATS[name])
+        chain = chain_of(FORMATS[name])
         held = layer(chain, n, args.heads, args.query_heads, args.head_dim, dtype, device)
         room = args.repeats + 2
         batches = {

@@ -27,8 +27,8 @@ from kvbench.bench.decode import FORMATS, layer
 from kvbench.bench.roofline import copy_bandwidth
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.row_bytes import stored_bytes
-from kvbench.methods import registry
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import chain_of
 from kvbench.storage import kernels
 from kvbench.storage.kernels import SWITCH
 
@@ -84,7 +84,7 @@ def switched(state: str) -> Iterator[None]:
 
 def measure(name: str, shape: KernelShape, repeats: int, device: torch.device, timer: Timer) -> KernelRow:
     """The format ``name`` of FORMATS, or the whole cache, at one shape."""
-    chain = Chain() if name == FULL else registry.parse(FORMATS[name])
+    chain = Chain() if name == FULL else chain_of(FORMATS[name])
     sizes = (shape.tokens, shape.heads, shape.query_heads, shape.head_dim, shape.dtype, device)
     held = layer(chain, *sizes)
     room, b = repeats + WARM_UP, shape.batch

@@ -16,7 +16,7 @@ from kvbench.engine.memory import free_bytes
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
-from kvbench.run.config import ChainConfig
+from kvbench.methods.resolve import ChainConfig
 from kvbench.tables.render import Sheet, compose
 
 CHAINS = ("snapkv+think", "snapkv+kivi", "think+kivi", "snapkv+think+kivi")

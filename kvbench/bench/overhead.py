@@ -24,7 +24,6 @@ from kvbench.run.host import Host
 from kvbench.run.provenance import provenance
 from kvbench.run.runner import run_group
 from kvbench.run.store import ResultStore
-from kvbench.run.words import rewrite
 
 LIMITS = {"full through kvbench / bare generate": 1.10, "full and snapkv+think together / full": 1.60}
 
@@ -32,7 +31,7 @@ LIMITS = {"full through kvbench / bare generate": 1.10, "full and snapkv+think t
 def prepared(method: str, examples: int) -> RunPlan:
     """A run of ``method`` on two tiny tasks, one with short and one with long answers."""
     arguments = [f"method={method}", "baseline=false", "dataset=tiny/needle,tiny/listing", f"limit={examples}"]
-    cfg = config.parse(config.compose_config(rewrite(arguments).runs[0]))
+    cfg = config.read(arguments)
     return experiment.prepare(cfg)
 
 

@@ -162,7 +162,7 @@ def main() -> int:
     """Answer the requests on standard input, each in a copy of this process, by one line of JSON."""
     for line in sys.stdin:
         asked = json.loads(line)
-        cfg = config.parse(config.compose_config(asked["overrides"]))
+        cfg = config.read(asked["overrides"])
         # a model without storage has everything imported
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(architecture.model_config(cfg.model))

@@ -20,10 +20,11 @@ from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.conf import top_level
 from kvbench.errors import UsageError, unknown
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import ChainConfig
 from kvbench.models import load
 from kvbench.run import config
-from kvbench.run.config import ChainConfig, RunConfig
-from kvbench.run.words import rewrite, split_list
+from kvbench.run.config import RunConfig
+from kvbench.run.words import Request, read, split_list
 
 OWN = {
     "workloads": "128+16x4",
@@ -61,14 +62,12 @@ def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tu
     if not {"weights", "model.weights"} & set(given):
         rest.append("weights=random")
     path = Path(own["folder"]) / f"{_name(own['name'])}.jsonl"
-    return [row for overrides in rewrite(rest).runs for row in _one_model(overrides, own, path, plan, beside)], path
+    return [row for request in read(rest).runs for row in _one_model(request, own, path, plan, beside)], path
 
 
-def _one_model(
-    overrides: Sequence[str], own: Mapping[str, str], path: Path, plan: bool, older: bool
-) -> list[dict[str, Any]]:
+def _one_model(request: Request, own: Mapping[str, str], path: Path, plan: bool, older: bool) -> list[dict[str, Any]]:
     """The rows asked for of one model, measured where they are missing."""
-    cfg = config.parse(config.compose_config(overrides))
+    cfg = config.parse(request)
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     device = load.resolve_device(cfg.device)
@@ -76,7 +75,7 @@ def _one_model(
     beside = dict.fromkeys((records.FULL, own["over"]))
     if own["over"] not in [e.name for e in entrants]:
         raise unknown("value of over", own["over"], [e.name for e in entrants])
-    settings = _settings(cfg, overrides, own, device)
+    settings = _settings(cfg, request.words, own, device)
     again, limit = _flag(own, "again"), settings.limit
     known = records.latest(records.read(path))
     finished = {} if again else timing.finished(known, entrants, workloads, settings, device)
@@ -126,7 +125,7 @@ def _entrants(cfg: RunConfig, peers: str, step: str) -> list[Entrant]:
     ]
 
 
-def _settings(cfg: RunConfig, overrides: Sequence[str], own: Mapping[str, str], device: Any) -> Settings:
+def _settings(cfg: RunConfig, words: Sequence[str], own: Mapping[str, str], device: Any) -> Settings:
     if own["generate"] not in ("full", "sampled"):
         raise unknown("value of generate", own["generate"], ("full", "sampled"))
     dtype = load.resolve_dtype(cfg.model, device, architecture.model_config(cfg.model))
@@ -138,7 +137,7 @@ def _settings(cfg: RunConfig, overrides: Sequence[str], own: Mapping[str, str], 
         **environment.facts(device),
     }
     return Settings(
-        tuple(overrides),
+        tuple(words),
         facts,
         repeats=_count(own, "repeats", 1),
         warmup=_count(own, "warmup", 0),

@@ -29,7 +29,7 @@ from kvbench.cache.model_shape import Shape
 from kvbench.cache.segment import LayerCache
 from kvbench.engine.layer_by_layer import Layers
 from kvbench.engine.memory import free_bytes
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 
 LIMIT = 0.05
 WARM = 4
@@ -68,7 +68,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "0", 
 
 def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE) -> dict[str, float]:
     """Bytes that this process grows by while it holds so many caches, and the bytes accounted for them."""
-    chain = registry.parse(METHODS[name])
+    chain = chain_of(METHODS[name])
 
     def build() -> list[LayerCache]:
         layers = Layers(chain)

@@ -33,7 +33,6 @@ from kvbench.models import load
 from kvbench.run import config, experiment
 from kvbench.run.experiment import RunPlan
 from kvbench.run.host import Host
-from kvbench.run.words import rewrite
 
 METHODS = ("full", "streamingllm", "snapkv", "keynorm", "h2o", "snapkv+think")
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
@@ -69,7 +68,7 @@ def case(*overrides: str, methods: str = ",".join(METHODS)) -> Case:
     """The run of ``methods`` on what ``overrides`` name; answers never stop before their limit."""
     budgets = ",".join(map(str, BUDGETS))
     arguments = [f"method={methods}", *([f"kv_ratio={budgets}"] if methods != "full" else []), *overrides]
-    cfg = config.parse(config.compose_config(rewrite(arguments).runs[0]))
+    cfg = config.read(arguments)
     run = experiment.prepare(cfg)
     model = load.load_weights(cfg.model, run.source, load.resolve_device(cfg.device))
     return Case(experiment.make_host(run, model), run)

@@ -19,7 +19,7 @@ from kvbench.bench.records import FAILED, FINISHED, FULL, MEASURED, NOT_RUN, OOM
 from kvbench.bench.workload import Workload, prompts
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.errors import KvbenchError
-from kvbench.run.config import ChainConfig
+from kvbench.methods.resolve import ChainConfig
 
 TOGETHER = "its prompts are read all at once, kvbench's one by one"
 GRAPH = "recording the graph is part of build"

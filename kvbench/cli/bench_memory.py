@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.conf import top_level
 from kvbench.errors import UsageError, unknown
-from kvbench.run.words import rewrite, split_list
+from kvbench.run import words
+from kvbench.run.words import split_list
 
 if TYPE_CHECKING:
     from kvbench.run.config import RunConfig
@@ -31,10 +32,7 @@ def main(args: argparse.Namespace) -> int:
     if "method" not in given:
         rest.append(f"method={','.join(memory_table.default_methods())}")
     _refuse_keys(given)
-    results = [
-        _measure(config.parse(config.compose_config(overrides)), sizes, not args.formula, args.json)
-        for overrides in rewrite(rest).runs
-    ]
+    results = [_measure(config.parse(run), sizes, not args.formula, args.json) for run in words.read(rest).runs]
     if args.json:
         print(json.dumps(results[0] if len(results) == 1 else results, indent=1, ensure_ascii=False))
     return 0 if all(row["agrees"] in (True, None) for r in results for row in r["rows"]) else 1

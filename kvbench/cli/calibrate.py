@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.run.words import rewrite
+from kvbench.run import words
 
 EXAMPLES = """examples:
   python -m kvbench calibrate method=uncomp-group
@@ -33,8 +33,8 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.run import config, experiment
 
     records: list[dict[str, Any]] = []
-    for run in rewrite(overrides).runs:
-        records += experiment.calibrate(config.parse(config.compose_config(run)), quiet=args.json)
+    for run in words.read(overrides).runs:
+        records += experiment.calibrate(config.parse(run), quiet=args.json)
     if args.json:
         print(json.dumps(records, indent=1, ensure_ascii=False))
         return 0

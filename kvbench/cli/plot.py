@@ -12,7 +12,8 @@ from typing import Any
 
 from kvbench.conf import top_level
 from kvbench.errors import UsageError
-from kvbench.run.words import rewrite, split_list
+from kvbench.run import words
+from kvbench.run.words import Request, split_list
 
 EXAMPLES = """examples:
   python -m kvbench plot list
@@ -108,7 +109,7 @@ def _plot(names: list[str], pairs: list[str], quiet: bool, stored: bool) -> list
         raise UsageError(f"plot draws one model at a time, not {len(models)}: give model= one name")
     made = []
     if of_activations:
-        made = _of_activations(of_activations, rewrite([*plain, "method=full"]).runs[0], keys, own, quiet)
+        made = _of_activations(of_activations, words.read([*plain, "method=full"]).runs[0], keys, own, quiet)
     return made + _of_results(of_results, plain, quiet, stored)
 
 
@@ -142,7 +143,7 @@ def _of_results(figures: Sequence[Any], pairs: Sequence[str], quiet: bool, store
 
 
 def _of_activations(
-    figures: Sequence[Any], run: Sequence[str], keys: Sequence[str], own: dict[str, Any], quiet: bool
+    figures: Sequence[Any], request: Request, keys: Sequence[str], own: dict[str, Any], quiet: bool
 ) -> list[dict[str, Any]]:
     """Figures of what a model computes while it reads."""
     from kvbench.papers.figures import source
@@ -151,7 +152,7 @@ def _of_activations(
     from kvbench.progress import progress
     from kvbench.run import config
 
-    cfg = config.parse(config.compose_config(run))
+    cfg = config.parse(request)
     origin = source.locate(cfg, "dataset" in keys, own.get("text"), own.get("samples"), own.get("tokens"))
     made = []
     for figure in figures:

@@ -60,14 +60,13 @@ def _page(results: Path, model: str, count: int, overrides: list[str], chosen: b
     from kvbench.papers.forensics import audit
     from kvbench.papers.report import page, samples, tables
     from kvbench.papers.spec import stand_ins
-    from kvbench.run import config, experiment
-    from kvbench.run.words import rewrite
+    from kvbench.run import config, experiment, words
 
     written = [o for o in overrides if o.partition("=")[0] not in ("results", "longbench")]
-    run = rewrite([*([] if chosen else METHODS), *written, f"results={results}", f"limit={max(1, count)}"]).runs[0]
+    run = words.read([*([] if chosen else METHODS), *written, f"results={results}", f"limit={max(1, count)}"]).runs[0]
     shown: list[dict[str, Any]] = []
     if count:
-        shown = samples.collect(experiment.prepare(config.parse(config.compose_config(run))), count)
+        shown = samples.collect(experiment.prepare(config.parse(run)), count)
     own = [o for o in overrides if o.partition("=")[0] in ("data.root", "longbench")]
     parts = tables.parts(model, str(results), results / ("tiny" if model == stand_ins.MODEL else "tables"), own)
     found = audit()

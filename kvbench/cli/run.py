@@ -16,8 +16,10 @@ from dataclasses import asdict, dataclass
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from kvbench.cli import launchers
-from kvbench.run.words import rewrite
+from kvbench.run import words
 
 if TYPE_CHECKING:
     from kvbench.run.experiment import RunPlan
@@ -61,20 +63,18 @@ def output_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print; cells that were refused or failed make the exit status 1."""
-    command = rewrite(args.overrides, args.multirun)
+    command = words.read(args.overrides, args.multirun)
     launchers.check(command)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.run import config, experiment
     from kvbench.run.wandb_logger import listeners
 
     if args.config:
-        from omegaconf import OmegaConf
-
-        for overrides in command.runs:
-            cfg = config.compose_config(overrides)
-            print(json.dumps(OmegaConf.to_container(cfg), indent=1) if args.json else OmegaConf.to_yaml(cfg))
+        for request in command.runs:
+            composed = config.compose(request)
+            print(json.dumps(composed, indent=1) if args.json else yaml.safe_dump(composed, sort_keys=False))
         return 0
-    prepared = [experiment.prepare(config.parse(config.compose_config(o))) for o in command.runs]
+    prepared = [experiment.prepare(config.parse(r)) for r in command.runs]
     if args.plan:
         return print_plans(prepared, args.json)
     if command.sweep:
@@ -118,10 +118,10 @@ class Stop:
 
 
 @contextmanager
-def stopping(prepared: Sequence[RunPlan], words: Sequence[str]) -> Iterator[Stop]:
+def stopping(prepared: Sequence[RunPlan], asked: Sequence[str]) -> Iterator[Stop]:
     """End on SIGINT or SIGTERM as soon as what is measured is safe; say what is done and how to go on.
 
-    ``words`` are the verb and its arguments.
+    ``asked`` are the verb and its arguments.
     """
     stop, came = Stop(), []
 
@@ -138,7 +138,7 @@ def stopping(prepared: Sequence[RunPlan], words: Sequence[str]) -> Iterator[Stop
         stop.status = 128 + (came[-1] if came else signal.SIGINT)
         todo = [t for p in prepared for t in p.todo()]
         done, left = (sum(t[key] for t in todo) for key in ("answers_done", "answers_to_do"))
-        command = shlex.join(["python", "-m", "kvbench", *words])
+        command = shlex.join(["python", "-m", "kvbench", *asked])
         print(
             f"kvbench: interrupted. {done} of {done + left} answers are done and safe; to go on:\n  {command}",
             file=sys.stderr,

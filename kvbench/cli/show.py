@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbench.cli.run import output_arguments, print_reports
 from kvbench.errors import UsageError
-from kvbench.run.words import rewrite
+from kvbench.run import words
 
 EXAMPLES = """examples:
   python -m kvbench show method=snapkv+think ratio=0.4
@@ -38,8 +38,8 @@ def main(args: argparse.Namespace) -> int:
         return _show_cell(cells[0], args)
     from kvbench.run import config, experiment
 
-    runs = rewrite(args.overrides).runs
-    prepared = [experiment.prepare(config.parse(config.compose_config(o)), reading=True) for o in runs]
+    runs = words.read(args.overrides).runs
+    prepared = [experiment.prepare(config.parse(o), reading=True) for o in runs]
     reports = [experiment.report(p) for p in prepared]
     if not args.json and all(c["status"] == "missing" for r in reports for row in r["rows"] for c in row["cells"]):
         print(f"nothing of this is measured yet in {reports[0]['results']}; run it: python -m kvbench run ...")

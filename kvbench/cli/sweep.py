@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.conf import conf_dir
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.run import config, experiment
+from kvbench.run import config, experiment, words
 from kvbench.run.experiment import RunPlan
 from kvbench.run.wandb_logger import listeners
-from kvbench.run.words import Command, quote
+from kvbench.run.words import Command
 
 
 def job(cfg: DictConfig) -> None:
     """Measure one shard, in the folder that the sweep was started from."""
     os.chdir(HydraConfig.get().runtime.cwd)
-    run = config.parse(cfg)
+    (request,) = words.read([*cfg.words, f"shard={cfg.shard}", f"shards={cfg.shards}"]).runs
+    run = config.parse(request, OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     experiment.measure(experiment.prepare(run), listeners=listeners(run.logger))
 
 
@@ -36,10 +38,12 @@ def sweep(command: Command, prepared: RunPlan) -> None:
     before = sys.argv
     data = os.environ.get("KVBENCH_DATA")
     # workers on a cluster have an environment of their own
-    env = [f"+hydra.job.env_set.KVBENCH_DATA={quote(os.path.abspath(data))}"] if data else []
+    env = [f"+hydra.job.env_set.KVBENCH_DATA={_quoted(os.path.abspath(data))}"] if data else []
+    (request,) = command.runs
+    typed = [f"+words=[{','.join(map(_quoted, request.words))}]", f"results={_quoted(prepared.cfg.results)}"]
     # with it Hydra lets our errors through instead of printing its own
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    sys.argv = ["kvbench", "--multirun", *command.runs[0], *command.sweep, *env]
+    sys.argv = ["kvbench", "--multirun", *config.group_overrides(request), *typed, *command.sweep, *env]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
     except KvbenchError:
@@ -53,6 +57,12 @@ def sweep(command: Command, prepared: RunPlan) -> None:
         ) from error
     finally:
         sys.argv = before
+
+
+def _quoted(text: str) -> str:
+    """A text that Hydra reads as it is."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
 
 
 def _check_dtype(command: Command, prepared: RunPlan) -> None:

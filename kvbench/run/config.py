@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.conf import check, conf_dir, entries, identity, is_whole, runtime
+from kvbench.conf import check, conf_dir, entries, identity, is_whole, runtime, whole_config
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
-from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import ChainConfig, entries_of, grids, resolve
 from kvbench.models.config import ModelConfig
-from kvbench.run import presets
+from kvbench.run import presets, words
+from kvbench.run.words import Request
 from kvbench.tasks.prompt import TEMPLATES, PromptPolicy
 
 MAX_THREADS = 1024
 """More than any processor has; a million would take the machine down before PyTorch says no."""
-BUDGETS = ("kv_size", "kv_ratio", "ratio", "value_ratio")
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,6 @@ class DatasetConfig:
     tasks: tuple[str, ...] = identity(default=())
     label: str = runtime(default="")
     default_limit: int | None = runtime(default=None)
-
-
-@dataclass(frozen=True)
-class ChainConfig:
-    """One method of the run with its knobs settled; ``label`` names the knobs that the user set or swept.
-
-    ``entries`` are the knobs by method as they were before the budget settled them, ``written`` the method as typed.
-    """
-
-    chain: Chain = identity()
-    label: str = runtime(default="")
-    entries: Mapping[str, Mapping[str, Any]] = runtime(default_factory=dict)
-    written: str = runtime(default="")
 
 
 @dataclass(frozen=True)
@@ -139,72 +128,83 @@ class RunConfig:
             check(name, value, value is None or (isinstance(value, str) and bool(value)), "a path, or null")
 
 
-def compose_config(overrides: Sequence[str]) -> DictConfig:
-    """The Hydra composition of plain overrides; its errors come as UsageError."""
-    try:
-        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            return compose(config_name="config", overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(plain(error)) from None
+def read(arguments: Sequence[str]) -> RunConfig:
+    """Return the one run that ``key=value`` arguments ask for; raises UsageError naming key and value."""
+    (request,) = words.read(arguments).runs
+    return parse(request)
 
 
-def parse(cfg: DictConfig) -> RunConfig:
-    """The typed run of one composition; grids of knobs are expanded. Raises UsageError naming key and value."""
-    try:
-        raw: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", "") or ""
-        raise UsageError(f"{key or 'a key'} has no value; give {key}=... ({plain(error)})") from None
-    raw.pop("hydra", None)
+def parse(request: Request, composed: Mapping[str, Any] | None = None) -> RunConfig:
+    """Return the typed run of a request; grids of knobs are expanded. Raises UsageError naming key and value.
+
+    ``composed`` is what Hydra made of the request's ``group_overrides`` where it composed them itself.
+    """
+    raw = compose(request, composed)
     model = ModelConfig(**raw["model"])
-    chains = tuple(_chains(raw))
-    datasets = tuple(_datasets(raw))
+    knobs = {k: v for k, v in request.values.items() if k.startswith("method.")}
+    try:
+        chains = resolve(raw["chains"], {registry.PER: raw["per"], **knobs}, _preset(request))
+    except UsageError as error:
+        raise presets.explain(error, request.preset) from None
     rest = {f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw and f.name not in ("model", "chains")}
     rest["prompt"], rest["sampling"] = (
         _prompt(raw, model),
         Sampling(raw["temperature"], raw["top_p"], raw["sample_seed"]),
     )
-    rest["data_root"], rest["preset"] = raw["data"]["root"], raw["preset"]["name"]
+    rest["data_root"], rest["preset"] = raw["data"]["root"], request.preset
     rest["logger"] = LoggerConfig(**raw["logger"])
     for key in ("batch_rows", "memory", "threads"):
         rest[key] = None if rest[key] == "auto" else rest[key]
-    return RunConfig(model=model, chains=chains, datasets=datasets, **rest)
+    return RunConfig(model=model, chains=tuple(chains), datasets=tuple(_datasets(raw)), **rest)
 
 
-def _chains(raw: Mapping[str, Any]) -> Iterator[ChainConfig]:
-    entries: Mapping[str, Mapping[str, Any]] = raw.get("method") or {}
-    pers = raw["per"] if isinstance(raw["per"], list) else [raw["per"]]
-    seen = set()
-    for written in raw["chains"]:
-        parts, fixed = registry.split(str(written)), registry.settled(str(written))
-        free = {m: {k: v for k, v in (entries.get(m) or {}).items() if (m, k) not in fixed} for m in parts}
-        axes = [(m, k, v) for m in parts for k, v in _axes(free[m], registry.defaults(m))]
-        for axis, given in [("per", pers), *((f"method.{m}.{k}", v) for m, k, v in axes)]:
-            check(axis, given, bool(given), "a value, or a list of at least one")
-        for per, *chosen in itertools.product(pers, *(v for _, _, v in axes)):
-            settled = {m: {**free[m], **{k: v for (o, k), v in fixed.items() if o == m}} for m in parts}
-            for (m, k, _), value in zip(axes, chosen, strict=True):
-                settled[m][k] = value
-            try:
-                made = chain_config(settled, str(per), {(m, k) for m, k, _ in axes}, str(written))
-            except UsageError as error:
-                raise presets.explain(error, raw["preset"]["name"]) from None
-            key = (made.chain.name, repr(made.chain.identity()))
-            if key not in seen:
-                seen.add(key)
-                yield made
+def group_overrides(request: Request) -> list[str]:
+    """Return the Hydra overrides by which a request chooses from the groups of conf/."""
+    datasets = dict.fromkeys(t.partition("/")[0] for t in request.tasks or whole_config()["tasks"])
+    chosen = (f"{group}={entry}" for group, entry in request.groups.items())
+    return [*chosen, f"dataset=[{','.join(datasets)}]", "method=[]"]
 
 
-def chain_config(
-    entries: Mapping[str, Mapping[str, Any]], per: str, swept: Collection[tuple[str, str]] = (), written: str = ""
-) -> ChainConfig:
-    """One chain of settled knobs by method, with its label; ``swept`` (method, knob) are named in it in any case.
+def compose(request: Request, composed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return conf/ as the request chooses from it, with its values in their places and its methods' knobs by stage."""
+    raw = copy.deepcopy(dict(composed)) if composed is not None else _composed(group_overrides(request))
+    methods, preset = request.methods or tuple(whole_config()["chains"]), _preset(request)
+    raw |= {"chains": list(methods), "preset": {"name": request.preset}, "per": preset.get("per", raw["per"])}
+    raw["tasks"] = list(request.tasks) or raw["tasks"]
+    stages = tuple(dict.fromkeys(s for m in methods for s in registry.split(m)))
+    raw["method"] = entries_of(stages, preset, {k: v for k, v in request.values.items() if k.startswith("method.")})
+    for key, value in request.values.items():
+        if not key.startswith("method."):
+            _put(raw, key, value)
+    missing = next((k for k, v in raw["model"].items() if v == "???"), None)
+    if missing:
+        raise UsageError(f"model.{missing} has no value; give model.{missing}=...")
+    return raw
 
-    ``written`` is the method as the user wrote it: the label has the aliases in it, not what they stand for.
-    """
-    settled = {m: registry.by_size(e) for m, e in entries.items()}
-    chain = registry.make_chain(settled, per)
-    return ChainConfig(chain, _label(chain, settled, swept, written), entries, written)
+
+def _composed(overrides: Sequence[str]) -> dict[str, Any]:
+    """Hydra's composition of conf/; its errors come as UsageError."""
+    try:
+        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+            cfg = hydra_compose(config_name="config", overrides=list(overrides))
+        return OmegaConf.to_container(cfg, resolve=True)  # type: ignore[return-value]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(plain(error)) from None
+
+
+def _preset(request: Request) -> dict[str, Any]:
+    return presets.values(request.preset, request.groups["model"]) if request.preset is not None else {}
+
+
+def _put(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set a value by its full key; raises UsageError where there is no such key."""
+    *path, last = key.split(".")
+    place = raw
+    for part in path:
+        place = place[part]
+    if last not in place:
+        raise unknown("key", key, (".".join([*path, k]) for k in place))
+    place[last] = value
 
 
 def _limit_names() -> set[str]:
@@ -234,49 +234,16 @@ def _prompt(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
 
 
 def _datasets(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
-    entries: Mapping[str, Mapping[str, Any]] = raw["dataset"]
-    for name, entry in entries.items():
+    for name, entry in raw["dataset"].items():
         wanted = [str(t).partition("/") for t in raw["tasks"]]
         mine = [task for owner, _, task in wanted if owner == name]
         tasks = () if "" in mine else tuple(dict.fromkeys(mine))
-        defaults = _yaml_defaults(name)
-        axes = list(_axes(entry, defaults))
+        axes = list(grids(entry, entries("dataset").get(name, {})))
         for chosen in itertools.product(*(v for _, v in axes)):
             knobs = {**entry, **{k: v for (k, _), v in zip(axes, chosen, strict=True)}}
             limit = knobs.pop("default_limit", None)
             label = ",".join(f"{k}={v}" for (k, _), v in zip(axes, chosen, strict=True))
             yield DatasetConfig(name, knobs, tasks, label, limit)
-
-
-def _axes(entry: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Knobs given as a grid: a list where the default is none, or a list of lists where it is one."""
-    for key, value in entry.items():
-        if isinstance(value, list) and (
-            not isinstance(defaults.get(key), list) or any(isinstance(v, list) for v in value)
-        ):
-            yield key, value
-
-
-def _yaml_defaults(dataset: str) -> Mapping[str, Any]:
-    return entries("dataset").get(dataset, {})
-
-
-def _label(
-    chain: Chain, settled: Mapping[str, Mapping[str, Any]], swept: Collection[tuple[str, str]], written: str
-) -> str:
-    """The chain's name with its budgets, its place in a grid, and what differs from the plain defaults."""
-    changed, fixed = [], registry.settled(written)
-    for stage in chain.stages:
-        plain = registry.defaults(stage.id)
-        for knob, value in settled[stage.id].items():
-            unset = knob.startswith("_") or getattr(stage, knob, value) is None
-            plainly = value == plain.get(knob) and knob not in BUDGETS and (stage.id, knob) not in swept
-            if unset or plainly or (stage.id, knob) in fixed:
-                continue
-            changed.append(f"{knob}={','.join(map(str, value)) if isinstance(value, list) else value}")
-    if chain.stages and chain.per != "kv_head":
-        changed.append(f"per={chain.per}")
-    return " ".join([registry.as_written(chain.name, written), *changed])
 
 
 def plain(error: Exception) -> str:

@@ -17,7 +17,8 @@ from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
-from kvbench.run.config import ChainConfig, RunConfig, chain_config
+from kvbench.methods.resolve import BUDGET_PARTS, ChainConfig, chain_config, overlay
+from kvbench.run.config import RunConfig
 
 KINDS = ("bytes", "nominal")
 LONG = 2**20
@@ -122,9 +123,7 @@ def nearest(template: ChainConfig, reference: ChainConfig, price: Price, kind: s
 def with_size(template: ChainConfig, size: int) -> ChainConfig:
     """The chain with that kv_size as its only budget, and whatever its knobs make of it."""
     owner = next(s.id for s in template.chain.stages if isinstance(s, Selector))
-    entry = dict(template.entries[owner])
-    entry |= {k: None for k in (*registry.BUDGET_KNOBS, *registry.BUDGET_PARTS) if k in entry}
-    entry["kv_size"] = size
+    entry = overlay(template.entries[owner], {"kv_size": size})
     return chain_config({**template.entries, owner: entry}, template.chain.per, written=template.written)
 
 
@@ -146,7 +145,7 @@ def _templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
     """Chains that differ in more than their budget, one of each."""
     found: dict[str, ChainConfig] = {}
     for c in chains:
-        budget = (*registry.BUDGET_KNOBS, *registry.BUDGET_PARTS)
+        budget = (*registry.BUDGET_KNOBS, *BUDGET_PARTS)
         rest = {m: {k: v for k, v in e.items() if k not in budget} for m, e in c.entries.items()}
         found.setdefault(repr((c.chain.name, c.chain.per, sorted(rest.items()))), c)
     return list(found.values())

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.methods import registry
-from kvbench.run.config import BUDGETS
+from kvbench.methods.resolve import ALWAYS_NAMED, by_size
 
 Identity = Mapping[str, Any]
 
@@ -31,7 +31,7 @@ def label(identity: Identity, otherwise: str = "") -> str:
         order = list(plain)
         for knob in sorted(stage["knobs"], key=lambda k: order.index(k) if k in plain else len(order)):
             value, key = stage["knobs"][knob], knob if owners[knob] == 1 else f"{stage['id']}.{knob}"
-            if knob in BUDGETS or knob not in plain or plain[knob] != _same(value):
+            if knob in ALWAYS_NAMED or knob not in plain or plain[knob] != _same(value):
                 words.append(f"{key}={_text(value)}")
     return " ".join([*words, *([f"per={chain['per']}"] if chain["per"] != "kv_head" else [])])
 
@@ -91,7 +91,7 @@ def _same(value: Any) -> Any:
 def _plain(method: str) -> dict[str, Any]:
     """The knobs of a method as they are where nobody sets them, in their order; none of one that is no more."""
     try:
-        stage = registry.make_stage(method, registry.by_size(registry.defaults(method)))
+        stage = registry.make_stage(method, by_size(registry.defaults(method)))
     except UsageError:
         return {}
     return {k: _same(stage.knobs()[k]) for k in registry.knob_names(method)}

@@ -13,8 +13,9 @@ from kvbench.errors import Refused, UsageError
 from kvbench.example import Example
 from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.resolve import ChainConfig
 from kvbench.metrics import metric
-from kvbench.run.config import ChainConfig, RunConfig
+from kvbench.run.config import RunConfig
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
 from kvbench.tasks.prompt import PromptPolicy, check
 

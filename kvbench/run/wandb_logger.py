@@ -17,8 +17,9 @@ from statistics import fmean
 from threading import Thread
 from typing import Any
 
+from kvbench.methods.resolve import ALWAYS_NAMED
 from kvbench.metrics import metric
-from kvbench.run.config import BUDGETS, LoggerConfig
+from kvbench.run.config import LoggerConfig
 from kvbench.run.listener import Listener
 from kvbench.run.plan import Cell, Group
 from kvbench.run.run_plan import RunPlan
@@ -257,7 +258,7 @@ def describe(prepared: RunPlan, cell: Cell) -> dict[str, Any]:
     Folders of this machine are left out.
     """
     cfg = prepared.cfg
-    budgets = {k: v for s in cell.chain.stages for k in BUDGETS if (v := getattr(s, k, None)) is not None}
+    budgets = {k: v for s in cell.chain.stages for k in ALWAYS_NAMED if (v := getattr(s, k, None)) is not None}
     named = cfg.model.name != "hf" or cfg.model.path.count("/") == 1
     model = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
     return {

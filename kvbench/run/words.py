@@ -1,22 +1,20 @@
-"""The command line -> plain Hydra overrides. The one place that knows the shorthand; golden tests pin it.
+"""The command line -> what it asks for. The one place that knows the shorthand; golden tests pin it.
 
-method=full,snapkv+think kv_size=64,128   ->  method=[full,snapkv,think] chains=[full,snapkv+think]
-                                              method.snapkv.kv_size=[64,128] method.snapkv.kv_ratio=null
-model=../my/checkpoint                    ->  model=hf model.path='../my/checkpoint'
-dataset=tiny/needle,file path=x.jsonl     ->  dataset=[tiny,file] tasks=[tiny/needle,file] dataset.file.path='x.jsonl'
-preset=think method=snapkv                ->  preset.name=think prompt=think per=query_head method.snapkv.window=32 ...
-method=h2o,h2o+think reference=h2o+think  ->  method=[h2o,think] chains=[h2o,h2o+think] reference=h2o+think match=bytes
+method=full,snapkv+think kv_size=64,128   ->  methods full, snapkv+think; method.snapkv.kv_size [64, 128]
+model=../my/checkpoint                    ->  model hf, model.path '../my/checkpoint'
+dataset=tiny/needle,file path=x.jsonl     ->  tasks tiny/needle, file; dataset.file.path 'x.jsonl'
+preset=think method=snapkv                ->  prompt think, preset's values below what is typed
+method=h2o,h2o+think reference=h2o+think  ->  methods h2o, h2o+think; reference h2o+think, match bytes
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.conf import LISTED, entries, top_level
+from kvbench.conf import LISTED, entries, top_level, whole_config
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.run import presets
@@ -24,72 +22,89 @@ from kvbench.run import presets
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
 """The config groups that a command line chooses from, each with an example."""
 MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape", "architecture", "fetch")
-PLAIN = re.compile(r"[\w./+%@:-]+")
+WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
+REAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
+NAMED = {"null": None, "true": True, "false": False, "inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One run as it was asked for, before conf/ gives the rest.
+
+    ``words`` ask for this run alone. ``groups`` are the entries chosen of model, prompt and logger, ``methods`` and
+    ``tasks`` as typed, or empty. ``values`` are by full key: ``limit``, ``model.dtype``, ``method.snapkv.kv_size``.
+    """
+
+    words: tuple[str, ...]
+    groups: Mapping[str, str] = field(default_factory=dict)
+    methods: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    preset: str | None = None
 
 
 @dataclass(frozen=True)
 class Command:
-    """What a command line asks for: one list of plain Hydra overrides per model.
+    """What a command line asks for: one request per model.
 
-    Under -m ``sweep`` holds the overrides that cut the run into shards and set up the launcher.
+    Under -m ``sweep`` holds the Hydra overrides that cut the run into shards and set up the launcher.
     """
 
-    runs: tuple[tuple[str, ...], ...]
+    runs: tuple[Request, ...]
     sweep: tuple[str, ...] = ()
 
 
-def rewrite(arguments: Sequence[str], multirun: bool = False) -> Command:
-    """Plain Hydra overrides of ``key=value`` arguments; raises UsageError naming key, value and what is allowed."""
+def read(arguments: Sequence[str], multirun: bool = False) -> Command:
+    """Return what ``key=value`` arguments ask for; raises UsageError naming key, value and what is allowed."""
+    # legality is that of stages, which need torch: too slow for --help
+    from kvbench.methods.resolve import check_sets
+
     pairs = [_split(a) for a in arguments]
     _refuse_twice(pairs)
-    given = dict(pairs)
-    methods = split_list(given.get("method", "snapkv+think"))
-    chains = [registry.split(m) for m in methods]
-    registry.check_sets(methods)
-    datasets = split_list(given.get("dataset", "tiny"))
-    names = _datasets(datasets)
-    wanted = split_list(given.get("model", "tiny"))
-    models = [_model(m) for m in wanted]
-    overrides: list[str] = []
+    typed = dict(pairs)
+    methods = split_list(typed["method"]) if "method" in typed else whole_config()["chains"]
+    check_sets(methods)
+    tasks = split_list(typed["dataset"]) if "dataset" in typed else whole_config()["tasks"]
+    datasets = _datasets(tasks)
+    groups = {}
     for group, kind in (("prompt", "prompt policy"), ("logger", "logger")):
-        if group in given:
-            if given[group] not in entries(group):
-                raise unknown(kind, given[group], entries(group))
-            overrides.append(f"{group}={given[group]}")
-    if "method" in given:
-        stages = list(dict.fromkeys(part for chain in chains for part in chain))
-        overrides += [f"method=[{','.join(stages)}]", f"chains=[{','.join(methods)}]"]
-    if "dataset" in given:
-        overrides += [f"dataset=[{','.join(names)}]", f"tasks=[{','.join(datasets)}]"]
-    sweep: list[str] = []
+        if group in typed:
+            if typed[group] not in entries(group):
+                raise unknown(kind, typed[group], entries(group))
+            groups[group] = typed[group]
+    values: dict[str, Any] = {}
     launcher: list[str] = []
     for key, value in pairs:
-        if key in GROUPS or key in ("preset", "match"):
+        if key in GROUPS or key in ("preset", "match") or (multirun and key in ("shard", "shards")):
             continue
         if key.startswith(("hydra.", "hydra/", "+hydra.", "++hydra.")):
             launcher.append(_launcher(key, value))
-        elif key in ("shard", "shards") and multirun:
-            sweep = _sweep(given)
         else:
-            registry.check_settled(methods, key, value)
-            overrides += _override(key, value, chains, names)
+            values |= _values(key, value, methods, datasets)
+    models = split_list(typed.get("model", "tiny"))
+    sweep = _sweep(typed) if multirun and {"shard", "shards"} & typed.keys() else []
     if multirun and not sweep:
         raise UsageError("-m sweeps shards: give shard=0,1,2,3 or shards=4 (other comma lists are grids without -m)")
     if multirun and len(models) > 1:
         raise UsageError(f"-m with {len(models)} models: run one model at a time, or leave out -m")
     if launcher and not multirun:
         raise UsageError(f"{launcher[0]} sets up a launcher and needs -m, as in: -m shard=0,1 {launcher[0]}")
-    explicit = any(k == "model" or k.startswith("model.") for k in given)
-    runs = [
-        (
-            *(model if explicit else ()),
-            *overrides,
-            *_preset(given.get("preset"), name, chains, overrides),
-            *_match(given, name),
+    preset = typed.get("preset")
+    words = [f"{k}={v}" for k, v in pairs if k != "model" and "hydra" not in k and not (sweep and k[:5] == "shard")]
+    requests = []
+    for wanted in models:
+        entry, path = _model(wanted)
+        paper = presets.values(preset, wanted) if preset is not None else {}
+        request = Request(
+            words=(*([f"model={wanted}"] if "model" in typed else ()), *words),
+            groups={"model": entry, **({"prompt": paper["prompt"]} if "prompt" in paper else {}), **groups},
+            methods=tuple(methods if "method" in typed else ()),
+            tasks=tuple(tasks if "dataset" in typed else ()),
+            values=path | values | _match(typed, paper),
+            preset=preset,
         )
-        for name, model in zip(wanted, models, strict=True)
-    ]
-    return Command(tuple(tuple(_settle(r)) for r in runs), (*sweep, *launcher))
+        requests.append(request)
+    return Command(tuple(requests), (*sweep, *launcher))
 
 
 def split_list(value: str) -> list[str]:
@@ -110,6 +125,24 @@ def split_list(value: str) -> list[str]:
     return [*parts, value[start:].strip()]
 
 
+def value_of(text: str) -> Any:
+    """Return the value that a word says: null, true, a number, [a, list], {a: mapping}, else the text as it is."""
+    if text.lower() in NAMED:
+        return NAMED[text.lower()]
+    if WHOLE.fullmatch(text):
+        return int(text)
+    if REAL.fullmatch(text):
+        return float(text)
+    if text[:1] + text[-1:] in ("''", '""') and len(text) > 1:
+        return text[1:-1].replace("\\" + text[0], text[0])
+    inner = split_list(text[1:-1]) if text[1:-1].strip() else []
+    if text[:1] + text[-1:] == "[]":
+        return [value_of(part) for part in inner]
+    if text[:1] + text[-1:] == "{}" and all(":" in part for part in inner):
+        return {value_of(k.strip()): value_of(v.strip()) for k, _, v in (part.partition(":") for part in inner)}
+    return text
+
+
 def _split(argument: str) -> tuple[str, str]:
     key, sign, value = argument.partition("=")
     if not sign or not key:
@@ -126,66 +159,39 @@ def _refuse_twice(pairs: Sequence[tuple[str, str]]) -> None:
             raise UsageError(f"{key}= is given {keys.count(key)} times: give it once, with a comma list for a grid")
 
 
-def _datasets(wanted: Sequence[str]) -> list[str]:
-    names = list(dict.fromkeys(w.partition("/")[0] for w in wanted))
+def _datasets(tasks: Sequence[str]) -> list[str]:
+    names = list(dict.fromkeys(t.partition("/")[0] for t in tasks))
     for name in names:
         if name not in entries("dataset"):
             raise unknown("dataset", name, entries("dataset"), "A file of your own: dataset=file path=prompts.jsonl")
     return names
 
 
-def _model(wanted: str) -> tuple[str, ...]:
-    """A name in conf/model stays; anything else is a checkpoint folder or hub id."""
-    if wanted in entries("model") and wanted != "hf":
-        return (f"model={wanted}",)
-    if wanted == "hf":
-        return ("model=hf",)
-    return ("model=hf", f"model.path={quote(wanted)}")
+def _model(wanted: str) -> tuple[str, dict[str, Any]]:
+    """The entry of conf/model, and the path where ``wanted`` is a checkpoint folder or hub id."""
+    return (wanted, {}) if wanted in entries("model") else ("hf", {"model.path": wanted})
 
 
-def _preset(name: str | None, model: str, chains: Sequence[Sequence[str]], overrides: Sequence[str]) -> Iterator[str]:
-    """The plain overrides of a preset for this model, but for what the user's own say."""
-    if name is None:
-        return
-    yield f"preset.name={name}"
-    typed = {o.partition("=")[0] for o in overrides if not o.startswith("?")}
-    for key, value in registry.yielding(presets.values(name, model), {m for c in chains for m in c}, typed).items():
-        if key != "match":
-            yield f"{key}={_written_value(value)}"
-
-
-def _match(given: Mapping[str, str], model: str) -> Iterator[str]:
+def _match(typed: Mapping[str, str], preset: Mapping[str, Any]) -> dict[str, Any]:
     """The kind of equal memory asked for: as typed, or the preset's, else bytes, for match=true or reference= alone."""
-    asked = given.get("match", "true" if "reference" in given else "null")
+    asked = typed.get("match", "true" if "reference" in typed else "null")
     if asked in ("null", "false"):
-        return
-    ratio = next((k for k in given if k.rpartition(".")[2] == "kv_ratio"), None)
+        return {}
+    ratio = next((k for k in typed if k.rpartition(".")[2] == "kv_ratio"), None)
     if ratio is not None:
         raise UsageError(
-            f"{ratio}={given[ratio]} is not possible with match={asked}: a fraction of each prompt is no fixed number "
+            f"{ratio}={typed[ratio]} is not possible with match={asked}: a fraction of each prompt is no fixed number "
             "of bytes. Give the reference a kv_size, as in kv_size=128; that of the others is found"
         )
-    if asked == "true":
-        preset = given.get("preset")
-        asked = (presets.values(preset, model) if preset else {}).get("match", "bytes")
-    yield f"match={quote(asked)}"
+    return {"match": preset.get("match", "bytes") if asked == "true" else value_of(asked)}
 
 
-def _written_value(value: Any) -> str:
-    """A YAML value as Hydra reads it."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{_written_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_written_value, value)) + "]"
-    return quote(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _sweep(given: Mapping[str, str]) -> list[str]:
+def _sweep(typed: Mapping[str, str]) -> list[str]:
     """The overrides that sweep all shards: ``shard=0,1,2,3`` says how many there are, ``shards=4`` which."""
-    count = given.get("shards")
+    count = typed.get("shards")
     if count is not None and not (count.isdigit() and int(count) >= 1):
         raise UsageError(f"shards={count} is not possible: a whole number, 1 or more")
-    value = given.get("shard", ",".join(map(str, range(int(count or 0)))))
+    value = typed.get("shard", ",".join(map(str, range(int(count or 0)))))
     parts = split_list(value)
     whole = all(p.isdigit() for p in parts) and sorted(map(int, parts)) == list(range(len(parts)))
     if not whole or (count is not None and int(count) != len(parts)):
@@ -200,8 +206,8 @@ def _launcher(key: str, value: str) -> str:
     return f"++{bare}={value}" if bare.startswith("hydra.launcher.") else f"{key}={value}"
 
 
-def _override(key: str, value: str, chains: Sequence[Sequence[str]], datasets: Sequence[str]) -> list[str]:
-    """The plain overrides of one key: full keys as they are, bare knobs to every owner."""
+def _values(key: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
+    """The values by full key of one argument: a full key as it is, a bare knob for every owner."""
     bare = key.lstrip("+")
     if "${" in value:
         raise UsageError(f"{key}={value} is not possible: write the value itself, interpolations are not read here")
@@ -210,31 +216,31 @@ def _override(key: str, value: str, chains: Sequence[Sequence[str]], datasets: S
     if bare == "shard" and len(split_list(value)) > 1:
         raise UsageError(f"shard={value} is a sweep: add -m, as in: run -m shard={value}")
     if bare in top_level():
-        if bare not in ("per",) and len(split_list(value)) > 1:
+        if bare != "per" and len(split_list(value)) > 1:
             raise UsageError(f"{key}={value} is not possible: {bare} takes one value")
-        return [f"{bare}={_value(value, top_level()[bare])}"]
+        return {bare: _grid(value, top_level()[bare])}
     if bare == "data.root":
-        return [f"data.root={_value(value, None)}"]
+        return {bare: _grid(value, None)}
     group, _, rest = bare.partition(".")
-    if rest and group in GROUPS:
-        return _full_key(group, rest, value, chains, datasets)
-    if rest and group in registry.available():
-        return _full_key("method", bare, value, chains, datasets)
-    if rest:
+    if not rest:
+        return _bare(bare, value, methods, datasets)
+    if group in registry.available():
+        group, rest = "method", bare
+    if group not in GROUPS:
         raise unknown("key", key, [*top_level(), "data.root", *(f"{g}.…" for g in GROUPS)])
-    return _bare(bare, value, chains, datasets)
+    return _full_key(group, rest, value, methods, datasets)
 
 
-def _full_key(group: str, rest: str, value: str, chains: Sequence[Sequence[str]], datasets: Sequence[str]) -> list[str]:
+def _full_key(group: str, rest: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
     if group in LISTED:
         known = entries(group)[LISTED[group]]
-        name = rest.partition(".")[0]
-        if name not in known:
+        name, _, inner = rest.partition(".")
+        if name not in known or (inner and not isinstance(known[name], dict)):
             raise unknown(f"knob of the {group}", rest, known)
-        return [f"{group}.{rest}={_value(value, known[name])}"]
+        return {f"{group}.{rest}": _grid(value, known[name])}
     owner, _, knob = rest.partition(".")
     if group == "method":
-        used = list(dict.fromkeys(m for c in chains for m in c))
+        used = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
         known = registry.defaults(owner)
     else:
         used, known = list(datasets), entries("dataset").get(owner, {})
@@ -242,79 +248,42 @@ def _full_key(group: str, rest: str, value: str, chains: Sequence[Sequence[str]]
         raise UsageError(f"{group}.{rest}={value}: this run has no {group} {owner!r}; it has {', '.join(used)}")
     if knob not in known or knob.startswith("_"):
         raise unknown(f"knob of {group} {owner}", knob, (k for k in known if not k.startswith("_")))
-    return _set(group, owner, knob, value, known)
+    if group == "method":
+        registry.check_settled(methods, rest, value)
+    return {f"{group}.{owner}.{knob}": _grid(value, known[knob])}
 
 
-def _bare(knob: str, value: str, chains: Sequence[Sequence[str]], datasets: Sequence[str]) -> list[str]:
-    in_data = [d for d in datasets if knob in entries("dataset")[d] and not knob.startswith("_")]
-    in_model = [knob] if knob in entries("model")["hf"] and knob not in MODEL_FACTS else []
-    in_prompt = [knob] if knob in entries("prompt")["plain"] and knob != "name" else []
-    in_methods = any(knob in registry.knob_names(m) for c in chains for m in c)
-    if sum((bool(in_data), bool(in_model), bool(in_prompt), in_methods)) > 1:
-        keys = [f"dataset.{d}.{knob}" for d in in_data] + [f"model.{k}" for k in in_model]
-        keys += [f"prompt.{k}" for k in in_prompt]
-        keys += [f"method.{m}.{knob}" for c in chains for m in c if knob in registry.knob_names(m)]
-        raise UsageError(f"{knob}={value} could mean {' or '.join(dict.fromkeys(keys))}: write the full key")
-    if in_model:
-        return [f"model.{knob}={_value(value, entries('model')['hf'][knob])}"]
-    if in_prompt:
-        return [f"prompt.{knob}={_value(value, entries('prompt')['plain'][knob])}"]
-    if in_data:
-        return [o for d in in_data for o in _set("dataset", d, knob, value, entries("dataset")[d])]
-    if not in_methods:
+def _bare(knob: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
+    """The values of a knob whose owners are not named: those of one group, whichever has it."""
+    stages = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
+    holders = {
+        **{f"dataset.{d}": entries("dataset")[d] for d in datasets},
+        "model": {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS},
+        "prompt": {k: v for k, v in entries("prompt")["plain"].items() if k != "name"},
+        **{f"method.{s}": registry.defaults(s) for s in stages},
+    }
+    owners = [o for o, known in holders.items() if knob in known and not knob.startswith("_")]
+    if len({o.partition(".")[0] for o in owners}) > 1:
+        raise UsageError(f"{knob}={value} could mean {' or '.join(f'{o}.{knob}' for o in owners)}: write the full key")
+    if not owners:
         if knob == "paper":
             name = value.partition("/")[0]
             raise UsageError(
                 f"paper={value} is not a key here: `python -m kvbench table {name}/2` measures a table of the paper, "
                 f"preset={name} sets what its tables were made with"
             )
-        raise unknown("knob", knob, _known_knobs(chains, datasets), f"No method of {_written(chains)} owns it.")
-    owners = registry.route(chains, knob)
-    return [o for m in owners for o in _set("method", m, knob, value, registry.defaults(m))]
+        names = {k for known in holders.values() for k in known if not k.startswith("_")}
+        written = ", ".join("+".join(registry.split(m)) for m in methods)
+        raise unknown("knob", knob, sorted({"preset", *names, *top_level()}), f"No method of {written} owns it.")
+    if owners[0].startswith("method."):
+        registry.owners(methods, knob)
+        registry.check_settled(methods, knob, value)
+    return {f"{o}.{knob}": _grid(value, holders[o][knob]) for o in owners}
 
 
-def _known_knobs(chains: Sequence[Sequence[str]], datasets: Sequence[str]) -> list[str]:
-    knobs = {k for c in chains for m in c for k in registry.knob_names(m)} | set(top_level())
-    knobs |= {k for k in entries("prompt")["plain"] if k != "name"}
-    knobs |= {k for d in datasets for k in entries("dataset")[d] if not k.startswith("_")}
-    return sorted({"preset"} | knobs | {k for k in entries("model")["hf"] if k not in MODEL_FACTS})
-
-
-def _written(chains: Sequence[Sequence[str]]) -> str:
-    return ", ".join("+".join(c) for c in chains)
-
-
-def _set(group: str, owner: str, knob: str, value: str, known: dict[str, Any]) -> list[str]:
-    overrides = [f"{group}.{owner}.{knob}={_value(value, known[knob])}"]
-    # one of the two budgets replaces the other's default; giving both stays visible and is refused later
-    if group == "method" and knob == "kv_size" and known.get("kv_ratio") is not None:
-        overrides.append(f"?{group}.{owner}.kv_ratio=null")
-    return overrides
-
-
-def _value(value: str, default: Any) -> str:
-    """A Hydra value: comma lists become lists (a list-typed knob's own value, any other knob's grid)."""
+def _grid(value: str, default: Any) -> Any:
+    """The value of a word: a comma list is a list-typed knob's own value, and any other knob's grid."""
     parts = split_list(value)
     if isinstance(default, list):
-        return value if value.startswith("[") and len(parts) == 1 else f"[{','.join(quote(p) for p in parts)}]"
-    return f"[{','.join(quote(p) for p in parts)}]" if len(parts) > 1 else quote(value)
-
-
-def quote(value: str) -> str:
-    """A value that Hydra reads as typed: plain words and numbers as they are, everything else quoted."""
-    if not value or PLAIN.fullmatch(value) or value[0] in "[{'\"":
-        return value or "''"
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
-    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
-
-
-def _settle(overrides: Sequence[str]) -> list[str]:
-    """Resolve the tentative ``?key=value`` overrides: they yield to an explicit one of the same key."""
-    explicit = {o.partition("=")[0] for o in overrides if not o.startswith("?")}
-    settled = []
-    for o in overrides:
-        if not o.startswith("?"):
-            settled.append(o)
-        elif o[1:].partition("=")[0] not in explicit and o[1:] not in settled:
-            settled.append(o[1:])
-    return settled
+        return value_of(value) if value.startswith("[") and len(parts) == 1 else [value_of(p) for p in parts]
+    return [value_of(p) for p in parts] if len(parts) > 1 else value_of(value)

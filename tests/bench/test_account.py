@@ -13,7 +13,7 @@ from kvbench.bench import layers, memory_table
 from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.cli.main import main
 from kvbench.conf import entries
-from kvbench.methods.registry import parse
+from kvbench.methods.resolve import chain_of
 
 SHAPE = Shape(layers=4, query_heads=4, kv_heads=2, head_dim=32)
 METHODS = memory_table.default_methods()
@@ -23,7 +23,7 @@ METHODS = memory_table.default_methods()
 @pytest.mark.parametrize("n", [7, 300])
 @pytest.mark.parametrize("method", METHODS)
 def test_layers_of_every_method_hold_what_the_formula_says(method, n, per):
-    chain = parse(method, {"per": per})
+    chain = chain_of(method, {"per": per})
     found = layers.measure(chain, SHAPE, n, torch.float16)
     assert found.agrees and found.off == 0
     said = accounting.declared(chain, SHAPE, n, 2)
@@ -49,7 +49,7 @@ def test_random_layers_hold_as_much_as_a_prompt_of_a_model(method):
     held = sum((accounting.held(layer) for layer in cache.layers), accounting.Held())
     assert (held.payload, held.overhead, held.total) == (measured.payload, measured.overhead, cache.nbytes())
     if method != "refreekv":
-        random = layers.measure(parse(method), shape, 200, torch.float32).held
+        random = layers.measure(chain_of(method), shape, 200, torch.float32).held
         assert random.parts() == held.parts()
 
 
@@ -65,7 +65,7 @@ def test_a_layer_that_reads_no_more_than_its_budget_is_not_taken_for_one_that_ch
 
 
 def test_parts_are_told_apart():
-    chain = parse("snapkv+think+kivi", {"kv_size": 228, "residual": 32, "recent": 32})
+    chain = chain_of("snapkv+think+kivi", {"kv_size": 228, "residual": 32, "recent": 32})
     held = layers.measure(chain, SHAPE, 300, torch.float16).held
     keys, values, kept = 192, 196, 32 - int(0.4 * 32)
     heads = SHAPE.layers * SHAPE.kv_heads
@@ -73,7 +73,7 @@ def test_parts_are_told_apart():
     assert held.codes == heads * (keys * kept // 4 + values * 32 // 4)
     assert held.scales == heads * (keys // 32 * kept * 4 + values * 4)
     assert (held.positions, held.ids, held.state) == (heads * 4 * 228, heads * 2 * kept, 0)
-    state = layers.measure(parse("h2o", {"variant": "orig", "kv_size": 50}), SHAPE, 300, torch.float16).held.state
+    state = layers.measure(chain_of("h2o", {"variant": "orig", "kv_size": 50}), SHAPE, 300, torch.float16).held.state
     assert state == heads * 4 * 50
 
 

@@ -36,9 +36,10 @@ def test_tokens_are_counted_in_every_layer(name):
 def test_every_method_that_evicts_while_decoding_is_measured():
     from kvbench.methods import registry
     from kvbench.methods.evicting import EvictingSelector
+    from kvbench.methods.resolve import chain_of
 
     stages = {m: registry.make_stage(m, registry.defaults(m)) for m in registry.available() if m != "full"}
     evicting = {m for m, s in stages.items() if isinstance(s, EvictingSelector)}
     measured = {m for name, e in memory.DECODE.items() for m in e["method"].split("+") if name != "full"}
     assert evicting <= measured
-    assert all(registry.parse({**e, "kv_size": memory.SIZE}).evicts for n, e in memory.DECODE.items() if n != "full")
+    assert all(chain_of({**e, "kv_size": memory.SIZE}).evicts for n, e in memory.DECODE.items() if n != "full")

@@ -13,7 +13,7 @@ from kvbench.errors import UsageError
 from kvbench.papers.spec import published
 from kvbench.papers.timed import bench_spec, row_matching
 from kvbench.run import config
-from kvbench.run.words import rewrite, split_list
+from kvbench.run.words import split_list
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_tables.sh"
@@ -158,7 +158,7 @@ def test_a_stand_in_measures_every_row_at_a_size_of_its_own(paper, table):
     assert len(wanted) == len({declared.ours(c) for c in printed})
     given = dict(a.split("=", 1) for a in small.words(sorted({w for w, _ in wanted})))
     rest = [f"{k}={v}" for k, v in given.items() if k not in OWN]
-    cfg = config.parse(config.compose_config(rewrite([*rest, "weights=random"]).runs[0]))
+    cfg = config.read([*rest, "weights=random"])
     assert {m for _, m in wanted} <= {"full", *(c.label for c in cfg.chains), *given["peers"].split(",")}
     assert max(workload.parse(w).prompt for w, _ in wanted) <= 2048
     # as on a GPU, by the same arguments
@@ -204,7 +204,7 @@ def test_every_declared_row_is_measured_by_a_part(paper, table, dry):
     for arguments in bench_spec.files(dry)[declared.results]:
         given = dict(a.split("=", 1) for a in arguments.split())
         rest = [f"{k}={v}" for k, v in given.items() if k not in OWN]
-        cfg = config.parse(config.compose_config(rewrite([*rest, "weights=random"]).runs[0]))
+        cfg = config.read([*rest, "weights=random"])
         assert cfg.model.name == declared.model and cfg.model.architecture
         methods = ["full", *(c.label for c in cfg.chains), *given["peers"].split(",")]
         made |= {(w, m) for w in split_list(given["workloads"]) for m in methods}

@@ -18,7 +18,6 @@ from kvbench.engine.stopping import Ending
 from kvbench.errors import UsageError
 from kvbench.models.interface import attached
 from kvbench.run import config
-from kvbench.run.words import rewrite
 
 CPU = torch.device("cpu")
 SIZES = {  # parameters as their makers publish them
@@ -33,7 +32,7 @@ SIZES = {  # parameters as their makers publish them
 
 
 def parsed(*arguments):
-    return config.parse(config.compose_config(rewrite(["weights=random", *arguments]).runs[0]))
+    return config.read(["weights=random", *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def test_weights_that_a_step_reads_leave_out_an_embedding_that_is_not_the_output
 
 def test_a_checkpoint_keeps_its_layers():
     with pytest.raises(UsageError, match="layers=2 needs weights=random"):
-        architecture.build(config.parse(config.compose_config(["model=tiny"])).model, CPU, 2)
+        architecture.build(config.read(["model=tiny"]).model, CPU, 2)
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv+think", "kivi", "h2o", "snapkv+kivi", "adakv", "uncomp-stage"])

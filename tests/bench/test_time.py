@@ -13,9 +13,8 @@ from kvbench.bench.workload import Workload
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import ChainConfig
 from kvbench.run import config
-from kvbench.run.config import ChainConfig
-from kvbench.run.words import rewrite
 
 SMALL = ["bench", "time", "method=full,snapkv,kivi", "kv_size=48", "workloads=96+9x3", "repeats=2", "warmup=1"]
 SMALL += ["peers=dynamic,deepspeed"]
@@ -140,13 +139,13 @@ def settings(**changes):
 def entrants(*methods):
     if not methods:
         return [timing.Entrant("full", ChainConfig(Chain(), "full"))]
-    cfg = config.parse(config.compose_config(rewrite([f"method={','.join(methods)}"]).runs[0]))
+    cfg = config.read([f"method={','.join(methods)}"])
     return [timing.Entrant("full", ChainConfig(Chain(), "full")), *(timing.Entrant(c.label, c) for c in cfg.chains)]
 
 
 @pytest.fixture(scope="module")
 def model():
-    cfg = config.parse(config.compose_config(rewrite(["model=tiny", "weights=random"]).runs[0]))
+    cfg = config.read(["model=tiny", "weights=random"])
     return architecture.build(cfg.model, torch.device("cpu"))
 
 
@@ -196,7 +195,7 @@ def test_out_of_memory_in_one_row_is_its_result(model):
     """Really out of memory: the caches of 64 rows of 256 tokens take 96 MiB, those of 16 tokens 6 MiB."""
     asked = settings(limit=0.08, warmup=0)
     asked = replace(asked, overrides=(*asked.overrides, "method=streamingllm", "method.streamingllm.kv_size=16"))
-    cfg = config.parse(config.compose_config(list(asked.overrides)))
+    cfg = config.read(asked.overrides)
     row = timing.Entrant("small", cfg.chains[0])
     found = timing.measure(model, [*entrants(), row], Workload(256, 2, 64), asked)
     assert [(r["method"], r["status"], r["reason"]) for r in found] == [

@@ -13,8 +13,7 @@ from runs import metrics_of, prepare
 from kvbench.cli import launchers, sweep
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.run import experiment
-from kvbench.run.words import rewrite
+from kvbench.run import experiment, words
 
 ARGUMENTS = ["dataset=tiny/needle,tiny/code", "length=256", "examples=12", "method=snapkv,snapkv+think"]
 INSTALLED = {name: launchers.installed(module) for name, (module, _) in launchers.LAUNCHERS.items()}
@@ -74,7 +73,7 @@ def _holder(folder, running):
 
 
 def test_a_shard_that_fails_says_how_to_go_on_and_the_rest_follows(tmp_path, monkeypatch):
-    line = rewrite([*ARGUMENTS, f"results={tmp_path}", "shards=2"], multirun=True)
+    line = words.read([*ARGUMENTS, f"results={tmp_path}", "shards=2"], multirun=True)
     whole = prepare(*ARGUMENTS, f"results={tmp_path}")
     original = experiment.measure
 
@@ -131,11 +130,11 @@ def test_an_option_that_the_launcher_does_not_take_is_a_usage_error(tmp_path, ca
 @pytest.mark.parametrize("line", ["shard=0,2", "shard=0,1 shards=3", "shards=0", "shards=x"])
 def test_shards_that_leave_examples_out_are_refused(line):
     with pytest.raises(UsageError, match="is not possible"):
-        rewrite(line.split(), multirun=True)
+        words.read(line.split(), multirun=True)
 
 
 def test_workers_with_gpus_need_a_named_dtype_where_there_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep.torch.cuda, "is_available", lambda: False)
     options = ["shards=2", "hydra/launcher=ray", "hydra.launcher.ray.remote.num_gpus=1", f"results={tmp_path}"]
     with pytest.raises(UsageError, match="dtype=bfloat16"):
-        sweep.sweep(rewrite([*ARGUMENTS, *options], multirun=True), prepare(*ARGUMENTS, f"results={tmp_path}"))
+        sweep.sweep(words.read([*ARGUMENTS, *options], multirun=True), prepare(*ARGUMENTS, f"results={tmp_path}"))

@@ -17,13 +17,14 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.adakv import AdaKV
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import chain_of
 
 N, W, SIZE = 26, 4, 11
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}
 
 
 def parse(**knobs):
-    return registry.parse({"method": "adakv", "window": W, "kernel": 3, "kv_size": SIZE, **knobs})
+    return chain_of({"method": "adakv", "window": W, "kernel": 3, "kv_size": SIZE, **knobs})
 
 
 def layer(shape, per, ties=False):
@@ -54,7 +55,7 @@ def test_tokens_are_those_of_a_slow_joint_ranking(shape, per, ties, floor, rule)
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 def test_a_whole_floor_is_snapkv(per):
     *_, dense, obs = layer("gqa", per)
-    snap = registry.parse({"method": "snapkv", "window": W, "kernel": 3, "kv_size": SIZE, "per": per})
+    snap = chain_of({"method": "snapkv", "window": W, "kernel": 3, "kv_size": SIZE, "per": per})
     for rule in ("mixed", "safe"):
         same = parse(floor=1.0, floor_rule=rule, per=per).compress(dense, obs)
         assert ref.kept(same) == ref.kept(snap.compress(dense, obs))
@@ -65,7 +66,7 @@ def test_a_head_that_attends_widely_takes_from_one_that_attends_one_token():
     q, k = torch.zeros(2, 30, 8), torch.zeros(2, 30, 8)
     q[0, -W:, 0], k[0, 5, 0] = 20, 20  # head 0: everything on token 5; head 1: evenly on all
     dense, obs = ref.make_layer(q, k)
-    made = registry.parse({"method": "adakv", "window": W, "kernel": 1, "kv_size": W + 10, "floor": 0.2})
+    made = chain_of({"method": "adakv", "window": W, "kernel": 1, "kv_size": W + 10, "floor": 0.2})
     sharp, wide = ref.kept(made.compress(dense, obs))
     assert 5 in sharp and len(sharp) == W + 3 and len(wide) == W + 17  # 0.8 * 1 + 0.2 * 10, 0.8 * 19 + 0.2 * 10
 

@@ -8,15 +8,15 @@ from families import FAMILIES, build, prompt
 
 import kvbench
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.asvd import FRACTIONS
+from kvbench.methods.resolve import chain_of
 from kvbench.models.factors import nearest_rank
 
 N, NEW = 60, 6
 
 
 def stage(model, **knobs):
-    return bound(model, registry.parse({"method": "asvd", "multiple": 4, "probes": 2, **knobs})).lowrank
+    return bound(model, chain_of({"method": "asvd", "multiple": 4, "probes": 2, **knobs})).lowrank
 
 
 def reference(model, made):
@@ -88,12 +88,12 @@ def test_ranks_by_sensitivity_keep_to_the_target(ratio):
 
 def test_what_decides_the_calibration_is_in_its_recipe():
     recipes = [
-        registry.parse({"method": "asvd", **knobs}).lowrank.recipe().knobs
+        chain_of({"method": "asvd", **knobs}).lowrank.recipe().knobs
         for knobs in ({}, {"alpha": 0.25}, {"probes": 2}, {"ranks_by": "uniform"}, {"multiple": 8})
     ]
     assert len({str(k) for k in recipes}) == 5
     assert recipes[3] == {"sensitivity": False}
-    same = [registry.parse({"method": "asvd", "ratio": r}).lowrank.recipe() for r in (0.2, 0.8)]
+    same = [chain_of({"method": "asvd", "ratio": r}).lowrank.recipe() for r in (0.2, 0.8)]
     assert same[0] == same[1]
 
 
@@ -101,4 +101,4 @@ def test_what_decides_the_calibration_is_in_its_recipe():
 def test_impossible_knobs_are_refused_by_name(knobs):
     (name,) = knobs
     with pytest.raises(UsageError, match=rf"method\.asvd\.{name}="):
-        registry.parse({"method": "asvd", **knobs})
+        chain_of({"method": "asvd", **knobs})

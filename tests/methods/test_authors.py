@@ -12,6 +12,7 @@ from kvbench.cli import list as listing
 from kvbench.cli.main import main
 from kvbench.conf import conf_dir
 from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 
 CODE = """from dataclasses import dataclass
 from kvbench.methods.base import Selector, Stage
@@ -100,4 +101,4 @@ def test_other_methods_run_beside_a_broken_file(written, capsys, tmp_path):
 
 def test_an_unbroken_method_of_ones_own_is_found(written, capsys, tmp_path):
     written(CODE, YAML)
-    assert registry.parse({"method": "mine", "wide": 5}).stages[0].wide == 5
+    assert chain_of({"method": "mine", "wide": 5}).stages[0].wide == 5

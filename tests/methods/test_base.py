@@ -13,6 +13,7 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity, Selector, top_indices
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import chain_of, chains_of
 from kvbench.methods.statistics import group_mean
 
 
@@ -126,48 +127,48 @@ def test_a_pair_is_refused_exactly_if_it_cannot_form_a_method(pair):
     written, roles = "+".join(pair), [stage_of(m).role for m in pair]
     if roles[0] == roles[1] != "modifier":
         with pytest.raises(UsageError, match=f"{pair[0]} and {pair[1]}.*at most one"):
-            registry.parse(written)
+            chain_of(written)
     elif "share" in roles:
         with pytest.raises(UsageError, match="written alone"):
-            registry.parse(written)
+            chain_of(written)
     elif "hidden" in roles and any(stage_of(m).rebalances for m in pair):
         with pytest.raises(UsageError, match="one budget over layers"):
-            registry.parse(written)
+            chain_of(written)
     elif "modifier" in roles and "selector" not in roles:
         with pytest.raises(UsageError, match="needs one beside it"):
-            registry.parse(written)
+            chain_of(written)
     elif "modifier" in roles and "selector" in roles and not decorated(pair):
         with pytest.raises(UsageError, match="changes the scores of"):
-            registry.parse(written)
+            chain_of(written)
     elif any(getattr(stage_of(m), "packs", False) for m in pair) and {"prune", "quantise"} & set(roles):
         with pytest.raises(UsageError, match="owns its quantiser"):
-            registry.parse(written)
+            chain_of(written)
     elif "lowrank" in roles and {"prune", "quantise"} & set(roles):
         with pytest.raises(UsageError, match=r"stores (none|latents)"):
-            registry.parse(written)
+            chain_of(written)
     elif any(getattr(stage_of(m), "evicts", False) for m in pair) and (
         {"lowrank", "mask"} & set(roles)
         or any(stage_of(m).role == "quantise" and not stage_of(m).by_token for m in pair)
     ):
         with pytest.raises(UsageError, match="evicts tokens while decoding"):
-            registry.parse(written)
+            chain_of(written)
     else:
-        chain, turned = registry.parse(written), registry.parse("+".join(reversed(pair)))
+        chain, turned = chain_of(written), chain_of("+".join(reversed(pair)))
         assert chain == turned and chain.identity() == turned.identity()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_stage_twice_is_refused(method):
     with pytest.raises(UsageError, match="twice"):
-        registry.parse(f"{method}+{method}")
+        chain_of(f"{method}+{method}")
     stage = stage_of(method)
     with pytest.raises(UsageError, match="twice"):
         Chain((stage, stage))
 
 
 def test_order_is_canonical_whatever_was_written():
-    assert [s.id for s in registry.parse("think+snapkv").stages] == ["snapkv", "think"]
-    assert registry.parse("think+snapkv").name == "snapkv+think"
+    assert [s.id for s in chain_of("think+snapkv").stages] == ["snapkv", "think"]
+    assert chain_of("think+snapkv").name == "snapkv+think"
 
 
 @pytest.mark.parametrize(
@@ -184,5 +185,5 @@ def test_order_is_canonical_whatever_was_written():
     ],
 )
 def test_only_methods_that_are_given_a_budget_have_a_nominal_one(method, nominal):
-    (chain,) = registry.parse_all([method], {"kv_size": 40} if nominal == 40 else {})
+    (chain,) = chains_of([method], {"kv_size": 40} if nominal == 40 else {})
     assert chain.nominal(100) == nominal

@@ -19,8 +19,8 @@ from kvbench.engine.layer_by_layer import Layers
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.cake import Cake
+from kvbench.methods.resolve import chain_of as resolved
 from kvbench.models.interface import attached
 
 N, D, W, LAYERS = 40, 8, 4, 5
@@ -38,7 +38,7 @@ def layers(shape, per="kv_head", data="random", n=N):
 
 
 def chain_of(**knobs):
-    return registry.parse({"method": "cake", "kv_size": 12, "window": W, **knobs})
+    return resolved({"method": "cake", "kv_size": 12, "window": W, **knobs})
 
 
 def cascade(chain, made):
@@ -205,7 +205,7 @@ def test_later_stages_run_once_the_layers_are_balanced(per):
         assert ref.kept(a) == ref.kept(b)
         assert b.segments[0].key_channels is not None
     with pytest.raises(UsageError, match="evicts tokens while decoding"):
-        registry.parse("cake+think+kivi")
+        resolved("cake+think+kivi")
 
 
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
@@ -270,4 +270,4 @@ def test_extending_goes_on_with_the_same_budgets(n):
 )
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.cake\.{knob}"):
-        registry.parse({"method": "cake", knob: value})
+        resolved({"method": "cake", knob: value})

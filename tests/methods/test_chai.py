@@ -13,10 +13,10 @@ from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import weights_of
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.chai import LISTS, Chai, divided, lead_heads
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Calibration, digest
+from kvbench.methods.resolve import chain_of
 
 
 # spec 5: 794/1024; UNComp's other lists: 1042/1600 and 900/1024
@@ -111,7 +111,7 @@ def test_distances_are_the_mean_over_windows_of_slow_merges(family):
 
 def calibrated(model, windows, **knobs):
     """The chain of CHAI with counts of these windows."""
-    (stage,) = registry.parse({"method": "chai", "counts": "calibrated", **knobs}).stages
+    (stage,) = chain_of({"method": "chai", "counts": "calibrated", **knobs}).stages
     recipe = stage.recipe().settled(None)
     tensors = stage.calibrate(model, iter(windows), recipe, lambda: None, observer(model))
     return Chain((stage.calibrated(Calibration("chai", digest(tensors), weights_of(model), tensors)),))
@@ -236,7 +236,7 @@ def test_rows_with_other_clusters_are_attended_in_one_batch(n_prompts):
 @pytest.mark.parametrize("method", ["chai+snapkv", "chai+think", "kivi+chai", "chai+twilight"])
 def test_chai_is_written_alone(method):
     with pytest.raises(UsageError, match=r"chai shares logits between heads.*written alone"):
-        registry.parse(method)
+        chain_of(method)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_chai_is_written_alone(method):
 )
 def test_impossible_knobs_are_refused(knobs, what):
     with pytest.raises(UsageError, match=what):
-        registry.parse({"method": "chai", **knobs})
+        chain_of({"method": "chai", **knobs})
 
 
 @pytest.mark.parametrize(

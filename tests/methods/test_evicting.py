@@ -17,6 +17,7 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import attached
 
 SELECTORS = [
@@ -69,7 +70,7 @@ def test_every_selector_that_can_evict_has_the_knob():
     for m in registry.available():
         if m != "full" and isinstance(registry.make_stage(m, registry.defaults(m)), Selector):
             assert ("positions" in registry.knob_names(m)) == (m in SELECTORS)
-    assert all(registry.parse(entry(name)).evicts for name in ENTRIES)
+    assert all(chain_of(entry(name)).evicts for name in ENTRIES)
 
 
 @rolling
@@ -150,27 +151,27 @@ def test_rolled_and_true_positions_differ_once_tokens_are_gone(name):
 
 @each
 def test_unset_and_true_are_one_method(name):
-    plain = registry.parse(entry(name)).identity()
-    assert all(registry.parse(entry(name, positions=p)).identity() == plain for p in ("true", True, "True", None))
+    plain = chain_of(entry(name)).identity()
+    assert all(chain_of(entry(name, positions=p)).identity() == plain for p in ("true", True, "True", None))
     knobs = plain["stages"][0]["knobs"]
     assert knobs.get("positions") == ("true" if "h2o" in name else None)
     if name not in PACKED:
-        assert registry.parse(entry(name, positions="rolled")).identity() != plain
+        assert chain_of(entry(name, positions="rolled")).identity() != plain
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_rolled_is_refused_where_stored_keys_are_packed(name):
     with pytest.raises(UsageError, match=r"positions=('?)rolled\1.*packed"):
-        registry.parse(entry(name, positions="rolled"))
+        chain_of(entry(name, positions="rolled"))
 
 
 def test_the_two_ways_to_write_a_rolled_streamingllm_are_one():
-    one = registry.parse({"method": "streamingllm", "mode": "rolled", "kv_size": 12})
-    two = registry.parse({"method": "streamingllm", "mode": "mask", "positions": "rolled", "kv_size": 12})
+    one = chain_of({"method": "streamingllm", "mode": "rolled", "kv_size": 12})
+    two = chain_of({"method": "streamingllm", "mode": "mask", "positions": "rolled", "kv_size": 12})
     assert one == two and one.identity() == two.identity() and one.evictor.rolled
     assert "positions" not in one.identity()["stages"][0]["knobs"]
     with pytest.raises(UsageError, match=r"method\.streamingllm\.positions='true' .*mode=mask keeps true ones"):
-        registry.parse({"method": "streamingllm", "mode": "rolled", "positions": "true"})
+        chain_of({"method": "streamingllm", "mode": "rolled", "positions": "true"})
 
 
 STATIC = [{"method": "h2o"}, {"method": "h2o", "variant": "win"}, {"method": "cake", "decode_evict": False}]
@@ -179,13 +180,13 @@ STATIC = [{"method": "h2o"}, {"method": "h2o", "variant": "win"}, {"method": "ca
 @pytest.mark.parametrize("made", [*STATIC, {"method": "streamingllm"}], ids=str)
 def test_rolled_is_refused_where_nothing_is_evicted_while_decoding(made):
     with pytest.raises(UsageError, match=rf"method\.{made['method']}\.positions='rolled' .*only after the prompt"):
-        registry.parse({**made, "positions": "rolled"})
+        chain_of({**made, "positions": "rolled"})
 
 
 @each
 def test_other_positions_are_refused(name):
     with pytest.raises(UsageError, match=r"\.positions='slots' is not possible: true or rolled"):
-        registry.parse(entry(name, positions="slots"))
+        chain_of(entry(name, positions="slots"))
 
 
 @rolling

@@ -7,9 +7,9 @@ from families import build, prompt
 
 import kvbench
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.expectedattention import ExpectedAttention
+from kvbench.methods.resolve import chain_of
 from kvbench.storage.evicting_rows import Rotary
 
 N, SIZE = 22, 9
@@ -23,7 +23,7 @@ def test_it_keeps_the_tokens_of_its_reference(covariance, vnorm, hq, hk, per, se
     q, k, v = (ref.grid(h, N, 8, seed=seed + i) / 2 for i, h in enumerate((hq, hk, hk)))
     dense, obs = ref.make_layer(q, k, v, per=per)
     knobs = {"sinks": 3, "future": 6, "covariance": covariance, "vnorm": vnorm}
-    cache = registry.parse({"method": "expectedattention", "kv_size": SIZE, "per": per, **knobs}).compress(dense, obs)
+    cache = chain_of({"method": "expectedattention", "kv_size": SIZE, "per": per, **knobs}).compress(dense, obs)
     assert ref.kept(cache) == ref.expectedattention(q, k, v, dense.heads, SIZE, **knobs)
 
 
@@ -75,4 +75,4 @@ def test_learned_positions_are_refused():
 )
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.expectedattention\.{knob}"):
-        registry.parse({"method": "expectedattention", knob: value})
+        chain_of({"method": "expectedattention", knob: value})

@@ -8,8 +8,8 @@ from kvbench.cache.packed import unpack
 from kvbench.cache.segment import storage_bytes
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.flexgen import FlexGen
+from kvbench.methods.resolve import chain_of
 
 PER = ("kv_head", "query_head")
 
@@ -26,7 +26,7 @@ def layer(n, d, dtype=torch.float32, per="kv_head"):
 @pytest.mark.parametrize("d", [64, 128])
 def test_64_values_take_36_bytes(d, dtype, per):
     dense, obs = layer(50, d, dtype, per)
-    chain = registry.parse({"method": "flexgen", "per": per})
+    chain = chain_of({"method": "flexgen", "per": per})
     (s,) = chain.compress(dense, obs).segments
     assert storage_bytes(s.payload()) == 2 * dense.heads * 50 * (d // 64) * 36
     (block,) = chain.layout(50, d, dtype.itemsize)
@@ -38,7 +38,7 @@ def test_64_values_take_36_bytes(d, dtype, per):
     [(16, 64, 4, 8 + 4), (20, 64, 4, 10 + 4), (128, 32, 4, 64 + 16), (80, 64, 4, 40 + 8), (13, 5, 2, 4 + 12)],
 )
 def test_bytes_of_a_token_where_groups_and_heads_do_not_match(d, group, bits, token):
-    chain = registry.parse({"method": "flexgen", "group": group, "bits": bits})
+    chain = chain_of({"method": "flexgen", "group": group, "bits": bits})
     (s,) = chain.compress(*layer(9, d)).segments
     assert storage_bytes(s.payload()) == 2 * 2 * 9 * token
     assert sum(b.key_bytes + b.value_bytes for b in chain.layout(9, d, 4)) == 2 * 9 * token
@@ -54,7 +54,7 @@ def test_a_constant_group_stores_scale_one_and_codes_zero():
 
 @pytest.mark.parametrize("n", [1, 7])
 def test_every_token_is_packed_after_the_step_that_made_it(n):
-    chain = registry.parse("flexgen")
+    chain = chain_of("flexgen")
     cache = chain.compress(*layer(n, 12))
     assert cache.segments[0].k.shape[1] == cache.segments[0].v.shape[1] == 0
     rows = RowLayer([cache], 5, coders=[chain.coder])
@@ -70,7 +70,7 @@ def test_every_token_is_packed_after_the_step_that_made_it(n):
 @pytest.mark.parametrize("per", PER)
 def test_recent_tokens_of_a_pruner_stay_exact(per):
     dense, obs = layer(30, 20, per=per)
-    chain = registry.parse({"method": "think+flexgen", "ratio": 0.4, "recent": 6, "per": per})
+    chain = chain_of({"method": "think+flexgen", "ratio": 0.4, "recent": 6, "per": per})
     (s,) = chain.compress(dense, obs).segments
     k = dense.segments[0].k.repeat_interleave(dense.heads // 2, dim=0)
     assert torch.equal(s.k, k[:, -6:]) and s.codes.k.shape == (dense.heads, 24, 12)
@@ -82,4 +82,4 @@ def test_recent_tokens_of_a_pruner_stay_exact(per):
 @pytest.mark.parametrize(("knob", "value"), [("bits", 1), ("bits", 5), ("group", 0), ("group", 2.5)])
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.flexgen\.{knob}={value}"):
-        registry.parse({"method": "flexgen", knob: value})
+        chain_of({"method": "flexgen", knob: value})

@@ -15,9 +15,9 @@ from kvbench.cache.observation import Needs, Observation
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.base import Capacity
 from kvbench.methods.h2o import H2O
+from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import attached
 
 
@@ -54,9 +54,9 @@ def test_early_tokens_weigh_more_because_more_queries_see_them():
 def test_win_is_snapkv_without_pooling(per, seed):
     dense, obs = ref.make_layer(ref.grid(4, 40, 8, seed=seed), ref.grid(2, 40, 8, seed=seed + 50), per=per)
     common = {"per": per, "kv_size": 14, "window": 6}
-    win = registry.parse({"method": "h2o", "variant": "win", **common}).compress(dense, obs)
-    snap = registry.parse({"method": "snapkv", "kernel": 1, **common}).compress(dense, obs)
-    pooled = registry.parse({"method": "snapkv", "kernel": 7, **common}).compress(dense, obs)
+    win = chain_of({"method": "h2o", "variant": "win", **common}).compress(dense, obs)
+    snap = chain_of({"method": "snapkv", "kernel": 1, **common}).compress(dense, obs)
+    pooled = chain_of({"method": "snapkv", "kernel": 7, **common}).compress(dense, obs)
     assert ref.kept(win) == ref.kept(snap) != ref.kept(pooled)
 
 
@@ -89,7 +89,7 @@ def test_a_quarter_of_heavy_hitters_and_a_quarter_of_recent_tokens(per):
     """Spec 5, H2O: n = 1001, 0.25 / 0.25 -> 250 + 250."""
     n, knobs = 1001, {"variant": "orig", "heavy_ratio": 0.25, "recent_ratio": 0.25}
     dense, obs = ref.make_layer(ref.grid(4, n, 8, seed=1), ref.grid(2, n, 8, seed=2), per=per)
-    cache = registry.parse({"method": "h2o", "per": per, **knobs}).compress(dense, obs)
+    cache = chain_of({"method": "h2o", "per": per, **knobs}).compress(dense, obs)
     sums = obs.colsums if per == "query_head" else obs.colsums.view(2, 2, n).mean(dim=1)
     for scores, held in zip(sums.tolist(), ref.kept(cache), strict=True):
         assert held == ref.top(scores[: n - 250], 250) + list(range(n - 250, n))
@@ -225,9 +225,9 @@ def test_under_vatp_quantised_keys_decide_too():
 
 
 def test_an_unset_width_is_not_part_of_what_a_result_is_stored_under():
-    (plain,) = registry.parse("h2o").identity()["stages"]
+    (plain,) = chain_of("h2o").identity()["stages"]
     assert "score_bits" not in plain["knobs"] and plain["revision"] == 1
-    (set_,) = registry.parse({"method": "h2o", "score_bits": 3}).identity()["stages"]
+    (set_,) = chain_of({"method": "h2o", "score_bits": 3}).identity()["stages"]
     assert set_["knobs"] == {**plain["knobs"], "score_bits": 3}
 
 
@@ -242,4 +242,4 @@ def test_column_sums_of_another_width_are_an_error():
 )
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.h2o\.{knob}"):
-        registry.parse({"method": "h2o", knob: value})
+        chain_of({"method": "h2o", knob: value})

@@ -7,8 +7,8 @@ from families import build
 
 import kvbench
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.keynorm import KeyNorm
+from kvbench.methods.resolve import chain_of
 
 
 def test_the_shortest_keys_stay_with_ties_to_the_lower_index():
@@ -53,4 +53,4 @@ def test_the_choice_equals_that_of_the_keys_before_rope():
 @pytest.mark.parametrize("value", [-1, 0.5])
 def test_impossible_knobs_are_refused(value):
     with pytest.raises(UsageError, match=r"method\.keynorm\.protect_recent"):
-        registry.parse({"method": "keynorm", "protect_recent": value})
+        chain_of({"method": "keynorm", "protect_recent": value})

@@ -7,8 +7,8 @@ import torch
 from kvbench.cache.segment import storage_bytes
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.kivi import Kivi
+from kvbench.methods.resolve import chain_of
 
 PER = ("kv_head", "query_head")
 
@@ -52,9 +52,7 @@ def test_values_on_equispaced_levels_are_exact(bits, dtype):
 def test_no_number_is_off_by_more_than_half_a_step(bits, per):
     dense, obs = layer(70, 20, torch.float16, per=per)
     (s,) = (
-        registry.parse({"method": "kivi", "bits": bits, "group": 8, "residual": 16, "per": per})
-        .compress(dense, obs)
-        .segments
+        chain_of({"method": "kivi", "bits": bits, "group": 8, "residual": 16, "per": per}).compress(dense, obs).segments
     )
     k, v = (t.repeat_interleave(dense.heads // 2, dim=0).float() for t in (dense.segments[0].k, dense.segments[0].v))
     error = (s.codes.k.dequantise(torch.float32) - k[:, :64]).abs()
@@ -79,7 +77,7 @@ def test_no_number_is_off_by_more_than_half_a_step(bits, per):
 )
 def test_bytes_of_a_thousand_tokens_in_a_real_cache(entry, keys, values, dtype, per):
     dense, obs = layer(1000, 128, dtype, per=per)
-    chain = registry.parse({**entry, "kivi.group": 32, "residual": 128, "per": per})
+    chain = chain_of({**entry, "kivi.group": 32, "residual": 128, "per": per})
     cache = chain.compress(dense, obs)
     assert bytes_of(cache.segments[0]) == (dense.heads * keys, dense.heads * values)
     (block,) = chain.layout(1000, 128, 2)
@@ -91,7 +89,7 @@ def test_bytes_of_a_thousand_tokens_in_a_real_cache(entry, keys, values, dtype, 
     ("n", "keys", "values"), [(1, 0, 0), (15, 0, 0), (16, 16, 0), (17, 16, 1), (31, 16, 15), (32, 32, 16), (77, 64, 61)]
 )
 def test_tokens_packed_of_a_prompt(n, keys, values):
-    cache = registry.parse({"method": "kivi", "group": 8, "residual": 16}).compress(*layer(n, 12))
+    cache = chain_of({"method": "kivi", "group": 8, "residual": 16}).compress(*layer(n, 12))
     assert packed(cache) == (keys, values)
     assert cache.segments[0].k.shape[1] == n - keys and cache.segments[0].v.shape[1] == n - values
     assert ref.kept(cache) == [list(range(n))] * 2
@@ -99,7 +97,7 @@ def test_tokens_packed_of_a_prompt(n, keys, values):
 
 @pytest.mark.parametrize("n", [3, 16, 29])
 def test_keys_are_packed_by_blocks_and_values_one_by_one_while_decoding(n):
-    chain = registry.parse({"method": "kivi", "group": 8, "residual": 16})
+    chain = chain_of({"method": "kivi", "group": 8, "residual": 16})
     cache = chain.compress(*layer(n, 12))
     rows = RowLayer([cache], 60, coders=[chain.coder])
     (group,) = rows.groups
@@ -119,7 +117,7 @@ def test_keys_are_packed_by_blocks_and_values_one_by_one_while_decoding(n):
     ("recent", "keys", "values"), [(0, 64, 61), (13, 64, 61), (16, 56, 61), (30, 40, 47), (77, 0, 0)]
 )
 def test_the_residual_behind_a_pruner_is_the_larger_one(recent, keys, values):
-    chain = registry.parse({"method": "think+kivi", "kivi.group": 8, "residual": 16, "recent": recent})
+    chain = chain_of({"method": "think+kivi", "kivi.group": 8, "residual": 16, "recent": recent})
     cache = chain.compress(*layer(77, 12))
     assert packed(cache) == (keys, values)
     assert cache.segments[0].k.shape[2] == 12, "the residual keeps all channels"
@@ -131,18 +129,18 @@ def test_channels_are_scored_on_the_keys_that_are_packed(per):
     q, k = ref.grid(4, 40, 8, seed=1), ref.grid(2, 40, 8, seed=2)
     entry = {"method": "think+kivi", "kivi.group": 4, "residual": 16, "recent": 4, "ratio": 0.375, "per": per}
     dense, obs = ref.make_layer(q, k, per=per)
-    found = registry.parse(entry).compress(dense, obs).segments[0].key_channels.tolist()
+    found = chain_of(entry).compress(dense, obs).segments[0].key_channels.tolist()
     assert found == ref.think(q, k, [list(range(32))] * dense.heads, 5, 32)
     loud = k.clone()
     loud[:, 32:, found[0][0]] = 0.0
     loud[:, 32:, next(c for c in range(8) if c not in found[0])] = 50.0
     dense, obs = ref.make_layer(q, loud, per=per)
-    assert registry.parse(entry).compress(dense, obs).segments[0].key_channels.tolist() == found
+    assert chain_of(entry).compress(dense, obs).segments[0].key_channels.tolist() == found
 
 
 def test_a_prompt_within_the_residual_settles_the_channels_of_what_decoding_packs():
     q, k = ref.grid(4, 10, 8, seed=1), ref.grid(2, 10, 8, seed=2)
-    chain = registry.parse({"method": "think+kivi", "kivi.group": 4, "residual": 16, "recent": 4, "ratio": 0.375})
+    chain = chain_of({"method": "think+kivi", "kivi.group": 4, "residual": 16, "recent": 4, "ratio": 0.375})
     cache = chain.compress(*ref.make_layer(q, k))
     assert packed(cache) == (0, 0)
     assert cache.segments[0].key_channels.tolist() == ref.think(q, k, [list(range(10))] * 2, 5, 32)
@@ -151,7 +149,7 @@ def test_a_prompt_within_the_residual_settles_the_channels_of_what_decoding_pack
 @pytest.mark.parametrize("group", [5, 7, 13])
 @pytest.mark.parametrize("d", [10, 12, 77])
 def test_groups_need_not_divide_the_channels(group, d):
-    chain = registry.parse({"method": "kivi", "bits": 3, "group": group, "residual": group})
+    chain = chain_of({"method": "kivi", "bits": 3, "group": group, "residual": group})
     cache = chain.compress(*layer(3 * group + 2, d))
     s = cache.segments[0]
     assert s.codes.v.scale.shape == (2, 2 * group + 2, -(-d // group))
@@ -171,4 +169,4 @@ def test_groups_need_not_divide_the_channels(group, d):
 )
 def test_impossible_knobs_are_refused(knobs, said):
     with pytest.raises(UsageError, match=rf"method\.kivi\.{said}"):
-        registry.parse({"method": "kivi", **knobs})
+        chain_of({"method": "kivi", **knobs})

@@ -4,8 +4,8 @@ import method_reference as ref
 import pytest
 import torch
 
-from kvbench.methods import registry
 from kvbench.methods.magnitude import L1, L2
+from kvbench.methods.resolve import chain_of
 
 N = 6
 # Channel sums of |k|: 6, 5, 4, 3; of squares: 6, 25, 4, 5.
@@ -43,8 +43,8 @@ def test_only_retained_tokens_are_scored():
     keys[0, 6, 3] = 100.0
     layer = ref.make_layer(torch.zeros(1, 12, 4), keys)
     knobs = {"ratio": 0.75, "recent": 1}
-    whole = registry.parse({"method": "l2", **knobs}).compress(*layer)
-    evicted = registry.parse({"method": "streamingllm+l2", "kv_size": 6, **knobs}).compress(*layer)
+    whole = chain_of({"method": "l2", **knobs}).compress(*layer)
+    evicted = chain_of({"method": "streamingllm+l2", "kv_size": 6, **knobs}).compress(*layer)
     assert whole.segments[0].key_channels.tolist() == [[3]]
     assert evicted.segments[0].key_channels.tolist() == [[0]]
 

@@ -18,6 +18,7 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Calibration
+from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import LowRank, lifts, projection
 from kvbench.storage import latent_rows
@@ -26,7 +27,7 @@ N, NEW = 60, 6
 
 
 def chain(model, method="palu", **knobs):
-    return bound(model, registry.parse({"method": method, "multiple": 4, **knobs}))
+    return bound(model, chain_of({"method": method, "multiple": 4, **knobs}))
 
 
 def reference(model, made):
@@ -254,19 +255,19 @@ def test_every_selector_that_evicts_after_the_prompt_stands_beside_it(method, kn
 )
 def test_what_cannot_stand_beside_latents_is_refused_with_the_reason(method, why):
     with pytest.raises(UsageError, match=why.replace("(", r"\(")):
-        registry.parse(method)
+        chain_of(method)
 
 
 @pytest.mark.parametrize("knobs", [{"ratio": 1.0}, {"ratio": -0.1}, {"group": 0}, {"ranks_by": "x"}, {"multiple": 0}])
 def test_impossible_knobs_are_refused_by_name(knobs):
     (name,) = knobs
     with pytest.raises(UsageError, match=rf"method\.palu\.{name}="):
-        registry.parse({"method": "palu", **knobs})
+        chain_of({"method": "palu", **knobs})
 
 
 def test_bytes_before_any_calibration_are_refused_and_not_guessed():
     with pytest.raises(UsageError, match="palu was not calibrated, and its ranks, hence its bytes"):
-        registry.parse("palu").layout(10, 16, 4)
+        chain_of("palu").layout(10, 16, 4)
 
 
 class Tokens:
@@ -281,9 +282,9 @@ def test_too_few_tokens_another_model_or_none_at_all_are_refused(tmp_path):
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 9)
     session = Session(tmp_path / "kept", {"name": "small"}, Tokens(), 512, text=str(text))
     with pytest.raises(UsageError, match=r"estimates 64 dimensions \(the hidden size\), and all windows together have"):
-        session.bind(registry.parse({"method": "palu", "samples": 3, "tokens": 21}), model, quiet=True)
+        session.bind(chain_of({"method": "palu", "samples": 3, "tokens": 21}), model, quiet=True)
     assert is_own(model)
-    asked = registry.parse({"method": "palu", "samples": 4, "tokens": 21, "multiple": 4})
+    asked = chain_of({"method": "palu", "samples": 4, "tokens": 21, "multiple": 4})
     made = session.bind(asked, model, quiet=True)
     assert session.bind(asked, model, quiet=True) == made
     kvbench.prefill(model, prompt(20), [made])
@@ -298,13 +299,13 @@ def test_what_a_calibration_takes_is_said_before_it_starts(tmp_path, capsys):
     model, text = build("llama"), tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 9)
     session = Session(tmp_path / "kept", {"name": "small"}, Tokens(), 512, text=str(text))
-    session.bind(registry.parse({"method": "palu", "samples": 4, "tokens": 21, "multiple": 4}), model)
+    session.bind(chain_of({"method": "palu", "samples": 4, "tokens": 21, "multiple": 4}), model)
     assert "; 1 MiB of statistics beside the model, 1 MiB on disk; kept in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["palu", "asvd"])
 def test_windows_are_as_long_as_the_context_allows_up_to_2048(method, tmp_path):
-    (stage,) = registry.parse(method).stages
+    (stage,) = chain_of(method).stages
     text = tmp_path / "text.txt"
     text.write_text("words")
     for context, tokens in ((512, 512), (2048, 2048), (8192, 2048), (None, 2048)):

@@ -26,6 +26,7 @@ from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 from kvbench.methods.knobs import is_knob
+from kvbench.methods.resolve import chain_of
 
 METHODS = tuple(m for m in registry.available() if m != "full")
 STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in METHODS}
@@ -250,7 +251,7 @@ def test_frozen_layers_keep_every_token(chain, per):
 @per_heads
 def test_bf16_statistics_are_deterministic_and_those_of_fp32(chain, per):
     q, k, v = (ref.grid(h, 60, 16, seed=h).bfloat16() for h in (4, 2, 2))
-    made = bound(registry.parse(configured(chain, SMALL, per=per)), 2, 4)
+    made = bound(chain_of(configured(chain, SMALL, per=per)), 2, 4)
     choices = []
     for convert in (torch.Tensor.bfloat16, torch.Tensor.bfloat16, torch.Tensor.float):
         dense, obs = ref.make_layer(convert(q), convert(k), convert(v), per=per, scale=0.3)

@@ -7,8 +7,8 @@ from families import build, prompt
 import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.pyramidkv import PyramidKV
+from kvbench.methods.resolve import chain_of
 from kvbench.methods.snapkv import SnapKV
 
 
@@ -102,9 +102,9 @@ def test_a_steepness_of_one_is_snapkv():
 @pytest.mark.parametrize(("knob", "value"), [("beta", 0), ("beta", 2.5), ("exact_total", "yes"), ("kernel", 4)])
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.pyramidkv\.{knob}"):
-        registry.parse({"method": "pyramidkv", knob: value})
+        chain_of({"method": "pyramidkv", knob: value})
 
 
 def test_a_size_within_the_window_is_refused_before_any_model_is_there():
     with pytest.raises(UsageError, match=r"method\.pyramidkv\.kv_size=32 .*above 32"):
-        registry.parse({"method": "pyramidkv", "kv_size": 32})
+        chain_of({"method": "pyramidkv", "kv_size": 32})

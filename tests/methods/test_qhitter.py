@@ -17,8 +17,8 @@ from kvbench.cache.segment import storage_bytes
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.qhitter import QHitter
+from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import attached
 
 RATIOS = {"heavy_ratio": 0.15, "recent_ratio": 0.05}
@@ -85,7 +85,7 @@ def test_tokens_are_those_of_a_slow_reference(per, hk, variant, lam, bits):
     v = ref.grid(hk, n, 8, seed=7)
     dense, obs = ref.make_layer(q, k, v, per=per)
     entry = {"method": "qhitter", "kv_size": 20, "variant": variant, "lam": lam, "bits": bits, "per": per}
-    made = registry.parse(entry)
+    made = chain_of(entry)
     cache = made.compress(dense, obs)
     heads = made.heads(hk, 4)
     mass = ref.stored(ref.row_sums(ref.attention(q, k), n), heads)
@@ -142,9 +142,9 @@ def test_attention_alone_is_h2o_with_quantised_tokens(per, method):
     n = 1000
     dense, obs = ref.make_layer(ref.grid(4, n, 8, seed=1), ref.grid(2, n, 8, seed=2), per=per)
     lam = {"lam": 1} if method == "qhitter" else {}
-    packed = registry.parse({"method": method, "per": per, **RATIOS, **lam}).compress(dense, obs)
+    packed = chain_of({"method": method, "per": per, **RATIOS, **lam}).compress(dense, obs)
     h2o = {"method": "h2o", "variant": "orig", "heavy_ratio": 0.149, "recent_ratio": 0.05, "per": per}
-    exact = registry.parse(h2o).compress(dense, obs)
+    exact = chain_of(h2o).compress(dense, obs)
     assert ref.kept(packed) == ref.kept(exact) and len(ref.kept(packed)[0]) == 199
     torch.testing.assert_close(values(packed)[0], ref.rounded(exact.segments[0].k, 4))
     torch.testing.assert_close(values(packed)[1], ref.rounded(exact.segments[0].v, 4))
@@ -251,13 +251,13 @@ def test_bytes_at_head_dimension_128():
     """Spec 2.17: 4 bits are 3.76 times smaller, with the running scores 3.56 times, not 4 times."""
     full = 2 * 128 * 2
     for bits, payload in ((8, 264), (4, 136), (3, 104), (2, 72)):
-        (block,) = registry.parse({"method": "qhitter", "bits": bits}).layout(1, 128, 2)
+        (block,) = chain_of({"method": "qhitter", "bits": bits}).layout(1, 128, 2)
         assert block.key_bytes == block.value_bytes == 128 * bits / 8 + 4
         assert (block.key_bytes + block.value_bytes, block.slot_overhead) == (payload, 8)
-    (four,) = registry.parse("qhitter").layout(1, 128, 2)
+    (four,) = chain_of("qhitter").layout(1, 128, 2)
     assert full / (four.key_bytes + four.value_bytes) == pytest.approx(3.76, abs=0.005)
     assert full / (four.key_bytes + four.value_bytes + four.slot_overhead) == pytest.approx(3.56, abs=0.005)
-    (paper,) = registry.parse({"method": "qhitter", "variant": "paper"}).layout(1, 128, 2)
+    (paper,) = chain_of({"method": "qhitter", "variant": "paper"}).layout(1, 128, 2)
     assert paper.slot_overhead == 12
 
 
@@ -265,7 +265,7 @@ def test_bytes_at_head_dimension_128():
 def test_bytes_held_are_those_of_the_formula_before_and_after_decoding(bits):
     k = torch.randn(2, 60, 128, generator=torch.Generator().manual_seed(bits)).half()
     dense, obs = ref.make_layer(k.repeat_interleave(2, 0).float(), k, k.flip(1))
-    (s,) = registry.parse({"method": "qhitter", "kv_size": 20, "bits": bits}).compress(dense, obs).segments
+    (s,) = chain_of({"method": "qhitter", "kv_size": 20, "bits": bits}).compress(dense, obs).segments
     assert storage_bytes(s.payload()) == 2 * 2 * 20 * (128 * bits // 8 + 4)
     assert storage_bytes(s.state.values()) == 8 * 2 * 20
     model = build("llama")
@@ -311,7 +311,7 @@ def test_only_column_sums_are_asked_for():
 @pytest.mark.parametrize("method", ["qhitter", "h2o+quant"])
 def test_nothing_else_can_pack_or_prune_its_tokens(method, other):
     with pytest.raises(UsageError, match=rf"qhitter.* owns its quantiser.*{other}"):
-        registry.parse(f"{method}+{other}")
+        chain_of(f"{method}+{other}")
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_nothing_else_can_pack_or_prune_its_tokens(method, other):
 )
 def test_what_cannot_stand_behind_eviction_says_why(method, why):
     with pytest.raises(UsageError, match=f"h2o evicts tokens while decoding.*{why}"):
-        registry.parse({"method": method, "variant": "orig"})
+        chain_of({"method": method, "variant": "orig"})
 
 
 @pytest.mark.parametrize(
@@ -344,4 +344,4 @@ def test_what_cannot_stand_behind_eviction_says_why(method, why):
 )
 def test_impossible_knobs_are_refused(knobs, why):
     with pytest.raises(UsageError, match=rf"method\.qhitter\.{why}"):
-        registry.parse({"method": "qhitter", **knobs})
+        chain_of({"method": "qhitter", **knobs})

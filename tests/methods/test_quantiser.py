@@ -8,7 +8,7 @@ import kvbench
 from kvbench.cache.segment import storage_bytes
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 
 QUANTISERS = ({"method": "kivi", "group": 8, "residual": 16}, {"method": "flexgen"})
 
@@ -17,7 +17,7 @@ def compressed(entry, n=50, d=12, per="kv_head"):
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(h, n, d, generator=g) for h in (4, 2, 2))
     dense, obs = ref.make_layer(q, k, v, per=per)
-    chain = registry.parse({**entry, "per": per})
+    chain = chain_of({**entry, "per": per})
     return chain, dense, chain.compress(dense, obs)
 
 
@@ -82,5 +82,5 @@ def test_half_a_cache_answers_and_passes_the_audit():
 )
 def test_what_half_a_cache_cannot_do_is_refused(entry, said):
     with pytest.raises(UsageError) as error:
-        registry.parse(entry)
+        chain_of(entry)
     assert said in str(error.value)

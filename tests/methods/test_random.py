@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.random import Random
+from kvbench.methods.resolve import chain_of
 
 N = 40
 
@@ -69,4 +69,4 @@ def test_devices_draw_alike():
 @pytest.mark.parametrize("value", [-1, 0.5, "x"])
 def test_impossible_seeds_are_refused(value):
     with pytest.raises(UsageError, match=r"method\.random\.seed"):
-        registry.parse({"method": "random", "seed": value})
+        chain_of({"method": "random", "seed": value})

@@ -8,7 +8,7 @@ import torch
 from families import build, prompt
 
 import kvbench
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 
 N, SIZE, D = 26, 11, 8
 KEPT_CHANNELS = 5  # of 8 at ratio 0.375, in both roundings; odd, so that it parts a pair of equal channels
@@ -69,7 +69,7 @@ def expected_channels(method, q, k, tokens, count):
 def test_selectors_keep_the_tokens_of_their_reference(method, knobs, shape, per, data):
     q, k = tensors(shape, data)
     dense, obs = ref.make_layer(q, k, per=per, bits=(8, 3, 2))
-    cache = registry.parse({"method": method, "kv_size": SIZE, "per": per, **knobs}).compress(dense, obs)
+    cache = chain_of({"method": method, "kv_size": SIZE, "per": per, **knobs}).compress(dense, obs)
     wanted = expected_tokens(method, knobs, q, k, dense.heads)
     assert ref.kept(cache) == wanted
     keys, values = dense.segments[0].k, dense.segments[0].v
@@ -92,7 +92,7 @@ def test_pruners_keep_the_channels_of_their_reference(method, knobs, first, shap
     if first:
         entry.update(first[1], method=f"{first[0]}+{method}", kv_size=SIZE)
         tokens = expected_tokens(*first, q, k, dense.heads)
-    cache = registry.parse(entry).compress(dense, obs)
+    cache = chain_of(entry).compress(dense, obs)
     wanted = expected_channels(method, q, k, tokens, KEPT_CHANNELS)
     thin, recent = cache.segments
     assert thin.key_channels.tolist() == wanted

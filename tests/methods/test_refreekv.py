@@ -14,9 +14,9 @@ from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.cache import ops
 from kvbench.cache.observation import Needs
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.base import Capacity
 from kvbench.methods.refreekv import ReFreeKV
+from kvbench.methods.resolve import chain_of
 from kvbench.methods.statistics import window_rows, window_sums
 
 DEFAULTS = {"T": 0.01, "m": 4, "k": 1, "mode": "code", "reduce": "mean_heads", "order": "sinks_first"}
@@ -126,7 +126,7 @@ def test_every_mode_keeps_the_tokens_of_its_reference(mode, ranking, data, hq, h
         keys = keys[:, torch.arange(26) % 5]
     dense, obs = ref.make_layer(q, keys, per=per, layer=2, n_layers=4)
     knobs = {**DEFAULTS, **mode, "ranking": ranking, "T": T, "k": k, "m": m}
-    cache = registry.parse({"method": "refreekv", "per": per, **knobs}).compress(dense, obs)
+    cache = chain_of({"method": "refreekv", "per": per, **knobs}).compress(dense, obs)
     wanted = ref.refreekv(ref.attention(q, keys), dense.heads, **knobs)
     assert ref.kept(cache) == wanted
     assert cache.decided == tuple(map(len, wanted))
@@ -186,11 +186,11 @@ def test_a_cache_with_fewer_tokens_than_decided_is_refused():
 
 
 def test_frozen_layers_stand_for_those_that_the_model_has():
-    chain = registry.parse("refreekv")
+    chain = chain_of("refreekv")
     chain.check_model("llama", 1)
-    registry.parse({"method": "refreekv", "frozen_layers": []}).check_model("llama", 1)
+    chain_of({"method": "refreekv", "frozen_layers": []}).check_model("llama", 1)
     with pytest.raises(UsageError, match="layers 0 to 2"):
-        registry.parse({"method": "refreekv", "frozen_layers": [0, 3]}).check_model("llama", 3)
+        chain_of({"method": "refreekv", "frozen_layers": [0, 3]}).check_model("llama", 3)
 
 
 def test_it_has_no_budget():
@@ -221,4 +221,4 @@ def test_it_has_no_budget():
 )
 def test_impossible_knobs_are_refused(knobs, named):
     with pytest.raises(UsageError, match=rf"method\.refreekv\.{named}="):
-        registry.parse({"method": "refreekv", **knobs})
+        chain_of({"method": "refreekv", **knobs})

@@ -10,8 +10,8 @@ import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.cache.observation import Needs
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.h2o import H2O
+from kvbench.methods.resolve import chain_of
 from kvbench.methods.scissorhands import Scissorhands
 from kvbench.storage.evicting_rows import Slots
 
@@ -170,4 +170,4 @@ def test_it_asks_for_its_window_of_queries_only():
 )
 def test_impossible_knobs_are_refused(knobs, named):
     with pytest.raises(UsageError, match=rf"method\.scissorhands\.{named}"):
-        registry.parse({"method": "scissorhands", **knobs})
+        chain_of({"method": "scissorhands", **knobs})

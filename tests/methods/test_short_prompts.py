@@ -7,6 +7,7 @@ from calibrations import bound
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
+from kvbench.methods.resolve import chain_of
 
 STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in registry.available() if m != "full"}
 SELECTORS = [m for m, s in STAGES.items() if "kv_size" in registry.knob_names(m) and s.role == "selector"]
@@ -17,7 +18,7 @@ UNIFORM = [
 
 def compress(method, n, **knobs):
     dense, obs = ref.make_layer(ref.grid(4, n, 8, seed=1), ref.grid(2, n, 8, seed=2))
-    chain = bound(registry.parse({"method": method, **knobs}), 2, 4)
+    chain = bound(chain_of({"method": method, **knobs}), 2, 4)
     return dense, chain, chain.compress(dense, obs)
 
 
@@ -50,18 +51,18 @@ def test_a_size_within_what_is_protected_is_refused(method):
     stage = STAGES[method]
     protected = stage.sink_size() + stage.window_size()
     with pytest.raises(UsageError, match=rf"method\.{method}\.kv_size={protected} .*above {protected}"):
-        registry.parse({"method": method, "kv_size": protected})
-    assert registry.parse({"method": method, "kv_size": protected + 1}).selector.capacity(1000).tokens == protected + 1
+        chain_of({"method": method, "kv_size": protected})
+    assert chain_of({"method": method, "kv_size": protected + 1}).selector.capacity(1000).tokens == protected + 1
 
 
 @pytest.mark.parametrize("method", SELECTORS)
 @pytest.mark.parametrize("ratio", [0, -0.1, 1.01, "half"])
 def test_impossible_fractions_are_refused(method, ratio):
     with pytest.raises(UsageError, match="kv_ratio"):
-        registry.parse({"method": method, "kv_ratio": ratio})
+        chain_of({"method": method, "kv_ratio": ratio})
 
 
 @pytest.mark.parametrize("method", SELECTORS)
 def test_two_budgets_at_once_are_refused(method):
     with pytest.raises(UsageError, match="two ways"):
-        registry.parse({"method": method, "kv_ratio": 0.5, "kv_size": 64})
+        chain_of({"method": method, "kv_ratio": 0.5, "kv_size": 64})

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvbench.errors import UsageError
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 from kvbench.methods.snapkv import SnapKV
 
 N, W = 30, 4
@@ -54,4 +54,4 @@ def test_the_window_always_stays(size, seed):
 @pytest.mark.parametrize(("knob", "value"), [("kernel", 4), ("kernel", 0), ("pooling", "mean"), ("window", 0)])
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.snapkv\.{knob}"):
-        registry.parse({"method": "snapkv", knob: value})
+        chain_of({"method": "snapkv", knob: value})

@@ -6,12 +6,12 @@ from families import build, prompt
 
 import kvbench
 from kvbench.errors import UsageError
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 
 
 def compress(n, per="kv_head", method="streamingllm", **knobs):
     dense, obs = ref.make_layer(ref.grid(4, n, 8, seed=1), ref.grid(2, n, 8, seed=2), per=per)
-    return registry.parse({"method": method, "per": per, **knobs}).compress(dense, obs)
+    return chain_of({"method": method, "per": per, **knobs}).compress(dense, obs)
 
 
 # spec 5, StreamingLLM: n=20, C=8, S=4
@@ -40,7 +40,7 @@ def test_positions_are_stored_once_for_all_heads(per):
 
 def test_a_size_without_room_beside_the_sinks_is_refused():
     with pytest.raises(UsageError, match="above 4"):
-        registry.parse({"method": "streamingllm", "kv_size": 4})
+        chain_of({"method": "streamingllm", "kv_size": 4})
     assert ref.kept(compress(20, kv_size=5))[0] == [0, 1, 2, 3, 19]
 
 
@@ -52,7 +52,7 @@ def test_a_small_fraction_halves_itself_between_sinks_and_recents():
 @pytest.mark.parametrize(("knob", "value"), [("mode", "dynamic"), ("sinks", -1), ("sinks", 1.5)])
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.streamingllm\.{knob}"):
-        registry.parse({"method": "streamingllm", knob: value})
+        chain_of({"method": "streamingllm", knob: value})
 
 
 def test_decoding_adds_to_the_cache_at_true_positions():

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import chain_of
 from kvbench.methods.think import Think
 from kvbench.storage.attend import attend
 from kvbench.storage.row_segments import stack
@@ -53,9 +53,9 @@ def test_the_logits_lost_are_bounded_by_the_scores_of_the_pruned_channels(ratio)
 @pytest.mark.parametrize("base", [None, "snapkv", "adakv"])
 def test_ratio_zero_is_the_base_method(base):
     cache, obs = layer()
-    alone = registry.parse(base, {"kv_size": 9, "window": 4}) if base else Chain()
+    alone = chain_of(base, {"kv_size": 9, "window": 4}) if base else Chain()
     entry = {"method": f"{base}+think" if base else "think", "ratio": 0.0}
-    chain = registry.parse({**entry, "kv_size": 9, "window": 4} if base else entry)
+    chain = chain_of({**entry, "kv_size": 9, "window": 4} if base else entry)
     (got,), (want,) = chain.compress(cache, obs).segments, alone.compress(cache, obs).segments
     assert got.key_channels is None
     assert torch.equal(got.k, want.k) and torch.equal(got.v, want.v) and torch.equal(got.positions, want.positions)
@@ -67,7 +67,7 @@ def test_ratio_zero_is_the_base_method(base):
 def test_split_logits_equal_dense_attention_with_masked_queries(per, base):
     dense, obs = layer(per)
     entry = {"method": f"{base}think", "per": per, "ratio": 0.5, "recent": 5}
-    cache = registry.parse({**entry, "kv_size": 14, "window": 4} if base else entry).compress(dense, obs)
+    cache = chain_of({**entry, "kv_size": 14, "window": 4} if base else entry).compress(dense, obs)
     thin, recent = cache.segments
     query, tail = ref.grid(1, 4, 2, D, seed=7), ref.grid(2, 1, 2, 2, D, seed=8)
     got = attend(query, [stack([thin]), stack([recent])], (tail[0], tail[1]), scale=0.5)
@@ -114,4 +114,4 @@ def test_only_the_last_queries_score():
 @pytest.mark.parametrize(("knob", "value"), [("ratio", 1), ("ratio", -0.1), ("recent", -1), ("observed", 0)])
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.think\.{knob}"):
-        registry.parse({"method": "think", knob: value})
+        chain_of({"method": "think", knob: value})

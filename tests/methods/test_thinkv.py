@@ -9,11 +9,10 @@ from storage_reference import value_scores
 
 from kvbench.cache.segment import storage_bytes
 from kvbench.errors import UsageError
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of, chains_of
 from kvbench.methods.think import Think
 from kvbench.methods.thinkv import ThinkV
-from kvbench.run import config
-from kvbench.run.words import rewrite
+from kvbench.run import config, words
 
 N, D = 24, 8
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}
@@ -28,7 +27,7 @@ def tensors(shape="gqa", seed=1):
 
 def compress(method, qkv, per="kv_head", **knobs):
     dense, obs = ref.make_layer(*qkv, per=per)
-    return registry.parse({"method": method, "per": per, **knobs}).compress(dense, obs)
+    return chain_of({"method": method, "per": per, **knobs}).compress(dense, obs)
 
 
 def slow_channels(qkv, tokens, count, observed):
@@ -177,7 +176,7 @@ def test_bytes_of_a_layer(ratio, value_ratio, per):
     assert held == 2 * heads * ((n - recent) * sum(kept) + 2 * recent * d)
     ids = 2 * heads * sum(t for t in kept if t < d)
     assert storage_bytes(t for s in cache.segments for t in s.overhead()) == ids + 4 * n
-    layout = registry.parse({"method": "thinkv", "ratio": ratio, "value_ratio": value_ratio}).layout(n, d, 2)
+    layout = chain_of({"method": "thinkv", "ratio": ratio, "value_ratio": value_ratio}).layout(n, d, 2)
     assert heads * sum(b.key_bytes + b.value_bytes for b in layout) == held
     assert heads * sum(b.fixed_overhead for b in layout) == ids
 
@@ -187,26 +186,26 @@ def test_bytes_of_a_layer(ratio, value_ratio, per):
 )
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.thinkv\.{knob}"):
-        registry.parse({"method": "thinkv", knob: value})
+        chain_of({"method": "thinkv", knob: value})
 
 
 @pytest.mark.parametrize("other", ["think", "l1", "l2"])
 def test_it_is_the_only_pruning_stage_of_a_chain(other):
     with pytest.raises(UsageError, match=r"thinkv.*at most one pruning stage"):
-        registry.parse(f"snapkv+{other}+thinkv")
+        chain_of(f"snapkv+{other}+thinkv")
 
 
 def parsed(line):
-    (overrides,) = rewrite(line.split()).runs
-    return config.parse(config.compose_config(overrides)).chains
+    (overrides,) = words.read(line.split()).runs
+    return config.parse(overrides).chains
 
 
 def test_bare_knobs_reach_the_stages_that_own_them():
-    think, both = registry.parse_all(["think", "thinkv"], {"ratio": 0.5, "value_ratio": 0.25})
+    think, both = chains_of(["think", "thinkv"], {"ratio": 0.5, "value_ratio": 0.25})
     assert isinstance(think.stages[0], Think) and think.stages[0].ratio == 0.5
     assert (both.stages[0].ratio, both.stages[0].value_ratio) == (0.5, 0.25)
     with pytest.raises(UsageError, match="value_ratio"):
-        registry.parse_all(["think"], {"value_ratio": 0.25})
+        chains_of(["think"], {"value_ratio": 0.25})
 
 
 def test_a_grid_of_value_ratios_multiplies_only_chains_that_have_them():

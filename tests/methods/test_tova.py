@@ -9,7 +9,7 @@ from families import build, prompt
 import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.errors import UsageError
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 from kvbench.methods.tova import TOVA
 from kvbench.storage.evicting_rows import Slots
 
@@ -101,8 +101,8 @@ def test_the_state_is_declared_and_counted():
 
 def test_impossible_requests_are_refused():
     with pytest.raises(UsageError, match=r"method\.tova\.per_head"):
-        registry.parse({"method": "tova", "per_head": 1})
+        chain_of({"method": "tova", "per_head": 1})
     with pytest.raises(UsageError, match=r"method\.tova\.kv_size=1 "):
-        registry.parse({"method": "tova", "kv_size": 1})
+        chain_of({"method": "tova", "kv_size": 1})
     with pytest.raises(UsageError, match="evicts tokens while decoding"):
-        registry.parse("tova+kivi")
+        chain_of("tova+kivi")

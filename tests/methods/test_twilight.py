@@ -13,7 +13,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.cache.segment import Segment
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.errors import UsageError
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 from kvbench.methods.twilight import Twilight
 from kvbench.storage.attend import attend
 from kvbench.storage.row_segments import stack
@@ -157,7 +157,7 @@ def test_it_wraps_caches_that_only_grow(base):
     generate_rows(model, [plain, made], [Ending(5)] * 2, attended)
     assert attended[1] < 34
     with pytest.raises(UsageError, match="masks caches that only grow"):
-        registry.parse({"method": "h2o+twilight", "variant": "orig"})
+        chain_of({"method": "h2o+twilight", "variant": "orig"})
 
 
 @pytest.mark.parametrize(
@@ -166,4 +166,4 @@ def test_it_wraps_caches_that_only_grow(base):
 )
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.twilight\.{knob}"):
-        registry.parse({"method": "twilight", knob: value})
+        chain_of({"method": "twilight", knob: value})

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import chain_of
 from kvbench.methods.uncomp import UNCompGroup, interpolated
 
 LAYERS = 2
@@ -322,16 +322,16 @@ def test_impossible_requests_are_refused_before_a_model_loads(line, capsys, tmp_
 
 
 def test_a_preset_uses_the_papers_numbers_and_an_explicit_pair_replaces_the_budget():
-    (plain,) = registry.parse({"method": "uncomp-group", "kv_size": 384}).stages
+    (plain,) = chain_of({"method": "uncomp-group", "kv_size": 384}).stages
     assert plain.capacity(5000).tokens == 384
-    (pair,) = registry.parse({"method": "uncomp-group", "high": 512, "low": 16}).stages
+    (pair,) = chain_of({"method": "uncomp-group", "high": 512, "low": 16}).stages
     assert pair.capacity(5000).tokens == 264
     with pytest.raises(UsageError, match="two ways"):
-        registry.parse({"method": "uncomp-group", "kv_size": 64, "kv_ratio": 0.5})
+        chain_of({"method": "uncomp-group", "kv_size": 64, "kv_ratio": 0.5})
 
 
 def test_what_holds_before_calibration_is_the_sum_and_the_bounds():
-    (loose,) = registry.parse({"method": "uncomp-group", "high": 90, "low": 30}).stages
+    (loose,) = chain_of({"method": "uncomp-group", "high": 90, "low": 30}).stages
     (made,) = bound(Chain((loose,)), LAYERS, 8).stages
     before, after = (s.expected(200, 1, LAYERS, 8) for s in (loose, made))
     assert (set(before.low), set(before.high), before.total) == ({30}, {90}, 480)

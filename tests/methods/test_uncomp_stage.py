@@ -16,6 +16,7 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Selector, TokenSelector
 from kvbench.methods.recipe import Calibration, digest
+from kvbench.methods.resolve import chain_of
 from kvbench.methods.uncomp import UNCompGroup
 from kvbench.methods.uncomp_stage import UncompStage
 from kvbench.models.interface import decoder_layers
@@ -104,7 +105,7 @@ def test_no_layer_reads_more_than_the_one_before(knobs, n):
 )
 def test_impossible_knobs_are_refused(knobs, what):
     with pytest.raises(UsageError, match=what):
-        registry.parse({"method": "uncomp-stage", **knobs})
+        chain_of({"method": "uncomp-stage", **knobs})
 
 
 def test_a_model_without_the_schedules_layers_is_refused():
@@ -238,7 +239,7 @@ def test_slots_behind_the_stage_hold_the_budget_of_the_whole_prompt(variant):
 def test_snapkv_behind_the_stage_scores_what_the_layer_read():
     """The same choice as on a layer of just these tokens."""
     q, k = ref.grid(4, 40, 8, seed=1), ref.grid(2, 40, 8, seed=2)
-    chain = registry.parse(behind("snapkv"))
+    chain = chain_of(behind("snapkv"))
     where = torch.arange(0, 80, 2)
     dense, obs = ref.make_layer(q, k, layer=1, length=80, positions=where)
     held = kvbench.cache.ops.dense(k, dense.segments[0].v, heads=2, query_heads=4, positions=where, length=80)
@@ -251,7 +252,7 @@ def test_value_channels_behind_the_stage_are_those_of_the_tokens_that_the_layer_
     """Positions with gaps: which query sees which token goes by position, not by place."""
     q, k, v = (ref.grid(h, 30, 8, seed=h) for h in (4, 2, 2))
     where = torch.arange(30) * 3
-    chain = registry.parse({"method": "thinkv", "ratio": 0.0, "value_ratio": 0.5, "recent": 4, "per": per})
+    chain = chain_of({"method": "thinkv", "ratio": 0.0, "value_ratio": 0.5, "recent": 4, "per": per})
     dense, obs = ref.make_layer(q, k, v, per=per)
     _, later = ref.make_layer(q, k, v, per=per, layer=1, length=90, positions=where)
     gaps = kvbench.cache.ops.dense(k, v, heads=dense.heads, query_heads=4, positions=where, length=90)
@@ -264,7 +265,7 @@ def test_expected_attention_behind_the_stage_undoes_the_rotation_of_the_true_pos
     q, k, v = (ref.grid(h, 30, 8, seed=h) for h in (4, 2, 2))
     freq = torch.tensor([10_000 ** (-2 * i / 8) for i in range(4)])
     knobs = {"kv_size": 12, "sinks": 2, "future": 1}
-    chain = registry.parse({"method": "expectedattention", **knobs})
+    chain = chain_of({"method": "expectedattention", **knobs})
     dense, obs = ref.make_layer(q, k, v, inv_freq=freq)
     where = torch.arange(30) * 2
     _, later = ref.make_layer(q, k, v, layer=1, length=60, positions=where, inv_freq=freq / 2)
@@ -317,7 +318,7 @@ def test_a_scissorhands_ring_behind_the_stage_loses_no_row():
     where = torch.tensor([*range(0, 40, 2), *range(40, 50)])
     _, obs = ref.make_layer(q, k, layer=1, length=50, positions=where)
     held = kvbench.cache.ops.dense(k, k, heads=2, query_heads=2, positions=where, length=50)
-    chain = registry.parse({"method": "scissorhands", "kv_size": 20, "window": 16, "recent": 4, "variant": "paper"})
+    chain = chain_of({"method": "scissorhands", "kv_size": 20, "window": 16, "recent": 4, "variant": "paper"})
     wanted = ref.scissorhands(ref.attention(q, k), 2, 20, 16, 4, "paper")
     assert ref.kept(chain.compress(held, obs)) == [[int(where[j]) for j in head] for head in wanted]
 
@@ -327,7 +328,7 @@ def test_a_scissorhands_ring_behind_the_stage_loses_no_row():
 )
 def test_chains_that_cannot_be_are_refused(method, why):
     with pytest.raises(UsageError, match=why):
-        registry.parse(method)
+        chain_of(method)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

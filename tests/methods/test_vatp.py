@@ -12,8 +12,8 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.errors import UsageError
-from kvbench.methods import registry
 from kvbench.methods.base import Capacity, protect
+from kvbench.methods.resolve import chain_of
 from kvbench.methods.vatp import Vatp
 from kvbench.models.interface import attached
 from kvbench.storage.evicting_rows import Slots
@@ -70,7 +70,7 @@ def base_scores(base, attn, heads):
 def test_tokens_are_those_of_a_slow_loop(base, shape, per, data, kind):
     q, k, dense, obs = layer(shape, data, per)
     v = dense.segments[0].v.tolist()
-    cache = registry.parse(entry(base, per=per, norm=kind, sinks=3)).compress(dense, obs)
+    cache = chain_of(entry(base, per=per, norm=kind, sinks=3)).compress(dense, obs)
     scores, window = base_scores(base, ref.attention(q, k), dense.heads)
     for h, held in enumerate(ref.kept(cache)):
         mine = v[h // (dense.heads // len(v))]
@@ -86,8 +86,8 @@ def test_constant_norms_without_sinks_change_nothing(base, per):
     signs = ref.grid(2, N, D, seed=9).sign() + (ref.grid(2, N, D, seed=9) == 0)
     _, _, dense, obs = layer("gqa", "random", per, v=signs / 2)
     plain = {**entry(base, per=per), "method": base.split("-")[0]}
-    assert ref.kept(registry.parse(entry(base, per=per, sinks=0)).compress(dense, obs)) == ref.kept(
-        registry.parse(plain).compress(dense, obs)
+    assert ref.kept(chain_of(entry(base, per=per, sinks=0)).compress(dense, obs)) == ref.kept(
+        chain_of(plain).compress(dense, obs)
     )
 
 
@@ -96,15 +96,15 @@ def test_constant_norms_without_sinks_change_nothing(base, per):
 def test_scaling_all_values_leaves_the_choice(base):
     _, _, dense, obs = layer("gqa", "random", "kv_head")
     _, _, larger, _ = layer("gqa", "random", "kv_head", v=4 * values(2, "random"))
-    chain = registry.parse(entry(base))
+    chain = chain_of(entry(base))
     assert ref.kept(chain.compress(dense, obs)) == ref.kept(chain.compress(larger, obs))
 
 
 @pytest.mark.parametrize("order", itertools.permutations(["vatp", "h2o", "think"]))
 def test_any_order_is_one_chain(order):
-    chain = registry.parse("+".join(order))
+    chain = chain_of("+".join(order))
     assert [s.id for s in chain.stages] == ["h2o", "vatp", "think"]
-    assert chain.identity() == registry.parse("h2o+vatp+think").identity()
+    assert chain.identity() == chain_of("h2o+vatp+think").identity()
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_sinks_count_inside_the_budget(capacity, sinks, wanted):
 
 
 def test_the_papers_budgets_keep_its_sinks_inside_the_heavy_half():
-    chain = registry.parse(
+    chain = chain_of(
         {
             "method": "vatp+h2o",
             "variant": "orig",
@@ -146,13 +146,13 @@ def test_the_papers_budgets_keep_its_sinks_inside_the_heavy_half():
 )
 def test_impossible_knobs_are_refused(knobs, match):
     with pytest.raises(UsageError, match=match):
-        registry.parse({"method": "vatp+h2o", **knobs})
+        chain_of({"method": "vatp+h2o", **knobs})
 
 
 def test_it_decorates_attention_scores_only():
     for base in ("keynorm", "streamingllm", "random"):
         with pytest.raises(UsageError, match=f"not those of {base}"):
-            registry.parse(f"{base}+vatp")
+            chain_of(f"{base}+vatp")
 
 
 ORIG = {"method": "h2o+vatp", "variant": "orig", "kv_size": 12, "sinks": 3}

@@ -11,7 +11,7 @@ from passthrough import quantisers_pass_through
 import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine import prefill
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 
 ALIASED = {"method": "qhitter", "kv_size": 14, "bits": 2, "v_alias": True}
 SIMULATED = {"method": "flexgen", "bits": 2, "code_prefill": True}
@@ -120,6 +120,6 @@ def test_a_quantiser_that_loses_nothing_leaves_the_prompt_and_the_answer_alone(e
 
 @BOTH
 def test_the_plain_defaults_read_the_prompt_exactly(entry):
-    assert registry.parse(entry["method"]).prefill_key == ""
-    assert registry.parse(entry).prefill_key != ""
-    assert registry.parse(entry).identity() != registry.parse({**entry, "bits": 4}).identity()
+    assert chain_of(entry["method"]).prefill_key == ""
+    assert chain_of(entry).prefill_key != ""
+    assert chain_of(entry).identity() != chain_of({**entry, "bits": 4}).identity()

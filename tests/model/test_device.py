@@ -16,6 +16,7 @@ from kvbench.engine.step import build, step
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import attached
 
 CHAINS = ["snapkv+think", "adakv+think", "adakv+kivi", "think+kivi", "h2o+think variant=orig", "scissorhands+vatp"]
@@ -35,7 +36,7 @@ def every_method():
 def parsed(written):
     method, *knobs = written.split()
     sized = any("kv_size" in registry.knob_names(m) for m in method.split("+"))
-    return registry.parse({"method": method, **({"kv_size": 40} if sized else {}), **dict(k.split("=") for k in knobs)})
+    return chain_of({"method": method, **({"kv_size": 40} if sized else {}), **dict(k.split("=") for k in knobs)})
 
 
 def answered(model, chains):

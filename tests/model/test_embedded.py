@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from tiny_model import card, initial, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvbench.models import embedded
 from kvbench.tasks import tiny, tiny_corpus, tiny_tokens
 from kvbench.tasks.tiny_corpus import Role
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-from tiny_model import card, initial, train
 
 NASTY = (
     "",

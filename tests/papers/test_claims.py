@@ -2,11 +2,10 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import paper_claims
 import pytest
 from papers_text import text_of
 
@@ -31,10 +30,6 @@ from kvbench.papers.claims.claims import (
 from kvbench.papers.measured import our_table
 from kvbench.papers.spec.row_knobs import knobs
 from kvbench.tables import render
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-
-import paper_claims
 
 
 def claim(test="better", margin=1.0, name="c"):

@@ -3,22 +3,18 @@
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
+import paper_tables
 import papers_data
 import pytest
+import shards
 
 from kvbench.papers.measured import coverage
 from kvbench.papers.spec import table_spec
 from kvbench.run import archive, experiment
 from kvbench.run.store import ResultStore
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-
-import paper_tables
-import shards
 
 TABLE = table_spec.load("vatp", "2")
 

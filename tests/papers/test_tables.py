@@ -17,9 +17,8 @@ from kvbench.papers.measured import coverage, grid, our_table, page, trace
 from kvbench.papers.measured.cell_view import view
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import Column
-from kvbench.run import presets
-from kvbench.run.config import compose_config, parse
-from kvbench.run.words import rewrite
+from kvbench.run import presets, words
+from kvbench.run.config import parse
 
 MEASURED = [t.id for t in table_spec.find("all") if t.measurable]
 SMALL = ["limit=2", "length=256", "dataset.tiny.examples=2"]
@@ -62,8 +61,8 @@ def test_a_row_is_what_run_would_make_of_the_same_words(tmp_path):
     ours = our_table.prepare(table("think/2"), "tiny", [f"results={tmp_path}", "limit=1"])
     line = next(x for x in ours.lines if x.row.name == "snapkv+think kv_size=64;ratio=0.4")
     windows = ["method.snapkv.window=4", "method.think.recent=4", "method.think.observed=4"]
-    typed = rewrite(["preset=think", "method=snapkv+think", "kv_size=64", "ratio=0.4", *windows])
-    assert parse(compose_config(typed.runs[0])).chains[0].chain == line.chain
+    typed = words.read(["preset=think", "method=snapkv+think", "kv_size=64", "ratio=0.4", *windows])
+    assert parse(typed.runs[0]).chains[0].chain == line.chain
 
 
 def test_on_a_model_of_the_paper_numbers_are_those_printed():

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from kvbench.papers.spec import table_spec
 from kvbench.papers.timed import bench_spec, timings
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
 TABLES = [t.id for t in table_spec.find("all") if t.kind == timings.KIND]
 KIVI = "kivi bits=4/4;batch=300;prompt=160;gen=338"
 HALF = "kivi+think bits=4/4;ratio=0.5;batch=300;prompt=160;gen=338"

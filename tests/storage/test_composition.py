@@ -13,6 +13,7 @@ from kvbench.cache.segment import storage_bytes
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 
 SMALL = {"recent": 5, "observed": 8, "group": 4, "residual": 8}
 PER = ("kv_head", "query_head")
@@ -32,10 +33,10 @@ def entry(chain, values, **more):
 
 @pytest.mark.parametrize("stages", TRIPLES, ids="+".join)
 def test_any_order_is_sorted_to_select_prune_quantise(stages):
-    chains = [registry.parse("+".join(order)) for order in itertools.permutations(stages)]
+    chains = [chain_of("+".join(order)) for order in itertools.permutations(stages)]
     assert all(c == chains[0] and c.name == "+".join(stages) for c in chains)
     assert len({str(c.identity()) for c in chains}) == 1
-    masked = registry.parse("+".join(("twilight", *stages)))
+    masked = chain_of("+".join(("twilight", *stages)))
     assert [s.id for s in masked.stages] == [*stages, "twilight"]
 
 
@@ -58,7 +59,7 @@ REFUSED = {
 @pytest.mark.parametrize("method", REFUSED)
 def test_sets_that_cannot_be_stored_are_refused_with_the_reason(method, capsys, monkeypatch, tmp_path):
     with pytest.raises(UsageError) as caught:
-        registry.parse(method)
+        chain_of(method)
     assert REFUSED[method] in str(caught.value)
     monkeypatch.chdir(tmp_path)
     assert main(["run", f"method={method}"]) == 2
@@ -76,16 +77,16 @@ def test_sets_that_cannot_be_stored_are_refused_with_the_reason(method, capsys, 
 @pytest.mark.parametrize("storage", ["kivi", "thinkv+kivi"])
 def test_a_selector_is_stored_so_only_in_the_variant_that_evicts_after_the_prompt(base, knob, evicts, static, storage):
     with pytest.raises(UsageError, match=f"{base} evicts tokens while decoding as set here"):
-        registry.parse({"method": f"{base}+{storage}", f"{base}.{knob}": evicts})
-    assert registry.parse({"method": f"{base}+{storage}", f"{base}.{knob}": static}).name == f"{base}+{storage}"
+        chain_of({"method": f"{base}+{storage}", f"{base}.{knob}": evicts})
+    assert chain_of({"method": f"{base}+{storage}", f"{base}.{knob}": static}).name == f"{base}+{storage}"
 
 
 def test_knobs_that_two_stages_share_need_a_full_key():
     with pytest.raises(
         UsageError, match=r"two stages of twilight\+kivi: set method\.twilight\.bits and method\.kivi\.bits"
     ):
-        registry.parse({"method": "twilight+kivi", "bits": 4})
-    assert registry.parse({"method": "twilight+kivi", "kivi.bits": 4}).quantiser.bits == 4
+        chain_of({"method": "twilight+kivi", "bits": 4})
+    assert chain_of({"method": "twilight+kivi", "kivi.bits": 4}).quantiser.bits == 4
 
 
 def layer(n, d, per, heads=(4, 2)):
@@ -102,7 +103,7 @@ def layer(n, d, per, heads=(4, 2)):
 )
 def test_short_prompts_and_odd_heads_cost_what_the_formula_says(method, d, n, per):
     own = {"think", "thinkv", "l1", "l2"} & set(method.split("+"))
-    chain = registry.parse(entry(method, SMALL, per=per))
+    chain = chain_of(entry(method, SMALL, per=per))
     dense, obs = layer(n, d, per)
     cache = chain.compress(dense, obs)
     assert ref.kept(cache) == [list(range(n))] * dense.heads

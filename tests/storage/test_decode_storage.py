@@ -8,7 +8,7 @@ import torch
 from storage_reference import Layer, Storage
 
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 from kvbench.methods.twilight import Twilight
 
 D, STEPS, SCALE = 10, 45, 1 / math.sqrt(10)
@@ -65,7 +65,7 @@ CHAINS = {
 def made(name, per="kv_head"):
     """(chain, its storage as the reference has it)"""
     knobs, storage = CHAINS[name]
-    return registry.parse({"method": name.split()[0], "per": per, **knobs}), storage
+    return chain_of({"method": name.split()[0], "per": per, **knobs}), storage
 
 
 def random(*shape, seed):

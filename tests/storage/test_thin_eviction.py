@@ -12,7 +12,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.engine.decode import Ending, generate_rows, step
 from kvbench.engine.step import build as build_batch
 from kvbench.errors import UsageError
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import attached
 
 N, NEW, SIZE = 34, 30, 16
@@ -177,9 +177,9 @@ def test_slots_of_thin_tokens_are_filled_again_and_memory_is_flat():
 
 def test_what_cannot_be_is_refused_with_the_reason():
     with pytest.raises(UsageError, match=r"mode=rolled turns stored keys .* without some of the channels"):
-        registry.parse({"method": "l2+streamingllm", "mode": "rolled"})
+        chain_of({"method": "l2+streamingllm", "mode": "rolled"})
     with pytest.raises(UsageError, match=r"positions=rolled turns stored keys .* without some of the channels"):
-        registry.parse({"method": "tova+think", "positions": "rolled"})
+        chain_of({"method": "tova+think", "positions": "rolled"})
     with pytest.raises(UsageError, match="flexgen would have to pack them at another width"):
-        registry.parse({"method": "think+h2o+flexgen", "variant": "orig"})
-    assert registry.parse({"method": "think+tova"}).name == "tova+think"
+        chain_of({"method": "think+h2o+flexgen", "variant": "orig"})
+    assert chain_of({"method": "think+tova"}).name == "tova+think"

@@ -9,9 +9,9 @@ from kvbench.cli.main import main
 from kvbench.conf import entries
 from kvbench.errors import UsageError
 from kvbench.metrics import METRICS
-from kvbench.run.config import compose_config, parse
+from kvbench.run import words
+from kvbench.run.config import parse
 from kvbench.run.plan import build_groups
-from kvbench.run.words import rewrite
 from kvbench.tasks import longbench
 from kvbench.tasks.base import load_tasks
 
@@ -135,8 +135,8 @@ def test_the_backend_of_code_sim_is_a_knob_and_identity(root):
     assert [t.metric for t in by_difflib] == ["code_sim_difflib", "f1"]
     ids = []
     for backend in ("levenshtein", "difflib"):
-        run = rewrite(["dataset=longbench/lcc", f"code_sim={backend}", "method=full", f"data.root={root}"]).runs[0]
-        (group,) = build_groups(parse(compose_config(run)), {}, None, None)
+        run = words.read(["dataset=longbench/lcc", f"code_sim={backend}", "method=full", f"data.root={root}"]).runs[0]
+        (group,) = build_groups(parse(run), {}, None, None)
         ids.append(group.cells[0].id)
     assert ids[0] != ids[1]
     with pytest.raises(UsageError, match="unknown backend of code_sim 'fuzzy'"):

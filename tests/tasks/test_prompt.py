@@ -8,7 +8,6 @@ from kvbench.conf import entries
 from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.run import config
-from kvbench.run.words import rewrite
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy, check, encode
 
@@ -191,7 +190,7 @@ def test_impossible_policies_are_refused(knob):
 
 @pytest.mark.parametrize("preset", entries("prompt"))
 def test_every_preset_composes_and_takes_the_models_limit(preset):
-    run = config.parse(config.compose_config(rewrite([f"prompt={preset}", "model=llama2-7b-chat"]).runs[0]))
+    run = config.read([f"prompt={preset}", "model=llama2-7b-chat"])
     limits = {
         "think": 3950,
         "vatp": 3500,
@@ -203,13 +202,13 @@ def test_every_preset_composes_and_takes_the_models_limit(preset):
     }
     assert run.prompt.name == preset
     assert run.prompt.max_length == limits.get(preset)
-    wins = config.parse(config.compose_config(rewrite([f"prompt={preset}", "max_length=77"]).runs[0]))
+    wins = config.read([f"prompt={preset}", "max_length=77"])
     assert wins.prompt.max_length == 77
 
 
 def test_preset_values_are_the_papers():
     def policy(name, model="llama2-7b-chat"):
-        return config.parse(config.compose_config(rewrite([f"prompt={name}", f"model={model}"]).runs[0])).prompt
+        return config.read([f"prompt={name}", f"model={model}"]).prompt
 
     assert (policy("think").template, policy("think").min_new_tokens) == ("off", 1)
     assert policy("think", "mistral-7b-instruct-v0.2").max_length == 31500
@@ -233,18 +232,18 @@ def test_llama_2_gets_the_scripts_own_frame_and_not_its_tokenizers(preset):
     real = AutoTokenizer.from_pretrained(embedded.path())
     real.chat_template = "{{ bos_token }}[INST] {{ messages[0].content.strip() }} [/INST]"
     e = Example("a", "  notes: the river is cold.\n", ("x",), 4)
-    run = config.parse(config.compose_config(rewrite([f"prompt={preset}", "model=llama2-7b-chat"]).runs[0]))
+    run = config.read([f"prompt={preset}", "model=llama2-7b-chat"])
     t = Task("t/t", (e,), "f1", "test")
     got = encode(real, e, t, run.prompt, None)
     assert list(got.ids) == real.encode(f"[INST]{e.prompt}[/INST]")
     assert run.prompt.identity(t, real) != PromptPolicy(template="skip").identity(t, real)
-    chat = config.parse(config.compose_config(rewrite(["prompt=chat", "model=llama2-7b-chat"]).runs[0]))
+    chat = config.read(["prompt=chat", "model=llama2-7b-chat"])
     assert chat.prompt.frame is None
 
 
 @pytest.mark.parametrize("model", [m for m in entries("model") if m != "hf"])
 def test_every_model_entry_is_whole(model):
-    run = config.parse(config.compose_config(rewrite([f"model={model}"]).runs[0]))
+    run = config.read([f"model={model}"])
     assert run.model.name == model
     assert set(entries("model")[model]) - {"fetch"} == set(entries("model")["hf"])
     placed = f"fetched:{model}" if "fetch" in entries("model")[model] else "embedded:tiny"
@@ -265,7 +264,7 @@ def test_stop_texts_of_a_model_join_its_end_tokens(monkeypatch):
 def test_vicunas_template_is_the_one_it_was_trained_with():
     from kvbench.tasks.prompt import render
 
-    run = config.parse(config.compose_config(rewrite(["model=vicuna-7b-v1.5-16k"]).runs[0]))
+    run = config.read(["model=vicuna-7b-v1.5-16k"])
     from transformers import AutoTokenizer
 
     from kvbench.models import embedded
@@ -278,4 +277,4 @@ def test_vicunas_template_is_the_one_it_was_trained_with():
 
 def test_a_preset_whose_limit_nobody_states_is_refused():
     with pytest.raises(UsageError, match="name of a prompt limit"):
-        config.parse(config.compose_config(rewrite(["prompt=think", "limits=banana"]).runs[0]))
+        config.read(["prompt=think", "limits=banana"])

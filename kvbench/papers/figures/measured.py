@@ -18,14 +18,14 @@ from kvbench.conf import entries
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import ChainConfig, chain_of
 from kvbench.metrics import metric, stats
 from kvbench.papers.figures.figure import Figure
 from kvbench.papers.spec import row_knobs, stand_ins
-from kvbench.run import config, experiment, presets, summary
-from kvbench.run.config import ChainConfig
+from kvbench.run import config, experiment, presets, summary, words
 from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Cell, Group
-from kvbench.run.words import rewrite, split_list
+from kvbench.run.words import split_list
 
 MEAN = "mean"
 FULL = "full"
@@ -214,8 +214,8 @@ def _ran(sweep: Sweep, model: str, given: Mapping[str, str], each: int) -> Ran:
         "baseline": str(sweep.baseline).lower(),
     }
     merged = {**plain, **given}
-    (run,) = rewrite([f"{k}={v}" for k, v in merged.items()]).runs
-    cfg = config.parse(config.compose_config(run))
+    (run,) = words.read([f"{k}={v}" for k, v in merged.items()]).runs
+    cfg = config.parse(run)
     values = presets.values(sweep.preset, model if model in entries("model") else "") if sweep.preset else {}
     small = replace(stand_ins.TINY, of=sweep.length) if tiny else None
     chains = tuple(_chain(p, values, small) for p in sweep.points)
@@ -230,7 +230,7 @@ def _chain(point: Point, values: Mapping[str, Any], small: row_knobs.StandIn | N
     knobs = {**{k: int(v) for k, v in scaled.items()}, **point.knobs}
     if small and "kv_size" in knobs:
         knobs["kv_size"] = small.tokens(knobs["kv_size"])
-    return registry.parse({"method": point.method, **knobs}, preset=values)
+    return chain_of({"method": point.method, **knobs}, preset=values)
 
 
 def _cell(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure as Canvas
 from kvbench.audit.accounting import declared
 from kvbench.cache.model_shape import from_entry
 from kvbench.conf import entries
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 from kvbench.papers.figures import curves
 from kvbench.papers.figures.measured import COLUMNS, FULL, MeasuredFigure, Point, ResultFigure, Sweep
 from kvbench.run import presets
@@ -90,7 +90,7 @@ def memory(_: MeasuredFigure) -> pd.DataFrame:
     values = presets.values("think", MODEL)
     rows = []
     for name, entry in METHODS.items():
-        held = declared(registry.parse(entry, preset=values), shape, TOKENS, FP16)
+        held = declared(chain_of(entry, preset=values), shape, TOKENS, FP16)
         assert held is not None
         for batch in BATCHES:
             total = (FP16 * PARAMETERS + batch * held.total) / GIB

@@ -13,6 +13,7 @@ from kvbench.conf import entries
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import ChainConfig, chain_of
 from kvbench.models import load
 from kvbench.models.interface import head_counts
 from kvbench.papers.spec import row_knobs, stand_ins
@@ -22,7 +23,6 @@ from kvbench.papers.spec.workloads import FAMILIES, INSTEAD, Reader, TableWorklo
 from kvbench.papers.timed import timings
 from kvbench.papers.timed.timings import Timings
 from kvbench.run import experiment, presets, summary
-from kvbench.run.config import ChainConfig
 from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Cell, Group
 from kvbench.run.run_plan import context_of
@@ -303,7 +303,7 @@ def _line(
 
         def chain(more: str = "") -> Chain:
             mine = knobs | row_knobs.knobs(row.method, ";".join(filter(None, (more, row.setting))), size)
-            return registry.parse({"method": method, **_read(mine)}, preset=values)
+            return chain_of({"method": method, **_read(mine)}, preset=values)
 
         return TableLine(row, chain(), others={d: chain(more) for d, more in declared.settings.items() if d in columns})
     except UsageError as reason:

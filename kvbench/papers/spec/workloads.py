@@ -17,7 +17,6 @@ from kvbench.papers.spec.table_spec import TableRow, TableSpec
 from kvbench.run import config
 from kvbench.run.config import DatasetConfig, RunConfig
 from kvbench.run.plan import Group
-from kvbench.run.words import rewrite
 from kvbench.tasks.base import Tokenizer, load_tasks
 from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.needle import PHRASINGS
@@ -183,7 +182,7 @@ def composed(written: Sequence[str], datasets: Iterable[str], small: bool) -> Ru
     for dataset in () if small else datasets:
         names |= dict.fromkeys(FAMILIES.values() if dataset in TASKS else (dataset, *INSTEAD.get(dataset, ())[:1]))
     known = [n for n in names if n in entries("dataset")]
-    return config.parse(config.compose_config(rewrite([*written, f"dataset={','.join(known)}"]).runs[0]))
+    return config.read([*written, f"dataset={','.join(known)}"])
 
 
 def _frozen(value: Any) -> Any:

@@ -10,7 +10,7 @@ from kvbench.audit.accounting import declared, nominal
 from kvbench.cache.model_shape import Shape
 from kvbench.errors import unknown
 from kvbench.methods.chain import Chain
-from kvbench.methods.registry import parse
+from kvbench.methods.resolve import chain_of
 from kvbench.papers.spec.published import load_table
 from kvbench.tables.render import Sheet, compose
 
@@ -101,7 +101,7 @@ def _think7() -> list[StatedFigure]:
             continue  # H2O's rows have the same sizes
         knobs: dict[str, Any] = dict(part.split("=") for part in setting.split(";"))
         size = int(knobs["kv_size"])
-        chain = parse({"method": method, "kv_size": size, "per": "query_head"})
+        chain = chain_of({"method": method, "kv_size": size, "per": "query_head"})
         stored, formula = _payload(chain, MISTRAL_7B), nominal(chain, MISTRAL_7B, LONG, FP16)
         assert formula is not None
         what = f"{method} kv_size={size}" + (" ratio=0.4" if "ratio" in knobs else f", for {knobs['matched_to']}")
@@ -134,8 +134,8 @@ def _think_text() -> list[StatedFigure]:
         ),
     ]
     for size in (128, 512, 1024, 2048):
-        pruned = parse({"method": "snapkv+think", "kv_size": size})
-        plain = parse({"method": "snapkv", "kv_size": size})
+        pruned = chain_of({"method": "snapkv+think", "kv_size": size})
+        plain = chain_of({"method": "snapkv", "kv_size": size})
         saved = 1 - _payload(pruned, LLAMA2_7B) / _payload(plain, LLAMA2_7B)
         formula = 0.5 * 0.4 * (1 - 32 / size)
         found.append(
@@ -153,7 +153,7 @@ def _kivi() -> list[StatedFigure]:
     found = []
     for method, bits, t in (("kivi", 2, d), ("kivi", 4, d), ("think+kivi", 2, 77)):
         ratio = {"ratio": 0.4} if "think" in method else {}
-        (block,) = parse({"method": method, "bits": bits, **ratio}).layout(n, d, FP16)
+        (block,) = chain_of({"method": method, "bits": bits, **ratio}).layout(n, d, FP16)
         k = t * keys * (bits / 8 + 4 / group) + 2 * d * (n - keys)
         v = values * (d * bits / 8 + 4 * d / group) + 2 * d * residual
         name = f"{method} {bits} bits" + (" ratio=0.4" if ratio else "")
@@ -164,7 +164,7 @@ def _kivi() -> list[StatedFigure]:
 
 
 def _flexgen() -> list[StatedFigure]:
-    (block,) = parse({"method": "flexgen"}).layout(1, 64, FP16)
+    (block,) = chain_of({"method": "flexgen"}).layout(1, 64, FP16)
     source = "arXiv 2303.06865, section 5: groups of 64, 4 bits, fp16 scale and minimum"
     return [
         StatedFigure("flexgen", "64 values", source, "B", 0, None, 64 * 4 / 8 + 2 * FP16, block.key_bytes),
@@ -176,7 +176,7 @@ def _qhitter() -> list[StatedFigure]:
     """Tokens of D=128 at 4 bits with fp16 scale and zero point a head; running scores are 8 bytes."""
     d, dense = 128, 2 * 128 * FP16
     payload, scores = 2 * (d * 4 / 8 + 2 * FP16), 8
-    (block,) = parse({"method": "qhitter", "bits": 4}).layout(1, d, FP16)
+    (block,) = chain_of({"method": "qhitter", "bits": 4}).layout(1, d, FP16)
     stored = block.key_bytes + block.value_bytes
     running = stored + block.slot_overhead
     return [
@@ -197,7 +197,7 @@ def _uncomp() -> list[StatedFigure]:
         (384, 8096, 4.74, "table 1"),
         (64, 4096, 1.56, "section 4.2"),
     ):
-        chain = parse({"method": "snapkv", "kv_size": size})
+        chain = chain_of({"method": "snapkv", "kv_size": size})
         share = 100 * _payload(chain, LLAMA2_7B, context) / LLAMA2_7B.full_bytes(context, FP16)
         what = f"{size} of {context} tokens"
         found.append(

@@ -24,7 +24,6 @@ from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.papers.timed import bench_spec, row_matching
 from kvbench.papers.timed.row_matching import TimedCell
 from kvbench.run import config
-from kvbench.run.words import rewrite
 
 KIND = "efficiency"
 SCRIPT = "scripts/gpu_tables.sh"
@@ -118,7 +117,7 @@ def _with_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Ro
 
 @cache
 def _shape(model: str) -> Shape:
-    return request.shape_of(config.parse(config.compose_config(rewrite([f"model={model}"]).runs[0])))
+    return request.shape_of(config.read([f"model={model}"]))
 
 
 def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> None:

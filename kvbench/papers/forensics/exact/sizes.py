@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvbench.audit.accounting import nominal
-from kvbench.methods.registry import parse
+from kvbench.methods.resolve import chain_of
 from kvbench.papers.forensics.exact.base import Exact
 from kvbench.papers.spec.numbers import Number, exactly, mean, printed
 from kvbench.papers.spec.published_cells import Book, PublishedRow
@@ -114,7 +114,7 @@ def _expanded(method: str, settings: dict[str, str]) -> Number:
     knobs: dict[str, Any] = {"method": method, "kv_size": int(settings["kv_size"]), "per": "query_head"}
     if "ratio" in settings:
         knobs |= {"ratio": float(settings["ratio"]), "recent": 32}
-    found = nominal(parse(knobs), MISTRAL_7B, LONG, FP16)
+    found = nominal(chain_of(knobs), MISTRAL_7B, LONG, FP16)
     assert found is not None
     return exactly(round(found, 6))
 

@@ -4,10 +4,11 @@ import pytest
 
 from kvbench.errors import UsageError
 from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of, chains_of
 
 
 def knobs(entry, defaults=None):
-    (chain,) = registry.parse_all([entry], defaults or {})
+    (chain,) = chains_of([entry], defaults or {})
     return {k: v for s in chain.stages for k, v in s.knobs().items()}
 
 
@@ -44,7 +45,7 @@ def test_a_size_of_none_leaves_the_fraction_alone():
 def test_two_budgets_in_one_place_are_refused(defaults):
     entry = "snapkv" if defaults else {"method": "snapkv", "kv_size": 64, "snapkv.kv_ratio": 0.5}
     with pytest.raises(UsageError, match="two ways"):
-        registry.parse_all([entry], defaults)
+        chains_of([entry], defaults)
 
 
 @pytest.mark.parametrize("key", ["window", "snapkv.window", "method.snapkv.window"])
@@ -57,27 +58,27 @@ def test_a_knob_can_be_written_bare_or_by_its_full_key(key):
 def test_a_full_key_of_a_method_that_is_not_there_is_refused(key):
     for entry, defaults in (("snapkv", {key: 8}), ({"method": "snapkv", key: 8}, {})):
         with pytest.raises(UsageError, match=r"no entry has the method.*snapkv"):
-            registry.parse_all([entry], defaults)
+            chains_of([entry], defaults)
 
 
 def test_chains_that_do_not_own_a_knob_ignore_it():
-    snapkv, keynorm, full = registry.parse_all(["snapkv", "keynorm", "full"], {"window": 8, "keynorm.kv_size": 5})
+    snapkv, keynorm, full = chains_of(["snapkv", "keynorm", "full"], {"window": 8, "keynorm.kv_size": 5})
     assert snapkv.stages[0].knobs()["window"] == 8 and snapkv.stages[0].knobs()["kv_size"] is None
     assert keynorm.stages[0].knobs()["kv_size"] == 5 and full.stages == ()
 
 
 def test_a_bare_knob_reaches_every_chain_that_owns_it():
-    snapkv, h2o = registry.parse_all(["snapkv", "h2o"], {"window": 8})
+    snapkv, h2o = chains_of(["snapkv", "h2o"], {"window": 8})
     assert snapkv.stages[0].knobs()["window"] == h2o.stages[0].knobs()["window"] == 8
 
 
 def test_an_alias_is_a_method_with_knobs_settled():
     assert registry.split("h2o+quant") == registry.split("quant + h2o") == ("qhitter",)
     assert registry.split("h2o+quant+think") == ("qhitter", "think")
-    alias, same, other = registry.parse_all(["h2o+quant", {"method": "qhitter", "lam": 1}, "qhitter"], {"bits": 3})
+    alias, same, other = chains_of(["h2o+quant", {"method": "qhitter", "lam": 1}, "qhitter"], {"bits": 3})
     assert alias.identity() == same.identity() != other.identity()
     assert [c.stages[0].lam for c in (alias, other)] == [1, 0.5] and alias.stages[0].bits == 3
-    alias, other = registry.parse_all(["h2o+quant", "qhitter"], {"lam": 0.25, "qhitter.variant": "paper"})
+    alias, other = chains_of(["h2o+quant", "qhitter"], {"lam": 0.25, "qhitter.variant": "paper"})
     assert [(c.stages[0].lam, c.stages[0].variant) for c in (alias, other)] == [(1, "paper"), (0.25, "paper")]
     assert registry.split("h2o+think") == ("h2o", "think") and registry.settled("h2o") == {}
 
@@ -86,13 +87,13 @@ def test_an_alias_is_a_method_with_knobs_settled():
 def test_what_an_alias_settles_cannot_be_set(key):
     for entry, defaults in (({"method": "h2o+quant", key: 0.5}, {}), ("h2o+quant", {key: 0.5})):
         with pytest.raises(UsageError, match=rf"{key}=0.5 is not possible: h2o\+quant is qhitter with lam=1"):
-            registry.parse_all([entry], defaults)
+            chains_of([entry], defaults)
 
 
 @pytest.mark.parametrize("method", ["quant", "snapkv+quant"])
 def test_a_part_of_an_alias_is_no_method(method):
     with pytest.raises(UsageError, match="unknown method 'quant'"):
-        registry.parse(method)
+        chain_of(method)
 
 
 def test_knob_types_of_yaml_lists_are_accepted():
@@ -102,6 +103,6 @@ def test_knob_types_of_yaml_lists_are_accepted():
 @pytest.mark.parametrize("entry", ["h2o+quant+kivi", {"method": "h2o+quant+kivi", "bits": 4}])
 def test_stages_that_cannot_stand_together_are_refused_before_their_knobs_are_looked_at(entry):
     with pytest.raises(UsageError, match="kivi has nothing left to store"):
-        registry.parse_all([entry], {"bits": 4})
+        chains_of([entry], {"bits": 4})
     with pytest.raises(UsageError, match="kivi has nothing left to store"):
-        registry.parse(entry, {"bits": 4})
+        chain_of(entry, {"bits": 4})

@@ -1,0 +1,195 @@
+"""The one road from methods and knobs to chains: for the command line, the Python interface and papers' tables.
+
+Knobs come in layers, of which a later one wins: the method's plain defaults, the preset's, what is set for all methods,
+what is set for one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.conf import check, identity, runtime
+from kvbench.errors import UsageError, unknown
+from kvbench.methods import registry
+from kvbench.methods.chain import Chain
+from kvbench.methods.legal_sets import check_set
+from kvbench.methods.registry import BUDGET_KNOBS, PER
+
+BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio", "high", "low")
+ALWAYS_NAMED = (*BUDGET_KNOBS, "ratio", "value_ratio")
+"""Knobs that a label names even where they have their plain default."""
+
+Entry = Mapping[str, Any]
+"""The knobs of one stage by name."""
+Knobs = Mapping[str, Any]
+"""Knobs by key: bare (``window``), or full (``snapkv.window``, ``method.snapkv.window``)."""
+
+
+@dataclass(frozen=True)
+class ChainConfig:
+    """One chain with its knobs; ``label`` names those that the user set or swept.
+
+    ``entries`` are the knobs by stage before the budget settled them, ``written`` is the method as typed.
+    """
+
+    chain: Chain = identity()
+    label: str = runtime(default="")
+    entries: Mapping[str, Entry] = runtime(default_factory=dict)
+    written: str = runtime(default="")
+
+
+def resolve(
+    methods: Sequence[str | Mapping[str, Any]], knobs: Knobs | None = None, preset: Knobs | None = None
+) -> list[ChainConfig]:
+    """Return the chains of ``methods``, each in all combinations of its knobs that are grids, without duplicates.
+
+    A method is a string (``"snapkv+think"``) or a dict (``{"method": "snapkv", "kv_size": 64}``). ``knobs`` go to every
+    method that has them, ``preset`` holds values by full key. A knob is a grid where it is a list and its default is
+    not, or a list of lists. Raises UsageError for a set of stages that cannot form a chain, a knob that no method has,
+    and a value out of range.
+    """
+    chains: dict[tuple[str, str], ChainConfig] = {}
+    for method, per, entries in _settled(methods, knobs or {}, preset or {}):
+        for made in _expanded(method, per, entries):
+            chains.setdefault((made.chain.name, repr(made.chain.identity())), made)
+    return list(chains.values())
+
+
+def chains_of(
+    methods: Sequence[str | Mapping[str, Any]], knobs: Knobs | None = None, preset: Knobs | None = None
+) -> list[Chain]:
+    """Return one chain per method, in order: as ``resolve``, but no knob is a grid."""
+    return [chain_config(entries, per).chain for _, per, entries in _settled(methods, knobs or {}, preset or {})]
+
+
+def chain_of(method: str | Mapping[str, Any], knobs: Knobs | None = None, preset: Knobs | None = None) -> Chain:
+    """Return the chain of one method; here no knob is a grid."""
+    return chains_of([method], knobs, preset)[0]
+
+
+def chain_config(
+    entries: Mapping[str, Entry], per: str, swept: Collection[tuple[str, str]] = (), written: str = ""
+) -> ChainConfig:
+    """Return one chain of knobs by stage with its label; ``swept`` (stage, knob) are named in it in any case."""
+    settled = {stage: by_size(entry) for stage, entry in entries.items()}
+    chain = Chain(tuple(registry.make_stage(s, e) for s, e in settled.items() if s != "full"), per)  # type: ignore[arg-type]
+    return ChainConfig(chain, _label(chain, settled, swept, written), entries, written)
+
+
+def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any]]:
+    """Return the knobs of each stage: its plain defaults, and over them ``layers`` of knobs by key, in order."""
+    entries = {}
+    for stage in stages:
+        entry, names = registry.defaults(stage), registry.knob_names(stage)
+        for layer in layers:
+            named = [(registry.stage_of(key), registry.knob_of(key), value) for key, value in layer.items()]
+            entry = overlay(entry, {k: v for owner, k, v in named if owner in ("", stage) and k in names})
+        entries[stage] = entry
+    return entries
+
+
+def overlay(entry: Entry, layer: Entry) -> dict[str, Any]:
+    """Return the knobs of ``entry`` with those of ``layer`` over them.
+
+    A budget in ``layer`` displaces every way in which ``entry`` states one: its size, fraction or parts.
+    """
+    if any(layer.get(knob) is not None for knob in BUDGET_KNOBS):
+        entry = {knob: None if knob in BUDGET_KNOBS + BUDGET_PARTS else value for knob, value in entry.items()}
+    return {**entry, **layer}
+
+
+def by_size(entry: Entry) -> dict[str, Any]:
+    """Return the entry with its values that depend on the budget settled.
+
+    Of ``{kv_size: value, ...}`` the value of the nearest kv_size on a log scale, or of the largest where the budget is
+    a fraction (our choice).
+    """
+    size = entry.get("kv_size")
+    size = size if isinstance(size, int) and size > 0 else None
+
+    def settle(value: Any) -> Any:
+        if not isinstance(value, Mapping) or not value or not all(isinstance(s, int) and s > 0 for s in value):
+            return value
+        if size is None:
+            return value[max(value)]
+        return value[min(sorted(value), key=lambda s: abs(math.log(s / size)))]
+
+    return {k: settle(v) for k, v in entry.items()}
+
+
+def check_sets(methods: Sequence[str]) -> None:
+    """Raise UsageError, with the reason, for a method whose stages cannot form one, whatever their knobs."""
+    for method in methods:
+        entries = entries_of(registry.split(method), registry.settled(method))
+        check_set([registry.make_stage(s, by_size(e)) for s, e in entries.items() if e])
+
+
+def _settled(
+    methods: Sequence[str | Mapping[str, Any]], knobs: Knobs, preset: Knobs
+) -> Iterator[tuple[str, Any, dict[str, dict[str, Any]]]]:
+    """Each method with ``per`` and its knobs by stage, all layers of knobs applied."""
+    requests = [({"method": m} if isinstance(m, str) else m) for m in methods]
+    for request in requests:
+        if "method" not in request:
+            raise UsageError(f"the entry {request!r} names no method: write {{'method': 'snapkv', 'kv_size': 512}}")
+    names = [str(r["method"]) for r in requests]
+    check_sets(names)
+    _check_owned(names, knobs)
+    for name, request in zip(names, requests, strict=True):
+        own = {k: v for k, v in request.items() if k != "method"}
+        _check_owned([name], own)
+        per = own.get(PER, knobs.get(PER, preset.get(PER, "kv_head")))
+        yield name, per, entries_of(registry.split(name), preset, knobs, own, registry.settled(name))
+
+
+def _check_owned(methods: Sequence[str], knobs: Knobs) -> None:
+    """Raise UsageError for a knob that none of ``methods`` has, or that an alias settles."""
+    for key, value in knobs.items():
+        if key == PER:
+            continue
+        knob, (stage, *_) = registry.knob_of(key), registry.owners(methods, key)
+        if knob not in registry.knob_names(stage):
+            raise unknown(f"knob method.{stage}.{knob}; its name", knob, registry.knob_names(stage))
+        registry.check_settled(methods, key, value)
+
+
+def _expanded(method: str, per: Any, entries: Mapping[str, Entry]) -> Iterator[ChainConfig]:
+    """One chain for each combination of the knobs that are grids."""
+    settled = registry.settled(method)
+    axes = [(s, k, v) for s in entries for k, v in grids(entries[s], registry.defaults(s)) if f"{s}.{k}" not in settled]
+    pers = per if isinstance(per, list) else [per]
+    for key, values in [(PER, pers), *((f"method.{s}.{k}", v) for s, k, v in axes)]:
+        check(key, values, bool(values), "a value, or a list of at least one")
+    for one, *chosen in itertools.product(pers, *(v for _, _, v in axes)):
+        point = {s: dict(e) for s, e in entries.items()}
+        for (s, k, _), value in zip(axes, chosen, strict=True):
+            point[s][k] = value
+        yield chain_config(point, str(one), {(s, k) for s, k, _ in axes}, method)
+
+
+def grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the knobs that are grids: a list where the default is none, or a list of lists where it is one."""
+    for key, value in entry.items():
+        if isinstance(value, list) and (
+            not isinstance(defaults.get(key), list) or any(isinstance(v, list) for v in value)
+        ):
+            yield key, value
+
+
+def _label(chain: Chain, entries: Mapping[str, Entry], swept: Collection[tuple[str, str]], written: str) -> str:
+    """The chain's name with its budgets, its place in a grid, and what differs from the plain defaults."""
+    changed, settled = [], registry.settled(written)
+    for stage in chain.stages:
+        plain = registry.defaults(stage.id)
+        for knob, value in entries[stage.id].items():
+            unset = knob.startswith("_") or getattr(stage, knob, value) is None
+            plainly = value == plain.get(knob) and knob not in ALWAYS_NAMED and (stage.id, knob) not in swept
+            if not (unset or plainly or f"{stage.id}.{knob}" in settled):
+                changed.append(f"{knob}={','.join(map(str, value)) if isinstance(value, list) else value}")
+    if chain.stages and chain.per != "kv_head":
+        changed.append(f"per={chain.per}")
+    return " ".join([registry.as_written(chain.name, written), *changed])
