@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -80,9 +81,25 @@ def _yaml(group: str) -> list[dict[str, Any]]:
             items.append({"id": path.stem, "about": f"cannot be used: {error}", "knobs": {}})
             continue
         first = path.read_text(encoding="utf-8").splitlines()[0]
-        knobs = {k: v for k, v in found.items() if not k.startswith("_") and k != "name"}
-        items.append({"id": path.stem, "about": first.lstrip("# "), "knobs": knobs})
+        items.append({"id": path.stem, "about": first.lstrip("# "), "knobs": _knobs(found)})
     return items
+
+
+def _methods(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from kvbench.methods import registry
+
+    items = _yaml("method")
+    for method in sorted(set(registry.available()) - {item["id"] for item in items}):
+        try:
+            first = registry.path_of(method).read_text(encoding="utf-8").splitlines()[0]
+            items.append({"id": method, "about": first.strip('"'), "knobs": _knobs(registry.defaults(method))})
+        except UsageError as error:
+            items.append({"id": method, "about": f"cannot be used: {error}", "knobs": {}})
+    return items
+
+
+def _knobs(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in entry.items() if not k.startswith("_") and k != "name"}
 
 
 def _metrics(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -156,7 +173,7 @@ def _short(value: Any) -> str:
 
 
 _LISTS = {
-    "methods": lambda args: _yaml("method"),
+    "methods": _methods,
     "datasets": lambda args: _yaml("dataset"),
     "models": lambda args: _yaml("model"),
     "metrics": _metrics,

@@ -1,4 +1,4 @@
-"""A method's two files, read and imported. What their author did wrong is told with file and line."""
+"""A method's files, read and imported. What their author did wrong is told with file and line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,29 @@ if TYPE_CHECKING:
 MACHINERY = ("importlib", "dataclasses.py", "abc.py")  # what Python reads and makes classes with
 
 
-def load_stage(path: Path, target: str, knobs: Mapping[str, Any]) -> Stage:
-    """A stage of the class ``target``, which the YAML file ``path`` names."""
+def entry_of_class(path: Path, method: str) -> dict[str, Any]:
+    """Return ``_target_`` and the knobs, with their defaults, of the class with the id ``method`` in a file here."""
+    from kvbench.methods.foreign import contained
+    from kvbench.methods.knobs import is_knob
+
+    name = f"{__package__}.{path.stem}"
+    try:
+        with contained(name, name not in sys.modules):
+            module = importlib.import_module(name)
+        (stage,) = (c for c in vars(module).values() if getattr(c, "id", None) == method and c.__module__ == name)
+        plain = {f.name: f.default for f in fields(stage) if is_knob(f)}
+    except Exception as error:
+        raise UsageError(f"{path}: the method {method} cannot be read: {_told(error, str(path))}") from error
+    knobs = {knob: list(value) if isinstance(value, tuple) else value for knob, value in plain.items()}
+    return {"_target_": f"{name}.{stage.__name__}", **knobs}
+
+
+def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -> Stage:
+    """Return a stage of the class ``target``, which the file ``path`` names."""
     from kvbench.methods.base import Stage
     from kvbench.methods.foreign import contained
 
-    method, (module, _, name) = path.stem, target.rpartition(".")
+    module, _, name = target.rpartition(".")
     line = next((i for i, text in enumerate(path.read_text("utf-8").splitlines(), 1) if "_target_" in text), 1)
     named = f"{path}:{line}: _target_ {target}"
     try:

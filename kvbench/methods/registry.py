@@ -1,15 +1,21 @@
-"""Which methods there are, their knobs and their aliases. The YAML files in conf/method are the registry."""
+"""Which methods there are, their knobs and their aliases.
+
+A method is a stage with an id in a file of kvbench/methods. Its YAML file in conf/method has its knobs as users see
+them, with a comment each; a method without one has the knobs of its class.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import kvbench.methods
 from kvbench.conf import conf_dir, entry_of
 from kvbench.errors import UsageError, unknown
-from kvbench.methods.loading import load_stage
+from kvbench.methods.loading import entry_of_class, load_stage
 
 # the command line reads the registry for --help, which must not wait for torch
 if TYPE_CHECKING:
@@ -22,23 +28,35 @@ PER = "per"
 ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"h2o+quant": ("qhitter", {"lam": 1})}
 
 
+ID = re.compile(r'^    id(?:: ClassVar\[str\])? = "([\w-]+)"', re.MULTILINE)
+
+
 @cache
 def available() -> tuple[str, ...]:
-    """The ids of all methods, ``full`` included."""
-    return tuple(sorted(p.stem for p in (conf_dir() / "method").glob("*.yaml")))
+    """Return the ids of all methods, ``full`` included."""
+    return tuple(sorted({p.stem for p in (conf_dir() / "method").glob("*.yaml")} | _modules().keys()))
 
 
 @cache
 def defaults(method: str) -> dict[str, Any]:
-    """The YAML entry of one method: ``_target_`` and its knobs with their plain defaults; {} for ``full``."""
+    """Return the entry of one method: ``_target_`` and its knobs with their plain defaults; {} for ``full``."""
     if method not in available():
         raise unknown("method", method, available(), "Join methods with +, as in method=snapkv+think.")
-    return entry_of(path_of(method))
+    path = path_of(method)
+    return entry_of(path) if path.suffix == ".yaml" else entry_of_class(path, method)
 
 
 def path_of(method: str) -> Path:
-    """The YAML file of one method."""
-    return conf_dir() / "method" / f"{method}.yaml"
+    """Return the file that a method's knobs stand in: its YAML file, or its module where it has none."""
+    path = conf_dir() / "method" / f"{method}.yaml"
+    return path if path.exists() else _modules().get(method, path)
+
+
+@cache
+def _modules() -> dict[str, Path]:
+    """The files of kvbench/methods by the ids of the methods that they define, read without importing them."""
+    files = [path for folder in kvbench.methods.__path__ for path in Path(folder).glob("*.py")]
+    return {method: path for path in files for method in ID.findall(path.read_text("utf-8"))}
 
 
 def knob_names(method: str) -> tuple[str, ...]:
@@ -84,7 +102,7 @@ def make_stage(method: str, entry: Mapping[str, Any]) -> Stage:
     for knob in knobs:
         if knob not in knob_names(method):
             raise unknown(f"knob method.{method}.{knob}; its name", knob, knob_names(method))
-    return load_stage(path_of(method), entry.get("_target_") or defaults(method)["_target_"], knobs)
+    return load_stage(path_of(method), method, entry.get("_target_") or defaults(method)["_target_"], knobs)
 
 
 def owners(methods: Sequence[str], key: str) -> list[str]:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import kvbench.methods
 from kvbench import conf as configs
 from kvbench.bench import memory_table
 from kvbench.cli import list as listing
@@ -102,3 +103,62 @@ def test_other_methods_run_beside_a_broken_file(written, capsys, tmp_path):
 def test_an_unbroken_method_of_ones_own_is_found(written, capsys, tmp_path):
     written(CODE, YAML)
     assert chain_of({"method": "mine", "wide": 5}).stages[0].wide == 5
+
+
+ALONE = """\"\"\"Mine: the last tokens.\"\"\"
+
+from dataclasses import dataclass
+
+import torch
+
+from kvbench.methods.base import Selector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Selector):
+    id = "mine"
+
+    wide: int = 3
+    frozen_layers: tuple[int, ...] = (0,)
+
+    def scores(self, cache, obs, capacity):
+        return torch.arange(obs.n, dtype=torch.float32).expand(cache.heads, -1)
+"""
+
+
+@pytest.fixture
+def file_alone(tmp_path, monkeypatch):
+    """Writes a method that is a file of kvbench/methods, without a YAML file."""
+    monkeypatch.setattr(kvbench.methods, "__path__", [*kvbench.methods.__path__, str(tmp_path)])
+
+    def write(code):
+        (tmp_path / "mine.py").write_text(code)
+        for known in (*CACHES, registry._modules):
+            known.cache_clear()
+
+    yield write
+    sys.modules.pop("kvbench.methods.mine", None)
+    monkeypatch.undo()
+    for known in (*CACHES, registry._modules):
+        known.cache_clear()
+
+
+def test_a_method_is_one_file_with_the_knobs_of_its_class(file_alone, capsys):
+    file_alone(ALONE)
+    assert registry.defaults("mine")["frozen_layers"] == [0] and registry.defaults("mine")["wide"] == 3
+    assert chain_of({"method": "mine+think", "wide": 5}).stages[0].wide == 5
+    assert main(["run", "method=mine", "kv_size=40,64", "wide=4", "dataset=tiny/needle", "limit=1", "--plan"]) == 0
+    assert "mine kv_size=64 wide=4" in capsys.readouterr().out
+    assert main(["run", "method=mine", "wide=x", "--plan"]) == 2
+    assert "method.mine.wide='x' is not possible: a whole number" in capsys.readouterr().err
+    assert main(["list", "methods", "--json"]) == 0
+    (listed,) = (m for m in json.loads(capsys.readouterr().out)["methods"] if m["id"] == "mine")
+    assert listed["about"] == "Mine: the last tokens." and listed["knobs"]["wide"] == 3
+
+
+def test_slips_in_the_file_of_such_a_method_are_told_with_its_line(file_alone, capsys):
+    file_alone(ALONE + "\n1 / 0\n")
+    assert main(["run", "method=mine", "--plan"]) == 2
+    err = capsys.readouterr().err
+    assert "mine.py:20: ZeroDivisionError" in err and "Traceback" not in err
+    assert main(["run", "method=snapkv", "--plan"]) == 0
