@@ -71,6 +71,7 @@ def main(args: argparse.Namespace) -> int:
 
     if args.config:
         for request in command.runs:
+            config.parse(request)  # what cannot be carried out is not shown
             composed = config.compose(request)
             print(json.dumps(composed, indent=1) if args.json else yaml.safe_dump(composed, sort_keys=False))
         return 0

@@ -141,9 +141,8 @@ def parse(request: Request, composed: Mapping[str, Any] | None = None) -> RunCon
     """
     raw = compose(request, composed)
     model = ModelConfig(**raw["model"])
-    knobs = {k: v for k, v in request.values.items() if k.startswith("method.")}
     try:
-        chains = resolve(raw["chains"], {registry.PER: raw["per"], **knobs}, _preset(request))
+        chains = resolve(raw["chains"], {registry.PER: raw["per"], **request.knobs}, _preset(request))
     except UsageError as error:
         raise presets.explain(error, request.preset) from None
     rest = {f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw and f.name not in ("model", "chains")}
@@ -172,10 +171,9 @@ def compose(request: Request, composed: Mapping[str, Any] | None = None) -> dict
     raw |= {"chains": list(methods), "preset": {"name": request.preset}, "per": preset.get("per", raw["per"])}
     raw["tasks"] = list(request.tasks) or raw["tasks"]
     stages = tuple(dict.fromkeys(s for m in methods for s in registry.split(m)))
-    raw["method"] = entries_of(stages, preset, {k: v for k, v in request.values.items() if k.startswith("method.")})
+    raw["method"] = entries_of(stages, preset, request.knobs)
     for key, value in request.values.items():
-        if not key.startswith("method."):
-            _put(raw, key, value)
+        _put(raw, key, value)
     missing = next((k for k, v in raw["model"].items() if v == "???"), None)
     if missing:
         raise UsageError(f"model.{missing} has no value; give model.{missing}=...")

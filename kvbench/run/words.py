@@ -32,13 +32,15 @@ class Request:
     """One run as it was asked for, before conf/ gives the rest.
 
     ``words`` ask for this run alone. ``groups`` are the entries chosen of model, prompt and logger, ``methods`` and
-    ``tasks`` as typed, or empty. ``values`` are by full key: ``limit``, ``model.dtype``, ``method.snapkv.kv_size``.
+    ``tasks`` as typed, or empty. ``knobs`` are those of methods by key (``kv_size``, ``method.snapkv.window``),
+    ``values`` all others by full key (``limit``, ``model.dtype``).
     """
 
     words: tuple[str, ...]
     groups: Mapping[str, str] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
+    knobs: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     preset: str | None = None
 
@@ -56,14 +58,10 @@ class Command:
 
 def read(arguments: Sequence[str], multirun: bool = False) -> Command:
     """Return what ``key=value`` arguments ask for; raises UsageError naming key, value and what is allowed."""
-    # legality is that of stages, which need torch: too slow for --help
-    from kvbench.methods.resolve import check_sets
-
     pairs = [_split(a) for a in arguments]
     _refuse_twice(pairs)
     typed = dict(pairs)
     methods = split_list(typed["method"]) if "method" in typed else whole_config()["chains"]
-    check_sets(methods)
     tasks = split_list(typed["dataset"]) if "dataset" in typed else whole_config()["tasks"]
     datasets = _datasets(tasks)
     groups = {}
@@ -72,6 +70,7 @@ def read(arguments: Sequence[str], multirun: bool = False) -> Command:
             if typed[group] not in entries(group):
                 raise unknown(kind, typed[group], entries(group))
             groups[group] = typed[group]
+    knobs: dict[str, Any] = {}
     values: dict[str, Any] = {}
     launcher: list[str] = []
     for key, value in pairs:
@@ -80,7 +79,8 @@ def read(arguments: Sequence[str], multirun: bool = False) -> Command:
         if key.startswith(("hydra.", "hydra/", "+hydra.", "++hydra.")):
             launcher.append(_launcher(key, value))
         else:
-            values |= _values(key, value, methods, datasets)
+            for full_key, read_value in _values(key, value, methods, datasets).items():
+                (knobs if full_key.startswith("method.") else values)[full_key.removeprefix("method.*.")] = read_value
     models = split_list(typed.get("model", "tiny"))
     sweep = _sweep(typed) if multirun and {"shard", "shards"} & typed.keys() else []
     if multirun and not sweep:
@@ -100,6 +100,7 @@ def read(arguments: Sequence[str], multirun: bool = False) -> Command:
             groups={"model": entry, **({"prompt": paper["prompt"]} if "prompt" in paper else {}), **groups},
             methods=tuple(methods if "method" in typed else ()),
             tasks=tuple(tasks if "dataset" in typed else ()),
+            knobs=knobs,
             values=path | values | _match(typed, paper),
             preset=preset,
         )
@@ -207,7 +208,7 @@ def _launcher(key: str, value: str) -> str:
 
 
 def _values(key: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
-    """The values by full key of one argument: a full key as it is, a bare knob for every owner."""
+    """The values by full key of one argument; ``method.*.window`` is a bare knob of methods."""
     bare = key.lstrip("+")
     if "${" in value:
         raise UsageError(f"{key}={value} is not possible: write the value itself, interpolations are not read here")
@@ -248,8 +249,6 @@ def _full_key(group: str, rest: str, value: str, methods: Sequence[str], dataset
         raise UsageError(f"{group}.{rest}={value}: this run has no {group} {owner!r}; it has {', '.join(used)}")
     if knob not in known or knob.startswith("_"):
         raise unknown(f"knob of {group} {owner}", knob, (k for k in known if not k.startswith("_")))
-    if group == "method":
-        registry.check_settled(methods, rest, value)
     return {f"{group}.{owner}.{knob}": _grid(value, known[knob])}
 
 
@@ -275,10 +274,9 @@ def _bare(knob: str, value: str, methods: Sequence[str], datasets: Sequence[str]
         names = {k for known in holders.values() for k in known if not k.startswith("_")}
         written = ", ".join("+".join(registry.split(m)) for m in methods)
         raise unknown("knob", knob, sorted({"preset", *names, *top_level()}), f"No method of {written} owns it.")
-    if owners[0].startswith("method."):
-        registry.owners(methods, knob)
-        registry.check_settled(methods, knob, value)
-    return {f"{o}.{knob}": _grid(value, holders[o][knob]) for o in owners}
+    # which stages have a knob of methods, and whether they may, is for resolve to say
+    shared = ["method.*"] if owners[0].startswith("method.") else owners
+    return {f"{o}.{knob}": _grid(value, holders[owners[0]][knob]) for o in shared}
 
 
 def _grid(value: str, default: Any) -> Any:

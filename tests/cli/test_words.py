@@ -7,25 +7,25 @@ from kvbench.run import config, words
 from kvbench.run.words import split_list, value_of
 
 TINY = {"model": "tiny"}
-GOLDEN = {  # groups, methods, tasks, values of each run
+GOLDEN = {  # groups, methods, tasks, knobs and values of each run
     "": [(TINY, "", "", {})],
     "limit=3": [(TINY, "", "", {"limit": 3})],
     "method=full": [(TINY, "full", "", {})],
-    "method=snapkv+think ratio=0.4": [(TINY, "snapkv+think", "", {"method.think.ratio": 0.4})],
-    "method=h2o+quant,h2o bits=3": [(TINY, "h2o+quant,h2o", "", {"method.qhitter.bits": 3})],
+    "method=snapkv+think ratio=0.4": [(TINY, "snapkv+think", "", {"ratio": 0.4})],
+    "method=h2o+quant,h2o bits=3": [(TINY, "h2o+quant,h2o", "", {"bits": 3})],
     "method=think+snapkv": [(TINY, "think+snapkv", "", {})],
     "method=snapkv kv_size=64 method.snapkv.kv_ratio=null": [
-        (TINY, "snapkv", "", {"method.snapkv.kv_size": 64, "method.snapkv.kv_ratio": None}),
+        (TINY, "snapkv", "", {"kv_size": 64, "method.snapkv.kv_ratio": None}),
     ],
     "method=full,snapkv,snapkv+think kv_size=64,128 dataset=tiny/needle,tiny/code": [
-        (TINY, "full,snapkv,snapkv+think", "tiny/needle,tiny/code", {"method.snapkv.kv_size": [64, 128]}),
+        (TINY, "full,snapkv,snapkv+think", "tiny/needle,tiny/code", {"kv_size": [64, 128]}),
     ],
     "method=snapkv,streamingllm kv_ratio=0.5,0.25": [
-        (TINY, "snapkv,streamingllm", "", {f"method.{m}.kv_ratio": [0.5, 0.25] for m in ("snapkv", "streamingllm")}),
+        (TINY, "snapkv,streamingllm", "", {"kv_ratio": [0.5, 0.25]}),
     ],
-    "method=snapkv frozen_layers=0,1": [(TINY, "snapkv", "", {"method.snapkv.frozen_layers": [0, 1]})],
-    "method=snapkv frozen_layers=[0,1]": [(TINY, "snapkv", "", {"method.snapkv.frozen_layers": [0, 1]})],
-    "method=snapkv frozen_layers=[],[0,1]": [(TINY, "snapkv", "", {"method.snapkv.frozen_layers": [[], [0, 1]]})],
+    "method=snapkv frozen_layers=0,1": [(TINY, "snapkv", "", {"frozen_layers": [0, 1]})],
+    "method=snapkv frozen_layers=[0,1]": [(TINY, "snapkv", "", {"frozen_layers": [0, 1]})],
+    "method=snapkv frozen_layers=[],[0,1]": [(TINY, "snapkv", "", {"frozen_layers": [[], [0, 1]]})],
     "method=snapkv snapkv.window=16": [(TINY, "snapkv", "", {"method.snapkv.window": 16})],
     "per=kv_head,query_head": [(TINY, "", "", {"per": ["kv_head", "query_head"]})],
     "model=tiny dtype=bfloat16": [(TINY, "", "", {"model.dtype": "bfloat16"})],
@@ -52,7 +52,7 @@ GOLDEN = {  # groups, methods, tasks, values of each run
             {**TINY, "prompt": "think"},
             "snapkv,think",
             "",
-            {"method.snapkv.kv_size": 64, "method.snapkv.window": 16, "per": "kv_head"},
+            {"kv_size": 64, "window": 16, "per": "kv_head"},
         ),
     ],
     "preset=vatp method=h2o+vatp model=vicuna-7b-v1.5-16k,tiny": [
@@ -60,14 +60,14 @@ GOLDEN = {  # groups, methods, tasks, values of each run
         ({"model": "tiny", "prompt": "plain"}, "h2o+vatp", "", {}),
     ],
     "preset=vatp method=h2o kv_ratio=0.2 prompt=chat": [
-        ({**TINY, "prompt": "chat"}, "h2o", "", {"method.h2o.kv_ratio": 0.2}),
+        ({**TINY, "prompt": "chat"}, "h2o", "", {"kv_ratio": 0.2}),
     ],
     "method=snapkv,snapkv+think kv_size=64 match=true preset=think": [
         (
             {**TINY, "prompt": "think"},
             "snapkv,snapkv+think",
             "",
-            {"method.snapkv.kv_size": 64, "match": "nominal"},
+            {"kv_size": 64, "match": "nominal"},
         ),
     ],
 }
@@ -77,10 +77,10 @@ GOLDEN = {  # groups, methods, tasks, values of each run
 def test_golden(line):
     requests = words.read(line.split()).runs
     for request, (groups, methods, tasks, values) in zip(requests, GOLDEN[line], strict=True):
-        assert request.groups == groups and request.values == values
+        assert request.groups == groups and {**request.knobs, **request.values} == values
         assert (request.methods, request.tasks) == tuple(tuple(filter(None, x.split(","))) for x in (methods, tasks))
         composed = config.compose(request)
-        for key, value in values.items():
+        for key, value in request.values.items():
             place = composed
             for part in key.split("."):
                 place = place[part]
@@ -193,4 +193,4 @@ def test_an_alias_is_labelled_as_it_was_written_and_keeps_its_knob_in_a_grid_of_
         "qhitter kv_size=64 lam=0.5",
     ]
     with pytest.raises(UsageError, match=r"lam=0\.5 is not possible: h2o\+quant is qhitter with lam=1"):
-        words.read(["method=h2o+quant,h2o", "lam=0.5"])
+        config.read(["method=h2o+quant,h2o", "lam=0.5"])
