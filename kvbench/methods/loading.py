@@ -30,7 +30,7 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
         with contained(name, name not in sys.modules):
             module = importlib.import_module(name)
         (stage,) = (c for c in vars(module).values() if getattr(c, "id", None) == method and c.__module__ == name)
-        plain = {f.name: f.default for f in fields(stage) if is_knob(f)}
+        plain = {f.name: getattr(stage(), f.name) for f in fields(stage) if is_knob(f)}
     except Exception as error:
         raise UsageError(f"{path}: the method {method} cannot be read: {_told(error, str(path))}") from error
     knobs = {knob: list(value) if isinstance(value, tuple) else value for knob, value in plain.items()}

@@ -337,7 +337,10 @@ def test_hooks_go_even_if_a_method_fails_in_the_middle(family):
     assert (model.config._attn_implementation, hooks(model)) == before
 
 
-@pytest.mark.parametrize("method", METHODS)
+EXPLAINED = [m for m in METHODS if registry.path_of(m).suffix == ".yaml"]
+
+
+@pytest.mark.parametrize("method", EXPLAINED)
 def test_yaml_and_dataclass_have_the_same_knobs_and_defaults(method):
     given = registry.defaults(method)
     assert given["_target_"] == f"{type(STAGES[method]).__module__}.{type(STAGES[method]).__name__}"
@@ -353,7 +356,7 @@ def test_yaml_and_dataclass_have_the_same_knobs_and_defaults(method):
     assert set(registry.knob_names(method)) == {f.name for f in knobs}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EXPLAINED)
 def test_yaml_explains_every_knob_on_its_line(method):
     text = (conf_dir() / "method" / f"{method}.yaml").read_text(encoding="utf-8")
     assert text.startswith("# ") and set(yaml.safe_load(text)) == {method}
