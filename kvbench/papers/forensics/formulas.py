@@ -23,6 +23,8 @@ from typing import Any
 import pandas as pd
 
 from kvbench.errors import KvbenchError
+from kvbench.papers.spec.numbers import exactly
+from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
@@ -39,14 +41,17 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 }
 
 
-def query(book: Book, paper: str, entry: Mapping[str, Any]) -> Any:
-    """What a query finds in the tables of a paper; raises KvbenchError where several cells have one name."""
+def query(book: Book, paper: str, entry: Mapping[str, Any], read: Callable[[str], Any] = float) -> Any:
+    """What a query finds in the tables of a paper, each number as ``read`` from what is printed.
+
+    Raises KvbenchError where several cells have one name, or none is the one that was asked for.
+    """
     entry = dict(entry)
     by, take, labels = _list(entry.pop("by", [])), entry.pop("take", ""), entry.pop("labels", "")
     names, values = [], []
-    for fields, value in _cells(book, paper, entry):
+    for fields, _, cell in cells(book, paper, entry):
         names.append(tuple(fields.get(name, "") for name in ([labels] if labels else by)))
-        values.append(float(fields[take]) if take else value)
+        values.append(float(fields[take]) if take else read(cell.printed))
     if labels:
         return sorted({name for (name,) in names})
     if not by and not values:
@@ -57,10 +62,12 @@ def query(book: Book, paper: str, entry: Mapping[str, Any]) -> Any:
         return values[0]
     found = dict(zip(names, values, strict=True))
     index = pd.MultiIndex.from_tuples(found, names=by) if found else pd.MultiIndex.from_arrays([[]] * len(by), names=by)
-    return pd.Series(list(found.values()), index if len(by) > 1 else index.get_level_values(0), dtype=float)
+    return pd.Series(list(found.values()), index if len(by) > 1 else index.get_level_values(0))
 
 
-def _cells(book: Book, paper: str, entry: dict[str, Any]) -> Iterator[tuple[dict[str, str], float]]:
+def cells(book: Book, paper: str, entry: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], PublishedRow, Published]]:
+    """The fields, row and cell of every number that a query names."""
+    entry = dict(entry)
     tables, datasets, without = _list(entry.pop("table")), entry.pop("of", "*"), entry.pop("not", {})
     wanted = {**entry, **({} if datasets == "scores" else {"dataset": datasets})}
     for row in (row for table in tables for row in book.table(paper, table)):
@@ -69,7 +76,7 @@ def _cells(book: Book, paper: str, entry: dict[str, Any]) -> Iterator[tuple[dict
             there = cell.value is not None and (datasets != "scores" or row.scores.get(dataset) is cell)
             wrong = any(_fits(fields.get(k, ""), v) for k, v in without.items())
             if there and not wrong and all(_fits(fields.get(k, ""), v) for k, v in wanted.items()):
-                yield fields, float(cell.value or 0)
+                yield fields, row, cell
 
 
 def _fields(row: PublishedRow) -> dict[str, str]:
@@ -220,5 +227,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{"drop": lambda v, name: v.drop(name), "join": lambda v, sep=", ": sep.join(map(str, v))},
     **{"numbers": lambda v: pd.Series([float(n) for n in v.index], v.index), "falls": falls, "rises": rises},
     **{"paired": lambda a, b: pd.Series(a.to_numpy() - b.to_numpy(), a.index), "listed": listed, "rows": rows},
+    **{"most": lambda v: max(v, key=float), "inverse": lambda v: v.map(lambda n: exactly(1) / n)},
     **{"winners": winners, "level": lambda v, field: sorted(set(v.index.get_level_values(field)))},
 }
