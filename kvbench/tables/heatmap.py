@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -47,19 +44,8 @@ def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
     return Heat(tuple(lengths), tuple(depths), scores, counts)
 
 
-def panel(ax: Axes, heat: Heat, title: str) -> Any:
-    """The map on ``ax``: lengths to the right, depths downwards, dark 0 to light 100; its image, for a colour bar."""
-    from kvbench.tables import style
-
-    lengths, depths = ([f"{x:g}" for x in axis] for axis in (heat.lengths, heat.depths))
-    image = style.heat(ax, heat.scores, depths, lengths, "%.0f", vmin=0, vmax=100)
-    ax.set_xlabel("tokens")
-    ax.set_title(title, loc="left", fontsize=6.5)
-    return image
-
-
 def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A picture of the map, [height, width, 3]."""
+    """A picture of the map, [height, width, 3]: lengths to the right, depths downwards, dark 0 to light 100."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     from kvbench.tables import style
@@ -68,8 +54,11 @@ def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         figure = style.canvas(2.5 + 0.6 * len(heat.lengths), 1.5 + 0.4 * len(heat.depths))
         canvas = FigureCanvasAgg(figure)
         ax = figure.add_subplot()
-        image = panel(ax, heat, title)
+        lengths, depths = ([f"{x:g}" for x in axis] for axis in (heat.lengths, heat.depths))
+        image = style.heat(ax, heat.scores, depths, lengths, "%.0f", vmin=0, vmax=100)
+        ax.set_xlabel("tokens")
         ax.set_ylabel("depth, %")
+        ax.set_title(title, loc="left", fontsize=6.5)
         figure.colorbar(image, label="score")
         canvas.draw()
         return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -14,12 +14,10 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import FixedLocator, NullLocator
 
-COLUMN, PAGE = 3.35, 6.9  # inches
 # Okabe and Ito (2008), without their yellow, which is lost on white
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-BLUE, VERMILLION, GREEN, PURPLE, SKY, ORANGE, BLACK = PALETTE
+BLUE, VERMILLION = PALETTE[:2]
 GREY, PALE = "#8C8C8C", "#D9D9D9"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)))
@@ -73,22 +71,6 @@ def canvas(width: float, height: float) -> Canvas:
     return Canvas(figsize=(width, height), layout="constrained")
 
 
-def grid(
-    count: int, columns: int, width: float, row_height: float, **kwargs: Any
-) -> tuple[Canvas, list[Axes], list[Axes]]:
-    """A figure of ``count`` panels in rows of up to ``columns``: (figure, all panels, those at the bottom)."""
-    columns = min(columns, count)
-    rows = -(-count // columns)
-    fig = canvas(width, rows * row_height)
-    made = fig.subplots(rows, columns, squeeze=False, **kwargs).ravel()
-    for ax in made[count:]:
-        ax.set_axis_off()
-    bottom = [made[i] for i in range(count) if i + columns >= count]
-    for ax in bottom:
-        ax.tick_params(labelbottom=True)
-    return fig, list(made[:count]), bottom
-
-
 def tighten(fig: Canvas) -> None:
     """No space between panels above each other but for their titles and labels."""
     engine = fig.get_layout_engine()
@@ -97,9 +79,13 @@ def tighten(fig: Canvas) -> None:
 
 
 def series(i: int, points: int = 0) -> dict[str, Any]:
-    """How the i-th line of a plot looks: colour, line and marker (on about eight of its ``points``)."""
+    """How the i-th line of a plot looks: colour, line and marker (on about eight of its ``points``).
+
+    Markers are hollow once the colours are used up.
+    """
     k = i % len(PALETTE)
-    return {"color": PALETTE[k], "linestyle": LINES[k], "marker": MARKERS[k], "markevery": max(1, points // 8)}
+    look = {"color": PALETTE[k], "linestyle": LINES[k], "marker": MARKERS[k], "markevery": max(1, points // 8)}
+    return look if i < len(PALETTE) else {**look, "markerfacecolor": "white"}
 
 
 def shades(count: int) -> list[Any]:
@@ -144,17 +130,3 @@ def heat(
             light = sum(image.cmap(image.norm(value))[:3]) > 1.6
             ax.text(j, i, numbers % value, ha="center", va="center", fontsize=6, color="black" if light else "white")
     return image
-
-
-def layer_axis(ax: Axes, layers: Sequence[int]) -> None:
-    """Whole layer numbers below, no ticks between them."""
-    places, _ = integer_ticks(layers, 9)
-    ax.xaxis.set_major_locator(FixedLocator([layers[p] for p in places]))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_xlabel("layer")
-
-
-def mark_panels(axes: Sequence[Axes], titles: Sequence[str]) -> None:
-    """(a) title, (b) title, ... above the panels, at their left."""
-    for i, (ax, title) in enumerate(zip(axes, titles, strict=True)):
-        ax.set_title(f"({chr(97 + i)}) {title}", loc="left")

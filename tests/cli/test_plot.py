@@ -62,7 +62,7 @@ def test_end_to_end_and_again_from_the_csv(tmp_path, capsys):
     assert main(line) == 0
     printed = capsys.readouterr().out
     assert max(len(part) for part in printed.splitlines() if str(tmp_path) not in part) <= 100
-    assert "here: Truncated effective ranks go from" in printed and "paper: A few key channels" in printed
+    assert "here: Truncated effective rank: lowest" in printed and "paper: A few key channels" in printed
     stem = tmp_path / "tiny" / "figures" / "uncomp" / "fig4"
     text = stem.with_suffix(".csv").read_text()
     assert "# model: tiny (" in text and "# texts: needle (1), code (1)" in text and "# top: 32" in text
@@ -104,7 +104,7 @@ def test_windows_of_a_text(tmp_path, capsys):
     assert main(line) == 0
     text = (tmp_path / "tiny" / "figures" / "uncomp" / "fig6.csv").read_text()
     assert "# texts: the file notes.txt (3)\n# prompts: 3 of 64 to 64 tokens" in text
-    assert "of 3 samples" in " ".join(capsys.readouterr().out.split())
+    assert "Samples of 3 in which" in " ".join(capsys.readouterr().out.split())
     assert main([*line[:4], "tokens=5000", line[5]]) == 2
     assert "fewer than one window" in capsys.readouterr().err
 

@@ -1,6 +1,7 @@
 """Figures of results: their numbers against the store by hand, their drawings from the CSV alone, and bad requests."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -11,22 +12,15 @@ import pytest
 
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
-from kvbench.papers.figures import curves, measured, needle, registry, results, think_memory
+from kvbench.papers.figures import measured, needle, registry, scores, think_memory
 from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, Point, ResultFigure, Sweep, prepare
 from kvbench.run import summary
 
 RESULTS = {i: f for i, f in registry.FIGURES.items() if isinstance(f, ResultFigure)}
 TINY = ["length=128", "limit=3"]
-SMALL = ResultFigure(
+SMALL = replace(
+    RESULTS["results/budget"],
     id="results/small",
-    title="a small one",
-    shows="",
-    claim="",
-    unsaid="",
-    columns=measured.COLUMNS,
-    compute=MeasuredFigure.frame,
-    draw=results.draw_budgets,
-    finding=results.say_budgets,
     sweeps=(
         Sweep(
             tuple(Point(m, 100 * r, m, {"kv_ratio": r}) for m in ("snapkv", "random") for r in (0.5, 0.25)),
@@ -117,8 +111,8 @@ def test_what_is_not_measured_is_left_out_and_said(ran, tmp_path):
 def test_the_front_is_what_nothing_beats():
     rows = [("a", 10, 50), ("b", 20, 40), ("c", 20, 60), ("d", 30, 60), ("e", 40, 90)]
     data = pd.DataFrame(rows, columns=["series", "bytes", "score"])
-    assert list(results.front(data)["series"]) == ["a", "c", "e"]
-    assert list(results.front(data.iloc[::-1])["series"]) == ["a", "c", "e"]
+    assert list(scores.front(data)["series"]) == ["a", "c", "e"]
+    assert list(scores.front(data.iloc[::-1])["series"]) == ["a", "c", "e"]
 
 
 def test_memory_of_think_by_hand():
@@ -153,10 +147,43 @@ def test_needle_maps_are_means_of_fields(tmp_path):
 
 def test_lines_and_words():
     data = invented(RESULTS["results/budget"])
-    assert curves.series_of(data) == list(results.SELECTORS) and curves.tasks_of(data) == ["needle", "hop"]
-    assert set(curves.whole(data)["task"]) == {MEAN}
-    assert curves.samples(data) == "n = 8 a task"
-    assert curves.samples(data[data["task"] == "hop"]) == "n = 8"
+    methods = ["pyramidkv", "snapkv", "cake", "h2o", "streamingllm", "tova", "random"]
+    assert scores.series_of(data) == methods and scores.tasks_of(data) == ["needle", "hop"]
+    assert set(scores.chosen(data, "mean")["over"]) == {"mean over tasks"}
+    assert list(dict.fromkeys(scores.chosen(data, "all")["task"])) == [MEAN, "needle", "hop"]
+    assert set(scores.chosen(data, "each")["task"]) == {"needle", "hop"}
+    assert scores.samples(data) == "n = 8 a task"
+    only = data[data["task"] == "hop"]
+    assert scores.samples(only) == "n = 8"
+    for tasks in ("mean", "each", "all"):
+        assert len(scores.chosen(only, tasks)) == len(only) and set(scores.chosen(only, tasks)["over"]) == {"hop"}
+
+
+def told(name, rows):
+    """The finding of a figure on (series, x, task, score, kept, bytes, relative) rows."""
+    columns = ["series", "x", "task", "score", "kept", "bytes", "relative"]
+    return RESULTS[name].finding(pd.DataFrame(rows, columns=columns).assign(n=4))
+
+
+def test_what_scores_say():
+    full, base = ("full", 0, "a", 50, 100, 100, 100), ("h2o", 20, "a", 30, 20, 21, 60)
+    text = told("vatp/fig3", [full, base, ("h2o+vatp", 20, "a", 31.5, 20, 21, 63)])
+    assert text == (
+        "Full cache: a 50.0. Scores: h2o 30.0 at 20 %; h2o+vatp 31.5 at 20 %. Points that vatp adds: h2o +1.5 at 20 %. "
+        "Examples: n = 4."
+    )
+    text = told("results/pareto", [full, base, ("think", 0, "a", 48.5, 100, 80, 97), ("kivi", 0, "a", 20, 100, 40, 40)])
+    assert "front: h2o 21.0 % with 30.0, think 80.0 % with 48.5, full 100.0 % with 50.0." in text
+    assert "Fewest bytes within 2 points of the full cache: think 80.0 %" in text
+    rows = [("qhitter", x, task, s, 20, 21, 1) for task, s in (("a", 5), ("b", 7)) for x in (0, 0.5)]
+    text = told("qhitter/fig9", [*rows, ("qhitter", 1, "b", 9, 20, 21, 1)])
+    assert "Best (the smallest of equals): a 0, b 1." in text and "Full cache" not in text
+    halves = [
+        (f"{half} alone", b, t, s, 1, 1, 1) for half, s in (("keys", 3), ("values", 4)) for b in (2, 4) for t in "ab"
+    ]
+    assert "Tasks of 2 on which keys lose at 2 bits: more than values 2, less 0." in told("qhitter/fig10", halves)
+    text = told("refreekv/fig3", [full, ("refreekv", 1, "a", 49, 40, 41, 98), ("refreekv", 5, "a", 40, 20, 21, 80)])
+    assert "by T: 1 %: 98.0, 5 %: 80.0. Tokens kept, %, by T: 1 %: 40, 5 %: 20. Tokens kept at 1 %, %: a 40." in text
 
 
 BAD = {

@@ -8,6 +8,7 @@ from figures.readings import activations, reading
 
 from kvbench.errors import UsageError
 from kvbench.papers.figures import qhitter
+from kvbench.papers.figures.registry import FIGURES
 
 
 def slow_quantised(row, bits):
@@ -108,9 +109,13 @@ def test_tokens_are_marked_by_prompt_and_layer():
     marked = qhitter._marked(pd.concat([data, data.assign(layer=1)]), "k_error")
     assert marked["outlier"].tolist() == [True, *[False] * 9] * 2
     assert marked["both"].tolist() == [False, True, *[False] * 8] * 2
-    text = qhitter.say_errors(marked.assign(v_error=marked["k_error"]))
-    assert "(10.0 % of all) lie at the 10 % quantile by error" in text
-    assert "by both are 10.0 % in layer 0, 10.0 % in layer 1" in text
+    shown = marked.assign(v_error=marked["k_error"])
+    text = FIGURES["qhitter/fig3"].finding(shown)
+    assert "5 times the mean attention: 10.0 %. Their quantile by the error of keys (median): 10 %." in text
+    assert "by both (chance: 4 %): layer 0 10.0 %, layer 1 10.0 %" in text
+    halves = qhitter.by_half(shown)
+    assert list(halves["half"].unique()) == ["keys", "values"]
+    assert halves["mark"].value_counts()["attention above 5 times the mean"] == 4
 
 
 def test_prompts_without_a_critical_token_are_refused():

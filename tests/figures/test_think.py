@@ -7,6 +7,7 @@ from families import FAMILIES
 from figures.readings import activations, reading
 
 from kvbench.papers.figures import think
+from kvbench.papers.figures.registry import FIGURES
 
 
 def test_magnitudes_are_means_over_runs_of_tokens():
@@ -42,7 +43,7 @@ def test_a_head_that_is_not_the_first_of_its_group_shows_its_keys_and_its_layer(
     made = reading(lengths=(40,), layers=(1,), heads=(3,))
     data = think.energies(made)
     assert {(w, h) for w, h in zip(data["what"], data["head"], strict=True)} == {("attention", 3), ("keys", 1)}
-    (legend,) = think.draw_energies(data).legends
+    (legend,) = FIGURES["think/fig5"].draw(data).legends
     assert [t.get_text() for t in legend.get_texts()] == ["layer 1"]
 
 
@@ -67,20 +68,24 @@ def test_the_findings():
         for i, e in enumerate((0.9, 0.095, 0.005))
     ]
     data = pd.DataFrame(one).assign(cumulative=lambda d: d["energy"].cumsum())
-    text = think.say_energies(data)
+    text = FIGURES["think/fig5"].finding(data)
     assert text == (
-        "Attention: 2 to 2 singular values a head (median 2) have an energy above 0.01; 90 % of it takes 1 to 1 of 3."
+        "Singular values of attention with an energy above 0.01, by head: 2 to 2, median 2. With 90 % of the energy: "
+        "1 to 1 of 3."
     )
     flat = {"index": range(1, 101), "energy": 0.01, "cumulative": [i / 100 for i in range(1, 101)]}
-    text = think.say_energies(pd.DataFrame({"what": "attention", "layer": 0, "head": 0, **flat}))
-    assert "90 % of it takes 90 to 90 of 100; the first 50 hold 50 % to 50 %, more than 90 % in 0 of 1 heads." in text
+    text = FIGURES["think/fig5"].finding(pd.DataFrame({"what": "attention", "layer": 0, "head": 0, **flat}))
+    assert "90 to 90 of 100. Energy of the first 50: 50 % to 50 %, more than 90 % in 0 of 1 heads." in text
     rows = [
         {"layer": 0, "head": 0, "what": w, "token": 0, "channel": c, "magnitude": m}
         for w, line in (("k", (4.0, 1, 1, 2)), ("v", (1.0, 1, 1, 1)))
         for c, m in enumerate(line)
     ]
-    text = think.say_magnitudes(pd.DataFrame(rows))
-    assert "keys: largest channel 2.0 times the mean, variation 0.61; values: largest channel 1.0 times" in text
+    text = FIGURES["think/fig4"].finding(pd.DataFrame(rows))
+    assert (
+        "largest channel in times the mean: keys 2.0, values 1.0. Variation (standard deviation over mean): keys 0.61"
+        in text
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,6 +10,7 @@ from figures.readings import activations, reading
 
 from kvbench.errors import UsageError
 from kvbench.papers.figures import uncomp, uncomp_hidden
+from kvbench.papers.figures.registry import FIGURES
 
 
 def slow_eigenvalues(rows):
@@ -106,15 +107,16 @@ def test_findings_say_what_the_data_say():
     flat = {"erank_k": 0.0, "sd": 0.0, "prompts": 1, "source": "a"}
     curves = {"q": [5, 4, 2.5, 6], "k": [4, 3, 1.5, 5], "v": [2, 2, 2, 2.5]}
     data = pd.DataFrame({**flat, "what": w, "layer": i, "erank": x} for w, c in curves.items() for i, x in enumerate(c))
-    text = uncomp.say_ranks(data)
-    assert "spans 3.5 for queries, 3.5 for keys, 0.5 for values" in text
-    assert "queries and keys correlate at 1.00" in text
-    assert "above keys in 4 of 4 layers" in text
-    assert "part the layers into 0 to 1, 2 to 3" in text
+    text = FIGURES["uncomp/fig1"].finding(data)
+    assert "over layers: queries 3.5, keys 3.5, values 0.5." in text
+    assert "queries and keys 1.00" in text
+    assert "Layers of 4 in which queries lie above keys: 4." in text
+    assert "drops of more than 1: 0 to 1, 2 to 3." in text
     hidden = pd.DataFrame(
         {"prompt": p, "layer": i, "entropy": x} for p in (0, 1) for i, x in enumerate((1, 2 + p, 2.5))
     )
-    assert "rises in 1 of 2 steps, in every step for 1 of 2 samples" in uncomp_hidden.say_hidden(hidden)
+    text = FIGURES["uncomp/fig6"].finding(hidden)
+    assert "Steps of 2 in which it rises: 1. Samples of 2 in which every step rises: 1." in text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

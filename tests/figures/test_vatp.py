@@ -7,6 +7,7 @@ from figures.readings import activations, reading
 
 from kvbench.errors import UsageError
 from kvbench.papers.figures import vatp
+from kvbench.papers.figures.registry import FIGURES
 
 
 def test_patterns_and_shares():
@@ -54,11 +55,11 @@ def test_the_finding_counts_sinks():
         for layer, h, share, ratio in rows
         for q, v in (("share", share), ("ratio", ratio))
     )
-    text = vatp.say_norms(data)
-    assert text.startswith("3 of 4 heads pay 30 % or more")
-    assert "0.20 times the median of its head" in text
-    assert "below half of it in 2; it is the first token in 67 %" in text
-    assert "In the other heads the most attended token's is 1.50 times" in text
+    text = FIGURES["vatp/fig1"].finding(data)
+    assert text.startswith("Heads of 4 that pay 30 % or more of all attention to one token: 3.")
+    assert "in times the median of its head: 0.20 (median; 0.01 to 0.80)" in text
+    assert "below half: 2. Cases in which it is the first token: 67 %" in text
+    assert "in the other heads (median): 1.50." in text
 
 
 def test_heads_that_are_not_there():

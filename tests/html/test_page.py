@@ -82,7 +82,7 @@ def test_figures_say_what_they_show_and_what_is_here(tmp_path):
         (folder / f"fig3b.{kind}").write_bytes((committed / f"fig3b.{kind}").read_bytes())
     text = page.figures(tmp_path)
     assert "think/fig3b: memory against batch size" in text
-    assert "<b>Here</b> One sequence of 497 tokens holds" in text
+    assert "<b>Here</b> One sequence of 497 tokens: full" in text
     assert "<b>The paper</b> KIVI alone allows four times the batch" in text
 
 

@@ -7,16 +7,18 @@ are always made from the CSV as it is on disk, so that redrawing one gives the s
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
 from kvbench.errors import UsageError
+from kvbench.papers.figures.findings import Fact, sentences
+from kvbench.papers.figures.panels import Picture
 from kvbench.papers.spec import stand_ins
 from kvbench.tables.style import styled
 from kvbench.tasks.base import read_text
@@ -25,14 +27,31 @@ Source = TypeVar("Source")
 DIGITS = "%.5g"
 
 
+def unchanged(data: pd.DataFrame) -> pd.DataFrame:
+    """The data as they are."""
+    return data
+
+
+class Code(NamedTuple):
+    """What computes a figure.
+
+    compute: its data from a source; None for measured scores. facts: what the data say. prepare: the data with columns
+    that the picture shows.
+    """
+
+    compute: Callable[[Any], pd.DataFrame] | None
+    facts: Callable[[pd.DataFrame], Iterable[Fact]]
+    prepare: Callable[[pd.DataFrame], pd.DataFrame] = unchanged
+
+
 @dataclass(frozen=True)
 class Figure(Generic[Source]):
     """One figure of a paper, ``<paper>/fig<number>``.
 
     title: what it shows, in a line. shows: its caption, with what was computed, exactly. claim: what the paper reads
     off its own. unsaid: what the paper does not say, and what is done here. columns: of the data. knobs: the options
-    that it takes with their defaults; None: as ``shows`` says. compute: the data from a source. draw: the drawing.
-    finding: what the data say about the claim, in numbers. each and most: prompts read by default per task and in all.
+    that it takes with their defaults; None: as ``shows`` says. each and most: prompts read by default per task and in
+    all. compute, facts, prepare: as in ``Code``.
     """
 
     id: str
@@ -41,9 +60,10 @@ class Figure(Generic[Source]):
     claim: str
     unsaid: str
     columns: tuple[str, ...]
+    picture: Picture
     compute: Callable[[Source], pd.DataFrame]
-    draw: Callable[[pd.DataFrame], Canvas]
-    finding: Callable[[pd.DataFrame], str]
+    facts: Callable[[pd.DataFrame], Iterable[Fact]]
+    prepare: Callable[[pd.DataFrame], pd.DataFrame] = unchanged
     knobs: Mapping[str, Any] = field(default_factory=dict)
     each: int = 1
     most: int | None = None
@@ -52,6 +72,14 @@ class Figure(Generic[Source]):
     def paper(self) -> str:
         """The paper's name, as in conf/preset."""
         return self.id.partition("/")[0]
+
+    def draw(self, data: pd.DataFrame) -> Canvas:
+        """The drawing of the data."""
+        return self.picture.draw(self.prepare(data))
+
+    def finding(self, data: pd.DataFrame) -> str:
+        """What the data say about the claim, in numbers."""
+        return sentences(self.facts(data))
 
     def write(self, data: pd.DataFrame, facts: Mapping[str, Any], folder: Path) -> tuple[list[Path], str]:
         """Write CSV, PNG and SVG below ``folder``; their paths, and the finding."""

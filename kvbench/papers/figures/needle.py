@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import pandas as pd
-from matplotlib.figure import Figure as Canvas
 
 from kvbench.metrics import metric
-from kvbench.papers.figures.measured import MeasuredFigure, Point, ResultFigure, Sweep
-from kvbench.tables import heatmap, style
+from kvbench.papers.figures.figure import Code
+from kvbench.papers.figures.findings import Fact
+from kvbench.papers.figures.measured import MeasuredFigure
+from kvbench.tables import heatmap
 
-METHODS: dict[str, dict[str, Any]] = {
-    "streamingllm": {"kv_ratio": 0.25},
-    "h2o": {"kv_ratio": 0.25},
-    "snapkv": {"kv_ratio": 0.25},
-    "snapkv+think": {"kv_ratio": 0.25, "ratio": 0.5},
-}
+LOST = 50
 COLUMNS = ("series", "length", "depth", "score", "n")
 
 
@@ -33,63 +29,26 @@ def maps(measured: MeasuredFigure) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def draw_maps(data: pd.DataFrame) -> Canvas:
-    """A map per method in the order of the data, with its mean score."""
-    heats = {}
-    for name, rows in data.groupby("series", sort=False):
-        each = rows.loc[rows.index.repeat(rows["n"].astype(int))]
-        heats[str(name)] = heatmap.heat_map(list(each[["length", "depth", "score"]].itertuples(index=False, name=None)))
-    fig = style.canvas(style.PAGE, 1.1 + 0.16 * data["depth"].nunique())
-    axes = fig.subplots(1, len(heats), sharey=True, squeeze=False)[0]
-    image: Any = None
-    for i, (ax, (name, heat)) in enumerate(zip(axes, heats.items(), strict=True)):
-        mean = (heat.scores * heat.counts).sum() / heat.counts.sum() if heat.counts.all() else float("nan")
-        image = heatmap.panel(ax, heat, f"({chr(97 + i)}) {name}: {mean:.1f}")
-    axes[0].set_ylabel("depth, %")
-    bar = fig.colorbar(image, ax=list(axes), aspect=18, pad=0.01)
-    bar.outline.set_visible(False)
-    counts = sorted({int(n) for n in data["n"]})
-    bar.set_label(f"score, n = {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} a field")
-    return fig
+def with_means(data: pd.DataFrame) -> pd.DataFrame:
+    """The data with the ``mean`` of each map and, in words, how many prompts are ``behind`` a field."""
+    behind = " to ".join(str(int(n)) for n in dict.fromkeys((data["n"].min(), data["n"].max())))
+    return data.assign(mean=data["series"].map(_means(data, "series").map("{:.1f}".format)), behind=behind)
 
 
-def say_maps(data: pd.DataFrame) -> str:
+def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Mean score by method, and where the needle is lost."""
-    parts = []
-    for name, rows in data.groupby("series", sort=False):
-        mean = (rows["score"] * rows["n"]).sum() / rows["n"].sum()
-        by_depth = rows.groupby("depth").apply(lambda r: (r["score"] * r["n"]).sum() / r["n"].sum())
-        lost = ", ".join(f"{d:g} %" for d, s in by_depth.items() if s < 50)
-        parts.append(f"{name} {mean:.1f}" + (f" (below 50 at depths {lost})" if lost else ""))
+    yield Fact("Mean score", _means(data, "series"))
+    by_depth = _means(data, ["series", "depth"])
+    if (by_depth < LOST).any():
+        yield Fact(f"Depths with a mean below {LOST}", by_depth[by_depth < LOST], at="{:g} %")
     fields = data.groupby(["length", "depth"]).ngroups
-    return f"Mean scores: {'; '.join(parts)}; {int(data['n'].min())} prompts in each of {fields} fields."
+    yield Fact("Examples", f"{int(data['n'].min())} prompts in each of {fields} fields")
 
 
-FIGURES = (
-    ResultFigure(
-        id="needle/heatmap",
-        title="needle in a haystack by length and depth, a map per method",
-        shows="Mean score at every length of the text (real essays) and depth of the needle, the full cache and "
-        "methods that keep a quarter of the tokens (ThinK behind SnapKV drops half of the key channels, too); above "
-        "each map its mean.",
-        claim="ThinK, figure 6: behind SnapKV it keeps the needle as well as SnapKV alone (accuracies of 78.6 and "
-        "77.8, 90.8 and 90.4 at 128 and 1,024 tokens of Mistral-7B); StreamingLLM finds it only where its window "
-        "reaches.",
-        unsaid="The paper does not print its needle: on the tiny model it is a number that its own tasks ask for, on "
-        "others the classical sentence, to be completed as in papers' scripts, where an empty answer has 60. "
-        "phrasing=, lengths=, depths= and repeats= choose otherwise.",
-        columns=COLUMNS,
-        compute=maps,
-        draw=draw_maps,
-        finding=say_maps,
-        each=12,
-        sweeps=(
-            Sweep(
-                tuple(Point(m, 25, m, knobs) for m, knobs in METHODS.items()),
-                dataset="needle",
-                arguments=("lengths=256,512,1024,2048", "depths=0,20,40,60,80,100", "repeats=2"),
-                pretrained=("phrasing=completion",),
-            ),
-        ),
-    ),
-)
+def _means(data: pd.DataFrame, by: str | list[str]) -> pd.Series[float]:
+    """Mean score over prompts."""
+    sums = data.assign(total=data["score"] * data["n"]).groupby(by, sort=False)[["total", "n"]].sum()
+    return sums["total"] / sums["n"]
+
+
+CODE = {"needle/heatmap": Code(maps, needle_facts, with_means)}

@@ -5,13 +5,12 @@ Zhang et al., MLSys 2024. Keys and values are quantised per token and head with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-from matplotlib.figure import Figure as Canvas
 from torch import Tensor
 
 from kvbench.cache.observation import Needs, Observation
@@ -19,9 +18,9 @@ from kvbench.cache.packed import quantise_zero_point
 from kvbench.methods.base import Role, Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.statistics import top_indices
-from kvbench.papers.figures.figure import Figure, percent
+from kvbench.papers.figures.figure import Code, percent
+from kvbench.papers.figures.findings import Fact
 from kvbench.papers.figures.reading import OnLayer, Prompt, Reading
-from kvbench.tables import style
 
 CRITICAL = 0.2  # of the tokens: those with the most accumulated attention
 OUTLIER = 5.0  # times the mean accumulated attention, which is 1: ultra-crucial tokens
@@ -94,54 +93,23 @@ def _shifts_of(reading: Reading, ids: Tensor, widths: Sequence[int]) -> list[dic
     return found
 
 
-def draw_shifts(data: pd.DataFrame) -> Canvas:
-    """A row per kind, a column per width; layers to the right, heads downwards; the darker, the larger the shift."""
-    widths = sorted(data["bits"].unique(), reverse=True)
-    kinds = [k for k in KINDS if (data["kind"] == k).any()]
-    heads, layers = sorted(data["head"].unique()), sorted(data["layer"].unique())
-    fig = style.canvas(style.PAGE, 0.5 + 1.35 * len(kinds))
-    parts = fig.subplots(len(kinds), len(widths), squeeze=False, sharex=True, sharey=True)
-    image: Any = None
-    for i, kind in enumerate(kinds):
-        for j, bits in enumerate(widths):
-            ax = parts[i][j]
-            rows = data[(data["kind"] == kind) & (data["bits"] == bits)]
-            table = rows.pivot(index="head", columns="layer", values="overlap")
-            image = style.heat(ax, table, heads, layers, vmin=0, vmax=1)
-            ax.set_title(f"({chr(97 + i * len(widths) + j)}) {bits} bits, {KINDS[kind]}", loc="left", fontsize=6.5)
-            ax.tick_params(labelbottom=i == len(kinds) - 1, labelleft=j == 0)
-            if i == len(kinds) - 1:
-                ax.set_xlabel("layer")
-        parts[i][0].set_ylabel("head")
-    bar = fig.colorbar(image, ax=parts, aspect=24, pad=0.01)
-    bar.outline.set_visible(False)
-    bar.set_label(r"overlap $|S_o \cap S_q|\,/\,|S_o|$")
-    return fig
-
-
-def say_shifts(data: pd.DataFrame) -> str:
+def shift_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Overlaps by width, and of shallow against deep layers."""
-    parts = []
-    third = max(1, data["layer"].nunique() // 3)
     order = sorted(data["layer"].unique())
-    for kind in (k for k in KINDS if (data["kind"] == k).any()):
+    third = max(1, len(order) // 3)
+    data = data.sort_values("bits", ascending=False, kind="stable").assign(overlap=100 * data["overlap"])
+    for kind, name in KINDS.items():
         rows = data[data["kind"] == kind]
-        by_bits = []
-        for bits in sorted(rows["bits"].unique(), reverse=True):
-            part = rows[rows["bits"] == bits]
-            low = (part["overlap"] < 0.5).mean()
-            shallow = part[part["layer"].isin(order[:third])]["overlap"].mean()
-            deep = part[part["layer"].isin(order[-third:])]["overlap"].mean()
-            by_bits.append(
-                f"{bits} bits {percent(part['overlap'].mean())} (first third of layers {percent(shallow)}, last "
-                f"{percent(deep)}; {percent(low)} of heads below 50 %)"
-            )
-        parts.append(f"{KINDS[kind]} quantised: " + ", ".join(by_bits))
-    text = "; ".join(parts)
-    return (
-        f"Mean overlap of the critical {percent(CRITICAL)} with that of the exact cache, {text}. Chance is "
-        f"{percent(CRITICAL)}."
-    )
+        parts = {
+            "mean": rows.groupby("bits", sort=False)["overlap"].mean(),
+            "first third of layers": rows[rows["layer"].isin(order[:third])]
+            .groupby("bits", sort=False)["overlap"]
+            .mean(),
+            "last third": rows[rows["layer"].isin(order[-third:])].groupby("bits", sort=False)["overlap"].mean(),
+            "heads below 50 %": 100 * (rows["overlap"] < 50).groupby(rows["bits"], sort=False).mean(),
+        }
+        label = f"Overlap of the critical {percent(CRITICAL)} (chance: {percent(CRITICAL)}), {name} quantised"
+        yield Fact(label, pd.concat(parts), "{:.0f} %", "{} bits")
 
 
 def errors(reading: Reading) -> pd.DataFrame:
@@ -186,89 +154,28 @@ def _marked(data: pd.DataFrame, error: str) -> pd.DataFrame:
     return data.assign(outlier=data["attention"] > OUTLIER, both=(most[0] <= size) & (most[1] <= size))
 
 
-def draw_errors(data: pd.DataFrame) -> Canvas:
-    """A column per layer, keys above and values below; a point per token."""
-    layers = sorted(data["layer"].unique())
-    fig = style.canvas(style.PAGE, 3.2)
-    parts = fig.subplots(2, len(layers), squeeze=False, sharex=True)
-    for i, (error, name) in enumerate(ROWS.items()):
-        marked = _marked(data, error)
-        groups = (
-            (marked[~marked["outlier"] & ~marked["both"]], style.GREY, ".", 7, "other tokens"),
-            (marked[marked["both"] & ~marked["outlier"]], style.VERMILLION, "^", 8, "top 20 % by attention and error"),
-            (marked[marked["outlier"]], style.ORANGE, "o", 16, f"attention above {OUTLIER:g} times the mean"),
-        )
-        for j, layer in enumerate(layers):
-            ax = parts[i][j]
-            for rows, colour, marker, size, label in groups:
-                here = rows[rows["layer"] == layer]
-                edge = {"edgecolors": "black", "linewidths": 0.4} if marker == "o" else {"linewidths": 0}
-                look = {"c": colour, "marker": marker, "s": size, **edge}
-                ax.scatter(here["attention"], here[error], label=label, rasterized=marker != "o", **look)
-            ax.set_xscale("log")
-            ax.set_ylim(bottom=0)
-            ax.set_title(f"({chr(97 + i * len(layers) + j)}) {name}, layer {layer}", loc="left")
-            if i == 1:
-                ax.set_xlabel("accumulated attention")
-        parts[i][0].set_ylabel(f"error at {data['bits'].iloc[0]} bits")
-    handles, labels = parts[0][0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=3)
-    return fig
+def by_half(data: pd.DataFrame) -> pd.DataFrame:
+    """A row for each token's key and for its value, with the ``error`` and the ``mark`` of the token."""
+    halves = [_marked(data, error).assign(half=name, error=data[error]) for error, name in ROWS.items()]
+    long = pd.concat(halves, ignore_index=True)
+    mark = long["both"].map({True: "top 20 % by attention and error", False: "other tokens"})
+    return long.assign(mark=mark.mask(long["outlier"], f"attention above {OUTLIER:g} times the mean"))
 
 
-def say_errors(data: pd.DataFrame) -> str:
+def error_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Where ultra-crucial tokens stand by error, and how many tokens are crucial and hard to quantise."""
-    parts = []
+    outliers = 100 * (data["attention"] > OUTLIER).mean()
+    yield Fact(f"Tokens with more than {OUTLIER:g} times the mean attention", outliers, "{:.1f} %")
     for error, name in ROWS.items():
         marked = _marked(data, error)
-        place = marked.groupby(["prompt", "layer"])[error].rank(pct=True)
-        outliers = marked["outlier"]
-        both = marked.groupby("layer")["both"].mean()
-        where = (
-            f"tokens with more than {OUTLIER:g} times the mean attention ({percent(outliers.mean(), 1)} of all) lie "
-            f"at the {percent(place[outliers].median())} quantile by error (median)"
-            if outliers.any()
-            else f"no token receives more than {OUTLIER:g} times the mean attention"
-        )
-        shares = ", ".join(f"{percent(share, 1)} in layer {layer}" for layer, share in both.items())
-        parts.append(f"{name}: {where}; in the top {percent(CRITICAL)} by both are {shares}")
-    text = ". ".join(p[0].upper() + p[1:] for p in parts)
-    return f"{text} (chance: {percent(CRITICAL**2)})."
+        place = 100 * marked.groupby(["prompt", "layer"])[error].rank(pct=True)
+        yield Fact(f"Their quantile by the error of {name} (median)", place[marked["outlier"]].median(), "{:.0f} %")
+        both = 100 * marked.groupby("layer")["both"].mean()
+        label = f"Tokens in the top {percent(CRITICAL)} by both (chance: {percent(CRITICAL**2)})"
+        yield Fact(label, both, "{:.1f} %", "layer {}")
 
 
-FIGURES = (
-    Figure(
-        id="qhitter/fig2",
-        title="attention shift caused by quantising the cache",
-        shows=f"Overlap of each head's critical set (the {percent(CRITICAL)} of tokens with the most accumulated "
-        "attention) with and without a quantised cache, by layer, head and bits, mean over prompts; darker is a "
-        "larger shift. Above, the keys of that layer alone are quantised; below, everything that the prompt's "
-        "attention reads, so that errors add up over layers.",
-        claim="Shallow layers hardly shift, deeper ones fall below 50 % of overlap; at 2 bits nearly all heads lie "
-        "below 30 %.",
-        unsaid="The paper does not say whether errors add up over layers (both are shown), nor which widths its blocks "
-        "show (bits=8,4,3,2 here) and how long its texts are.",
-        columns=("kind", "bits", "layer", "head", "overlap"),
-        compute=shifts,
-        draw=draw_shifts,
-        finding=say_shifts,
-        knobs={"bits": WIDTHS, "tokens": None},
-    ),
-    Figure(
-        id="qhitter/fig3",
-        title="quantisation error against attention, by token",
-        shows="Accumulated attention of each token (mean over query heads) and the error of quantising its key or "
-        "value, ||x - Quant(x)||_2 over all heads. First, middle and last layer unless layers= says otherwise. Orange: "
-        f"more than {OUTLIER:g} times the mean attention. Red: the top {percent(CRITICAL)} by both.",
-        claim="The few ultra-crucial tokens are easy to quantise; among the top 20 % by attention are tokens that are "
-        "hard to quantise.",
-        unsaid="The paper does not say which layer, heads and bits it shows (bits=4 here), whether the error is that "
-        f"of keys or values, nor from where on a token is ultra-crucial ({OUTLIER:g} times the mean here).",
-        columns=("source", "prompt", "bits", "layer", "token", "attention", "k_error", "v_error"),
-        compute=errors,
-        draw=draw_errors,
-        finding=say_errors,
-        knobs={"bits": (4,), "layers": None, "tokens": None},
-        most=1,
-    ),
-)
+CODE = {
+    "qhitter/fig2": Code(shifts, shift_facts),
+    "qhitter/fig3": Code(errors, error_facts, by_half),
+}

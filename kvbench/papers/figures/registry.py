@@ -1,38 +1,85 @@
-"""All figures by id."""
+"""All figures by id: texts, pictures and sweeps from each paper's figures.yaml, joined with what computes them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
+from kvbench.conf import read_yaml
 from kvbench.errors import unknown
-from kvbench.papers.figures import (
-    needle,
-    qhitter,
-    qhitter_results,
-    results,
-    sweeps,
-    think,
-    think_memory,
-    uncomp,
-    uncomp_hidden,
-    vatp,
-)
-from kvbench.papers.figures.figure import Figure
+from kvbench.papers import DATA
+from kvbench.papers.figures import needle, qhitter, scores, think, think_memory, uncomp, uncomp_hidden, vatp
+from kvbench.papers.figures.figure import Code, Figure
+from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure, Point, ResultFigure, Sweep
+from kvbench.papers.figures.panels import Panel, Picture
 
-_ALL: tuple[Figure[Any], ...] = (
-    *qhitter.FIGURES,
-    *qhitter_results.FIGURES,
-    *sweeps.FIGURES,
-    *think.FIGURES,
-    *think_memory.FIGURES,
-    *uncomp.FIGURES,
-    *uncomp_hidden.FIGURES,
-    *vatp.FIGURES,
-    *results.FIGURES,
-    *needle.FIGURES,
-)
-FIGURES: dict[str, Figure[Any]] = {f.id: f for f in sorted(_ALL, key=lambda f: f.id)}
+CODE = {
+    **needle.CODE,
+    **qhitter.CODE,
+    **scores.CODE,
+    **think.CODE,
+    **think_memory.CODE,
+    **uncomp.CODE,
+    **uncomp_hidden.CODE,
+    **vatp.CODE,
+}
+
+
+def _load() -> Iterator[Figure[Any]]:
+    for path in (*DATA.glob("*/figures.yaml"), Path(__file__).with_name("ours.yaml")):
+        for name, entry in read_yaml(path).items():
+            # entries share lists by YAML's anchors
+            yield _figure(name, deepcopy(entry))
+
+
+def _figure(name: str, entry: dict[str, Any]) -> Figure[Any]:
+    knobs = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.pop("knobs", {}).items()}
+    columns = tuple(entry.pop("columns", COLUMNS))
+    texts: dict[str, Any] = {"id": name, "columns": columns, "knobs": knobs, "picture": _picture(entry.pop("picture"))}
+    if "sweeps" not in entry:
+        return Figure(**texts, **entry, **CODE[name]._asdict())
+    sweeps = tuple(_sweep(s) for s in entry.pop("sweeps"))
+    tasks, says = entry.pop("tasks", "mean"), entry.pop("says", [])
+    code = CODE.get(name, Code(None, scores.nothing))
+    if code.compute is None:
+        told = partial(scores.told, says=says, more=code.facts)
+        code = Code(MeasuredFigure.frame, told, partial(scores.shown, tasks=tasks, more=code.prepare))
+    return ResultFigure(**texts, **entry, **code._asdict(), sweeps=sweeps)
+
+
+def _picture(entry: dict[str, Any]) -> Picture:
+    beside = entry.pop("beside", None)
+    panels = tuple(Panel(**panel) for panel in entry.pop("panels"))
+    return Picture(panels=panels, beside=_picture(beside) if beside else None, **entry)
+
+
+def _sweep(entry: dict[str, Any]) -> Sweep:
+    """A sweep with the points of its entry; ``x`` holds for all of them that say no other."""
+    x = entry.pop("x", None)
+    points = tuple(p for grid in entry.pop("points") for p in _points(**{"x": x, **grid}))
+    lists: dict[str, Any] = {k: tuple(entry.pop(k)) for k in ("arguments", "pretrained") if k in entry}
+    return Sweep(points, **lists, **entry)
+
+
+def _points(
+    method: str | Sequence[str], x: str | float | None, knobs: Mapping[str, Any], series: str = "", times: float = 1
+) -> Iterator[Point]:
+    """A point for each method and combination of knobs that are lists.
+
+    ``x`` is a number, a knob, ``times`` as large, or, where it is none, the number of the combination.
+    """
+    for name in [method] if isinstance(method, str) else method:
+        lists = [v if isinstance(v, list) else [v] for v in knobs.values()]
+        for i, values in enumerate(product(*lists)):
+            mine = dict(zip(knobs, values, strict=True))
+            yield Point(series or name, times * mine[x] if isinstance(x, str) else i if x is None else x, name, mine)
+
+
+FIGURES: dict[str, Figure[Any]] = {f.id: f for f in sorted(_load(), key=lambda f: f.id)}
 
 
 def of(names: Sequence[str]) -> list[Figure[Any]]:

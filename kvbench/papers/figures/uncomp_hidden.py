@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.figure import Figure as Canvas
 from torch import Tensor, nn
 
 from kvbench.cache.observation import Needs
 from kvbench.methods.entropy import entropy
 from kvbench.models.interface import decoder_layers
-from kvbench.papers.figures.figure import Figure
+from kvbench.papers.figures.figure import Code
+from kvbench.papers.figures.findings import Fact
 from kvbench.papers.figures.reading import Prompt, Reading
-from kvbench.tables import style
 
 
 def hidden_entropy(reading: Reading) -> pd.DataFrame:
@@ -72,54 +71,22 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
             handle.remove()
 
 
-def draw_hidden(data: pd.DataFrame) -> Canvas:
-    """A line per prompt; where there are more than seven, thin ones and their mean."""
-    fig = style.canvas(style.COLUMN, 2.2)
-    ax = fig.subplots()
-    prompts = list(data.groupby("prompt"))
-    names = data["source"].nunique() == len(prompts)
-    for i, (number, rows) in enumerate(prompts):
-        if len(prompts) <= len(style.PALETTE):
-            label = rows["source"].iloc[0] if names else f"sample {int(number) + 1}"
-            ax.plot(rows["layer"], rows["entropy"], label=label, **style.series(i, len(rows)))
-        else:
-            ax.plot(rows["layer"], rows["entropy"], color=style.GREY, lw=0.5, label="samples" if i == 0 else None)
-    if len(prompts) > len(style.PALETTE):
-        mean = data.groupby("layer")["entropy"].mean()
-        ax.plot(mean.index, mean, color=style.BLUE, lw=1.6, marker="o", label="mean")
-    style.layer_axis(ax, sorted(data["layer"].unique()))
-    ax.set_xlabel("layers passed")
-    ax.set_ylabel(r"matrix entropy $H(\Sigma)$ (nats)")
-    ax.legend(ncols=2)
-    return fig
+def named(data: pd.DataFrame) -> pd.DataFrame:
+    """The data with a ``name`` for each prompt: its text, or its number where texts have several."""
+    texts = data["source"].nunique() == data["prompt"].nunique()
+    return data.assign(name=data["source"] if texts else [f"sample {int(i) + 1}" for i in data["prompt"]])
 
 
-def say_hidden(data: pd.DataFrame) -> str:
+def entropy_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Whether entropy increases layer by layer."""
     curve = data.groupby("layer")["entropy"].mean()
     lines = data.pivot_table(index="prompt", columns="layer", values="entropy")
-    steps = np.diff(curve.to_numpy())
+    ends = {"in front of the first layer": curve.iloc[0], "behind the last": curve.iloc[-1]}
+    yield Fact("Mean entropy", ends, "{:.2f} nats")
+    yield Fact("Highest", {f"after {int(curve.idxmax())} layers": curve.max()}, "{:.2f} nats")
+    yield Fact(f"Steps of {len(curve) - 1} in which it rises", int((np.diff(curve) > 0).sum()), "{}")
     every = int((np.diff(lines.to_numpy(), axis=1) > 0).all(axis=1).sum())
-    return (
-        f"Mean entropy goes from {curve.iloc[0]:.2f} nats in front of the first layer to {curve.iloc[-1]:.2f} behind "
-        f"the last, highest after {int(curve.idxmax())} layers ({curve.max():.2f}); it rises in "
-        f"{int((steps > 0).sum())} of {len(steps)} steps, in every step for {every} of {len(lines)} samples."
-    )
+    yield Fact(f"Samples of {len(lines)} in which every step rises", every, "{}")
 
 
-FIGURES = (
-    Figure(
-        id="uncomp/fig6",
-        title="matrix entropy of hidden states by layer",
-        shows="Matrix entropy H, in nats, of the residual stream in front of every layer and behind the last; a line "
-        "per prompt. Of n tokens and d channels, H is at most ln min(n - 1, d).",
-        claim="Entropy of hidden states increases layer by layer.",
-        unsaid="The paper shows six samples of WikiText-2 and does not say how long they are, whether H is truncated "
-        "(ours is not), nor where in a layer the hidden states are taken.",
-        columns=("source", "prompt", "tokens", "layer", "entropy", "erank"),
-        compute=hidden_entropy,
-        draw=draw_hidden,
-        finding=say_hidden,
-        knobs={"tokens": None},
-    ),
-)
+CODE = {"uncomp/fig6": Code(hidden_entropy, entropy_facts, named)}

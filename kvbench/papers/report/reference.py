@@ -13,8 +13,7 @@ from kvbench.conf import entries
 from kvbench.methods import registry
 from kvbench.papers.forensics.exact import everything
 from kvbench.papers.forensics.finding import place
-from kvbench.papers.forensics.statements import judged
-from kvbench.papers.forensics.statements.base import NOTE
+from kvbench.papers.forensics.statements import NOTE, judged
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.catalogue import CatalogueEntry, Paper
 from kvbench.papers.spec.published import SCORES, model_id

@@ -24,10 +24,7 @@ RULES: tuple[Callable[[Book], Iterator[Exact]], ...] = (
     sizes.shares,
     sizes.schedules,
     sizes.benchmark,
-    ratios.attention,
-    ratios.throughput,
-    ratios.speedups,
-    ratios.prose,
+    ratios.ratios,
 )
 
 

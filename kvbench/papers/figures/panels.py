@@ -1,0 +1,316 @@
+"""Pictures of tidy data: panels of lines, points, bars or a map, placed by the values of columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+
+from kvbench.tables import style
+
+WIDE = 10  # highest over lowest value, from where on an ``auto`` scale is logarithmic
+
+
+@dataclass(frozen=True)
+class Panel:
+    """How rows are shown. ``kind`` is lines, points, bars or heat; other strings but labels and scales name columns.
+
+    where: values that a row must have. title, xlabel, ylabel, bar: texts with ``{column}`` for a value of the first
+    row; ``bar`` labels the colours of heat and points. hue: a line for each of its values, in a look of its own;
+    unit: several lines in one look. value: the colours of heat and points. marked: bars that stand out.
+    low, high: a band around lines, error bars where they have no line; first_band: around the first line alone.
+    level: values of the rows that are a dashed horizontal line. look, looks: matplotlib's keywords for all lines and by
+    ``hue``. quiet: values of ``hue`` drawn thin and grey. crowd: the name of more than seven lines, which are then thin
+    and grey, with their mean. shades: ``hue`` has an order. ticks: ``data``, ``even``, ``powers`` (of 2) or a list.
+    decades: how far a logarithmic axis reaches down. top: the axis goes from 0 to 100 or to the highest; bottom: from
+    there. at_x, at_y: dotted lines. shade: a range of x. limits: of a map's colours; floor: the lowest of a logarithmic
+    one; numbers: how its values are printed where there are few; runs: its rows are runs of tokens.
+    """
+
+    kind: str
+    x: str
+    y: str
+    where: Mapping[str, Any] = field(default_factory=dict)
+    title: str = ""
+    xlabel: str = ""
+    ylabel: str = ""
+    bar: str = ""
+    hue: str = ""
+    unit: str = ""
+    value: str = ""
+    marked: str = ""
+    low: str = ""
+    high: str = ""
+    first_band: bool = False
+    level: Mapping[str, Any] = field(default_factory=dict)
+    look: Mapping[str, Any] = field(default_factory=dict)
+    looks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    quiet: Sequence[str] = ()
+    crowd: str = ""
+    shades: bool = False
+    xscale: str = ""
+    yscale: str = ""
+    ticks: str | Sequence[float] = ()
+    reverse: bool = False
+    decades: float = 0
+    top: bool = False
+    bottom: float | None = None
+    at_x: float | None = None
+    at_y: float | None = None
+    shade: Sequence[float] = ()
+    limits: Sequence[float] = ()
+    floor: float = 0
+    numbers: str = ""
+    runs: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Panels for each value of the columns ``rows`` and ``columns``; ``wrap`` panels stand in a row at most.
+
+    panels: of one such place, above each other with ``heights``, or beside each other. width and height in inches, the
+    height of one row of panels and ``base`` more in all. names: what values of a column are called, in their order.
+    sharex, sharey: as matplotlib's subplots. legend: below, right or '', with ``legend_columns``. bars: ``each`` place
+    has a colour bar of its own, or all have ``one``. beside: a picture at the right, this one ``share`` times as wide.
+    """
+
+    panels: tuple[Panel, ...]
+    width: float
+    height: float
+    base: float = 0
+    rows: str = ""
+    columns: str = ""
+    wrap: int = 0
+    heights: Sequence[float] = ()
+    names: Mapping[str, Mapping[Any, str]] = field(default_factory=dict)
+    sharex: bool | str = False
+    sharey: bool | str = False
+    legend: str = "below"
+    legend_columns: int = 6
+    bars: str = "one"
+    beside: Picture | None = None
+    share: float = 1
+
+    def draw(self, data: pd.DataFrame) -> Canvas:
+        """Draw ``data``."""
+        data = data.assign(**{c: data[c].map(lambda v, of=of: of.get(v, v)) for c, of in self.names.items()})
+        places = self._places(data)
+        fig = style.canvas(self.width, self.base + self.height * math.ceil(len(places) / self._wide(places)))
+        if self.beside is None:
+            self._fill(fig, data, 0)
+        else:
+            halves: Any = fig.subfigures(1, 2, width_ratios=[self.share, 1])
+            drawn = self._fill(halves[0], data, 0)
+            self.beside._fill(halves[1], data, drawn)
+        _legend(fig, self.legend, self.legend_columns)
+        return fig
+
+    def _places(self, data: pd.DataFrame) -> list[dict[str, Any]]:
+        """The values of ``rows`` and ``columns`` at every place, row by row."""
+        data = data[_chosen(data, self.panels[0].where)]
+        places: list[dict[str, Any]] = [{}]
+        for column in filter(None, (self.rows, self.columns)):
+            there = list(dict.fromkeys(data[column]))
+            order = [v for v in self.names[column].values() if v in there] if column in self.names else there
+            places = [{**place, column: value} for place in places for value in order]
+        return places
+
+    def _wide(self, places: Sequence[Mapping[str, Any]]) -> int:
+        """How many places stand beside each other."""
+        across = len({place.get(self.columns) for place in places})
+        return min(across, self.wrap or across)
+
+    def _fill(self, fig: Any, data: pd.DataFrame, drawn: int) -> int:
+        """Draw on ``fig``, with letters from the ``drawn``-th on; how many have been used."""
+        places = self._places(data)
+        wide, stack = self._wide(places), len(self.heights) or 1
+        deep, beside = math.ceil(len(places) / wide), len(self.panels) // stack
+        shape: dict[str, Any] = {"sharex": self.sharex, "sharey": self.sharey, "squeeze": False}
+        axes = fig.subplots(deep * stack, wide * beside, height_ratios=list(self.heights or [1]) * deep, **shape)
+        titles: list[tuple[Axes, str]] = []
+        maps: dict[int, list[tuple[Axes, Any, str]]] = {}
+        for (i, place), (j, panel) in product(enumerate(places), enumerate(self.panels)):
+            (row, column), (down, across) = divmod(i, wide), (j, 0) if stack > 1 else (0, j)
+            ax = axes[row * stack + down, column * beside + across]
+            everything = data[_chosen(data, panel.where)]
+            rows = everything[_chosen(everything, place)]
+            if rows.empty:
+                continue
+            image = KINDS[panel.kind](ax, rows, panel, everything)
+            _axes(ax, rows, panel, everything)
+            first = rows.iloc[0]
+            if panel.title:
+                titles.append((ax, panel.title.format(**first)))
+            if i + wide >= len(places):
+                ax.set_xlabel(panel.xlabel.format(**first))
+                ax.tick_params(labelbottom=stack == 1 or j == len(self.panels) - 1)
+            if column == 0:
+                ax.set_ylabel(panel.ylabel.format(**first))
+            if image is not None:
+                maps.setdefault(i if self.bars == "each" else 0, []).append((ax, image, panel.bar.format(**first)))
+        for ax in axes.flat:
+            if not ax.has_data():
+                ax.set_axis_off()
+        self._entitle(titles, drawn, 15 * self.width / (wide * beside), "\n" if stack > 1 else "")
+        for group in maps.values():
+            bar = fig.colorbar(group[-1][1], ax=[ax for ax, _, _ in group], aspect=20, pad=0.01, label=group[-1][2])
+            bar.outline.set_visible(False)
+        if stack > 1 and deep > 1:
+            style.tighten(fig)
+        return drawn + len(titles)
+
+    def _entitle(self, titles: Sequence[tuple[Axes, str]], drawn: int, room: float, apart: str) -> None:
+        """Write titles, small where one has more than ``room`` letters, with (a), (b), ... where there are several."""
+        several = drawn or len(titles) > 1 or self.beside
+        size: dict[str, Any] = {"fontsize": 6.5} if any(len(t) + 4 > room for _, t in titles) else {}
+        for i, (ax, title) in enumerate(titles):
+            above = "" if ax.get_subplotspec().is_first_row() else apart  # type: ignore[union-attr]
+            ax.set_title(f"{above}({chr(97 + drawn + i)}) {title}" if several else title, loc="left", **size)
+
+
+def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
+    """A line for each value of ``hue``, with its band; where there is no line, points with error bars."""
+    flat = _chosen(rows, panel.level) if panel.level else pd.Series(False, index=rows.index)
+    of_level = rows[flat].dropna(subset=[panel.y])
+    if len(of_level):
+        ax.axhline(float(of_level[panel.y].iloc[0]), color=style.GREY, ls="--", lw=0.9, label="full cache", zorder=0)
+    every = everything[~_chosen(everything, panel.level)] if panel.level else everything
+    names = list(dict.fromkeys(every[panel.hue]))
+    crowded = bool(panel.crowd) and len(names) > len(style.PALETTE)
+    plain = [name for name in names if name not in panel.looks]
+    for name in names:
+        i = plain.index(name) if name in plain else 0
+        mine = rows[~flat & (rows[panel.hue] == name)].sort_values(panel.x, kind="stable")
+        quiet = crowded or name in panel.quiet
+        look = style.series(i, len(mine))
+        if panel.shades:
+            look = {"color": style.shades(len(names))[i], "linestyle": style.LINES[i % 4], "lw": 0.8}
+        look |= {**panel.look, **panel.looks.get(str(name), {})}
+        if quiet:
+            look = {"color": style.GREY, "lw": 0.6, "zorder": 1.9}
+        for _, line in mine.groupby(panel.unit, sort=False) if panel.unit else [(0, mine)]:
+            if line.empty:
+                continue
+            label = panel.crowd if crowded else f"{name}"
+            (drawn,) = ax.plot(line[panel.x], line[panel.y], label=label, **look)
+            known = line.dropna(subset=[panel.low, panel.high]) if panel.low else line.iloc[:0]
+            if known.empty or (panel.first_band and name != names[0]):
+                continue
+            if look.get("linestyle") == "none":
+                spread = (known[panel.y] - known[panel.low], known[panel.high] - known[panel.y])
+                ax.errorbar(known[panel.x], known[panel.y], spread, ls="", lw=0.5, color=drawn.get_color())
+            else:
+                band: dict[str, Any] = {"color": drawn.get_color(), "alpha": 0.13, "linewidth": 0}
+                ax.fill_between(known[panel.x], known[panel.low], known[panel.high], **band)
+    if crowded:
+        mean = rows.groupby(panel.x)[panel.y].mean()
+        ax.plot(mean.index, mean, color=style.BLUE, lw=1.6, marker="o", label="mean")
+
+
+def points(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
+    """A point for each row, its colour by ``value``."""
+    return ax.scatter(rows[panel.x], rows[panel.y], c=rows[panel.value], s=11, linewidths=0.3, edgecolors="black")
+
+
+def bars(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
+    """A bar for each x, red where it is ``marked``."""
+    rows = rows.drop_duplicates(panel.x)
+    marked = rows[panel.marked] if panel.marked else [False] * len(rows)
+    ax.bar(rows[panel.x], rows[panel.y], width=0.8, color=[style.VERMILLION if m else style.GREY for m in marked])
+
+
+def heat(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
+    """A map of means of ``value``, x to the right and y downwards, with its numbers where there are few."""
+    table = rows.pivot_table(index=panel.y, columns=panel.x, values=panel.value)
+    look: dict[str, Any] = dict(zip(("vmin", "vmax"), panel.limits, strict=False))
+    look["numbers"] = panel.numbers if table.size <= 100 else ""
+    if panel.floor:
+        table, look["norm"] = table.clip(lower=panel.floor), LogNorm(panel.floor, 1)
+    image = style.heat(ax, table, [f"{v:g}" for v in table.index], [f"{v:g}" for v in table.columns], **look)
+    if panel.runs:
+        style.token_ticks(ax, list(table.index))
+    return image
+
+
+KINDS: dict[str, Callable[[Axes, pd.DataFrame, Panel, pd.DataFrame], Any]] = {
+    "lines": lines,
+    "points": points,
+    "bars": bars,
+    "heat": heat,
+}
+
+
+def _axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
+    """Scales, ticks, limits and reference lines."""
+    if panel.kind == "heat":
+        return
+    if panel.level:
+        everything = everything[~_chosen(everything, panel.level)]
+    values = everything[panel.y].dropna()
+    for axis, scale in (("x", panel.xscale), ("y", panel.yscale)):
+        if scale == "log2":
+            getattr(ax, f"set_{axis}scale")("log", base=2)
+            getattr(ax, f"{axis}axis").set_major_formatter(lambda v, _: f"{v:.3g}")
+        elif scale == "log":
+            getattr(ax, f"set_{axis}scale")("log")
+        elif scale == "auto" and values.max() > WIDE * values.min():
+            ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+            ax.yaxis.set_minor_locator(NullLocator())
+    along = sorted(everything[panel.x].unique())
+    if panel.ticks == "even":
+        ax.xaxis.set_major_locator(FixedLocator([along[i] for i in style.integer_ticks(along, 9)[0]]))
+    elif panel.ticks:
+        ticks = panel.ticks if panel.ticks != "data" else along
+        if panel.ticks == "powers":
+            ticks = [2.0**k for k in range(math.floor(math.log2(along[0])), math.ceil(math.log2(along[-1])) + 1)]
+        ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    if panel.ticks:
+        ax.xaxis.set_minor_locator(NullLocator())
+    if panel.reverse and not ax.xaxis_inverted():
+        ax.invert_xaxis()
+    most = values.max()
+    if panel.decades:
+        ax.set_ylim(max(most * 10**-panel.decades, 0.8 * values.clip(lower=1e-12).min()), 1.6 * most)
+    elif panel.bottom is not None:
+        ax.set_ylim(bottom=panel.bottom)
+    elif panel.top:
+        highest = max(most, everything[panel.high].max() if panel.high else 0)
+        top = 100.0 if 60 < highest <= 100 else float(highest)
+        ax.set_ylim(-0.04 * top, 1.04 * top)
+    if panel.shade:
+        ax.axvspan(*panel.shade, color=style.PALE, alpha=0.4, lw=0)
+    if panel.at_x is not None and rows[panel.x].min() <= panel.at_x <= rows[panel.x].max():
+        ax.axvline(panel.at_x, color=style.GREY, lw=0.6, ls=":")
+    if panel.at_y is not None:
+        ax.axhline(panel.at_y, color=style.GREY, lw=0.6, ls=":")
+
+
+def _legend(fig: Any, where: str, columns: int) -> None:
+    """One legend for all panels, quiet lines last."""
+    pairs = [p for ax in fig.axes for p in zip(*ax.get_legend_handles_labels(), strict=True)]
+    named = {label: handle for handle, label in pairs}
+    order = sorted(named, key=lambda label: named[label].get_zorder() == 1.9)
+    if where and order:
+        place: dict[str, Any] = {"loc": "outside right center"}
+        if where == "below":
+            place = {"loc": "outside lower center", "ncols": min(columns, len(order)), "columnspacing": 1.2}
+        fig.legend([named[label] for label in order], order, **place)
+
+
+def _chosen(data: pd.DataFrame, where: Mapping[str, Any]) -> pd.Series[bool]:
+    """Which rows have these values."""
+    chosen = pd.Series(np.ones(len(data), bool), index=data.index)
+    for column, value in where.items():
+        chosen &= data[column] == value
+    return chosen

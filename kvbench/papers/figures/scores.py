@@ -1,0 +1,146 @@
+"""Measured scores as figures show and tell them: over tasks or their mean, beside the full cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pandas as pd
+
+from kvbench.papers.figures.figure import Code
+from kvbench.papers.figures.findings import Fact
+from kvbench.papers.figures.measured import FULL, MEAN
+
+CLOSE = 2.0
+FRONT = "Pareto front"
+
+
+def series_of(data: pd.DataFrame) -> list[str]:
+    """The names of the lines in the order of the data, the full cache's apart."""
+    return [s for s in dict.fromkeys(data["series"]) if s != FULL]
+
+
+def tasks_of(data: pd.DataFrame) -> list[str]:
+    """The tasks in the order of the data, their mean apart."""
+    return [t for t in dict.fromkeys(data["task"]) if t != MEAN]
+
+
+def samples(data: pd.DataFrame) -> str:
+    """How many examples are behind each point, in words: n = 8 of each task."""
+    counts = data.loc[data["task"] != MEAN, "n"].astype(int)
+    each = " to ".join(str(n) for n in dict.fromkeys((counts.min(), counts.max())))
+    return f"n = {each} a task" if len(tasks_of(data)) > 1 else f"n = {each}"
+
+
+def chosen(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
+    """The rows of the ``mean`` over tasks, of ``each`` task, or of ``all`` of these; of the only task where it is one.
+
+    With columns for titles: ``samples``, ``over`` (mean over tasks, or the only task), ``share`` (kept of the tokens).
+    """
+    names = tasks_of(data)
+    several = len(names) > 1
+    share = data[data["series"] != FULL].groupby("task")["kept"].mean()
+    shown = data.assign(samples=samples(data), over="mean over tasks" if several else names[0])
+    shown["share"] = data["task"].map(share).round()
+    if tasks == "mean":
+        return shown[shown["task"] == (MEAN if several else names[0])]
+    each = shown[shown["task"] != MEAN]
+    return each if tasks == "each" or not several else pd.concat([shown[shown["task"] == MEAN], each])
+
+
+def shown(data: pd.DataFrame, tasks: str, more: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
+    """The rows that are drawn: those of ``tasks``, with what ``more`` adds."""
+    return more(chosen(data, tasks))
+
+
+def front(data: pd.DataFrame) -> pd.DataFrame:
+    """The points that no other beats or equals with fewer bytes, from the smallest on."""
+    rows = data.dropna(subset=["score"]).sort_values(["bytes", "score"], ascending=[True, False], kind="stable")
+    return rows[rows["score"] > rows["score"].cummax().shift(fill_value=float("-inf"))]
+
+
+def with_front(data: pd.DataFrame) -> pd.DataFrame:
+    """The data and, as one more series, the Pareto front up to all bytes."""
+    best = front(data).assign(series=FRONT, low=float("nan"))
+    return pd.concat([data, best, best.iloc[-1:].assign(bytes=100.0)])
+
+
+def table(
+    data: pd.DataFrame,
+    label: str,
+    y: str = "score",
+    tasks: str = "mean",
+    x: float | None = None,
+    at: str = "{:g}",
+    form: str = "{:.1f}",
+) -> Fact:
+    """``y`` by series and x, or by task, series and x; of one ``x`` by task alone."""
+    rows = chosen(data[data["series"] != FULL], tasks).sort_values("x", kind="stable")
+    if x is not None:
+        return Fact(label, rows[rows["x"] == x].set_index("task")[y], form)
+    names = ["task"] * (rows["task"].nunique() > 1) + ["series"] * (len(series_of(data)) > 1)
+    return Fact(label, rows.set_index([*names, "x"])[y], form, at if names else f"{at}:")
+
+
+def told(
+    data: pd.DataFrame, says: Sequence[Mapping[str, Any]], more: Callable[[pd.DataFrame], Iterable[Fact]]
+) -> Iterator[Fact]:
+    """The full cache's scores, the tables of ``says``, ``more`` facts, and the number of examples."""
+    full = data[data["series"] == FULL]
+    if len(full):
+        yield Fact("Full cache", full.set_index("task")["score"])
+    yield from (table(data, **entry) for entry in says)
+    yield from more(data)
+    yield Fact("Examples", samples(data))
+
+
+def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
+    """Who stands on the front, and the fewest bytes at next to no loss."""
+    rows = chosen(data, "mean")
+    best = front(rows)
+    yield Fact(
+        "Bytes and score on the front",
+        ", ".join(f"{r.series} {r.bytes:.1f} % with {r.score:.1f}" for r in best.itertuples()),
+    )
+    whole = rows.loc[rows["series"] == FULL, "score"].iloc[0]
+    near = rows[rows["score"] >= whole - CLOSE].sort_values("bytes").iloc[0]
+    yield Fact(f"Fewest bytes within {CLOSE:g} points of the full cache", {near["series"]: near["bytes"]}, "{:.1f} %")
+
+
+def gain_facts(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
+    """What ``stage`` adds to each series that has it, in points, at every x."""
+    scores = chosen(data, "mean").pivot_table(index="x", columns="series", values="score")
+    bases = [s for s in series_of(data) if f"{s}+{stage}" in scores]
+    gains = {base: (scores[f"{base}+{stage}"] - scores[base]).dropna() for base in bases}
+    yield Fact(f"Points that {stage} adds", pd.concat(gains), "{:+.1f}", at)
+
+
+def best_facts(data: pd.DataFrame) -> Iterator[Fact]:
+    """The x of the best score of each task, the smallest of equals."""
+    rows = chosen(data[data["series"] != FULL], "each")
+    best = rows.loc[rows.groupby("task", sort=False)["score"].idxmax()]
+    yield Fact("Best (the smallest of equals)", best.set_index("task")["x"], "{:g}")
+
+
+def half_facts(data: pd.DataFrame) -> Iterator[Fact]:
+    """On how many tasks keys lose more than values at the fewest bits."""
+    rows = chosen(data[data["series"] != FULL], "each")
+    scores = rows[rows["x"] == rows["x"].min()].pivot_table(index="task", columns="series", values="score")
+    lost = scores["keys alone"] - scores["values alone"]
+    counts = {"more than values": (lost < 0).sum(), "less": (lost > 0).sum()}
+    yield Fact(f"Tasks of {len(lost)} on which keys lose at {rows['x'].min():g} bits", counts, "{:d}")
+
+
+def nothing(_: pd.DataFrame) -> Iterator[Fact]:
+    """No more facts."""
+    return iter(())
+
+
+CODE = {
+    "results/pareto": Code(None, front_facts, with_front),
+    "vatp/fig3": Code(None, partial(gain_facts, stage="vatp", at="{:g} %")),
+    "think/fig3a": Code(None, partial(gain_facts, stage="think", at="pair {:g}")),
+    "qhitter/fig9": Code(None, best_facts),
+    "qhitter/fig10": Code(None, half_facts),
+}

@@ -1,0 +1,117 @@
+"""Panels draw the rows that they are given: lines and levels, bars, points and maps, each where its values say."""
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from kvbench.papers.figures import registry
+from kvbench.papers.figures.findings import Fact, sentences
+from kvbench.papers.figures.panels import Panel, Picture
+from kvbench.tables import style
+
+DATA = pd.DataFrame(
+    [
+        (task, name, x, 10 * x + i, 10 * x, 10 * x + 5)
+        for task in "ab"
+        for i, name in enumerate(("full", "s", "t"))
+        for x in (1, 2)
+    ],
+    columns=["task", "series", "x", "y", "low", "high"],
+)
+LINES = Panel("lines", "x", "y", hue="series", low="low", high="high", level={"series": "full"}, title="{task} of {x}")
+
+
+def axes(panels, data=DATA, **kwargs):
+    """The axes of a picture, drawn as far as a layout."""
+    with style.styled():
+        fig = Picture(tuple(panels), 6, 2, **kwargs).draw(data)
+        FigureCanvasAgg(fig)
+        fig.draw_without_rendering()
+    return fig, fig.axes
+
+
+def test_a_line_for_each_series_and_the_full_cache_as_a_level():
+    fig, (left, right) = axes([LINES], columns="task")
+    assert [t.get_title(loc="left") for t in (left, right)] == ["(a) a of 1", "(b) b of 1"]
+    level, first, second = left.get_lines()
+    assert set(level.get_ydata()) == {10} and level.get_linestyle() == "--"
+    assert list(first.get_xdata()) == [1, 2] and list(first.get_ydata()) == [11, 21]
+    assert list(second.get_ydata()) == [12, 22] and len(left.collections) == 2
+    assert [t.get_text() for t in fig.legends[0].get_texts()] == ["full cache", "s", "t"]
+
+
+def test_points_without_a_line_have_error_bars():
+    _, (ax,) = axes([Panel("lines", "x", "y", hue="series", low="low", high="high", look={"linestyle": "none"})])
+    assert len(ax.containers) == 3 and not [c for c in ax.collections if isinstance(c, mpl.collections.PolyCollection)]
+
+
+def test_many_lines_are_grey_with_their_mean():
+    data = pd.DataFrame({"name": f"s{i}", "x": x, "y": i * x} for i in range(8) for x in (1, 2))
+    fig, (ax,) = axes([Panel("lines", "x", "y", hue="name", crowd="samples")], data)
+    assert len(ax.get_lines()) == 9 and list(ax.get_lines()[-1].get_ydata()) == [3.5, 7]
+    assert sorted(t.get_text() for t in fig.legends[0].get_texts()) == ["mean", "samples"]
+
+
+def test_maps_and_bars_stand_above_each_other_in_every_place():
+    cells = [(p, x, y, 10 * x + y + 100 * (p == "v"), y == 0) for p in "kv" for x in range(3) for y in range(2)]
+    data = pd.DataFrame(cells, columns=["part", "x", "y", "value", "marked"])
+    heat = Panel("heat", "x", "y", value="value", numbers="%.0f", bar="{part}", title="{part}", xlabel="x", ylabel="y")
+    bars = Panel("bars", "x", "value", marked="marked", xlabel="x")
+    kinds = {"names": {"part": {"v": "values", "k": "keys"}}, "heights": [3, 1], "bars": "each"}
+    _, found = axes([heat, bars], data, columns="part", **kinds)
+    maps = [ax for ax in found if ax.images]
+    assert [ax.get_title(loc="left") for ax in maps] == ["(a) values", "(b) keys"]
+    np.testing.assert_array_equal(maps[1].images[0].get_array(), [[0, 10, 20], [1, 11, 21]])
+    assert [t.get_text() for t in maps[1].texts] == ["0", "10", "20", "1", "11", "21"]
+    strips = [ax for ax in found if ax.patches]
+    assert [p.get_height() for p in strips[1].patches] == [0, 10, 20]
+    assert len(found) == 6, "a colour bar for each map"
+
+
+def test_a_row_of_panels_ends_where_it_is_to_wrap():
+    data = pd.DataFrame({"task": t, "series": "s", "x": x, "y": x} for t in "abcde" for x in (1, 2))
+    _, found = axes([Panel("lines", "x", "y", hue="series", xlabel="x", ylabel="y")], data, columns="task", wrap=3)
+    assert [ax.axison for ax in found] == [True] * 5 + [False]
+    assert [bool(ax.get_ylabel()) for ax in found] == [True, False, False, True, False, False]
+    assert [bool(ax.get_xlabel()) for ax in found] == [False, False, True, True, True, False]
+
+
+def test_scales_and_ticks():
+    steep = DATA.assign(y=DATA["y"] ** 4)
+    panel = Panel("lines", "x", "y", hue="series", yscale="auto", xscale="log", ticks="data", reverse=True, at_x=1.5)
+    _, (ax,) = axes([panel], steep)
+    assert ax.get_yscale() == "log" and list(ax.get_xticks()) == [1, 2] and ax.xaxis_inverted()
+    assert [line.get_xdata()[0] for line in ax.get_lines() if line.get_linestyle() == ":"][-1] == 1.5
+    _, (ax,) = axes([Panel("lines", "x", "y", hue="series", yscale="auto", top=True)], DATA)
+    assert ax.get_yscale() == "linear" and ax.get_ylim() == pytest.approx((-0.88, 22.88))
+
+
+def test_entries_of_a_figure_that_mean_nothing_are_refused():
+    with pytest.raises(TypeError, match="colour"):
+        registry._picture({"width": 1, "height": 1, "panels": [{"kind": "bars", "x": "x", "y": "y", "colour": "red"}]})
+
+
+def test_points_of_a_sweep():
+    made = list(registry._points(["a", "b"], "r", {"r": [0.5, 0.25], "bits": [4, 2]}, times=100))
+    assert [(p.series, p.x, p.knobs["bits"]) for p in made[:4]] == [
+        ("a", 50, 4),
+        ("a", 50, 2),
+        ("a", 25, 4),
+        ("a", 25, 2),
+    ]
+    assert [(p.series, p.x) for p in registry._points("a", None, {"r": [3, 1]}, "s")] == [("s", 0), ("s", 1)]
+    assert [p.x for p in registry._points("a", 512, {"r": 3})] == [512]
+
+
+def test_facts_in_words():
+    places = pd.Series({("a", 1): 2.0, ("a", 2): float("nan"), ("b", 1): 3.0})
+    told = [
+        Fact("One", 0.5, "{:.2f}"),
+        Fact("By name", {"x": 1, "y": 2}, "{} %"),
+        Fact("By place", places, at="{} bits"),
+    ]
+    assert sentences([*told, Fact("Words", "so it is"), Fact("Unknown", float("nan"))]) == (
+        "One: 0.50. By name: x 1 %, y 2 %. By place: a 2.0 at 1 bits; b 3.0 at 1 bits. Words: so it is."
+    )
