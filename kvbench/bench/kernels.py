@@ -11,7 +11,6 @@ timed, and nothing else of a model.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from kvbench.bench.decode import FORMATS, layer
+from kvbench.bench.decode import FORMATS, layer, step_options
 from kvbench.bench.roofline import copy_bandwidth
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.row_bytes import stored_bytes
@@ -145,16 +144,7 @@ def table(rows: Mapping[str, KernelRow], shape: KernelShape, bandwidth: float) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print times, ratios and the fraction of the bandwidth; the status is 2 where there is no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--heads", type=int, default=8, help="kv heads")
-    parser.add_argument("--query-heads", type=int, default=32)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    names = [FULL, *FORMATS]
-    parser.add_argument("--formats", nargs="+", choices=names, default=names, metavar="FORMAT")
+    parser = step_options(__doc__, 30, [FULL, *FORMATS], "bfloat16")
     args = parser.parse_args(argv)
     with switched("on"):
         if not torch.cuda.is_available() or not kernels.serves(torch.device("cuda")):
