@@ -61,10 +61,11 @@ def in_process(
 ) -> Any:
     """Return what the benchmark ``module`` prints last, as JSON, when run with ``arguments`` in a process of its own.
 
-    Raises subprocess.CalledProcessError if it fails; what it says on standard error is passed on.
+    Raises subprocess.CalledProcessError if it fails, and passes on what it said on standard error.
     """
     command = [python, "-m", f"kvbench.bench.{module}", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **(env or {})})
-    print(done.stderr, end="", file=sys.stderr)
-    done.check_returncode()
+    if done.returncode:
+        print(done.stderr, end="", file=sys.stderr)
+        done.check_returncode()
     return json.loads(done.stdout.splitlines()[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvbench.bench import architecture, environment, records, timing
 from kvbench.bench.peers import PEERS, find
 from kvbench.bench.records import NOT_RUN
-from kvbench.bench.timing import Entrant, Settings, row_key, why_not
+from kvbench.bench.timing import Entrant, Settings, row_key, settled, why_not
 from kvbench.bench.workload import Workload, parse
 from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.conf import top_level
@@ -72,41 +72,41 @@ def _one_model(
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     device = load.resolve_device(cfg.device)
-    workloads, entrants = _workloads(own["workloads"]), _entrants(cfg, own["peers"], own["step"])
-    beside = dict.fromkeys((records.FULL, own["over"]))
+    workloads, entrants = [parse(w) for w in split_list(own["workloads"])], _entrants(cfg, own["peers"], own["step"])
     if own["over"] not in [e.name for e in entrants]:
         raise unknown("value of over", own["over"], [e.name for e in entrants])
+    beside = (records.FULL, own["over"])
     settings = _settings(cfg, overrides, own, device)
-    again, limit = _flag(own, "again"), settings.limit
-    known = records.latest(records.read(path))
-    finished = {} if again else timing.finished(known, entrants, workloads, settings, device)
+    asked = [(w, e, row_key(e, w, settings)) for w in workloads for e in entrants]
+    known = {} if _flag(own, "again") else records.latest(records.read(path))
+    there = {key for w, e, key in asked if settled(known.get(key), e, w, settings, device)}
     if plan:
-        _plan(entrants, workloads, settings, finished, path, device)
+        _plan(asked, {key for key in there if known[key]["status"] != NOT_RUN}, settings, path, device)
         return []
-    loaded: list[PreTrainedModel] = []
-
-    def model() -> PreTrainedModel:
-        if not loaded:
-            say(f"building {cfg.model.name}")
-            loaded.append(architecture.build(cfg.model, device, settings.layers))
-        return loaded[0]
-
-    def say(text: str) -> None:
-        print(f"kvbench: {text}", file=sys.stderr)
-
-    if limit is not None and limit <= 0:
-        raise UsageError(f"memory_limit={limit} is not possible: GiB, above 0")
-    for found in timing.sessions(model, entrants, workloads, settings, finished, say, tuple(beside)):
-        records.append(path, found)
+    model: PreTrainedModel | None = None
+    for workload in workloads:
+        keys = {e.name: key for w, e, key in asked if w == workload}
+        missing = [name for name, key in keys.items() if key not in there]
+        if not missing:
+            continue
+        if model is None:
+            _say(f"building {cfg.model.name}")
+            model = architecture.build(cfg.model, device, settings.layers)
+        chosen = [e for e in entrants if e.name in (*missing, *beside)]
+        rows = timing.measure(model, chosen, workload, settings, _say)
+        records.append(path, [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows])
     known = records.latest(records.read(path))
-    wanted = [timing.row_key(e, w, settings) for w in workloads for e in entrants]
-    chosen = [known[k] for k in wanted if k in known]
+    wanted = [known[key] for *_, key in asked if key in known]
     if not older:
-        return chosen
+        return wanted
     # rows that were measured before stand beside the full cache of their own session
-    there, sessions = {(r["session"], r["key"]) for r in chosen}, {r["session"] for r in chosen}
+    shown, sessions = {(r["session"], r["key"]) for r in wanted}, {r["session"] for r in wanted}
     before = [r for r in records.read(path) if r["session"] in sessions and r["method"] in beside]
-    return [*chosen, *(r for r in before if (r["session"], r["key"]) not in there)]
+    return [*wanted, *(r for r in before if (r["session"], r["key"]) not in shown)]
+
+
+def _say(text: str) -> None:
+    print(f"kvbench: {text}", file=sys.stderr)
 
 
 def _entrants(cfg: RunConfig, peers: str, step: str) -> list[Entrant]:
@@ -126,7 +126,7 @@ def _entrants(cfg: RunConfig, peers: str, step: str) -> list[Entrant]:
     ]
 
 
-def _settings(cfg: RunConfig, overrides: Sequence[str], own: Mapping[str, str], device: Any) -> Settings:
+def _settings(cfg: RunConfig, overrides: Sequence[str], own: Mapping[str, str], device: torch.device) -> Settings:
     if own["generate"] not in ("full", "sampled"):
         raise unknown("value of generate", own["generate"], ("full", "sampled"))
     dtype = load.resolve_dtype(cfg.model, device, architecture.model_config(cfg.model))
@@ -151,26 +151,19 @@ def _settings(cfg: RunConfig, overrides: Sequence[str], own: Mapping[str, str], 
 
 
 def _plan(
-    entrants: Sequence[Entrant],
-    workloads: Sequence[Workload],
+    asked: Sequence[tuple[Workload, Entrant, str]],
+    measured: Collection[str],
     settings: Settings,
-    finished: Mapping[str, Any],
     path: Path,
-    device: Any,
+    device: torch.device,
 ) -> None:
-    wide = max(len(w.name) for w in workloads), max(len(e.name) for e in entrants)
-    for w in workloads:
-        for e in entrants:
-            there = finished.get(row_key(e, w, settings), {}).get("status", NOT_RUN) != NOT_RUN
-            missing = why_not(e, w, device)
-            state = "there" if there else f"not run: {missing}" if missing else "to measure"
-            line = f"{settings.facts['model']}  {w.name:<{wide[0]}}  {e.name:<{wide[1]}}  {state}"
-            print(textwrap.fill(line, 100, subsequent_indent="    ", drop_whitespace=True))
+    wide = max(len(w.name) for w, *_ in asked), max(len(e.name) for _, e, _ in asked)
+    for w, e, key in asked:
+        missing = why_not(e, w, device)
+        state = "there" if key in measured else f"not run: {missing}" if missing else "to measure"
+        line = f"{settings.facts['model']}  {w.name:<{wide[0]}}  {e.name:<{wide[1]}}  {state}"
+        print(textwrap.fill(line, 100, subsequent_indent="    ", drop_whitespace=True))
     print(f"Rows: {path}")
-
-
-def _workloads(text: str) -> list[Workload]:
-    return [parse(part) for part in split_list(text)]
 
 
 def _name(text: str) -> str:
