@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from multiprocessing import get_context
@@ -153,7 +153,8 @@ def _send_answer(writer: Connection, request: Mapping[str, Any]) -> None:
     # standard output is for tables and JSON, whatever others write there
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    writer.send(_answer(request))
+    with suppress(BrokenPipeError):
+        writer.send(_answer(request))
 
 
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
