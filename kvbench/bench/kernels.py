@@ -63,7 +63,7 @@ class KernelRow:
     moved: int
 
     def reached(self, bandwidth: float) -> float:
-        """Fraction of ``bandwidth``, bytes a second, at which the kernels read what is held."""
+        """Return the fraction of ``bandwidth``, bytes a second, at which the kernels read what is held."""
         return self.moved / bandwidth / self.kernel
 
 
@@ -84,8 +84,7 @@ def switched(state: str) -> Iterator[None]:
 def measure(name: str, shape: KernelShape, repeats: int, device: torch.device, timer: Timer) -> KernelRow:
     """The format ``name`` of FORMATS, or the whole cache, at one shape."""
     chain = Chain() if name == FULL else registry.parse(FORMATS[name])
-    sizes = (shape.tokens, shape.heads, shape.query_heads, shape.head_dim, shape.dtype, device)
-    held = layer(chain, *sizes)
+    held = layer(chain, shape.tokens, shape.heads, shape.query_heads, shape.head_dim, shape.dtype, device)
     room, b = repeats + WARM_UP, shape.batch
     batches = {}
     for state in ("on", "off"):
@@ -153,9 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda")
     timer = cuda_timer(device)
     bandwidth = copy_bandwidth(device)
-    print(
-        f"{torch.cuda.get_device_name(device)}, copies at {bandwidth / 1e9:.0f} GB/s; {args.dtype}, {args.query_heads}"
-    )
+    gpu = f"{torch.cuda.get_device_name(device)}, copies at {bandwidth / 1e9:.0f} GB/s"
+    print(f"{gpu}; {args.dtype}, {args.query_heads}")
     print(f"query heads on {args.heads} kv heads of {args.head_dim}; one step's attention, median of {args.repeats}")
     for n in args.tokens:
         for b in args.batch:

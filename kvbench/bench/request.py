@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +48,27 @@ METHODS = "full,snapkv,kivi"
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
+def options(words: Sequence[str]) -> dict[str, str]:
+    """Return the value of each of bench time's own keys."""
+    given = dict(w.partition("=")[::2] for w in words)
+    return {key: given.get(key, default) for key, default in OWN.items()}
+
+
 def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tuple[list[dict[str, Any]], Path]:
     """Measure what is missing of ``bench time``'s words: all rows asked for, and the file that they are kept in.
 
     ``plan``: only print what would be measured. ``beside``: with each older row the full cache of its own session.
     """
-    given = dict(w.partition("=")[::2] for w in words)
-    own = {**OWN, **{k: v for k, v in given.items() if k in OWN}}
-    _refuse_keys(given)
+    given, own = dict(w.partition("=")[::2] for w in words), options(words)
+    refuse_keys("time", given, OTHERS, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
+    if not own["name"] or "/" in own["name"] or own["name"].startswith("."):
+        raise UsageError(f"name={own['name']} is not possible: the name of a file in folder=, as in name=think")
     rest = [alias(o) for o in words if o.partition("=")[0] not in OWN]
     if "method" not in given:
         rest.append(f"method={METHODS}")
     if not {"weights", "model.weights"} & set(given):
         rest.append("weights=random")
-    path = Path(own["folder"]) / f"{_name(own['name'])}.jsonl"
+    path = Path(own["folder"]) / f"{own['name']}.jsonl"
     return [row for overrides in rewrite(rest).runs for row in _one_model(overrides, own, path, plan, beside)], path
 
 
@@ -166,12 +174,6 @@ def _plan(
     print(f"Rows: {path}")
 
 
-def _name(text: str) -> str:
-    if not text or "/" in text or text.startswith("."):
-        raise UsageError(f"name={text} is not possible: the name of a file in folder=, as in name=think")
-    return text
-
-
 def _count(own: Mapping[str, str], key: str, least: int) -> int:
     if not own[key].isdigit() or int(own[key]) < least:
         raise UsageError(f"{key}={own[key]} is not possible: a whole number, {least} or more")
@@ -187,28 +189,23 @@ def _flag(own: Mapping[str, str], key: str) -> bool:
 def _gib(text: str) -> float | None:
     if text == "null":
         return None
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
-        raise UsageError(f"memory_limit={text} is not possible: GiB, a number above 0, as in memory_limit=40")
-    return found
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise UsageError(f"memory_limit={text} is not possible: GiB, a number above 0, as in memory_limit=40")
 
 
-def _refuse_keys(given: Mapping[str, str]) -> None:
-    """Refuse what belongs to runs: no dataset is read, nothing is scored."""
+def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: Sequence[str]) -> None:
+    """Raise UsageError for keys that belong to runs: nothing is read, scored or stored here."""
     for key in given:
-        group = key.partition(".")[0]
-        if group in ("dataset", "prompt") or (key in top_level() and key not in OTHERS):
-            raise unknown("key of bench time", key, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
+        if key.partition(".")[0] in ("dataset", "prompt") or (key in top_level() and key not in top):
+            raise unknown(f"key of bench {what}", key, allowed)
 
 
 def shape_of(cfg: RunConfig) -> Shape:
     """The shape in conf/model, else the checkpoint's."""
     if cfg.model.shape is not None:
         return from_entry(cfg.model.shape)
-
     return from_config(load.locate(cfg.model).config)
 
 
