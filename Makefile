@@ -8,7 +8,7 @@ KILLS ?= 100
 DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
 
-.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-kernels bench-sync bench-tiny verify-tables verify-docs card tables tables-real tables-quick claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-kernels bench-tiny verify-tables verify-docs card tables tables-real tables-quick claims claims-real report audit clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -73,9 +73,6 @@ bench-decode: $(VENV)/.ready  ## attention of one decode step by storage format,
 
 bench-kernels: $(VENV)/.ready  ## decode attention by Triton kernels, over plain PyTorch and dense SDPA; needs a GPU
 	$(PY) -m kvbench.bench.kernels
-
-bench-sync: $(VENV)/.ready  ## what it costs to have answers on the device, not only written
-	$(PY) -m kvbench.bench.sync
 
 bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (results/tiny)
 	$(PY) scripts/tiny_table.py

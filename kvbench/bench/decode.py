@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Observation
+from kvbench.bench.layers import random_layer
+from kvbench.bench.ratio import options
+from kvbench.cache.model_shape import Shape
 from kvbench.cache.segment import LayerCache
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods.chain import Chain
@@ -59,16 +60,9 @@ them several times faster; it is used where it is found, unless KVBENCH_NATIVE=o
 def layer(
     chain: Chain, n: int, heads: int, query_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> LayerCache:
-    """One layer of random keys and values compressed by ``chain``."""
-    g = torch.Generator(device="cpu").manual_seed(0)
-
-    def draw(h: int, m: int) -> torch.Tensor:
-        return torch.randn(h, m, head_dim, generator=g).to(device, dtype)
-
-    dense = ops.dense(draw(heads, n), draw(heads, n), heads=heads, query_heads=query_heads)
-    needs = chain.needs(n)
-    seen = Observation(0, 1, n, head_dim**-0.5, last_q=draw(query_heads, min(n, max(needs.last_q, 1))))
-    return chain.compress(dense, seen)
+    """Return one layer of random keys and values compressed by ``chain``."""
+    obs, dense = random_layer(chain, Shape(1, query_heads, heads, head_dim), n, dtype, device=device)
+    return chain.compress(dense, obs)
 
 
 def step_times(
@@ -131,17 +125,22 @@ def limit(name: str, n: int, b: int, device: torch.device) -> float:
     return LIMITS.get((name, n, b), math.inf)
 
 
-def main() -> int:
-    """Print the ratios; the status is 1 if one misses its limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def step_options(doc: str | None, repeats: int, formats: Sequence[str], dtype: str | None) -> argparse.ArgumentParser:
+    """Return the options of a benchmark of decode steps: the layer's shape, the rows and the formats."""
+    parser = options(doc, repeats=repeats)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--heads", type=int, default=8, help="kv heads")
     parser.add_argument("--query-heads", type=int, default=32)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=None)
-    parser.add_argument("--formats", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), metavar="FORMAT")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=dtype)
+    parser.add_argument("--formats", nargs="+", choices=tuple(formats), default=list(formats), metavar="FORMAT")
+    return parser
+
+
+def main() -> int:
+    """Print the ratios; the status is 1 if one misses its limit."""
+    parser = step_options(__doc__, 15, list(FORMATS), None)
     parser.add_argument(
         "--clock", choices=tuple(CLOCKS), default="wall", help="cpu: of one thread, for a machine that others use too"
     )
@@ -151,23 +150,20 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    print(
-        f"attention of one step, {args.query_heads} query heads on {args.heads} kv heads of {args.head_dim}, ", end=""
-    )
-    print(f"{args.dtype}, {threads}; {args.clock} time over the full cache's, median of {args.repeats}")
+    heads = f"{args.query_heads} query heads on {args.heads} kv heads of {args.head_dim}"
+    timed = f"{args.clock} time over the full cache's, median of {args.repeats}"
+    print(f"attention of one step, {heads}, {args.dtype}, {threads}; {timed}")
     sizes = [(n, b) for n in args.tokens for b in args.batch]
-    table: dict[str, list[str]] = {}
-    full_row, missed = [], []
+    table: dict[str, list[str]] = {"": [f"{n} x {b}" for n, b in sizes], "full": []}
+    missed = []
     for n, b in sizes:
         seconds, ratios = measure(args.formats, n, b, args, device)
-        full_row.append(f"{1000 * seconds:.2f} ms")
+        table["full"].append(f"{1000 * seconds:.2f} ms")
         for name, ratio in ratios.items():
             table.setdefault(name, []).append(f"{ratio:.2f}x")
             most = limit(name, n, b, device)
             if ratio > most:
                 missed.append(f"{name} at {n} tokens, batch {b}: {ratio:.2f}x, at most {most:.2f}x")
-    print(f"{'':<26}" + "".join(f"{f'{n} x {b}':>12}" for n, b in sizes))
-    print(f"{'full':<26}" + "".join(f"{cell:>12}" for cell in full_row))
     for name, cells in table.items():
         print(f"{name:<26}" + "".join(f"{cell:>12}" for cell in cells))
     if device.type == "cpu":

@@ -7,7 +7,7 @@ row generates all of its tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.audit.accounting import held
-from kvbench.bench.clock import Clock, Mark, timed_attention
+from kvbench.bench.clock import Clock, timed_attention
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.engine.cuda_graph import Graph
 from kvbench.engine.decode_layer import RowLayer
@@ -94,16 +94,23 @@ def run(
             take = Graph(model, batch).step if graph else partial(step, model, batch)
             clock.wait()
             ready = time.perf_counter()
-            decoding = _Decoding(take, batch, seen, first, clock)
+            reads = [_payload(batch)]
             # counting bytes is no part of the work
             aside = start - began - prompts + time.perf_counter() - ready
-            for at in [0] if stretches is None else stretches:
+            token, tokens, spans = first, [first], []
+            for at in stretches or [0]:
                 skip(model, batch, at - batch[0].used)
-                decoding.advance(new - 1 if stretches is None else sample or 0)
+                for _ in range(new - 1 if stretches is None else sample or 0):
+                    mark = clock.mark()
+                    positions = torch.full_like(token, seen + batch[0].used)
+                    # fed on where it is, without a copy to the processor
+                    token = take(token, positions)[:, -1].argmax(dim=-1)[:, None]
+                    spans.append((mark, clock.mark()))
+                    tokens.append(token)
             clock.wait()
             ended = time.perf_counter()
-            decoding.count()
-    steps = tuple(clock.seconds(*s) for s in decoding.spans)
+            reads.append(_payload(batch))
+    steps = tuple(clock.seconds(*s) for s in spans)
     attention, ttft = clock.attention_seconds(), prompts + ready - start
     found = None if stretches is None else sampled(new - 1, stretches, steps)
     decode = found.seconds if found is not None else sum(steps)
@@ -118,38 +125,12 @@ def run(
         total=ttft + decode if found is not None else ended - began - aside,
         steps=steps,
         cache_bytes=cache_bytes,
-        read_bytes=sum(decoding.reads) / len(decoding.reads),
+        read_bytes=sum(reads) / len(reads),
         sampled=found,
-        tokens=torch.cat(decoding.tokens, dim=1).cpu() if keep_tokens else None,
+        tokens=torch.cat(tokens, dim=1).cpu() if keep_tokens else None,
     )
 
 
-class _Decoding:
-    """The steps of one decode batch; every token is fed on where it is, without a copy to the processor."""
-
-    def __init__(
-        self,
-        take: Callable[[Tensor, Tensor], Tensor],
-        batch: Sequence[RowLayer],
-        seen: int,
-        first: Tensor,
-        clock: Clock,
-    ) -> None:
-        self.take, self.batch, self.seen, self.clock = take, batch, seen, clock
-        self.token, self.tokens = first, [first]
-        self.spans: list[tuple[Mark, Mark]] = []
-        self.reads: list[int] = []
-        self.count()
-
-    def count(self) -> None:
-        """Take down the payload bytes that a step reads now."""
-        self.reads.append(sum(sum(stored_bytes(layer)) for layer in self.batch))
-
-    def advance(self, steps: int) -> None:
-        """Run so many steps."""
-        for _ in range(steps):
-            start = self.clock.mark()
-            positions = torch.full_like(self.token, self.seen + self.batch[0].used)
-            self.token = self.take(self.token, positions)[:, -1].argmax(dim=-1)[:, None]
-            self.spans.append((start, self.clock.mark()))
-            self.tokens.append(self.token)
+def _payload(batch: Sequence[RowLayer]) -> int:
+    """Return the payload bytes that a step reads now."""
+    return sum(sum(stored_bytes(layer)) for layer in batch)

@@ -11,7 +11,6 @@ timed, and nothing else of a model.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from kvbench.bench.decode import FORMATS, layer
+from kvbench.bench.decode import FORMATS, layer, step_options
 from kvbench.bench.roofline import copy_bandwidth
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.row_bytes import stored_bytes
@@ -64,7 +63,7 @@ class KernelRow:
     moved: int
 
     def reached(self, bandwidth: float) -> float:
-        """Fraction of ``bandwidth``, bytes a second, at which the kernels read what is held."""
+        """Return the fraction of ``bandwidth``, bytes a second, at which the kernels read what is held."""
         return self.moved / bandwidth / self.kernel
 
 
@@ -85,8 +84,7 @@ def switched(state: str) -> Iterator[None]:
 def measure(name: str, shape: KernelShape, repeats: int, device: torch.device, timer: Timer) -> KernelRow:
     """The format ``name`` of FORMATS, or the whole cache, at one shape."""
     chain = Chain() if name == FULL else chain_of(FORMATS[name])
-    sizes = (shape.tokens, shape.heads, shape.query_heads, shape.head_dim, shape.dtype, device)
-    held = layer(chain, *sizes)
+    held = layer(chain, shape.tokens, shape.heads, shape.query_heads, shape.head_dim, shape.dtype, device)
     room, b = repeats + WARM_UP, shape.batch
     batches = {}
     for state in ("on", "off"):
@@ -145,16 +143,7 @@ def table(rows: Mapping[str, KernelRow], shape: KernelShape, bandwidth: float) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print times, ratios and the fraction of the bandwidth; the status is 2 where there is no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--heads", type=int, default=8, help="kv heads")
-    parser.add_argument("--query-heads", type=int, default=32)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    names = [FULL, *FORMATS]
-    parser.add_argument("--formats", nargs="+", choices=names, default=names, metavar="FORMAT")
+    parser = step_options(__doc__, 30, [FULL, *FORMATS], "bfloat16")
     args = parser.parse_args(argv)
     with switched("on"):
         if not torch.cuda.is_available() or not kernels.serves(torch.device("cuda")):
@@ -163,9 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda")
     timer = cuda_timer(device)
     bandwidth = copy_bandwidth(device)
-    print(
-        f"{torch.cuda.get_device_name(device)}, copies at {bandwidth / 1e9:.0f} GB/s; {args.dtype}, {args.query_heads}"
-    )
+    gpu = f"{torch.cuda.get_device_name(device)}, copies at {bandwidth / 1e9:.0f} GB/s"
+    print(f"{gpu}; {args.dtype}, {args.query_heads}")
     print(f"query heads on {args.heads} kv heads of {args.head_dim}; one step's attention, median of {args.repeats}")
     for n in args.tokens:
         for b in args.batch:

@@ -5,15 +5,16 @@ Run in an environment that has kvpress, which pins older transformers than kvben
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from kvbench.bench.ratio import options, seconds
 
 THINK = 0.4
 
@@ -35,46 +36,41 @@ def presses(budgets: list[float]) -> dict[str, Any]:
     return made
 
 
-def seconds(model: Any, press: Any, ids: torch.Tensor, new: int) -> float:
-    """Prefill under the press, then greedy decoding, as kvpress's own pipeline does."""
+def answer(model: Any, press: Any, ids: torch.Tensor, new: int) -> None:
+    """Prefill under the press, then decode greedily, as kvpress's own pipeline does."""
     # column sums are read from attention weights, which only eager attention returns
     eager = type(press).__name__ == "ObservedAttentionPress"
     model.set_attn_implementation("eager" if eager else "sdpa")
-    start = time.perf_counter()
     cache = DynamicCache()
     with torch.no_grad():
         with press(model) if press is not None else nullcontext():
-            options = {"output_attentions": True} if eager else {}
-            out = model(ids[None], past_key_values=cache, logits_to_keep=1, **options)
+            how = {"output_attentions": True} if eager else {}
+            out = model(ids[None], past_key_values=cache, logits_to_keep=1, **how)
         token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
         del out
         for i in range(new - 1):
             place = torch.tensor([[len(ids) + i]])
             token = model(token, past_key_values=cache, position_ids=place).logits[:, -1].argmax(dim=-1, keepdim=True)
-    return time.perf_counter() - start
 
 
 def main() -> None:
     """Read the checkpoint and the prompts of a folder and print the seconds of every row over all prompts."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, threads=1)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--n", type=int, required=True)
     parser.add_argument("--new", type=int, required=True)
-    parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--budgets", type=float, nargs="+", required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
     texts = [json.loads(line)["prompt"] for line in (args.folder / "prompts.jsonl").read_text().splitlines()]
-    found = {}
-    for row, press in presses(args.budgets).items():
-        total = 0.0
-        for text in texts:
-            ids = torch.tensor(tokenizer.encode(text)[: args.n])
-            total += seconds(model, press, ids, args.new)
-        found[row] = total
-    print(json.dumps(found))
+    prompts = [torch.tensor(tokenizer.encode(text)[: args.n]) for text in texts]
+    spent = {
+        row: sum(seconds(partial(answer, model, press, ids, args.new)) for ids in prompts)
+        for row, press in presses(args.budgets).items()
+    }
+    print(json.dumps(spent))
 
 
 if __name__ == "__main__":

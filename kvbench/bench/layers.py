@@ -44,20 +44,20 @@ class MeasuredLayers:
 
 
 def random_layer(
-    chain: Chain, shape: Shape, n: int, dtype: torch.dtype, index: int = 0
+    chain: Chain, shape: Shape, n: int, dtype: torch.dtype, index: int = 0, device: torch.device | None = None
 ) -> tuple[Observation, LayerCache]:
-    """A dense layer of normal keys and values for a prompt of n tokens, and all that the chain reads of it."""
+    """Return all that the chain reads of a prompt of n tokens in a layer, and its dense, normal keys and values."""
     g = torch.Generator().manual_seed(index)
     needs, length = chain.needs(n), n
     n = chain.rows(length, index, shape.layers)
     # which tokens a layer reads does not matter here: the last ones
-    where = None if n == length else torch.arange(length - n, length)
+    where = None if n == length else torch.arange(length - n, length, device=device)
 
     def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=g).to(dtype)
+        return torch.randn(*size, generator=g).to(device, dtype)
 
     def received() -> torch.Tensor:
-        return torch.rand(shape.query_heads, n, generator=g)
+        return torch.rand(shape.query_heads, n, generator=g).to(device)
 
     d = shape.head_dim
     obs = Observation(
@@ -71,11 +71,11 @@ def random_layer(
         colsums=received() if needs.colsums else None,
         colsums_q={bits: received() for bits in needs.colsums_bits},
         hidden=normal(n, shape.query_heads * d) if needs.hidden else None,
-        inv_freq=1e4 ** (-torch.arange(0, d, 2) / d),
+        inv_freq=1e4 ** (-torch.arange(0, d, 2, device=device) / d),
         length=length,
         positions=where,
     )
-    k, v = (t.clone() for t in _dense(shape.kv_heads, n, d, dtype))
+    k, v = (t.to(device, copy=True) for t in _dense(shape.kv_heads, n, d, dtype))
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     return obs, ops.dense(k, v, heads=heads, query_heads=shape.query_heads, positions=where, length=length)
 
@@ -84,9 +84,8 @@ def random_layer(
 def _dense(heads: int, n: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [heads, n, head_dim], the same for every layer, to be copied."""
     g = torch.Generator().manual_seed(0)
-    return torch.randn(heads, n, head_dim, generator=g).to(dtype), torch.randn(heads, n, head_dim, generator=g).to(
-        dtype
-    )
+    k, v = (torch.randn(heads, n, head_dim, generator=g).to(dtype) for _ in range(2))
+    return k, v
 
 
 def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[LayerCache, int]]:

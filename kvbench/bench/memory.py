@@ -13,8 +13,6 @@ import argparse
 import ctypes
 import gc
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import api
+from kvbench.bench.ratio import in_process, options, verdict
 from kvbench.engine.memory import of_process
 from kvbench.engine.step import build, step
 from kvbench.models.interface import attached
 
 LIMIT = 1.30
-GROWTH_LIMIT = 2 * 2**20
+MIB = 2**20
+GROWTH_LIMIT = 2 * MIB
 SIZE = 256
 PROMPT = 512
 PREFILL = ("snapkv", "h2o", "streamingllm")
@@ -50,7 +50,7 @@ DECODE: dict[str, dict[str, Any]] = {
 
 
 def model() -> LlamaForCausalLM:
-    """A Llama of 2 layers with grouped heads: small weights, so that caches and scratch memory stand out."""
+    """Return a Llama of 2 layers with grouped heads: small weights, so that caches and scratch memory stand out."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -68,28 +68,12 @@ def model() -> LlamaForCausalLM:
 
 
 def prompt(tokens: int) -> torch.Tensor:
-    """Random token ids."""
+    """Return random token ids [tokens]."""
     return torch.randint(3, 512, (tokens,), generator=torch.Generator().manual_seed(0))
 
 
-def reset_peak() -> int:
-    """Forget the peak so far; returns the bytes in use now."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return of_process("VmRSS")
-
-
-def peak() -> int:
-    """The most bytes in use since ``reset_peak``."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else of_process("VmHWM")
-
-
-def held() -> int:
-    """Bytes in use now, scratch memory given back."""
+def in_use() -> int:
+    """Return the bytes in use now, scratch memory given back."""
     gc.collect()
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
@@ -98,19 +82,26 @@ def held() -> int:
 
 
 def prefill_peak(method: str, tokens: int) -> dict[str, float]:
-    """What reading ``tokens`` for one method grows this process by at most."""
+    """Return the bytes that reading ``tokens`` for one method grows this process by at most, and those of its cache."""
+    torch.set_num_threads(2)
     m = model()
     api.prefill(m, prompt(512), [method])
-    before = reset_peak()
+    before = in_use()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
     (cache,) = api.prefill(m, prompt(tokens), [method], kv_size=512)
-    return {"peak": peak() - before, "cache": cache.nbytes()}
+    most = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else of_process("VmHWM")
+    return {"peak": most - before, "cache": cache.nbytes()}
 
 
 def decode_growth(name: str, new: int) -> dict[str, float]:
-    """Bytes in use after a tenth of ``new`` tokens and after all of them; the tokens held at the end, per head.
+    """Return the bytes in use after a tenth of ``new`` tokens and after all, and the tokens held at the end, per head.
 
     ``tokens`` is the mean over layers and heads; ``excess`` is by how much the worst head exceeds its layer's promise.
     """
+    torch.set_num_threads(1)
     m = model()
     entry = DECODE[name] if name == "full" else {**DECODE[name], "kv_size": SIZE}
     (cache,) = api.prefill(m, prompt(PROMPT), [entry])
@@ -122,26 +113,47 @@ def decode_growth(name: str, new: int) -> dict[str, float]:
             logits = step(m, batch, token, torch.tensor([[PROMPT + t]], device=m.device))
             token = logits[:, -1].argmax(dim=-1)[:, None]
             if t == new // 10:
-                early = held()
-    found = {"early": early, "late": held(), "tokens": float(PROMPT + new), "excess": 0.0}
+                early = in_use()
+    growth = {"early": early, "late": in_use(), "tokens": float(PROMPT + new), "excess": 0.0}
     evictor = cache.chain.evictor
     if evictor is not None:
         counts = [layer.slots[0][1].held() for layer in batch]
         promised = [torch.tensor(evictor.shares(c, i)) for i, c in enumerate(cache.layers)]
-        found["tokens"] = float(torch.cat([c.flatten().float() for c in counts]).mean())
-        found["excess"] = float(max(int((c.cpu() - p).max()) for c, p in zip(counts, promised, strict=True)))
-    return found
+        growth["tokens"] = float(torch.cat([c.flatten().float() for c in counts]).mean())
+        growth["excess"] = float(max(int((c.cpu() - p).max()) for c, p in zip(counts, promised, strict=True)))
+    return growth
 
 
-def _in_process(*arguments: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "kvbench.bench.memory", "one", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return dict(json.loads(done.stdout))
+def prefill_report(tokens: int) -> int:
+    """Print the peaks of reading ``tokens``; 1 if H2O's is too far above SnapKV's."""
+    peaks = {method: in_process("memory", "one", "prefill", method, tokens) for method in PREFILL}
+    print(f"prefill of {tokens} tokens, 2 layers, 8 query and 4 kv heads of dimension 64, fp32")
+    for method, p in peaks.items():
+        kept = f"cache kept {p['cache'] / MIB:6.1f} MiB"
+        print(f"  {method:<14} peak above the model {p['peak'] / MIB:8.1f} MiB, {kept}")
+    ratio = peaks["h2o"]["peak"] / peaks["snapkv"]["peak"]
+    return 0 if verdict("h2o / snapkv", ratio, ratio <= LIMIT, f"at most {LIMIT:.2f}x") else 1
+
+
+def decode_report(new: int) -> int:
+    """Print what each method holds and grows by over ``new`` tokens; 1 if one that evicts grows or holds too much."""
+    limit = f"at most {SIZE} tokens and {GROWTH_LIMIT / MIB:.0f} MiB"
+    print(f"{new} new tokens after a prompt of {PROMPT}, kv_size={SIZE}; evicting methods: {limit}")
+    status = 0
+    for name in DECODE:
+        growth = in_process("memory", "one", "decode", name, new)
+        grown = growth["late"] - growth["early"]
+        missed = name != "full" and (growth["tokens"] > SIZE or growth["excess"] > 0 or grown > GROWTH_LIMIT)
+        status |= missed
+        mark = "" if name == "full" else "  MISSED" if missed else "  ok"
+        memory = f"memory over the last 90 %: {grown / MIB:+7.2f} MiB"
+        print(f"  {name:<20} {growth['tokens']:7.1f} tokens held per head at the end, {memory}{mark}")
+    return status
 
 
 def main() -> int:
     """Print the measurements; the status is 1 if one is above its limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("what", choices=("prefill", "decode", "one"))
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, default=16384, help="prompt of the prefill benchmark")
@@ -149,37 +161,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.what == "one":
         kind, name, number = args.rest
-        torch.set_num_threads(2 if kind == "prefill" else 1)
         print(json.dumps((prefill_peak if kind == "prefill" else decode_growth)(name, int(number))))
         return 0
-    mib = 2**20
-    if args.what == "prefill":
-        found = {m: _in_process("prefill", m, str(args.tokens)) for m in PREFILL}
-        print(f"prefill of {args.tokens} tokens, 2 layers, 8 query and 4 kv heads of dimension 64, fp32")
-        for method, f in found.items():
-            kept = f"cache kept {f['cache'] / mib:6.1f} MiB"
-            print(f"  {method:<14} peak above the model {f['peak'] / mib:8.1f} MiB, {kept}")
-        ratio = found["h2o"]["peak"] / found["snapkv"]["peak"]
-        print(f"  h2o / snapkv: {ratio:.2f}x (at most {LIMIT:.2f}x: {'ok' if ratio <= LIMIT else 'MISSED'})")
-        return 0 if ratio <= LIMIT else 1
-    return decode_report(args.new)
-
-
-def decode_report(new: int) -> int:
-    """Print what each method holds and grows by over ``new`` tokens; 1 if one that evicts grows or holds too much."""
-    mib = 2**20
-    limit = f"at most {SIZE} tokens and {GROWTH_LIMIT / mib:.0f} MiB"
-    print(f"{new} new tokens after a prompt of {PROMPT}, kv_size={SIZE}; evicting methods: {limit}")
-    status = 0
-    for name in DECODE:
-        f = _in_process("decode", name, str(new))
-        grown = f["late"] - f["early"]
-        missed = name != "full" and (f["tokens"] > SIZE or f["excess"] > 0 or grown > GROWTH_LIMIT)
-        status |= missed
-        verdict = "" if name == "full" else "  MISSED" if missed else "  ok"
-        memory = f"memory over the last 90 %: {grown / mib:+7.2f} MiB"
-        print(f"  {name:<20} {f['tokens']:7.1f} tokens held per head at the end, {memory}{verdict}")
-    return status
+    return prefill_report(args.tokens) if args.what == "prefill" else decode_report(args.new)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,11 @@ from kvbench.tables.render import Sheet, compose
 
 CHAINS = ("snapkv+think", "snapkv+kivi", "think+kivi", "snapkv+think+kivi")
 PARTS = ("exact", "codes", "scales", "positions", "ids", "state")
+OPTIONAL = ("exact", "codes", "scales", "posi-\ntions", "ids", "state")
+HEAD = (
+    *("method", "pay-\nload", *OPTIONAL[:3], "over-\nhead", *OPTIONAL[3:]),
+    *("total", "% of\nfull at\n16 bits", "as the\nformula"),
+)
 LAYERWISE = "a layer would need about {need:.1f} GiB"
 
 
@@ -42,10 +47,6 @@ class Account:
     why: str = ""
 
     @property
-    def ok(self) -> bool:
-        return self.measured is None or self.measured.agrees
-
-    @property
     def sums(self) -> tuple[float, int, int] | None:
         """(tokens per stored head, payload, overhead), measured where that was done."""
         if self.measured is None:
@@ -53,22 +54,21 @@ class Account:
         return self.measured.tokens, self.measured.held.payload, self.measured.held.overhead
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
-        m, f = self.measured, self.formula
-        parts = dict(zip(PARTS, m.held.parts(), strict=True)) if m else {}
-        sums = dict(zip(("tokens", "payload", "overhead"), self.sums, strict=True)) if self.sums else {}
+        """Return plain data."""
+        built = self.measured
+        by_formula = (built.payload_formula, built.overhead_formula) if built else self.formula and self.formula[1:]
         return {
             "method": self.method,
             "n": self.n,
             "full_bytes": self.full,
-            **sums,
+            **(dict(zip(("tokens", "payload", "overhead"), self.sums, strict=True)) if self.sums else {}),
             "total": sum(self.sums[1:]) if self.sums else None,
             "percent_of_full": self.percent,
-            "measured": m is not None,
-            "layers_built": m.made if m else 0,
-            "parts": parts,
-            "formula": {"payload": m.payload_formula, "overhead": m.overhead_formula} if m else _named(f),
-            "agrees": m.agrees if m else None,
+            "measured": built is not None,
+            "layers_built": built.made if built else 0,
+            "parts": dict(zip(PARTS, built.held.parts(), strict=True)) if built else {},
+            "formula": dict(zip(("payload", "overhead"), by_formula, strict=True)) if by_formula else None,
+            "agrees": built.agrees if built else None,
             "even": self.even,
             "why": self.why,
         }
@@ -118,38 +118,28 @@ def room() -> float:
 
 
 def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
-    """One table of rows with the same n, and notes on how it came about."""
+    """Return one table of rows with the same n, without the parts that nobody holds, and notes on how it came about."""
     unit, size = next((u, s) for u, s in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)) if rows[0].full < 1e4 * s)
-    head = (
-        "method",
-        "pay-\nload",
-        *PARTS[:3],
-        "over-\nhead",
-        "posi-\ntions",
-        *PARTS[4:],
-        "total",
-        "% of\nfull at\n16 bits",
-        "as the\nformula",
-    )
-    body = tuple(_row(r, size) for r in rows)
-    used = [i for i in range(len(head)) if i not in (2, 3, 4, 6, 7, 8) or any(b[i].strip("—0") for b in body)]
-    sheet = Sheet("bytes", tuple(head[i] for i in used), tuple(tuple(b[i] for i in used) for b in body))
+    lines = [_row(r, size) for r in rows]
+    used = [name for name in HEAD if name not in OPTIONAL or any(line[name].strip("—0") for line in lines)]
+    sheet = Sheet("bytes", tuple(used), tuple(tuple(line[name] for name in used) for line in lines))
     title = f"prompt of {rows[0].n} tokens; full cache {rows[0].full / size:.4g} {unit}; all numbers in {unit}\n\n"
     return title + compose([sheet], [*_notes(rows), *notes], "text")
 
 
-def _row(r: Account, size: int) -> tuple[str, ...]:
+def _row(r: Account, size: int) -> dict[str, str]:
     name = r.method.replace(" ", "\n")
     if r.sums is None:
-        return (name, *["—"] * 10, "—")
+        return dict.fromkeys(HEAD, "—") | {"method": name}
     _, payload, overhead = r.sums
-    parts = [_number(p / size) for p in r.measured.held.parts()] if r.measured else ["—"] * 6
-    total = payload + overhead
-    verdict = "formula" if r.measured is None else "✓" if r.ok else f"{r.measured.off:+d} B".replace("-", "−")
-    if r.measured is None and r.even:
-        verdict = "≈ formula"
-    shown = (_number(payload / size), *parts[:3], _number(overhead / size), *parts[3:], _number(total / size))
-    return (name, *shown, f"{r.percent:.1f}", verdict)
+    parts = [_number(p / size) for p in r.measured.held.parts()] if r.measured else ["—"] * len(PARTS)
+    if r.measured is None:
+        verdict = "≈ formula" if r.even else "formula"
+    else:
+        verdict = "✓" if r.measured.agrees else f"{r.measured.off:+d} B".replace("-", "−")
+    sums = [_number(x / size) for x in (payload, overhead, payload + overhead)]
+    values = (name, sums[0], *parts[:3], sums[1], *parts[3:], sums[2], f"{r.percent:.1f}", verdict)
+    return dict(zip(HEAD, values, strict=True))
 
 
 def _notes(rows: Sequence[Account]) -> Iterator[str]:
@@ -170,7 +160,3 @@ def _notes(rows: Sequence[Account]) -> Iterator[str]:
 def _number(x: float) -> str:
     """At most five characters."""
     return "0" if x == 0 else f"{x:.{max(0, 3 - len(str(int(x))) + (x < 1))}f}"
-
-
-def _named(formula: tuple[float, int, int] | None) -> dict[str, int] | None:
-    return None if formula is None else {"payload": formula[1], "overhead": formula[2]}

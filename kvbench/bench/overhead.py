@@ -8,15 +8,17 @@
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 
+from kvbench.bench.ratio import in_turns, median_ratio, options, verdict
 from kvbench.models import load
 from kvbench.run import config, experiment
 from kvbench.run.experiment import RunPlan
@@ -25,18 +27,23 @@ from kvbench.run.provenance import provenance
 from kvbench.run.runner import run_group
 from kvbench.run.store import ResultStore
 
-LIMITS = {"full through kvbench / bare generate": 1.10, "full and snapkv+think together / full": 1.60}
+FULL, BARE, TOGETHER = "full through kvbench", "bare generate", "full and snapkv+think together"
+LIMITS = {f"{FULL} / {BARE}": (FULL, BARE, 1.10), f"{TOGETHER} / full": (TOGETHER, FULL, 1.60)}
 
 
-def prepared(method: str, examples: int) -> RunPlan:
-    """A run of ``method`` on two tiny tasks, one with short and one with long answers."""
-    arguments = [f"method={method}", "baseline=false", "dataset=tiny/needle,tiny/listing", f"limit={examples}"]
-    cfg = config.read(arguments)
-    return experiment.prepare(cfg)
+def planned(*arguments: str) -> RunPlan:
+    """Return the run that ``key=value`` arguments name."""
+    return experiment.prepare(config.read(arguments))
+
+
+def loaded(run: RunPlan) -> Host:
+    """Return the host of a run with its model loaded."""
+    model = load.load_weights(run.cfg.model, run.source, load.resolve_device(run.cfg.device))
+    return experiment.make_host(run, model)
 
 
 def through_kvbench(host: Host, run: RunPlan) -> float:
-    """Seconds of the run with an empty store."""
+    """Return the seconds of the run with an empty store."""
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
         facts = provenance(host.model, torch.get_num_threads())
@@ -46,58 +53,52 @@ def through_kvbench(host: Host, run: RunPlan) -> float:
         return time.perf_counter() - start
 
 
-def bare_generate(host: Host, run: RunPlan) -> float:
-    """Seconds of transformers' own greedy ``generate`` on the same prompts, one by one, text decoded."""
+def bare_generate(host: Host, prompt: Sequence[int], new: int, **how: Any) -> torch.Tensor:
+    """Return the tokens that transformers' own greedy ``generate`` answers to one prompt."""
+    ids = torch.tensor([prompt], device=host.model.device)
+    mask = torch.ones_like(ids)
+    out = host.model.generate(  # type: ignore[operator]
+        ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, **how
+    )
+    answer: torch.Tensor = out[0, len(prompt) :]
+    return answer
+
+
+def by_generate(host: Host, run: RunPlan) -> float:
+    """Return the seconds of ``generate`` on the run's prompts, one by one, text encoded and decoded."""
     start = time.perf_counter()
-    for group in run.groups:
-        for example in group.examples:
-            ids = torch.tensor([host.tokenizer.encode(example.prompt)], device=host.model.device)
-            out = host.model.generate(  # type: ignore[operator]
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=example.max_new_tokens,
-                do_sample=False,
-                eos_token_id=sorted(host.stop),
-                pad_token_id=0,
-            )
-            host.tokenizer.decode(out[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
+    for example in (e for group in run.groups for e in group.examples):
+        prompt = host.tokenizer.encode(example.prompt)
+        answer = bare_generate(host, prompt, example.max_new_tokens, eos_token_id=sorted(host.stop))
+        host.tokenizer.decode(answer.tolist(), skip_special_tokens=True)
     return time.perf_counter() - start
 
 
 def main() -> int:
     """Print medians, spreads and ratios; the status is 1 if a ratio is above its limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, repeats=5, threads=1)
     parser.add_argument("--examples", type=int, default=16, help="prompts per task (two tasks)")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of each variant, interleaved")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    alone, both = prepared("full", args.examples), prepared("full,snapkv+think", args.examples)
-    model = load.load_weights(alone.cfg.model, alone.source, load.resolve_device("auto"))
-    host = experiment.make_host(alone, model)
+    # one task with short answers and one with long ones
+    shared = ["baseline=false", "dataset=tiny/needle,tiny/listing", f"limit={args.examples}"]
+    alone, both = (planned(f"method={method}", *shared) for method in ("full", "full,snapkv+think"))
+    host = loaded(alone)
     variants: dict[str, Callable[[], float]] = {
-        "bare generate": lambda: bare_generate(host, alone),
-        "full through kvbench": lambda: through_kvbench(host, alone),
-        "full and snapkv+think together": lambda: through_kvbench(host, both),
+        BARE: partial(by_generate, host, alone),
+        FULL: partial(through_kvbench, host, alone),
+        TOGETHER: partial(through_kvbench, host, both),
     }
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for measure in variants.values():
-        measure()
-    for i in range(args.repeats):
-        names = list(variants)
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            times[name].append(variants[name]())
+    in_turns(variants, 1)
+    times = in_turns(variants, args.repeats)
     prompts = sum(len(g.examples) for g in alone.groups)
-    print(f"{prompts} prompts of 1024 tokens, {args.repeats} repeats, {model.device}, {args.threads} thread(s)")
-    for name, seconds in times.items():
-        print(f"  {name:<32} median {statistics.median(seconds):.3f} s  [{min(seconds):.3f}, {max(seconds):.3f}]")
+    print(f"{prompts} prompts of 1024 tokens, {args.repeats} repeats, {host.model.device}, {args.threads} thread(s)")
+    for name, spent in times.items():
+        print(f"  {name:<32} median {median(spent):.3f} s  [{min(spent):.3f}, {max(spent):.3f}]")
     ok = True
-    for name, limit in LIMITS.items():
-        a, b = (key if key in times else f"{key} through kvbench" for key in name.split(" / "))
-        # the same repeat measured both within seconds of each other: a ratio per repeat cancels slow drifts
-        ratio = statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
-        ok = ok and ratio <= limit
-        print(f"  {name}: {ratio:.2f}x (at most {limit:.2f}x: {'ok' if ratio <= limit else 'MISSED'})")
+    for name, (above, below, most) in LIMITS.items():
+        ratio = median_ratio(times[above], times[below])
+        ok &= verdict(name, ratio, ratio <= most, f"at most {most:.2f}x")
     return 0 if ok else 1
 
 

@@ -7,15 +7,16 @@ the process grew by above a Python with everything imported (weights included, a
 from __future__ import annotations
 
 import copy
-import json
 import os
+import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
@@ -47,7 +48,7 @@ class Peak:
 
 
 def watched(run: Callable[[], T], device: torch.device) -> tuple[T, Peak | None]:
-    """What ``run`` returns, and the most memory meanwhile; None on a CPU (``Processes`` is for that)."""
+    """What ``run`` returns, and the most memory meanwhile; None on a CPU (``ask`` is for that)."""
     release()
     if device.type != "cuda":
         return run(), None
@@ -70,16 +71,16 @@ def largest(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
 
 def fits(model: PreTrainedModel, chain: Chain, workload: Workload, seed: int) -> bool:
     """Whether ``workload`` runs in the memory there is: its caches, one more prompt being read, its last steps."""
-    full = False
     try:
         _fill(model, chain, workload, prompts(workload.sized(1), int(model.config.vocab_size), seed)[0])
+        fitting = True
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        full = True
+        fitting = False
     # only now nobody holds what the failed attempt had
     release()
-    return not full
+    return fitting
 
 
 @torch.no_grad()
@@ -112,8 +113,6 @@ def limited(limit: float | None, device: torch.device) -> Iterator[None]:
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
     else:
-        import resource
-
         before = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (int(of_process("VmData") + limit * GIB), before[1]))
         try:
@@ -122,104 +121,73 @@ def limited(limit: float | None, device: torch.device) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-class Processes:
-    """A process that has imported everything and does each request in a copy of itself, which may die of it."""
+def ask(what: str, overrides: Sequence[str], label: str, workload: str, **options: Any) -> dict[str, Any]:
+    """Return the answer of a process of its own to ``what`` (peak, largest, peak of a peer) for one chain or peer.
 
-    def __init__(self) -> None:
-        self.server: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.server is not None:
-            self.server.communicate()
-            self.server = None
-
-    def ask(
-        self, what: str, overrides: Sequence[str], label: str, workload: Workload, options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Do ``what`` (peak, largest; "peak of a peer") for one chain or peer; what was found, or ``{"oom": True}``.
-
-        Raises KvbenchError where it failed otherwise.
-        """
-        if self.server is None:
-            command = [sys.executable, "-m", "kvbench.bench.peak"]
-            self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        asked = {"what": what, "overrides": list(overrides), "label": label, "workload": workload.name, **options}
-        asked["threads"] = torch.get_num_threads()
-        assert self.server.stdin is not None and self.server.stdout is not None
-        self.server.stdin.write(json.dumps(asked) + "\n")
-        self.server.stdin.flush()
-        answer = self.server.stdout.readline()
-        found = dict(json.loads(answer)) if answer else {"error": "its process ended"}
-        if "error" in found:
-            raise KvbenchError(f"{label} at {workload.name}: {found['error']}")
-        return found
+    The process is forked from one that has imported everything, and may die of what it tries: then the answer is
+    ``{"oom": True}``. Raises KvbenchError where it failed otherwise.
+    """
+    server = get_context("forkserver")
+    server.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
+    reader, writer = server.Pipe(duplex=False)
+    request = {"what": what, "overrides": list(overrides), "label": label, "workload": workload, **options}
+    request["threads"] = torch.get_num_threads()
+    process = server.Process(target=_send_answer, args=(writer, request), daemon=True)
+    process.start()
+    writer.close()
+    try:
+        answer: dict[str, Any] = reader.recv()
+    except EOFError:
+        process.join()
+        # killed: by the kernel, for want of memory, or after an allocation that C++ could not make
+        answer = {"oom": True} if (process.exitcode or 0) < 0 else {"error": "its process failed"}
+    process.join()
+    if "error" in answer:
+        raise KvbenchError(f"{label} at {workload}: {answer['error']}")
+    return answer
 
 
-def main() -> int:
-    """Answer the requests on standard input, each in a copy of this process, by one line of JSON."""
-    for line in sys.stdin:
-        asked = json.loads(line)
-        cfg = config.read(asked["overrides"])
-        # a model without storage has everything imported
+def _send_answer(writer: Connection, request: Mapping[str, Any]) -> None:
+    # an interrupt from the keyboard ends this process, too, and is for the process that asks to report
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # standard output is for tables and JSON, whatever others write there
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    with suppress(BrokenPipeError):
+        writer.send(_answer(request))
+
+
+def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(request["threads"])
+    try:
+        cfg = config.read(request["overrides"])
+        chains = {"full": Chain(), **{c.label: c.chain for c in cfg.chains}}
+        label, workload, device = request["label"], parse(request["workload"]), torch.device("cpu")
+        # what is imported is not what a pass takes: a model without storage has everything imported
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(architecture.model_config(cfg.model))
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reader)
-            # standard output is for answers, whatever others write there
-            os.dup2(2, 1)
-            sys.stdout = sys.stderr
-            os.write(writer, json.dumps(_answer(cfg, asked)).encode())
-            os._exit(0)
-        os.close(writer)
-        with os.fdopen(reader) as pipe:
-            answer = pipe.read()
-        _, status = os.waitpid(child, 0)
-        # killed: by the kernel, for want of memory, or after an allocation that C++ could not make
-        ended = '{"oom": true}' if os.WIFSIGNALED(status) else '{"error": "its process failed"}'
-        print(answer or ended, flush=True)
-    return 0
-
-
-def _answer(cfg: config.RunConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
-    torch.set_num_threads(asked["threads"])
-    chains = {"full": Chain(), **{c.label: c.chain for c in cfg.chains}}
-    workload, device = parse(asked["workload"]), torch.device("cpu")
-    if asked["what"] == "peak of a peer":
-        # what it imports is not what it takes
-        for package in peers.find(asked["label"]).packages:
-            import_module(package)
-    release()
-    before = of_process("VmRSS")
-    try:
-        with limited(asked["limit"], device):
-            model = architecture.build(cfg.model, device, asked["layers"])
-            if asked["what"] == "largest":
+        if request["what"] == "peak of a peer":
+            for package in peers.find(label).packages:
+                import_module(package)
+        release()
+        before = of_process("VmRSS")
+        with limited(request["limit"], device):
+            model = architecture.build(cfg.model, device, request["layers"])
+            if request["what"] == "largest":
                 return {
-                    "batch": largest(lambda b: fits(model, chains[asked["label"]], workload.sized(b), asked["seed"]))
+                    "batch": largest(lambda b: fits(model, chains[label], workload.sized(b), request["seed"])),
                 }
-            ids = prompts(workload, int(model.config.vocab_size), asked["seed"])
-            if asked["what"] == "peak":
-                generation_pass.run(
-                    model, chains[asked["label"]], ids, workload.new, asked["sample"], graph=asked["graph"]
-                )
+            ids = prompts(workload, int(model.config.vocab_size), request["seed"])
+            if request["what"] == "peak":
+                how = {"sample": request["sample"], "graph": request["graph"]}
+                generation_pass.run(model, chains[label], ids, workload.new, **how)
             else:
-                peers.run(model, peers.find(asked["label"]), ids, workload.new)
+                peers.run(model, peers.find(label), ids, workload.new)
             high = of_process("VmHWM")
             return asdict(Peak(high - before, high))
     except KvbenchError as error:
         return {"error": str(error)}
     except Exception as error:
-        return (
-            {"oom": True} if is_out_of_memory(error) else {"error": f"{type(error).__name__}: {error}".split("\n")[0]}
-        )
-
-
-if __name__ == "__main__":
-    # an interrupt from the keyboard ends it, too, and is for the process that asks to report
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    raise SystemExit(main())
+        if is_out_of_memory(error):
+            return {"oom": True}
+        return {"error": f"{type(error).__name__}: {error}".split("\n")[0]}

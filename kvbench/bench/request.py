@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from kvbench.bench import architecture, environment, records, timing
 from kvbench.bench.peers import PEERS, find
 from kvbench.bench.records import NOT_RUN
-from kvbench.bench.timing import Entrant, Settings, row_key, why_not
+from kvbench.bench.timing import Entrant, Settings, row_key, settled, why_not
 from kvbench.bench.workload import Workload, parse
 from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.conf import top_level
@@ -48,20 +49,27 @@ METHODS = "full,snapkv,kivi"
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
+def options(words: Sequence[str]) -> dict[str, str]:
+    """Return the value of each of bench time's own keys."""
+    given = dict(w.partition("=")[::2] for w in words)
+    return {key: given.get(key, default) for key, default in OWN.items()}
+
+
 def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tuple[list[dict[str, Any]], Path]:
     """Measure what is missing of ``bench time``'s words: all rows asked for, and the file that they are kept in.
 
     ``plan``: only print what would be measured. ``beside``: with each older row the full cache of its own session.
     """
-    given = dict(w.partition("=")[::2] for w in words)
-    own = {**OWN, **{k: v for k, v in given.items() if k in OWN}}
-    _refuse_keys(given)
+    given, own = dict(w.partition("=")[::2] for w in words), options(words)
+    refuse_keys("time", given, OTHERS, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
+    if not own["name"] or "/" in own["name"] or own["name"].startswith("."):
+        raise UsageError(f"name={own['name']} is not possible: the name of a file in folder=, as in name=think")
     rest = [alias(o) for o in words if o.partition("=")[0] not in OWN]
     if "method" not in given:
         rest.append(f"method={METHODS}")
     if not {"weights", "model.weights"} & set(given):
         rest.append("weights=random")
-    path = Path(own["folder"]) / f"{_name(own['name'])}.jsonl"
+    path = Path(own["folder"]) / f"{own['name']}.jsonl"
     return [row for request in read(rest).runs for row in _one_model(request, own, path, plan, beside)], path
 
 
@@ -71,41 +79,41 @@ def _one_model(request: Request, own: Mapping[str, str], path: Path, plan: bool,
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     device = load.resolve_device(cfg.device)
-    workloads, entrants = _workloads(own["workloads"]), _entrants(cfg, own["peers"], own["step"])
-    beside = dict.fromkeys((records.FULL, own["over"]))
+    workloads, entrants = [parse(w) for w in split_list(own["workloads"])], _entrants(cfg, own["peers"], own["step"])
     if own["over"] not in [e.name for e in entrants]:
         raise unknown("value of over", own["over"], [e.name for e in entrants])
+    beside = (records.FULL, own["over"])
     settings = _settings(cfg, request.words, own, device)
-    again, limit = _flag(own, "again"), settings.limit
-    known = records.latest(records.read(path))
-    finished = {} if again else timing.finished(known, entrants, workloads, settings, device)
+    asked = [(w, e, row_key(e, w, settings)) for w in workloads for e in entrants]
+    known = {} if _flag(own, "again") else records.latest(records.read(path))
+    there = {key for w, e, key in asked if settled(known.get(key), e, w, settings, device)}
     if plan:
-        _plan(entrants, workloads, settings, finished, path, device)
+        _plan(asked, {key for key in there if known[key]["status"] != NOT_RUN}, settings, path, device)
         return []
-    loaded: list[PreTrainedModel] = []
-
-    def model() -> PreTrainedModel:
-        if not loaded:
-            say(f"building {cfg.model.name}")
-            loaded.append(architecture.build(cfg.model, device, settings.layers))
-        return loaded[0]
-
-    def say(text: str) -> None:
-        print(f"kvbench: {text}", file=sys.stderr)
-
-    if limit is not None and limit <= 0:
-        raise UsageError(f"memory_limit={limit} is not possible: GiB, above 0")
-    for found in timing.sessions(model, entrants, workloads, settings, finished, say, tuple(beside)):
-        records.append(path, found)
+    model: PreTrainedModel | None = None
+    for workload in workloads:
+        keys = {e.name: key for w, e, key in asked if w == workload}
+        missing = [name for name, key in keys.items() if key not in there]
+        if not missing:
+            continue
+        if model is None:
+            _say(f"building {cfg.model.name}")
+            model = architecture.build(cfg.model, device, settings.layers)
+        chosen = [e for e in entrants if e.name in (*missing, *beside)]
+        rows = timing.measure(model, chosen, workload, settings, _say)
+        records.append(path, [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows])
     known = records.latest(records.read(path))
-    wanted = [timing.row_key(e, w, settings) for w in workloads for e in entrants]
-    chosen = [known[k] for k in wanted if k in known]
+    wanted = [known[key] for *_, key in asked if key in known]
     if not older:
-        return chosen
+        return wanted
     # rows that were measured before stand beside the full cache of their own session
-    there, sessions = {(r["session"], r["key"]) for r in chosen}, {r["session"] for r in chosen}
+    shown, sessions = {(r["session"], r["key"]) for r in wanted}, {r["session"] for r in wanted}
     before = [r for r in records.read(path) if r["session"] in sessions and r["method"] in beside]
-    return [*chosen, *(r for r in before if (r["session"], r["key"]) not in there)]
+    return [*wanted, *(r for r in before if (r["session"], r["key"]) not in shown)]
+
+
+def _say(text: str) -> None:
+    print(f"kvbench: {text}", file=sys.stderr)
 
 
 def _entrants(cfg: RunConfig, peers: str, step: str) -> list[Entrant]:
@@ -125,7 +133,7 @@ def _entrants(cfg: RunConfig, peers: str, step: str) -> list[Entrant]:
     ]
 
 
-def _settings(cfg: RunConfig, words: Sequence[str], own: Mapping[str, str], device: Any) -> Settings:
+def _settings(cfg: RunConfig, overrides: Sequence[str], own: Mapping[str, str], device: torch.device) -> Settings:
     if own["generate"] not in ("full", "sampled"):
         raise unknown("value of generate", own["generate"], ("full", "sampled"))
     dtype = load.resolve_dtype(cfg.model, device, architecture.model_config(cfg.model))
@@ -137,7 +145,7 @@ def _settings(cfg: RunConfig, words: Sequence[str], own: Mapping[str, str], devi
         **environment.facts(device),
     }
     return Settings(
-        tuple(words),
+        tuple(overrides),
         facts,
         repeats=_count(own, "repeats", 1),
         warmup=_count(own, "warmup", 0),
@@ -150,32 +158,19 @@ def _settings(cfg: RunConfig, words: Sequence[str], own: Mapping[str, str], devi
 
 
 def _plan(
-    entrants: Sequence[Entrant],
-    workloads: Sequence[Workload],
+    asked: Sequence[tuple[Workload, Entrant, str]],
+    measured: Collection[str],
     settings: Settings,
-    finished: Mapping[str, Any],
     path: Path,
-    device: Any,
+    device: torch.device,
 ) -> None:
-    wide = max(len(w.name) for w in workloads), max(len(e.name) for e in entrants)
-    for w in workloads:
-        for e in entrants:
-            there = finished.get(row_key(e, w, settings), {}).get("status", NOT_RUN) != NOT_RUN
-            missing = why_not(e, w, device)
-            state = "there" if there else f"not run: {missing}" if missing else "to measure"
-            line = f"{settings.facts['model']}  {w.name:<{wide[0]}}  {e.name:<{wide[1]}}  {state}"
-            print(textwrap.fill(line, 100, subsequent_indent="    ", drop_whitespace=True))
+    wide = max(len(w.name) for w, *_ in asked), max(len(e.name) for _, e, _ in asked)
+    for w, e, key in asked:
+        missing = why_not(e, w, device)
+        state = "there" if key in measured else f"not run: {missing}" if missing else "to measure"
+        line = f"{settings.facts['model']}  {w.name:<{wide[0]}}  {e.name:<{wide[1]}}  {state}"
+        print(textwrap.fill(line, 100, subsequent_indent="    ", drop_whitespace=True))
     print(f"Rows: {path}")
-
-
-def _workloads(text: str) -> list[Workload]:
-    return [parse(part) for part in split_list(text)]
-
-
-def _name(text: str) -> str:
-    if not text or "/" in text or text.startswith("."):
-        raise UsageError(f"name={text} is not possible: the name of a file in folder=, as in name=think")
-    return text
 
 
 def _count(own: Mapping[str, str], key: str, least: int) -> int:
@@ -193,28 +188,23 @@ def _flag(own: Mapping[str, str], key: str) -> bool:
 def _gib(text: str) -> float | None:
     if text == "null":
         return None
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
-        raise UsageError(f"memory_limit={text} is not possible: GiB, a number above 0, as in memory_limit=40")
-    return found
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise UsageError(f"memory_limit={text} is not possible: GiB, a number above 0, as in memory_limit=40")
 
 
-def _refuse_keys(given: Mapping[str, str]) -> None:
-    """Refuse what belongs to runs: no dataset is read, nothing is scored."""
+def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: Sequence[str]) -> None:
+    """Raise UsageError for keys that belong to runs: nothing is read, scored or stored here."""
     for key in given:
-        group = key.partition(".")[0]
-        if group in ("dataset", "prompt") or (key in top_level() and key not in OTHERS):
-            raise unknown("key of bench time", key, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
+        if key.partition(".")[0] in ("dataset", "prompt") or (key in top_level() and key not in top):
+            raise unknown(f"key of bench {what}", key, allowed)
 
 
 def shape_of(cfg: RunConfig) -> Shape:
     """The shape in conf/model, else the checkpoint's."""
     if cfg.model.shape is not None:
         return from_entry(cfg.model.shape)
-
     return from_config(load.locate(cfg.model).config)
 
 

@@ -13,18 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
 
 from kvbench.audit.accounting import held
 from kvbench.bench.layers import random_layer
-from kvbench.bench.memory import held as resident
+from kvbench.bench.memory import MIB, in_use
+from kvbench.bench.ratio import in_process, options
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.segment import LayerCache
 from kvbench.engine.layer_by_layer import Layers
@@ -79,16 +77,16 @@ def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE) -> dict[str,
 
     # the first ones load code and leave the allocator's free lists as all later ones find them
     first = [build() for _ in range(WARM)]
-    before = resident()
+    before = in_use()
     kept = [build() for _ in range(caches)]
-    grown = resident() - before
+    grown = in_use() - before
     assert len(first) == WARM
     return {"grown": grown, "accounted": sum(held(layer).total for cache in kept for layer in cache)}
 
 
 def report(found: Iterable[tuple[str, dict[str, float]]], judged: bool = True) -> int:
     """Print the ratios to ``full``, which comes first, as they come; 1 if one ``judged`` is off by more than LIMIT."""
-    full, status, mib = None, 0, 2**20
+    full, status = None, 0
     print(f"{'':26}{'resident':>12}{'accounted':>12}{'measured':>10}{'accounted':>11}{'off':>8}")
     print(f"{'':26}{'MiB':>12}{'MiB':>12}{': full':>10}{': full':>11}{'%':>8}")
     for name, f in found:
@@ -99,16 +97,9 @@ def report(found: Iterable[tuple[str, dict[str, float]]], judged: bool = True) -
         missed = abs(f["grown"] / f["accounted"] - 1 if name == "full" else off) > LIMIT
         status |= missed and judged
         verdict = ("  MISSED" if missed else "  ok") if judged else ""
-        row = f"{f['grown'] / mib:12.1f}{f['accounted'] / mib:12.1f}{measured:10.4f}{accounted:11.4f}"
+        row = f"{f['grown'] / MIB:12.1f}{f['accounted'] / MIB:12.1f}{measured:10.4f}{accounted:11.4f}"
         print(f"{name:26}{row}{100 * off:+8.1f}{verdict}", flush=True)
     return int(status)
-
-
-def _in_process(name: str, caches: int, tokens: int, small: bool = False) -> dict[str, float]:
-    command = [sys.executable, "-m", "kvbench.bench.resident", "--one", name, *(["--small"] if small else [])]
-    command += ["--caches", str(caches), "--tokens", str(tokens)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **ALLOCATOR})
-    return dict(json.loads(done.stdout))
 
 
 def _at_once(caches: int, tokens: int, shape: Shape) -> int:
@@ -119,7 +110,7 @@ def _at_once(caches: int, tokens: int, shape: Shape) -> int:
 
 def main() -> int:
     """Measure and print; the status is 1 if resident memory is not what was accounted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--caches", type=int, default=64, help="caches held at once (default 64)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each prompt (default 4096)")
     parser.add_argument("--only", default="", help="methods whose name contains this, besides full")
@@ -134,7 +125,11 @@ def main() -> int:
     names = [m for m in METHODS if m == "full" or args.only in m]
     print(f"{args.caches} caches of {args.tokens} tokens each: {shape}, float16")
     print("Not judged:\n" if args.small else WHY, flush=True)
-    measure = partial(_in_process, caches=args.caches, tokens=args.tokens, small=args.small)
+    sizes = ["--caches", args.caches, "--tokens", args.tokens, *(["--small"] if args.small else [])]
+
+    def measure(name: str) -> dict[str, float]:
+        return dict(in_process("resident", "--one", name, *sizes, env=ALLOCATOR))
+
     with ThreadPoolExecutor(_at_once(args.caches, args.tokens, shape)) as pool:
         return report(zip(names, pool.map(measure, names), strict=True), not args.small)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, base, ratio, value
@@ -26,28 +26,25 @@ def render(rows: Sequence[Row], style: str = "text", over: str = FULL) -> str:
 
 
 def _sheets(mine: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[Sheet]:
-    shown = [r for r in mine if r["status"] != NOT_RUN]
-    head = ("method", "batch", *(name for _, name in TIMES), "tokens/s")
+    bases = [(r, base(r, rows, over)) for r in mine if r["status"] != NOT_RUN]
     body = []
-    for r in shown:
-        to = base(r, rows, over)
-        cells = [_time(r, q, to) for q, _ in TIMES]
-        body.append((_label(r), str(r["batch"] or "max"), *cells, _speed(r, to)))
-    yield Sheet("times", head, tuple(_marked(r, line) for r, line in zip(shown, body, strict=True)))
-    done = [r for r in shown if r["status"] == MEASURED]
+    for r, to in bases:
+        ended = r["status"] != MEASURED
+        cells = [str(r["status"]), *[""] * len(TIMES)] if ended else [_time(r, q, to) for q, _ in TIMES]
+        speed = [] if ended else [_cell(r, "throughput", to, lambda speed: f"{speed:.1f}")]
+        body.append((_label(r), str(r["batch"] or "max"), *cells, *speed))
+    yield Sheet("times", ("method", "batch", *(name for _, name in TIMES), "tokens/s"), tuple(body))
+    done = [(r, to) for r, to in bases if r["status"] == MEASURED]
     if not done:
         return
-    head = ("method", *(name for _, name in PARTS))
-    yield Sheet("parts", head, tuple((_label(r), *(_time(r, q, base(r, rows, over)) for q, _ in PARTS)) for r in done))
-    head = ("method", *(name for _, name in BYTES), "step\nmoves", "bound", "reached")
+    parts = tuple((_label(r), *(_time(r, q, to) for q, _ in PARTS)) for r, to in done)
+    yield Sheet("parts", ("method", *(name for _, name in PARTS)), parts)
     lines = []
-    for r in done:
-        roof, to = r["roofline"], base(r, rows, over)
-        sizes = [_size(r, q, to) for q, _ in BYTES]
-        lines.append(
-            (_label(r), *sizes, _bytes(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %")
-        )
-    yield Sheet("bytes", head, tuple(lines))
+    for r, to in done:
+        roof, sizes = r["roofline"], [_cell(r, q, to, _bytes) for q, _ in BYTES]
+        bound = (_bytes(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %")
+        lines.append((_label(r), *sizes, *bound))
+    yield Sheet("bytes", ("method", *(name for _, name in BYTES), "step\nmoves", "bound", "reached"), tuple(lines))
 
 
 def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:
@@ -95,36 +92,17 @@ def _label(row: Row) -> str:
     return (row["method"] + mark).replace(" ", "\n")
 
 
-def _marked(row: Row, line: tuple[str, ...]) -> tuple[str, ...]:
-    return line if row["status"] == MEASURED else (*line[:2], str(row["status"]), *[""] * (len(line) - 3))
+def _cell(row: Row, quantity: str, to: Row | None, show: Callable[[float], str]) -> str:
+    median, share = value(row, quantity), ratio(row, to, quantity)
+    if median is None:
+        return "—"
+    return show(median) + (f"\n{share:.2f}x" if share is not None and to is not row else "")
 
 
 def _time(row: Row, quantity: str, to: Row | None) -> str:
-    found = row["quantities"].get(quantity)
-    if found is None:
-        return "—"
-    lines = [_seconds(found["median"])]
-    if found["n"] > 1:
-        lines.append(f"[{_plain(found['q1'])}, {_plain(found['q3'])}]")
-    share = ratio(row, to, quantity)
-    if share is not None and to is not None and to["method"] != row["method"]:
-        lines.append(f"{share:.2f}x")
-    return "\n".join(lines)
-
-
-def _speed(row: Row, to: Row | None) -> str:
-    speed = value(row, "throughput")
-    if speed is None:
-        return "—"
-    share = ratio(row, to, "throughput")
-    return f"{speed:.1f}" + (f"\n{share:.2f}x" if share is not None and to is not row else "")
-
-
-def _size(row: Row, quantity: str, to: Row | None) -> str:
-    size, share = value(row, quantity), ratio(row, to, quantity)
-    if size is None:
-        return "—"
-    return _bytes(size) + (f"\n{share:.2f}x" if share is not None and to is not row else "")
+    spread = row["quantities"].get(quantity, {"n": 0})
+    quartiles = f"\n[{_plain(spread['q1'])}, {_plain(spread['q3'])}]" if spread["n"] > 1 else ""
+    return _cell(row, quantity, to, lambda median: _seconds(median) + quartiles)
 
 
 def _seconds(s: float) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from kvbench.bench import environment, generation_pass, peak, peers, roofline
 from kvbench.bench.architecture import weight_bytes
 from kvbench.bench.generation_pass import Pass
 from kvbench.bench.peak import Peak
-from kvbench.bench.records import FAILED, FINISHED, FULL, MEASURED, NOT_RUN, OOM, REFUSED, Row, key, spread
+from kvbench.bench.records import FAILED, FINISHED, MEASURED, NOT_RUN, OOM, REFUSED, Row, key, spread
 from kvbench.bench.workload import Workload, prompts
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.errors import KvbenchError
@@ -25,6 +25,8 @@ TOGETHER = "its prompts are read all at once, kvbench's one by one"
 GRAPH = "recording the graph is part of build"
 ON_CPU = "a CPU runs the graph's operations one by one: a check of its answers, not of its speed"
 SECONDS = ("ttft", "prefill", "compress", "build", "decode", "tpot", "attention", "total")
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Settings:
     limit: float | None = None
     layers: int | None = None
 
+    def identity(self) -> dict[str, Any]:
+        """Return what decides a row's numbers beside who is measured on what."""
+        return {k: getattr(self, k) for k in ("sample", "limit", "layers", "seed")}
+
 
 @dataclass(frozen=True)
 class Entrant:
@@ -56,49 +62,177 @@ class Entrant:
     graph: bool = False
 
     def identity(self) -> dict[str, Any]:
-        """What decides its numbers beside model, workload and settings."""
+        """Return what decides its numbers beside model, workload and settings."""
         if self.chain is None:
             return {"peer": self.name}
         by = {"step": "graph"} if self.graph else {}
         return {"method": self.chain.chain.name, **self.chain.chain.identity(), **by}
 
-    @property
-    def label(self) -> str:
-        """Of its chain, or the peer's name."""
-        return self.name if self.chain is None else self.chain.label
-
     def marks(self, device: torch.device) -> tuple[str, ...]:
-        """What a reader of its row must know."""
+        """Return what a reader of its row must know."""
         if self.peer is not None:
             return (TOGETHER, *self.peer.marks(device))
         return (GRAPH, *([ON_CPU] if device.type == "cpu" else [])) if self.graph else ()
 
 
-@dataclass
-class _Tried:
-    """What has come of one entrant so far."""
-
-    entrant: Entrant
-    workload: Workload
-    status: str = MEASURED
-    reason: str = ""
-    peak: Peak | None = None
-    full: Pass | None = None
-
-
 def row_key(entrant: Entrant, workload: Workload, settings: Settings) -> str:
-    """Of a row's identity: who, on what, how and where."""
-    how = {"sample": settings.sample, "limit": settings.limit, "layers": settings.layers, "seed": settings.seed}
+    """Return the key of a row's identity: who, on what, how and where."""
     where = {k: settings.facts.get(k) for k in ("model", "weights", "dtype", "device", "threads", "paths")}
-    return key({"who": entrant.identity(), "workload": workload.name, **how, **where})
+    return key({"who": entrant.identity(), "workload": workload.name, **settings.identity(), **where})
 
 
 def why_not(entrant: Entrant, workload: Workload, device: torch.device) -> str:
-    """Why a peer does not run here; '' if it does, and for kvbench's own methods."""
+    """Return why a peer does not run here; '' if it does, and for kvbench's own methods."""
     if entrant.peer is None:
         return ""
     searched = "the largest batch is searched for kvbench's methods alone" if workload.batch is None else ""
     return entrant.peer.missing(device) or searched
+
+
+@dataclass
+class Trial:
+    """One entrant on one workload, and what has come of it so far."""
+
+    model: PreTrainedModel
+    entrant: Entrant
+    workload: Workload
+    settings: Settings
+    say: Say
+    status: str = MEASURED
+    reason: str = ""
+    peak: Peak | None = None
+    passes: list[Pass] = field(default_factory=list)
+    full: Pass | None = None
+
+    @property
+    def going(self) -> bool:
+        """Whether nothing has ended it."""
+        return self.status == MEASURED
+
+    def tell(self, text: str) -> None:
+        """Say what is done for it now."""
+        self.say(f"{self.workload.name} {self.entrant.name}: {text}")
+
+    def attempt(self, run: Callable[[], Any]) -> Any:
+        """Return what ``run`` returns; None, with status and reason noted, if it fails."""
+        try:
+            return run()
+        except KvbenchError as error:
+            self.status, self.reason = REFUSED, str(error)
+        except Exception as error:
+            self.status, self.reason = FAILED, f"{type(error).__name__}: {error}".split("\n")[0]
+            if is_out_of_memory(error):
+                self.status, self.reason = OOM, ""
+        release()
+        return None
+
+    def ask(self, what: str) -> dict[str, Any]:
+        """Return the answer of a process of its own."""
+        label = self.entrant.name if self.entrant.chain is None else self.entrant.chain.label
+        how = {**self.settings.identity(), "graph": self.entrant.graph}
+        return peak.ask(what, self.settings.overrides, label, self.workload.name, **how)
+
+    def enter(self) -> None:
+        """Settle the batch and get ready."""
+        if why := why_not(self.entrant, self.workload, self.model.device):
+            self.status, self.reason = NOT_RUN, why
+            return
+        searched = self.workload.batch is None
+        if searched:
+            self.tell("the largest batch")
+            batch = self.attempt(self.largest)
+            if not batch:
+                if self.going:
+                    self.status, self.reason = OOM, "not even one row fits"
+                return
+            self.workload = self.workload.sized(batch)
+        self.ready()
+        while searched and self.status == OOM and (batch := self.workload.batch or 0) > 1:
+            # the search stops short of a whole pass: a few rows less
+            self.status, self.reason = MEASURED, ""
+            self.workload = self.workload.sized(min(batch - 1, int(0.95 * batch)))
+            self.ready()
+
+    def largest(self) -> int:
+        """Return the largest batch that fits; 0 if not even one row does."""
+        if self.model.device.type == "cpu":
+            return int(self.ask("largest").get("batch", 0))
+        assert self.entrant.chain is not None
+        chain, seed = self.entrant.chain.chain, self.settings.seed
+        return peak.largest(lambda rows: peak.fits(self.model, chain, self.workload.sized(rows), seed))
+
+    def ready(self) -> None:
+        """Measure the peak of memory, and warm up."""
+        if self.model.device.type == "cpu":
+            self.tell("memory")
+            what = "peak" if self.entrant.chain is not None else "peak of a peer"
+            answer = self.attempt(lambda: self.ask(what))
+            if answer is None:
+                return
+            if answer.get("oom"):
+                self.status, self.reason = OOM, "out of memory in a process of its own"
+                return
+            self.peak = Peak(answer["allocated"], answer["reserved"])
+        for _ in range(self.settings.warmup):
+            self.tell("warm-up")
+            if self.attempt(self.watched_pass) is None:
+                return
+
+    def generate(self, sample: int | None) -> Pass:
+        """Run the workload once."""
+        ids = prompts(self.workload, int(self.model.config.vocab_size), self.settings.seed)
+        if self.entrant.peer is not None:
+            return peers.run(self.model, self.entrant.peer, ids, self.workload.new)
+        assert self.entrant.chain is not None
+        chain = self.entrant.chain.chain
+        return generation_pass.run(self.model, chain, ids, self.workload.new, sample, graph=self.entrant.graph)
+
+    def watched_pass(self) -> Pass:
+        """Run the workload as it is timed, the first time with an eye on a GPU's memory."""
+        if self.peak is not None:
+            return self.generate(self.settings.sample)
+        done, self.peak = peak.watched(lambda: self.generate(self.settings.sample), self.model.device)
+        return done
+
+    def row(self, bandwidth: float) -> Row:
+        """Return what was measured; without quantities where nothing was."""
+        prompt, new, batch = self.workload.prompt, self.workload.new, self.workload.batch
+        row: Row = {
+            "key": "",
+            "method": self.entrant.name,
+            "kind": "peer" if self.entrant.peer is not None else "kvbench",
+            **{k: self.settings.facts.get(k) for k in ("model", "weights", "dtype")},
+            "prompt": prompt,
+            "new": new,
+            "batch": batch,
+            "status": self.status,
+            "reason": self.reason,
+            "marks": [],
+            "quantities": {},
+        }
+        if not self.going or not self.passes:
+            return row
+        assert batch is not None
+        seconds = {name: [getattr(p, name) for p in self.passes] for name in SECONDS}
+        values: dict[str, list[float]] = {name: taken for name, taken in seconds.items() if None not in taken}
+        values["throughput"] = [batch * new / p.total for p in self.passes]
+        values["decode_throughput"] = [batch / p.tpot for p in self.passes]
+        values["cache_bytes"] = [float(p.cache_bytes) for p in self.passes]
+        values["weight_bytes"] = [float(weight_bytes(self.model))]
+        values["batch"] = [float(batch)]
+        if self.peak is not None:
+            values["peak_allocated"] = [float(self.peak.allocated)]
+            values["peak_reserved"] = [float(self.peak.reserved)]
+        if self.full is not None:
+            values["check"] = [p.total / self.full.total for p in self.passes]
+        row["quantities"] = {name: spread(v) for name, v in values.items()}
+        row["marks"] = ["integrated"] if any(p.integrated for p in self.passes) else []
+        row["marks"] += self.entrant.marks(self.model.device)
+        step, read = row["quantities"]["tpot"]["median"], sum(p.read_bytes for p in self.passes) / len(self.passes)
+        row["roofline"] = roofline.of(self.model, batch, read, bandwidth, step).as_json()
+        sampled = [p.sampled for p in self.passes if p.sampled]
+        row["sampled"] = [{"starts": s.starts, "width": s.width, "times": s.times} for s in sampled]
+        return row
 
 
 def measure(
@@ -106,226 +240,46 @@ def measure(
     entrants: Sequence[Entrant],
     workload: Workload,
     settings: Settings,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> list[Row]:
-    """One row per entrant, measured in turns in this process.
+    """Return one row per entrant, measured in turns in this process.
 
     Out of memory, a refusal or a failure is the row's status with its reason; the others go on.
     """
     session, order = f"{time.strftime('%Y%m%dT%H%M%S')}-{random.randrange(16**4):04x}", random.Random(settings.seed)
-    tried = [_Tried(e, workload) for e in entrants]
+    trials = [Trial(model, entrant, workload, settings, say) for entrant in entrants]
     # on a CPU the limit is that of the processes in which peaks are measured
     limit = settings.limit if model.device.type == "cuda" else None
-    with peak.limited(limit, model.device), peak.Processes() as processes:
-        for t in tried:
-            _enter(model, t, settings, processes, say)
+    with peak.limited(limit, model.device):
+        for trial in trials:
+            trial.enter()
         bandwidth = roofline.copy_bandwidth(model.device)
-        found: dict[str, list[Pass]] = {e.name: [] for e in entrants}
         orders = []
         for i in range(settings.repeats):
-            going = [t for t in tried if t.status == MEASURED]
+            going = [trial for trial in trials if trial.going]
             order.shuffle(going)
-            orders.append([t.entrant.name for t in going])
-            for t in going:
-                say(f"{t.workload.name} {t.entrant.name}: {i + 1} of {settings.repeats}")
-                done = _try(t, lambda t=t: _timed(model, t, settings))  # type: ignore[misc]
-                if done is not None:
-                    found[t.entrant.name].append(done)
-        for t in tried:
-            if settings.check and t.status == MEASURED and any(p.integrated for p in found[t.entrant.name]):
-                say(f"{t.workload.name} {t.entrant.name}: all steps, to check")
-                t.full = _try(t, lambda t=t: _pass(model, t, replace(settings, sample=None)))  # type: ignore[misc]
+            orders.append([trial.entrant.name for trial in going])
+            for trial in going:
+                trial.tell(f"{i + 1} of {settings.repeats}")
+                done = trial.attempt(trial.watched_pass)
+                trial.passes += [] if done is None else [done]
+        for trial in trials:
+            if settings.check and trial.going and any(p.integrated for p in trial.passes):
+                trial.tell("all steps, to check")
+                trial.full = trial.attempt(lambda trial=trial: trial.generate(None))  # type: ignore[misc]
         facts = {**settings.facts, **environment.under_load(model.device)}
     together = {"session": session, "seed": settings.seed, "orders": orders, "facts": facts}
-    return [_row(model, t, found[t.entrant.name], bandwidth, settings) | together for t in tried]
+    return [trial.row(bandwidth) | together for trial in trials]
 
 
-def _enter(
-    model: PreTrainedModel, t: _Tried, settings: Settings, processes: peak.Processes, say: Callable[[str], None]
-) -> None:
-    """Settle the batch and get ready."""
-    name, chain, asked = t.entrant.name, t.entrant.chain, t.workload.batch
-    if why := why_not(t.entrant, t.workload, model.device):
-        t.status, t.reason = NOT_RUN, why
-        return
-    options = {"seed": settings.seed, "limit": settings.limit, "layers": settings.layers, "sample": settings.sample}
-    options["graph"] = t.entrant.graph
-    if chain is not None and t.workload.batch is None:
-        say(f"{t.workload.name} {name}: the largest batch")
-        batch = _try(t, lambda: _largest(model, chain, t.workload, settings, processes, options))
-        if not batch:
-            t.status, t.reason = (OOM, "not even one row fits") if t.status == MEASURED else (t.status, t.reason)
-            return
-        t.workload = t.workload.sized(batch)
-    searched = chain is not None and asked is None
-    _ready(model, t, settings, processes, options, say)
-    while searched and t.status == OOM and t.workload.batch is not None and t.workload.batch > 1:
-        # the search stops short of a whole pass: a few rows less
-        t.status, t.reason = MEASURED, ""
-        t.workload = t.workload.sized(min(t.workload.batch - 1, int(0.95 * t.workload.batch)))
-        _ready(model, t, settings, processes, options, say)
-
-
-def _ready(
-    model: PreTrainedModel,
-    t: _Tried,
-    settings: Settings,
-    processes: peak.Processes,
-    options: Mapping[str, Any],
-    say: Callable[[str], None],
-) -> None:
-    """Measure the peak of memory, and warm up."""
-    name = t.entrant.name
-    if model.device.type == "cpu":
-        say(f"{t.workload.name} {name}: memory")
-        what = "peak" if t.entrant.chain is not None else "peak of a peer"
-        asked = _try(t, lambda: processes.ask(what, settings.overrides, t.entrant.label, t.workload, options))
-        if asked is None:
-            return
-        if asked.get("oom"):
-            t.status, t.reason = OOM, "out of memory in a process of its own"
-            return
-        t.peak = Peak(asked["allocated"], asked["reserved"])
-    for i in range(settings.warmup):
-        say(f"{t.workload.name} {name}: warm-up")
-        done = _try(t, lambda: peak.watched(lambda: _pass(model, t, settings), model.device))
-        if done is None:
-            return
-        if i == 0 and done[1] is not None:
-            t.peak = done[1]
-
-
-def _largest(
-    model: PreTrainedModel,
-    c: ChainConfig,
-    workload: Workload,
-    settings: Settings,
-    processes: peak.Processes,
-    options: Mapping[str, Any],
-) -> int:
-    if model.device.type == "cpu":
-        found = processes.ask("largest", settings.overrides, c.label, workload, options)
-        return int(found.get("batch", 0))
-    return peak.largest(lambda b: peak.fits(model, c.chain, workload.sized(b), settings.seed))
-
-
-def _pass(model: PreTrainedModel, t: _Tried, settings: Settings) -> Pass:
-    ids = prompts(t.workload, int(model.config.vocab_size), settings.seed)
-    if t.entrant.peer is not None:
-        return peers.run(model, t.entrant.peer, ids, t.workload.new)
-    assert t.entrant.chain is not None
-    return generation_pass.run(
-        model, t.entrant.chain.chain, ids, t.workload.new, settings.sample, graph=t.entrant.graph
-    )
-
-
-def _timed(model: PreTrainedModel, t: _Tried, settings: Settings) -> Pass:
-    if t.peak is not None:
-        return _pass(model, t, settings)
-    # without a warm-up nobody has seen yet how much memory it takes
-    done, t.peak = peak.watched(lambda: _pass(model, t, settings), model.device)
-    return done
-
-
-def _try(t: _Tried, run: Callable[[], Any]) -> Any:
-    """What ``run`` returns; None, with the status and reason noted, if it fails."""
-    try:
-        return run()
-    except KvbenchError as error:
-        t.status, t.reason = REFUSED, str(error)
-    except Exception as error:
-        full = is_out_of_memory(error)
-        t.status, t.reason = (OOM, "") if full else (FAILED, f"{type(error).__name__}: {error}".split("\n")[0])
-    release()
-    return None
-
-
-def _row(model: PreTrainedModel, t: _Tried, found: Sequence[Pass], bandwidth: float, settings: Settings) -> Row:
-    asked = Workload(t.workload.prompt, t.workload.new, t.workload.batch)
-    row: Row = {
-        "key": "",
-        "method": t.entrant.name,
-        "kind": "peer" if t.entrant.peer is not None else "kvbench",
-        **{k: settings.facts.get(k) for k in ("model", "weights", "dtype")},
-        "prompt": asked.prompt,
-        "new": asked.new,
-        "batch": asked.batch,
-        "status": t.status,
-        "reason": t.reason,
-        "marks": [],
-        "quantities": {},
-    }
-    if t.status != MEASURED or not found:
-        return row
-    assert asked.batch is not None
-    seconds = {name: [getattr(p, name) for p in found] for name in SECONDS}
-    values: dict[str, list[float]] = {name: taken for name, taken in seconds.items() if None not in taken}
-    values["throughput"] = [asked.batch * asked.new / p.total for p in found]
-    values["decode_throughput"] = [asked.batch / p.tpot for p in found]
-    values["cache_bytes"] = [float(p.cache_bytes) for p in found]
-    values["weight_bytes"] = [float(weight_bytes(model))]
-    values["batch"] = [float(asked.batch)]
-    if t.peak is not None:
-        values |= {"peak_allocated": [float(t.peak.allocated)], "peak_reserved": [float(t.peak.reserved)]}
-    if t.full is not None:
-        values["check"] = [p.total / t.full.total for p in found]
-    row["quantities"] = {name: spread(v) for name, v in values.items()}
-    row["marks"] = ["integrated"] if any(p.integrated for p in found) else []
-    row["marks"] += t.entrant.marks(model.device)
-    step = row["quantities"]["tpot"]["median"]
-    read = sum(p.read_bytes for p in found) / len(found)
-    row["roofline"] = roofline.of(model, asked.batch, read, bandwidth, step).as_json()
-    row["sampled"] = [
-        {"starts": p.sampled.starts, "width": p.sampled.width, "times": p.sampled.times} for p in found if p.sampled
-    ]
-    return row
-
-
-def finished(
-    known: Mapping[str, Row],
-    entrants: Sequence[Entrant],
-    workloads: Sequence[Workload],
-    settings: Settings,
-    device: torch.device,
-) -> dict[str, Row]:
-    """Of rows by key, those that need not be tried again: what ended, and peers that still cannot run.
+def settled(row: Row | None, entrant: Entrant, workload: Workload, settings: Settings, device: torch.device) -> bool:
+    """Return whether a row need not be tried again: it ended, or is of a peer that still cannot run.
 
     A row of fewer repeats than are asked for, or without the check that is, has not ended.
     """
-    barred = {row_key(e, w, settings): why_not(e, w, device) for w in workloads for e in entrants}
-    return {
-        k: row
-        for k, row in known.items()
-        if (row["status"] in FINISHED and _enough(row, settings))
-        or (row["status"] == NOT_RUN and row["reason"] == barred.get(k))
-    }
-
-
-def _enough(row: Row, settings: Settings) -> bool:
+    if row is None or row["status"] == NOT_RUN:
+        return row is not None and row["reason"] == why_not(entrant, workload, device)
     if row["status"] != MEASURED:
-        return True
+        return row["status"] in FINISHED
     unchecked = settings.check and "integrated" in row["marks"] and "check" not in row["quantities"]
     return row["quantities"]["total"]["n"] >= settings.repeats and not unchecked
-
-
-def sessions(
-    model: Callable[[], PreTrainedModel],
-    entrants: Sequence[Entrant],
-    workloads: Sequence[Workload],
-    settings: Settings,
-    finished: Mapping[str, Row],
-    say: Callable[[str], None] = lambda text: None,
-    beside: Sequence[str] = (FULL,),
-) -> Iterator[list[Row]]:
-    """The rows that are missing of each workload, as they are ready; those of ``beside`` are measured with them again.
-
-    Nothing is loaded where nothing is missing.
-    """
-    for workload in workloads:
-        keys = {e.name: row_key(e, workload, settings) for e in entrants}
-        missing = {e.name for e in entrants if keys[e.name] not in finished}
-        if not missing:
-            continue
-        chosen = [e for e in entrants if e.name in missing or e.name in beside]
-        rows = measure(model(), chosen, workload, settings, say)
-        yield [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows]

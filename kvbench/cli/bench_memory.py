@@ -7,8 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvbench.conf import top_level
-from kvbench.errors import UsageError, unknown
+from kvbench.errors import UsageError
 from kvbench.run import words
 from kvbench.run.words import split_list
 
@@ -31,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     rest = [request.alias(o) for o in args.overrides if o.partition("=")[0] != "n"]
     if "method" not in given:
         rest.append(f"method={','.join(memory_table.default_methods())}")
-    _refuse_keys(given)
+    request.refuse_keys("memory", given, KEYS, ("model", "method", "n", "paper", "preset", "dtype", *KEYS))
     results = [_measure(config.parse(run), sizes, not args.formula, args.json) for run in words.read(rest).runs]
     if args.json:
         print(json.dumps(results[0] if len(results) == 1 else results, indent=1, ensure_ascii=False))
@@ -71,12 +70,9 @@ def _paper(given: dict[str, str], as_json: bool) -> int:
     if set(given) != {"paper"}:
         other = next(k for k in given if k != "paper")
         raise UsageError(f"{other}={given[other]} is not possible with paper=: a paper's figures have no knobs")
-    found = paper_arithmetic.of(given["paper"])
-    print(
-        json.dumps([f.as_json() for f in found], indent=1, ensure_ascii=False)
-        if as_json
-        else paper_arithmetic.render(found)
-    )
+    figures = paper_arithmetic.of(given["paper"])
+    plain = [f.as_json() for f in figures]
+    print(json.dumps(plain, indent=1, ensure_ascii=False) if as_json else paper_arithmetic.render(figures))
     return 0
 
 
@@ -84,11 +80,3 @@ def _size(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise UsageError(f"n={text} is not possible: prompt sizes in tokens, whole numbers, as in n={SIZES}")
     return int(text)
-
-
-def _refuse_keys(given: dict[str, str]) -> None:
-    """Refuse what belongs to runs: nothing is read, answered or stored here."""
-    groups = ("dataset", "prompt")
-    for key in given:
-        if key in groups or (key in top_level() and key not in KEYS) or key.partition(".")[0] in groups:
-            raise unknown("key of bench memory", key, ("model", "method", "n", "paper", "preset", "dtype", *KEYS))

@@ -14,7 +14,7 @@ synced when the next line of any open cell is written, all lines of a cell when 
 called. Records and metrics are synced before they replace the old ones. metrics.json depends on the samples alone, not
 on their order or on the files they are in.
 
-Why not every line: a sync takes hundreds of times as long as a write (``make bench-sync`` prints both).
+Why not every line: a sync takes hundreds of times as long as a write (results/benchmarks/sync.txt).
 """
 
 from __future__ import annotations

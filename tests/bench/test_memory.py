@@ -14,7 +14,7 @@ FLAT = {"early": 10.0, "late": 10.0, "tokens": 256.0, "excess": 0.0}
 @pytest.mark.parametrize("name", ["h2o orig", "cake", "streamingllm rolled"])
 def test_one_method_that_grows_or_holds_too_much_fails_the_benchmark(name, change, status, monkeypatch, capsys):
     found = {**FLAT, **change}
-    monkeypatch.setattr(memory, "_in_process", lambda what, n, new: found if n == name else FLAT)
+    monkeypatch.setattr(memory, "in_process", lambda room, one, what, n, new: found if n == name else FLAT)
     assert memory.decode_report(2000) == status
     lines = [line for line in capsys.readouterr().out.splitlines() if "MISSED" in line]
     assert [line.split("  ")[1].strip() for line in lines] == [name] * status
@@ -22,7 +22,7 @@ def test_one_method_that_grows_or_holds_too_much_fails_the_benchmark(name, chang
 
 def test_the_full_cache_is_there_to_compare_with_and_may_grow(monkeypatch):
     found = {"early": 0.0, "late": 1e9, "tokens": 2512.0, "excess": 0.0}
-    monkeypatch.setattr(memory, "_in_process", lambda what, n, new: found if n == "full" else FLAT)
+    monkeypatch.setattr(memory, "in_process", lambda room, one, what, n, new: found if n == "full" else FLAT)
     assert memory.decode_report(2000) == 0
 
 

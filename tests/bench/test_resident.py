@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvbench.bench import resident
+from kvbench.bench.ratio import in_process
 
 
 def test_full_caches_are_accounted_to_the_byte():
@@ -41,11 +42,11 @@ def test_ratios_of_the_small_shape_are_shown_and_not_judged(capsys):
 def test_the_shape_asked_for_is_measured_and_rows_come_in_order(monkeypatch, capsys, small, shown):
     asked = []
 
-    def measured(name, caches, tokens, small):
-        asked.append((name, small))
+    def measured(room, one, name, *sizes, env):
+        asked.append((name, "--small" in sizes))
         return {"grown": 8.0 if small and name != "full" else 4.0, "accounted": 4.0}
 
-    monkeypatch.setattr(resident, "_in_process", measured)
+    monkeypatch.setattr(resident, "in_process", measured)
     monkeypatch.setattr("sys.argv", ["resident", "--only", "qhitter 4", *(["--small"] if small else [])])
     assert resident.main() == 0
     assert sorted(asked) == [("full", small), ("qhitter 4 bits 12.5 %", small)]
@@ -71,7 +72,7 @@ def test_processes_run_at_once_as_memory_and_processors_allow(monkeypatch, free,
 
 @pytest.mark.slow
 def test_a_process_holds_what_is_accounted():
-    names = ("full", "kivi 2 bits")
+    names, sizes = ("full", "kivi 2 bits"), ("--caches", 24, "--tokens", 2048)
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda name: resident._in_process(name, 24, 2048), names)
-    assert resident.report(zip(names, found, strict=True)) == 0
+        found = pool.map(lambda n: in_process("resident", "--one", n, *sizes, env=resident.ALLOCATOR), names)
+        assert resident.report(zip(names, found, strict=True)) == 0

@@ -1,6 +1,8 @@
 """``bench time`` end to end: rows whose numbers agree with each other, resumed, refused, out of memory."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ import torch
 
 from kvbench.bench import architecture, environment, generation_pass, peak, records, time_table, timing
 from kvbench.bench.request import OWN
-from kvbench.bench.workload import Workload
+from kvbench.bench.workload import Workload, parse
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError
 from kvbench.methods.chain import Chain
@@ -23,17 +25,6 @@ SMALL += ["peers=dynamic,deepspeed"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("bench")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    """One process for all peaks: what it imports takes longer than they do."""
-    shared, close = peak.Processes(), peak.Processes.__exit__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peak.Processes, "__enter__", lambda self: shared)
-        patch.setattr(peak.Processes, "__exit__", lambda self, *_: None)
-        yield
-    close(shared)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +83,7 @@ def test_ratios_are_to_the_row_that_is_asked_for(rows, folder, capsys):
 
 
 def test_a_new_method_is_measured_beside_the_full_cache(rows, folder, capsys, monkeypatch):
-    monkeypatch.setattr(peak.Processes, "ask", lambda *a: {"allocated": 1, "reserved": 2})
+    monkeypatch.setattr(peak, "ask", lambda *a, **how: {"allocated": 1, "reserved": 2})
     more = [a.replace("full,snapkv,kivi", "full,snapkv,kivi,think") for a in SMALL]
     assert main([*more, f"folder={folder}", "name=first", "--json"]) == 0
     found = records.read(folder / "first.jsonl")
@@ -170,7 +161,7 @@ def test_what_happens_to_one_row_leaves_the_others(error, status, model, monkeyp
         return plain(m, chain, *rest, **how)
 
     monkeypatch.setattr(generation_pass, "run", run)
-    monkeypatch.setattr(peak.Processes, "ask", lambda *a: {"allocated": 1, "reserved": 2})
+    monkeypatch.setattr(peak, "ask", lambda *a, **how: {"allocated": 1, "reserved": 2})
     found = timing.measure(model, entrants("kivi"), Workload(40, 4, 1), settings())
     assert [r["status"] for r in found] == ["measured", status] and not found[1]["quantities"]
     text = time_table.render([r | {"workload": "40+4x1"} for r in found])
@@ -180,15 +171,14 @@ def test_what_happens_to_one_row_leaves_the_others(error, status, model, monkeyp
 def test_processes_find_what_fits_and_die_alone():
     small = {"seed": 0, "layers": None, "sample": None, "graph": False}
     asked = (("model=tiny", "model.weights=random"), "full")
-    with peak.Processes() as processes:
-        assert processes.ask("peak", *asked, Workload(256, 4, 64), {**small, "limit": 0.03}) == {"oom": True}
-        most = processes.ask("largest", *asked, Workload(256, 4, None), {**small, "limit": 0.05})["batch"]
-        assert 1 <= most < 64
-        found = processes.ask("peak", *asked, Workload(256, 4, 2), {**small, "limit": None})
-        # two rows of 256 tokens of 6 KiB, in their caches and in the batch
-        assert 4 * 256 * 6144 < found["allocated"] < found["reserved"]
-        with pytest.raises(KvbenchError, match="full at 256"):
-            processes.ask("peak", *asked, Workload(256, 4, 2), {**small, "limit": None, "layers": "x"})
+    assert peak.ask("peak", *asked, "256+4x64", **small, limit=0.03) == {"oom": True}
+    most = peak.ask("largest", *asked, "256+4xmax", **small, limit=0.05)["batch"]
+    assert 1 <= most < 64
+    found = peak.ask("peak", *asked, "256+4x2", **small, limit=None)
+    # two rows of 256 tokens of 6 KiB, in their caches and in the batch
+    assert 4 * 256 * 6144 < found["allocated"] < found["reserved"]
+    with pytest.raises(KvbenchError, match=r"full at 256\+4x2: TypeError"):
+        peak.ask("peak", *asked, "256+4x2", **{**small, "layers": "x"}, limit=None)
 
 
 def test_out_of_memory_in_one_row_is_its_result(model):
@@ -205,7 +195,7 @@ def test_out_of_memory_in_one_row_is_its_result(model):
 
 
 def test_what_was_finished_outlives_an_end_in_the_middle(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(peak.Processes, "ask", lambda *a: {"allocated": 1, "reserved": 2})
+    monkeypatch.setattr(peak, "ask", lambda *a, **how: {"allocated": 1, "reserved": 2})
     asked = ["bench", "time", "method=full", "workloads=20+2,24+2,28+2", "repeats=1", "warmup=0", "peers=none"]
     asked += [f"folder={tmp_path}", "name=x"]
     measure, begun = timing.measure, []
@@ -239,29 +229,30 @@ def test_a_recorded_step_is_a_row_of_its_own(tmp_path, capsys):
     assert "refused: kivi step=graph at 40+4x1" in told and "packs tokens" in told
 
 
-def test_what_others_print_is_no_answer(capfd, monkeypatch):
-    def chatty(*given):
-        print("[WARNING] no accelerator", flush=True)
-        return {"batch": 7}
-
-    monkeypatch.setattr(peak, "_answer", chatty)
-    monkeypatch.setattr(peak.sys, "stdin", [json.dumps({"overrides": ["model=tiny", "model.weights=random"]})])
-    assert peak.main() == 0
-    told = capfd.readouterr()
-    assert told.out == '{"batch": 7}\n' and "no accelerator" in told.err
+def test_what_others_print_is_no_output_of_ours():
+    """A peer's chatter on standard output would spoil tables and JSON."""
+    code = """
+import os
+from kvbench.bench import peak
+class Writer: send = lambda self, answer: None
+peak._answer = lambda request: os.system("echo chatter") or print(request)
+peak._send_answer(Writer(), "more")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "" and "chatter" in done.stderr and "more" in done.stderr
 
 
 def test_the_largest_batch_is_timed(model, monkeypatch):
     answers = {"largest": {"batch": 3}, "peak": {"allocated": 1, "reserved": 2}}
-    monkeypatch.setattr(peak.Processes, "ask", lambda self, what, *rest: answers[what])
+    monkeypatch.setattr(peak, "ask", lambda what, *rest, **how: answers[what])
     (row,) = timing.measure(model, entrants("kivi")[:1], Workload(40, 4, None), settings(limit=1.0))
     assert (row["status"], row["batch"], row["quantities"]["batch"]["median"]) == ("measured", 3, 3)
     # the search stops short of a whole pass: what does not fit after all loses rows
     tight = {"largest": lambda b: {"batch": 9}, "peak": lambda b: {"oom": True} if b > 7 else answers["peak"]}
-    monkeypatch.setattr(peak.Processes, "ask", lambda self, what, o, n, w, rest: tight[what](w.batch))
+    monkeypatch.setattr(peak, "ask", lambda what, o, n, w, **rest: tight[what](parse(w).batch))
     (row,) = timing.measure(model, entrants("kivi")[:1], Workload(40, 4, None), settings(limit=1.0))
     assert (row["status"], row["batch"]) == ("measured", 7)
-    monkeypatch.setattr(peak.Processes, "ask", lambda self, what, *rest: answers[what])
+    monkeypatch.setattr(peak, "ask", lambda what, *rest, **how: answers[what])
     answers["largest"] = {"batch": 0}
     (row,) = timing.measure(model, entrants("kivi")[:1], Workload(40, 4, None), settings(limit=1.0))
     assert (row["status"], row["reason"]) == ("OOM", "not even one row fits")
@@ -280,7 +271,7 @@ def test_the_largest_batch_by_halving(most):
 
 
 def test_a_check_runs_all_steps_once(model, monkeypatch):
-    monkeypatch.setattr(peak.Processes, "ask", lambda *a: {"allocated": 1, "reserved": 2})
+    monkeypatch.setattr(peak, "ask", lambda *a, **how: {"allocated": 1, "reserved": 2})
     found = timing.measure(model, entrants("kivi")[:1], Workload(64, 60, 1), settings(sample=8, check=True))
     (row,) = found
     assert row["marks"] == ["integrated"] and 0.2 < row["quantities"]["check"]["median"] < 5
@@ -298,16 +289,16 @@ def test_a_row_with_less_than_is_asked_for_is_measured_again(changes, there):
     row = {"key": timing.row_key(full, at, asked), "status": "measured", "reason": ""}
     row |= {"marks": ["integrated"] if asked.sample else [], "quantities": {"total": {"median": 1.0, "n": 1}}}
     cpu = torch.device("cpu")
-    assert len(timing.finished({row["key"]: row}, [full], [at], asked, cpu)) == there
+    assert timing.settled(row, full, at, asked, cpu) == there
     row["status"], row["quantities"] = "OOM", {}
-    assert timing.finished({row["key"]: row}, [full], [at], asked, cpu)
+    assert timing.settled(row, full, at, asked, cpu)
 
 
 def test_without_a_warm_up_a_gpus_peak_is_that_of_the_first_repeat(model, monkeypatch):
     seen = [peak.Peak(1 << 40, 1 << 41), peak.Peak(3, 4)]
-    monkeypatch.setattr(peak.Processes, "ask", lambda *a: None)
+    monkeypatch.setattr(peak, "ask", lambda *a, **how: None)
     monkeypatch.setattr(peak, "watched", lambda run, device: (run(), seen.pop(0)))
-    monkeypatch.setattr(timing, "_ready", lambda *a: None)
+    monkeypatch.setattr(timing.Trial, "ready", lambda self: None)
     (row,) = timing.measure(model, entrants(), Workload(20, 3, 1), settings(repeats=2))
     assert row["quantities"]["peak_allocated"]["median"] == 1 << 40 and len(seen) == 1
 

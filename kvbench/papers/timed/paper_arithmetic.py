@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ MISTRAL_7B = LLAMA3_8B = Shape(32, 32, 8, 128)
 LLAMA3_70B = Shape(80, 64, 8, 128)
 HEAD = Shape(1, 1, 1, 128)
 LONG = 16384
+
+Figures = Iterator[tuple[str, str, str, int, float | None, float, float | None]]
+"""What of a paper, its source, the unit, decimals, the printed value, the formula's and the stored one."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ def of(paper: str) -> list[StatedFigure]:
     names = [*sorted({*FIGURES, *(name.partition("/")[0] for name in FIGURES)}), "all"]
     if paper not in names:
         raise unknown("paper", paper, names, "As in paper=think/7 or paper=all.")
-    return [f for name, made in FIGURES.items() if paper in ("all", name, name.partition("/")[0]) for f in made()]
+    made = {name: figures for name, figures in FIGURES.items() if paper in ("all", name, name.partition("/")[0])}
+    return [StatedFigure(name.partition("/")[0], *f) for name, figures in made.items() for f in figures()]
 
 
 def render(found: Sequence[StatedFigure]) -> str:
@@ -92,139 +96,97 @@ def render(found: Sequence[StatedFigure]) -> str:
     return "\n".join([*parts, legend])
 
 
-def _think7() -> list[StatedFigure]:
+THINK7 = "arXiv 2407.21018, table 7; formula 0.5 N - 0.1 (N - 32) MiB of 32 heads, stored with 77 of 128 channels"
+THINK = "arXiv 2407.21018, section 3.1"
+SAVING = "arXiv 2407.21018, section 4.2; formula 0.5 x 0.4 (1 - 32 / N), 20 % for long caches only"
+KIVI = (
+    "formula of arXiv 2402.02750's layout (channels: 2407.21018): 1000 tokens, groups of 32, residual 128, D 128, T 77"
+)
+FLEXGEN = "arXiv 2303.06865, section 5: groups of 64, 4 bits, fp16 scale and minimum"
+QHITTER = "Q-Hitter (MLSys 2024), whose factors count codes alone; D 128, fp16 scale and zero point, 8 bytes of scores"
+REFREEKV = "arXiv 2502.16886, section 1; formula under query heads, stored under kv heads"
+
+
+def _think7() -> Figures:
     """Table 7, section "equal memory": 32 expanded heads, ratio 0.4, fp16."""
     printed = {(c.method, c.setting): c.value for c in load_table("think", "7") if c.dataset == "kv_memory"}
-    found = []
     for (method, setting), value in printed.items():
         if not method.startswith("snapkv"):
             continue  # H2O's rows have the same sizes
         knobs: dict[str, Any] = dict(part.split("=") for part in setting.split(";"))
         size = int(knobs["kv_size"])
         chain = chain_of({"method": method, "kv_size": size, "per": "query_head"})
-        stored, formula = _payload(chain, MISTRAL_7B), nominal(chain, MISTRAL_7B, LONG, FP16)
+        formula = nominal(chain, MISTRAL_7B, LONG, FP16)
         assert formula is not None
         what = f"{method} kv_size={size}" + (" ratio=0.4" if "ratio" in knobs else f", for {knobs['matched_to']}")
-        found.append(StatedFigure("think", what, THINK7, "MiB", 1, value, formula / MIB, stored / MIB))
-    return found
+        yield what, THINK7, "MiB", 1, value, formula / MIB, _payload(chain, MISTRAL_7B) / MIB
 
 
-def _think_text() -> list[StatedFigure]:
+def _think_text() -> Figures:
+    token, row = (_payload(Chain(), LLAMA2_7B, n) for n in (1, 2048))
     whole = LLAMA2_7B.full_bytes(1, FP16)
-    found = [
-        StatedFigure(
-            "think",
-            "full, LLaMA-2-7B, one token",
-            "arXiv 2407.21018, section 3.1",
-            "MiB",
-            2,
-            None,
-            whole / MIB,
-            _payload(Chain(), LLAMA2_7B, 1) / MIB,
-        ),
-        StatedFigure(
-            "think",
-            "full, LLaMA-2-7B, 2048 tokens x 13",
-            "arXiv 2407.21018, section 3.1",
-            "GiB",
-            0,
-            13,
-            13 * 2048 * whole / GIB,
-            13 * _payload(Chain(), LLAMA2_7B, 2048) / GIB,
-        ),
-    ]
+    yield "full, LLaMA-2-7B, one token", THINK, "MiB", 2, None, whole / MIB, token / MIB
+    yield "full, LLaMA-2-7B, 2048 tokens x 13", THINK, "GiB", 0, 13, 13 * 2048 * whole / GIB, 13 * row / GIB
     for size in (128, 512, 1024, 2048):
-        pruned = chain_of({"method": "snapkv+think", "kv_size": size})
-        plain = chain_of({"method": "snapkv", "kv_size": size})
-        saved = 1 - _payload(pruned, LLAMA2_7B) / _payload(plain, LLAMA2_7B)
-        formula = 0.5 * 0.4 * (1 - 32 / size)
-        found.append(
-            StatedFigure(
-                "think", f"saved by ratio=0.4 at kv_size={size}", SAVING, "%", 0, 20, 100 * formula, 100 * saved
-            )
+        pruned, plain = (
+            _payload(chain_of({"method": method, "kv_size": size}), LLAMA2_7B) for method in ("snapkv+think", "snapkv")
         )
-    return found
+        formula = 0.5 * 0.4 * (1 - 32 / size)
+        what = f"saved by ratio=0.4 at kv_size={size}"
+        yield what, SAVING, "%", 0, 20, 100 * formula, 100 * (1 - pruned / plain)
 
 
-def _kivi() -> list[StatedFigure]:
+def _kivi() -> Figures:
     """Per head, n=1000, groups of 32, residual 128, D=128: 896 keys and 872 values are packed."""
     n, group, residual, d = 1000, 32, 128, 128
     keys, values = residual * (n // residual), n - residual
-    found = []
     for method, bits, t in (("kivi", 2, d), ("kivi", 4, d), ("think+kivi", 2, 77)):
         ratio = {"ratio": 0.4} if "think" in method else {}
         (block,) = chain_of({"method": method, "bits": bits, **ratio}).layout(n, d, FP16)
         k = t * keys * (bits / 8 + 4 / group) + 2 * d * (n - keys)
         v = values * (d * bits / 8 + 4 * d / group) + 2 * d * residual
         name = f"{method} {bits} bits" + (" ratio=0.4" if ratio else "")
-        found.append(StatedFigure("kivi", f"{name}, keys of a head", KIVI, "B", 0, None, k, block.key_bytes))
+        yield f"{name}, keys of a head", KIVI, "B", 0, None, k, block.key_bytes
         if not ratio:
-            found.append(StatedFigure("kivi", f"{name}, values of a head", KIVI, "B", 0, None, v, block.value_bytes))
-    return found
+            yield f"{name}, values of a head", KIVI, "B", 0, None, v, block.value_bytes
 
 
-def _flexgen() -> list[StatedFigure]:
+def _flexgen() -> Figures:
     (block,) = chain_of({"method": "flexgen"}).layout(1, 64, FP16)
-    source = "arXiv 2303.06865, section 5: groups of 64, 4 bits, fp16 scale and minimum"
-    return [
-        StatedFigure("flexgen", "64 values", source, "B", 0, None, 64 * 4 / 8 + 2 * FP16, block.key_bytes),
-        StatedFigure("flexgen", "smaller than fp16", source, "x", 2, None, 128 / 36, 128 / block.key_bytes),
-    ]
+    yield "64 values", FLEXGEN, "B", 0, None, 64 * 4 / 8 + 2 * FP16, block.key_bytes
+    yield "smaller than fp16", FLEXGEN, "x", 2, None, 128 / 36, 128 / block.key_bytes
 
 
-def _qhitter() -> list[StatedFigure]:
+def _qhitter() -> Figures:
     """Tokens of D=128 at 4 bits with fp16 scale and zero point a head; running scores are 8 bytes."""
     d, dense = 128, 2 * 128 * FP16
     payload, scores = 2 * (d * 4 / 8 + 2 * FP16), 8
     (block,) = chain_of({"method": "qhitter", "bits": 4}).layout(1, d, FP16)
     stored = block.key_bytes + block.value_bytes
     running = stored + block.slot_overhead
-    return [
-        StatedFigure(
-            "qhitter", "4 bits, payload, smaller than fp16", QHITTER, "x", 2, 4, dense / payload, dense / stored
-        ),
-        StatedFigure(
-            "qhitter", "4 bits, with running scores", QHITTER, "x", 2, 4, dense / (payload + scores), dense / running
-        ),
-    ]
+    yield "4 bits, payload, smaller than fp16", QHITTER, "x", 2, 4, dense / payload, dense / stored
+    yield "4 bits, with running scores", QHITTER, "x", 2, 4, dense / (payload + scores), dense / running
 
 
-def _uncomp() -> list[StatedFigure]:
+def _uncomp() -> Figures:
     """Fractions of the prompt: sizes over contexts of 4096 and 8096 tokens."""
-    found = []
-    for size, context, value, where in (
-        (384, 4096, 9.38, "table 1"),
-        (384, 8096, 4.74, "table 1"),
-        (64, 4096, 1.56, "section 4.2"),
-    ):
+    printed = ((384, 4096, 9.38, "table 1"), (384, 8096, 4.74, "table 1"), (64, 4096, 1.56, "section 4.2"))
+    for size, context, value, where in printed:
         chain = chain_of({"method": "snapkv", "kv_size": size})
         share = 100 * _payload(chain, LLAMA2_7B, context) / LLAMA2_7B.full_bytes(context, FP16)
-        what = f"{size} of {context} tokens"
-        found.append(
-            StatedFigure("uncomp", what, f"arXiv 2410.03090, {where}", "%", 2, value, 100 * size / context, share)
-        )
-    return found
+        source = f"arXiv 2410.03090, {where}"
+        yield f"{size} of {context} tokens", source, "%", 2, value, 100 * size / context, share
 
 
-def _refreekv() -> list[StatedFigure]:
+def _refreekv() -> Figures:
     """The introduction's sizes are those of query heads; what GQA stores is a fraction of them."""
-    found = []
     for name, shape, tokens, value in (("8B", LLAMA3_8B, 2048, 1), ("70B", LLAMA3_70B, 20000, 50)):
         expanded = shape.full_bytes(tokens, FP16, shape.query_heads) / GIB
         stored = _payload(Chain(), shape, tokens) / GIB
-        what = f"full, LLaMA-3-{name}, {tokens} tokens"
-        found.append(StatedFigure("refreekv", what, REFREEKV, "GiB", 1, value, expanded, stored))
-    return found
+        yield f"full, LLaMA-3-{name}, {tokens} tokens", REFREEKV, "GiB", 1, value, expanded, stored
 
 
-THINK7 = "arXiv 2407.21018, table 7; formula 0.5 N - 0.1 (N - 32) MiB of 32 heads, stored with 77 of 128 channels"
-SAVING = "arXiv 2407.21018, section 4.2; formula 0.5 x 0.4 (1 - 32 / N), 20 % for long caches only"
-KIVI = (
-    "formula of arXiv 2402.02750's layout (channels: 2407.21018): 1000 tokens, groups of 32, residual 128, D 128, T 77"
-)
-QHITTER = "Q-Hitter (MLSys 2024), whose factors count codes alone; D 128, fp16 scale and zero point, 8 bytes of scores"
-REFREEKV = "arXiv 2502.16886, section 1; formula under query heads, stored under kv heads"
-FIGURES: dict[str, Callable[[], list[StatedFigure]]] = {
+FIGURES: dict[str, Callable[[], Figures]] = {
     "think/7": _think7,
     "think/text": _think_text,
     "kivi": _kivi,

@@ -1,0 +1,71 @@
+"""What all benchmarks share: options, variants timed in turns, ratios with a verdict, and processes of their own.
+
+Times of one run are compared with each other, never with those of another run: machines differ and drift.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+
+def options(doc: str | None, **defaults: int) -> argparse.ArgumentParser:
+    """Return a parser whose help is ``doc``, with ``--repeats`` or ``--threads`` where they have a default."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shared = {"repeats": "measurements of each variant, in turns", "threads": "CPU threads"}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=shared[name])
+    return parser
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Return the seconds that ``run`` takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def in_turns(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each variant, measured once within each repeat, each time after another variant."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for i in range(repeats):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            times[name].append(variants[name]())
+    return times
+
+
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """Return the median over repeats of above / below.
+
+    What one repeat measured lies close together in time, so that slow drifts of the machine cancel.
+    """
+    return median(a / b for a, b in zip(above, below, strict=True))
+
+
+def verdict(what: str, ratio: float, ok: bool, terms: str) -> bool:
+    """Print a ratio, its ``terms`` and whether it keeps to them; return ``ok``."""
+    print(f"  {what}: {ratio:.2f}x ({terms}: {'ok' if ok else 'MISSED'})", flush=True)
+    return ok
+
+
+def in_process(
+    module: str, *arguments: object, python: str = sys.executable, env: Mapping[str, str] | None = None
+) -> Any:
+    """Return what the benchmark ``module`` prints last, as JSON, when run with ``arguments`` in a process of its own.
+
+    Raises subprocess.CalledProcessError if it fails, and passes on what it said on standard error.
+    """
+    command = [python, "-m", f"kvbench.bench.{module}", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **(env or {})})
+    if done.returncode:
+        print(done.stderr, end="", file=sys.stderr)
+        done.check_returncode()
+    return json.loads(done.stdout.splitlines()[-1])
