@@ -17,7 +17,8 @@ from kvbench.errors import KvbenchError, UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
 from kvbench.run.config import ChainConfig
-from kvbench.tables.render import Sheet, compose
+from kvbench.tables.table import Table
+from kvbench.tables.writers import compose
 
 CHAINS = ("snapkv+think", "snapkv+kivi", "think+kivi", "snapkv+think+kivi")
 PARTS = ("exact", "codes", "scales", "positions", "ids", "state")
@@ -133,7 +134,7 @@ def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
     )
     body = tuple(_row(r, size) for r in rows)
     used = [i for i in range(len(head)) if i not in (2, 3, 4, 6, 7, 8) or any(b[i].strip("—0") for b in body)]
-    sheet = Sheet("bytes", tuple(head[i] for i in used), tuple(tuple(b[i] for i in used) for b in body))
+    sheet = Table(tuple(head[i] for i in used), tuple(tuple(b[i] for i in used) for b in body))
     title = f"prompt of {rows[0].n} tokens; full cache {rows[0].full / size:.4g} {unit}; all numbers in {unit}\n\n"
     return title + compose([sheet], [*_notes(rows), *notes], "text")
 

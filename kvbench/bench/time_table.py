@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, base, ratio, value
-from kvbench.tables.render import Sheet, compose
+from kvbench.tables.table import Table
+from kvbench.tables.writers import compose
 
 TIMES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("decode", "decode"), ("total", "total"))
 PARTS = (("prefill", "prefill"), ("compress", "compress"), ("build", "build"), ("attention", "attention"))
@@ -25,7 +26,7 @@ def render(rows: Sequence[Row], style: str = "text", over: str = FULL) -> str:
     return "\n".join([*parts, compose([], list(_notes(rows, over)), style)])
 
 
-def _sheets(mine: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[Sheet]:
+def _sheets(mine: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[Table]:
     shown = [r for r in mine if r["status"] != NOT_RUN]
     head = ("method", "batch", *(name for _, name in TIMES), "tokens/s")
     body = []
@@ -33,12 +34,12 @@ def _sheets(mine: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[She
         to = base(r, rows, over)
         cells = [_time(r, q, to) for q, _ in TIMES]
         body.append((_label(r), str(r["batch"] or "max"), *cells, _speed(r, to)))
-    yield Sheet("times", head, tuple(_marked(r, line) for r, line in zip(shown, body, strict=True)))
+    yield Table(head, tuple(_marked(r, line) for r, line in zip(shown, body, strict=True)))
     done = [r for r in shown if r["status"] == MEASURED]
     if not done:
         return
     head = ("method", *(name for _, name in PARTS))
-    yield Sheet("parts", head, tuple((_label(r), *(_time(r, q, base(r, rows, over)) for q, _ in PARTS)) for r in done))
+    yield Table(head, tuple((_label(r), *(_time(r, q, base(r, rows, over)) for q, _ in PARTS)) for r in done))
     head = ("method", *(name for _, name in BYTES), "step\nmoves", "bound", "reached")
     lines = []
     for r in done:
@@ -47,7 +48,7 @@ def _sheets(mine: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[She
         lines.append(
             (_label(r), *sizes, _bytes(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %")
         )
-    yield Sheet("bytes", head, tuple(lines))
+    yield Table(head, tuple(lines))
 
 
 def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:

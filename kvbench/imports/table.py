@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.imports.scoring import Score, Scored, printed
 from kvbench.imports.verdict import PAPERS, mark
 from kvbench.metrics import metric
-from kvbench.tables.render import Sheet
+from kvbench.tables.table import Table
 from kvbench.tasks.longbench import BUCKETS, TASKS, names
 
 CSV_FIELDS = (
@@ -68,7 +68,7 @@ def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
     return out.getvalue()
 
 
-def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Means, times: bool = False) -> list[Sheet]:
+def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Means, times: bool = False) -> list[Table]:
     """The scores, and where a paper has the row a second table with its values."""
     labels = _labels(records)
     ranges = [name for name, _ in BUCKETS] if any("buckets" in r for r in records) else []
@@ -80,7 +80,7 @@ def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Mean
     whole = average(records)
     if whole is not None:
         body.append(("mean of the 16", "", f"{whole:.2f}", *[""] * (len(headers) - 3)))
-    found = [Sheet("answers", headers, tuple(body))]
+    found = [Table(headers, tuple(body))]
     if verdicts:
         titles = [f"{PAPERS[paper].title} table {table}" for paper, table in verdicts]
         rows = [
@@ -90,7 +90,7 @@ def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Mean
         ]
         if whole is not None:
             rows.append(("mean of the 16", f"{whole:.2f}", *(_mean_text(means[key]) for key in verdicts)))
-        found.append(Sheet("published", ("dataset", "score", *titles), tuple(rows)))
+        found.append(Table(("dataset", "score", *titles), tuple(rows)))
     return found
 
 

@@ -40,7 +40,7 @@ def table(tmp_path, monkeypatch, *rows):
     folder.mkdir(parents=True)
     lines = [",".join(published.COLUMNS), *rows]
     (folder / "table99.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    monkeypatch.setattr(published, "DATA", tmp_path)
+    monkeypatch.setattr("kvbench.papers.DATA", tmp_path)
     published.load_table.cache_clear()
 
 

@@ -18,7 +18,7 @@ from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.run import experiment
 from kvbench.run.provenance import local_changes
-from kvbench.tables.render import Sheet
+from kvbench.tables.table import Table
 
 FOLDER = "claims"
 """Below a results folder: a ledger for each model."""
@@ -103,7 +103,7 @@ def _record(v: Verdict) -> dict[str, Any]:
 
 def place(model: str, results: Path, papers: Sequence[str]) -> Path:
     """Where a model's ledger is below a results folder; one of some papers alone has a file of its own."""
-    some = "" if len(papers) == len(table_spec.PAPERS) else f".{'-'.join(papers)}"
+    some = "" if len(papers) == len(claims.papers()) else f".{'-'.join(papers)}"
     return results / FOLDER / f"{model.replace('/', '--')}{some}.json"
 
 
@@ -134,7 +134,7 @@ def counted(content: Mapping[str, Any]) -> dict[str, int]:
     return {word: words.count(word) for word in claims.VERDICTS if word in words}
 
 
-def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Sheet:
+def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Table:
     """Ledgers side by side as a table of strings: the first says which claims there are."""
     by_id = [{v["id"]: v for v in content["verdicts"]} for content in ledgers]
     rows = []
@@ -148,7 +148,7 @@ def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Sheet:
         cells = ["—" if v is None else f"{_verdict(v)}\n{evidence(v)}" for v in mine]
         rows.append((f"{mark} {first['id']}\n{said}\n{tested}", *cells))
     headers = ("what the paper says, and what is tested", *(_head(content) for content in ledgers))
-    return Sheet("scores", headers, tuple(rows), left=len(headers))
+    return Table(headers, tuple(rows), left=len(headers), ruled=True)
 
 
 def _lines(text: str) -> str:

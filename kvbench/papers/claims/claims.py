@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from kvbench.errors import KvbenchError, unknown
 from kvbench.metrics import metric, stats
-from kvbench.papers import DATA
+from kvbench.papers import files
 from kvbench.papers.measured.our_table import OurTable
-from kvbench.papers.spec import table_spec
-from kvbench.papers.spec.table_spec import PAPERS, Given
+from kvbench.papers.spec import catalogue, table_spec
+from kvbench.papers.spec.table_spec import Given
 from kvbench.run.advice import at_floor
 from kvbench.run.labels import label
 from kvbench.run.plan import Cell, Group
@@ -140,7 +140,7 @@ class Verdict:
 
 def load(paper: str) -> tuple[Claim, ...]:
     """The claims of a paper, in its file's order; KvbenchError for a damaged file."""
-    path = DATA / paper / "claims.yaml"
+    (path,) = files(f"{paper}/claims.yaml")
     lists = {"datasets": tuple, "pairs": lambda pairs: tuple((a, b) for a, b in pairs)}
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -149,13 +149,17 @@ def load(paper: str) -> tuple[Claim, ...]:
         raise KvbenchError(f"{path}: {error}") from None
 
 
+def papers() -> tuple[str, ...]:
+    """The papers that have claims, in the order of their tables."""
+    there = {path.parent.name for path in files("*/claims.yaml")}
+    return tuple(p for p in catalogue.in_place() if p in there)
+
+
 def find(wanted: str) -> tuple[str, ...]:
     """The papers of ``all`` or of one name; UsageError for any other."""
-    if wanted == "all":
-        return PAPERS
-    if wanted not in PAPERS:
-        raise unknown("paper", wanted, ("all", *PAPERS))
-    return (wanted,)
+    if wanted not in ("all", *papers()):
+        raise unknown("paper", wanted, ("all", *papers()))
+    return papers() if wanted == "all" else (wanted,)
 
 
 def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:

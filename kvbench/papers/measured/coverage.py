@@ -12,6 +12,7 @@ from kvbench.errors import KvbenchError
 from kvbench.papers.measured.cell_view import View
 from kvbench.papers.measured.our_table import TableLine
 from kvbench.papers.spec.table_spec import MEANS, Column
+from kvbench.tables import writers
 
 FILE = "counts.csv"
 STATES = ("measured", "refused", "missing")
@@ -56,12 +57,9 @@ def read(folder: Path) -> dict[str, Counts]:
 def write(folder: Path, line: Counts) -> None:
     """Put one table's line in its place."""
     known = {**read(folder), line["table"]: line}
-    out = io.StringIO()
-    writer = csv.DictWriter(out, FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(known[table] for table in sorted(known, key=_order))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(out.getvalue(), encoding="utf-8")
+    text = writers.csv(FIELDS, (known[table] for table in sorted(known, key=_order)))
+    (folder / FILE).write_text(text, encoding="utf-8")
 
 
 def _order(table: str) -> tuple[str, int]:

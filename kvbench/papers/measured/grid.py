@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import replace
 from textwrap import wrap
 
 from kvbench.metrics.stats import FLOOR
@@ -18,6 +17,7 @@ from kvbench.papers.spec.table_spec import MEANS, SCORE, TableRow
 from kvbench.papers.spec.workloads import labels
 from kvbench.run.provenance import local_changes
 from kvbench.tables.render import EVICTING, EVICTS
+from kvbench.tables.table import Bold, Table
 
 SHOWS = ("both", "ours", "published", "delta")
 WRONG = ("refused", "failed")
@@ -26,63 +26,48 @@ UNLIKE = "°"
 LABEL = 22
 """Characters of a line of a row's setting."""
 
-
-@dataclass(frozen=True)
-class TextGrid:
-    """One cell as text, line by line; the first is bold where it is the best of its block."""
-
-    lines: tuple[str, ...]
-    bold: bool = False
+Line = tuple[TableLine, tuple[CellView, ...]]
+"""A row of a view with its entries."""
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A table of text: groups and names of columns, and blocks of rows below headings."""
-
-    names: tuple[str, ...]
-    groups: tuple[str, ...]
-    blocks: tuple[tuple[str, tuple[tuple[TextGrid, ...], ...]], ...]
-
-
-def grid(view: View, show: str) -> Grid:
+def grid(view: View, show: str) -> Table:
     """The cells as text: one of SHOWS, or ``beside``, the printed side in the unit of ours."""
-    stand_in = view.ours.stand_in
-    printed, timings = show in ("published", "beside"), view.ours.timings
+    stand_in, timings = view.ours.stand_in, view.ours.timings
+    printed = show in ("published", "beside")
     shown = "published" if printed else "relative" if stand_in else "ours"
     if timings is not None:
         shown = "published_relative" if printed else "relative"
     base = "full" if timings is None else timings.bench.base
-    blocks = []
-    for heading, indices in _by_block(view.rows, view.ours.declared.blocks).items():
-        compressed = [i for i in indices if view.rows[i][0].row.method != base]
+    headings: dict[int, str] = {}
+    rows: list[tuple[str, ...]] = []
+    for heading, block in _by_block(view.rows, view.ours.declared.blocks).items():
+        headings[len(rows)] = heading
+        compressed = [(line, entries) for line, entries in block if line.row.method != base]
         top = [
-            _best([view.rows[i][1][c] for i in compressed], shown, _lower(view, compressed, column.name))
-            for c, column in enumerate(view.columns)
+            _best([entries[i] for _, entries in compressed], shown, _lower(compressed, column.name))
+            for i, column in enumerate(view.columns)
         ]
-        rows = []
-        for i in indices:
-            line, entries = view.rows[i]
+        for line, entries in block:
             evicts = line.chain is not None and line.chain.evicts and show != "published"
-            label = TextGrid((line.row.method, *_facts(line.row.setting, heading), *([EVICTS] if evicts else [])))
-            if line.row.method == "full":  # its share of itself needs no interval
-                entries = tuple(replace(e, relative_ci=None) for e in entries)
-            cells = [
-                _cell(e, show, stand_in, i in compressed and top[c] is not None and getattr(e, shown) == top[c])
-                for c, e in enumerate(entries)
-            ]
-            rows.append((label, *cells))
-        blocks.append((heading, tuple(rows)))
-    names = tuple(c.name if timings is None else timing_text.name(timings, c.name) for c in view.columns)
-    groups = [c.group for c in view.columns]
-    named = [(group, count) for group, count in runs(groups) if group]
-    if len(named) < 2 or all(count == 1 for _, count in named):  # what is one group, or one column, says nothing
-        groups = [""] * len(groups)
-    return Grid(("", *names), ("", *groups), tuple(blocks))
+            label = [line.row.method, *_facts(line.row.setting, heading), *([EVICTS] if evicts else [])]
+            cells = []
+            for e, best in zip(entries, top, strict=True):
+                if line.row.method == "full":  # its share of itself needs no interval
+                    e = replace(e, relative_ci=None)
+                text = "\n".join(timing_text.lines(e, show) if e.timed is not None else _cell(e, show, stand_in))
+                bold = line.row.method != base and best is not None and getattr(e, shown) == best
+                cells.append(Bold(text) if bold else text)
+            rows.append(("\n".join(label), *cells))
+    names = ("", *(c.name if timings is None else timing_text.name(timings, c.name) for c in view.columns))
+    table = Table(names, tuple(rows), breaks=True, groups=("", *(c.group for c in view.columns)), headings=headings)
+    named = [count for group, count in table.spans() if group]
+    # what is one group, or one column, says nothing
+    return table if len(named) > 1 and max(named) > 1 else replace(table, groups=())
 
 
-def _lower(view: View, rows: Sequence[int], column: str) -> bool:
+def _lower(rows: Sequence[Line], column: str) -> bool:
     """Whether what the paper prints in a column is better if it is less."""
-    cells = (view.rows[i][0].row.cells.get(column) for i in rows)
+    cells = (line.row.cells.get(column) for line, _ in rows)
     return any(c is not None and c.metric == "perplexity" for c in cells)
 
 
@@ -93,9 +78,8 @@ def _facts(setting: str, heading: str) -> Iterator[str]:
     yield from wrap(" ".join(parts), LABEL, break_long_words=False)
 
 
-def _cell(entry: CellView, show: str, stand_in: bool, bold: bool) -> TextGrid:
-    if entry.timed is not None:
-        return TextGrid(tuple(timing_text.lines(entry, show)), bold)
+def _cell(entry: CellView, show: str, stand_in: bool) -> list[str]:
+    """The lines of a cell that is a score."""
     ours = _ours(entry, stand_in)
     printed = _printed(entry, stand_in and show != "published")
     if show == "ours":
@@ -105,11 +89,12 @@ def _cell(entry: CellView, show: str, stand_in: bool, bold: bool) -> TextGrid:
     elif show == "delta":
         lines = [_delta(entry, stand_in)]
     else:
-        lines = [*ours, f"({printed})" if stand_in or not printed else _beside(entry, printed)]
+        delta = f", Δ {_number(entry.delta, 2, sign=True)}{_unlike(entry)}"
+        lines = [*ours, f"({printed}{'' if stand_in or not printed or entry.delta is None else delta})"]
         if entry.budgeted:
             theirs = "" if entry.published_budget is None else f"({entry.published_budget:.0f}%)"
             lines.append(f"{_kept(entry.budget)} {theirs}".strip())
-    return TextGrid(tuple(line for line in lines if line not in ("", "()")), bold)
+    return [line for line in lines if line not in ("", "()")]
 
 
 def _kept(percent: float | None) -> str:
@@ -147,14 +132,6 @@ def _printed(entry: CellView, relative: bool) -> str:
     if entry.stated is not None and not relative:
         text += f" stated {_number(entry.stated, 2)}"
     return text
-
-
-def _beside(entry: CellView, printed: str) -> str:
-    return (
-        f"({printed}, Δ {_number(entry.delta, 2, sign=True)}{_unlike(entry)})"
-        if entry.delta is not None
-        else f"({printed})"
-    )
 
 
 def _unlike(entry: CellView) -> str:
@@ -303,11 +280,6 @@ def title(view: View, show: str = "both") -> str:
     return f"{start} — {view.ours.model}{' (stand-in)' if view.ours.stand_in else ''}"
 
 
-def runs(groups: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Neighbouring columns of one group: its name, and how many there are."""
-    return ((name, len(list(members))) for name, members in groupby(groups))
-
-
 def _number(value: float | None, digits: int, sign: bool = False) -> str:
     if value is None:
         return "—"
@@ -331,11 +303,11 @@ def _heading(key: str, value: str) -> str:
     return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
 
 
-def _by_block(rows: Sequence[tuple[TableLine, tuple[CellView, ...]]], keys: Sequence[str]) -> Mapping[str, list[int]]:
+def _by_block(rows: Sequence[Line], keys: Sequence[str]) -> Mapping[str, list[Line]]:
     """Heading -> the rows below it, in the paper's order."""
-    found: dict[str, list[int]] = {}
-    for i, (line, _) in enumerate(rows):
+    found: dict[str, list[Line]] = {}
+    for line, entries in rows:
         setting = {"model": line.row.model, **parse(line.row.setting)}
         heading = ", ".join(_heading(k, setting[k]) for k in keys if setting.get(k))
-        found.setdefault(heading, []).append(i)
+        found.setdefault(heading, []).append((line, entries))
     return found

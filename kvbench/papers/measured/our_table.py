@@ -154,14 +154,15 @@ def prepare(
     if not declared.measurable:
         return printed(declared, model, f"its numbers are no scores ({declared.kind})")
     stand_in, tiny = stands_in(declared, model), model == stand_ins.MODEL
-    written = (f"model={model}", f"preset={declared.preset}", "method=full", *(f"{k}={v}" for k, v in given.items()))
+    preset = [f"preset={declared.preset}"] if declared.preset else []
+    written = (f"model={model}", *preset, "method=full", *(f"{k}={v}" for k, v in given.items()))
     base = composed(written, [c.dataset for c in declared.scores], tiny)
     if "max_length" not in given and {c.dataset for c in declared.scores} <= declared.workloads.keys() & {"needle"}:
         # texts of given lengths are not cut; limits of prompts are those of LongBench
         base = replace(base, prompt=replace(base.prompt, max_length=None))
     source = load.locate(base.model)
     size = stand_ins.size(source.config, declared.length if tiny else None) if stand_in else None
-    values = presets.values(declared.preset, model if model in entries("model") else "")
+    values = presets.values(declared.preset, model if model in entries("model") else "") if preset else {}
     lines = tuple(
         _checked(_line(declared, row, values, size, tiny), source.config)
         if stand_in or model_id(declared.entry(row.model)) == model_id(model)
