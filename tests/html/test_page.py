@@ -197,7 +197,7 @@ def test_json_has_what_the_page_shows(tmp_path, capsys):
     assert found["claims"] == claim_runner.read(committed)
     assert len(found["audit"]) == len(audit()) and {"paper", "table", "why"} <= found["audit"][0].keys()
     assert [s["task"] for s in found["samples"]] == ["tiny/needle"]
-    assert [r["method"] for r in found["runs"]] == ["full", "streamingllm kv_size=24 sinks=4"]
+    assert [r["method"] for r in found["runs"]] == ["full", "streamingllm kv_size=24"]
     shown = next(f for f in found["figures"] if f["name"] == "think/fig4")
     assert Path(shown["picture"]).is_file() and shown["here"] and shown["shows"]
     assert main(["report", "--json", "output=page.html"]) == 2

@@ -288,8 +288,11 @@ def decide(
     """
     measured = {c.id: c for c in claims if len(found.get(c.id, Evidence()).values)}
     count = max(family or 0, len(measured))
-    raw = {i: _p_values(c, found[i].values) for i, c in measured.items()}
-    corrected = [stats.holm({i: p[k] for i, p in raw.items()}, count) for k in (0, 1)]
+    # that there is nothing to support a claim, and that there is nothing against it
+    corrected = [
+        stats.holm({i: stats.p_above(sign * found[i].values, sign * c.least) for i, c in measured.items()}, count)
+        for sign in (1, -1)
+    ]
     verdicts = []
     for claim in claims:
         mine = found.get(claim.id, Evidence())
@@ -305,11 +308,6 @@ def decide(
         points = (100 * ci[0], 100 * ci[1])
         verdicts.append(Verdict(claim, word, mine, mean, points, p_for, p_against, side, elsewhere, other.reason))
     return verdicts
-
-
-def _p_values(claim: Claim, values: Differences) -> tuple[float, float]:
-    """(that there is nothing to support the claim, that there is nothing against it)."""
-    return stats.p_above(values, claim.least), stats.p_above(-values, -claim.least)
 
 
 def _word(

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from textwrap import fill
 from typing import Any
 
-from kvbench.papers.measured import timing_text
 from kvbench.papers.measured.cell_view import View
 from kvbench.papers.measured.grid import grid, notes, title
+from kvbench.papers.timed.row_matching import TimedCell
 from kvbench.tables import writers
 from kvbench.tables.table import WIDTH
 
@@ -18,8 +18,9 @@ CSV_FIELDS = (
     *("paper", "table", "model", "method", "setting", "column", "status", "ours", "ci_low", "ci_high", "n", "of"),
     *("published", "mark", "delta", "stand_in", "ours_percent_of_full", "percent_low", "percent_high"),
     *("published_percent_of_full", "stated", "exact", "kept_percent", "published_kept_percent", "cell", "reason"),
-    *timing_text.CSV_FIELDS,
+    *("unit", "ratio", "published_ratio", "base", "device", "workload", "marks"),
 )
+SETTINGS = ("model", "method", "setting")
 
 
 def render(view: View, style: str = "text", show: str = "both", terminal: bool = False) -> str:
@@ -47,47 +48,57 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
 
 def as_json(view: View) -> dict[str, Any]:
     """The table as plain data: its title, a record of what is known of each cell, and the notes below it."""
-    cells = [{k: v for k, v in record.items() if v not in (None, "")} for record in records(view)]
+    cells = [{k: r[k] for k in CSV_FIELDS if r.get(k) not in (None, "")} for r in records(view)]
     return {"table": view.ours.declared.id, "title": title(view, "both"), "cells": cells, "notes": notes(view, "both")}
 
 
 def records(view: View) -> Iterator[dict[str, Any]]:
     """Yield a record of each cell under the names of CSV_FIELDS, numbers as they are."""
-    declared = view.ours.declared
+    table, timings = view.ours.declared, view.ours.timings
     for line, entries in view.rows:
+        row = {"paper": table.paper, "table": table.table, **{k: getattr(line.row, k) for k in SETTINGS}}
         for column, e in zip(view.columns, entries, strict=True):
             if e.status == "none":
                 continue
             low, high = e.ci or (None, None)
-            relative_low, relative_high = e.relative_ci or (None, None)
-            row = {
-                "paper": declared.paper,
-                "table": declared.table,
-                "model": line.row.model,
-                "method": line.row.method,
-                "setting": line.row.setting,
+            percent_low, percent_high = e.relative_ci or (None, None)
+            yield {
+                **row,
                 "column": column.name,
-                "status": e.status,
-                "ours": e.ours,
+                **{
+                    key: getattr(e, key)
+                    for key in ("status", "ours", "n", "of", "published", "mark", "stated", "exact")
+                },
                 "ci_low": low,
                 "ci_high": high,
-                "n": e.n,
-                "of": e.of,
-                "published": e.published,
-                "mark": e.mark,
                 "delta": None if view.ours.stand_in or e.timed is not None else e.delta,
                 "stand_in": view.ours.model if view.ours.stand_in else "",
-                "ours_percent_of_full": e.relative,
-                "percent_low": relative_low,
-                "percent_high": relative_high,
-                "published_percent_of_full": e.published_relative,
-                "stated": e.stated,
-                "exact": e.exact,
                 "kept_percent": e.budget,
                 "published_kept_percent": e.published_budget,
-                "cell": e.cell,
                 "reason": e.reason,
+                **(
+                    {
+                        "ours_percent_of_full": e.relative,
+                        "percent_low": percent_low,
+                        "percent_high": percent_high,
+                        "published_percent_of_full": e.published_relative,
+                        "cell": e.cell,
+                    }
+                    if e.timed is None or timings is None
+                    else _timed(e.timed, timings.bench.base)
+                ),
             }
-            if view.ours.timings is not None:
-                row |= timing_text.csv_row(view.ours.timings, e)
-            yield row
+
+
+def _timed(cell: TimedCell, base: str) -> dict[str, Any]:
+    """What a record says of a cell of an efficiency table, whose ratios are to the row ``base``."""
+    return {
+        "unit": cell.printed.unit,
+        "ratio": cell.ratio,
+        "published_ratio": cell.published_ratio,
+        "base": base,
+        "device": cell.device,
+        "workload": "" if cell.row is None else cell.row["workload"],
+        "marks": " ".join(cell.marks),
+        "cell": "" if cell.row is None else cell.row["key"],
+    }
