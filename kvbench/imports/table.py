@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.imports.scoring import Score, Scored, printed
-from kvbench.imports.verdict import PAPERS, mark
+from kvbench.imports.verdict import mark
 from kvbench.metrics import metric
+from kvbench.papers.spec import catalogue
 from kvbench.tables.table import Table
 from kvbench.tasks.longbench import BUCKETS, TASKS, names
 
@@ -82,7 +83,7 @@ def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Mean
         body.append(("mean of the 16", "", f"{whole:.2f}", *[""] * (len(headers) - 3)))
     found = [Table(headers, tuple(body))]
     if verdicts:
-        titles = [f"{PAPERS[paper].title} table {table}" for paper, table in verdicts]
+        titles = [f"{catalogue.paper(paper).called} table {table}" for paper, table in verdicts]
         rows = [
             (label, _number(r["score"]), *(mark(judged[i]) if i in judged else "—" for judged in verdicts.values()))
             for i, (label, r) in enumerate(zip(labels, records, strict=True))
@@ -110,12 +111,14 @@ def notes(records: Sequence[Mapping[str, Any]], verdicts: Verdicts) -> list[str]
         counts = Counter(reason for j in judged.values() for reason in j["because"])
         reasons = [f"{reason} ({n} of {len(judged)} tasks)" for reason, n in counts.items()]
         if reasons:
-            lines.append(f"* {PAPERS[paper].title} table {table}: {'; '.join(reasons)}.")
+            lines.append(f"* {catalogue.paper(paper).called} table {table}: {'; '.join(reasons)}.")
         first = next(iter(judged.values()))
         if first["matching"] > 1:
             shown = f"table {table}, {first['setting'] or 'no setting'}"
-            lines.append(f"{PAPERS[paper].title}: {first['matching']} rows match; shown is {shown} (setting= chooses).")
-        lines += [f"{PAPERS[paper].title} table {table}, {j['flag']}" for j in judged.values() if j["flag"]]
+            lines.append(
+                f"{catalogue.paper(paper).called}: {first['matching']} rows match; shown is {shown} (setting= chooses)."
+            )
+        lines += [f"{catalogue.paper(paper).called} table {table}, {j['flag']}" for j in judged.values() if j["flag"]]
     return lines
 
 

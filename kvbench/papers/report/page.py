@@ -149,7 +149,7 @@ def tables(found: Iterable[tuple[str, str, str]]) -> str:
     out, paper = [], None
     for name, title, content in found:
         if name != paper:
-            out.append(f"<h3>{html.escape(catalogue.paper(name).name or name)}</h3>")
+            out.append(f"<h3>{html.escape(catalogue.paper(name).called)}</h3>")
         opened = " open" if paper is None else ""
         paper = name
         out.append(f"<details{opened}><summary>{html.escape(title)}</summary>{content}</details>")

@@ -77,7 +77,8 @@ class Paper:
     """A paper with its tables, prose and figures in order.
 
     ``name`` is what it calls its method, ``source`` where it appeared, ``place`` its place among the papers' tables.
-    ``preset`` is the entry of conf/preset that its tables are made with, '' for none.
+    ``preset`` is the entry of conf/preset that its tables are made with, ``prompt`` the prompt policy in conf/prompt of
+    its LongBench scores; '' where there is none, or the paper does not say.
     """
 
     id: str
@@ -86,7 +87,13 @@ class Paper:
     entries: tuple[CatalogueEntry, ...]
     name: str = ""
     preset: str = ""
+    prompt: str = ""
     place: int = 99
+
+    @property
+    def called(self) -> str:
+        """Its name, else its id."""
+        return self.name or self.id
 
 
 def papers() -> tuple[str, ...]:
@@ -101,7 +108,7 @@ def paper(name: str) -> Paper:
         raise unknown("paper", name, (*papers(), "all"))
     (path,) = files(f"{name}/paper.yaml")
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    fields = {key: content[key] for key in ("title", "source", "name", "preset", "place") if key in content}
+    fields = {key: content[key] for key in ("title", "source", "name", "preset", "prompt", "place") if key in content}
     return Paper(name, entries=tuple(_entries(path, name, content)), **fields)
 
 
