@@ -8,7 +8,7 @@ import pytest
 
 from kvbench.cli.main import main
 from kvbench.papers.spec import catalogue, published_cells, table_spec
-from kvbench.papers.spec.published import COLUMNS
+from kvbench.papers.spec.published import COLUMNS, load_table
 
 PAGE = """title: "Caches: an example"
 source: a test
@@ -32,9 +32,12 @@ def own(tmp_path, monkeypatch):
     with (published / "table1.csv").open("w", newline="") as file:
         csv.writer(file).writerows(lines)
     monkeypatch.setenv("KVBENCH_PAPERS_DATA", str(tmp_path / "papers"))
-    published_cells.published.cache_clear()
+    caches = (published_cells.published, table_spec.load, load_table)
+    for cached in caches:
+        cached.cache_clear()
     yield tmp_path
-    published_cells.published.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 def test_one_folder_is_enough_to_measure_a_table(own, capsys):
@@ -46,6 +49,19 @@ def test_one_folder_is_enough_to_measure_a_table(own, capsys):
     }
     assert {r["setting"] for r in rows} == {"", "kv_size=128", "kv_size=64"}
     assert all(r["ours_percent_of_full"] == "100.0" for r in rows if r["method"] == "full" and r["n"] == "2")
+
+
+def test_datasets_and_knobs_of_its_own_stand_in_the_folder_too(own, capsys):
+    folder = own / "papers" / "example"
+    (folder / "tables.yaml").write_text("tasks: {stories: code}\n")
+    path = folder / "published" / "table1.csv"
+    path.write_text(path.read_text().replace("hotpotqa", "stories").replace("kv_size=128", "kv_size=128;kernel=5"))
+    words = ["table", "example/1", f"results={own}", "limit=1", "length=256", "dataset.tiny.examples=1", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {c["column"] for c in found["cells"]} == {"needle", "code", "avg"}
+    assert "kv_size=128;kernel=5" in {c.get("setting") for c in found["cells"]}
+    assert any("code for stories" in note for note in found["notes"])
 
 
 def test_every_verb_of_papers_knows_it(own, capsys):

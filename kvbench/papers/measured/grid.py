@@ -13,7 +13,7 @@ from kvbench.papers.measured.our_table import OurTable, TableLine
 from kvbench.papers.spec import stand_ins
 from kvbench.papers.spec.published import FRACTION
 from kvbench.papers.spec.row_knobs import parse
-from kvbench.papers.spec.table_spec import MEANS, SCORE, TableRow
+from kvbench.papers.spec.table_spec import MEANS, SCORE
 from kvbench.papers.spec.workloads import labels
 from kvbench.run.provenance import local_changes
 from kvbench.tables.render import EVICTING, EVICTS
@@ -43,10 +43,7 @@ def grid(view: View, show: str) -> Table:
     for heading, block in _by_block(view.rows, view.ours.declared.blocks).items():
         headings[len(rows)] = heading
         compressed = [(line, entries) for line, entries in block if line.row.method != base]
-        top = [
-            _best([entries[i] for _, entries in compressed], shown, _lower(compressed, column.name))
-            for i, column in enumerate(view.columns)
-        ]
+        top = [_best(compressed, i, column.name, shown) for i, column in enumerate(view.columns)]
         for line, entries in block:
             evicts = line.chain is not None and line.chain.evicts and show != "published"
             label = [line.row.method, *_facts(line.row.setting, heading), *([EVICTS] if evicts else [])]
@@ -65,10 +62,19 @@ def grid(view: View, show: str) -> Table:
     return table if len(named) > 1 and max(named) > 1 else replace(table, groups=())
 
 
-def _lower(rows: Sequence[Line], column: str) -> bool:
-    """Whether what the paper prints in a column is better if it is less."""
-    cells = (line.row.cells.get(column) for line, _ in rows)
-    return any(c is not None and c.metric == "perplexity" for c in cells)
+def _best(rows: Sequence[Line], index: int, column: str, shown: str) -> float | None:
+    """The best of what is shown (``ours``, ``relative``, ``published``) in a block's column; None where nothing is.
+
+    Less is better of some times, and of perplexities, whose shares are turned round.
+    """
+    entries = [entries[index] for _, entries in rows]
+    values = [value for e in entries if (value := getattr(e, shown)) is not None]
+    if len(values) < 2:
+        return None
+    printed = (line.row.cells.get(column) for line, _ in rows if shown in ("ours", "published"))
+    less = any(e.timed is not None and e.timed.lower for e in entries)
+    less |= any(c is not None and c.metric == "perplexity" for c in printed)
+    return min(values) if less else max(values)
 
 
 def _facts(setting: str, heading: str) -> Iterator[str]:
@@ -82,15 +88,17 @@ def _cell(entry: CellView, show: str, stand_in: bool) -> list[str]:
     """The lines of a cell that is a score."""
     ours = _ours(entry, stand_in)
     printed = _printed(entry, stand_in and show != "published")
+    difference = _number(entry.delta, 2, sign=True) + (UNLIKE if entry.unlike else "")
     if show == "ours":
         lines = [*ours, _kept(entry.budget)] if entry.budgeted else ours
     elif show in ("published", "beside"):
         lines = [printed, _kept(entry.published_budget)]
     elif show == "delta":
-        lines = [_delta(entry, stand_in)]
+        # of a stand-in a difference says nothing
+        lines = ours if entry.status in ("none", *WRONG) else ["—" if stand_in else difference]
     else:
-        delta = f", Δ {_number(entry.delta, 2, sign=True)}{_unlike(entry)}"
-        lines = [*ours, f"({printed}{'' if stand_in or not printed or entry.delta is None else delta})"]
+        delta = "" if stand_in or not printed or entry.delta is None else f", Δ {difference}"
+        lines = [*ours, f"({printed}{delta})"]
         if entry.budgeted:
             theirs = "" if entry.published_budget is None else f"({entry.published_budget:.0f}%)"
             lines.append(f"{_kept(entry.budget)} {theirs}".strip())
@@ -134,17 +142,6 @@ def _printed(entry: CellView, relative: bool) -> str:
     return text
 
 
-def _unlike(entry: CellView) -> str:
-    return UNLIKE if entry.unlike else ""
-
-
-def _delta(entry: CellView, stand_in: bool) -> str:
-    """Ours minus the paper's; nothing on a stand-in."""
-    if entry.status in ("none", *WRONG):
-        return "" if entry.status == "none" else "✗"
-    return "—" if stand_in else _number(entry.delta, 2, sign=True) + _unlike(entry)
-
-
 def notes(view: View, show: str = "both") -> list[str]:
     """What the reader must know of one of SHOWS, or ``beside``: what the numbers are, n, marks, refusals, a mapping."""
     ours, declared = view.ours, view.ours.declared
@@ -161,19 +158,17 @@ def notes(view: View, show: str = "both") -> list[str]:
     skipped = list(dict.fromkeys(line.skipped for line, _ in view.rows if line.skipped))
     if skipped:
         lines.append(f"— not run here: {', '.join(skipped)}.")
-    waiting = list(_waiting(view)) if ours.run is not None else []
+    # columns of scores that could be read and have a row without a number
+    waiting = [
+        column.name
+        for i, column in enumerate(view.columns)
+        if ours.run is not None and column.what == SCORE and column.dataset not in MEANS
+        if any(line.chain and row[i].status == "missing" and not row[i].reason for line, row in view.rows)
+    ]
     if waiting:
         lines.append(f"— not measured yet: {', '.join(waiting)}.")
     lines += [f"— {what}." for what in absent(ours)]
     return [*lines, *declared.sources]
-
-
-def _waiting(view: View) -> Iterator[str]:
-    """The columns of scores that could be read and have a row without a number."""
-    for i, column in enumerate(view.columns):
-        scored = column.what == SCORE and column.dataset not in MEANS
-        if scored and any(line.chain and row[i].status == "missing" and not row[i].reason for line, row in view.rows):
-            yield column.name
 
 
 def absent(ours: OurTable) -> list[str]:
@@ -256,7 +251,10 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
             yield f"{mark}: the printed value is {text} (kvbench/papers/data/{paper})."
     wrong = [(line.row, e) for line, row in view.rows for e in row if e.stated is not None]
     if wrong and relative:  # a share has no room for it
-        said = ", ".join(f"{_number(e.stated, 2)} for {_number(e.published, 2)} ({_named(view, r)})" for r, e in wrong)
+        several = len(view.ours.declared.models()) > 1
+        names = (f"{row.model} {row.name}" if several else row.name for row, _ in wrong)
+        values = (f"{_number(e.stated, 2)} for {_number(e.published, 2)}" for _, e in wrong)
+        said = ", ".join(f"{value} ({name})" for value, name in zip(values, names, strict=True))
         yield f"Averages that the paper states, for what its cells give: {said}."
     elif wrong:
         yield "stated: the average that the paper states, where its cells give another."
@@ -264,11 +262,6 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
     if recomputed:
         right = recomputed.count("✓")
         yield f"✓: {right} of {len(recomputed)} printed values that need no model follow from what they rest on."
-
-
-def _named(view: View, row: TableRow) -> str:
-    """A row's name, with its model where the table has several."""
-    return f"{row.model} {row.name}" if len(view.ours.declared.models()) > 1 else row.name
 
 
 def title(view: View, show: str = "both") -> str:
@@ -284,18 +277,6 @@ def _number(value: float | None, digits: int, sign: bool = False) -> str:
     if value is None:
         return "—"
     return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
-
-
-def _best(entries: Sequence[CellView], shown: str, lower: bool = False) -> float | None:
-    """The best of what is shown (``ours``, ``relative``, ``published``) in a block; None where nothing is.
-
-    ``lower``: less is better, as of perplexities, whose shares are turned round.
-    """
-    values = [getattr(e, shown) for e in entries if getattr(e, shown) is not None]
-    if len(values) < 2:
-        return None
-    less = any(e.timed is not None and e.timed.lower for e in entries) or (lower and shown in ("ours", "published"))
-    return min(values) if less else max(values)
 
 
 def _heading(key: str, value: str) -> str:

@@ -233,7 +233,7 @@ def _distinct(
     table = stand_ins.own_table(declared, ((line.row.method, setting) for line, setting in first.values()))
     rows = zip(table.rows, first.values(), strict=True)
     return table, tuple(
-        replace(line, row=row, others={stand_ins.task_of(d): c for d, c in line.others.items()})
+        replace(line, row=row, others={stand_ins.task_of(d, declared): c for d, c in line.others.items()})
         for row, (line, _) in rows
     )
 

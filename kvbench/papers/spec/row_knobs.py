@@ -5,11 +5,12 @@ A setting is ``key=value;key=value`` as the published CSV files have it (``kv_si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import KvbenchError
+from kvbench.methods import registry
 
 Knobs = dict[str, str]
 
@@ -31,11 +32,8 @@ FACTS = {
 HEADS, DIM = 32, 128
 """Query heads and head dimension of the models of the papers' ablations (LLaMA-2-7B)."""
 
-RENAMED = {
-    **{"kv_high": "high", "kv_low": "low", "keep": "kv_ratio", "v_ratio": "value_ratio", "t": "T"},
-    **{key: key for key in ("ratio", "p", "ranking", "norm", "groups")},
-}
-"""Keys of settings that are knobs by another name, or by the same."""
+RENAMED = {"kv_high": "high", "kv_low": "low", "keep": "kv_ratio", "v_ratio": "value_ratio", "t": "T"}
+"""Keys of settings that are knobs by another name."""
 
 LENGTHS = ("window", "recent", "observed", "sinks")
 """Knobs of presets that count tokens and follow the prompt's length on a stand-in."""
@@ -92,13 +90,14 @@ def method_of(method: str, setting: Mapping[str, str]) -> str:
 def knobs(method: str, setting: str, stand_in: StandIn | None = None) -> Knobs:
     """Arguments of ``run`` by key for a published row. KvbenchError for a key that is not known here."""
     given = parse(setting)
+    stages = method_of(method, given).split("+")
+    known = {knob for stage in stages if stage in registry.available() for knob in registry.knob_names(stage)}
     found: Knobs = {}
     for key, value in given.items():
         if key not in FACTS:
-            found |= _knobs(key, value, stand_in or AS_PUBLISHED)
+            found |= _knobs(key, value, stand_in or AS_PUBLISHED, known)
     if "deleted_heads" in given:  # the heads that stay all keep the high group's tokens
         found["kv_size"] = found.pop("high")
-    stages = method_of(method, given).split("+")
     return {_owned(key, stages): value for key, value in found.items()}
 
 
@@ -118,8 +117,8 @@ def _owned(knob: str, stages: list[str]) -> str:
     return next((f"method.{s}.{knob}" for s in stages if s in owner), knob)
 
 
-def _knobs(key: str, value: str, to: StandIn) -> Knobs:
-    """The knobs that one part of a setting sets on the model that stands in."""
+def _knobs(key: str, value: str, to: StandIn, known: Container[str]) -> Knobs:
+    """The knobs that one part of a setting sets on a stand-in; ``known`` are those of the row's methods."""
     match key:
         case "kv_size" | "kv_high" | "kv_low":
             return {} if value in ("full", "n/a") else {RENAMED.get(key, key): str(to.tokens(int(value)))}
@@ -148,6 +147,6 @@ def _knobs(key: str, value: str, to: StandIn) -> Knobs:
             return {"top": str(min(to.dim, max(1, count * to.dim // to.dim_of)))}
         case "partition":
             return {"grouping": "calibrated" if value == "effective_rank" else value}
-        case _ if key in RENAMED:
-            return {RENAMED[key]: value}
+        case _ if key in RENAMED or key in known:
+            return {RENAMED.get(key, key): value}
     raise KvbenchError(f"the setting {key}={value} of a published row has no knob in kvbench/papers/spec/row_knobs.py")

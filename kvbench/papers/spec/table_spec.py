@@ -72,8 +72,8 @@ class TableSpec:
     that is from 100 (relative). entries: conf/model by published model, where the names differ. stand_in: arguments
     that the tiny stand-in alone needs, by method. sources: where what is not printed comes from. workloads: the paper's
     knobs of a dataset (``needle``), or of it in one model's rows (``needle/mistral-7b-instruct-v0.2``). settings: by
-    dataset, what its rows are set to beside their own setting. unlike: what the paper leaves open of how its scores
-    were made. extended: they seem to be of LongBench-E.
+    dataset, what its rows are set to beside their own setting. tasks: the task of the tiny suite that stands for a
+    dataset. unlike: what the paper leaves open of how its scores were made. extended: they seem to be of LongBench-E.
     """
 
     paper: str
@@ -91,6 +91,7 @@ class TableSpec:
     sources: tuple[str, ...] = ()
     workloads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
+    tasks: Mapping[str, str] = field(default_factory=dict)
     unlike: str = ""
     extended: bool = False
 
