@@ -212,7 +212,7 @@ def evidence(claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool 
     cells = [c for _, asked in every.values() for a in asked for pair in a.pairs for c in pair]
     if refused := next(filter(None, (store.refusal(c.id) for c in cells)), None):
         return Evidence(reason=refused)
-    floors = [name for name, asked in every.values() if _floored(store, asked)]
+    floors = [name for name, asked in every.values() if all(a.floored(store) for a in asked)]
     able = {name: asked for name, asked in every.values() if name not in floors}
     differences = {name: _paired(store, asked) for name, asked in able.items()}
     waiting = [name for name, d in differences.items() if not len(d)]
@@ -243,15 +243,15 @@ class Asked:
     group: Group
     pairs: tuple[tuple[Cell, Cell], ...]
 
+    def scores(self, store: ResultStore, cell: Cell) -> dict[str, float]:
+        """The scores of the group's examples in a cell, by example."""
+        samples = store.samples(cell.id)
+        return {e.id: x for e in self.group.examples if e.id in samples and (x := samples[e.id]["score"]) is not None}
 
-def _floored(store: ResultStore, asked: Sequence[Asked]) -> bool:
-    """Tell whether the full cache is at the floor on all that was asked."""
-    found = []
-    for a in asked:
-        samples = store.samples(next(c for c in a.group.cells if not c.chain.stages).id)
-        scores = [samples[e.id]["score"] for e in a.group.examples if e.id in samples]
-        found.append(at_floor(a.group.task, [s for s in scores if s is not None]))
-    return all(found)
+    def floored(self, store: ResultStore) -> bool:
+        """Tell whether the full cache is at the floor."""
+        full = next(c for c in self.group.cells if not c.chain.stages)
+        return at_floor(self.group.task, list(self.scores(store, full).values()))
 
 
 def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
@@ -262,17 +262,12 @@ def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
     ways: dict[str, list[list[float]]] = {}
     for a in asked:
         sign = -1.0 if metric(a.group.task.metric).shown is not None else 1.0
-        scores = [[_scores(store, cell, a.group) for cell in pair] for pair in a.pairs]
+        scores = [[a.scores(store, cell) for cell in pair] for pair in a.pairs]
         for e in a.group.examples:
             if all(e.id in s for pair in scores for s in pair):
                 differences = [min(1.0, max(-1.0, sign * (x[e.id] - y[e.id]))) for x, y in scores]
                 ways.setdefault(e.id, []).append(differences)
     return stats.by_example(ways, len(asked[0].pairs))
-
-
-def _scores(store: ResultStore, cell: Cell, group: Group) -> dict[str, float]:
-    samples = store.samples(cell.id)
-    return {e.id: x for e in group.examples if e.id in samples and (x := samples[e.id]["score"]) is not None}
 
 
 def decide(

@@ -57,11 +57,6 @@ def read(folder: Path) -> dict[str, Counts]:
 def write(folder: Path, line: Counts) -> None:
     """Put one table's line in its place."""
     known = {**read(folder), line["table"]: line}
+    order = sorted(known, key=lambda table: (table.partition("/")[0], int(table.partition("/")[2])))
     folder.mkdir(parents=True, exist_ok=True)
-    text = writers.csv(FIELDS, (known[table] for table in sorted(known, key=_order)))
-    (folder / FILE).write_text(text, encoding="utf-8")
-
-
-def _order(table: str) -> tuple[str, int]:
-    paper, _, number = table.partition("/")
-    return paper, int(number)
+    (folder / FILE).write_text(writers.csv(FIELDS, (known[table] for table in order)), encoding="utf-8")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from kvbench.cache.model_shape import from_config
@@ -23,37 +22,28 @@ MODEL = "tiny"
 PROMPT = 1024
 TINY = StandIn(length=PROMPT, of=PROMPT, layers=6, heads=8, dim=32)
 
-BY_GROUP: Mapping[str, str] = MappingProxyType(
-    {
-        SINGLE: "needle",
-        MULTI: "hop",
-        SUMMARY: "listing",
-        FEW_SHOT: "labels",
-        SYNTHETIC: "multikey",
-        CODE: "code",
-    }
-)
-OTHERS: Mapping[str, str] = MappingProxyType(
-    {
-        "needle": "needle",
-        "gsm8k": "hop",
-        "gpqa": "labels",
-        "theoremqa": "multikey",
-        "truthfulqa": "listing",
-        "coqa": "needle",
-        "mdqa": "needle",
-        "xsum": "listing",
-        "cnn_dailymail": "hop",
-        "wikitext103": "listing",
-        "ptb": "code",
-    }
-)
-SAMPLES = {
-    "uncomp-group": {"samples": "32"},
-    "uncomp-stage": {"samples": "32"},
-    "palu": {"samples": "32"},
-    "asvd": {"samples": "32"},
+BY_GROUP = {
+    SINGLE: "needle",
+    MULTI: "hop",
+    SUMMARY: "listing",
+    FEW_SHOT: "labels",
+    SYNTHETIC: "multikey",
+    CODE: "code",
 }
+OTHERS = {
+    "needle": "needle",
+    "gsm8k": "hop",
+    "gpqa": "labels",
+    "theoremqa": "multikey",
+    "truthfulqa": "listing",
+    "coqa": "needle",
+    "mdqa": "needle",
+    "xsum": "listing",
+    "cnn_dailymail": "hop",
+    "wikitext103": "listing",
+    "ptb": "code",
+}
+SAMPLES = {method: {"samples": "32"} for method in ("uncomp-group", "uncomp-stage", "palu", "asvd")}
 """Calibration windows: the tiny model's statistics settle with fewer than the papers' models need."""
 
 
