@@ -23,12 +23,11 @@ import shards
 from paper_tables import PRETRAINED, ROWS, Target, restore, target
 
 from kvbench.errors import UsageError
-from kvbench.papers.claims import claim_runner
+from kvbench.papers.claims import claim_runner, claims
 from kvbench.papers.spec import stand_ins
-from kvbench.papers.spec.table_spec import PAPERS
 from kvbench.run import archive, experiment
 from kvbench.run.store import ResultStore
-from kvbench.tables import render
+from kvbench.tables import writers
 
 
 def samples(of: Target) -> Path:
@@ -38,7 +37,7 @@ def samples(of: Target) -> Path:
 
 def content(of: Target, results: str, packed: Path | None = None) -> dict[str, Any]:
     """The ledger of what ``results`` has; its samples are packed if asked for."""
-    prepared = claim_runner.prepare(PAPERS, of.model, [f"results={results}", *of.arguments])
+    prepared = claim_runner.prepare(claims.papers(), of.model, [f"results={results}", *of.arguments])
     if packed is not None:
         runs = [ours.run for some in prepared.values() for ours in some if ours.run is not None]
         for run in runs:
@@ -54,18 +53,18 @@ def page() -> str:
     if not ledgers:
         raise UsageError(f"{ROWS / claim_runner.FOLDER} has no ledger: make claims writes one")
     lines = [note for one in ledgers for note in (*claim_runner.notes(one), *claim_runner.reasons(one))]
-    return render.compose([claim_runner.sheet(ledgers)], list(dict.fromkeys(lines)), "md")
+    return writers.compose([claim_runner.sheet(ledgers)], list(dict.fromkeys(lines)), "md")
 
 
 def write(of: Target, results: str) -> None:
     """Write a model's ledger, its samples and the page of all."""
-    claim_runner.write(content(of, results, samples(of)), ROWS, PAPERS)
+    claim_runner.write(content(of, results, samples(of)), ROWS, claims.papers())
     (ROWS / "claims.md").write_text(page(), encoding="utf-8")
 
 
 def verified(of: Target) -> bool:
     """Tell whether a committed ledger is what its samples give; a missing model is told, and no error."""
-    path = claim_runner.place(of.model, ROWS, PAPERS)
+    path = claim_runner.place(of.model, ROWS, claims.papers())
     if not path.exists():
         return True
     try:
@@ -100,7 +99,7 @@ def _do(args: argparse.Namespace) -> int:
         archive.restore(samples(of), ResultStore(Path(args.results)))
     if not args.pack:
         restore(of.tables(["all"]), of, args.results)  # many rows of claims are rows of tables
-        given = [(p, ((f"claims/{p}",), of.model, args.results, of.arguments)) for p in PAPERS]
+        given = [(p, ((f"claims/{p}",), of.model, args.results, of.arguments)) for p in claims.papers()]
         rounds = shards.ROUNDS if of.scored else (None,)
         shards.measure(given, rounds, args.workers, lambda: write(of, args.results))
     write(of, args.results)

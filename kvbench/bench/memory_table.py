@@ -17,7 +17,8 @@ from kvbench.errors import KvbenchError, UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
 from kvbench.methods.resolve import ChainConfig
-from kvbench.tables.render import Sheet, compose
+from kvbench.tables.table import Table
+from kvbench.tables.writers import compose
 
 CHAINS = ("snapkv+think", "snapkv+kivi", "think+kivi", "snapkv+think+kivi")
 PARTS = ("exact", "codes", "scales", "positions", "ids", "state")
@@ -122,7 +123,7 @@ def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
     unit, size = next((u, s) for u, s in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)) if rows[0].full < 1e4 * s)
     lines = [_row(r, size) for r in rows]
     used = [name for name in HEAD if name not in OPTIONAL or any(line[name].strip("—0") for line in lines)]
-    sheet = Sheet("bytes", tuple(used), tuple(tuple(line[name] for name in used) for line in lines))
+    sheet = Table(tuple(used), tuple(tuple(line[name] for name in used) for line in lines))
     title = f"prompt of {rows[0].n} tokens; full cache {rows[0].full / size:.4g} {unit}; all numbers in {unit}\n\n"
     return title + compose([sheet], [*_notes(rows), *notes], "text")
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, base, ratio, value
-from kvbench.tables.render import Sheet, compose
+from kvbench.tables.table import Table
+from kvbench.tables.writers import compose
 
 TIMES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("decode", "decode"), ("total", "total"))
 PARTS = (("prefill", "prefill"), ("compress", "compress"), ("build", "build"), ("attention", "attention"))
@@ -25,7 +26,7 @@ def render(rows: Sequence[Row], style: str = "text", over: str = FULL) -> str:
     return "\n".join([*parts, compose([], list(_notes(rows, over)), style)])
 
 
-def _sheets(mine: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[Sheet]:
+def _sheets(mine: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[Table]:
     bases = [(r, base(r, rows, over)) for r in mine if r["status"] != NOT_RUN]
     body = []
     for r, to in bases:
@@ -33,18 +34,18 @@ def _sheets(mine: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[She
         cells = [str(r["status"]), *[""] * len(TIMES)] if ended else [_time(r, q, to) for q, _ in TIMES]
         speed = [] if ended else [_cell(r, "throughput", to, lambda speed: f"{speed:.1f}")]
         body.append((_label(r), str(r["batch"] or "max"), *cells, *speed))
-    yield Sheet("times", ("method", "batch", *(name for _, name in TIMES), "tokens/s"), tuple(body))
+    yield Table(("method", "batch", *(name for _, name in TIMES), "tokens/s"), tuple(body))
     done = [(r, to) for r, to in bases if r["status"] == MEASURED]
     if not done:
         return
     parts = tuple((_label(r), *(_time(r, q, to) for q, _ in PARTS)) for r, to in done)
-    yield Sheet("parts", ("method", *(name for _, name in PARTS)), parts)
+    yield Table(("method", *(name for _, name in PARTS)), parts)
     lines = []
     for r, to in done:
         roof, sizes = r["roofline"], [_cell(r, q, to, _bytes) for q, _ in BYTES]
         bound = (_bytes(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %")
         lines.append((_label(r), *sizes, *bound))
-    yield Sheet("bytes", ("method", *(name for _, name in BYTES), "step\nmoves", "bound", "reached"), tuple(lines))
+    yield Table(("method", *(name for _, name in BYTES), "step\nmoves", "bound", "reached"), tuple(lines))
 
 
 def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")
     from kvbench.papers.claims import claim_runner, claims
-    from kvbench.tables import render
+    from kvbench.tables import writers
 
     papers = claims.find(args.paper)
     prepared = claim_runner.prepare(papers, model, [f"{k}={v}" for k, v in given.items()])
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
         print(
-            render.compose(
+            writers.compose(
                 [claim_runner.sheet([content])],
                 [*claim_runner.notes(content), *claim_runner.reasons(content)],
                 args.format,

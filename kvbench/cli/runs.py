@@ -82,10 +82,11 @@ def row(store: ResultStore, name: str) -> dict[str, Any]:
 
 def table(found: Sequence[Mapping[str, Any]], store: ResultStore) -> str:
     """The cells as text that fits 100 columns, with reasons and counts below."""
-    from kvbench.tables.render import Sheet, compose
+    from kvbench.tables.table import Table
+    from kvbench.tables.writers import compose
 
     headers = ("status\nn of N", "method", "dataset\nmodel", "score\ninterval", "last change\ncell")
-    sheet = Sheet("runs", headers, tuple(_texts(r) for r in found))
+    sheet = Table(headers, tuple(_texts(r) for r in found))
     counts = Counter(str(r["status"]) for r in found)
     alike: dict[tuple[str, str], list[str]] = {}
     for r in found:

@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench import imports, metrics
     from kvbench.imports import scoring, stored, table, verdict
     from kvbench.run.store import ResultStore
-    from kvbench.tables import render
+    from kvbench.tables import writers
     from kvbench.tasks import longbench
 
     longbench.metric_name("lcc", given["code_sim"])
@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
         notes = table.notes(records, verdicts)
         if cells:
             notes.append(f"Imported as {len(cells)} cells of {given['results']}/cells (python -m kvbench list runs).")
-        print(render.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
+        print(writers.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
     _report_time(records, timing, time.perf_counter() - start)
     for error in errors:
         print(f"kvbench: {error['error']}", file=sys.stderr)

@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
         overrides = [f"{k}={v}" for k, v in given.items()]
         if table.kind == timings.KIND:
             # of several tables each takes what is its own; of one, a key that is not is an error
-            mine = [o for o in overrides if len(tables) == 1 or _of_timings(o)]
+            mine = [o for o in overrides if len(tables) == 1 or timings.allowed(o.partition("=")[0])]
             shown = _timed(table, model, mine, args)
         else:
             shown = _one(table, model, overrides, args)
@@ -140,19 +140,12 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
     return cell_view.view(ours)
 
 
-def _of_timings(override: str) -> bool:
-    from kvbench.papers.timed import timings
-
-    key = override.partition("=")[0]
-    return key == "results" or timings.allowed(key)
-
-
 def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int | View:
     """Time one efficiency table and return its view; a status where something else was printed."""
     from kvbench.papers.measured import cell_view, our_table
     from kvbench.papers.timed import timings
 
-    other = next((o for o in overrides if not _of_timings(o)), None)
+    other = next((o for o in overrides if not timings.allowed(o.partition("=")[0])), None)
     if other:
         raise UsageError(
             f"{other} is not possible here: {table.id} is timed, not scored; it takes model=, results=, "

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.imports.scoring import Score, Scored, printed
-from kvbench.imports.verdict import PAPERS, mark
+from kvbench.imports.verdict import mark
 from kvbench.metrics import metric
-from kvbench.tables.render import Sheet
+from kvbench.papers.spec import catalogue
+from kvbench.tables.table import Table
 from kvbench.tasks.longbench import BUCKETS, TASKS, names
 
 CSV_FIELDS = (
@@ -68,7 +69,7 @@ def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
     return out.getvalue()
 
 
-def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Means, times: bool = False) -> list[Sheet]:
+def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Means, times: bool = False) -> list[Table]:
     """The scores, and where a paper has the row a second table with its values."""
     labels = _labels(records)
     ranges = [name for name, _ in BUCKETS] if any("buckets" in r for r in records) else []
@@ -80,9 +81,9 @@ def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Mean
     whole = average(records)
     if whole is not None:
         body.append(("mean of the 16", "", f"{whole:.2f}", *[""] * (len(headers) - 3)))
-    found = [Sheet("answers", headers, tuple(body))]
+    found = [Table(headers, tuple(body))]
     if verdicts:
-        titles = [f"{PAPERS[paper].title} table {table}" for paper, table in verdicts]
+        titles = [f"{catalogue.paper(paper).called} table {table}" for paper, table in verdicts]
         rows = [
             (label, _number(r["score"]), *(mark(judged[i]) if i in judged else "—" for judged in verdicts.values()))
             for i, (label, r) in enumerate(zip(labels, records, strict=True))
@@ -90,7 +91,7 @@ def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Mean
         ]
         if whole is not None:
             rows.append(("mean of the 16", f"{whole:.2f}", *(_mean_text(means[key]) for key in verdicts)))
-        found.append(Sheet("published", ("dataset", "score", *titles), tuple(rows)))
+        found.append(Table(("dataset", "score", *titles), tuple(rows)))
     return found
 
 
@@ -110,12 +111,14 @@ def notes(records: Sequence[Mapping[str, Any]], verdicts: Verdicts) -> list[str]
         counts = Counter(reason for j in judged.values() for reason in j["because"])
         reasons = [f"{reason} ({n} of {len(judged)} tasks)" for reason, n in counts.items()]
         if reasons:
-            lines.append(f"* {PAPERS[paper].title} table {table}: {'; '.join(reasons)}.")
+            lines.append(f"* {catalogue.paper(paper).called} table {table}: {'; '.join(reasons)}.")
         first = next(iter(judged.values()))
         if first["matching"] > 1:
             shown = f"table {table}, {first['setting'] or 'no setting'}"
-            lines.append(f"{PAPERS[paper].title}: {first['matching']} rows match; shown is {shown} (setting= chooses).")
-        lines += [f"{PAPERS[paper].title} table {table}, {j['flag']}" for j in judged.values() if j["flag"]]
+            lines.append(
+                f"{catalogue.paper(paper).called}: {first['matching']} rows match; shown is {shown} (setting= chooses)."
+            )
+        lines += [f"{catalogue.paper(paper).called} table {table}, {j['flag']}" for j in judged.values() if j["flag"]]
     return lines
 
 

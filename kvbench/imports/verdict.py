@@ -14,31 +14,9 @@ from typing import Any
 from kvbench.conf import entries
 from kvbench.errors import unknown
 from kvbench.imports.scoring import Scored
-from kvbench.papers.spec import published
+from kvbench.papers.spec import catalogue, published, table_spec
 from kvbench.papers.spec.published import MARKS, Published
 from kvbench.tasks.longbench import TASKS, names
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What is known of a paper's LongBench tables: its name, its prompt policy in conf/prompt, and the split.
-
-    ``extended``: the tasks of LongBench-E seem to be scored on it. ``prompt`` is None where the paper does not say.
-    """
-
-    title: str
-    prompt: str | None
-    extended: bool = False
-
-
-# The prompts are those of the papers' scripts (conf/prompt says from where). VATP: its TREC scores are multiples of
-# 1/300, which fits the 300 examples of LongBench-E and not the 200 of its own table 5.
-PAPERS: Mapping[str, Conditions] = {
-    "think": Conditions("ThinK", "think"),
-    "uncomp": Conditions("UNComp", "uncomp"),
-    "vatp": Conditions("VATP", "vatp", extended=True),
-    "refreekv": Conditions("ReFreeKV", None),
-}
 
 WHOLE = ("full", "n/a", "1.0")
 """Values of a row's setting that leave nothing to choose: the whole cache, or a method without a budget."""
@@ -97,7 +75,7 @@ def _rows(source: PredictionSource, scored: list[Scored]) -> dict[str, tuple[str
     best: dict[str, tuple[str, dict[str, Published]]] = {}
     datasets = {s.predictions.dataset for s in scored}
     for paper, table, cells in published.rows(source.model, source.method, source.setting):
-        if paper in PAPERS and len(datasets & cells.keys()) > len(datasets & best.get(paper, ("", {}))[1].keys()):
+        if len(datasets & cells.keys()) > len(datasets & best.get(paper, ("", {}))[1].keys()):
             best[paper] = (table, cells)
     return dict(sorted(best.items()))
 
@@ -129,14 +107,14 @@ def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: 
 
 def _differences(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> list[str]:
     """Why the published value was not measured as this score was."""
-    conditions, dataset = PAPERS[cell.paper], scored.predictions.dataset
+    prompt, dataset = catalogue.paper(cell.paper).prompt, scored.predictions.dataset
     reasons = []
-    if conditions.prompt is None or source.prompt is None:
-        whose = "the paper" if conditions.prompt is None else "these answers"
+    if not prompt or source.prompt is None:
+        whose = "these answers" if prompt else "the paper"
         reasons.append(f"prompt policy of {whose} unknown")
-    elif _policy(conditions.prompt, source.model) != _policy(source.prompt, source.model):
-        reasons.append(f"prompt policy {source.prompt} here, {conditions.prompt} there")
-    if conditions.extended and TASKS[dataset].extended:
+    elif _policy(prompt, source.model) != _policy(source.prompt, source.model):
+        reasons.append(f"prompt policy {source.prompt} here, {prompt} there")
+    if table_spec.load(cell.paper, cell.table).extended and TASKS[dataset].extended:
         reasons.append("split unknown: the paper's scores fit LongBench-E")
     elif scored.predictions.extended:
         reasons.append("LongBench-E here, the standard split there")

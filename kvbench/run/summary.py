@@ -166,15 +166,13 @@ def _difference(group: Group, cell: Cell, samples: Mapping[str, Sample], store: 
 
 def _shown_difference(both: Sequence[tuple[float, float]], show: Callable[[float], float]) -> dict[str, Any]:
     """The difference of two shown means (perplexities), with pairs resampled: both means vary together."""
-    ours, theirs = (np.array(x) for x in zip(*both, strict=True))
-    delta = show(float(ours.mean())) - show(float(theirs.mean()))
-    if len(both) < FEWEST:
-        return {"delta": delta, "delta_ci": None}
-    drawn = np.random.default_rng(0).integers(len(ours), size=(stats.DRAWS, len(ours)))
-    resampled = [
-        show(float(a)) - show(float(b)) for a, b in zip(ours[drawn].mean(1), theirs[drawn].mean(1), strict=True)
-    ]
-    return {"delta": delta, "delta_ci": [float(x) for x in np.quantile(resampled, [0.025, 0.975])]}
+
+    def difference(means: Sequence[stats.Pairs]) -> stats.Pairs:
+        return np.array([show(float(a)) - show(float(b)) for a, b in means[0]])
+
+    pairs = np.array(both)
+    interval = stats.stratified_ci([pairs], difference, None)
+    return {"delta": float(difference([pairs.mean(0, keepdims=True)])[0]), "delta_ci": interval and list(interval)}
 
 
 def _bounds(name: str) -> tuple[float, float] | None:

@@ -1,22 +1,15 @@
-"""A report on the page: sheets of strings, what the reader must know, and text, Markdown, CSV or LaTeX of both."""
+"""A report on the page: its tables and what the reader must know, as text, Markdown, CSV or LaTeX."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from textwrap import fill
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from kvbench.metrics.stats import FEWEST
+from kvbench.tables import writers
+from kvbench.tables.table import Table
 
-WIDTH = 100
 FORMATS = ("text", "md", "csv", "latex")
 BROKEN = ("refused", "failed")
 ENDS = ((0, "low"), (1, "high"))
@@ -36,21 +29,8 @@ SHARE = "% of\nfull at\n16 bits"
 STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", SHARE, "prefill\nms", "compress\nms", "ms/token")
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """A table of strings, ready for any format. Lines of a cell are separated by newlines.
-
-    left: columns of text, from the first on; those behind them are numbers.
-    """
-
-    title: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    left: int = 1
-
-
-def sheets(report: Mapping[str, Any]) -> list[Sheet]:
-    """The score sheets and the storage sheets, each folded to fit 100 columns."""
+def sheets(report: Mapping[str, Any]) -> list[Table]:
+    """The tables of scores and of storage, each folded to fit 100 columns."""
     columns, rows = report["columns"], report["rows"]
     tasks = [c["task"] for c in columns]
     prefix = tasks[0].partition("/")[0] + "/"
@@ -63,43 +43,24 @@ def sheets(report: Mapping[str, Any]) -> list[Sheet]:
     if len(columns) > 1:
         whole = [all(c["status"] == "measured" for c in r["cells"]) for r in rows]
         table.append(("mean", *(_number(r["score_mean"]) if ok else "—" for r, ok in zip(rows, whole, strict=True))))
-    out = list(_sheets("scores", names, table))
+    out = list(Table(*_turned(names, table), ruled=True).folded())
     measured = [r for r in rows if "payload" in r]
     storage = list(zip(STORAGE, *(_storage_text(r) for r in measured), strict=True))
     if not _masks(report):
         storage = [c for c in storage if c[0] != ATTENDED]
     names = ("method", *(_wrap(r["method"]) for r in measured))
-    return [*out, *_sheets("storage", names, storage)]
+    return [*out, *Table(*_turned(names, storage)).folded()]
 
 
-def _sheets(title: str, names: tuple[str, ...], columns: Sequence[tuple[str, ...]]) -> Iterator[Sheet]:
-    """Columns beside the rows' ``names``, in as many sheets as it takes to fit WIDTH."""
-    for part in _fold(columns, WIDTH - _width(names)):
-        header, *body = zip(names, *part, strict=True)
-        yield Sheet(title, header, tuple(body))
+def _turned(names: tuple[str, ...], columns: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """The heads and the rows of columns that stand beside the rows' names."""
+    header, *body = zip(names, *columns, strict=True)
+    return header, tuple(body)
 
 
 def _masks(report: Mapping[str, Any]) -> bool:
     """Whether any method attends less than it holds."""
     return any(r.get("attended_percent") is not None for r in report["rows"])
-
-
-def _fold(columns: Sequence[tuple[str, ...]], room: int) -> Iterator[list[tuple[str, ...]]]:
-    """Runs of columns that fit into ``room`` characters each; at least one column a run."""
-    part: list[tuple[str, ...]] = []
-    used = 0
-    for column in columns:
-        if part and used + _width(column) > room:
-            yield part
-            part, used = [], 0
-        part.append(column)
-        used += _width(column)
-    yield part
-
-
-def _width(column: Sequence[str]) -> int:
-    """Characters that a column takes, with the space between columns."""
-    return max(len(line) for text in column for line in text.split("\n")) + 2
 
 
 def _wrap(label: str) -> str:
@@ -215,70 +176,14 @@ def legend(report: Mapping[str, Any]) -> list[str]:
 
 def render(report: Mapping[str, Any], style: str = "text") -> str:
     """The whole report in one of FORMATS."""
-    return _csv(report) if style == "csv" else compose(sheets(report), legend(report), style)
+    if style == "csv":
+        return writers.csv(CSV_FIELDS, _records(report))
+    return writers.compose(sheets(report), legend(report), style)
 
 
-def compose(tables: Sequence[Sheet], notes: Sequence[str], style: str) -> str:
-    """Tables with what the reader must know below them, as text, md or latex."""
-    return "\n".join([*(_RENDERERS[style](s) for s in tables), *(_note(n, style) for n in notes)]) + "\n"
-
-
-def _note(text: str, style: str) -> str:
-    if style == "text":
-        return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
-    return f"{'%' if style == 'latex' else '-'} {text}"
-
-
-def _text(sheet: Sheet) -> str:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
-    for i, header in enumerate(sheet.headers):
-        table.add_column(header, justify="left" if i < sheet.left else "right")
-    for i, row in enumerate(sheet.rows):
-        table.add_row(*row, end_section=i == len(sheet.rows) - 1)
-        if sheet.title == "scores" and i < len(sheet.rows) - 1:
-            table.add_section()
-    console = Console(width=WIDTH, file=io.StringIO(), color_system=None, legacy_windows=False)
-    console.print(table)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"  # type: ignore[attr-defined]
-
-
-def _markdown(sheet: Sheet) -> str:
-    head = [h.replace("\n", " ") for h in sheet.headers]
-    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(['---'] * sheet.left + ['---:'] * (len(head) - sheet.left))}|"]
-    lines += [f"| {' | '.join(c.replace(chr(10), ' ') for c in row)} |" for row in sheet.rows]
-    return "\n".join(lines) + "\n"
-
-
-def _latex(sheet: Sheet) -> str:
-    def escape(text: str) -> str:
-        for a, b in (
-            ("%", r"\%"),
-            ("_", r"\_"),
-            ("Δ", r"$\Delta$"),
-            ("−", "$-$"),
-            ("✗", r"$\times$"),
-            ("✓", r"$\checkmark$"),
-            ("\n", " "),
-        ):
-            text = text.replace(a, b)
-        return text
-
-    lines = [rf"\begin{{tabular}}{{{'l' * sheet.left}{'r' * (len(sheet.headers) - sheet.left)}}}", r"\toprule"]
-    lines += [" & ".join(map(escape, sheet.headers)) + r" \\", r"\midrule"]
-    lines += [" & ".join(map(escape, row)) + r" \\" for row in sheet.rows]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
-
-
-def _csv(report: Mapping[str, Any]) -> str:
-    """One line per cell, numbers as they are."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, CSV_FIELDS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+def _records(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a record of each cell under the names of CSV_FIELDS, numbers as they are."""
     for row in report["rows"]:
         for cell in row["cells"]:
             ends = {f"{k}_{end}": (cell.get(k) or [None, None])[i] for k in ("ci", "delta_ci") for i, end in ENDS}
-            writer.writerow({"method": row["method"], **cell, **ends})
-    return out.getvalue()
-
-
-_RENDERERS = {"text": _text, "md": _markdown, "latex": _latex}
+            yield {"method": row["method"], **cell, **ends}

@@ -12,7 +12,10 @@ import torch
 
 import kvbench
 from kvbench.cli.main import main
+from kvbench.papers.claims import claim_runner
+from kvbench.papers.forensics import audit
 from kvbench.papers.report import page, samples
+from kvbench.papers.spec import table_spec
 
 
 def data_of(text):
@@ -80,7 +83,7 @@ def test_figures_say_what_they_show_and_what_is_here(tmp_path):
     committed = Path(__file__).parents[2] / "results" / "figures" / "think"
     for kind in ("png", "csv"):
         (folder / f"fig3b.{kind}").write_bytes((committed / f"fig3b.{kind}").read_bytes())
-    text = page.figures(tmp_path)
+    text = page.figures(page.figures_of(tmp_path))
     assert "think/fig3b: memory against batch size" in text
     assert "<b>Here</b> One sequence of 497 tokens: full" in text
     assert "<b>The paper</b> KIVI alone allows four times the batch" in text
@@ -177,6 +180,28 @@ def test_in_a_browser(written, tmp_path, width):
     assert said["after"] == sorted(said["before"]) != said["before"]
     # streamingllm keeps 24 tokens of 256; it is chosen first, as the best that compresses
     assert said["kept"] == 24
+
+
+def test_json_has_what_the_page_shows(tmp_path, capsys):
+    small = ["method=full,streamingllm", "kv_size=24", "sinks=4", "dataset=tiny/needle", "length=256"]
+    committed = Path(__file__).parents[2] / "results"
+    for name in ("claims", "tiny"):
+        (tmp_path / name).symlink_to(committed / name)
+    capsys.readouterr()
+    assert main(["report", "--json", "samples=1", f"results={tmp_path}", *small]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [t["table"] for t in found["tables"]] == [f"{p}/{t}" for p, t in table_spec.ids()]
+    first = found["tables"][0]
+    assert first["measured"]["cells"] == 66 and {c["status"] for c in first["cells"]} == {"measured"}
+    assert found["tables"][9]["measured"] is None
+    assert found["claims"] == claim_runner.read(committed)
+    assert len(found["audit"]) == len(audit()) and {"paper", "table", "why"} <= found["audit"][0].keys()
+    assert [s["task"] for s in found["samples"]] == ["tiny/needle"]
+    assert [r["method"] for r in found["runs"]] == ["full", "streamingllm kv_size=24"]
+    shown = next(f for f in found["figures"] if f["name"] == "think/fig4")
+    assert Path(shown["picture"]).is_file() and shown["here"] and shown["shows"]
+    assert main(["report", "--json", "output=page.html"]) == 2
+    assert "writes no page" in capsys.readouterr().err
 
 
 def test_bad_requests(capsys):

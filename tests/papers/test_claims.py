@@ -29,7 +29,7 @@ from kvbench.papers.claims.claims import (
 )
 from kvbench.papers.measured import our_table
 from kvbench.papers.spec.row_knobs import knobs
-from kvbench.tables import render
+from kvbench.tables import writers
 
 
 def claim(test="better", margin=1.0, name="c"):
@@ -92,7 +92,7 @@ def test_a_verdict_that_another_scaling_does_not_share_is_fragile():
 
 def test_one_example_asked_in_three_ways_is_one_pair(tmp_path, monkeypatch):
     """MDQA asks each question with the answer in three places: three equal pairs rejected a true null too often."""
-    monkeypatch.setattr(claims, "_scores", lambda store, cell, group: cell)
+    monkeypatch.setattr(claims.Asked, "scores", lambda self, store, cell: cell)
     group = SimpleNamespace(
         examples=[SimpleNamespace(id="a"), SimpleNamespace(id="b")], task=SimpleNamespace(metric="f1")
     )
@@ -142,7 +142,7 @@ def test_an_unknown_test_is_refused():
         claim(test="nicer")
 
 
-@pytest.mark.parametrize("paper", claims.PAPERS)
+@pytest.mark.parametrize("paper", claims.papers())
 def test_the_claims_of_every_paper_load_and_name_rows_that_parse(paper):
     loaded = claims.load(paper)
     assert loaded
@@ -156,7 +156,7 @@ def plainly(text):
     return " ".join(re.sub(r"[*$]", "", text).split())
 
 
-@pytest.mark.parametrize("paper", claims.PAPERS)
+@pytest.mark.parametrize("paper", claims.papers())
 def test_every_claim_stands_in_the_papers_own_words(paper):
     """One claim was in no paper, three said what theirs do not; the texts belong to the papers and are not here."""
     text = plainly(text_of(paper))
@@ -197,7 +197,7 @@ def test_the_ledger_end_to_end(tmp_path, capsys):
 
 def test_a_ledger_is_written_from_its_samples_and_verified(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(paper_claims, "ROWS", tmp_path / "committed")
-    monkeypatch.setattr(paper_claims, "PAPERS", ("vatp",))
+    monkeypatch.setattr(claims, "papers", lambda: ("vatp",))
     results = str(tmp_path / "results")
     prepared = claim_runner.prepare(["vatp"], "tiny", [f"results={results}", "limit=1"])
     claim_runner.measure(prepared)
@@ -217,17 +217,17 @@ def content(model, verdicts):
 @pytest.mark.parametrize("style", ["text", "md", "latex"])
 def test_the_ledger_on_the_page(style):
     """Every claim of every paper fits 100 columns with its whole name, and text stands left; two models fit, too."""
-    every = [c for paper in claims.PAPERS for c in claims.load(paper)]
+    every = [c for paper in claims.papers() for c in claims.load(paper)]
     tested = [c for c in every if c.test != "elsewhere"]
     verdicts = decide(every, {c.id: shown({"tiny/multikey": [0.0, -100.0, 50.0]}) for c in tested})
     one = content("tiny", verdicts)
-    text = render.compose([claim_runner.sheet([one])], claim_runner.notes(one), style)
+    text = writers.compose([claim_runner.sheet([one])], claim_runner.notes(one), style)
     said = text if style != "latex" else text.replace(r"\_", "_")
     assert all(c.id in said for c in every)
     if style == "text":
         assert max(map(len, text.splitlines())) <= 100
     assert f"any of the {len(tested)} claims gets a wrong one" in " ".join(text.split())
-    both = render.compose([claim_runner.sheet([content("smollm2-135m-q4_1", verdicts), one])], [], "md")
+    both = writers.compose([claim_runner.sheet([content("smollm2-135m-q4_1", verdicts), one])], [], "md")
     assert "smollm2-135m-q4_1, a stand-in: points | tiny, a stand-in: points" in both
 
 

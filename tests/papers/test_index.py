@@ -55,7 +55,7 @@ def test_names_that_are_none(tmp_path, monkeypatch):
     (tmp_path / "x").mkdir()
     page = "title: X\nsource: S\npreset: think\ntables:\n  '1': {title: T, kind: odd}\nfigures: {}\n"
     (tmp_path / "x" / "paper.yaml").write_text(page)
-    monkeypatch.setattr(catalogue, "DATA", tmp_path)
+    monkeypatch.setattr("kvbench.papers.DATA", tmp_path)
     monkeypatch.setattr(catalogue, "papers", lambda: ("x",))
     with pytest.raises(KvbenchError, match="tables 1 needs a kind of quality"):
         catalogue.paper("x")

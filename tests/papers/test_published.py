@@ -7,7 +7,7 @@ from kvbench.imports.base import ImportedAnswer, Predictions
 from kvbench.imports.scoring import Scored
 from kvbench.imports.table import notes, tasks
 from kvbench.imports.verdict import PredictionSource, beside, mark, means
-from kvbench.papers.spec import published
+from kvbench.papers.spec import catalogue, published, table_spec
 
 
 def test_the_tables_are_complete():
@@ -40,14 +40,21 @@ def table(tmp_path, monkeypatch, *rows):
     folder.mkdir(parents=True)
     lines = [",".join(published.COLUMNS), *rows]
     (folder / "table99.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    monkeypatch.setattr(published, "DATA", tmp_path)
-    published.load_table.cache_clear()
+    page = "title: T\nsource: S\nprompt: think\ntables:\n  '99': {title: T, kind: quality}\n"
+    (tmp_path / "think" / "paper.yaml").write_text(page, encoding="utf-8")
+    monkeypatch.setattr("kvbench.papers.DATA", tmp_path)
+    clear()
+
+
+def clear():
+    for cached in (published.load_table, catalogue.paper, table_spec.load):
+        cached.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def fresh():
     yield
-    published.load_table.cache_clear()
+    clear()
 
 
 def scored(low, high, dataset="qasper", extended=False):

@@ -10,7 +10,7 @@ from kvbench.metrics import metric, stats
 from kvbench.papers.claims import claims
 from kvbench.papers.measured import coverage, grid, our_table, page
 from kvbench.papers.measured.cell_view import view
-from kvbench.papers.spec import row_knobs, stand_ins, table_spec
+from kvbench.papers.spec import catalogue, row_knobs, stand_ins, table_spec
 from kvbench.run import experiment
 
 MEASURED = [t.id for t in table_spec.find("all") if t.measurable]
@@ -75,7 +75,7 @@ def test_printed_fractions_are_shown_in_per_cent(folder, data, tmp_path):
 
 
 def test_several_tasks_of_a_dataset_are_one_column(folder, data, tmp_path):
-    by_paper = {p: claims.sides(claims.load(p)) for p in claims.PAPERS}
+    by_paper = {p: claims.sides(claims.load(p)) for p in claims.papers()}
     for sides in by_paper.values():
         for side in sides:
             if {"mdqa", "needle"} & {c.dataset for c in side.scores}:
@@ -161,7 +161,7 @@ def test_a_table_at_the_floor_says_so_and_averages_the_rest(folder, data, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("paper", table_spec.PAPERS)
+@pytest.mark.parametrize("paper", catalogue.papers())
 def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkeypatch):
     few = {stage: {"samples": "2"} for stage in stand_ins.SAMPLES}
     few["uncomp-stage"]["schedule"] = "relative"
@@ -181,7 +181,7 @@ def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkey
             assert states == {"refused" if line.refused else "measured"}, (table.id, line.row.name)
 
 
-@pytest.mark.parametrize("paper", claims.PAPERS)
+@pytest.mark.parametrize("paper", claims.papers())
 def test_every_claim_finds_its_pairs(paper, folder, data, tmp_path):
     mine = [c for c in claims.load(paper) if c.test != "elsewhere"]
     tables = [prepared(side, folder, data, tmp_path, "limit=1") for side in claims.sides(mine)]

@@ -18,7 +18,7 @@ from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.run import experiment
 from kvbench.run.provenance import local_changes
-from kvbench.tables.render import Sheet
+from kvbench.tables.table import Table
 
 FOLDER = "claims"
 """Below a results folder: a ledger for each model."""
@@ -56,27 +56,22 @@ def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> list[Verdi
 
 def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """A ledger as plain data: the model, whether it stands in for the papers', and a record of each claim."""
-    runs = [ours.run for some in prepared.values() for ours in some if ours.run is not None]
+    every = [ours for some in prepared.values() for ours in some]
+    runs = [ours.run for ours in every if ours.run is not None]
     dtypes = {str(c.identity["model"]["dtype"]) for r in runs for g in r.groups for c in g.cells}
+    # data read in place of others, notes of tasks, and local changes
+    tasks = [f"{g.task.note}." for r in runs for g in r.groups if g.task.note and not g.task.id.startswith("tiny/")]
+    changed = local_changes({c["id"]: c for r in runs for c in r.records()}.values())
+    told = [*(note for ours in every for note in ours.notes), *tasks, changed]
     return {
         "model": model,
-        "stand_in": all(o.stand_in for some in prepared.values() for o in some),
+        "stand_in": all(ours.stand_in for ours in every),
         "dtype": ", ".join(sorted(dtypes)),
         "level": claims.LEVEL,
         "tested": sum(v.claim.test != "elsewhere" for v in verdicts),
-        "notes": _told(prepared),
+        "notes": [note for note in dict.fromkeys(told) if note],
         "verdicts": [_record(v) for v in verdicts],
     }
-
-
-def _told(prepared: Mapping[str, Sequence[OurTable]]) -> list[str]:
-    """List data read in place of others, notes of tasks, and local changes."""
-    every = [ours for some in prepared.values() for ours in some]
-    runs = [ours.run for ours in every if ours.run is not None]
-    tasks = [f"{g.task.note}." for r in runs for g in r.groups if g.task.note and not g.task.id.startswith("tiny/")]
-    changed = local_changes({c["id"]: c for r in runs for c in r.records()}.values())
-    notes = [*(note for ours in every for note in ours.notes), *tasks, changed]
-    return [note for note in dict.fromkeys(notes) if note]
 
 
 def _record(v: Verdict) -> dict[str, Any]:
@@ -103,7 +98,7 @@ def _record(v: Verdict) -> dict[str, Any]:
 
 def place(model: str, results: Path, papers: Sequence[str]) -> Path:
     """Where a model's ledger is below a results folder; one of some papers alone has a file of its own."""
-    some = "" if len(papers) == len(table_spec.PAPERS) else f".{'-'.join(papers)}"
+    some = "" if len(papers) == len(claims.papers()) else f".{'-'.join(papers)}"
     return results / FOLDER / f"{model.replace('/', '--')}{some}.json"
 
 
@@ -128,39 +123,21 @@ def read(results: Path) -> list[dict[str, Any]]:
     return found
 
 
-def counted(content: Mapping[str, Any]) -> dict[str, int]:
-    """Count the claims of a ledger by verdict, in the order of claims.VERDICTS."""
-    words = [v["verdict"] for v in content["verdicts"]]
-    return {word: words.count(word) for word in claims.VERDICTS if word in words}
-
-
-def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Sheet:
+def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Table:
     """Ledgers side by side as a table of strings: the first says which claims there are."""
     by_id = [{v["id"]: v for v in content["verdicts"]} for content in ledgers]
     rows = []
     for first in {v["id"]: v for content in reversed(ledgers) for v in content["verdicts"]}.values():
-        mark = MARKS.get(first["verdict"], "—")
-        said, tested = (
-            _lines(f"“{first['quote']}” ({first['paper']}, {first['where']})"),
-            _lines(f"Tested: {first['tested']}"),
-        )
-        mine = [one.get(first["id"]) for one in by_id]
-        cells = ["—" if v is None else f"{_verdict(v)}\n{evidence(v)}" for v in mine]
-        rows.append((f"{mark} {first['id']}\n{said}\n{tested}", *cells))
-    headers = ("what the paper says, and what is tested", *(_head(content) for content in ledgers))
-    return Sheet("scores", headers, tuple(rows), left=len(headers))
-
-
-def _lines(text: str) -> str:
-    return fill(text, SAYS, break_on_hyphens=False)
-
-
-def _verdict(v: Mapping[str, Any]) -> str:
-    return f"{v['verdict']} ({v['side']} in the mean)" if v["side"] else str(v["verdict"])
-
-
-def _head(content: Mapping[str, Any]) -> str:
-    return f"{content['model']}{', a stand-in' if content['stand_in'] else ''}: points"
+        cells = [f"{MARKS.get(first['verdict'], '—')} {first['id']}"]
+        for text in (f"“{first['quote']}” ({first['paper']}, {first['where']})", f"Tested: {first['tested']}"):
+            cells[0] += "\n" + fill(text, SAYS, break_on_hyphens=False)
+        for v in (verdicts.get(first["id"]) for verdicts in by_id):
+            side = f" ({v['side']} in the mean)" if v is not None and v["side"] else ""
+            cells.append("—" if v is None else f"{v['verdict']}{side}\n{evidence(v)}")
+        rows.append(tuple(cells))
+    heads = (f"{content['model']}{', a stand-in' if content['stand_in'] else ''}: points" for content in ledgers)
+    headers = ("what the paper says, and what is tested", *heads)
+    return Table(headers, tuple(rows), left=len(headers), ruled=True)
 
 
 def evidence(v: Mapping[str, Any]) -> str:
@@ -188,6 +165,8 @@ def evidence(v: Mapping[str, Any]) -> str:
 def notes(content: Mapping[str, Any]) -> list[str]:
     """What the reader must know of a ledger."""
     model, tested = content["model"], content["tested"]
+    words = [v["verdict"] for v in content["verdicts"]]
+    counts = ", ".join(f"{words.count(word)} {word}" for word in claims.VERDICTS if word in words)
     own = (
         "tasks and budgets are its own, and nothing here is said about a paper"
         if model == stand_ins.MODEL
@@ -196,7 +175,7 @@ def notes(content: Mapping[str, Any]) -> list[str]:
     return [
         f"{model}{', ' * bool(content['dtype'])}{content['dtype']}"
         + (f", a stand-in for the papers' models: {own}." if content["stand_in"] else "."),
-        f"{model}: " + ", ".join(f"{n} {word}" for word, n in counted(content).items()) + ".",
+        f"{model}: {counts}.",
         "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected; a verdict of "
         f"either kind needs {content['level'] / 2:g}, and any of the {tested} claims gets a wrong one with a chance of "
         f"at most {100 * content['level']:g} % (a betting test of bounded means, which is proved for any distribution; "

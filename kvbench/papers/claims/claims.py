@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from kvbench.errors import KvbenchError, unknown
 from kvbench.metrics import metric, stats
-from kvbench.papers import DATA
+from kvbench.papers import files
 from kvbench.papers.measured.our_table import OurTable
-from kvbench.papers.spec import table_spec
-from kvbench.papers.spec.table_spec import PAPERS, Given
+from kvbench.papers.spec import catalogue, table_spec
+from kvbench.papers.spec.table_spec import Given
 from kvbench.run.advice import at_floor
 from kvbench.run.labels import label
 from kvbench.run.plan import Cell, Group
@@ -140,7 +140,7 @@ class Verdict:
 
 def load(paper: str) -> tuple[Claim, ...]:
     """The claims of a paper, in its file's order; KvbenchError for a damaged file."""
-    path = DATA / paper / "claims.yaml"
+    (path,) = files(f"{paper}/claims.yaml")
     lists = {"datasets": tuple, "pairs": lambda pairs: tuple((a, b) for a, b in pairs)}
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -149,13 +149,17 @@ def load(paper: str) -> tuple[Claim, ...]:
         raise KvbenchError(f"{path}: {error}") from None
 
 
+def papers() -> tuple[str, ...]:
+    """The papers that have claims, in the order of their tables."""
+    there = {path.parent.name for path in files("*/claims.yaml")}
+    return tuple(p for p in catalogue.in_place() if p in there)
+
+
 def find(wanted: str) -> tuple[str, ...]:
     """The papers of ``all`` or of one name; UsageError for any other."""
-    if wanted == "all":
-        return PAPERS
-    if wanted not in PAPERS:
-        raise unknown("paper", wanted, ("all", *PAPERS))
-    return (wanted,)
+    if wanted not in ("all", *papers()):
+        raise unknown("paper", wanted, ("all", *papers()))
+    return papers() if wanted == "all" else (wanted,)
 
 
 def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
@@ -208,7 +212,7 @@ def evidence(claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool 
     cells = [c for _, asked in every.values() for a in asked for pair in a.pairs for c in pair]
     if refused := next(filter(None, (store.refusal(c.id) for c in cells)), None):
         return Evidence(reason=refused)
-    floors = [name for name, asked in every.values() if _floored(store, asked)]
+    floors = [name for name, asked in every.values() if all(a.floored(store) for a in asked)]
     able = {name: asked for name, asked in every.values() if name not in floors}
     differences = {name: _paired(store, asked) for name, asked in able.items()}
     waiting = [name for name, d in differences.items() if not len(d)]
@@ -239,15 +243,15 @@ class Asked:
     group: Group
     pairs: tuple[tuple[Cell, Cell], ...]
 
+    def scores(self, store: ResultStore, cell: Cell) -> dict[str, float]:
+        """The scores of the group's examples in a cell, by example."""
+        samples = store.samples(cell.id)
+        return {e.id: x for e in self.group.examples if e.id in samples and (x := samples[e.id]["score"]) is not None}
 
-def _floored(store: ResultStore, asked: Sequence[Asked]) -> bool:
-    """Tell whether the full cache is at the floor on all that was asked."""
-    found = []
-    for a in asked:
-        samples = store.samples(next(c for c in a.group.cells if not c.chain.stages).id)
-        scores = [samples[e.id]["score"] for e in a.group.examples if e.id in samples]
-        found.append(at_floor(a.group.task, [s for s in scores if s is not None]))
-    return all(found)
+    def floored(self, store: ResultStore) -> bool:
+        """Tell whether the full cache is at the floor."""
+        full = next(c for c in self.group.cells if not c.chain.stages)
+        return at_floor(self.group.task, list(self.scores(store, full).values()))
 
 
 def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
@@ -258,17 +262,12 @@ def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
     ways: dict[str, list[list[float]]] = {}
     for a in asked:
         sign = -1.0 if metric(a.group.task.metric).shown is not None else 1.0
-        scores = [[_scores(store, cell, a.group) for cell in pair] for pair in a.pairs]
+        scores = [[a.scores(store, cell) for cell in pair] for pair in a.pairs]
         for e in a.group.examples:
             if all(e.id in s for pair in scores for s in pair):
                 differences = [min(1.0, max(-1.0, sign * (x[e.id] - y[e.id]))) for x, y in scores]
                 ways.setdefault(e.id, []).append(differences)
     return stats.by_example(ways, len(asked[0].pairs))
-
-
-def _scores(store: ResultStore, cell: Cell, group: Group) -> dict[str, float]:
-    samples = store.samples(cell.id)
-    return {e.id: x for e in group.examples if e.id in samples and (x := samples[e.id]["score"]) is not None}
 
 
 def decide(
@@ -284,8 +283,11 @@ def decide(
     """
     measured = {c.id: c for c in claims if len(found.get(c.id, Evidence()).values)}
     count = max(family or 0, len(measured))
-    raw = {i: _p_values(c, found[i].values) for i, c in measured.items()}
-    corrected = [stats.holm({i: p[k] for i, p in raw.items()}, count) for k in (0, 1)]
+    # that there is nothing to support a claim, and that there is nothing against it
+    corrected = [
+        stats.holm({i: stats.p_above(sign * found[i].values, sign * c.least) for i, c in measured.items()}, count)
+        for sign in (1, -1)
+    ]
     verdicts = []
     for claim in claims:
         mine = found.get(claim.id, Evidence())
@@ -301,11 +303,6 @@ def decide(
         points = (100 * ci[0], 100 * ci[1])
         verdicts.append(Verdict(claim, word, mine, mean, points, p_for, p_against, side, elsewhere, other.reason))
     return verdicts
-
-
-def _p_values(claim: Claim, values: Differences) -> tuple[float, float]:
-    """(that there is nothing to support the claim, that there is nothing against it)."""
-    return stats.p_above(values, claim.least), stats.p_above(-values, -claim.least)
 
 
 def _word(

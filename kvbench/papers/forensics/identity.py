@@ -20,7 +20,7 @@ UNCOMP_MAIN = ({"topk": "32"}, {"group_sizes": "256/512"}, {"kv_high": "512", "k
 
 def settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
     """The part of a row's setting that tells measurements apart, sorted."""
-    own = {k: v for k, v in row.settings.items() if k not in SILENT[row.paper]}
+    own = {k: v for k, v in row.settings.items() if k not in SILENT.get(row.paper, ())}
     own = {k: v for k, v in own.items() if DEFAULTS.get(row.paper, {}).get(k) != v}
     if row.paper == "uncomp":
         if own.get("partition") == "effective_rank":

@@ -18,8 +18,8 @@ from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.numbers import fixed
 from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book
-from kvbench.tables.markdown import table
-from kvbench.tables.render import WIDTH, Sheet, compose
+from kvbench.tables.table import WIDTH, Table
+from kvbench.tables.writers import compose, table
 
 MARKS = {"wrong": "✗", "doubt": "?", "note": "·"}
 LEGEND = (
@@ -249,7 +249,7 @@ def _exact_text(exact: Sequence[Exact]) -> str:
     parts = []
     for (paper, number), block in groupby(exact, key=lambda e: (e.cell.paper, e.cell.table)):
         rows = tuple((e.row, e.column, e.published, e.shown, e.mark) for e in block)
-        parts.append(f"{paper}, {place(number)}\n\n{compose([Sheet('exact', EXACT[:5], rows)], (), 'text')}")
+        parts.append(f"{paper}, {place(number)}\n\n{compose([Table(EXACT[:5], rows)], (), 'text')}")
     return "\n".join(parts) + "✓: what is printed follows, within what rounding hides; else by how much it is off.\n"
 
 

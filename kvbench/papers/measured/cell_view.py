@@ -5,8 +5,8 @@ Averages are computed here from the cells, never taken from the paper; what it s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -14,8 +14,9 @@ from kvbench.bench.records import NOT_RUN
 from kvbench.metrics import metric, stats
 from kvbench.papers.forensics.exact import Exact, exact
 from kvbench.papers.measured.our_table import OurTable, TableLine
+from kvbench.papers.spec.numbers import decimals
 from kvbench.papers.spec.published import MARKS, Published
-from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column, TableRow
+from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column
 from kvbench.papers.spec.workloads import FAMILIES
 from kvbench.papers.timed.row_matching import TimedCell as Timed
 from kvbench.run import presets
@@ -80,125 +81,115 @@ class View:
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """A table being read: several columns and rows can show one number, which is read from the store once."""
+class _Read:
+    """What the store has of one number: its summary, its scores beside the full cache's [n, 2], and their share."""
 
-    ours: OurTable
-    exact: Mapping[Published, Exact]
-    known: dict[Any, Any] = field(default_factory=dict)
-
-    def once(self, what: str, line: TableLine, column: Column, read: Callable[[], Any]) -> Any:
-        """``read`` of the cells behind a number, read once."""
-        cells = tuple(c.id for _, c in self.ours.cells(line, column))
-        if not cells:
-            return read()
-        if (what, cells) not in self.known:
-            self.known[what, cells] = read()
-        return self.known[what, cells]
-
-    def value(self, line: TableLine, column: Column) -> dict[str, Any]:
-        found: dict[str, Any] = self.once("value", line, column, lambda: self.ours.value(line, column))
-        return found
-
-    def paired(self, line: TableLine, column: Column) -> stats.Pairs:
-        found: stats.Pairs = self.once("pairs", line, column, lambda: _pairs(self.ours, line, column))
-        return found
-
-    def floored(self, line: TableLine, column: Column) -> bool:
-        """Whether the full cache scores too little on what a line reads in a column."""
-        groups = [group for group, _ in self.ours.full(line, column)]
-        pairs = self.paired(line, column)
-        return any(at_floor(g.task, pairs[:, 1]) for g in groups)
-
-    def relative(self, line: TableLine, column: Column) -> stats.Share:
-        def read() -> stats.Share:
-            return stats.share([self.paired(line, column)], log_losses=_lower(self.ours, line, column))
-
-        found: stats.Share = self.once("share", line, column, read)
-        return found
+    value: Mapping[str, Any]
+    pairs: stats.Pairs
+    floor: bool
+    share: stats.Share
+    full: float | None
 
 
 def view(ours: OurTable) -> View:
     """All entries of a table, read from the paper's data and from the store."""
-    if ours.timings is not None:
-        return _timed(ours)
-    # what a score kept of the cache stands below the score
-    columns = tuple(c for c in ours.declared.columns if c.what != BUDGET) or ours.declared.columns
-    averaged = bool(ours.declared.scores) and any(c.dataset in MEANS for c in ours.declared.printed)
     table = ours.declared
-    reading = _Reading(ours, {e.cell: e for e in exact(table.paper, table.table)})
-    entries = [(line, tuple(_entry(reading, line, c) for c in columns)) for line in ours.lines]
-    split = ours.stand_in and table.average == MEAN and any(e.floor for _, row in entries for e in row)
-    means = ((AVERAGE, OF_ALL) if split else (AVERAGE,)) if averaged else ()
-    rows = tuple((line, (*row, *(_average(reading, line, columns, row, m) for m in means))) for line, row in entries)
+    followed = {e.cell: e for e in exact(table.paper, table.table)}
+    if ours.timings is not None:
+        rows = tuple(
+            (x, tuple(_timed(ours, x.row.cells.get(c.name), followed) for c in table.columns)) for x in ours.lines
+        )
+        return View(ours, table.columns, rows)
+    # what a score kept of the cache stands below the score
+    columns = tuple(c for c in table.columns if c.what != BUDGET) or table.columns
+    known: dict[tuple[str, ...], _Read] = {}
+    reads = [[_read(ours, line, c, known) for c in columns] for line in ours.lines]
+    entries = [
+        tuple(_entry(ours, line, c, read, followed) for c, read in zip(columns, row, strict=True))
+        for line, row in zip(ours.lines, reads, strict=True)
+    ]
+    means: tuple[Column, ...] = ()
+    if table.scores and any(c.dataset in MEANS for c in table.printed):
+        split = ours.stand_in and table.average == MEAN and any(e.floor for row in entries for e in row)
+        means = (AVERAGE, OF_ALL) if split else (AVERAGE,)
+    rows = tuple(
+        (line, (*row, *(_average(ours, line, list(zip(columns, row, read, strict=True)), m) for m in means)))
+        for line, row, read in zip(ours.lines, entries, reads, strict=True)
+    )
     return View(ours, (*columns, *means), rows)
 
 
-def _timed(ours: OurTable) -> View:
-    """The entries of an efficiency table."""
-    assert ours.timings is not None
-    found = {e.cell: e for e in exact(ours.declared.paper, ours.declared.table)}
-
-    def entry(printed: Published | None) -> CellView:
-        if printed is None:
-            return CellView()
-        assert ours.timings is not None
-        cell = ours.timings.cells[printed]
-        return CellView(
-            status="missing" if cell.status == NOT_RUN else cell.status,
-            reason=cell.reason,
-            ours=cell.value,
-            ci=cell.spread,
-            relative=_percent(cell.ratio),
-            published=printed.points,
-            published_relative=_percent(cell.published_ratio),
-            mark=MARKS.get(printed.certainty, ""),
-            printed=printed.printed,
-            exact=_exact(found.get(printed)),
-            timed=cell,
-        )
-
-    columns = ours.declared.columns
-    rows = ((line, tuple(entry(line.row.cells.get(c.name)) for c in columns)) for line in ours.lines)
-    return View(ours, columns, tuple(rows))
+def _timed(ours: OurTable, printed: Published | None, followed: Mapping[Published, Exact]) -> CellView:
+    """An entry of an efficiency table."""
+    if printed is None or ours.timings is None:
+        return CellView()
+    cell = ours.timings.cells[printed]
+    return CellView(
+        status="missing" if cell.status == NOT_RUN else cell.status,
+        reason=cell.reason,
+        ours=cell.value,
+        ci=cell.spread,
+        relative=None if cell.ratio is None else 100 * cell.ratio,
+        published=printed.points,
+        published_relative=None if cell.published_ratio is None else 100 * cell.published_ratio,
+        mark=MARKS.get(printed.certainty, ""),
+        printed=printed.printed,
+        exact=_exact(followed.get(printed)),
+        timed=cell,
+    )
 
 
-def _percent(ratio: float | None) -> float | None:
-    return None if ratio is None else 100 * ratio
+def _read(ours: OurTable, line: TableLine, column: Column, known: dict[tuple[str, ...], _Read]) -> _Read | None:
+    """What the store has of a score, read once for all rows and columns that show it; None of what is no score."""
+    if column.what != SCORE:
+        return None
+    cells = ours.cells(line, column)
+    ids = tuple(c.id for _, c in cells)
+    if cells and ids in known:
+        return known[ids]
+    groups = [group for group, _ in ours.full(line, column)]
+    value, pairs = ours.value(line, column), _pairs(ours, line, column)
+    floor = any(at_floor(g.task, pairs[:, 1]) for g in groups)
+    # of log losses, less is better
+    losses = any(metric(g.task.metric).shown is not None for g in groups)
+    share = stats.Share() if floor else stats.share([pairs], log_losses=losses)
+    full = metric(groups[0].task.metric).show(float(pairs[:, 1].mean())) if len(pairs) and groups else None
+    found = _Read(value, pairs, floor, share, full)
+    if cells:
+        known[ids] = found
+    return found
 
 
-def _entry(reading: _Reading, line: TableLine, column: Column) -> CellView:
-    ours = reading.ours
+def _entry(
+    ours: OurTable, line: TableLine, column: Column, read: _Read | None, followed: Mapping[Published, Exact]
+) -> CellView:
     printed = line.row.cells.get(column.name)
+    if printed is None:
+        return CellView(reason=line.skipped if read is None else read.value.get("reason", ""))
     budget = line.row.cells.get(Column(column.dataset, BUDGET).name) if column.what == SCORE else None
-    whole = _printed_full(ours, line.row, column)
-    found: dict[str, Any] = {"status": "missing", "reason": line.skipped}
-    if column.what == SCORE:
-        found = reading.value(line, column)
+    found: Mapping[str, Any] = {"status": "missing", "reason": line.skipped} if read is None else read.value
     base = CellView(
-        status=found["status"] if printed is not None else "none",
+        status=found["status"],
         reason=found.get("reason", ""),
-        published=printed.points if printed else None,
-        published_relative=_share(printed, whole),
-        mark=MARKS.get(printed.certainty, "") if printed else "",
+        published=printed.points,
+        published_relative=_share(printed, _printed_full(ours, line, column)),
+        mark=MARKS.get(printed.certainty, ""),
         published_budget=budget.value if budget else None,
         budgeted=budget is not None,
-        printed=printed.shown if printed else "",
-        exact=_exact(reading.exact.get(printed)) if printed else "",
+        printed=printed.shown,
+        exact=_exact(followed.get(printed)),
     )
-    if printed is None or found["status"] != "measured" or found["score"] is None:
+    if read is None or found["status"] != "measured" or found["score"] is None:
         return base
-    floor = reading.floored(line, column)
-    share = stats.Share() if floor else reading.relative(line, column)
-    score, ci = (share.point, share.ci) if printed.metric == RATIO else (found["score"], found["ci"])
+    score, ci = (read.share.point, read.share.ci) if printed.metric == RATIO else (found["score"], found["ci"])
     return replace(
         base,
         ours=score,
         ci=tuple(ci) if ci else None,
-        relative=share.point,
-        relative_ci=share.ci,
-        floor=floor,
-        full=_whole(reading, line, column),
+        relative=read.share.point,
+        relative_ci=read.share.ci,
+        floor=read.floor,
+        full=read.full,
         unlike=() if ours.stand_in else tuple(_unlike(ours, line, column)),
         n=found["n"],
         of=found["of"],
@@ -217,7 +208,7 @@ def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
     if any(g.task.id.startswith(FAMILIES["mini"]) for g in groups):
         yield "ours are of MiniLongBench's examples"
     yield from dict.fromkeys(g.task.note for g in groups if g.task.note)
-    if ours.run is not None and ours.run.cfg.preset == table.preset:
+    if table.preset and ours.run is not None and ours.run.cfg.preset == table.preset:
         theirs = presets.values(table.preset, "").get("prompt")
         if theirs is not None and ours.run.cfg.prompt.name != theirs:
             yield f"prompt={ours.run.cfg.prompt.name} here, {theirs} there"
@@ -225,70 +216,71 @@ def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
         yield f"{' '.join(ours.typed)} here"
 
 
-def _whole(reading: _Reading, line: TableLine, column: Column) -> float | None:
-    """The full cache's score, in printed units, on the examples that the line has."""
-    pairs, groups = reading.paired(line, column), [group for group, _ in reading.ours.full(line, column)]
-    return metric(groups[0].task.metric).show(float(pairs[:, 1].mean())) if len(pairs) and groups else None
-
-
 def _average(
-    reading: _Reading, line: TableLine, columns: Sequence[Column], entries: Sequence[CellView], kind: Column = AVERAGE
+    ours: OurTable, line: TableLine, entries: Sequence[tuple[Column, CellView, _Read | None]], kind: Column
 ) -> CellView:
     """The mean over columns as the paper takes it, both sides over the same: those that can be read here.
 
     On a stand-in of those only where the full cache is above the floor, but for OF_ALL.
     """
-    ours = reading.ours
-    relative = ours.declared.average in (RELATIVE, SHARE)
-    scored = [(c, e) for c, e in zip(columns, entries, strict=True) if c.what == SCORE]
-    here = [(c, e) for c, e in scored if not (ours.run and ours.why_absent(line, c))]
+    scored = [(c, e, read) for c, e, read in entries if c.what == SCORE]
+    here = [(c, e, read) for c, e, read in scored if not (ours.run and ours.why_absent(line, c))]
     if ours.stand_in and kind is AVERAGE:
-        here = [(c, e) for c, e in here if not e.floor]
+        here = [(c, e, read) for c, e, read in here if not e.floor]
+    if not here:
+        return CellView(status="missing")
+    shown = [e for _, e, _ in here]
+    ratios = ours.declared.average in (RELATIVE, SHARE)
     stated = line.row.cells.get(AVERAGE.name) or next(
         (c for name, c in line.row.cells.items() if name.startswith("avg/")), None
     )
-    if not here:
-        return CellView(status="missing")
-    columns, entries = zip(*here, strict=True)
     # of the full cache itself the paper prints the share, 100, not how far it is from that
     whole = stated is not None and stated.metric == RATIO
     less = 100 if ours.declared.average == RELATIVE and not whole else 0
-    printed = [e.published_relative if relative else e.published for e in entries]
-    known = [p for p in printed if p is not None]
-    published = fmean(known) - less if len(known) == len(entries) else None
-    differs = (
-        stated is not None
-        and stated.value is not None
-        and published is not None
-        and len(here) == len(scored)
-        and abs(stated.value - published) > ROUNDING * 10.0 ** -_decimals(stated)
-    )
+    mean, share = _printed_average([(_printed_full(ours, line, c), e) for c, e, _ in here], ratios)
+    published = None if mean is None else mean - less
     base = CellView(
-        status="missing" if any(e.status in ("missing", "none") for e in entries) else entries[0].status,
-        reason=entries[0].reason,
+        status="missing" if any(e.status in ("missing", "none") for e in shown) else shown[0].status,
+        reason=shown[0].reason,
         published=published,
-        published_relative=_printed_average_share(ours, line.row, columns, known, relative),
-        stated=stated.value if differs and stated is not None else None,
+        published_relative=share,
+        stated=stated.value if len(here) == len(scored) and _differs(stated, published) and stated else None,
     )
-    if any(e.status != "measured" or e.ours is None for e in entries):
+    if any(e.status != "measured" or e.ours is None for e in shown):
         return base
-    scores = [e.relative if relative else e.ours for e in entries]
-    share = stats.share([reading.paired(line, c) for c in columns], of_ratios=relative)
-    known_scores = [s for s in scores if s is not None]
+    found = stats.share([read.pairs for _, _, read in here if read is not None], of_ratios=ratios)
+    known = [s for s in (e.relative if ratios else e.ours for e in shown) if s is not None]
     return replace(
         base,
         status="measured",
-        ours=fmean(known_scores) - less if known_scores else None,
-        relative=share.point,
-        relative_ci=share.ci,
-        n=min(e.n for e in entries),
-        of=max(e.of for e in entries),
-        unlike=tuple(dict.fromkeys(reason for e in entries for reason in e.unlike)),
+        ours=fmean(known) - less if known else None,
+        relative=found.point,
+        relative_ci=found.ci,
+        n=min(e.n for e in shown),
+        of=max(e.of for e in shown),
+        unlike=tuple(dict.fromkeys(reason for e in shown for reason in e.unlike)),
     )
 
 
-def _decimals(cell: Published) -> int:
-    return sum(c.isdigit() for c in cell.printed.partition(".")[2])
+def _printed_average(
+    entries: Sequence[tuple[Published | None, CellView]], ratios: bool
+) -> tuple[float | None, float | None]:
+    """The mean of what is printed, or of its shares of the printed full cache, and the mean's own share of that."""
+    values = [v for v in (e.published_relative if ratios else e.published for _, e in entries) if v is not None]
+    if len(values) < len(entries):
+        return None, None
+    if ratios:
+        return fmean(values), fmean(values)
+    wholes = [w.points for w, _ in entries if w is not None and w.points is not None]
+    full = fmean(wholes) if len(wholes) == len(entries) else 0
+    return fmean(values), 100 * fmean(values) / full if full else None
+
+
+def _differs(stated: Published | None, published: float | None) -> bool:
+    """Whether a stated average differs from that of its cells by more than rounding explains."""
+    if stated is None or stated.value is None or published is None:
+        return False
+    return abs(stated.value - published) > ROUNDING * 10.0 ** -decimals(stated.printed)
 
 
 def _exact(found: Exact | None) -> str:
@@ -296,37 +288,19 @@ def _exact(found: Exact | None) -> str:
     return "" if found is None else "✓" if found.ok else f"recomputed {found.shown}"
 
 
-def _printed_full(ours: OurTable, row: TableRow, column: Column) -> Published | None:
-    full = ours.declared.full_row(row.model)
+def _printed_full(ours: OurTable, line: TableLine, column: Column) -> Published | None:
+    full = ours.declared.full_row(line.row.model)
     return None if full is None else full.cells.get(column.name)
 
 
-def _share(value: Published | None, whole: Published | None) -> float | None:
+def _share(value: Published, whole: Published | None) -> float | None:
     """A printed value in per cent of the printed full cache; of a perplexity, the other way round."""
-    if value is not None and value.metric == RATIO:
+    if value.metric == RATIO:
         return value.value
-    if value is None or whole is None or value.points is None or not whole.points:
+    if whole is None or value.points is None or not whole.points:
         return None
-    if value.metric == "perplexity":
-        return 100 * whole.points / value.points
-    return 100 * value.points / whole.points
-
-
-def _printed_average_share(
-    ours: OurTable, row: TableRow, columns: Sequence[Column], values: Sequence[float], relative: bool
-) -> float | None:
-    if len(values) < len(columns):
-        return None
-    if relative:
-        return fmean(values)
-    wholes = [_printed_full(ours, row, c) for c in columns]
-    known = [w.points for w in wholes if w is not None and w.points is not None]
-    return 100 * fmean(values) / fmean(known) if len(known) == len(columns) and fmean(known) else None
-
-
-def _lower(ours: OurTable, line: TableLine, column: Column) -> bool:
-    """Whether less is better in what we measured of a column."""
-    return any(metric(group.task.metric).shown is not None for group, _ in ours.full(line, column))
+    a, b = (whole.points, value.points) if value.metric == "perplexity" else (value.points, whole.points)
+    return 100 * a / b
 
 
 def _pairs(ours: OurTable, line: TableLine, column: Column) -> stats.Pairs:

@@ -12,6 +12,7 @@ from kvbench.errors import KvbenchError
 from kvbench.papers.measured.cell_view import View
 from kvbench.papers.measured.our_table import TableLine
 from kvbench.papers.spec.table_spec import MEANS, Column
+from kvbench.tables import writers
 
 FILE = "counts.csv"
 STATES = ("measured", "refused", "missing")
@@ -56,14 +57,6 @@ def read(folder: Path) -> dict[str, Counts]:
 def write(folder: Path, line: Counts) -> None:
     """Put one table's line in its place."""
     known = {**read(folder), line["table"]: line}
-    out = io.StringIO()
-    writer = csv.DictWriter(out, FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(known[table] for table in sorted(known, key=_order))
+    order = sorted(known, key=lambda table: (table.partition("/")[0], int(table.partition("/")[2])))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(out.getvalue(), encoding="utf-8")
-
-
-def _order(table: str) -> tuple[str, int]:
-    paper, _, number = table.partition("/")
-    return paper, int(number)
+    (folder / FILE).write_text(writers.csv(FIELDS, (known[table] for table in order)), encoding="utf-8")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import replace
 from textwrap import wrap
 
 from kvbench.metrics.stats import FLOOR
@@ -14,10 +13,11 @@ from kvbench.papers.measured.our_table import OurTable, TableLine
 from kvbench.papers.spec import stand_ins
 from kvbench.papers.spec.published import FRACTION
 from kvbench.papers.spec.row_knobs import parse
-from kvbench.papers.spec.table_spec import MEANS, SCORE, TableRow
+from kvbench.papers.spec.table_spec import MEANS, SCORE
 from kvbench.papers.spec.workloads import labels
 from kvbench.run.provenance import local_changes
 from kvbench.tables.render import EVICTING, EVICTS
+from kvbench.tables.table import Bold, Table
 
 SHOWS = ("both", "ours", "published", "delta")
 WRONG = ("refused", "failed")
@@ -26,64 +26,55 @@ UNLIKE = "°"
 LABEL = 22
 """Characters of a line of a row's setting."""
 
-
-@dataclass(frozen=True)
-class TextGrid:
-    """One cell as text, line by line; the first is bold where it is the best of its block."""
-
-    lines: tuple[str, ...]
-    bold: bool = False
+Line = tuple[TableLine, tuple[CellView, ...]]
+"""A row of a view with its entries."""
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A table of text: groups and names of columns, and blocks of rows below headings."""
-
-    names: tuple[str, ...]
-    groups: tuple[str, ...]
-    blocks: tuple[tuple[str, tuple[tuple[TextGrid, ...], ...]], ...]
-
-
-def grid(view: View, show: str) -> Grid:
+def grid(view: View, show: str) -> Table:
     """The cells as text: one of SHOWS, or ``beside``, the printed side in the unit of ours."""
-    stand_in = view.ours.stand_in
-    printed, timings = show in ("published", "beside"), view.ours.timings
+    stand_in, timings = view.ours.stand_in, view.ours.timings
+    printed = show in ("published", "beside")
     shown = "published" if printed else "relative" if stand_in else "ours"
     if timings is not None:
         shown = "published_relative" if printed else "relative"
     base = "full" if timings is None else timings.bench.base
-    blocks = []
-    for heading, indices in _by_block(view.rows, view.ours.declared.blocks).items():
-        compressed = [i for i in indices if view.rows[i][0].row.method != base]
-        top = [
-            _best([view.rows[i][1][c] for i in compressed], shown, _lower(view, compressed, column.name))
-            for c, column in enumerate(view.columns)
-        ]
-        rows = []
-        for i in indices:
-            line, entries = view.rows[i]
+    headings: dict[int, str] = {}
+    rows: list[tuple[str, ...]] = []
+    for heading, block in _by_block(view.rows, view.ours.declared.blocks).items():
+        headings[len(rows)] = heading
+        compressed = [(line, entries) for line, entries in block if line.row.method != base]
+        top = [_best(compressed, i, column.name, shown) for i, column in enumerate(view.columns)]
+        for line, entries in block:
             evicts = line.chain is not None and line.chain.evicts and show != "published"
-            label = TextGrid((line.row.method, *_facts(line.row.setting, heading), *([EVICTS] if evicts else [])))
-            if line.row.method == "full":  # its share of itself needs no interval
-                entries = tuple(replace(e, relative_ci=None) for e in entries)
-            cells = [
-                _cell(e, show, stand_in, i in compressed and top[c] is not None and getattr(e, shown) == top[c])
-                for c, e in enumerate(entries)
-            ]
-            rows.append((label, *cells))
-        blocks.append((heading, tuple(rows)))
-    names = tuple(c.name if timings is None else timing_text.name(timings, c.name) for c in view.columns)
-    groups = [c.group for c in view.columns]
-    named = [(group, count) for group, count in runs(groups) if group]
-    if len(named) < 2 or all(count == 1 for _, count in named):  # what is one group, or one column, says nothing
-        groups = [""] * len(groups)
-    return Grid(("", *names), ("", *groups), tuple(blocks))
+            label = [line.row.method, *_facts(line.row.setting, heading), *([EVICTS] if evicts else [])]
+            cells = []
+            for e, best in zip(entries, top, strict=True):
+                if line.row.method == "full":  # its share of itself needs no interval
+                    e = replace(e, relative_ci=None)
+                text = "\n".join(timing_text.lines(e, show) if e.timed is not None else _cell(e, show, stand_in))
+                bold = line.row.method != base and best is not None and getattr(e, shown) == best
+                cells.append(Bold(text) if bold else text)
+            rows.append(("\n".join(label), *cells))
+    names = ("", *(c.name if timings is None else timing_text.name(timings, c.name) for c in view.columns))
+    table = Table(names, tuple(rows), breaks=True, groups=("", *(c.group for c in view.columns)), headings=headings)
+    named = [count for group, count in table.spans() if group]
+    # what is one group, or one column, says nothing
+    return table if len(named) > 1 and max(named) > 1 else replace(table, groups=())
 
 
-def _lower(view: View, rows: Sequence[int], column: str) -> bool:
-    """Whether what the paper prints in a column is better if it is less."""
-    cells = (view.rows[i][0].row.cells.get(column) for i in rows)
-    return any(c is not None and c.metric == "perplexity" for c in cells)
+def _best(rows: Sequence[Line], index: int, column: str, shown: str) -> float | None:
+    """The best of what is shown (``ours``, ``relative``, ``published``) in a block's column; None where nothing is.
+
+    Less is better of some times, and of perplexities, whose shares are turned round.
+    """
+    entries = [entries[index] for _, entries in rows]
+    values = [value for e in entries if (value := getattr(e, shown)) is not None]
+    if len(values) < 2:
+        return None
+    printed = (line.row.cells.get(column) for line, _ in rows if shown in ("ours", "published"))
+    less = any(e.timed is not None and e.timed.lower for e in entries)
+    less |= any(c is not None and c.metric == "perplexity" for c in printed)
+    return min(values) if less else max(values)
 
 
 def _facts(setting: str, heading: str) -> Iterator[str]:
@@ -93,23 +84,25 @@ def _facts(setting: str, heading: str) -> Iterator[str]:
     yield from wrap(" ".join(parts), LABEL, break_long_words=False)
 
 
-def _cell(entry: CellView, show: str, stand_in: bool, bold: bool) -> TextGrid:
-    if entry.timed is not None:
-        return TextGrid(tuple(timing_text.lines(entry, show)), bold)
+def _cell(entry: CellView, show: str, stand_in: bool) -> list[str]:
+    """The lines of a cell that is a score."""
     ours = _ours(entry, stand_in)
     printed = _printed(entry, stand_in and show != "published")
+    difference = _number(entry.delta, 2, sign=True) + (UNLIKE if entry.unlike else "")
     if show == "ours":
         lines = [*ours, _kept(entry.budget)] if entry.budgeted else ours
     elif show in ("published", "beside"):
         lines = [printed, _kept(entry.published_budget)]
     elif show == "delta":
-        lines = [_delta(entry, stand_in)]
+        # of a stand-in a difference says nothing
+        lines = ours if entry.status in ("none", *WRONG) else ["—" if stand_in else difference]
     else:
-        lines = [*ours, f"({printed})" if stand_in or not printed else _beside(entry, printed)]
+        delta = "" if stand_in or not printed or entry.delta is None else f", Δ {difference}"
+        lines = [*ours, f"({printed}{delta})"]
         if entry.budgeted:
             theirs = "" if entry.published_budget is None else f"({entry.published_budget:.0f}%)"
             lines.append(f"{_kept(entry.budget)} {theirs}".strip())
-    return TextGrid(tuple(line for line in lines if line not in ("", "()")), bold)
+    return [line for line in lines if line not in ("", "()")]
 
 
 def _kept(percent: float | None) -> str:
@@ -149,25 +142,6 @@ def _printed(entry: CellView, relative: bool) -> str:
     return text
 
 
-def _beside(entry: CellView, printed: str) -> str:
-    return (
-        f"({printed}, Δ {_number(entry.delta, 2, sign=True)}{_unlike(entry)})"
-        if entry.delta is not None
-        else f"({printed})"
-    )
-
-
-def _unlike(entry: CellView) -> str:
-    return UNLIKE if entry.unlike else ""
-
-
-def _delta(entry: CellView, stand_in: bool) -> str:
-    """Ours minus the paper's; nothing on a stand-in."""
-    if entry.status in ("none", *WRONG):
-        return "" if entry.status == "none" else "✗"
-    return "—" if stand_in else _number(entry.delta, 2, sign=True) + _unlike(entry)
-
-
 def notes(view: View, show: str = "both") -> list[str]:
     """What the reader must know of one of SHOWS, or ``beside``: what the numbers are, n, marks, refusals, a mapping."""
     ours, declared = view.ours, view.ours.declared
@@ -184,19 +158,17 @@ def notes(view: View, show: str = "both") -> list[str]:
     skipped = list(dict.fromkeys(line.skipped for line, _ in view.rows if line.skipped))
     if skipped:
         lines.append(f"— not run here: {', '.join(skipped)}.")
-    waiting = list(_waiting(view)) if ours.run is not None else []
+    # columns of scores that could be read and have a row without a number
+    waiting = [
+        column.name
+        for i, column in enumerate(view.columns)
+        if ours.run is not None and column.what == SCORE and column.dataset not in MEANS
+        if any(line.chain and row[i].status == "missing" and not row[i].reason for line, row in view.rows)
+    ]
     if waiting:
         lines.append(f"— not measured yet: {', '.join(waiting)}.")
     lines += [f"— {what}." for what in absent(ours)]
     return [*lines, *declared.sources]
-
-
-def _waiting(view: View) -> Iterator[str]:
-    """The columns of scores that could be read and have a row without a number."""
-    for i, column in enumerate(view.columns):
-        scored = column.what == SCORE and column.dataset not in MEANS
-        if scored and any(line.chain and row[i].status == "missing" and not row[i].reason for line, row in view.rows):
-            yield column.name
 
 
 def absent(ours: OurTable) -> list[str]:
@@ -279,7 +251,10 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
             yield f"{mark}: the printed value is {text} (kvbench/papers/data/{paper})."
     wrong = [(line.row, e) for line, row in view.rows for e in row if e.stated is not None]
     if wrong and relative:  # a share has no room for it
-        said = ", ".join(f"{_number(e.stated, 2)} for {_number(e.published, 2)} ({_named(view, r)})" for r, e in wrong)
+        several = len(view.ours.declared.models()) > 1
+        names = (f"{row.model} {row.name}" if several else row.name for row, _ in wrong)
+        values = (f"{_number(e.stated, 2)} for {_number(e.published, 2)}" for _, e in wrong)
+        said = ", ".join(f"{value} ({name})" for value, name in zip(values, names, strict=True))
         yield f"Averages that the paper states, for what its cells give: {said}."
     elif wrong:
         yield "stated: the average that the paper states, where its cells give another."
@@ -287,11 +262,6 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
     if recomputed:
         right = recomputed.count("✓")
         yield f"✓: {right} of {len(recomputed)} printed values that need no model follow from what they rest on."
-
-
-def _named(view: View, row: TableRow) -> str:
-    """A row's name, with its model where the table has several."""
-    return f"{row.model} {row.name}" if len(view.ours.declared.models()) > 1 else row.name
 
 
 def title(view: View, show: str = "both") -> str:
@@ -303,27 +273,10 @@ def title(view: View, show: str = "both") -> str:
     return f"{start} — {view.ours.model}{' (stand-in)' if view.ours.stand_in else ''}"
 
 
-def runs(groups: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Neighbouring columns of one group: its name, and how many there are."""
-    return ((name, len(list(members))) for name, members in groupby(groups))
-
-
 def _number(value: float | None, digits: int, sign: bool = False) -> str:
     if value is None:
         return "—"
     return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
-
-
-def _best(entries: Sequence[CellView], shown: str, lower: bool = False) -> float | None:
-    """The best of what is shown (``ours``, ``relative``, ``published``) in a block; None where nothing is.
-
-    ``lower``: less is better, as of perplexities, whose shares are turned round.
-    """
-    values = [getattr(e, shown) for e in entries if getattr(e, shown) is not None]
-    if len(values) < 2:
-        return None
-    less = any(e.timed is not None and e.timed.lower for e in entries) or (lower and shown in ("ours", "published"))
-    return min(values) if less else max(values)
 
 
 def _heading(key: str, value: str) -> str:
@@ -331,11 +284,11 @@ def _heading(key: str, value: str) -> str:
     return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
 
 
-def _by_block(rows: Sequence[tuple[TableLine, tuple[CellView, ...]]], keys: Sequence[str]) -> Mapping[str, list[int]]:
+def _by_block(rows: Sequence[Line], keys: Sequence[str]) -> Mapping[str, list[Line]]:
     """Heading -> the rows below it, in the paper's order."""
-    found: dict[str, list[int]] = {}
-    for i, (line, _) in enumerate(rows):
+    found: dict[str, list[Line]] = {}
+    for line, entries in rows:
         setting = {"model": line.row.model, **parse(line.row.setting)}
         heading = ", ".join(_heading(k, setting[k]) for k in keys if setting.get(k))
-        found.setdefault(heading, []).append(i)
+        found.setdefault(heading, []).append((line, entries))
     return found

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from kvbench.run.experiment import RunPlan
-from kvbench.run.plan import Cell, Group
+from kvbench.run.plan import Group
 
 
 def joint(runs: Iterable[RunPlan]) -> list[RunPlan]:
@@ -29,10 +29,9 @@ def _merged(groups: Iterable[Group]) -> tuple[Group, ...]:
     for group in groups:
         asked = {k: v for k, v in group.cells[0].identity.items() if k != "chain"}
         by_task.setdefault(json.dumps(asked, sort_keys=True, default=str), []).append(group)
-    return tuple(_one(same) for same in by_task.values())
-
-
-def _one(groups: Sequence[Group]) -> Group:
-    cells: dict[str, Cell] = {c.id: c for g in groups for c in g.cells}
-    longest = max(groups, key=lambda g: len(g.examples))
-    return replace(longest, cells=tuple(cells.values()))
+    return tuple(
+        replace(
+            max(same, key=lambda g: len(g.examples)), cells=tuple({c.id: c for g in same for c in g.cells}.values())
+        )
+        for same in by_task.values()
+    )

@@ -78,24 +78,22 @@ class OurTable:
     timings: Timings | None = None
     typed: tuple[str, ...] = ()
 
-    def cells(self, line: TableLine, column: Column) -> Parts:
-        """The cells of the store behind a score; none where it is not measured here."""
-        chain = line.chain_of(column.dataset)
-        return self._find(line, column, chain) if chain is not None else ()
+    def cells(self, line: TableLine, column: Column, chain: Chain | None = None) -> Parts:
+        """The cells of the store behind a score, or of another ``chain`` there; none where it is not measured here."""
+        wanted = line.chain_of(column.dataset) if chain is None else chain
+        workload = line.reads.get(column.dataset)
+        if wanted is None or workload is None:
+            return ()
+        return tuple((g, c) for g in self.groups.get(workload, ()) for c in g.cells if c.chain == wanted)
 
     def full(self, line: TableLine, column: Column) -> Parts:
         """The full-cache cells of what a line reads in a column."""
-        return self._find(line, column, Chain())
+        return self.cells(line, column, Chain())
 
     def why_absent(self, line: TableLine, column: Column) -> str:
         """Why what a line reads in a column cannot be read; '' where it can."""
         workload = line.reads.get(column.dataset)
         return self.absent.get(workload, "") if workload is not None else ""
-
-    def _find(self, line: TableLine, column: Column, chain: Chain) -> Parts:
-        workload = line.reads.get(column.dataset)
-        groups = self.groups.get(workload, ()) if workload is not None else ()
-        return tuple((g, c) for g in groups for c in g.cells if c.chain == chain)
 
     def value(self, line: TableLine, column: Column) -> dict[str, Any]:
         """What was measured of a line: ``status`` (measured, refused, missing) with numbers or the reason.
@@ -154,58 +152,74 @@ def prepare(
     if not declared.measurable:
         return printed(declared, model, f"its numbers are no scores ({declared.kind})")
     stand_in, tiny = stands_in(declared, model), model == stand_ins.MODEL
-    written = (f"model={model}", f"preset={declared.preset}", "method=full", *(f"{k}={v}" for k, v in given.items()))
+    preset = [f"preset={declared.preset}"] if declared.preset else []
+    written = (f"model={model}", *preset, "method=full", *(f"{k}={v}" for k, v in given.items()))
     base = composed(written, [c.dataset for c in declared.scores], tiny)
     if "max_length" not in given and {c.dataset for c in declared.scores} <= declared.workloads.keys() & {"needle"}:
         # texts of given lengths are not cut; limits of prompts are those of LongBench
         base = replace(base, prompt=replace(base.prompt, max_length=None))
     source = load.locate(base.model)
     size = stand_ins.size(source.config, declared.length if tiny else None) if stand_in else None
-    values = presets.values(declared.preset, model if model in entries("model") else "")
+    values = presets.values(declared.preset, model if model in entries("model") else "") if preset else {}
     lines = tuple(
-        _checked(_line(declared, row, values, size, tiny), source.config)
+        _line(declared, row, values, size, tiny, source.config)
         if stand_in or model_id(declared.entry(row.model)) == model_id(model)
         else TableLine(row, skipped=f"a row of {row.model}")
         for row in declared.rows
     )
     notes: list[str] = []
-    if tiny and not isinstance(declared, Given):
-        assert size is not None
+    if size is not None and tiny and not isinstance(declared, Given):
         notes += stand_ins.notes(declared)
         declared, lines = _distinct(declared, lines, size)
     elif size is not None and stand_ins.depths(size) and any("uncomp-stage" in line.row.method for line in lines):
         notes.append(f"uncomp-stage: the paper's schedule is of other numbers of layers than {size.layers}; relative.")
     if size is not None and not tiny:
-        notes += _moved(lines, size.layers)
+        asked = (row_knobs.parse(line.row.setting).get("frozen", "none") for line in lines)
+        beyond = dict.fromkeys(f for f in asked if f != "none" and max(map(int, f.split("+"))) >= size.layers)
+        notes += [f"frozen={f}: layers that this model of {size.layers} does not have are its last." for f in beyond]
     tokenizer = cast(Tokenizer, load.load_tokenizer(base.model, source))
     reader = Reader(declared, base, written, tokenizer, context_of(base, source), tiny)
     lines, absent, more = _reading(reader, lines, family, stand_in)
+    notes += more
     wanted = dict.fromkeys(w for line in lines if line.chain is not None for w in line.reads.values())
     reads = [w for w in wanted if w not in absent]
+    if not reads:
+        return OurTable(declared, model, stand_in, lines, None, {}, absent, tuple(notes))
+    run, groups = _plan(reader, lines, reads, limits or {})
+    mini = [len(g.task.examples) for w, some in groups.items() for g in some if w.entry == FAMILIES["mini"]]
+    if mini:
+        notes.append(f"LongBench columns: MiniLongBench's examples, {min(mini)} to {max(mini)} a task.")
+    typed = tuple(f"{k}={v}" for k, v in given.items() if k.removeprefix("prompt.") in CONDITIONS)
+    return OurTable(declared, model, stand_in, lines, run, groups, absent, tuple(notes), typed=typed)
+
+
+def _plan(
+    reader: Reader, lines: Sequence[TableLine], reads: Sequence[TableWorkload], limits: Mapping[str, int]
+) -> tuple[RunPlan, dict[TableWorkload, tuple[Group, ...]]]:
+    """The run that measures the cells which printed numbers ask for, and the full cache's; its groups by workload."""
     said = labels(w.whole for w in reads)
-    if not said:
-        return OurTable(declared, model, stand_in, lines, None, {}, absent, (*notes, *more))
     datasets = []
     for whole, label in said.items():
         parts = dict.fromkeys(p for w in reads if w.whole == whole for p in w.parts or ())
         dataset = reader.config(replace(whole, parts=tuple(parts) or None), label)
-        datasets.append(replace(dataset, default_limit=(limits or {}).get(whole.dataset, dataset.default_limit)))
-    names = {c: line.row.name for line in reversed(lines) for c in (line.chain, *line.others.values()) if c is not None}
-    chains = dict.fromkeys(c for line in lines for c in (line.chain, *line.others.values()) if c is not None)
-    settled = tuple(ChainConfig(c, names[c] if c.stages else "full") for c in chains)
-    run = experiment.prepare(replace(base, chains=settled, datasets=tuple(datasets)))
-    run = _own_cells(run, [line for line in lines if line.chain is not None], said)
-    groups = {w: tuple(g for g in run.groups if w.owns(g, said[w.whole])) for w in reads}
-    more += _sizes(groups)
-    typed = tuple(f"{k}={v}" for k, v in given.items() if k.removeprefix("prompt.") in CONDITIONS)
-    return OurTable(declared, model, stand_in, lines, run, groups, absent, (*notes, *more), typed=typed)
-
-
-def _moved(lines: Sequence[TableLine], layers: int) -> list[str]:
-    """Notes on rows that name layers which a model of fewer does not have."""
-    asked = (row_knobs.parse(line.row.setting).get("frozen", "none") for line in lines)
-    beyond = dict.fromkeys(f for f in asked if f != "none" and max(map(int, f.split("+"))) >= layers)
-    return [f"frozen={f}: layers that this model of {layers} does not have are its last." for f in beyond]
+        datasets.append(replace(dataset, default_limit=limits.get(whole.dataset, dataset.default_limit)))
+    chains: dict[Chain, str] = {}
+    for line in lines:
+        for chain in (line.chain, *line.others.values()):
+            if chain is not None:
+                chains.setdefault(chain, line.row.name if chain.stages else "full")
+    settled = tuple(ChainConfig(chain, name) for chain, name in chains.items())
+    run = experiment.prepare(replace(reader.cfg, chains=settled, datasets=tuple(datasets)))
+    groups = []
+    for group in run.groups:
+        asked = {Chain()} | {
+            line.chain_of(d)
+            for line in lines
+            for d, w in line.reads.items()
+            if line.chain is not None and w.owns(group, said.get(w.whole, "-"))
+        }
+        groups.append(replace(group, cells=tuple(c for c in group.cells if c.chain in asked)))
+    return replace(run, groups=tuple(groups)), {w: tuple(g for g in groups if w.owns(g, said[w.whole])) for w in reads}
 
 
 def _distinct(
@@ -219,7 +233,7 @@ def _distinct(
     table = stand_ins.own_table(declared, ((line.row.method, setting) for line, setting in first.values()))
     rows = zip(table.rows, first.values(), strict=True)
     return table, tuple(
-        replace(line, row=row, others={stand_ins.task_of(d): c for d, c in line.others.items()})
+        replace(line, row=row, others={stand_ins.task_of(d, declared): c for d, c in line.others.items()})
         for row, (line, _) in rows
     )
 
@@ -258,33 +272,20 @@ def _reading(
     return tuple(found), {w: why for w, why in absent.items() if w in used}, list(notes)
 
 
-def _own_cells(run: RunPlan, lines: Sequence[TableLine], said: Mapping[TableWorkload, str]) -> RunPlan:
-    """The run with those cells alone that a printed number asks for, and the full cache's."""
-    groups = []
-    for group in run.groups:
-        wanted = {Chain()} | {
-            line.chain_of(d) for line in lines for d, w in line.reads.items() if w.owns(group, said.get(w.whole, "-"))
-        }
-        groups.append(replace(group, cells=tuple(c for c in group.cells if c.chain in wanted)))
-    return replace(run, groups=tuple(groups))
-
-
-def _sizes(groups: Mapping[TableWorkload, Sequence[Group]]) -> list[str]:
-    """What is said of LongBench's columns where they are a subset of its examples."""
-    mini = [len(g.task.examples) for w, some in groups.items() for g in some if w.entry == FAMILIES["mini"]]
-    if not mini:
-        return []
-    return [f"LongBench columns: MiniLongBench's examples, {min(mini)} to {max(mini)} a task."]
-
-
 def stands_in(declared: TableSpec, model: str) -> bool:
     """Whether a model is none of those whose numbers a table prints."""
     return model_id(model) not in [model_id(declared.entry(m)) for m in declared.models()]
 
 
 def _line(
-    declared: TableSpec, row: TableRow, values: Mapping[str, Any], size: row_knobs.StandIn | None, tiny: bool = False
+    declared: TableSpec,
+    row: TableRow,
+    values: Mapping[str, Any],
+    size: row_knobs.StandIn | None,
+    tiny: bool = False,
+    model: Any = None,
 ) -> TableLine:
+    """A row with its chain, refused where none is possible or where it cannot run on a model of that configuration."""
     setting = row_knobs.parse(row.setting)
     method = row_knobs.method_of(row.method, setting)
     if size is not None and "windows" in setting:
@@ -303,23 +304,11 @@ def _line(
 
         def chain(more: str = "") -> Chain:
             mine = knobs | row_knobs.knobs(row.method, ";".join(filter(None, (more, row.setting))), size)
-            return chain_of({"method": method, **_read(mine)}, preset=values)
+            return chain_of({"method": method, **{k: yaml.safe_load(v) for k, v in mine.items()}}, preset=values)
 
-        return TableLine(row, chain(), others={d: chain(more) for d, more in declared.settings.items() if d in columns})
+        line = TableLine(row, chain(), others={d: chain(more) for d, more in declared.settings.items() if d in columns})
+        if line.chain is not None and model is not None:
+            line.chain.check_model(str(model.model_type), int(model.num_hidden_layers), head_counts(model))
     except UsageError as reason:
         return TableLine(row, refused=str(reason))
-
-
-def _read(knobs: Mapping[str, str]) -> dict[str, Any]:
-    return {k: yaml.safe_load(v) for k, v in knobs.items()}
-
-
-def _checked(line: TableLine, model: Any) -> TableLine:
-    """The line, refused if its method cannot run on a model of this configuration."""
-    if line.chain is None:
-        return line
-    try:
-        line.chain.check_model(str(model.model_type), int(model.num_hidden_layers), head_counts(model))
-    except UsageError as reason:
-        return TableLine(line.row, refused=str(reason))
     return line

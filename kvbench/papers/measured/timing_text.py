@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvbench.bench.records import FAILED, NOT_RUN, OOM, REFUSED
 from kvbench.papers.timed.row_matching import INTEGRATED, MISSING
@@ -13,11 +13,8 @@ from kvbench.papers.timed.timings import SCRIPT, Timings
 if TYPE_CHECKING:
     from kvbench.papers.measured.cell_view import CellView
 
-CSV_FIELDS = ("unit", "ratio", "published_ratio", "base", "device", "workload", "marks")
 SHORT = {"pct": "%", "x": ""}
 """Printed units as a column's head says them."""
-SHARES = ("ours_percent_of_full", "percent_low", "percent_high", "published_percent_of_full")
-"""Columns of a CSV that an efficiency table leaves empty: its ratios are to another row."""
 
 
 def name(timings: Timings, column: str) -> str:
@@ -26,31 +23,24 @@ def name(timings: Timings, column: str) -> str:
     return f"{column} {SHORT.get(unit, unit)}".rstrip()
 
 
-def lines(entry: CellView, show: str) -> Iterator[str]:
+def lines(entry: CellView, show: str) -> list[str]:
     """One cell, line by line; ``show`` as in grid."""
     cell = entry.timed
     assert cell is not None
-    theirs = _ratio(cell.published_ratio)
+    ours, theirs, printed = _state(entry) or _ratio(cell.ratio), _ratio(cell.published_ratio), _printed(entry)
     if show in ("published", "beside"):
-        yield from [] if cell.published_ratio is None else [theirs]
-        yield _printed(entry)
-    elif show == "delta":
+        return [printed] if cell.published_ratio is None else [theirs, printed]
+    if show == "delta":
         if cell.ratio is None or cell.published_ratio is None:
-            yield _state(entry) or "—"
-        else:
-            yield f"{cell.ratio - cell.published_ratio:+.2f}".replace("-", "−")
-    else:
-        mine = _state(entry) or (_ratio(cell.ratio) if cell.ratio is not None else "—")
-        value = "" if cell.value is None else _number(cell.value) + (" ∫" if INTEGRATED in cell.marks else "")
-        if show == "ours":
-            yield from [] if value and cell.ratio is None else [mine]
-            yield from [value] if value else []
-            if cell.spread is not None:
-                yield f"[{_number(cell.spread[0])}, {_number(cell.spread[1])}]"
-        else:
-            yield from [] if value and cell.ratio is None and cell.published_ratio is None else [f"{mine} ({theirs})"]
-            yield from [f"ours {value}"] if value else []
-            yield f"paper {_printed(entry)}"
+            return [_state(entry) or "—"]
+        return [f"{cell.ratio - cell.published_ratio:+.2f}".replace("-", "−")]
+    value = "" if cell.value is None else _number(cell.value) + (" ∫" if INTEGRATED in cell.marks else "")
+    bare = value and cell.ratio is None
+    if show == "ours":
+        spread = "" if cell.spread is None else f"[{_number(cell.spread[0])}, {_number(cell.spread[1])}]"
+        return [text for text in ("" if bare else ours, value, spread) if text]
+    ratio = "" if bare and cell.published_ratio is None else f"{ours} ({theirs})"
+    return [text for text in (ratio, value and f"ours {value}", f"paper {printed}") if text]
 
 
 def _state(entry: CellView) -> str:
@@ -80,23 +70,24 @@ def _number(value: float) -> str:
 def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> list[str]:
     """What the reader must know: both devices, what ratios are of, the scale of a stand-in, what is not there."""
     bench = timings.bench
+    theirs = f"N.NN×: the paper's over its own {bench.base}; the paper's is {_theirs(timings)}."
     if show == "published":
-        return [
-            f"N.NN×: the paper's over its own {bench.base}; the paper's is {_theirs(timings)}.",
-            *_printed_notes(entries),
-        ]
+        return [theirs, *_printed_notes(entries)]
     cells = [e.timed for e in entries if e.timed is not None]
-    if timings.there:
-        found = list(_ours_notes(timings, show))
-    else:
-        found = [f"(N.NN×): the paper's over its own {bench.base}; the paper's is {_theirs(timings)}."]
+    found = list(_ours_notes(timings, show)) if timings.there else [theirs.replace("N.NN×", "(N.NN×)", 1)]
     if any(INTEGRATED in c.marks for c in cells):
         found.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")
     if show != "delta":
         found += _printed_notes([replace(e, exact="", mark="") if show == "ours" else e for e in entries])
     wrong = {(c.row["method"], c.row["workload"], c.reason) for c in cells if c.row and c.status in (REFUSED, FAILED)}
     found += [f"✗ {method} at {workload}: {reason}" for method, workload, reason in sorted(wrong)]
-    found += _not_run(timings)
+    about: dict[str, dict[str, None]] = {}
+    for printed, cell in timings.cells.items():
+        if cell.status == NOT_RUN:
+            places = (printed.model, printed.method, printed.dataset)
+            other = printed.dataset if printed.dataset == "avg" else printed.method
+            about.setdefault(cell.reason, {})[next((p for p in places if p in bench.not_run), other)] = None
+    found += [f"— not run: {', '.join(names)}: {reason}" for reason, names in about.items()]
     if any(c.status == MISSING for c in cells):
         found.append(f"— not measured yet: {timings.command}")
     found += [f"Left out: {n} rows of {device}; a table shows one device." for device, n in timings.left_out.items()]
@@ -108,25 +99,37 @@ def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> 
 
 
 def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
-    """Both devices, what a ratio is of, and what a stand-in is scaled to."""
-    bench, theirs = timings.bench, _theirs(timings)
+    """Both devices, what a ratio is of, what a stand-in is scaled to, and how many ratios agree in direction."""
+    bench, cells = timings.bench, timings.cells
     less = "±N.NN: our ratio less the paper's. A ratio is" if show == "delta" else "N.NN×:"
     beside = f"{less} ours over our {bench.base} row, measured beside it (the paper's over its own)"
+    ours = f"{bench.model} with random weights on {timings.device}; the paper's"
     if timings.stand_in:
         yield (
-            f"Stand-in: ours is {bench.model} with random weights on {timings.device}; the paper's is {theirs}. "
-            f"{beside}. Only ratios compare, and of those the direction; no GPU took part."
+            f"Stand-in: ours is {ours} is {_theirs(timings)}. {beside}. Only ratios compare, and of those the "
+            "direction; no GPU took part."
         )
-        yield f"Stand-in's workloads: {bench.stand_in.words()}. {_mapping(timings)}"
+        pairs = {bench.printed_workload(p): str(c.row["workload"]) for p, c in cells.items() if c.row is not None}
+        said = ", ".join(f"{b} for {a}" if a != b else a for a, b in pairs.items())
+        yield f"Stand-in's workloads: {bench.stand_in.words()}. Prompt + new tokens x rows: {said}."
     else:
-        yield (
-            f"Ours: {bench.model} with random weights on {timings.device}; the paper's: {theirs}. {beside}. "
-            "Only ratios compare."
-        )
-    if len(_named(timings)) > 1:
+        yield f"Ours: {ours}: {_theirs(timings)}. {beside}. Only ratios compare."
+    if len(_devices(timings)) > 1:
         yield "Ours is of one device and stands beside each of the paper's."
-    yield _repeats(timings)
-    yield from _directions(timings)
+    rows = [c.row for c in cells.values() if c.row is not None and "total" in c.row["quantities"]]
+    counts = sorted({int(r["quantities"]["total"].get("n", 1)) for r in rows})
+    most = sorted({(str(r["workload"]), r["method"], r["batch"]) for r in rows if str(r["workload"]).endswith("xmax")})
+    fitted = f" Rows that fit: {', '.join(f'{m} {b}' for _, m, b in most)}." if most else ""
+    yield f"Medians of {', '.join(map(str, counts)) or 'no'} repeats in shuffled order.{fitted}"
+    # as they are shown, with two digits
+    sides = [
+        (round(c.ratio, 2) - 1, round(c.published_ratio, 2) - 1)
+        for p, c in cells.items()
+        if c.ratio is not None and c.published_ratio is not None and p.method != bench.base
+    ]
+    if sides:
+        same = sum((a > 0) == (b > 0) and (a < 0) == (b < 0) for a, b in sides)
+        yield f"{same} of {len(sides)} ratios lie on the paper's side of 1."
     yield from (f"Ours: {note}." for note in bench.notes)
 
 
@@ -146,72 +149,9 @@ def _printed_notes(entries: Sequence[CellView]) -> Iterator[str]:
 def _theirs(timings: Timings) -> str:
     """The paper's models and devices."""
     models = [{"unstated": "a model that is not stated"}.get(m, m) for m in timings.table.models() if m]
-    return f"{' and '.join(models)} on {_paper_device(timings)}"
+    return f"{' and '.join(models)} on {' and '.join(_devices(timings)) or timings.bench.device}"
 
 
-def _paper_device(timings: Timings) -> str:
-    return " and ".join(_named(timings)) or timings.bench.device
-
-
-def _named(timings: Timings) -> list[str]:
+def _devices(timings: Timings) -> list[str]:
     """The paper's devices that its rows name."""
     return list(dict.fromkeys(c.settings["gpu"] for c in timings.table.printed if "gpu" in c.settings))
-
-
-def _mapping(timings: Timings) -> str:
-    """Which workload stands for which."""
-    pairs = {}
-    for printed, cell in timings.cells.items():
-        if cell.row is not None:
-            pairs[timings.bench.printed_workload(printed)] = str(cell.row["workload"])
-    said = ", ".join(f"{b} for {a}" if a != b else a for a, b in pairs.items())
-    return f"Prompt + new tokens x rows: {said}."
-
-
-def _repeats(timings: Timings) -> str:
-    rows = [c.row for c in timings.cells.values() if c.row is not None and "total" in c.row["quantities"]]
-    counts = sorted({int(r["quantities"]["total"].get("n", 1)) for r in rows})
-    found = sorted({(str(r["workload"]), r["method"], r["batch"]) for r in rows if str(r["workload"]).endswith("xmax")})
-    fitted = f" Rows that fit: {', '.join(f'{m} {b}' for _, m, b in found)}." if found else ""
-    return f"Medians of {', '.join(map(str, counts)) or 'no'} repeats in shuffled order.{fitted}"
-
-
-def _directions(timings: Timings) -> Iterator[str]:
-    """How many ratios lie on the same side of 1 as the paper's, as they are shown."""
-    pairs = [
-        (round(c.ratio, 2) - 1, round(c.published_ratio, 2) - 1)
-        for p, c in timings.cells.items()
-        if c.ratio is not None and c.published_ratio is not None and p.method != timings.bench.base
-    ]
-    same = sum((a > 0) == (b > 0) and (a < 0) == (b < 0) for a, b in pairs)
-    if pairs:
-        yield f"{same} of {len(pairs)} ratios lie on the paper's side of 1."
-
-
-def _not_run(timings: Timings) -> Iterator[str]:
-    """One line per reason, with what it is about."""
-    about: dict[str, list[str]] = {}
-    for printed, cell in timings.cells.items():
-        if cell.status == NOT_RUN:
-            places = (printed.model, printed.method, printed.dataset)
-            other = printed.dataset if printed.dataset == "avg" else printed.method
-            about.setdefault(cell.reason, []).append(next((p for p in places if p in timings.bench.not_run), other))
-    for reason, names in about.items():
-        yield f"— not run: {', '.join(dict.fromkeys(names))}: {reason}"
-
-
-def csv_row(timings: Timings, entry: CellView) -> dict[str, Any]:
-    """What a line of a CSV says of a cell beyond those of scores."""
-    cell = entry.timed
-    assert cell is not None
-    return {
-        **dict.fromkeys(SHARES),
-        "unit": cell.printed.unit,
-        "ratio": cell.ratio,
-        "published_ratio": cell.published_ratio,
-        "base": timings.bench.base,
-        "device": cell.device,
-        "workload": "" if cell.row is None else cell.row["workload"],
-        "marks": " ".join(cell.marks),
-        "cell": "" if cell.row is None else cell.row["key"],
-    }

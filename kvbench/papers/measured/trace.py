@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.errors import UsageError, unknown
 from kvbench.methods.chain import Chain
-from kvbench.papers.measured.cell_view import View, view
+from kvbench.papers.measured.cell_view import CellView, view
 from kvbench.papers.measured.our_table import OurTable, Parts, TableLine
 from kvbench.papers.spec.table_spec import MEANS, Column
 
@@ -29,11 +29,15 @@ def trace(ours: OurTable, row: str, column: str) -> str:
     line = next((x for x in lines if x.chain is not None), lines[0])
     if line.chain is None:
         raise UsageError(f"{row} on {column} is not run here: {line.refused or line.skipped}")
-    if chosen.dataset in MEANS:
-        found = [*_average(ours, line), *_shown(seen, line, chosen)]
-    else:
-        found = [*_lines(ours, line, chosen), *_shown(seen, line, chosen)]
-    return "\n".join([f"{ours.declared.id}, {row}, {column}:", *found])
+    found = _average(ours, line) if chosen.dataset in MEANS else _lines(ours, line, chosen)
+    entry = next(entries for other, entries in seen.rows if other is line)[seen.columns.index(chosen)]
+    return "\n".join([f"{ours.declared.id}, {row}, {column}:", *found, *_shown(entry, ours.stand_in)])
+
+
+def _average(ours: OurTable, line: TableLine) -> Iterator[str]:
+    """The cells of an average."""
+    for column in ours.declared.scores:
+        yield from (f"  {text}" for text in _place(ours, line, column))
 
 
 def _lines(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
@@ -62,33 +66,22 @@ def _place(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
         yield f"{column.name}: not run here"
         return
     tasks = ", ".join(g.column for g, _ in cells)
-    yield f"{column.name} ({tasks}): {_mean(ours.value(line, column))}, {_named(cells)}"
+    yield f"{column.name} ({tasks}): {_named(ours.value(line, column), cells)}"
     if ours.stand_in:
-        whole = ours.value(replace(line, chain=Chain(), refused=""), column)
-        yield f"  full cache: {_mean(whole)}, {_named(ours.full(line, column))}"
+        whole = ours.value(replace(line, chain=Chain(), refused="", others={}), column)
+        yield f"  full cache: {_named(whole, ours.full(line, column))}"
 
 
-def _named(cells: Parts) -> str:
-    return ", ".join(f"cell {c.id}" for _, c in cells)
+def _named(value: dict[str, Any], cells: Parts) -> str:
+    """A number with its cells."""
+    mean = str(value["status"])
+    if mean == "measured" and value["score"] is not None:
+        mean = f"{value['score']:.6g} ({value['metric']}, {value['n']} lines)"
+    return ", ".join([mean, *(f"cell {c.id}" for _, c in cells)])
 
 
-def _mean(value: dict[str, Any]) -> str:
-    if value["status"] != "measured" or value["score"] is None:
-        return str(value["status"])
-    return f"{value['score']:.6g} ({value['metric']}, {value['n']} lines)"
-
-
-def _average(ours: OurTable, line: TableLine) -> Iterator[str]:
-    """The cells of an average."""
-    for column in ours.declared.scores:
-        yield from (f"  {text}" for text in _place(ours, line, column))
-
-
-def _shown(seen: View, line: TableLine, column: Column) -> Iterator[str]:
+def _shown(entry: CellView, stand_in: bool) -> Iterator[str]:
     """What the table shows of it."""
-    entries = next(row for other, row in seen.rows if other is line)
-    entry = entries[seen.columns.index(column)]
-    stand_in = seen.ours.stand_in
     value = entry.relative if stand_in else entry.ours
     if stand_in and entry.floor:
         yield "shown: floor, the full cache scores too little for a share of it"

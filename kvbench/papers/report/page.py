@@ -11,17 +11,113 @@ import html
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.papers.claims import claim_runner
 from kvbench.papers.figures.registry import FIGURES
+from kvbench.papers.forensics import Finding
+from kvbench.papers.report.tables import ReportPart
+from kvbench.papers.spec import catalogue
+from kvbench.tables import writers
+from kvbench.tables.table import Table
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-PAPERS = {"think": "ThinK", "refreekv": "ReFreeKV", "uncomp": "UNComp", "vatp": "VATP", "qhitter": "Q-Hitter"}
 SHORT = 24
 """Characters of a cell that is not broken into lines."""
 VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta", "difference"))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that the page shows: tables on a model, figures, ledgers of claims, findings, samples and runs."""
+
+    model: str
+    tables: Sequence[ReportPart]
+    figures: Sequence[Mapping[str, str]]
+    claims: Sequence[Mapping[str, Any]]
+    audit: Sequence[Finding]
+    samples: Sequence[Mapping[str, Any]]
+    runs: Sequence[Mapping[str, Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        behind = ({"measured": None if t.measured is None else asdict(t.measured)} for t in self.tables)
+        return {
+            "model": self.model,
+            "tables": [{**t.plain, **more} for t, more in zip(self.tables, behind, strict=True)],
+            "figures": [{key.lower(): text for key, text in figure.items()} for figure in self.figures],
+            "claims": self.claims,
+            "audit": [asdict(finding) for finding in self.audit],
+            "samples": self.samples,
+            "runs": self.runs,
+        }
+
+    def page(self) -> str:
+        """The report as one HTML page."""
+        ours = sum("as printed" not in t.title for t in self.tables)
+        stand_in = any("stand-in" in t.title for t in self.tables)
+        stands = ", a stand-in: compare orders with the papers', not values" if stand_in else ""
+        lead = (
+            f"{len(self.tables)} tables, {ours} of them with our numbers on {self.model}{stands}. In a cell ours comes "
+            f"first, the paper's below it. {len(self.audit)} findings about the papers' own numbers. Click a column's "
+            "head to sort."
+        )
+        facts = ("table", "row", "cell", "printed", "recomputed", "weight", "why")
+        findings = (
+            (
+                f"{f.paper}/{f.table}",
+                f.row,
+                f.cell,
+                "" if f.printed == f.row else f.printed,
+                f.recomputed,
+                f.weight,
+                f.why,
+            )
+            for f in self.audit
+        )
+        sections = [
+            ("tables", "Tables", tables((t.paper, t.title, t.content) for t in self.tables)),
+            ("figures", "Figures", figures(self.figures)),
+            ("claims", "Claims", "".join(map(ledger, self.claims)) or "<p>None yet: python -m kvbench claims.</p>"),
+            ("audit", "Audit", rows(facts, findings)),
+            ("samples", "Examples", browser(len(self.samples))),
+            ("runs", "Runs", self._runs()),
+        ]
+        return build("kvbench: five papers on KV-cache compression", sections, self.samples, lead)
+
+    def _runs(self) -> str:
+        """What the samples behind the tables, and the cells of the store, were measured with."""
+        behind = [t.measured for t in self.tables if t.measured]
+        out = [f"<h3>Cells of the store: {len(self.runs)}</h3>"]
+        if behind:
+            body = ((m.table, m.cells, m.answers, *m.facts.values()) for m in behind)
+            table = rows(("table", "cells", "answers", *behind[0].facts), body)
+            out.insert(0, f"<h3>Samples behind the tables</h3>{table}")
+        cells = [tuple(r.values()) for r in self.runs]
+        return "".join(out) + (rows(tuple(self.runs[0]), cells) if cells else "<p>None.</p>")
+
+
+def ledger(content: Mapping[str, Any]) -> str:
+    """A model's claims with their verdicts and evidence."""
+    body = [
+        (
+            v["id"],
+            f"“{v['quote']}” ({v['paper']}, {v['where']})",
+            f"{v['tested']}" + (f" Ran: {'; '.join(v['ran'])}." if v["ran"] else ""),
+            v["verdict"],
+            claim_runner.evidence(v),
+            v["reason"],
+        )
+        for v in content["verdicts"]
+    ]
+    kinds = [f"verdict-{v['verdict'].split()[0]}" for v in content["verdicts"]]
+    head = ("claim", "what the paper says", "what is tested", "verdict", "points", "why")
+    title = f"{content['model']}{', a stand-in' if content['stand_in'] else ''}"
+    said = "".join(f"<li>{html.escape(note)}</li>" for note in claim_runner.notes(content))
+    return f"<h3>{html.escape(title)}</h3><ul>{said}</ul>" + rows(head, body, kinds)
 
 
 def build(
@@ -53,19 +149,40 @@ def tables(found: Iterable[tuple[str, str, str]]) -> str:
     out, paper = [], None
     for name, title, content in found:
         if name != paper:
-            out.append(f"<h3>{html.escape(PAPERS.get(name, name))}</h3>")
+            out.append(f"<h3>{html.escape(catalogue.paper(name).called)}</h3>")
         opened = " open" if paper is None else ""
         paper = name
         out.append(f"<details{opened}><summary>{html.escape(title)}</summary>{content}</details>")
     return "\n".join(out)
 
 
-def figures(folder: Path) -> str:
-    """Every figure of ``folder`` inside the page, with what it shows, what the paper finds there, and what is here."""
-    found = sorted(folder.rglob("*.png"), key=lambda path: _order(str(path.relative_to(folder))))
-    if not found:
-        return "<p>None yet: python -m kvbench plot.</p>"
-    return "\n".join(_figure(path, str(path.relative_to(folder).with_suffix(""))) for path in found)
+def figures_of(folder: Path) -> list[dict[str, str]]:
+    """Every figure of ``folder``: its picture, what it shows, what the paper finds there, and what is here."""
+    found = []
+    for path in sorted(folder.rglob("*.png"), key=lambda path: _order(str(path.relative_to(folder)))):
+        name, csv = str(path.relative_to(folder).with_suffix("")), path.with_suffix(".csv")
+        about = {"name": name, "picture": str(path)}
+        if (figure := FIGURES.get(name)) is not None:
+            here = figure.finding(figure.parse(csv.read_text(encoding="utf-8"))) if csv.exists() else ""
+            about |= {"title": figure.title, "Shows": figure.shows, "Here": here}
+            about |= {"The paper": figure.claim, "Open": figure.unsaid}
+        found.append(about)
+    return found
+
+
+def figures(found: Sequence[Mapping[str, str]]) -> str:
+    """The figures inside the page."""
+    out = []
+    for figure in found:
+        said = ((key, figure.get(key)) for key in ("Shows", "Here", "The paper", "Open"))
+        lines = "".join(f"<p><b>{what}</b> {html.escape(text)}</p>" for what, text in said if text)
+        title = html.escape(": ".join(figure[key] for key in ("name", "title") if key in figure))
+        data = base64.b64encode(Path(figure["picture"]).read_bytes()).decode()
+        out.append(
+            f"<details><summary>{title}</summary><figure><img loading='lazy' alt='{title}' "
+            f"src='data:image/png;base64,{data}'><figcaption>{lines}</figcaption></figure></details>"
+        )
+    return "\n".join(out) or "<p>None yet: python -m kvbench plot.</p>"
 
 
 def _order(name: str) -> tuple[Any, ...]:
@@ -73,35 +190,11 @@ def _order(name: str) -> tuple[Any, ...]:
     return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))
 
 
-def _figure(path: Path, name: str) -> str:
-    data = base64.b64encode(path.read_bytes()).decode()
-    figure, csv = FIGURES.get(name), path.with_suffix(".csv")
-    said: list[tuple[str, str]] = []
-    if figure is not None:
-        said = [("Shows", figure.shows), ("The paper", figure.claim), ("Open", figure.unsaid)]
-        if csv.exists():
-            said.insert(1, ("Here", figure.finding(figure.parse(csv.read_text(encoding="utf-8")))))
-    lines = "".join(f"<p><b>{what}</b> {html.escape(text)}</p>" for what, text in said if text)
-    title = html.escape(f"{name}: {figure.title}" if figure is not None else name)
-    return (
-        f"<details><summary>{title}</summary><figure><img loading='lazy' alt='{title}' "
-        f"src='data:image/png;base64,{data}'><figcaption>{lines}</figcaption></figure></details>"
-    )
-
-
 def rows(headers: Sequence[str], body: Iterable[Sequence[Any]], classes: Iterable[str] = ()) -> str:
     """A sortable table of texts; ``classes`` are those of its rows. Columns of numbers only stand at their right."""
-    texts = [["" if c is None else str(c) for c in row] for row in body]
+    texts = tuple(tuple("" if c is None else str(c) for c in row) for row in body)
     kinds = [_kind(column) for column in zip(*texts, strict=True)] or ["text"] * len(headers)
-    head = "".join(f'<th class="{k}">{html.escape(h)}</th>' for h, k in zip(headers, kinds, strict=True))
-    of_rows = iter(classes)
-    lines = "".join(
-        f'<tr class="{html.escape(next(of_rows, ""))}">'
-        + "".join(f'<td class="{k}">{html.escape(c)}</td>' for c, k in zip(row, kinds, strict=True))
-        + "</tr>"
-        for row in texts
-    )
-    table = f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>'
+    table = writers.html(Table(tuple(headers), texts), "sortable", columns=kinds, rows=list(classes))
     return f'<div class="scroll">{table}</div>'
 
 

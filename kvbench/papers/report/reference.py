@@ -19,8 +19,9 @@ from kvbench.papers.spec.catalogue import CatalogueEntry, Paper
 from kvbench.papers.spec.published import SCORES, model_id
 from kvbench.papers.spec.published_cells import Book, published
 from kvbench.run import presets
-from kvbench.tables.markdown import table
-from kvbench.tables.render import WIDTH
+from kvbench.run.presets import Setting
+from kvbench.tables.table import WIDTH
+from kvbench.tables.writers import table
 from kvbench.tasks.longbench import TASKS
 
 HEAD = """# Reference of the papers
@@ -83,8 +84,9 @@ def markdown(papers: Sequence[Paper]) -> str:
     """Papers as Markdown."""
     book, parts = published(), [HEAD]
     for paper in papers:
-        parts += [f"## {paper.title}\n", f"{paper.source}, `preset={paper.preset}`. {presets.about(paper.preset)}\n"]
-        rows = [(s.key, _plain(s.value), s.model or "any", s.source) for s in presets.settings(paper.preset)]
+        preset = f", `preset={paper.preset}`. {presets.about(paper.preset)}" if paper.preset else "."
+        parts.append(f"## {paper.title}\n\n{paper.source}{preset}\n")
+        rows = [(s.key, _plain(s.value), s.model or "any", s.source) for s in _settings(paper)]
         parts += ["### What the preset sets\n", table(("key", "value", "model", "where it comes from"), rows)]
         parts += ["### Tables, figures and prose\n", table(COLUMNS, [_entry(e, book) for e in paper.entries])]
         notes = [f"- {_name(e)}: {e.note}" for e in paper.entries if e.note]
@@ -97,8 +99,9 @@ def text(papers: Sequence[Paper]) -> str:
     """Papers for a terminal of 100 columns."""
     book, lines = published(), []
     for paper in papers:
-        lines += [fill(f"{paper.title} ({paper.source}, preset={paper.preset})", WIDTH), ""]
-        for s in presets.settings(paper.preset):
+        preset = f", preset={paper.preset}" if paper.preset else ""
+        lines += [fill(f"{paper.title} ({paper.source}{preset})", WIDTH), ""]
+        for s in _settings(paper):
             what = f"{s.key.removeprefix('method.')}={_plain(s.value)}"
             lines.append(_hanging(f"{what:<30} {s.source}" + (f" ({s.model} only)" if s.model else ""), 33))
         lines.append("")
@@ -107,8 +110,7 @@ def text(papers: Sequence[Paper]) -> str:
             lines.append(_hanging(f"{name:<10} {kind}: {title}{f'; cells: {cells}' if cells else ''}", 13))
             lines.append(fill(can.replace("`", ""), WIDTH, initial_indent=" " * 13, subsequent_indent=" " * 13))
         lines.append("")
-        for where, said, verdict in _claims(paper, book):
-            lines.append(_hanging(f"{verdict:<14} {said} ({where})", 17))
+        lines += [_hanging(f"{verdict:<14} {said} ({where})", 17) for where, said, verdict in _claims(paper, book)]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
@@ -121,11 +123,15 @@ def as_json(paper: Paper) -> dict[str, Any]:
         "paper": paper.id,
         "title": paper.title,
         "source": paper.source,
-        "preset": {"name": paper.preset, "about": presets.about(paper.preset)},
-        "settings": [asdict(s) for s in presets.settings(paper.preset)],
+        "preset": {"name": paper.preset, "about": presets.about(paper.preset) if paper.preset else ""},
+        "settings": [asdict(s) for s in _settings(paper)],
         "entries": [dict(zip(names, _entry(e, book), strict=True)) for e in paper.entries],
         "statements": [dict(zip(("place", "text", "verdict"), c, strict=True)) for c in _claims(paper, book)],
     }
+
+
+def _settings(paper: Paper) -> tuple[Setting, ...]:
+    return presets.settings(paper.preset) if paper.preset else ()
 
 
 COLUMNS = ("", "kind", "title", "cells", "what can be reproduced")

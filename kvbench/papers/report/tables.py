@@ -7,15 +7,16 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kvbench.papers.measured import our_table
+from kvbench.papers.measured import our_table, page
 from kvbench.papers.measured.cell_view import View, view
-from kvbench.papers.measured.grid import Grid, TextGrid, grid, notes, title
-from kvbench.papers.measured.page import spans_html
+from kvbench.papers.measured.grid import grid, notes, title
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.run import archive
 from kvbench.run.store import ResultStore
+from kvbench.tables import writers
 
 FACTS = ("model", "device", "dtype", "torch", "transformers", "kvbench", "commit")
 VIEWS = ("ours", "beside", "published", "delta")
@@ -24,11 +25,12 @@ VIEWS = ("ours", "beside", "published", "delta")
 
 @dataclass(frozen=True)
 class ReportPart:
-    """One table for the page: its paper, its title, its HTML, and what the samples behind it were measured with."""
+    """One table for the page: its HTML, the same as plain data, and what the samples behind it were measured with."""
 
     paper: str
     title: str
     content: str
+    plain: dict[str, Any]
     measured: MeasuredTable | None = None
 
 
@@ -57,14 +59,14 @@ def _part(table: TableSpec, model: str, results: str, samples: Path, arguments: 
             limit = [f"limit={max(counts)}"] if model == stand_ins.MODEL else []
             ours = our_table.prepare(table, model, [f"results={folder}", *limit, *arguments])
             if ours.run is not None and {c.id for g in ours.run.groups for c in g.cells} & set(cells):
-                seen = view(ours)
                 behind = MeasuredTable(table.id, len(cells), sum(counts), provenance(store, cells))
-                return ReportPart(table.paper, title(seen), fragment(seen), behind)
-    if table.measurable:
-        seen = view(our_table.prepare(table, model, [f"results={results}", *arguments]))
-    else:
-        seen = view(our_table.prepare(table, model, [f"results={results}"]))
-    return ReportPart(table.paper, title(seen), fragment(seen))
+                return _of(view(ours), behind)
+    more = arguments if table.measurable else ()
+    return _of(view(our_table.prepare(table, model, [f"results={results}", *more])))
+
+
+def _of(seen: View, behind: MeasuredTable | None = None) -> ReportPart:
+    return ReportPart(seen.ours.declared.paper, title(seen), fragment(seen), page.as_json(seen), behind)
 
 
 def provenance(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
@@ -74,35 +76,15 @@ def provenance(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
 
 
 def fragment(seen: View) -> str:
-    """One table as HTML: three spans a cell, of which the page shows what its view asks for."""
-    grids = {show: grid(seen, show) for show in VIEWS}
-    first = grids["ours"]
-    out = ['<div class="scroll"><table class="paper"><thead>']
-    if any(first.groups):
-        out.append(f'<tr class="groups">{spans_html(first.groups)}</tr>')
-    out.append("<tr>" + "".join(f"<th>{html.escape(n)}</th>" for n in first.names) + "</tr></thead>")
-    for b, (heading, rows) in enumerate(first.blocks):
-        out.append("<tbody>")
-        if heading:
-            out.append(f'<tr class="block"><th colspan="{len(first.names)}">{html.escape(heading)}</th></tr>')
-        out += [_row(grids, b, r) for r in range(len(rows))]
-        out.append("</tbody>")
+    """One table as HTML: four spans a cell, of which the page shows what its view asks for."""
+    views = {show: grid(seen, show) for show in VIEWS}
+
+    def cell(row: int, column: int) -> str:
+        if not column:
+            return writers.html_lines(views["ours"].rows[row][0], small=True)
+        texts = ((show, writers.html_lines(table.rows[row][column], small=True)) for show, table in views.items())
+        return "".join(f'<span class="{show}">{text}</span>' for show, text in texts)
+
     said = "".join(f"<li>{html.escape(n)}</li>" for n in notes(seen, "beside"))
-    return "\n".join([*out, f"</table></div><ul class='notes'>{said}</ul>"])
-
-
-def _row(grids: dict[str, Grid], block: int, row: int) -> str:
-    label = grids["ours"].blocks[block][1][row][0]
-    cells = []
-    for c in range(1, len(grids["ours"].names)):
-        texts = {show: grids[show].blocks[block][1][row][c] for show in VIEWS}
-        spans = "".join(f'<span class="{show}">{_lines(texts[show])}</span>' for show in VIEWS)
-        cells.append(f"<td>{spans}</td>")
-    name, *facts = label.lines
-    small = "".join(f"<small>{html.escape(f)}</small>" for f in facts)
-    return f"<tr><th>{html.escape(name)}{small}</th>{''.join(cells)}</tr>"
-
-
-def _lines(text: TextGrid) -> str:
-    first, *rest = [html.escape(line) for line in text.lines] or [""]
-    return (f"<b>{first}</b>" if text.bold else first) + "".join(f"<small>{line}</small>" for line in rest)
+    table = writers.html(views["ours"], "paper", cell)
+    return f'<div class="scroll">{table}</div><ul class="notes">{said}</ul>'

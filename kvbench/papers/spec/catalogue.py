@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from kvbench.errors import KvbenchError, unknown
-from kvbench.papers import DATA
+from kvbench.papers import files
 from kvbench.papers.spec.published import Published, load_table
 
 KINDS = ("quality", "ablation", "efficiency", "analysis", "dataset-facts", "measured", "drawing")
@@ -74,19 +74,31 @@ class CatalogueEntry:
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper with its tables, prose and figures in order. ``source`` is where it appeared."""
+    """A paper with its tables, prose and figures in order.
+
+    ``name`` is what it calls its method, ``source`` where it appeared, ``place`` its place among the papers' tables.
+    ``preset`` is the entry of conf/preset that its tables are made with, ``prompt`` the prompt policy in conf/prompt of
+    its LongBench scores; '' where there is none, or the paper does not say.
+    """
 
     id: str
     title: str
     source: str
-    preset: str
     entries: tuple[CatalogueEntry, ...]
+    name: str = ""
+    preset: str = ""
+    prompt: str = ""
+    place: int = 99
+
+    @property
+    def called(self) -> str:
+        """Its name, else its id."""
+        return self.name or self.id
 
 
-@cache
 def papers() -> tuple[str, ...]:
     """The ids of all papers."""
-    return tuple(sorted(p.parent.name for p in DATA.glob("*/paper.yaml")))
+    return tuple(path.parent.name for path in files("*/paper.yaml"))
 
 
 @cache
@@ -94,9 +106,10 @@ def paper(name: str) -> Paper:
     """One paper; raises UsageError for a name that is none, KvbenchError for a damaged file."""
     if name not in papers():
         raise unknown("paper", name, (*papers(), "all"))
-    path = DATA / name / "paper.yaml"
+    (path,) = files(f"{name}/paper.yaml")
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return Paper(name, content["title"], content["source"], content["preset"], tuple(_entries(path, name, content)))
+    fields = {key: content[key] for key in ("title", "source", "name", "preset", "prompt", "place") if key in content}
+    return Paper(name, entries=tuple(_entries(path, name, content)), **fields)
 
 
 def chosen(name: str) -> list[Paper]:
@@ -104,10 +117,15 @@ def chosen(name: str) -> list[Paper]:
     return [paper(p) for p in (papers() if name == "all" else [name])]
 
 
+def in_place() -> tuple[str, ...]:
+    """The ids of all papers in the order of their tables."""
+    return tuple(sorted(papers(), key=lambda p: paper(p).place))
+
+
 def _entries(path: Path, name: str, content: Mapping[str, Any]) -> Iterator[CatalogueEntry]:
     recorded = content.get("recorded") or {}
     for group, prefix in (("tables", ""), ("figures", "figure")):
-        for number, fields in content[group].items():
+        for number, fields in content.get(group, {}).items():
             if set(fields) - set(FIELDS) or fields.get("kind") not in KINDS:
                 raise KvbenchError(f"{path}: {group} {number} needs a kind of {', '.join(KINDS)} and only {FIELDS}")
             yield CatalogueEntry(name, f"{prefix}{number}", recorded=str(recorded.get(number, "")), **fields)

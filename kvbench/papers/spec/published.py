@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from kvbench.errors import KvbenchError, unknown
-from kvbench.papers import DATA
+from kvbench.papers import files
 from kvbench.papers.spec.numbers import decimals, fixed
 
 COLUMNS = ("paper", "table", "model", "method", "setting", "dataset", "metric", "value", "unit", "row_order", "flag")
@@ -75,7 +75,7 @@ class Published:
 
 def tables() -> list[tuple[str, str]]:
     """(paper, table) of every file there is: numbered tables in their order, then ``fig6`` and ``text``."""
-    found = ((p.parent.parent.name, p.stem.removeprefix("table")) for p in DATA.glob("*/published/*.csv"))
+    found = ((p.parent.parent.name, p.stem.removeprefix("table")) for p in files("*/published/*.csv"))
     return sorted(found, key=lambda f: (f[0], not f[1].isdigit(), f[1].zfill(3)))
 
 
@@ -83,8 +83,8 @@ def tables() -> list[tuple[str, str]]:
 def load_table(paper: str, table: str) -> tuple[Published, ...]:
     """The cells of one table in the paper's order; KvbenchError naming file and line for a damaged one."""
     stem = f"table{table}" if table.isdigit() else table
-    path = DATA / paper / "published" / f"{stem}.csv"
-    if not path.is_file():
+    path = next(iter(files(f"{paper}/published/{stem}.csv")), None)
+    if path is None:
         raise unknown("table", f"{paper}/{table}", [f"{p}/{t}" for p, t in tables()])
     with path.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines)

@@ -5,12 +5,12 @@ A setting is ``key=value;key=value`` as the published CSV files have it (``kv_si
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import KvbenchError
+from kvbench.methods import registry
 
 Knobs = dict[str, str]
 
@@ -31,6 +31,9 @@ FACTS = {
 
 HEADS, DIM = 32, 128
 """Query heads and head dimension of the models of the papers' ablations (LLaMA-2-7B)."""
+
+RENAMED = {"kv_high": "high", "kv_low": "low", "keep": "kv_ratio", "v_ratio": "value_ratio", "t": "T"}
+"""Keys of settings that are knobs by another name."""
 
 LENGTHS = ("window", "recent", "observed", "sinks")
 """Knobs of presets that count tokens and follow the prompt's length on a stand-in."""
@@ -63,6 +66,10 @@ class StandIn:
         return count if self.windows == "paper" else min(count, max(SHORTEST_WINDOW, self.tokens(count)))
 
 
+AS_PUBLISHED = StandIn(1, 1, layers=1 << 16, heads=HEADS, dim=DIM, windows="paper")
+"""A published model itself: its numbers stay."""
+
+
 def parse(setting: str) -> dict[str, str]:
     """The keys and values of a setting."""
     return dict(part.partition("=")[::2] for part in setting.split(";") if part)
@@ -83,18 +90,14 @@ def method_of(method: str, setting: Mapping[str, str]) -> str:
 def knobs(method: str, setting: str, stand_in: StandIn | None = None) -> Knobs:
     """Arguments of ``run`` by key for a published row. KvbenchError for a key that is not known here."""
     given = parse(setting)
+    stages = method_of(method, given).split("+")
+    known = {knob for stage in stages if stage in registry.available() for knob in registry.knob_names(stage)}
     found: Knobs = {}
     for key, value in given.items():
-        if key in FACTS:
-            continue
-        if key not in _KEYS:
-            raise KvbenchError(
-                f"the setting {key}={value} of a published row has no knob in kvbench/papers/spec/row_knobs.py"
-            )
-        found.update(_KEYS[key](value, stand_in))
+        if key not in FACTS:
+            found |= _knobs(key, value, stand_in or AS_PUBLISHED, known)
     if "deleted_heads" in given:  # the heads that stay all keep the high group's tokens
         found["kv_size"] = found.pop("high")
-    stages = method_of(method, given).split("+")
     return {_owned(key, stages): value for key, value in found.items()}
 
 
@@ -114,82 +117,36 @@ def _owned(knob: str, stages: list[str]) -> str:
     return next((f"method.{s}.{knob}" for s in stages if s in owner), knob)
 
 
-def _size(key: str) -> Callable[[str, StandIn | None], Knobs]:
-    def convert(value: str, stand_in: StandIn | None) -> Knobs:
-        if value in ("full", "n/a"):
+def _knobs(key: str, value: str, to: StandIn, known: Container[str]) -> Knobs:
+    """The knobs that one part of a setting sets on a stand-in; ``known`` are those of the row's methods."""
+    match key:
+        case "kv_size" | "kv_high" | "kv_low":
+            return {} if value in ("full", "n/a") else {RENAMED.get(key, key): str(to.tokens(int(value)))}
+        case "recent":
+            return {key: str(to.window(int(value)) if int(value) else 0)}
+        case "kv":
             return {}
-        return {key: str(stand_in.tokens(int(value)) if stand_in else int(value))}
-
-    return convert
-
-
-def _window(key: str) -> Callable[[str, StandIn | None], Knobs]:
-    def convert(value: str, stand_in: StandIn | None) -> Knobs:
-        count = int(value)
-        return {key: str(stand_in.window(count) if stand_in and count else count)}
-
-    return convert
-
-
-def _as(key: str, names: Mapping[str, str] | None = None) -> Callable[[str, StandIn | None], Knobs]:
-    return lambda value, _: {key: (names or {}).get(value, value)}
-
-
-def _budget(value: str, _: StandIn | None) -> Knobs:
-    return {} if float(value) == 1 else {"kv_ratio": value}
-
-
-def _rows(value: str, _: StandIn | None) -> Knobs:
-    percent = re.fullmatch(r"(\d+)%n", value)
-    return {"k": f"{int(percent[1]) / 100:g}" if percent else value}
-
-
-def _frozen(value: str, stand_in: StandIn | None) -> Knobs:
-    layers = [] if value == "none" else [int(layer) for layer in value.split("+")]
-    if stand_in:
-        layers = [min(layer, stand_in.layers - 1) for layer in layers]
-    return {"frozen_layers": f"[{','.join(map(str, dict.fromkeys(layers)))}]"}
-
-
-def _groups(value: str, stand_in: StandIn | None) -> Knobs:
-    """The first and last of a row of sizes; those between fall linearly."""
-    sizes = [int(size) for size in value.split("/")]
-    low, high = (str(stand_in.tokens(x) if stand_in else x) for x in (min(sizes), max(sizes)))
-    return {"low": low, "high": high, "kv_size": "null", "kv_ratio": "null"}
-
-
-def _deleted(value: str, stand_in: StandIn | None) -> Knobs:
-    return {"delete": str(max(1, round(int(value) * stand_in.heads / stand_in.heads_of))) if stand_in else value}
-
-
-def _top(value: str, stand_in: StandIn | None) -> Knobs:
-    if stand_in is None:
-        return {"top": str(DIM if value == "all" else int(value))}
-    count = stand_in.dim_of if value == "all" else int(value)
-    return {"top": str(min(stand_in.dim, max(1, count * stand_in.dim // stand_in.dim_of)))}
-
-
-_KEYS: Mapping[str, Callable[[str, StandIn | None], Knobs]] = {
-    "kv_size": _size("kv_size"),
-    "kv": lambda value, _: {},
-    "budget": _budget,
-    "keep": _as("kv_ratio"),
-    "ratio": _as("ratio"),
-    "v_ratio": _as("value_ratio"),
-    "recent": _window("recent"),
-    "bits": lambda value, _: {"bits": value.partition("/")[0]},
-    "selection_bits": lambda value, _: {} if value == "16" else {"score_bits": value},
-    "t": _as("T"),
-    "k": _rows,
-    "p": _as("p"),
-    "ranking": _as("ranking"),
-    "frozen": _frozen,
-    "norm": _as("norm"),
-    "groups": _as("groups"),
-    "group_sizes": _groups,
-    "kv_high": _size("high"),
-    "kv_low": _size("low"),
-    "deleted_heads": _deleted,
-    "topk": _top,
-    "partition": _as("grouping", {"effective_rank": "calibrated"}),
-}
+        case "budget":
+            return {} if float(value) == 1 else {"kv_ratio": value}
+        case "bits":
+            return {key: value.partition("/")[0]}
+        case "selection_bits":
+            return {} if value == "16" else {"score_bits": value}
+        case "k":  # a row, or per cent of the prompt's
+            return {key: f"{int(value.removesuffix('%n')) / 100:g}" if value.endswith("%n") else value}
+        case "frozen":
+            layers = [] if value == "none" else [min(int(layer), to.layers - 1) for layer in value.split("+")]
+            return {"frozen_layers": f"[{','.join(map(str, dict.fromkeys(layers)))}]"}
+        case "group_sizes":  # the first and last of a row of sizes; those between fall linearly
+            sizes = [to.tokens(int(size)) for size in value.split("/")]
+            return {"low": str(min(sizes)), "high": str(max(sizes)), "kv_size": "null", "kv_ratio": "null"}
+        case "deleted_heads":
+            return {"delete": str(max(1, round(int(value) * to.heads / to.heads_of)))}
+        case "topk":
+            count = to.dim_of if value == "all" else int(value)
+            return {"top": str(min(to.dim, max(1, count * to.dim // to.dim_of)))}
+        case "partition":
+            return {"grouping": "calibrated" if value == "effective_rank" else value}
+        case _ if key in RENAMED or key in known:
+            return {RENAMED.get(key, key): value}
+    raise KvbenchError(f"the setting {key}={value} of a published row has no knob in kvbench/papers/spec/row_knobs.py")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from kvbench.cache.model_shape import from_config
@@ -23,58 +22,40 @@ MODEL = "tiny"
 PROMPT = 1024
 TINY = StandIn(length=PROMPT, of=PROMPT, layers=6, heads=8, dim=32)
 
-BY_GROUP: Mapping[str, str] = MappingProxyType(
-    {
-        SINGLE: "needle",
-        MULTI: "hop",
-        SUMMARY: "listing",
-        FEW_SHOT: "labels",
-        SYNTHETIC: "multikey",
-        CODE: "code",
-    }
-)
-OTHERS: Mapping[str, str] = MappingProxyType(
-    {
-        "needle": "needle",
-        "gsm8k": "hop",
-        "gpqa": "labels",
-        "theoremqa": "multikey",
-        "truthfulqa": "listing",
-        "coqa": "needle",
-        "mdqa": "needle",
-        "xsum": "listing",
-        "cnn_dailymail": "hop",
-        "wikitext103": "listing",
-        "ptb": "code",
-    }
-)
-SAMPLES = {
-    "uncomp-group": {"samples": "32"},
-    "uncomp-stage": {"samples": "32"},
-    "palu": {"samples": "32"},
-    "asvd": {"samples": "32"},
+BY_GROUP = {
+    SINGLE: "needle",
+    MULTI: "hop",
+    SUMMARY: "listing",
+    FEW_SHOT: "labels",
+    SYNTHETIC: "multikey",
+    CODE: "code",
 }
+OTHERS = {
+    "needle": "needle",
+    "gsm8k": "hop",
+    "gpqa": "labels",
+    "theoremqa": "multikey",
+    "truthfulqa": "listing",
+    "coqa": "needle",
+    "mdqa": "needle",
+    "xsum": "listing",
+    "cnn_dailymail": "hop",
+    "wikitext103": "listing",
+    "ptb": "code",
+}
+SAMPLES = {method: {"samples": "32"} for method in ("uncomp-group", "uncomp-stage", "palu", "asvd")}
 """Calibration windows: the tiny model's statistics settle with fewer than the papers' models need."""
 
 
-def task_of(dataset: str) -> str:
-    """The tiny task that stands for a published dataset, or is that task itself."""
+def task_of(dataset: str, table: TableSpec) -> str:
+    """The tiny task that stands for a table's dataset, or is that task itself."""
     if dataset in BY_GROUP.values():
         return dataset
-    task = BY_GROUP.get(group_of(dataset)) or OTHERS.get(dataset)
+    task = table.tasks.get(dataset) or BY_GROUP.get(group_of(dataset)) or OTHERS.get(dataset)
     if task is None:
-        raise KvbenchError(
-            f"no task of the tiny suite stands for {dataset}; say which in kvbench/papers/spec/stand_ins.py"
-        )
+        place = f"kvbench/papers/data/{table.paper}/tables.yaml"
+        raise KvbenchError(f"no task of the tiny suite stands for {dataset}: {place} says which under tasks:")
     return task
-
-
-def mapping(datasets: Iterable[str]) -> str:
-    """In words: which task stands for which datasets."""
-    found: dict[str, list[str]] = {}
-    for dataset in dict.fromkeys(datasets):
-        found.setdefault(task_of(dataset), []).append(dataset)
-    return "; ".join(f"{task} for {', '.join(names)}" for task, names in found.items())
 
 
 def size(config: Any, scaled_from: int | None) -> StandIn:
@@ -93,21 +74,20 @@ def depths(size: StandIn) -> Mapping[str, Mapping[str, str]]:
 
 def notes(table: TableSpec) -> Iterator[str]:
     """What the tiny model's tasks and numbers of tokens stand for."""
-    yield f"Tasks of the tiny suite: {mapping(c.dataset for c in table.scores)}."
-    yield from altered(table)
+    stands: dict[str, list[str]] = {}
+    for dataset in dict.fromkeys(c.dataset for c in table.scores):
+        stands.setdefault(task_of(dataset, table), []).append(dataset)
+    said = (f"{task} for {', '.join(names)}" for task, names in stands.items())
+    yield f"Tasks of the tiny suite: {'; '.join(said)}."
+    used = {line.method for line in table.rows}
+    for method, knobs in table.stand_in.items():
+        if method in used:
+            yield f"{method} runs with {', '.join(f'{k}={v}' for k, v in knobs.items())} here."
     if table.length != PROMPT:
         yield (
             f"Numbers of tokens are the paper's times {PROMPT}/{table.length}: 512 there are "
             f"{round(512 * PROMPT / table.length)} here; windows likewise, down to {row_knobs.SHORTEST_WINDOW}."
         )
-
-
-def altered(table: TableSpec) -> Iterator[str]:
-    """Notes on the knobs that a table's methods have on the tiny model alone."""
-    used = {line.method for line in table.rows}
-    for method, knobs in table.stand_in.items():
-        if method in used:
-            yield f"{method} runs with {', '.join(f'{k}={v}' for k, v in knobs.items())} here."
 
 
 def settled(row: TableRow, stand_in: StandIn) -> str:
@@ -118,8 +98,8 @@ def settled(row: TableRow, stand_in: StandIn) -> str:
 
 def own_table(table: TableSpec, rows: Iterable[tuple[str, str]]) -> Given:
     """``table`` with the tiny suite's tasks as columns, each once, and (method, setting) of its ``rows``."""
-    tasks = list(dict.fromkeys(task_of(c.dataset) for c in table.scores))
-    kept = {task_of(c.dataset) for c in table.columns if c.what == BUDGET}
+    tasks = list(dict.fromkeys(task_of(c.dataset, table) for c in table.scores))
+    kept = {task_of(c.dataset, table) for c in table.columns if c.what == BUDGET}
     cells = []
     for method, setting in rows:
         cells += [("", method, setting, task, "mean") for task in tasks]

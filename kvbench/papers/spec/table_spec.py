@@ -1,7 +1,8 @@
-"""How a paper's table is measured and laid out: kvbench/papers/data/<paper>/table<N>.yaml.
+"""How a paper's table is measured and laid out.
 
-What it shows and of which kind it is stands in paper.yaml, its printed cells in published/, and what holds for all of
-the paper's tables in tables.yaml.
+What it shows and of which kind it is stands in kvbench/papers/data/<paper>/paper.yaml, and its printed cells in
+published/table<N>.csv. What differs from the defaults below stands in tables.yaml for all of the paper's tables and in
+table<N>.yaml for one; either need not be there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import yaml
 
 from kvbench.errors import KvbenchError, unknown
-from kvbench.papers import DATA
+from kvbench.papers import files
 from kvbench.papers.spec import catalogue, published
 from kvbench.papers.spec.published import Published
 from kvbench.tasks.longbench import TASKS
@@ -64,22 +65,23 @@ class TableRow:
 class TableSpec:
     """A table of a paper as declared.
 
-    title: what it shows. kind: as in paper.yaml. blocks: keys of a row's setting (or ``model``) whose values head
-    blocks of rows. full: the paper's tables that have a full-cache row where this one has none. arguments: of ``run``
-    by published method, for what the paper's rows leave unsaid. average: how the paper averages, the mean, the mean
-    share of the full cache (share), or how far that is from 100 (relative). entries: conf/model by published model,
-    where the names differ. stand_in: arguments that the tiny stand-in alone needs, by method. sources: where what is
-    not printed comes from. workloads: the paper's knobs of a dataset (``needle``), or of it in one model's rows
-    (``needle/mistral-7b-instruct-v0.2``). settings: by dataset, what its rows are set to beside their own setting.
-    unlike: what the paper leaves open of how its scores were made. extended: they seem to be of LongBench-E.
+    title: what it shows. kind: as in paper.yaml. length: tokens of the prompts, by which the tiny model scales numbers
+    of tokens. blocks: keys of a row's setting (or ``model``) whose values head blocks of rows. full: the paper's tables
+    that have a full-cache row where this one has none. arguments: of ``run`` by published method, for what the paper's
+    rows leave unsaid. average: how the paper averages, the mean, the mean share of the full cache (share), or how far
+    that is from 100 (relative). entries: conf/model by published model, where the names differ. stand_in: arguments
+    that the tiny stand-in alone needs, by method. sources: where what is not printed comes from. workloads: the paper's
+    knobs of a dataset (``needle``), or of it in one model's rows (``needle/mistral-7b-instruct-v0.2``). settings: by
+    dataset, what its rows are set to beside their own setting. tasks: the task of the tiny suite that stands for a
+    dataset. unlike: what the paper leaves open of how its scores were made. extended: they seem to be of LongBench-E.
     """
 
     paper: str
     table: str
     title: str
     kind: str
-    preset: str
-    length: int
+    preset: str = ""
+    length: int = 1024
     blocks: tuple[str, ...] = ("model",)
     full: tuple[str, ...] = ()
     arguments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -89,6 +91,7 @@ class TableSpec:
     sources: tuple[str, ...] = ()
     workloads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
+    tasks: Mapping[str, str] = field(default_factory=dict)
     unlike: str = ""
     extended: bool = False
 
@@ -174,56 +177,41 @@ def _place(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
 @cache
 def load(paper: str, table: str) -> TableSpec:
     """One table's declaration; UsageError for one that is not there, KvbenchError for a damaged file."""
-    path = DATA / paper / f"table{table}.yaml"
-    if not path.exists():
+    if (paper, table) not in ids():
         raise unknown("table", f"{paper}/{table}", [f"{p}/{t}" for p, t in ids()])
+    raw: dict[str, Any] = {}
+    for path in files(f"{paper}/tables.yaml") + files(f"{paper}/table{table}.yaml"):
+        try:
+            raw |= yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (TypeError, ValueError, yaml.YAMLError) as error:
+            raise KvbenchError(f"{path}: {error}") from None
+    raw |= {key: tuple(map(str, raw[key])) for key in ("blocks", "full", "sources") if key in raw}
+    about = catalogue.paper(paper)
     try:
-        raw: dict[str, Any] = {**_paper(paper), **yaml.safe_load(path.read_text(encoding="utf-8"))}
-        (entry,) = (e for e in catalogue.paper(paper).entries if e.id == table)
-        return TableSpec(
-            paper,
-            table,
-            **{
-                "title": entry.title,
-                "kind": entry.kind,
-                "preset": catalogue.paper(paper).preset,
-                **raw,
-                "blocks": tuple(raw.get("blocks", ("model",))),
-                "full": tuple(str(t) for t in raw.get("full", ())),
-                "sources": tuple(raw.get("sources", ())),
-            },
-        )
-    except (TypeError, ValueError, yaml.YAMLError) as error:
-        raise KvbenchError(f"{path}: {error}") from None
+        (entry,) = (e for e in about.entries if e.id == table)
+        return TableSpec(paper, table, **{"title": entry.title, "kind": entry.kind, "preset": about.preset, **raw})
+    except (TypeError, ValueError) as error:
+        raise KvbenchError(f"{paper}/{table}: {error}") from None
 
 
-@cache
 def ids() -> tuple[tuple[str, str], ...]:
-    """(paper, table) of every declared table, in the papers' order."""
-    found = [(p.parent.name, p.stem.removeprefix("table")) for p in DATA.glob("*/table[0-9]*.yaml")]
-    return tuple(sorted(found, key=lambda t: (PAPERS.index(t[0]), int(t[1]))))
+    """(paper, table) of every table with a number, in the papers' order."""
+    order = catalogue.in_place()
+    return tuple(
+        sorted((t for t in published.tables() if t[1].isdigit()), key=lambda t: (order.index(t[0]), int(t[1])))
+    )
 
 
 def find(wanted: str) -> tuple[TableSpec, ...]:
     """The tables of ``think/2``, ``think`` or ``all``; UsageError naming what there is."""
-    if wanted == "all":
-        return tuple(load(*t) for t in ids())
-    paper, _, table = wanted.partition("/")
-    if paper not in PAPERS:
-        raise unknown("paper", paper, (*PAPERS, "all"))
-    if not table:
-        return tuple(load(*t) for t in ids() if t[0] == paper)
-    return (load(paper, table.removeprefix("table")),)
-
-
-PAPERS = ("think", "refreekv", "uncomp", "vatp", "qhitter")
+    name, _, table = wanted.partition("/")
+    if wanted != "all" and name not in catalogue.papers():
+        raise unknown("paper", name, (*catalogue.in_place(), "all"))
+    if table:
+        return (load(name, table.removeprefix("table")),)
+    return tuple(load(*t) for t in ids() if wanted in ("all", t[0]))
 
 
 def group_of(dataset: str) -> str:
     """The task group of a LongBench dataset; '' for others."""
     return TASKS[dataset].category if dataset in TASKS else ""
-
-
-@cache
-def _paper(paper: str) -> dict[str, Any]:
-    return dict(yaml.safe_load((DATA / paper / "tables.yaml").read_text(encoding="utf-8")))

@@ -7,6 +7,7 @@ them can be read, else of MiniLongBench where it is there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,7 +90,7 @@ class Reader:
     def workload(self, row: TableRow, dataset: str, family: str) -> TableWorkload:
         """What is read for a dataset in a row."""
         if self.small:
-            task = stand_ins.task_of(dataset)
+            task = stand_ins.task_of(dataset, self.declared)
             return TableWorkload(task, f"tiny/{task}")
         name = f"{family}/{dataset}" if dataset in TASKS else dataset
         knobs, facts = self._knobs(row, dataset), row_knobs.parse(row.setting)
@@ -148,20 +149,14 @@ class Reader:
             few = {k: v[:1] for k, v in dataset.knobs.items() if k in ("lengths", "depths") and isinstance(v, list)}
             knobs = {**dataset.knobs, **few}
             load_tasks(dataset.name, knobs, dataset.tasks, self.tokenizer, self.cfg.data_root)
-        except UsageError as reason:
-            return self._told(str(reason))
+        except UsageError as error:
+            # without the ways to get a file, which are always the same
+            reason = str(error).partition(": put the file there yourself")[0]
+            with suppress(UsageError):
+                if (root := data_root(self.cfg.data_root)) is not None:
+                    reason = reason.replace(f" below {root}", "").replace(f"{root}/", "")
+            return reason.replace(", which does not exist", ", which is not there").removesuffix(":")
         return ""
-
-    def _told(self, reason: str) -> str:
-        """A reason without the data folder's place, and without the ways to get a file, which are always the same."""
-        try:
-            root = data_root(self.cfg.data_root)
-        except UsageError:
-            root = None
-        if root is not None:
-            reason = reason.replace(f" below {root}", "").replace(f"{root}/", "")
-        reason = reason.partition(": put the file there yourself")[0]
-        return reason.replace(", which does not exist", ", which is not there").removesuffix(":")
 
     def family(self, datasets: Iterable[str], asked: str) -> str:
         """Which of FAMILIES a table's LongBench columns are read from."""

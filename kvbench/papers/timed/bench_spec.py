@@ -17,7 +17,7 @@ import yaml
 
 from kvbench.bench import workload
 from kvbench.errors import KvbenchError, unknown
-from kvbench.papers import DATA
+from kvbench.papers import files as papers_files
 from kvbench.papers.spec.published import Published
 
 SMALL = ("device=cpu", "threads=1", "repeats=3", "generate=sampled", "steps=8")
@@ -129,15 +129,15 @@ class BenchSpec:
 
 def tables() -> list[tuple[str, str]]:
     """(paper, table) of every declaration."""
-    found = [(p.parent.name, p.stem.removeprefix("bench")) for p in DATA.glob("*/bench[0-9]*.yaml")]
+    found = [(p.parent.name, p.stem.removeprefix("bench")) for p in papers_files("*/bench[0-9]*.yaml")]
     return sorted(found, key=lambda t: (t[0], int(t[1])))
 
 
 @cache
 def load(paper: str, table: str) -> BenchSpec:
     """One declaration; UsageError for one that is not there, KvbenchError for a damaged file."""
-    path = DATA / paper / f"bench{table}.yaml"
-    if not path.exists():
+    path = next(iter(papers_files(f"{paper}/bench{table}.yaml")), None)
+    if path is None:
         raise unknown("efficiency table", f"{paper}/{table}", [f"{p}/{t}" for p, t in tables()])
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -12,7 +12,8 @@ from kvbench.errors import unknown
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import chain_of
 from kvbench.papers.spec.published import load_table
-from kvbench.tables.render import Sheet, compose
+from kvbench.tables.table import Table
+from kvbench.tables.writers import compose
 
 FP16, MIB, GIB = 2, 2**20, 2**30
 LLAMA2_7B = Shape(32, 32, 32, 128)
@@ -88,7 +89,7 @@ def render(found: Sequence[StatedFigure]) -> str:
             for f in mine
         )
         notes = [f"{i}: {s}." for i, s in enumerate(sources, start=1)]
-        parts.append(f"{paper}\n\n{compose([Sheet('figures', head, rows)], notes, 'text')}")
+        parts.append(f"{paper}\n\n{compose([Table(head, rows)], notes, 'text')}")
     legend = (
         "formula: the paper's own arithmetic, compared with what it prints. stored here: what kvbench's\n"
         "caches hold, by the formula that every cache is audited with. ✓: equal to the digits printed."

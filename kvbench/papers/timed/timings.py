@@ -145,8 +145,8 @@ def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> N
 
 
 def allowed(key: str) -> bool:
-    """Whether an argument of ``table`` is one of ``bench time`` that a table leaves open."""
-    return key in KEYS
+    """Whether an argument of ``table`` is where results lie, or one of ``bench time`` that a table leaves open."""
+    return key in ("results", *KEYS)
 
 
 def trace(timings: Timings, row: str, column: str) -> str:

@@ -1,0 +1,209 @@
+"""Tables as text, Markdown, LaTeX and HTML, and records as CSV."""
+
+from __future__ import annotations
+
+import csv as csv_module
+import html as html_module
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice
+from textwrap import fill, wrap
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from kvbench.tables.table import WIDTH, Bold, Table, lines
+
+LATEX = {
+    "\\": r"\textbackslash ",
+    "&": r"\&",
+    "%": r"\%",
+    "_": r"\_",
+    "#": r"\#",
+    "~": r"\textasciitilde ",
+    "Δ": r"$\Delta$",
+    "−": "$-$",
+    "✗": r"$\times$",
+    "×": r"$\times$",
+    "—": "---",
+    "✓": r"$\checkmark$",
+    "±": r"$\pm$",
+    "∫": r"$\int$",
+}
+"""What LaTeX has for signs that mean something to it, or that its fonts lack."""
+
+
+def compose(tables: Sequence[Table], notes: Sequence[str], style: str) -> str:
+    """Tables with what the reader must know below them, as text, md or latex."""
+    return "\n".join([*(WRITERS[style](t) for t in tables), *(note(n, style) for n in notes)]) + "\n"
+
+
+def note(text: str, style: str) -> str:
+    """One line below a table, as text, md or latex."""
+    if style == "text":
+        return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return f"{'%' if style == 'latex' else '-'} {text}"
+
+
+def text(table: Table, terminal: bool = False) -> str:
+    """A table as text of at most WIDTH characters a line; the best of a block is bold in a terminal."""
+    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="none")
+    for i, head in enumerate(table.heads):
+        drawn.add_column(head, justify="left" if i < table.left else "right")
+    for heading, rows in table.blocks:
+        if heading:
+            drawn.add_row("· " + heading.replace(", ", "\n  "))
+        for i, row in enumerate(rows):
+            drawn.add_row(*map(_styled, row), end_section=table.ruled or i == len(rows) - 1)
+    out = io.StringIO()
+    console = Console(
+        width=WIDTH,
+        file=out,
+        color_system="standard" if terminal else None,
+        force_terminal=terminal,
+        legacy_windows=False,
+    )
+    console.print(drawn)
+    found = [line.rstrip() for line in out.getvalue().splitlines()]
+    return "\n".join([*_group_lines(table, found), *found]) + "\n"
+
+
+def _styled(cell: str) -> Text:
+    first, *rest = lines(cell)
+    return Text("\n").join([Text(first, style="bold" if isinstance(cell, Bold) else ""), *map(Text, rest)])
+
+
+def _group_lines(table: Table, drawn: Sequence[str]) -> list[str]:
+    """The names of groups over their columns, whose right ends are those of the names in the line above the rule."""
+    if not table.spans():
+        return []
+    rule = next(i for i, line in enumerate(drawn) if line.startswith("─"))
+    ends = [0, *(found.end() for found in re.finditer(r"\S+(?: \S+)*", drawn[rule - 1]))]
+    places, column = [], 0
+    for group, count in table.spans():
+        last = column + count - 1
+        start = max(ends[column - 1] + 2, ends[column] - table.width(column)) if column else 0
+        if group:
+            parts = wrap(group, max(1, ends[last] - start), break_long_words=False)
+            start = min(start, ends[last] - max(map(len, parts)))
+            places.append((start, ends[last] - start, parts))
+        column = last + 1
+    tallest = max(len(parts) for _, _, parts in places)
+    out = [""] * tallest
+    for start, room, parts in places:
+        for i, line in enumerate(parts, tallest - len(parts)):
+            out[i] = out[i].ljust(start) + line.center(room).rstrip()
+    return out
+
+
+def markdown(table: Table) -> str:
+    """A table of Markdown; a pipe in a cell is escaped."""
+
+    def row(cells: Iterable[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    def cell(text: str) -> str:
+        first, *rest = lines(text.replace("|", r"\|"))
+        first = f"**{first}**" if isinstance(text, Bold) else first
+        return ("<br>" if table.breaks else " ").join([first, *rest])
+
+    count = len(table.headers)
+    out = [row(map(cell, table.headers)), f"|{'|'.join(['---'] * table.left + ['---:'] * (count - table.left))}|"]
+    # Markdown has one line of heads, and no cell over several columns
+    firsts = [[f"*{group}*" if group else ""] + [""] * (count - 1) for group, count in table.spans()]
+    out += [row(chain.from_iterable(firsts))] if firsts else []
+    for heading, rows in table.blocks:
+        out += [f"| *{heading}* |{' |' * (count - 1)}"] if heading else []
+        out += [row(map(cell, cells)) for cells in rows]
+    return "\n".join(out) + "\n"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown with all columns to the left, for pages that are read and diffed."""
+    return markdown(Table(tuple(heads), tuple(map(tuple, rows)), left=len(heads)))
+
+
+def latex(table: Table) -> str:
+    """A tabular of booktabs, with makecell where lines of cells stay lines."""
+
+    def cell(text: str) -> str:
+        first, *rest = lines(_escaped(text))
+        first = rf"\textbf{{{first}}}" if isinstance(text, Bold) else first
+        # {}: a bracket right after a line break would be read as its length
+        return r"\makecell{" + r"\\{}".join([first, *rest]) + "}" if table.breaks else " ".join([first, *rest])
+
+    count = len(table.headers)
+    out = [rf"\begin{{tabular}}{{{'l' * table.left}{'r' * (count - table.left)}}}", r"\toprule"]
+    spans = [
+        rf"\multicolumn{{{n}}}{{c}}{{{_escaped(group)}}}" if group else " & ".join([""] * n)
+        for group, n in table.spans()
+    ]
+    out += [" & ".join(spans) + r" \\"] if spans else []
+    out.append(" & ".join(_escaped(h.replace("\n", " ")) for h in table.headers) + r" \\")
+    for heading, rows in table.blocks:
+        out.append(r"\midrule")
+        out += [rf"\multicolumn{{{count}}}{{l}}{{\emph{{{_escaped(heading)}}}}} \\"] if heading else []
+        out += [" & ".join(map(cell, row)) + r" \\" for row in rows]
+    return "\n".join([*out, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _escaped(text: str) -> str:
+    for sign, written in LATEX.items():
+        text = text.replace(sign, written)
+    return text
+
+
+def html(
+    table: Table,
+    kind: str = "",
+    cell: Callable[[int, int], str] | None = None,
+    columns: Sequence[str] = (),
+    rows: Sequence[str] = (),
+) -> str:
+    """A table element of class ``kind``. Everything that comes from data is escaped.
+
+    ``cell`` gives the content at (row, column) in place of the cell's own text. ``columns`` and ``rows`` are classes;
+    without those of columns the first is a head of its row.
+    """
+
+    def element(tag: str, content: str, css: str = "") -> str:
+        return f'<{tag} class="{html_module.escape(css)}">{content}</{tag}>' if css else f"<{tag}>{content}</{tag}>"
+
+    content = cell or (lambda row, column: html_lines(table.rows[row][column]))
+    kinds = columns or [""] * len(table.headers)
+    spans = "".join(f'<th colspan="{n}">{html_module.escape(name)}</th>' for name, n in table.spans())
+    heads = (element("th", html_module.escape(h), k) for h, k in zip(table.headers, kinds, strict=True))
+    out = [element("tr", spans, "groups")] if spans else []
+    out = [f"<thead>{''.join(out)}<tr>{''.join(heads)}</tr></thead>"]
+    numbers = iter(range(len(table.rows)))
+    for heading, block in table.blocks:
+        name = html_module.escape(heading)
+        body = [f'<tr class="block"><th colspan="{len(kinds)}">{name}</th></tr>'] if heading else []
+        for row in islice(numbers, len(block)):
+            cells = (element("th" if i == 0 and not columns else "td", content(row, i), k) for i, k in enumerate(kinds))
+            body.append(element("tr", "".join(cells), rows[row] if rows else ""))
+        out.append(element("tbody", "\n".join(body)))
+    return element("table", "\n".join(out), kind)
+
+
+def html_lines(cell: str, small: bool = False) -> str:
+    """The lines of a cell below each other, or with ``small`` those behind the first as small elements."""
+    first, *rest = lines(html_module.escape(cell))
+    first = f"<b>{first}</b>" if isinstance(cell, Bold) else first
+    return first + "".join(f"<small>{line}</small>" if small else f"<br>{line}" for line in rest)
+
+
+def csv(fields: Sequence[str], records: Iterable[Mapping[str, Any]]) -> str:
+    """Records as CSV: one line each, numbers as they are; keys that are no field are left out."""
+    out = io.StringIO()
+    writer = csv_module.DictWriter(out, fields, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue()
+
+
+WRITERS: Mapping[str, Callable[[Table], str]] = {"text": text, "md": markdown, "latex": latex}

@@ -1,0 +1,80 @@
+"""A paper of one table costs one folder: paper.yaml and published/table1.csv."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from kvbench.cli.main import main
+from kvbench.papers.spec import catalogue, published_cells, table_spec
+from kvbench.papers.spec.published import COLUMNS, load_table
+
+PAGE = """title: "Caches: an example"
+source: a test
+tables:
+  "1": {title: Two selections at two sizes, kind: quality}
+"""
+SCORES = {"full": (40.0, 30.0), "snapkv kv_size=128": (38.0, 24.0), "h2o kv_size=64": (20.0, 21.0)}
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The folder of a paper beside the package's."""
+    published = tmp_path / "papers" / "example" / "published"
+    published.mkdir(parents=True)
+    (published.parent / "paper.yaml").write_text(PAGE)
+    lines = [COLUMNS]
+    for row, (name, scores) in enumerate(SCORES.items(), 1):
+        method, _, setting = name.partition(" ")
+        cells = zip(("qasper", "hotpotqa", "avg"), (*scores, sum(scores) / 2), strict=True)
+        lines += [("example", 1, "llama-x", method, setting, d, "f1", s, "pct", row, "") for d, s in cells]
+    with (published / "table1.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(lines)
+    monkeypatch.setenv("KVBENCH_PAPERS_DATA", str(tmp_path / "papers"))
+    caches = (published_cells.published, table_spec.load, load_table)
+    for cached in caches:
+        cached.cache_clear()
+    yield tmp_path
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_one_folder_is_enough_to_measure_a_table(own, capsys):
+    words = ["table", "example/1", f"results={own}", "limit=2", "length=256", "dataset.tiny.examples=2"]
+    assert main([*words, "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert {(r["method"], r["column"], r["status"]) for r in rows} == {
+        (m, c, "measured") for m in ("full", "snapkv", "h2o") for c in ("needle", "hop", "avg")
+    }
+    assert {r["setting"] for r in rows} == {"", "kv_size=128", "kv_size=64"}
+    assert all(r["ours_percent_of_full"] == "100.0" for r in rows if r["method"] == "full" and r["n"] == "2")
+
+
+def test_datasets_and_knobs_of_its_own_stand_in_the_folder_too(own, capsys):
+    folder = own / "papers" / "example"
+    (folder / "tables.yaml").write_text("tasks: {stories: code}\n")
+    path = folder / "published" / "table1.csv"
+    path.write_text(path.read_text().replace("hotpotqa", "stories").replace("kv_size=128", "kv_size=128;kernel=5"))
+    words = ["table", "example/1", f"results={own}", "limit=1", "length=256", "dataset.tiny.examples=1", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {c["column"] for c in found["cells"]} == {"needle", "code", "avg"}
+    assert "kv_size=128;kernel=5" in {c.get("setting") for c in found["cells"]}
+    assert any("code for stories" in note for note in found["notes"])
+
+
+def test_every_verb_of_papers_knows_it(own, capsys):
+    assert catalogue.in_place()[-1] == "example" and table_spec.ids()[-1] == ("example", "1")
+    assert main(["table", "example/1", "--show", "published", "--format", "md"]) == 0
+    assert "| h2o<br>kv_size=64 | 20.0 | 21.0 | 20.50 |" in capsys.readouterr().out
+    assert main(["reference", "example", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["title"] == "Caches: an example" and found["settings"] == []
+    assert found["entries"][0]["reproduction"] == "with the paper's model; not here: llama-x"
+    for words in (["reference", "example"], ["reference", "example", "--format", "md"], ["list", "tables"]):
+        assert main(words) == 0
+        assert "Two selections at two sizes" in capsys.readouterr().out
+    assert main(["audit", "example"]) == 0
+    assert main(["claims", "example"]) == 2
+    assert "unknown paper 'example'" in capsys.readouterr().err
