@@ -8,6 +8,7 @@ answers = kvbench.generate(model, [full, small], max_new_tokens=8)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.prompt_cache import Cache
+from kvbench.models import traits
 from kvbench.models.load import EMBEDDED
 from kvbench.run import presets
 
@@ -51,6 +53,9 @@ def prefill(
         raise UsageError("methods is a list of entries, e.g. methods=['full', 'snapkv+think']")
     if not methods:
         return []
+    note = traits.of_model(model).note
+    if note:
+        warnings.warn(note, stacklevel=2)
     base = presets.values(preset, _entry(model)) if preset is not None else {}
     named = [m for m in methods if not isinstance(m, Chain)]
     try:

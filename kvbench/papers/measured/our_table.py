@@ -13,8 +13,7 @@ from kvbench.conf import entries
 from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
-from kvbench.models import load
-from kvbench.models.interface import head_counts
+from kvbench.models import load, traits
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.papers.spec.published import model_id
 from kvbench.papers.spec.table_spec import Column, Given, TableRow, TableSpec
@@ -319,7 +318,7 @@ def _checked(line: TableLine, model: Any) -> TableLine:
     if line.chain is None:
         return line
     try:
-        line.chain.check_model(str(model.model_type), int(model.num_hidden_layers), head_counts(model))
+        line.chain.check_model(traits.of_config(model))
     except UsageError as reason:
         return TableLine(line.row, refused=str(reason))
     return line
