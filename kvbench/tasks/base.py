@@ -17,6 +17,8 @@ from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files, data_root
 from kvbench.tasks.spread import spread
 
+ROWS = "kvbench.tasks.rowset.load"
+
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that tasks may use."""
@@ -112,7 +114,7 @@ def load_tasks(
     data: str | None = None,
     chat: bool = False,
 ) -> list[Task]:
-    """The tasks of one conf/dataset entry: its ``_target_`` called with the entry's knobs.
+    """The tasks of one conf/dataset entry: its ``_target_``, else the loader of rows, called with the entry's knobs.
 
     A loader that reads files takes ``files`` (tasks.source.Files, below the data folder that ``data`` or the
     environment names); one that builds only what was asked for takes ``selection``; one that counts tokens takes
@@ -121,9 +123,9 @@ def load_tasks(
 
     ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``); empty means all.
     """
-    module, _, name = str(entry["_target_"]).rpartition(".")
+    module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
     loader = getattr(importlib.import_module(module), name)
-    knobs = {k: v for k, v in entry.items() if not k.startswith("_") and k not in ("default_limit", "hub")}
+    knobs = {k: v for k, v in entry.items() if k not in ("_target_", "default_limit", "hub")}
     wanted_by = inspect.signature(loader).parameters
     offered: dict[str, Any] = {"tokenizer": tokenizer, "selection": tuple(selection), "chat": chat}
     if "files" in wanted_by:
