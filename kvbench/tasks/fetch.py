@@ -24,7 +24,6 @@ meant and the file's SHA-256. A later fetch takes that commit, and a file that d
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import lzma
 import shutil
@@ -40,7 +39,7 @@ import yaml
 
 from kvbench.conf import conf_dir
 from kvbench.errors import KvbenchError, UsageError, unknown
-from kvbench.files import write_json
+from kvbench.files import sha256, write_json
 
 LOCK = "kvbench-data.lock.json"
 FILE_KEYS = ("from", "url", "to", "also", "member", "each", "column", "sha256")
@@ -181,12 +180,6 @@ def fetch(source: FileSource, root: Path, hub: Hub, say: Callable[[str], None]) 
             write_json(root / LOCK, {"version": 1, "files": dict(sorted(lock.items()))})
             path.unlink(missing_ok=True)
     return came
-
-
-def sha256(path: Path) -> str:
-    """The checksum of a file's content."""
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
