@@ -49,6 +49,7 @@ class RowFormat:
     after: str = ""
     split: Mapping[str, str] = field(default_factory=dict)
     choices: Sequence[str] = ()
+    classes: Sequence[str] = ()  # all labels, for metrics that need them
     reference: str = ""
     only: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # rows that have one of these values under a key
     left_out: str = ""  # what is said of other rows
@@ -127,7 +128,7 @@ def _content(form: RowFormat, row: FileRow, seed: str, keys: Sequence[str], scor
         "prompt": fill(form.prompt) + question,
         "question": question,
         "answers": answers,
-        "classes": tuple(LETTERS[: len(order)]),
+        "classes": tuple(LETTERS[: len(order)]) or tuple(form.classes),
     }
 
 
