@@ -121,6 +121,7 @@ def calibrate(
     """
     base = presets.values(preset, _entry(model)) if preset is not None else {}
     chain = method if isinstance(method, Chain) else registry.parse_all([method], knobs, base)[0]
+    chain.check_model(traits.of_model(model))
     path = Path(str(getattr(model.config, "_name_or_path", "")))
     session = Session(
         Path(folder).expanduser(),

@@ -156,6 +156,16 @@ def test_a_family_that_reads_its_cache_past_the_attention_function_is_refused(fa
         kvbench.prefill(model, prompt(10), ["full"])
 
 
+def test_low_rank_methods_refuse_a_norm_behind_the_projection_before_they_measure_anything(tmp_path):
+    for method in ("palu", "asvd"):
+        with pytest.raises(UsageError, match="k_norm stands between its projections and the cache"):
+            kvbench.calibrate(build("qwen3"), None, method, folder=tmp_path)
+        chain = registry.parse(method)
+        with pytest.raises(UsageError, match=f"method {method} does not support the model family 'qwen3': k_norm"):
+            kvbench.prefill(build("qwen3"), prompt(10), [chain])
+    assert not list(tmp_path.iterdir())
+
+
 def test_logits_of_another_attention_than_the_models_own_are_refused(monkeypatch):
     from transformers.models.granite import modeling_granite
 
