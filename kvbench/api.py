@@ -8,6 +8,7 @@ answers = kvbench.generate(model, [full, small], max_new_tokens=8)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
 from kvbench.methods.prompt_cache import Cache
 from kvbench.methods.resolve import chains_of
+from kvbench.models import traits
 from kvbench.models.load import EMBEDDED
 from kvbench.run import presets
 
@@ -51,6 +53,9 @@ def prefill(
         raise UsageError("methods is a list of entries, e.g. methods=['full', 'snapkv+think']")
     if not methods:
         return []
+    note = traits.of_model(model).note
+    if note:
+        warnings.warn(note, stacklevel=2)
     return prefill_chains(model, input_ids, _chains(model, methods, preset, knobs))  # type: ignore[arg-type]
 
 
@@ -120,6 +125,7 @@ def calibrate(
     another model.
     """
     (chain,) = _chains(model, [method], preset, {} if isinstance(method, Chain) else knobs)
+    chain.check_model(traits.of_model(model))
     path = Path(str(getattr(model.config, "_name_or_path", "")))
     session = Session(
         Path(folder).expanduser(),

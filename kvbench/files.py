@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -32,6 +33,12 @@ class Lines:
     intact: tuple[tuple[bytes, Sample], ...]
     damaged: tuple[int, ...]
     torn: int | None = None
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file's content."""
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def line_of(sample: Mapping[str, Any]) -> str:

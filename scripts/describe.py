@@ -8,22 +8,23 @@ from typing import Any
 import yaml
 
 from kvbench.conf import conf_dir
-from kvbench.errors import UsageError
+from kvbench.example import Example
 from kvbench.metrics import METRICS
 from kvbench.run import presets
 from kvbench.tasks import longbench
 from kvbench.tasks.base import Task, load_tasks
+from kvbench.tasks.rowset import RowFormat
 
 HEAD = """# What exactly is measured
 
 This page is made by `python scripts/measured.py` from the configuration files, loaders and metrics that runs use. A
-test compares it with them. Where a dataset's files were not at hand when it was made, its examples are not counted.
+test compares it with them. It needs no data: a dataset's own comment says how many examples it has.
 """
 
 
-def page(data: str | None, tokenizer: Any) -> str:
-    """The whole page as Markdown; ``data`` is the data folder, ``tokenizer`` cuts datasets that count tokens."""
-    parts = [HEAD, *_datasets(data, tokenizer), *_longbench(), *_prompts(), *_presets(), *_metrics(), *_models()]
+def page() -> str:
+    """The whole page as Markdown."""
+    parts = [HEAD, *_datasets(), *_longbench(), *_prompts(), *_presets(), *_metrics(), *_models()]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -36,7 +37,7 @@ def _entries(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield path.stem, text.splitlines()[0].lstrip("# "), inner if isinstance(inner, dict) else content
 
 
-def _datasets(data: str | None, tokenizer: Any) -> Iterator[str]:
+def _datasets() -> Iterator[str]:
     yield "## Datasets\n"
     for name, about, entry in _entries("dataset"):
         yield f"### {name}\n\n{about}\n"
@@ -50,28 +51,20 @@ def _datasets(data: str | None, tokenizer: Any) -> Iterator[str]:
             yield "Knobs: " + ", ".join(f"`{k}={_plain(v)}`" for k, v in knobs.items()) + ".\n"
         if entry.get("default_limit"):
             yield f"Measured by default: {entry['default_limit']} examples per task.\n"
-        tasks = _tasks(name, entry, data, tokenizer)
-        if isinstance(tasks, str):
-            yield f"Not counted here: {tasks}\n"
-        else:
-            head = ("task", "examples", "metric", "new tokens", "of the answer")
-            yield _table(head, [_task_row(t) for t in tasks])
-            yield "".join(f"{note}\n\n" for note in dict.fromkeys(t.note for t in tasks if t.note))
+        if name == "tiny":  # made by kvbench itself
+            tasks = load_tasks(name, entry, (), None)
+            head = ("task", "examples", "metric", "of the answer")
+            yield _table(head, [(t.id, str(len(t.examples)), t.metric, _answering(t)) for t in tasks])
+        if "_rows_" in entry:
+            yield from _format(RowFormat(**entry["_rows_"]))
 
 
-def _tasks(name: str, entry: dict[str, Any], data: str | None, tokenizer: Any) -> list[Task] | str:
-    if name.startswith("longbench") and "mini" not in name:
-        return "see the table of LongBench's tasks below."
-    try:
-        return load_tasks(name, entry, (), tokenizer, data)
-    except UsageError:
-        return "its files were not at hand, or it needs a path of yours."
-
-
-def _task_row(task: Task) -> tuple[str, ...]:
-    new = sorted({e.max_new_tokens for e in task.examples})
-    tokens = str(new[0]) if len(new) == 1 else f"{new[0]} to {new[-1]}"
-    return task.id, str(len(task.examples)), task.metric, tokens, _answering(task)
+def _format(form: RowFormat) -> Iterator[str]:
+    """What becomes of a row, in one line, and the prompt."""
+    answer = Task("", (Example("", "", (), 1),), "", "", **form.task)
+    metric = form.metric if isinstance(form.metric, str) else " or ".join(form.metric)
+    yield f"Metric: {metric}; of the answer: {_answering(answer)}.{f' Note: {form.note}.' if form.note else ''}\n"
+    yield f"Prompt:\n\n```text\n{form.prompt}{form.question}\n```\n"
 
 
 def _answering(task: Task) -> str:

@@ -1,4 +1,4 @@
-"""Small random models of the five families, built offline in milliseconds."""
+"""Small random models of the tested families, built offline in milliseconds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
+
+from kvbench.cache.model_shape import Shape, from_config
+from kvbench.models.traits import ModelTraits
 
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}
 COMMON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2}
-FAMILIES = ("llama", "mistral", "qwen2", "gpt_neox", "opt")
+FAMILIES = ("llama", "mistral", "qwen2", "gpt_neox", "opt", "qwen3")
+LINEAR = tuple(f for f in FAMILIES if f != "qwen3")
+"""Families whose keys are a projection, rotated: low-rank methods refuse the others."""
 
 
 @cache
@@ -34,6 +41,8 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         model = MistralForCausalLM(MistralConfig(**COMMON, **GQA, intermediate_size=96, sliding_window=4096))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**COMMON, **GQA, intermediate_size=96))
+    elif family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**COMMON, **GQA, intermediate_size=96, head_dim=16))
     elif family == "gpt_neox":
         config = {**COMMON, "num_attention_heads": 4, "intermediate_size": 96}
         model = GPTNeoXForCausalLM(GPTNeoXConfig(**config))
@@ -42,6 +51,8 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         model = OPTForCausalLM(OPTConfig(**config, word_embed_proj_dim=64, pad_token_id=0))
     with torch.no_grad():
         for name, p in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                p.uniform_(0.5, 1.5)
             if p.dim() == 2:
                 p.normal_(std=0.35 if any(k in name for k in ("q_proj", "k_proj", "query_key_value")) else 0.15)
     return model.to(dtype).eval()
@@ -49,9 +60,13 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 def heads_of(model: PreTrainedModel) -> tuple[int, int]:
     """The model's kv heads and their dimension."""
-    c = model.config
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    return heads, getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    shape = from_config(model.config)
+    return shape.kv_heads, shape.head_dim
+
+
+def of_layers(n: int) -> ModelTraits:
+    """The traits of a Llama with n layers."""
+    return ModelTraits("llama", Shape(n, 4, 2, 16), False, None, None)
 
 
 def hooks(model: PreTrainedModel) -> int:

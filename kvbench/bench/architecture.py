@@ -6,15 +6,12 @@ import gc
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvbench.cache.model_shape import from_entry
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.models import load
 from kvbench.models.config import ModelConfig
-from kvbench.models.interface import FAMILIES
-
-LEARNED_POSITIONS = ("opt",)
 
 
 def model_config(cfg: ModelConfig) -> PretrainedConfig:
@@ -26,13 +23,11 @@ def model_config(cfg: ModelConfig) -> PretrainedConfig:
         return load.locate(cfg).config
     known, shape = dict(cfg.architecture), from_entry(cfg.shape)
     family = known.pop("model_type", None)
-    if family not in FAMILIES:
-        raise UsageError(
-            f"model.architecture.model_type={family!r} is not possible: kvbench runs {', '.join(FAMILIES)}"
-        )
+    if family not in CONFIG_MAPPING:
+        raise UsageError(f"model.architecture.model_type={family!r} is not possible: transformers has no such family")
     sizes: dict[str, Any] = {"num_hidden_layers": shape.layers, "num_attention_heads": shape.query_heads}
-    if family in LEARNED_POSITIONS:
-        return AutoConfig.for_model(family, **sizes, **known)
+    if "rope_theta" not in known:  # learned positions
+        return load.scaled(cfg, AutoConfig.for_model(family, **sizes, **known))
     theta = known.pop("rope_theta")
     sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
     sizes["tie_word_embeddings"] = known.pop("tie_word_embeddings", False)

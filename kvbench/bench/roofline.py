@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvbench.bench.architecture import step_weight_bytes
 from kvbench.cache.model_shape import from_config
 from kvbench.engine.memory import release
-from kvbench.models.interface import head_counts, synchronise
+from kvbench.models.interface import synchronise
 
 COPIED = {"cuda": 2**30, "cpu": 2**28}
 REPEATS = 7
@@ -55,8 +55,7 @@ def of(model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float,
     Each row writes one token's keys and values, as they are.
     """
     shape = from_config(model.config)
-    kv_heads, _ = head_counts(model.config)
-    written = batch * 2 * shape.layers * kv_heads * shape.head_dim * next(model.parameters()).element_size()
+    written = batch * 2 * shape.layers * shape.kv_heads * shape.head_dim * next(model.parameters()).element_size()
     return Roofline(step_weight_bytes(model, batch), cache_bytes, written, bandwidth, step)
 
 

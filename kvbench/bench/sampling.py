@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from kvbench.cache.model_shape import from_config
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods.prompt_cache import Cache
-from kvbench.models.interface import head_counts
 from kvbench.storage.packed_rows import CodedRows
 
 LENGTHS = 4
@@ -78,8 +77,7 @@ def moves(caches: Sequence[Cache]) -> bool:
 
 def skip(model: PreTrainedModel, batch: Sequence[RowLayer], tokens: int) -> None:
     """Let every row of ``batch`` hold ``tokens`` more, random ones, without the model."""
-    kv_heads, _ = head_counts(model.config)
-    dim = from_config(model.config).head_dim
+    size = from_config(model.config)
     for layer in batch:
         if tokens < 1 or not layer.groups:
             continue
@@ -92,6 +90,6 @@ def skip(model: PreTrainedModel, batch: Sequence[RowLayer], tokens: int) -> None
             continue
         assert not packing, "packed rows beside others: a benchmark's rows are of one chain"
         for first in range(0, tokens, CHUNK):
-            shape = (len(layer.starts), kv_heads, min(CHUNK, tokens - first), dim)
+            shape = (len(layer.starts), size.kv_heads, min(CHUNK, tokens - first), size.head_dim)
             k, v = (torch.randn(shape, device=model.device).to(model.dtype) for _ in range(2))
             layer.add(k, v)

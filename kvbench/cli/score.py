@@ -128,12 +128,12 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 def _read(paths: list[Path], given: dict[str, Any]) -> tuple[list[tuple[Any, str]], list[dict[str, str]]]:
     """What can be scored with its metric, and for each other file what is wrong with it."""
     from kvbench import imports
-    from kvbench.imports import scoring
+    from kvbench.imports import layouts, scoring
     from kvbench.tasks import longbench
 
     found, errors = [], []
     for path in paths:
-        if len(paths) > 1 and imports.unrelated(path):
+        if len(paths) > 1 and layouts.unrelated(path):
             print(f"kvbench: skipped {path}: a CSV without the column predicted_answer", file=sys.stderr)
             continue
         try:

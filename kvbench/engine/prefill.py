@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache as HFCache
 
 from kvbench.cache import ops
 from kvbench.cache.exact_attention import attend_rows, attend_with_lse, column_sums
+from kvbench.cache.model_shape import from_config
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.packed import quantise_zero_point
 from kvbench.cache.segment import LayerCache, per_head
@@ -34,12 +35,11 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
 from kvbench.methods.recipe import Observe
+from kvbench.models import traits
 from kvbench.models.interface import (
     KvbenchLayer,
     Rows,
     attached,
-    check_family,
-    head_counts,
     layer_hooks,
     row_hooks,
     sliding_window,
@@ -137,7 +137,8 @@ def observe(
     attends by fp32 softmax rows instead of PyTorch's fused attention. The prompt is computed as ``chain`` has it: its
     stages may read other keys and values than are stored, drop hidden states, or let heads share logits.
     """
-    n_layers = int(model.config.num_hidden_layers)
+    shape = from_config(model.config)
+    n_layers = shape.layers
     chain = chain or Chain()
     n = input_ids.shape[0]
     read = chain.read if any(type(s).read is not Stage.read for s in chain.stages) else None
@@ -151,6 +152,12 @@ def observe(
     def finished(index: int, hidden: Tensor) -> None:
         layer = layers[index]
         k, v = layer.take()
+        wanted = (shape.kv_heads, k.shape[1], shape.head_dim)
+        if k.shape != wanted or v.shape != wanted:
+            raise UsageError(
+                f"layer {index} caches keys {tuple(k.shape)} and values {tuple(v.shape)} where config.json says "
+                f"{wanted}: kvbench cannot run this model"
+            )
         here = alive[index]
         observation = Observation(
             layer=index,
@@ -219,10 +226,10 @@ def prefill_chains(
     """One cache per chain, in order, from one pass over ``input_ids`` [n] per distinct ``prefill_key``."""
     ids = as_prompt(model, input_ids)
     check_window(model, ids.shape[0], chains)
-    family = check_family(model)
+    here = traits.of_model(model)
     check_capacity(model, ids.shape[0])
     for chain in chains:
-        chain.check_model(family, int(model.config.num_hidden_layers), head_counts(model.config))
+        chain.check_model(here)
         check_calibrated(chain, model)
     caches: dict[int, Cache] = {}
     for key in dict.fromkeys(chain.prefill_key for chain in chains):
@@ -237,7 +244,7 @@ def prefill_chains(
 def check_capacity(model: PreTrainedModel, tokens: int) -> None:
     """Raise UsageError where a text of ``tokens`` runs past a learned position table (OPT)."""
     limit = getattr(model.config, "max_position_embeddings", None)
-    if model.config.model_type == "opt" and limit is not None and tokens > limit:
+    if limit is not None and tokens > limit and traits.learned_positions(model):
         raise UsageError(
             f"prompt + new tokens = {tokens} exceed the model's {limit} learned positions: "
             "shorten the prompt or lower max_new_tokens"

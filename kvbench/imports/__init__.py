@@ -1,18 +1,17 @@
-"""Answers that other tools generated: find their files and read them. To add a tool: one module and one entry here."""
+"""Answers that other tools generated: find their files and read them."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from kvbench.errors import UsageError
-from kvbench.imports import kvpress, lm_eval, longbench
-from kvbench.imports.base import Predictions
+from kvbench.files import sha256
+from kvbench.imports import layouts
+from kvbench.imports.base import ImportedAnswer, Predictions, dataset_of
 from kvbench.tasks.longbench import TASKS
 
-READERS = (lm_eval, kvpress, longbench)
 LAYOUTS = "<dataset>.jsonl of LongBench, predictions.csv of kvpress, samples_*.jsonl of lm-evaluation-harness"
 
 
@@ -35,19 +34,25 @@ def find(path: Path) -> list[Path]:
     return found
 
 
-def unrelated(path: Path) -> bool:
-    """Whether a file that ``find`` named by its ending is a table of something else: CSV without kvpress's columns."""
-    return kvpress.matches(path) and kvpress.unrelated(path)
-
-
 def read(path: Path) -> list[Predictions]:
     """All predictions of one file that ``find`` named; UsageError naming file, line and reason if it cannot be read."""
-    reader = next(r for r in READERS if r.matches(path))
+    layout = next(x for x in layouts.LAYOUTS if x.matches(path))
     try:
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = sha256(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    return reader.read(path, sha256)
+    found: dict[str, list[ImportedAnswer]] = {}
+    for task, answer in layout.answers(path):
+        found.setdefault(task, []).append(answer)
+    if not found:
+        raise UsageError(f"{path} is empty: it must hold at least one answer")
+    # LongBench's script writes LongBench-E to pred_e/<model>/
+    of_e = layout is layouts.LONGBENCH and path.parent.parent.name == "pred_e"
+    return [
+        Predictions(dataset, extended or of_e, path, layout.name, tuple(answers), digest)
+        for task, answers in found.items()
+        for dataset, extended in (dataset_of(task),)
+    ]
 
 
 def settle_split(found: Sequence[Predictions], split: str) -> list[Predictions]:
@@ -75,4 +80,4 @@ def _matching(folder: Path) -> list[Path]:
 
 
 def _is_known(path: Path) -> bool:
-    return any(r.matches(path) for r in READERS)
+    return any(layout.matches(path) for layout in layouts.LAYOUTS)

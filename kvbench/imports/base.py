@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError
 from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.rows import FileRow, kind
 
@@ -97,8 +96,3 @@ def _printed_list(row: FileRow, key: str, value: str) -> Any:
     if "..." in between:
         raise row.wrong(f"{key!r} was shortened with ... when it was printed")
     return value
-
-
-def no_answers(path: Path) -> UsageError:
-    """The error for a file without a single answer."""
-    return UsageError(f"{path} is empty: it must hold at least one answer")

@@ -6,11 +6,11 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
 from kvbench.errors import UsageError
 from kvbench.example import Example
@@ -20,7 +20,7 @@ from kvbench.metrics.stats import FEWEST
 from kvbench.tasks import longbench
 
 Score = float | None
-Part = tuple[int, str, str, tuple[ImportedAnswer, ...]]
+Item = tuple[str, str, ImportedAnswer]
 PARALLEL_FROM = 300_000
 """Characters from which starting processes takes less time than it saves."""
 SLOW_METRICS = ("rouge_l", "rouge_zh", "qa_f1_zh")
@@ -75,25 +75,23 @@ def check(predictions: Predictions, name: str) -> None:
 
 def score_all(files: Sequence[tuple[Predictions, str]], workers: int | None = None) -> list[Scored]:
     """Every file under its metric, in order. ``workers`` processes; None: all cores, or none for little text."""
-    parts = _parts(files)
-    size = sum(map(_size, parts))
-    count = (_cores() if size >= PARALLEL_FROM else 1) if workers is None else workers
+    items = [(p.dataset, name, answer) for p, name in files for answer in p.answers]
+    if workers is None:
+        workers = _cores() if sum(map(_size, items)) >= PARALLEL_FROM else 1
     with ExitStack() as stack:
-        pool = stack.enter_context(_pool(count)) if count > 1 else None
-        scores: list[dict[int, list[Score]]] = [{} for _ in files]
-        seconds = [0.0] * len(files)
-        order = sorted(range(len(parts)), key=lambda i: -_size(parts[i]))
-        done = _run(pool, _score_part, [parts[i] for i in order])
-        for i, (found, took) in zip(order, done, strict=True):
-            scores[parts[i][0]][i] = found
-            seconds[parts[i][0]] += took
-        flat = [tuple(s for i in sorted(by_part) for s in by_part[i]) for by_part in scores]
+        pool = stack.enter_context(_pool(workers)) if workers > 1 else None
+        chunk = max(1, len(items) // (32 * workers))  # small enough that no process waits long for another
+        done = iter(list(pool.map(_score, items, chunksize=chunk) if pool else map(_score, items)))
+        scored = [list(islice(done, len(p.answers))) for p, _ in files]
+        flat = [tuple(value for value, _ in of_file) for of_file in scored]
         groups = [_buckets(p, s) for (p, _), s in zip(files, flat, strict=True)]
-        wanted = [list(s) for s in flat] + [list(s) for by_name in groups for s in by_name.values()]
-        intervals = iter(list(_run(pool, _interval, wanted)))
+        wanted = [*flat, *(s for by_name in groups for s in by_name.values())]
+        intervals = iter(list(pool.map(_interval, wanted) if pool else map(_interval, wanted)))
         whole = [next(intervals) for _ in files]
         ranges = [tuple(Bucket(n, s, next(intervals)) for n, s in by_name.items()) for by_name in groups]
-    return [Scored(p, name, *rest) for (p, name), *rest in zip(files, flat, whole, ranges, seconds, strict=True)]
+    seconds = [sum((took for _, took in of_file), 0.0) for of_file in scored]
+    columns = zip(files, flat, whole, ranges, seconds, strict=True)
+    return [Scored(p, name, values, ci, parts, took) for (p, name), values, ci, parts, took in columns]
 
 
 def printed(name: str, scores: Sequence[Score]) -> Score:
@@ -105,15 +103,14 @@ def printed(name: str, scores: Sequence[Score]) -> Score:
     return metric(name).scale * sum(known) / len(known) if known else None
 
 
-def _score_part(part: Part) -> tuple[list[Score], float]:
+def _score(item: Item) -> tuple[Score, float]:
+    """An answer's score, and the seconds that it took."""
     start = time.perf_counter()
-    _, dataset, name, answers = part
-    found = []
-    for answer in answers:
-        text = answer.prediction
-        text = longbench.scored_part(dataset, text) if dataset in longbench.TASKS else text
-        found.append(score(name, text, Example("", "", answer.references, 1, answer.classes or ())))
-    return found, time.perf_counter() - start
+    dataset, name, answer = item
+    text = answer.prediction
+    text = longbench.scored_part(dataset, text) if dataset in longbench.TASKS else text
+    value = score(name, text, Example("", "", answer.references, 1, answer.classes or ()))
+    return value, time.perf_counter() - start
 
 
 def _interval(scores: Sequence[Score]) -> tuple[float, float] | None:
@@ -130,33 +127,10 @@ def _buckets(predictions: Predictions, scores: Sequence[Score]) -> dict[str, tup
     return {name: tuple(values) for name, values in found.items()}
 
 
-def _parts(files: Sequence[tuple[Predictions, str]]) -> list[Part]:
-    """Runs of answers of one file each, small enough that no process waits long for another."""
-    whole = [(i, p.dataset, name, p.answers) for i, (p, name) in enumerate(files)]
-    limit = max(1, sum(map(_size, whole)) // (8 * _cores()))
-    parts: list[Part] = []
-    for i, dataset, name, answers in whole:
-        run: list[ImportedAnswer] = []
-        held = 0
-        for answer in answers:
-            run.append(answer)
-            held += _size((i, dataset, name, (answer,)))
-            if held >= limit:
-                parts.append((i, dataset, name, tuple(run)))
-                run, held = [], 0
-        if run:
-            parts.append((i, dataset, name, tuple(run)))
-    return parts
-
-
-def _size(part: Part) -> int:
+def _size(item: Item) -> int:
     """Characters to compare, those of slow metrics several times."""
-    _, _, name, answers = part
-    return sum(len(a.prediction) + sum(map(len, a.references)) for a in answers) * (4 if name in SLOW_METRICS else 1)
-
-
-def _run(pool: Executor | None, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterable[Any]:
-    return pool.map(function, items) if pool else map(function, items)
+    _, name, answer = item
+    return (len(answer.prediction) + sum(map(len, answer.references))) * (4 if name in SLOW_METRICS else 1)
 
 
 def _pool(count: int) -> ProcessPoolExecutor:

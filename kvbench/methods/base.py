@@ -43,7 +43,7 @@ class Stage(Knobs):
 
     role: ClassVar[Role]
     revision: ClassVar[int] = 1
-    families: ClassVar[tuple[str, ...] | None] = None  # None: every family
+    rotates: ClassVar[bool] = False  # True: it rotates queries or keys to other positions
     rebalances: ClassVar[bool] = False  # True: budgets depend on all layers, see ``rebalance``
     adapts: ClassVar[bool] = False  # True: the model itself is changed, see ``adapt``
     changes: ClassVar[str] = ""  # why keys or values that it stores exactly are not the prompt's: it merges them, say

@@ -33,11 +33,11 @@ from kvbench.methods.lowrank import LowRankStage, check_lowrank
 from kvbench.methods.prefill_changing import HeadSharer, HiddenPruner
 from kvbench.methods.pruner import ChannelPruner
 from kvbench.methods.quantiser import Coder, Quantiser
+from kvbench.models.traits import ModelTraits
 from kvbench.storage.evicting_rows import Evictor
 
 ROLES: tuple[Role, ...] = ("hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share")
 PER = ("kv_head", "query_head")
-LEARNED = ("opt",)  # families with learned positions
 _GROWING: Mapping[Role, str] = {
     "quantise": "packs tokens together, of which some leave before the others",
     "mask": "masks caches that only grow",
@@ -249,34 +249,24 @@ class Chain:
             return None if self.masks or self.hidden else n
         return self.selector.nominal(n)
 
-    def check_model(self, family: str, n_layers: int, heads: tuple[int, int] | None = None) -> None:
-        """Raise UsageError if a stage does not support the model's family, or names layers that it does not have.
-
-        ``heads`` are the model's (kv heads, query heads), where they are known.
-        """
-        selector = self.selector
+    def check_model(self, model: ModelTraits) -> None:
+        """Raise UsageError if a stage cannot run on a model, or names layers that it does not have."""
+        selector, evictor, n_layers = self.selector, self.evictor, model.shape.layers
         if selector is not None:
             selector.check_layers(n_layers)
         for mask in self.stages:
             if isinstance(mask, Mask):
                 mask.check_layers(n_layers)
-        evictor = self.evictor
-        if evictor is not None and evictor.rolled and family in LEARNED:
-            raise UsageError(
-                f"method {self.name}: positions=rolled needs rotary positions, "
-                f"the family {family!r} learns its positions"
-            )
+        if evictor is not None and evictor.rolled and model.unrolled is not None:
+            raise UsageError(f"method {self.name}: positions=rolled needs rotary positions, {model.unrolled}")
         for altered in (self.hidden, self.sharer):
             if altered is not None:
                 altered.check_layers(n_layers)
         for stage in self.stages:
-            if heads is not None:
-                stage.check_heads(self.heads(*heads), heads[1])
-            if stage.families is not None and family not in stage.families:
-                raise UsageError(
-                    f"method {stage.id} does not support the model family {family!r}; it supports "
-                    f"{', '.join(stage.families)}"
-                )
+            stage.check_heads(self.heads(model.shape.kv_heads, model.shape.query_heads), model.shape.query_heads)
+            reason = model.mixed if stage.role == "lowrank" else model.unrolled if stage.rotates else None
+            if reason is not None:
+                raise UsageError(f"method {stage.id} does not support the model family {model.family!r}: {reason}")
 
     def provenance(self) -> dict[str, Any]:
         """The content of what the chain's stages were calibrated with, for the record; {} without calibrations."""

@@ -30,7 +30,7 @@ class ExpectedAttention(Selector):
     """
 
     id: ClassVar[str] = "expectedattention"
-    families: ClassVar[tuple[str, ...] | None] = ("llama", "mistral", "qwen2", "gpt_neox")
+    rotates: ClassVar[bool] = True
 
     sinks: int = 4
     future: int = 512

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kvbench.cache import ops
+from kvbench.cache.model_shape import from_config
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Block, Capacity, Expected
@@ -271,8 +272,7 @@ def measure_uncomp(
     observe: Observe,
 ) -> dict[str, torch.Tensor]:
     """What ``uncomp_recipe`` asks for."""
-    c = model.config
-    recipe.check(int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads), "head_dim")
+    recipe.check(from_config(model.config).head_dim, "head_dim")
     return measure(model, samples, int(recipe.knobs["top"]), tick, observe)
 
 

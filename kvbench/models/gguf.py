@@ -9,21 +9,19 @@ gives the same bytes on every machine.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save
 
 from kvbench.errors import KvbenchError, UsageError
 
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
-ALIGNMENT = 8
-"""Bytes to which a safetensors header is filled up with spaces."""
 
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -73,9 +71,10 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
         raise KvbenchError(f"{path.name} is no GGUF file of a Llama that can be read: {reason}") from None
     for name, content in texts.items():
         text = json.dumps(content, ensure_ascii=False, indent=None if name == "tokenizer.json" else 2)
-        _write(folder / name, [text.encode("utf-8")])
+        _write(folder / name, text.encode("utf-8"))
     say(f"writing {len(reader.tensors)} tensors as float32")
-    _write(folder / WEIGHTS, _safetensors(reader.tensors, fields))
+    weights = {_name(t.name): np.ascontiguousarray(_values(t, fields), dtype="<f4") for t in reader.tensors}
+    _write(folder / WEIGHTS, save(weights, metadata={"format": "pt"}))
 
 
 def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
@@ -162,22 +161,6 @@ def _short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _safetensors(tensors: Any, fields: Mapping[str, Any]) -> Iterator[Any]:
-    """The bytes of a safetensors file, piece by piece, tensors in the order of their names."""
-    named = sorted((_name(t.name), t) for t in tensors)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in named:
-        shape = [int(n) for n in reversed(tensor.shape)]
-        start, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in named:
-        yield np.ascontiguousarray(_values(tensor, fields), dtype="<f4").data
-
-
 def _values(tensor: Any, fields: Mapping[str, Any]) -> Any:
     """A tensor's values as float32 in the order of transformers."""
     from gguf import dequantize
@@ -201,9 +184,8 @@ def _name(name: str) -> str:
     raise KvbenchError(f"its tensor {name} is none of a Llama's")
 
 
-def _write(path: Path, pieces: Any) -> None:
+def _write(path: Path, content: bytes) -> None:
     with path.open("wb") as out:
-        for piece in pieces:
-            out.write(piece)
+        out.write(content)
         out.flush()
         os.fsync(out.fileno())

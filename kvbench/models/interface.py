@@ -18,10 +18,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvbench.errors import UsageError, unknown
+from kvbench.errors import UsageError
 
 NAME = "kvbench"
-FAMILIES = ("gpt_neox", "llama", "mistral", "opt", "qwen2")
+UNSERVED = ("softcap", "s_aux", "sinks", "position_bias", "attention_bias", "head_mask")
+"""What a model may ask of an attention function, and this one does not compute."""
+TENSOR_PARTS = ("shape", "transpose", "view", "reshape", "repeat", "expand", "permute", "contiguous")
+ELSEWHERE = "this model's attention reads its keys and values outside the attention function: kvbench cannot run it"
 
 
 class KvbenchLayer(CacheLayerMixin):
@@ -40,6 +43,15 @@ class KvbenchLayer(CacheLayerMixin):
 
         ``window`` is the model's sliding window where the text has outgrown it, else None.
         """
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(ELSEWHERE)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TENSOR_PARTS:
+            raise UsageError(ELSEWHERE)
+        raise AttributeError(name)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.add(key_states, value_states)
@@ -66,7 +78,7 @@ def attention(
     query: Tensor,
     key: Any,
     value: Any,
-    attention_mask: Tensor | None,
+    attention_mask: WindowMask | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
@@ -74,6 +86,12 @@ def attention(
     """The function registered with transformers. query [B, Hq, T, D] -> ([B, T, Hq, D], None)."""
     if not isinstance(key, KvbenchLayer):
         raise UsageError("inside kvbench's attention the model can only be called by kvbench (prefill, generate)")
+    asked = [name for name in UNSERVED if kwargs.get(name) is not None]
+    if isinstance(attention_mask, WindowMask):
+        sliding_window = attention_mask.size
+    elif attention_mask is not None or asked:
+        what = " and ".join(asked) or "a mask of its own"
+        raise UsageError(f"{type(module).__name__} asks for {what}, which kvbench does not compute")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window if sliding_window is not None and key.seen > sliding_window else None
     return key.attend(query, scale, window).transpose(1, 2), None
@@ -82,34 +100,34 @@ def attention(
 def sliding_window(config: Any) -> int | None:
     """The model's sliding window in tokens, if any of its layers has one."""
     window = getattr(config, "sliding_window", None)
-    if window is None or getattr(config, "use_sliding_window", True) is False:
-        return None
     kinds = getattr(config, "layer_types", None)
-    return int(window) if kinds is None or "sliding_attention" in kinds else None
+    slides = getattr(config, "use_sliding_window", True) if kinds is None else "sliding_attention" in kinds
+    return int(window) if window is not None and slides else None
 
 
-def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
-    """The mask registered beside ``attention``: causality is the layers' own matter, and padding is refused."""
+@dataclass(frozen=True)
+class WindowMask:
+    """The mask of a layer that attends the last ``size`` tokens."""
+
+    size: int
+
+
+def mask(
+    *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any
+) -> WindowMask | None:
+    """The mask registered beside ``attention``: its window alone. Causality is the layers' own matter.
+
+    Raises UsageError for padding, and for masks that are neither causal nor windows.
+    """
     if attention_mask is not None and not bool(attention_mask.bool().all()):
         raise UsageError("kvbench reads prompts one at a time, without padding; pass input_ids without padding")
+    if kwargs.get("use_vmap"):
+        raise UsageError("this model masks its attention by a rule of its own: kvbench cannot run it")
+    return None if local_size is None else WindowMask(local_size)
 
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)
-
-
-def check_family(model: PreTrainedModel) -> str:
-    """The model's family; raises UsageError for one that kvbench does not support."""
-    family = str(getattr(model.config, "model_type", None))
-    if family not in FAMILIES:
-        raise unknown("model family", family, FAMILIES)
-    return family
-
-
-def head_counts(config: Any) -> tuple[int, int]:
-    """(kv heads, query heads) of a model's config."""
-    query = int(config.num_attention_heads)
-    return int(getattr(config, "num_key_value_heads", None) or query), query
 
 
 @contextmanager
@@ -119,7 +137,6 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
     if before == NAME:
         yield
         return
-    check_family(model)
     training = [m for m in model.modules() if m.training]
     if not ALL_ATTENTION_FUNCTIONS[NAME].__module__.startswith("kvbench."):
         ALL_ATTENTION_FUNCTIONS[NAME] = attention  # kvpress wraps every function that is there when it is imported

@@ -25,9 +25,8 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from kvbench.errors import KvbenchError, UsageError, unknown
-from kvbench.models import fetch, weights
+from kvbench.models import fetch, traits, weights
 from kvbench.models.config import ModelConfig
-from kvbench.models.interface import FAMILIES
 
 IDENTITY_FILES = (
     "chat_template.jinja",
@@ -232,10 +231,9 @@ def _folder(cfg: ModelConfig, folder: Path) -> ModelSource:
     if not config_file.is_file():
         raise UsageError(f"model={cfg.path} is not a model folder: it has no config.json")
     try:
-        family = json.loads(config_file.read_text(encoding="utf-8")).get("model_type")
-    except (ValueError, AttributeError):
+        json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError:
         raise UsageError(f"model={cfg.path}: its config.json is not valid JSON") from None
-    _check_family(cfg, family)
     if (folder / "adapter_config.json").exists():
         raise UsageError(
             f"model={cfg.path} holds an adapter (adapter_config.json), which kvbench does not apply: merge it into its "
@@ -287,13 +285,15 @@ def _hub(cfg: ModelConfig) -> ModelSource:
             else f"it is no folder and not in the local hub cache; {online} download=true to fetch it, or give a folder"
         )
         raise UsageError(f"model={cfg.path} (revision {cfg.revision}): {remedy}") from None
-    _check_family(cfg, getattr(config, "model_type", None))
     commit = getattr(config, "_commit_hash", None) or cfg.revision
     return ModelSource(cfg.path, commit, scaled(cfg, config), f"{cfg.path}@{commit}")
 
 
 def scaled(cfg: ModelConfig, config: Any) -> Any:
-    """The checkpoint's config with the run's own RoPE scaling, if it asks for one."""
+    """The checkpoint's config with the run's own RoPE scaling, if it asks for one.
+
+    UsageError for a scaling that is not possible, and for a model that kvbench does not run.
+    """
     if cfg.rope_scaling:
         own = getattr(config, "rope_parameters", None)
         if own is None:
@@ -302,14 +302,11 @@ def scaled(cfg: ModelConfig, config: Any) -> Any:
             )
         config.rope_parameters = {**own, **cfg.rope_scaling}
     weights.check_rope(cfg.path, getattr(config, "rope_parameters", None), config)
+    try:
+        traits.of_config(config)
+    except UsageError as error:
+        raise UsageError(f"model={cfg.path}: {error}") from None
     return config
-
-
-def _check_family(cfg: ModelConfig, family: Any) -> None:
-    if family not in FAMILIES:
-        raise UsageError(
-            f"model={cfg.path} is of the family {family!r}, which kvbench does not run; it runs {', '.join(FAMILIES)}"
-        )
 
 
 def resolve_dtype(cfg: ModelConfig, device: torch.device, config: Any) -> torch.dtype:

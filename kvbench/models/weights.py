@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvbench.errors import UsageError
@@ -54,7 +54,8 @@ def _integers(model: PreTrainedModel, location: str) -> list[str]:
     prefix = f"{model.base_model_prefix}."
     stored: dict[str, str] = {}
     for file in sorted(_folder(model, location).glob("*.safetensors")):
-        stored |= {name: entry["dtype"] for name, entry in header(file).items() if name != "__metadata__"}
+        with safe_open(file, framework="pt") as tensors:
+            stored |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
     return [n for n, dtype in stored.items() if dtype not in FLOATS and (n in own or prefix + n in own)]
 
 
@@ -67,12 +68,6 @@ def _folder(model: PreTrainedModel, location: str) -> Path:
     commit = getattr(model.config, "_commit_hash", None)
     found = try_to_load_from_cache(location, "config.json", revision=commit)
     return Path(found).parent if isinstance(found, str) else Path(location)
-
-
-def header(file: Path) -> Mapping[str, Any]:
-    """What a safetensors file says of its tensors, by name."""
-    with file.open("rb") as content:
-        return json.loads(content.read(int.from_bytes(content.read(8), "little")))
 
 
 def check_rope(path: str, parameters: Mapping[str, Any] | None, config: Any) -> None:

@@ -15,8 +15,7 @@ from kvbench.cache.model_shape import Shape, from_config
 from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.example import Example
-from kvbench.models import load
-from kvbench.models.interface import head_counts
+from kvbench.models import load, traits
 from kvbench.run import equal_memory, speed_model
 from kvbench.run.advice import about_prompts
 from kvbench.run.config import RunConfig
@@ -49,8 +48,10 @@ class RunPlan:
         return pending(group, {c.id: list(self.store.samples(c.id)) for c in group.cells})
 
     def advice(self) -> list[str]:
-        """What is known to be pointless or harmful about prompts and answers before anything is read."""
-        return about_prompts(self.cfg.prompt, [g.task for g in self.groups], self.tokenizer)
+        """What is known to be untested, pointless or harmful before anything is read."""
+        untested = traits.of_config(self.source.config).note
+        prompts = about_prompts(self.cfg.prompt, [g.task for g in self.groups], self.tokenizer)
+        return [*([untested] if untested else []), *prompts]
 
     def plan(self) -> dict[str, Any]:
         """``todo`` with what each group takes, and the memory that it must fit into, before the model is loaded.
@@ -226,9 +227,9 @@ def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
 
 def check_model(cfg: RunConfig, source: load.ModelSource) -> None:
     """Raise UsageError for a method that cannot run on this model."""
-    c = source.config
+    model = traits.of_config(source.config)
     for entry in cfg.chains:
-        entry.chain.check_model(str(c.model_type), int(c.num_hidden_layers), head_counts(c))
+        entry.chain.check_model(model)
 
 
 def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> dict[str, Any]:

@@ -7,15 +7,17 @@ import importlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
 from kvbench.errors import UsageError, unknown
 from kvbench.example import Example
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files, data_root
 from kvbench.tasks.spread import spread
+
+ROWS = "kvbench.tasks.rowset.load"
 
 
 class Tokenizer(Protocol):
@@ -112,25 +114,29 @@ def load_tasks(
     data: str | None = None,
     chat: bool = False,
 ) -> list[Task]:
-    """The tasks of one conf/dataset entry: its ``_target_`` called with the entry's knobs.
+    """The tasks of one conf/dataset entry: its ``_target_``, else the loader of rows, called with the entry's knobs.
 
     A loader that reads files takes ``files`` (tasks.source.Files, below the data folder that ``data`` or the
     environment names); one that builds only what was asked for takes ``selection``; one that counts tokens takes
-    ``tokenizer``; one whose answers are longer behind a chat template takes ``chat``. Where a loader leaves the length
+    ``tokenizer``; one whose answers are longer behind a chat template takes ``chat``; one with many knobs takes them as
+    ``knobs``, a dataclass. Where a loader leaves the length
     of answers to the data, the entry's ``max_new_tokens`` replaces it.
 
     ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``); empty means all.
     """
-    module, _, name = str(entry["_target_"]).rpartition(".")
+    module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
     loader = getattr(importlib.import_module(module), name)
-    knobs = {k: v for k, v in entry.items() if not k.startswith("_") and k not in ("default_limit", "hub")}
+    knobs = {k: v for k, v in entry.items() if k not in ("_target_", "default_limit", "hub")}
     wanted_by = inspect.signature(loader).parameters
     offered: dict[str, Any] = {"tokenizer": tokenizer, "selection": tuple(selection), "chat": chat}
     if "files" in wanted_by:
         # only now: a dataset without files does not care whether the data folder exists
         offered["files"] = Files(dataset, data_root(data))
-    longest = None if "max_new_tokens" in wanted_by else knobs.pop("max_new_tokens", None)
-    tasks: list[Task] = loader(dataset=dataset, **{k: v for k, v in offered.items() if k in wanted_by}, **knobs)
+    form = get_type_hints(loader)["knobs"] if "knobs" in wanted_by else None
+    own = [f.name for f in fields(form)] if form else wanted_by
+    longest = None if "max_new_tokens" in own else knobs.pop("max_new_tokens", None)
+    given = {k: v for k, v in offered.items() if k in wanted_by}
+    tasks: list[Task] = loader(dataset=dataset, **given, **({"knobs": form(**knobs)} if form else knobs))
     if longest is not None:
         whole(dataset, "max_new_tokens", longest)
         tasks = [replace(t, examples=tuple(replace(e, max_new_tokens=longest) for e in t.examples)) for t in tasks]

@@ -24,42 +24,26 @@ meant and the file's SHA-256. A later fetch takes that commit, and a file that d
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import lzma
 import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
 from kvbench.conf import conf_dir
 from kvbench.errors import KvbenchError, UsageError, unknown
-from kvbench.files import write_json
+from kvbench.files import sha256, write_json
+from kvbench.tasks.hub import HuggingFace
 
 LOCK = "kvbench-data.lock.json"
 FILE_KEYS = ("from", "url", "to", "also", "member", "each", "column", "sha256")
-
-
-class Hub(Protocol):
-    """What fetching needs of the network."""
-
-    def commit(self, repo: str, kind: str, revision: str) -> str:
-        """The commit that a revision of a repo means now."""
-        ...
-
-    def file(self, repo: str, kind: str, name: str, commit: str, folder: Path) -> Path:
-        """Download one file of a repo at a commit into ``folder``."""
-        ...
-
-    def url(self, url: str, folder: Path) -> Path:
-        """Download an address into ``folder``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -154,7 +138,7 @@ def changed(root: Path, wanted: Wanted) -> UsageError:
     )
 
 
-def fetch(source: FileSource, root: Path, hub: Hub, say: Callable[[str], None]) -> list[str]:
+def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str], None]) -> list[str]:
     """Download what is missing of one dataset; returns the places below ``root`` of the files that came.
 
     Files that are there are left alone. Raises UsageError for a file that differs from the lock, and KvbenchError
@@ -169,24 +153,23 @@ def fetch(source: FileSource, root: Path, hub: Hub, say: Callable[[str], None]) 
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as temporary:
         commits: dict[str, str] = {}
-        for name, group in _by_source([w for w, s in states.items() if s == "missing"]):
+        missing = [w for w, found in states.items() if found == "missing"]
+        for name in dict.fromkeys(w.source for w in missing):
+            group = [w for w in missing if w.source == name]  # all members of one archive together
             folder = Path(temporary) / str(len(came))
             folder.mkdir()
             origin = _origin(source, group[0], lock, commits, hub)
             say(f"fetching {name} of {origin.get('repo') or 'its own address'}")
-            path = hub.url(name, folder) if group[0].url else _repo_file(source, name, origin["commit"], folder, hub)
+            if group[0].url:
+                path = hub.url(name, folder)
+            else:
+                path = hub.file(str(source.repo), source.kind, name, origin["commit"], folder)
             for wanted in group:
                 _place(wanted, path, root, folder, lock, {"dataset": source.dataset, **origin})
                 came.append(wanted.to)
             write_json(root / LOCK, {"version": 1, "files": dict(sorted(lock.items()))})
             path.unlink(missing_ok=True)
     return came
-
-
-def sha256(path: Path) -> str:
-    """The checksum of a file's content."""
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
@@ -214,14 +197,8 @@ def _source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
     )
 
 
-def _by_source(files: Sequence[Wanted]) -> Iterator[tuple[str, list[Wanted]]]:
-    """Files by what has to be downloaded for them: all members of one archive together."""
-    for name in dict.fromkeys(w.source for w in files):
-        yield name, [w for w in files if w.source == name]
-
-
 def _origin(
-    source: FileSource, wanted: Wanted, lock: Mapping[str, Mapping[str, Any]], commits: dict[str, str], hub: Hub
+    source: FileSource, wanted: Wanted, lock: Mapping[str, Mapping[str, Any]], commits: dict[str, str], hub: HuggingFace
 ) -> dict[str, Any]:
     """What the lock will say of where a file comes from. The commit of an earlier fetch holds."""
     if wanted.url:
@@ -232,10 +209,6 @@ def _origin(
     if repo not in commits:
         commits[repo] = before[0] if before else hub.commit(repo, source.kind, source.revision)
     return {**key, "commit": commits[repo]}
-
-
-def _repo_file(source: FileSource, name: str, commit: str, folder: Path, hub: Hub) -> Path:
-    return hub.file(str(source.repo), source.kind, name, commit, folder)
 
 
 def _place(

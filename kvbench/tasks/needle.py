@@ -77,61 +77,73 @@ PHRASINGS = {
 }
 
 
-def load(
-    dataset: str,
-    tokenizer: Tokenizer | None,
-    files: Files,
-    haystack: str | None,
-    lengths: int | Sequence[int],
-    depths: float | Sequence[float],
-    repeats: int,
-    phrasing: str,
-    needle: str | None,
-    question: str | None,
-    answer: str | None,
-    prompt: str | None,
-    metric: str | None,
-    max_new_tokens: int | None,
-    chat: bool,
-) -> list[Task]:
+@dataclass(frozen=True, kw_only=True)
+class NeedleKnobs:
+    """The knobs of conf/dataset/needle.yaml, which says what each is."""
+
+    haystack: str | None
+    lengths: int | Sequence[int]
+    depths: float | Sequence[float]
+    repeats: int
+    phrasing: str
+    needle: str | None
+    question: str | None
+    answer: str | None
+    prompt: str | None
+    metric: str | None
+    max_new_tokens: int | None
+
+
+def load(dataset: str, tokenizer: Tokenizer | None, files: Files, knobs: NeedleKnobs, chat: bool) -> list[Task]:
     """One task per length: ``repeats`` rounds over all ``depths`` (per cent of the text), each in a text of its own.
 
     ``lengths`` are prompt tokens as ``tokenizer.encode`` counts them, special tokens included, chat template not. A
     prompt is never longer; it is a few tokens shorter only where no cut of the text gives the exact number. Raises
     UsageError for a haystack that is missing, empty or not text, and for lengths that leave no room.
     """
-    sizes = [int(size) for size in _numbers(dataset, "lengths", lengths, 1, 10_000_000, whole=True)]
-    places = _numbers(dataset, "depths", depths, 0, 100)
-    (rounds,) = _numbers(dataset, "repeats", [repeats], 1, 1_000_000, whole=True)
-    put = _phrasing(dataset, phrasing, needle, question, answer, prompt, metric)
-    if max_new_tokens is not None:
-        _numbers(dataset, "max_new_tokens", [max_new_tokens], 1, 1_000_000, whole=True)
-    longest = max_new_tokens or (max(CHAT_ANSWER, put.max_new_tokens) if chat else put.max_new_tokens)
+    sizes = [int(size) for size in _numbers(dataset, "lengths", knobs.lengths, 1, 10_000_000, whole=True)]
+    places = _numbers(dataset, "depths", knobs.depths, 0, 100)
+    (rounds,) = _numbers(dataset, "repeats", [knobs.repeats], 1, 1_000_000, whole=True)
+    put = _phrasing(dataset, knobs)
+    if knobs.max_new_tokens is not None:
+        _numbers(dataset, "max_new_tokens", [knobs.max_new_tokens], 1, 1_000_000, whole=True)
+    longest = knobs.max_new_tokens or (max(CHAT_ANSWER, put.max_new_tokens) if chat else put.max_new_tokens)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
-    text, source = read_haystack(files, haystack)
-    note = f"{dataset}: {LED}" if put.lead else ""
+    text, source = read_haystack(files, knobs.haystack)
+    ends = ("\n",) if put.lead else ()
     tasks = []
     for length in sizes:
         examples = []
         for repeat in range(int(rounds)):
             window = Window(text, repeat * GOLDEN % 1.0, tokenizer)
             for i, depth in enumerate(places):
-                hidden = put.pair(repeat * len(places) + i)
-                filled, meta = window.fill(dataset, put.prompt, hidden[0], hidden[1], length, depth)
+                sentence, asked, reference = put.pair(repeat * len(places) + i)
+                filled, meta = window.fill(dataset, put.prompt, sentence, asked, length, depth)
                 examples.append(
                     Example(
                         id=f"needle-{length}-{depth:g}-{repeat}",
                         prompt=filled,
-                        answers=(hidden[2],),
+                        answers=(reference,),
                         max_new_tokens=longest,
-                        question=_question(put.prompt, filled, hidden[1]),
+                        question=_question(put.prompt, filled, asked),
                         meta={"length": length, "depth": depth, "repeat": repeat, **meta},
                     )
                 )
-        ends = ("\n",) if put.lead else ()
-        task = Task(f"{dataset}/{length}", tuple(examples), put.metric, source, "needle", note, ends, grid=("depth",))
-        tasks.append(replace(task, lead=put.lead, min_new_tokens=len(ends)))
+        tasks.append(
+            Task(
+                id=f"{dataset}/{length}",
+                examples=tuple(examples),
+                metric=put.metric,
+                source=source,
+                category="needle",
+                note=f"{dataset}: {LED}" if put.lead else "",
+                stop=ends,
+                min_new_tokens=len(ends),
+                grid=("depth",),
+                lead=put.lead,
+            )
+        )
     return tasks
 
 
@@ -250,28 +262,20 @@ def _cut(tokens: Callable[[int], int], length: int, guess: int, most: int, chars
     return next((near for near in around if tokens(near) == length), low)
 
 
-def _phrasing(
-    dataset: str,
-    phrasing: str,
-    needle: str | None,
-    question: str | None,
-    answer: str | None,
-    prompt: str | None,
-    metric: str | None,
-) -> Phrasing:
-    if phrasing not in PHRASINGS:
-        raise unknown("phrasing of dataset needle", phrasing, PHRASINGS, "Or give needle= and question=.")
-    put = PHRASINGS[phrasing]
-    if needle and question:
-        own = (needle, question, answer or needle)
+def _phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
+    if knobs.phrasing not in PHRASINGS:
+        raise unknown("phrasing of dataset needle", knobs.phrasing, PHRASINGS, "Or give needle= and question=.")
+    put = PHRASINGS[knobs.phrasing]
+    if knobs.needle and knobs.question:
+        own = (knobs.needle, knobs.question, knobs.answer or knobs.needle)
         put = Phrasing(lambda _: own, SENTENCE_PROMPT, "rouge1", 30)
-    elif needle or question or answer:
+    elif knobs.needle or knobs.question or knobs.answer:
         raise UsageError(f"dataset {dataset}: needle= and question= belong together (answer= is optional: the needle)")
-    name = metrics.metric(metric or put.metric).name
-    if phrasing == "sanfrancisco" and not needle and name in ("rouge1", "rouge_l"):
+    name = metrics.metric(knobs.metric or put.metric).name
+    if knobs.phrasing == "sanfrancisco" and not knobs.needle and name in ("rouge1", "rouge_l"):
         # Published needle scores compare the answer with the whole needle sentence.
         put = Phrasing(lambda _: (*CLASSIC_NEEDLE[:2], CLASSIC_NEEDLE[0]), put.prompt, name, put.max_new_tokens)
-    template = prompt or put.prompt
+    template = knobs.prompt or put.prompt
     if template.count("{context}") != 1 or template.count("{question}") != 1:
         raise UsageError(f"dataset.{dataset}.prompt={template!r} must hold {{context}} and {{question}} once each")
     return replace(put, prompt=template, metric=name)

@@ -7,6 +7,7 @@ the summarization scenario. Data: github.com/EdinburghNLP/XSum, github.com/abise
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -23,59 +24,63 @@ POOL = 1000
 """Shots are drawn from as many articles at the beginning of the training file: it need not be read to its end."""
 
 
-def load(
-    dataset: str,
-    files: Files,
-    source: str,
-    prompts: str,
-    test: str,
-    train: str,
-    article_key: str,
-    summary_key: str,
-    shots: int,
-    shot_words: int,
-    sentences: int,
-    examples: int | None,
-    seed: int,
-    max_new_tokens: int,
-) -> list[Task]:
+@dataclass(frozen=True, kw_only=True)
+class SummaryKnobs:
+    """What conf/dataset says of one of the datasets: where its files lie, the keys of a row, the shape of a prompt."""
+
+    source: str
+    prompts: str
+    test: str
+    train: str
+    article_key: str
+    summary_key: str
+    shots: int
+    shot_words: int
+    sentences: int
+    examples: int | None
+    seed: int
+    max_new_tokens: int
+
+    @property
+    def asked(self) -> str:
+        """The end of a block, which asks for the summary."""
+        return f"Summarize the above article in {self.sentences} sentence{'' if self.sentences == 1 else 's'}.\n"
+
+    def block(self, row: FileRow) -> str:
+        """An article and the question for its summary."""
+        return f"{SEPARATOR}\nArticle: {_line(row, self.article_key)}\n\n{self.asked}"
+
+
+def load(dataset: str, files: Files, knobs: SummaryKnobs) -> list[Task]:
     """One task from ready ``prompts`` (a file per number of shots) or from the articles of ``test`` and ``train``.
 
     ``source=auto`` takes ready prompts where there are some. The shots are the same for every example, drawn from
     training articles of at most ``shot_words`` words; ``examples`` takes the first of the test articles. Raises
     UsageError naming file, line and reason for a record without article or summary.
     """
-    one_of(dataset, "source", source, SOURCES)
-    for knob, value, least in (
-        ("shots", shots, 0),
-        ("shot_words", shot_words, 1),
-        ("sentences", sentences, 1),
-        ("seed", seed, 0),
-        ("max_new_tokens", max_new_tokens, 1),
-    ):
-        whole(dataset, knob, value, least)
-    if examples is not None:
-        whole(dataset, "examples", examples)
-    name = prompts.replace("{shots}", str(shots))
-    ready = files.first(name) if source == "auto" else files.path(name) if source == "prompts" else None
+    one_of(dataset, "source", knobs.source, SOURCES)
+    for knob, least in (("shots", 0), ("shot_words", 1), ("sentences", 1), ("seed", 0), ("max_new_tokens", 1)):
+        whole(dataset, knob, getattr(knobs, knob), least)
+    if knobs.examples is not None:
+        whole(dataset, "examples", knobs.examples)
+    name = knobs.prompts.replace("{shots}", str(knobs.shots))
+    ready = files.path(name) if knobs.source == "prompts" else files.first(name) if knobs.source == "auto" else None
     if ready:
-        built = tuple(islice(_ready(dataset, ready, max_new_tokens), examples))
-        return [_task(dataset, built, f"ready prompts, {ready.name}", shots)]
-    asked = f"Summarize the above article in {sentences} sentence{'' if sentences == 1 else 's'}.\n"
-    keys = (article_key, summary_key)
-    path = files.path(test)
-    before = _shots(dataset, files.path(train), keys, shots, shot_words, seed, asked) if shots else ""
+        built = tuple(islice(_ready(dataset, ready, knobs.max_new_tokens), knobs.examples))
+        return [_task(dataset, built, f"ready prompts, {ready.name}", knobs.shots)]
+    path = files.path(knobs.test)
+    before = _shots(dataset, files.path(knobs.train), knobs) if knobs.shots else ""
     built = tuple(
         Example(
             id=row.name("id", f"{dataset}-{i}"),
-            prompt=f"{before}{_article(row, article_key)}{asked}",
-            answers=(_line(row, summary_key),),
-            max_new_tokens=max_new_tokens,
-            question=asked,
+            prompt=before + knobs.block(row),
+            answers=(_line(row, knobs.summary_key),),
+            max_new_tokens=knobs.max_new_tokens,
+            question=knobs.asked,
         )
-        for i, row in enumerate(islice(read(path), examples))
+        for i, row in enumerate(islice(read(path), knobs.examples))
     )
-    return [_task(dataset, built, path.name, shots)]
+    return [_task(dataset, built, path.name, knobs.shots)]
 
 
 def _task(dataset: str, examples: tuple[Example, ...], source: str, shots: int) -> Task:
@@ -106,20 +111,16 @@ def _ready(dataset: str, path: Path, max_new_tokens: int) -> Iterator[Example]:
         )
 
 
-def _shots(dataset: str, path: Path, keys: tuple[str, str], shots: int, shot_words: int, seed: int, asked: str) -> str:
-    pool = list(islice(read(path), POOL))
-    short = (row for row in drawn(pool, f"{seed}:{dataset}") if len(row.text(keys[0]).split()) <= shot_words)
-    chosen = list(islice(short, shots))
-    if len(chosen) < shots:
+def _shots(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
+    pool, most = list(islice(read(path), POOL)), knobs.shot_words
+    short = (r for r in drawn(pool, f"{knobs.seed}:{dataset}") if len(r.text(knobs.article_key).split()) <= most)
+    chosen = list(islice(short, knobs.shots))
+    if len(chosen) < knobs.shots:
         raise UsageError(
-            f"dataset.{dataset}.shots={shots} is not possible: of the first {len(pool)} articles of {path} only "
-            f"{len(chosen)} have at most {shot_words} words (raise shot_words=)"
+            f"dataset.{dataset}.shots={knobs.shots} is not possible: of the first {len(pool)} articles of {path} only "
+            f"{len(chosen)} have at most {most} words (raise shot_words=)"
         )
-    return "".join(f"{_article(row, keys[0])}{asked}{_line(row, keys[1])}\n\n" for row in chosen)
-
-
-def _article(row: FileRow, key: str) -> str:
-    return f"{SEPARATOR}\nArticle: {_line(row, key)}\n\n"
+    return "".join(f"{knobs.block(row)}{_line(row, knobs.summary_key)}\n\n" for row in chosen)
 
 
 def _line(row: FileRow, key: str) -> str:

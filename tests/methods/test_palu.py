@@ -7,7 +7,7 @@ import method_reference as ref
 import pytest
 import torch
 from calibrated import bound
-from families import FAMILIES, build, prompt
+from families import LINEAR, build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
@@ -49,7 +49,7 @@ def is_own(model):
     return all(isinstance(m, torch.nn.Linear) for a in attention_modules(model) for m in projection(a))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LINEAR)
 @pytest.mark.parametrize("ranks_by", ["fisher", "fisher_uniform", "uniform"])
 @pytest.mark.parametrize("group", [1, 4])
 def test_it_decodes_as_a_model_with_the_products_as_its_weights(family, ranks_by, group):
@@ -80,7 +80,7 @@ def test_ranks_differ_as_declared(ranks_by):
     assert len({r for layer in even for pair in layer for r in pair}) > 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LINEAR)
 def test_bytes_are_those_of_the_latents_and_nothing_else_is_held(family):
     model = build(family)
     made = chain(model, ratio=0.5)
@@ -184,7 +184,7 @@ def test_another_calibration_is_another_prefill():
     assert not torch.equal(first.logits, second.logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LINEAR)
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 def test_a_selector_decides_for_the_layer_by_the_keys_that_attention_read(family, per):
     model, ids = build(family), prompt(N, 4)
@@ -198,7 +198,7 @@ def test_a_selector_decides_for_the_layer_by_the_keys_that_attention_read(family
     assert audit(cache, heads, 16, model.dtype).payload == per_token * 20 * 4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LINEAR)
 def test_what_is_left_after_a_selector_is_decoded_as_by_the_dense_model(family):
     model, ids = build(family), prompt(N, 4)
     made = chain(model, "streamingllm+palu", ratio=0.4, kv_size=20)
@@ -314,7 +314,7 @@ def test_windows_are_as_long_as_the_context_allows_up_to_2048(method, tmp_path):
     assert Session(tmp_path, {}, Tokens(), 4096, own_corpus=True).request(stage).recipe.tokens == 1024
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LINEAR)
 def test_the_models_modules_come_back_even_on_errors(family):
     model, before = build(family), modules(build(family))
     made = chain(model, ratio=0.4)

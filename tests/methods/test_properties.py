@@ -108,7 +108,8 @@ def uniform(chain):
 
 def supported(chain, family):
     stages = [STAGES[m] for m in chain.split("+")]
-    return all(s.families is None or family in s.families for s in stages)
+    refuses = {"opt": lambda s: s.rotates, "qwen3": lambda s: s.role == "lowrank"}.get(family)
+    return refuses is None or not any(map(refuses, stages))
 
 
 def prefill(model, ids, entries, per="kv_head"):

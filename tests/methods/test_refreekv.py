@@ -7,7 +7,7 @@ from dataclasses import replace
 import method_reference as ref
 import pytest
 import torch
-from families import build, prompt
+from families import build, of_layers, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
@@ -187,10 +187,10 @@ def test_a_cache_with_fewer_tokens_than_decided_is_refused():
 
 def test_frozen_layers_stand_for_those_that_the_model_has():
     chain = chain_of("refreekv")
-    chain.check_model("llama", 1)
-    chain_of({"method": "refreekv", "frozen_layers": []}).check_model("llama", 1)
+    chain.check_model(of_layers(1))
+    chain_of({"method": "refreekv", "frozen_layers": []}).check_model(of_layers(1))
     with pytest.raises(UsageError, match="layers 0 to 2"):
-        chain_of({"method": "refreekv", "frozen_layers": [0, 3]}).check_model("llama", 3)
+        chain_of({"method": "refreekv", "frozen_layers": [0, 3]}).check_model(of_layers(3))
 
 
 def test_it_has_no_budget():

@@ -6,13 +6,13 @@ import prefill_reference as stage_reference
 import pytest
 import torch
 from calibrations import ready
-from families import FAMILIES, build, heads_of, prompt
+from families import LINEAR, build, heads_of, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LINEAR)
 @pytest.mark.parametrize("method", ["palu", "asvd"])
 def test_the_stage_is_that_of_a_model_with_the_products_as_its_weights(family, method):
     model, n, new = build(family), 50, prompt(4, 9)

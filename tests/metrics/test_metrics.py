@@ -1,6 +1,10 @@
+import json
+
 import pytest
 from metrics import slow
 
+import kvbench.metrics as package
+from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.metrics import METRICS, metric, score
@@ -63,3 +67,16 @@ def test_unknown_metric():
         metric("rogue_l")
     with pytest.raises(UsageError, match="Available: accuracy"):
         score("meteor", "", example("a"))
+
+
+def test_a_metric_is_a_function_and_a_line(tmp_path, capsys, monkeypatch):
+    def starts(prediction, reference):
+        return float(prediction.startswith(reference[:1]))
+
+    entry = package.Metric("starts", "begins as the reference", "here", package._pair(starts))
+    monkeypatch.setattr(package, "METRICS", {**package.METRICS, "starts": entry})
+    (tmp_path / "p.jsonl").write_text('{"prompt": "the magic number of paris is", "answers": "4"}\n')
+    arguments = ["run", "dataset=file", f"path={tmp_path / 'p.jsonl'}", "metric=starts", "method=full", "--json"]
+    assert main([*arguments, f"results={tmp_path / 'r'}"]) == 0
+    (column,) = json.loads(capsys.readouterr().out)["columns"]
+    assert column["metric"] == "starts"

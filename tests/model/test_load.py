@@ -77,8 +77,8 @@ def test_bad_folders_each_have_one_message(small, tmp_path):
     (tmp_path / "json" / "config.json").write_text("{")
     cases["json"] = "not valid JSON"
     config = json.loads((tmp_path / "family" / "config.json").read_text())
-    (tmp_path / "family" / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    cases["family"] = "gpt2.*does not run"
+    (tmp_path / "family" / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    cases["family"] = "mamba.*does not run"
     for path in (tmp_path / "pickle").glob("*.safetensors"):
         path.rename(path.with_suffix(".bin"))
     cases["pickle"] = "pickles"

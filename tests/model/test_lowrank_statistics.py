@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES, build, prompt
+from families import LINEAR, build, prompt
 
 from kvbench.models.factors import Factors, Spectrum, joined
 from kvbench.models.interface import attention_modules
@@ -37,7 +37,7 @@ def inputs(model, layer):
     return torch.cat(found).double()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LINEAR)
 def test_moments_and_sizes_are_those_of_all_inputs_held_at_once(family):
     model, before = build(family), state(build(family))
     found, none = moments(model, iter(WINDOWS), lambda: None, fisher=False)
@@ -49,7 +49,7 @@ def test_moments_and_sizes_are_those_of_all_inputs_held_at_once(family):
         torch.testing.assert_close(sizes[i].double(), x.abs().mean(dim=0), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LINEAR)
 def test_fisher_information_is_that_of_one_backward_pass_per_window(family):
     model, before = build(family), state(build(family))
     ticks = []
@@ -110,7 +110,7 @@ def test_everything_is_as_before_if_a_window_fails(family):
         assert state(model) == before
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LINEAR)
 def test_shape_and_weights_are_those_of_the_model(family):
     model = build(family)
     shape = ProjectionShape.of(model)

@@ -79,8 +79,8 @@ def test_words_are_those_of_the_text_that_end_in_the_scored_part(tmp_path, fast,
     (tmp_path / "text.txt").write_text(text)
     tokenizer = AutoTokenizer.from_pretrained(Path(kvbench.__file__).parent / "models/embedded/tiny")
     monkeypatch.setattr(type(tokenizer), "is_fast", fast)
-    knobs = {"length": 20, "prefix": 9, "chunk": 4, "bos": True, "unit": "word"}
-    (task,) = perplexity.load("own", tokenizer, Files("own", tmp_path), "text.txt", **knobs)
+    knobs = perplexity.WindowKnobs(length=20, prefix=9, chunk=4, bos=True, unit="word", file="text.txt")
+    (task,) = perplexity.load("own", tokenizer, Files("own", tmp_path), knobs)
     ids = tokenizer.encode(text, add_special_tokens=False)
     letters = [len(tokenizer.decode(ids[:n])) for n in range(len(ids) + 1)]
     ends = [i for i in range(1, len(text)) if text[i].isspace() and not text[i - 1].isspace()]

@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.cache.model_shape import from_config
 from kvbench.cache.observation import Needs, Observation
 from kvbench.engine.prefill import as_prompt, check_capacity, observe
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
-from kvbench.models.interface import head_counts, sliding_window
+from kvbench.models.interface import sliding_window
 
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
 
@@ -49,13 +50,13 @@ class Reading:
     @property
     def heads(self) -> tuple[int, int]:
         """(kv heads, query heads)."""
-        return head_counts(self.model.config)
+        shape = from_config(self.model.config)
+        return shape.kv_heads, shape.query_heads
 
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
-        c = self.model.config
-        return int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
+        return from_config(self.model.config).head_dim
 
     def ids(self, prompt: Prompt, least: int = 2, why: str = "a figure needs two tokens") -> Tensor:
         """The prompt's ids on the model's device, cut to the knob ``tokens``.

@@ -14,8 +14,7 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig, chain_of
-from kvbench.models import load
-from kvbench.models.interface import head_counts
+from kvbench.models import load, traits
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.papers.spec.published import model_id
 from kvbench.papers.spec.table_spec import Column, Given, TableRow, TableSpec
@@ -308,7 +307,7 @@ def _line(
 
         line = TableLine(row, chain(), others={d: chain(more) for d, more in declared.settings.items() if d in columns})
         if line.chain is not None and model is not None:
-            line.chain.check_model(str(model.model_type), int(model.num_hidden_layers), head_counts(model))
+            line.chain.check_model(traits.of_config(model))
     except UsageError as reason:
         return TableLine(row, refused=str(reason))
     return line

@@ -1,0 +1,149 @@
+"""What a model can be asked for, read off its config and its modules. No list of families decides what runs.
+
+A family that transformers' attention interface serves runs; what would be computed wrongly is refused with the reason.
+TESTED names the families on which every method is tested, the others are run with the note ``untested``.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvbench.cache.model_shape import Shape, from_config
+from kvbench.errors import UsageError
+from kvbench.models import probe
+from kvbench.models.interface import attention_modules
+
+TESTED = ("gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "query_key_value", "rotary_emb", "q_norm")
+"""Children of an attention module through which its keys and values do not pass on the way to the cache."""
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """A model's family, the shape of its cache, and what keeps methods from running on it (None: nothing).
+
+    ``unrolled`` says why cached keys cannot be rotated to other positions, ``mixed`` why keys and values are not
+    linear in what their layer reads (low-rank methods). ``learned``: a table of learned positions limits the text.
+    """
+
+    family: str
+    shape: Shape
+    learned: bool
+    unrolled: str | None
+    mixed: str | None
+
+    @property
+    def note(self) -> str | None:
+        """What a reader of results must know of the family."""
+        if self.family in TESTED:
+            return None
+        return (
+            f"Untested family {self.family!r}: transformers serves it through the same interface as the tested ones "
+            f"({', '.join(TESTED)}), but kvbench's methods are not tested on it."
+        )
+
+
+def of_model(model: PreTrainedModel) -> ModelTraits:
+    """The traits of a model; UsageError with the reason for one that kvbench cannot run."""
+    check_served(model)
+    family = str(model.config.model_type)
+    learned = learned_positions(model)
+    unrolled = f"the family {family!r} learns its positions" if learned else _unrolled(model)
+    mixed = _mixed(model)
+    if family not in TESTED and model.device.type != "meta":
+        found = probe.probe(model)
+        unrolled, mixed = unrolled or found.unrolled, mixed or found.mixed
+    return ModelTraits(family, from_config(model.config), learned, unrolled, mixed)
+
+
+_KNOWN: dict[str, ModelTraits] = {}
+
+
+def of_config(config: Any) -> ModelTraits:
+    """The traits of a model by its configuration alone; its modules are built without memory for weights."""
+    key = f"{type(config).__name__} {config.to_json_string()}"
+    if key not in _KNOWN:
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise _refused(config, f"transformers builds no causal language model of it ({reason})") from None
+        _KNOWN[key] = of_model(model)
+    return _KNOWN[key]
+
+
+def check_served(model: PreTrainedModel) -> None:
+    """Raise UsageError for a model whose cache or attention is not what kvbench computes."""
+    config, modules = model.config, attention_modules(model)
+    layers = getattr(config, "num_hidden_layers", 0)
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+    arguments = inspect.signature(model.forward).parameters
+    reasons = {
+        "it reads through cross-attention": config.is_encoder_decoder or len(modules) > layers,
+        "its language model is a part of a larger model": config.get_text_config() is not config,
+        "it caches latents instead of keys and values (latent attention)": getattr(config, "kv_lora_rank", None),
+        f"it has layers of the type {', '.join(kinds)}": kinds,
+        f"{len(modules)} of its {layers} layers have attention (state-space or recurrent layers have no keys)": (
+            [m.layer_idx for m in modules] != list(range(layers))
+        ),
+        "it shares keys and values between layers": getattr(config, "num_kv_shared_layers", 0),
+        "its attention does not go through transformers' attention interface": not all(map(_interfaced, modules)),
+        "it takes no position ids": "position_ids" not in arguments,
+        "it caps attention logits (softcapping)": getattr(config, "attn_logit_softcapping", None),
+        "its attention has sinks that are no tokens": any(hasattr(m, "sinks") for m in modules),
+        "its attention is not causal": any(getattr(m, "is_causal", True) is False for m in modules),
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if reason is not None:
+        raise _refused(config, reason)
+
+
+def _refused(config: Any, reason: str) -> UsageError:
+    return UsageError(f"the model family {getattr(config, 'model_type', None)!r} does not run in kvbench: {reason}")
+
+
+def _interfaced(attention: nn.Module) -> bool:
+    return hasattr(sys.modules.get(type(attention).__module__), "ALL_ATTENTION_FUNCTIONS")
+
+
+def learned_positions(model: PreTrainedModel) -> bool:
+    """Whether positions come from a table: there are no rotary frequencies at all."""
+    return not any(name.endswith("inv_freq") for name, _ in model.named_buffers())
+
+
+def _unrolled(model: PreTrainedModel) -> str | None:
+    modules = attention_modules(model)
+    if sum(hasattr(m, "inv_freq") for m in model.modules()) != 1:
+        return "its layers rotate keys in different ways"
+    if not all(getattr(m, "use_rope", True) for m in modules):
+        return "some of its layers do not rotate keys"
+    # [x1, x2] -> [-x2, x1] by halves; other families rotate neighbouring dimensions
+    rotate_half = getattr(sys.modules[type(modules[0]).__module__], "rotate_half", None)
+    if rotate_half is None or rotate_half(torch.arange(4.0)).tolist() != [-2, -3, 0, 1]:
+        return "it rotates keys by another rule than halves"
+    return None
+
+
+def _mixed(model: PreTrainedModel) -> str | None:
+    attention = attention_modules(model)[0]
+    names = [name for name, _ in attention.named_children()]
+    fused = "query_key_value" in names
+    separate = all(isinstance(getattr(attention, name, None), nn.Linear) for name in ("k_proj", "v_proj"))
+    if not separate and not (fused and model.config.model_type == "gpt_neox"):
+        return "its keys and values have no projections of their own"
+    between = [n for n in names if n not in PLAIN_PARTS and "dropout" not in n]
+    if between:
+        return f"{between[-1]} stands between its projections and the cache"
+    if getattr(model.config, "clip_qkv", None) is not None:
+        return "it clips keys and values after the projection (clip_qkv)"
+    return None if learned_positions(model) else _unrolled(model)

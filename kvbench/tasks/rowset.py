@@ -1,0 +1,158 @@
+"""A dataset of rows as data: a YAML entry says how a row becomes a prompt and what its references are.
+
+Under ``_rows_`` an entry of conf/dataset has the fields of RowFormat; beside it its knobs: ``file`` and
+``max_new_tokens``, and where the format has a use for them ``metric``, ``references`` and ``seed``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbench import metrics
+from kvbench.errors import UsageError
+from kvbench.example import Example
+from kvbench.tasks.base import Task
+from kvbench.tasks.knobs import drawn, one_of, whole
+from kvbench.tasks.rows import FileRow, read
+from kvbench.tasks.source import Files
+
+LETTERS = "ABCDEFGHIJ"
+_FIELD = re.compile(r"\{([^{}\n]+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFormat:
+    """What is made of a row. A key may be written as the publisher's table has it, or in lower_case as the hub's.
+
+    ``prompt`` and behind it ``question``, which a prompt that leaves out the question ends before, are templates:
+    ``{key}`` is the row's text under that key, ``{choices}`` the options under the keys ``choices``, the right one
+    first there and in an order drawn by the knob ``seed`` in the prompt. References stand under the keys ``answers``,
+    text or lists of texts: what follows ``after``, parted by the mark that ``split`` has for the key. Lists of keys by
+    name are chosen by the knob ``references``, several ``metric`` names by the knob. ``reference`` names a function of
+    the row in their place.
+    """
+
+    prompt: str = ""
+    question: str = ""
+    answers: Sequence[str] | Mapping[str, Sequence[str]] | str = ()
+    metric: Sequence[str] | str
+    title: str = ""  # of the dataset, in the source of its tasks
+    category: str = ""
+    note: str = ""
+    id: str = ""  # the key of a row's name; rows without one are numbered
+    places: Sequence[str] = ()  # where the file may lie, if the knob ``file`` names none
+    strip: bool = True  # of what ``{key}`` stands for
+    after: str = ""
+    split: Mapping[str, str] = field(default_factory=dict)
+    choices: Sequence[str] = ()
+    classes: Sequence[str] = ()  # all labels, for metrics that need them
+    reference: str = ""
+    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # rows that have one of these values under a key
+    left_out: str = ""  # what is said of other rows
+    size: int | None = None  # examples of the release that is published, if there are others
+    meta: Mapping[str, str] = field(default_factory=dict)  # names in an example's meta: keys
+    task: Mapping[str, Any] = field(default_factory=dict)  # fields of Task, as first_line
+
+
+def load(
+    dataset: str,
+    files: Files,
+    _rows_: Mapping[str, Any],
+    file: str | None = None,
+    max_new_tokens: int = 64,
+    metric: str | None = None,
+    references: str | None = None,
+    seed: int = 0,
+) -> list[Task]:
+    """One task with an example per row; UsageError naming file, place and reason for a row that lacks something."""
+    try:
+        form = RowFormat(**_rows_)
+    except TypeError as error:
+        raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {str(error).partition('() ')[2]}") from None
+    whole(dataset, "max_new_tokens", max_new_tokens)
+    whole(dataset, "seed", seed, least=0)
+    allowed = _listed(form.metric)
+    scorer = metrics.metric(allowed[0] if metric is None else one_of(dataset, "metric", metric, allowed))
+    keys = form.answers
+    if isinstance(keys, Mapping):
+        keys = keys[one_of(dataset, "references", references, keys)]
+    places = form.places or [f"{dataset}.jsonl"]
+    path = files.path(file) if file else files.first(*places) or files.path(places[0])
+    rows = list(read(path))
+    examples = tuple(
+        Example(
+            id=row.name(form.id, f"{dataset}-{i}") if form.id else f"{dataset}-{i}",
+            max_new_tokens=max_new_tokens,
+            meta={name: row.text(key) for name, key in form.meta.items()},
+            **_content(form, row, f"{seed}:{row.name(form.id, f'{dataset}-{i}')}", _listed(keys), scorer),
+        )
+        for i, row in enumerate(rows)
+        if all(row.value(key) in values for key, values in form.only.items())
+    )
+    facts = [
+        f"{len(rows) - len(examples)} of {len(rows)} {form.left_out}" if len(examples) < len(rows) else "",
+        f"{len(examples)} questions, the release of published tables has {form.size}"
+        if form.size not in (None, len(examples))
+        else "",
+        form.note,
+    ]
+    note = "; ".join(filter(None, facts))
+    source = f"{form.title or dataset}, {path.name}"
+    return [
+        Task(dataset, examples, scorer.name, source, form.category, f"{dataset}: {note}" if note else "", **form.task)
+    ]
+
+
+def _content(form: RowFormat, row: FileRow, seed: str, keys: Sequence[str], scorer: metrics.Metric) -> dict[str, Any]:
+    """Prompt, question, references and classes of a row."""
+    order = list(drawn(form.choices, seed))
+    lines = [f"({letter}) {row.text(key).strip()}" for letter, key in zip(LETTERS, order, strict=False)]
+    texts = {"choices": "\n".join(lines)} if order else {}
+
+    def fill(template: str) -> str:
+        return _FIELD.sub(lambda match: texts.get(match[1]) or _text(form, row, match[1]), template)
+
+    question = fill(form.question)
+    if order:
+        answers: tuple[str, ...] = (LETTERS[order.index(form.choices[0])],)
+    elif form.reference:
+        module, _, name = form.reference.rpartition(".")
+        answers = (getattr(importlib.import_module(module), name)(row),)
+    else:
+        answers = tuple(dict.fromkeys(a for key in keys for a in _references(form, row, key, scorer)))
+    return {
+        "prompt": fill(form.prompt) + question,
+        "question": question,
+        "answers": answers,
+        "classes": tuple(LETTERS[: len(order)]) or tuple(form.classes),
+    }
+
+
+def _references(form: RowFormat, row: FileRow, key: str, scorer: metrics.Metric) -> Iterator[str]:
+    name = _key(row, key)
+    value = row.value(name)
+    for text in row.texts(name) if isinstance(value, list) else [row.text(name)]:
+        _, mark, final = text.rpartition(form.after) if form.after else ("", "", text)
+        if form.after and (not mark or scorer.function(final, final, Example("", "", (), 1)) is None):
+            raise row.wrong(f"{name!r} must end in '{form.after} N', where {scorer.name} can score N")
+        parts = final.split(form.split[key]) if key in form.split and not isinstance(value, list) else [final]
+        yield from filter(None, map(str.strip, parts))
+
+
+def _text(form: RowFormat, row: FileRow, key: str) -> str:
+    text = row.text(_key(row, key))
+    return text.strip() if form.strip else text
+
+
+def _key(row: FileRow, key: str) -> str:
+    """The key as it is written, or what the hub's table calls it."""
+    hub = key.lower().replace(" ", "_")
+    return hub if hub in row and key not in row else key
+
+
+def _listed(value: Sequence[str] | Mapping[str, Sequence[str]] | str) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)
