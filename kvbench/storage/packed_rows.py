@@ -17,7 +17,7 @@ from torch import Tensor
 from kvbench.cache.packed import Packed
 from kvbench.cache.partly_packed import Residual
 from kvbench.cache.segment import Segment
-from kvbench.storage import kernels, native
+from kvbench.storage import kernels
 from kvbench.storage.attend import Masker, logits, rounded, spread, summed, weigh
 
 
@@ -206,12 +206,11 @@ class CodedRows:
         return out
 
     def _at_once(self, query: Tensor, scale: float) -> Tensor | None:
-        """The attention by compiled code, which a step of few tokens needs: dozens of small operations cost more."""
+        """The attention by kernels, which a step of few tokens needs: dozens of small operations cost more."""
         k, v = self.k, self.v
         counts = (k.total, k.packed, v.packed)
-        held = (k.old(), v.old()), (k.ring, v.ring), (k.channels, v.channels), counts
-        found = native.attend(query, scale, *held)
-        return kernels.attend_packed(query, scale, *held) if found is None else found
+        exact_tokens, channels = (k.ring, v.ring), (k.channels, v.channels)
+        return kernels.attend_packed(query, scale, (k.old(), v.old()), exact_tokens, channels, counts)
 
     def _logits(self, query: Tensor, scale: float, estimate: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""
@@ -273,8 +272,6 @@ def packed_logits(
     q = (query * scale if whole else query).reshape(u, h, hq // h * t, -1)
     if channels is not None:
         q = q.gather(3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
-    if estimate is exact and (compiled := native.logits(q, keys)) is not None:
-        return compiled.view(u, hq, t, length)
     flat, found = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
     for heads, tokens, part in unpacked(keys, query.dtype):
         found[heads, :, tokens] = summed(flat[heads], estimate(part).transpose(1, 2))
@@ -285,8 +282,6 @@ def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
     """Weighted packed values: probs [U, Hq, T, L] with [U, H, L, C] -> [U, Hq, T, C]."""
     u, hq, t, length = probs.shape
     h, c = values.shape[1], values.shape[3]
-    if (compiled := native.weigh(probs.reshape(u, h, hq // h * t, length), values)) is not None:
-        return compiled.view(u, hq, t, c)
     flat = probs.reshape(u * h, hq // h * t, length)
     out = flat.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
     for heads, tokens, part in unpacked(values, probs.dtype):

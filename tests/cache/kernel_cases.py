@@ -42,7 +42,6 @@ def small_splits(monkeypatch):
     monkeypatch.setattr(softmax, "LEAST_SPAN", 16)
     monkeypatch.setattr(softmax, "TILE_BYTES", 16)
     monkeypatch.setattr(softmax, "WAVES", 1000)
-    monkeypatch.setenv("KVBENCH_NATIVE", "off")
 
 
 @pytest.fixture

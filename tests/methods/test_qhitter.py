@@ -279,8 +279,6 @@ def test_bytes_held_are_those_of_the_formula_before_and_after_decoding(bits):
 def test_slots_hold_codes_and_never_the_whole_cache_dequantised(monkeypatch):
     from kvbench.cache import packed
 
-    monkeypatch.setenv("KVBENCH_NATIVE", "off")  # compiled code unpacks blocks of its own
-
     model, largest = build("llama"), []
     (cache,) = kvbench.prefill(model, prompt(50, 3), [{"method": "qhitter", "kv_size": 40}])
     batch = build_batch(model, [cache], 5)

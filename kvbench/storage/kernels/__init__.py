@@ -1,6 +1,6 @@
 """Decode attention by Triton kernels, for tensors on a GPU: dequantised, weighed and summed up where tokens are read.
 
-Every function returns None where it cannot serve; plain PyTorch does then (kvbench.storage.attend, coded_rows), whose
+Every function returns None where it cannot serve; plain PyTorch does then (kvbench.storage.attend, packed_rows), whose
 numbers are the reference. ``KVBENCH_KERNELS=off`` does without. Under ``TRITON_INTERPRET=1``, which must be set before
 anything imports Triton, tensors on a CPU are served by its interpreter: slow, for tests.
 Shapes: B rows, Hq query heads, H stored heads, T new tokens, L tokens, D head dimension, C kept channels.
@@ -93,7 +93,9 @@ def attend_packed(
 ) -> Tensor | None:
     """Attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], over packed tokens and a ring of exact ones.
 
-    Everything as kvbench.storage.native.attend takes it.
+    packed: keys and values [U, H, L, C], of which each row reads its own number; exact: theirs [U, H, S, D], token t
+    in slot t mod S; channels: int64 [U, H, C], of thin ones; counts: of each row its tokens in all, those packed as
+    keys, and those packed as values.
     """
     heads = exact[0].shape[1]
     if not _fits(query, heads):
