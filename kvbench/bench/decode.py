@@ -25,6 +25,7 @@ from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.models.interface import synchronise
+from kvbench.storage.format import Room, StoredRow
 
 FORMATS: dict[str, dict[str, Any]] = {
     "think 0.4": {"method": "think", "ratio": 0.4},
@@ -99,12 +100,12 @@ def measure(
     for name in names:
         chain = registry.parse(FORMATS[name])
         held = layer(chain, n, args.heads, args.query_heads, args.head_dim, dtype, device)
-        room = args.repeats + 2
+        room = Room(tokens=args.repeats + 2)
         batches = {
-            "full": RowLayer([full] * b, room),
-            name: RowLayer([held] * b, room, coders=[chain.coder] * b),
+            "full": RowLayer([StoredRow(cache=full)] * b, room),
+            name: RowLayer([StoredRow(cache=held, coder=chain.coder)] * b, room),
         }
-        found = step_times(batches, shape, dtype, room, CLOCKS[args.clock])
+        found = step_times(batches, shape, dtype, room.tokens, CLOCKS[args.clock])
         seconds = found.pop("full")
         ratios.update({named: time / seconds for named, time in found.items()})
     return seconds, ratios

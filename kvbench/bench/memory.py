@@ -25,6 +25,7 @@ from kvbench import api
 from kvbench.engine.memory import of_process
 from kvbench.engine.step import build, step
 from kvbench.models.interface import attached
+from kvbench.storage.evicting_rows import EvictingRows
 
 LIMIT = 1.30
 GROWTH_LIMIT = 2 * 2**20
@@ -126,7 +127,7 @@ def decode_growth(name: str, new: int) -> dict[str, float]:
     found = {"early": early, "late": held(), "tokens": float(PROMPT + new), "excess": 0.0}
     evictor = cache.chain.evictor
     if evictor is not None:
-        counts = [layer.slots[0][1].held() for layer in batch]
+        counts = [rows.held() for layer in batch for _, rows in layer.formats if isinstance(rows, EvictingRows)]
         promised = [torch.tensor(evictor.shares(c, i)) for i, c in enumerate(cache.layers)]
         found["tokens"] = float(torch.cat([c.flatten().float() for c in counts]).mean())
         found["excess"] = float(max(int((c.cpu() - p).max()) for c, p in zip(counts, promised, strict=True)))

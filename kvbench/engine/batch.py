@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
-from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.decode_layer import RowLayer, allocated
 from kvbench.engine.patches import adapted
-from kvbench.engine.row_bytes import allocated
 from kvbench.engine.step import build, step, stored_in
 from kvbench.engine.stopping import Ending, sample, without
 from kvbench.errors import UsageError

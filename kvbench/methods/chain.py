@@ -33,7 +33,7 @@ from kvbench.methods.lowrank import LowRankStage, check_lowrank
 from kvbench.methods.prefill_changing import HeadSharer, HiddenPruner
 from kvbench.methods.pruner import ChannelPruner
 from kvbench.methods.quantiser import Coder, Quantiser
-from kvbench.storage.evicting_rows import Evictor
+from kvbench.storage.roles import Evictor
 
 ROLES: tuple[Role, ...] = ("hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share")
 PER = ("kv_head", "query_head")

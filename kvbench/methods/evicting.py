@@ -10,8 +10,7 @@ import torch
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Modifier, Selector, sinks_of
 from kvbench.methods.contract import protect
-from kvbench.storage.evicting_rows import Slots
-from kvbench.storage.evicting_store import Packer
+from kvbench.storage.roles import Packer, Slots
 
 POSITIONS = (None, "true", "rolled")
 

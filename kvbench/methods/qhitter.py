@@ -19,8 +19,8 @@ from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Block, Capacity, Modifier
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean
-from kvbench.storage.evicting_rows import Slots, ranks
-from kvbench.storage.evicting_store import Packer
+from kvbench.storage.evicting_rows import ranks
+from kvbench.storage.roles import Packer, Slots
 
 VARIANTS = ("code", "paper")
 HEAVY, PARTS = 3, 4  # heavy hitters of a budget: 15 % of the prompt beside 5 % recent tokens, as in the code

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -70,16 +70,19 @@ class RowSegment:
 
     def rows(self, index: Tensor) -> RowSegment:
         """The same segment for the rows ``index`` only."""
-        return RowSegment(
-            self.k[index],
-            self.v[index],
-            None if self.valid is None else self.valid[index],
-            None if self.key_channels is None else self.key_channels[index],
-            None if self.value_channels is None else self.value_channels[index],
-            None if self.positions is None else self.positions[index],
-            None if self.shared is None else self.shared.rows(index),
-            None if self.lengths is None else self.lengths[index],
-        )
+        parts: dict[str, Any] = {f: None if t is None else t[index] for f, t in vars(self).items() if f != "shared"}
+        return RowSegment(**parts, shared=None if self.shared is None else self.shared.rows(index))
+
+    def padded(self) -> RowSegment:
+        """The segment itself, which is padded already."""
+        return self
+
+    def payload(self) -> list[int]:
+        """Bytes of the keys and values of each row."""
+        rows, length = self.v.shape[0], self.v.shape[2]
+        counts = [length] * rows if self.valid is None else self.valid.sum(dim=(1, 2)).tolist()
+        token = sum(per_place(t, rows * length) for t in (self.k, self.v))
+        return [tokens * token for tokens in counts]
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class Ragged:
     key_channels: Tensor | None = None  # [B, H, C] int64
     value_channels: Tensor | None = None  # [B, H, C] int64
     shared: ClassVar[None] = None
+    positions: ClassVar[None] = None
 
     @property
     def heads(self) -> int:
@@ -115,6 +119,16 @@ class Ragged:
         valid = slot < self.lengths[..., None]
         index = (self.starts[..., None] + slot).masked_fill(~valid, 0)
         return RowSegment(self.k[index], self.v[index], valid, self.key_channels, self.value_channels)
+
+    def payload(self) -> list[int]:
+        """Bytes of the keys and values of each row."""
+        token = sum(per_place(t, len(t)) for t in (self.k, self.v))
+        return [tokens * token for tokens in self.lengths.sum(dim=1).tolist()]
+
+
+def per_place(t: Tensor, places: int) -> int:
+    """Bytes of each of the ``places`` of a tensor."""
+    return t.nbytes // places if places else 0
 
 
 def flat(segments: Sequence[Segment]) -> Ragged:

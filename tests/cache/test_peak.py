@@ -12,17 +12,17 @@ import kvbench
 from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
 from kvbench.audit.prompt_audit import Refused
 from kvbench.engine.decode import Ending, extend_cache, generate_rows
-from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.decode_layer import RowLayer, allocated
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.patches import adapted
-from kvbench.engine.row_bytes import allocated, stored_bytes
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.methods.cake import Cake
 from kvbench.methods.chain import Chain
+from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.models.interface import attached
-from kvbench.storage import evicting_store, packed_rows
+from kvbench.storage import evicting_store, exact_rows, packed_rows
 
 RAGGED = {"method": "refreekv", "mode": "eq1", "reduce": "per_head", "T": 0.2}
 METHODS = [
@@ -128,16 +128,10 @@ def test_a_growing_cache_with_more_than_its_new_tokens_is_refused():
 
 
 def test_slots_that_are_not_given_back_are_refused(monkeypatch):
-    from kvbench.storage.evicting_rows import SlotRows
-
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(33, 1), [{"method": "h2o", "variant": "orig", "kv_size": 12}])
-    made = SlotRows.__init__
-
-    def roomier(self, caches, budgets, *rest):
-        made(self, caches, [[x + 2 for x in b] for b in budgets], *rest)
-
-    monkeypatch.setattr(SlotRows, "__init__", roomier)
+    shares = EvictingSelector.shares
+    monkeypatch.setattr(EvictingSelector, "shares", lambda *given: [x + 2 for x in shares(*given)])
     held = {}
     generate_rows(model, [cache], [Ending(9)], held=held)
     with pytest.raises(Refused, match="layer 0 holds 14 tokens per head"):
@@ -200,22 +194,22 @@ def test_storage_that_costs_more_than_declared_is_refused(method, monkeypatch):
 
     def wider(self, *args, **more):
         real(self, *args, **more)
-        for group in self.groups:
-            for s in group.segments:
-                object.__setattr__(s, "v", s.v.double())
-            if isinstance(group.coded, packed_rows.CodedRows):
-                group.coded.k.ring = group.coded.k.ring.double()
-        for _, slots in self.slots:
-            if isinstance(slots.store, evicting_store.Thin):
-                slots.store.v.kept = slots.store.v.kept.double()
-            elif isinstance(slots.store.k, torch.Tensor):
-                slots.store.k = slots.store.k.double()
+        for _, rows in self.formats:
+            if isinstance(rows, exact_rows.ExactRows):
+                for s in (s for group in rows.groups for s in group.segments):
+                    object.__setattr__(s, "v", s.v.double())
+            elif isinstance(rows, packed_rows.PackedRows):
+                rows.k.ring = rows.k.ring.double()
+            elif isinstance(rows.store, evicting_store.Thin):
+                rows.store.v.kept = rows.store.v.kept.double()
+            elif isinstance(rows.store.k, torch.Tensor):
+                rows.store.k = rows.store.k.double()
             else:
-                slots.store.k = slots.store.k.map(lambda t: torch.cat([t, t], dim=-1))
+                rows.store.k = rows.store.k.map(lambda t: torch.cat([t, t], dim=-1))
 
     monkeypatch.setattr(RowLayer, "__init__", wider)
     batch = build_batch(model, [cache], 5)
-    stored = Stored(0, [stored_bytes(layer)[0] for layer in batch])
+    stored = Stored(0, [layer.payload()[0] for layer in batch])
     with pytest.raises(Refused, match=r"layer 0 holds \d+ payload bytes after 0 new tokens, the formula says \d+"):
         check_bytes(cache, stored, *heads_of(model), model.dtype)
 
@@ -241,7 +235,7 @@ def test_a_batch_allocates_what_it_stores_and_never_the_models_weights(method):
     with torch.no_grad(), adapted(model, rows[0].chain):
         batch = build_batch(model, rows, 5)
         feed(model, batch, rows)
-        payload = sum(sum(stored_bytes(layer)) for layer in batch)
+        payload = sum(sum(layer.payload()) for layer in batch)
     assert payload <= allocated(batch) < 4 * payload
 
 

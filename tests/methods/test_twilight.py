@@ -89,8 +89,7 @@ def test_attention_is_that_of_a_slow_loop(hq, hk, p):
         Segment(k[b, :, :m].clone(), v[b, :, :m].clone(), torch.arange(m, dtype=torch.int32)[None])
         for b, m in enumerate(lengths)
     ]
-    sizes = []
-    out = attend(q, [stack(rows)], (k[:, :, stored:], v[:, :, stored:]), 0.9, masker=Twilight(p=p), sizes=sizes)
+    out, attended = attend(q, [stack(rows)], (k[:, :, stored:], v[:, :, stored:]), 0.9, masker=Twilight(p=p))
     counts = [[], []]
     for b, h in product(range(2), range(hq)):
         at = [*range(lengths[b]), *range(stored, stored + t)]
@@ -98,15 +97,16 @@ def test_attention_is_that_of_a_slow_loop(hq, hk, p):
         wanted, chosen = slow(q[b, h, 0].tolist(), keys, values, p, 0.9)
         torch.testing.assert_close(out[b, h, 0], torch.tensor(wanted), atol=1e-5, rtol=1e-4)
         counts[b].append(len(chosen))
-    assert sizes[0].tolist() == pytest.approx([sum(c) / len(c) for c in counts])
+    assert attended.tolist() == pytest.approx([sum(c) / len(c) for c in counts])
     assert min(min(c) for c in counts) < stored
 
 
 def test_new_tokens_see_only_what_came_before():
     q, k, v = (torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    together = attend(q, [], (k, v), 0.5, masker=Twilight(p=0.6))
+    together = attend(q, [], (k, v), 0.5, masker=Twilight(p=0.6))[0]
     for t in range(3):
-        alone = attend(q[:, :, t : t + 1], [], (k[:, :, : t + 1], v[:, :, : t + 1]), 0.5, masker=Twilight(p=0.6))
+        tail = (k[:, :, : t + 1], v[:, :, : t + 1])
+        alone = attend(q[:, :, t : t + 1], [], tail, 0.5, masker=Twilight(p=0.6))[0]
         torch.testing.assert_close(together[:, :, t : t + 1], alone)
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvbench.cache.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
-from kvbench.storage.packed_rows import exact, packed_logits, packed_weigh
+from kvbench.storage.attend import as_they_are
+from kvbench.storage.packed_rows import packed_logits, packed_weigh
 
 
 def random(*shape, seed=0):
@@ -36,7 +37,7 @@ def test_products_are_those_with_the_numbers(bits, u, h, group, t, n, c):
     query, probs = random(u, h * group, t, c, seed=4), random(u, h * group, t, n, seed=5).softmax(dim=-1)
     for packed in packings(u, h, n, c, bits):
         numbers = packed.dequantise(torch.float32).double().repeat_interleave(group, dim=1)
-        close(packed_logits(query, packed, c**-0.5, None, exact), c**-0.5 * (query.double() @ numbers.mT))
+        close(packed_logits(query, packed, c**-0.5, None, as_they_are), c**-0.5 * (query.double() @ numbers.mT))
         close(packed_weigh(probs, packed), probs.double() @ numbers)
 
 
@@ -44,7 +45,7 @@ def test_thin_keys_and_stand_ins():
     channels = torch.stack([random(2, 24, seed=s).argsort(dim=-1)[:, :9].sort(dim=-1).values for s in (1, 2)])
     query, packed = random(2, 4, 1, 24), quantise_channels(random(2, 2, 64, 9, seed=3), 2, 32)
     numbers, index = packed.dequantise(torch.float32), channels.repeat_interleave(2, dim=1)[:, :, None]
-    for estimate in (exact, torch.round):
+    for estimate in (as_they_are, torch.round):
         keys = estimate(numbers).double().repeat_interleave(2, dim=1)
         found = packed_logits(query, packed, 0.2, channels, estimate)
         close(found, 0.2 * (query.gather(3, index).double() @ keys.mT))
@@ -59,11 +60,11 @@ def test_layouts_of_memory(layout):
         else:
             read = packed.tokens(0, 60 if packed.axis == "token" else 160 // packed.group // 2 * packed.group)
         numbers = read.dequantise(torch.float32).double().repeat_interleave(2, dim=1)
-        close(packed_logits(query, read, 0.2, None, exact), 0.2 * (query.double() @ numbers.mT))
+        close(packed_logits(query, read, 0.2, None, as_they_are), 0.2 * (query.double() @ numbers.mT))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_of_half_precision_are_not_rounded(dtype):
     query, packed = random(1, 8, 1, 64).to(dtype), quantise_channels(random(1, 2, 64, 64, seed=3), 4, 32)
     keys = packed.dequantise(dtype).float().repeat_interleave(4, dim=1)
-    close(packed_logits(query, packed, 0.125, None, exact), 0.125 * (query.float() @ keys.mT))
+    close(packed_logits(query, packed, 0.125, None, as_they_are), 0.125 * (query.float() @ keys.mT))

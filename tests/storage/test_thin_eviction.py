@@ -152,19 +152,19 @@ def test_slots_of_thin_tokens_are_filled_again_and_memory_is_flat():
     (cache,) = kvbench.prefill(model, prompt(N, 8), [entry("h2o+thinkv", variant="orig")])
 
     def shapes(new):
-        store = build_batch(model, [cache], new)[0].slots[0][1].store
+        store = build_batch(model, [cache], new)[0].formats[0][1].store
         parts = (store.k.kept, store.k.others, store.v.kept, store.v.others)
         return [tuple(t.shape[2:]) for t in parts]
 
     assert shapes(3) == [(SIZE, 12), (8, 4), (SIZE, 8), (8, 8)]
     assert shapes(2000) == shapes(SIZE) == [(SIZE, 12), (SIZE, 4), (SIZE, 8), (SIZE, 8)]
     (layer, *_) = batch = build_batch(model, [cache], 60)
-    store, whole = layer.slots[0][1].store, []
+    store, whole = layer.formats[0][1].store, []
     before = [t.data_ptr() for t in (store.k.kept, store.k.others, store.v.kept, store.v.others)]
     with torch.no_grad(), attached(model):
         for t in range(60):
             step(model, batch, torch.tensor([[5 + t]]), torch.tensor([[N + t]]))
-            held = layer.slots[0][1].valid.gather(2, store.slot)
+            held = layer.formats[0][1].valid.gather(2, store.slot)
             whole.append((store.whole & held).sum(dim=-1)[0].tolist())
             # a place belongs to one token, and every token that came has one
             for h in range(2):
@@ -172,7 +172,7 @@ def test_slots_of_thin_tokens_are_filled_again_and_memory_is_flat():
                 assert len(set(taken)) == len(taken)
     assert whole[0] == [6, 6] and whole[-1] > whole[0] and max(map(max, whole)) <= SIZE
     assert before == [t.data_ptr() for t in (store.k.kept, store.k.others, store.v.kept, store.v.others)]
-    assert layer.keys is None
+    assert len(layer.formats) == 1, "no dense tail beside the slots"
 
 
 def test_what_cannot_be_is_refused_with_the_reason():
