@@ -19,6 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from kvbench.engine.decode import generate_rows
+
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}
 COMMON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2}
 FAMILIES = ("llama", "mistral", "qwen2", "gpt_neox", "opt")
@@ -57,6 +59,11 @@ def heads_of(model: PreTrainedModel) -> tuple[int, int]:
 def hooks(model: PreTrainedModel) -> int:
     """How many hooks its modules have; transformers leaves some of its own on a model that is asked for more."""
     return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+def generated(model: PreTrainedModel, caches, endings) -> list[list[int]]:
+    """The tokens of each cache's answer, decoded as one batch."""
+    return [answer.tokens for answer in generate_rows(model, caches, endings)]
 
 
 def prompt(n: int, seed: int = 0) -> torch.Tensor:

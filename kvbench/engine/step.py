@@ -77,13 +77,18 @@ def rotation(model: PreTrainedModel) -> Rotary:
     return Rotary(module.inv_freq)  # type: ignore[arg-type]
 
 
-def step(model: PreTrainedModel, batch: Sequence[KvbenchLayer], tokens: Tensor, positions: Tensor) -> Tensor:
-    """Feed ``tokens`` [B, T] at ``positions`` [B, T]; returns the logits [B, 1, V] after the last."""
+def step(
+    model: PreTrainedModel, batch: Sequence[KvbenchLayer], tokens: Tensor, positions: Tensor, whole: bool = False
+) -> Tensor:
+    """Feed ``tokens`` [B, T] at ``positions`` [B, T]; returns the logits [B, 1, V] after the last.
+
+    ``whole``: [B, T, V], after each of them.
+    """
     out = model(
         input_ids=tokens,
         position_ids=positions,
         past_key_values=HFCache(layers=list(batch)),
         use_cache=True,
-        logits_to_keep=1,
+        logits_to_keep=0 if whole else 1,
     )
     return out.logits

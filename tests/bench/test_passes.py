@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from elsewhere import DEVICE, pretended
+from families import generated
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.bench import architecture, generation_pass, peers, roofline
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.bench.workload import Workload, parse, prompts
-from kvbench.engine.decode import generate_rows
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending
@@ -73,7 +73,7 @@ def test_a_pass_gives_the_tokens_of_runs_and_times_that_add_up(model, method):
     ids = prompts(Workload(150, 12, 3), 721, 0)
     found = generation_pass.run(model, chain, ids, 12, keep_tokens=True)
     caches = [prefill_chains(model, row, [chain])[0] for row in ids]
-    assert found.tokens.tolist() == generate_rows(model, caches, [Ending(12)] * 3)
+    assert found.tokens.tolist() == generated(model, caches, [Ending(12)] * 3)
     assert found.cache_bytes == sum(c.nbytes() for c in caches)
     assert len(found.steps) == 11 and not found.integrated
     assert found.total == pytest.approx(found.ttft + 11 * found.tpot, rel=0.05)

@@ -52,35 +52,31 @@ def check(cache, held, fed):
 def test_peaks_are_those_of_each_row_to_its_own_end(per):
     model = build("llama")
     rows = kvbench.prefill(model, prompt(33, 1), METHODS, per=per)
-    held = {}
-    answers = generate_rows(model, rows, [Ending(fed + 1) for fed in FED], held=held)
-    assert [len(a) - 1 for a in answers] == FED
+    answers = generate_rows(model, rows, [Ending(fed + 1) for fed in FED])
+    assert [len(a.tokens) - 1 for a in answers] == FED
     cake = [layer.tokens for layer in rows[6].layers]
     assert len(set(cake)) > 1 and sum(cake) == 60
     ragged = [max(map(len, layer.kept_positions())) + 5 for layer in rows[8].layers]
     wanted = [[44] * 3, [13] * 3, [12] * 3, [36, 44, 36], [16] * 3, [20] * 3, cake, [33] * 3, ragged, [33] * 3]
-    assert [held[r] for r in range(len(rows))] == wanted
-    for r, row in enumerate(rows):
-        check(row, held[r], FED[r])
-        alone = {}
-        generate_rows(model, [row], [Ending(FED[r] + 1)], held=alone)
-        assert alone == {0: held[r]}
+    assert [a.held for a in answers] == wanted
+    for row, answer, fed in zip(rows, answers, FED, strict=True):
+        check(row, answer.held, fed)
+        (alone,) = generate_rows(model, [row], [Ending(fed + 1)])
+        assert alone.held == answer.held
 
 
 def test_peaks_after_a_withheld_question_and_over_a_text_that_is_scored():
     model = build("llama")
     for row in caches(model):
         longer = extend_cache(model, row, prompt(6, 9))
-        held = {}
-        generate_rows(model, [longer], [Ending(8)], held=held)
-        check(longer, held[0], 7)
-        found = {}
-        teacher_force(model, [row], prompt(20, 2), 3, found)
-        check(row, found[0], 19)
+        (answer,) = generate_rows(model, [longer], [Ending(8)])
+        check(longer, answer.held, 7)
+        (forced,) = teacher_force(model, [row], prompt(20, 2), 3)
+        check(row, forced.held, 19)
         if row.chain.name == "full":
-            assert held == {0: [46] * 3} and found == {0: [52] * 3}
+            assert (answer.held, forced.held) == ([46] * 3, [52] * 3)
         if row.chain.name == "vatp+scissorhands":
-            assert held == found == {0: [20] * 3}
+            assert answer.held == forced.held == [20] * 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +108,11 @@ class HoardsShare(Cake):
 def test_a_selector_that_holds_more_than_it_declares_is_refused(stage, reason):
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(33, 1), [Chain((stage,))])
-    held = {}
-    generate_rows(model, [cache], [Ending(9)], held=held)
+    (answer,) = generate_rows(model, [cache], [Ending(9)])
     with pytest.raises(Refused, match=reason):
-        check_peak(cache, held[0], 8)
-    generate_rows(model, [cache], [Ending(1)], held=(short := {}))
-    check(cache, short[0], 0)
+        check_peak(cache, answer.held, 8)
+    (short,) = generate_rows(model, [cache], [Ending(1)])
+    check(cache, short.held, 0)
 
 
 def test_a_growing_cache_with_more_than_its_new_tokens_is_refused():
@@ -132,10 +127,9 @@ def test_slots_that_are_not_given_back_are_refused(monkeypatch):
     (cache,) = kvbench.prefill(model, prompt(33, 1), [{"method": "h2o", "variant": "orig", "kv_size": 12}])
     shares = EvictingSelector.shares
     monkeypatch.setattr(EvictingSelector, "shares", lambda *given: [x + 2 for x in shares(*given)])
-    held = {}
-    generate_rows(model, [cache], [Ending(9)], held=held)
+    (answer,) = generate_rows(model, [cache], [Ending(9)])
     with pytest.raises(Refused, match="layer 0 holds 14 tokens per head"):
-        check_peak(cache, held[0], 8)
+        check_peak(cache, answer.held, 8)
 
 
 STORED = [
@@ -153,10 +147,14 @@ STORED = [
 ]
 
 
+def stored_by(model, rows, endings):
+    return [a.stored for a in generate_rows(model, rows, endings)]
+
+
 def check_stored(model, rows, stored):
-    for r, row in enumerate(rows):
-        if r in stored:
-            check_bytes(row, stored[r], *heads_of(model), model.dtype)
+    for row, held in zip(rows, stored, strict=True):
+        if held is not None:
+            check_bytes(row, held, *heads_of(model), model.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -164,24 +162,24 @@ def check_stored(model, rows, stored):
 def test_bytes_behind_a_rows_tokens_are_those_declared(per, dtype):
     model = build("llama", dtype)
     rows = kvbench.prefill(model, prompt(33, 1), [ready(model, e, per) for e in STORED])
-    generate_rows(model, rows, [Ending(1 + i % 13) for i in range(len(rows))], stored=(stored := {}))
-    assert set(stored) == {i for i in range(len(rows)) if i % 13}, "rows that read nothing more were never in a batch"
-    assert len({s.fed for s in stored.values()}) > 3
+    stored = stored_by(model, rows, [Ending(1 + i % 13) for i in range(len(rows))])
+    read = {i for i, s in enumerate(stored) if s is not None}
+    assert read == {i for i in range(len(rows)) if i % 13}, "rows that read nothing more were never in a batch"
+    assert len({s.fed for s in stored if s is not None}) > 3
     check_stored(model, rows, stored)
-    teacher_force(model, rows, prompt(20, 2), 3, stored=(scored := {}))
-    assert {s.fed for s in scored.values()} == {19}
+    scored = [f.stored for f in teacher_force(model, rows, prompt(20, 2), 3)]
+    assert {s.fed for s in scored} == {19}
     check_stored(model, rows, scored)
     longer = [extend_cache(model, row, prompt(6, 9)) for row in rows]
-    generate_rows(model, longer, [Ending(9)] * len(rows), stored=(after := {}))
-    check_stored(model, longer, after)
+    check_stored(model, longer, stored_by(model, longer, [Ending(9)] * len(rows)))
 
 
 @pytest.mark.parametrize("entry", ["palu", "asvd", "chai"])
 def test_bytes_of_methods_that_change_the_model_are_those_declared(entry):
     model = build("llama" if entry != "chai" else "gpt_neox")
     rows = [kvbench.prefill(model, prompt(n, n), [ready(model, entry)])[0] for n in (33, 20)]
-    generate_rows(model, rows, [Ending(9), Ending(4)], stored=(stored := {}))
-    assert len(stored) == 2
+    stored = stored_by(model, rows, [Ending(9), Ending(4)])
+    assert None not in stored
     check_stored(model, rows, stored)
 
 

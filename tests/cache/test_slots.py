@@ -173,8 +173,8 @@ def test_a_chunk_larger_than_the_budget_is_refused_and_smaller_ones_run():
     (cache,) = kvbench.prefill(model, ids[:40], [RULES["mask"]])
     with pytest.raises(UsageError, match="lower chunk="):
         teacher_force(model, [cache], ids[40:], 13)
-    (loss,) = teacher_force(model, [cache], ids[40:], 4)
+    loss = teacher_force(model, [cache], ids[40:], 4)[0].losses
     assert loss.shape == (40,)
-    (steps,) = teacher_force(model, [cache], ids[40:], 1)
+    steps = teacher_force(model, [cache], ids[40:], 1)[0].losses
     (answer,) = kvbench.generate(model, [cache], 2)
     assert float(steps[0]) >= float(-cache.logits.log_softmax(-1)[answer[0]])

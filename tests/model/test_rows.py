@@ -5,12 +5,12 @@ import weakref
 
 import pytest
 import torch
-from families import build, prompt
+from families import build, generated, prompt
 
 import kvbench
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.engine import step as stepping
-from kvbench.engine.decode import Ending, generate_rows
+from kvbench.engine.decode import Ending
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods.twilight import Twilight
 from kvbench.storage.format import Room, StoredRow
@@ -100,8 +100,8 @@ def test_packed_rows_that_are_left_alone_go_on_attending_what_they_packed():
     full, packed = kvbench.prefill(model, ids, ["full", {"method": "kivi", "group": 4, "residual": 8}])
     endings = [Ending(2), Ending(8)]
     # the exact row leaves after its second token; its dense tail must not become all that the other one reads
-    together = generate_rows(model, [full, packed], endings)
-    assert together[1] == generate_rows(model, [packed], endings[1:])[0]
+    together = generated(model, [full, packed], endings)
+    assert together[1] == generated(model, [packed], endings[1:])[0]
 
 
 @pytest.mark.parametrize("methods", [["full", "full"], ["h2o", "h2o"], ["kivi", "snapkv", "full"]])
