@@ -74,7 +74,7 @@ def step_times(
 ) -> dict[str, float]:
     """Median seconds of one step's attention by format; shape (batch, query heads, kv heads, head dimension)."""
     b, hq, hk, d = shape
-    device = next(iter(batches.values())).starts.device
+    device = next(iter(batches.values())).next.device
     spent: dict[str, list[float]] = {name: [] for name in batches}
     for _ in range(repeats):
         q, k, v = (torch.randn(b, h, 1, d, dtype=dtype, device=device) for h in (hq, hk, hk))

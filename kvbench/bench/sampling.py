@@ -94,6 +94,6 @@ def skip(model: PreTrainedModel, batch: Sequence[RowLayer], tokens: int) -> None
             continue
         assert not packing, "packed rows beside others: a benchmark's rows are of one chain"
         for first in range(0, tokens, CHUNK):
-            shape = (len(layer.starts), kv_heads, min(CHUNK, tokens - first), dim)
+            shape = (len(layer.next), kv_heads, min(CHUNK, tokens - first), dim)
             k, v = (torch.randn(shape, device=model.device).to(model.dtype) for _ in range(2))
             layer.add(k, v)

@@ -78,17 +78,17 @@ class Graph:
     """
 
     def __init__(self, model: PreTrainedModel, batch: Sequence[RowLayer]) -> None:
-        self.place = torch.zeros(1, dtype=torch.int64, device=batch[0].starts.device)
+        self.place = torch.zeros(1, dtype=torch.int64, device=batch[0].next.device)
         self.layers = []
         for i, layer in enumerate(batch):
             try:
                 self.layers.append(StillLayer(layer, self.place))
             except KvbenchError as why:
                 raise KvbenchError(f"no graph of a decode step: layer {i}: {why}; step=plain runs it") from None
-        devices = {layer.starts.device for layer in batch}
+        devices = {layer.next.device for layer in batch}
         if len(devices) > 1:
             raise KvbenchError("no graph of a decode step: layers are on several devices; step=plain runs it")
-        (device,), rows = devices, len(batch[0].starts)
+        (device,), rows = devices, len(batch[0].next)
         if device.type == "cpu" and kernels.serves(device):
             raise KvbenchError(f"no graph of a decode step in Triton's interpreter: {kernels.SWITCH}=off does without")
         self.model, self.batch = model, batch

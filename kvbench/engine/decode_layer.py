@@ -21,21 +21,21 @@ class RowLayer(KvbenchLayer):
     """One layer of a decode batch of B rows.
 
     ``attended`` [B] is the mean number of tokens that the last step attended in rows whose method masks (else nan);
-    None if no row does. ``used`` tokens have come since the batch was built.
+    None if no row does. ``next`` [B] are the positions of the tokens to come; ``used`` tokens have come since it was
+    built.
     """
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
         super().__init__()
         self.formats = registry.load(rows, room)
-        device = rows[0].cache.segments[0].k.device
-        self.starts = torch.tensor([row.cache.seen for row in rows], device=device)
+        self.next = torch.tensor([row.cache.seen for row in rows], device=rows[0].cache.segments[0].k.device)
         self.seen, self.used = max(row.cache.seen for row in rows), 0
         self.lift = rows[0].lift
         self.attended: Tensor | None = None
 
     def add(self, k: Tensor, v: Tensor) -> None:
         t = k.shape[2]
-        positions = self.starts[:, None] + torch.arange(self.used, self.used + t, device=k.device)
+        positions = self.next[:, None] + torch.arange(t, device=k.device)
         if self.lift is not None:
             k, v = self.lift.new()
         for entries, rows in self.formats:
@@ -44,7 +44,15 @@ class RowLayer(KvbenchLayer):
 
     def grow(self, tokens: int) -> None:
         """Count new tokens."""
+        self.next = self.next + tokens
         self.used, self.seen = self.used + tokens, self.seen + tokens
+
+    def join(self, other: RowLayer) -> None:
+        """Take in the rows of another layer, behind those there; nothing of either is moved."""
+        first = len(self.next)
+        self.formats = [(entries.behind(0), stored) for entries, stored in self.formats]
+        self.formats += [(entries.behind(first), stored) for entries, stored in other.formats]
+        self.next, self.seen = torch.cat([self.next, other.next]), max(self.seen, other.seen)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         parts = [(entries, partial(rows.attend, scale=scale, window=window)) for entries, rows in self.formats]
@@ -54,14 +62,14 @@ class RowLayer(KvbenchLayer):
 
     def held(self) -> Tensor:
         """The most tokens that any head of each row has held so far [B]."""
-        most = torch.zeros_like(self.starts)
+        most = torch.zeros_like(self.next)
         for entries, rows in self.formats:
             most.scatter_reduce_(0, entries.rows, rows.tokens(), "amax")
         return most
 
     def payload(self) -> list[int]:
         """Bytes of keys and values behind the tokens of each row."""
-        sizes = [0] * len(self.starts)
+        sizes = [0] * len(self.next)
         for entries, rows in self.formats:
             for row, size in zip(entries.rows.tolist(), rows.payload(), strict=True):
                 sizes[row] += size
@@ -69,14 +77,15 @@ class RowLayer(KvbenchLayer):
 
     def keep(self, rows: Tensor) -> None:
         """Go on with ``rows`` (ascending) only."""
-        rows = rows.to(self.starts.device)
-        self.starts = self.starts[rows]
+        rows = rows.to(self.next.device)
+        self.next = self.next[rows]
         places = {old: new for new, old in enumerate(rows.tolist())}
         formats, self.formats = self.formats, []
         for entries, stored in formats:
             at, kept = entries.keep(places)
-            if len(at):
+            if 0 < len(at) < len(entries.rows):
                 stored.keep(at)
+            if len(at):
                 self.formats.append((kept, stored))
 
     def continued(self, cache: LayerCache) -> LayerCache:

@@ -72,6 +72,10 @@ class Entries:
             return self.of_rows(x)
         return x[self.rows, self.heads // (self.stored // x.shape[1])][:, None]
 
+    def behind(self, rows: int) -> Entries:
+        """The same entries in a larger batch, behind so many other rows."""
+        return replace(self, rows=self.rows + rows, everything=False)
+
     def keep(self, places: Mapping[int, int]) -> tuple[Tensor, Entries]:
         """The entries [U'] that stay where old rows of the batch become new ones by ``places``, and theirs then."""
         rows = self.rows.tolist()

@@ -40,7 +40,7 @@ class ExactRows(Format):
     takes_ragged = True
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
-        self.masker, self.capacity = rows[0].masker, room.tokens
+        self.masker, self.capacity, self.windowed = rows[0].masker, room.tokens, room.windowed
         device = rows[0].cache.segments[0].k.device
         entries = [Entry(i, row) for i, row in enumerate(rows)]
         if room.windowed or self.masker is not None or not kernels.serves(device):
@@ -93,7 +93,7 @@ class ExactRows(Format):
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         floor = None
-        if window is not None:
+        if window is not None and self.windowed:
             newest = torch.arange(self.used - self.new, self.used, device=query.device)
             floor = self.starts[:, None] + newest - window + 1
 

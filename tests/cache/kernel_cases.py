@@ -178,7 +178,7 @@ def test_decode_batches_of_ragged_rows(both, counted, stored):
         batch, found = RowLayer([StoredRow(cache=c) for c in caches], Room(tokens=3)), []
         groups.append(len(batch.formats[0][1].groups))
         for step in range(2):
-            rows = len(batch.starts)
+            rows = len(batch.next)
             batch.add(random(rows, 2, 1, d, seed=step), random(rows, 2, 1, d, seed=20 + step))
             found.append(batch.attend(random(rows, 4, 1, d, seed=40 + step), 0.4, None))
             if step == 0:
