@@ -21,7 +21,7 @@ from kvbench.cache.segment import LayerCache, Segment, per_head
 from kvbench.storage.attend import Estimate, as_they_are, logits, spread, weigh
 from kvbench.storage.packed_rows import packed_logits, packed_weigh
 from kvbench.storage.roles import Packer
-from kvbench.storage.row_segments import per_place
+from kvbench.storage.row_segments import beside, per_place
 
 Read = Estimate | None  # what attention sees in the place of keys [..., D]; None: the keys
 
@@ -220,9 +220,9 @@ class StoredPart:
     """
 
     def __init__(self, thin: Sequence[tuple[Tensor, Tensor | None]], heads: int, size: int, places: int) -> None:
-        first, named = thin[0][0], [c for _, c in thin if c is not None]
+        first = thin[0][0]
         self.kept = first.new_zeros(len(thin), heads, size, first.shape[2])
-        self.channels = torch.stack(named).long() if named else None  # [B, H, C]
+        self.channels = beside([c for _, c in thin])  # [B, H, C]
         self.places = places
         self.order: Tensor | None = None
         self.others: Tensor | None = None

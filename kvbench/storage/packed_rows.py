@@ -21,7 +21,7 @@ from kvbench.cache.segment import LayerCache, Segment
 from kvbench.storage import kernels
 from kvbench.storage.attend import Estimate, logits, masked_softmax, spread, summed, weigh
 from kvbench.storage.format import Format, Room, StoredRow
-from kvbench.storage.row_segments import per_place
+from kvbench.storage.row_segments import beside, per_place
 
 
 class PackedHalf:
@@ -46,8 +46,7 @@ class PackedHalf:
         most_exact = min(residual.most, max(self.total) + room.tokens)
         slots = max(most_exact, *(r.shape[1] for r in rest)) + room.at_once
         self.ring = rest[0].new_zeros(len(packed), rest[0].shape[0], slots, rest[0].shape[2])
-        thin = [c for c in channels if c is not None]
-        self.channels = torch.stack(thin).long().to(device) if thin else None  # [U, H, C]
+        self.channels = beside(channels)  # [U, H, C]
         for u, (p, r) in enumerate(zip(packed, rest, strict=True)):
             for codes, loaded in zip(self.codes.payload(), p.payload(), strict=True):
                 codes[u, :, : loaded.shape[1]] = loaded

@@ -131,12 +131,16 @@ def per_place(t: Tensor, places: int) -> int:
     return t.nbytes // places if places else 0
 
 
+def beside(channels: Sequence[Tensor | None]) -> Tensor | None:
+    """The channels [H, C] that rows of one format keep, as [B, H, C] int64; None where these keep all."""
+    kept = [c for c in channels if c is not None]
+    return torch.stack(kept).long() if kept else None
+
+
 def flat(segments: Sequence[Segment]) -> Ragged:
     """Put segments of equal format and ragged heads, one a row, one after the other. A single row is a view."""
     counts = [s.lengths for s in segments if s.lengths is not None]
     lengths = torch.stack(counts).to(torch.int32)
-    keys = [s.key_channels for s in segments if s.key_channels is not None]
-    values = [s.value_channels for s in segments if s.value_channels is not None]
     k, v = ([t[0] for t in held] for held in ([s.k for s in segments], [s.v for s in segments]))
     return Ragged(
         k[0] if len(k) == 1 else torch.cat(k),
@@ -144,8 +148,8 @@ def flat(segments: Sequence[Segment]) -> Ragged:
         lengths,
         _starts(lengths),
         max(s.tokens for s in segments),
-        torch.stack(keys).long() if keys else None,
-        torch.stack(values).long() if values else None,
+        beside([s.key_channels for s in segments]),
+        beside([s.value_channels for s in segments]),
     )
 
 
@@ -159,16 +163,14 @@ def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
     if any(s.tokens < longest for s in segments):
         lengths = torch.tensor([[s.tokens] for s in segments], dtype=torch.int32, device=segments[0].k.device)
         valid = (torch.arange(longest, device=lengths.device) < lengths)[:, None]
-    keys = [s.key_channels for s in segments if s.key_channels is not None]
-    values = [s.value_channels for s in segments if s.value_channels is not None]
     leads = [s.leads for s in segments if s.leads is not None]
     return RowSegment(
         _pad_stack([s.k for s in segments], longest),
         _pad_stack([s.v for s in segments], longest),
         valid,
-        torch.stack(keys).long() if keys else None,
-        torch.stack(values).long() if values else None,
-        torch.stack([_padded_positions(s, longest) for s in segments]) if positions else None,
+        beside([s.key_channels for s in segments]),
+        beside([s.value_channels for s in segments]),
+        torch.stack([F.pad(s.positions, (0, longest - s.positions.shape[1])) for s in segments]) if positions else None,
         shared_by(leads, segments[0].v.shape[0]) if leads else None,
         lengths,
     )
@@ -187,10 +189,6 @@ def _starts(lengths: Tensor) -> Tensor:
     """Where heads of ``lengths`` [B, H] that lie one after the other begin [B, H]."""
     counts = lengths.flatten().long()
     return (counts.cumsum(0) - counts).view(lengths.shape)
-
-
-def _padded_positions(s: Segment, longest: int) -> Tensor:
-    return F.pad(s.positions, (0, longest - s.positions.shape[1]))
 
 
 def _pad_stack(tensors: Sequence[Tensor], longest: int) -> Tensor:

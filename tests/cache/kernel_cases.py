@@ -278,8 +278,8 @@ def test_packed_steps_equal_the_plain_ones(both, name, bits, thin, lengths, h, g
 
 def test_the_logarithm_of_sums_is_that_of_the_logits():
     query, keys = random(2, 4, 1, 16), random(2, 2, 70, 16, seed=1)
-    run = exact.Run(keys, keys, 2, 70)
-    cut = run.splits(query)
+    run = RowSegment(keys, keys)
+    cut = softmax.cut(query, 2, 70)
     assert cut.count > 2
     parts = Parts.room(cut.count, query)
     exact.attend(query, run, 0.3, cut, parts)

@@ -62,23 +62,16 @@ def attend(
     heads = [tail[0].shape[1], *(s.heads for s in segments)]
     if not _fits(query, min(heads)) or any(s.shared is not None for s in segments):
         return None
-    from kvbench.storage.kernels import exact
+    from kvbench.storage.kernels import exact, softmax
     from kvbench.storage.kernels.merge import Parts
 
-    query = query.contiguous()
-    runs = [
-        *(
-            exact.Run(s.k, s.v, s.heads, s.longest, s.lengths, s.starts, s.key_channels, s.value_channels)
-            for s in segments
-            if s.longest
-        ),
-        exact.Run(*tail, heads[0], tail[0].shape[2], causal=True),
-    ]
-    cuts = [run.splits(query) for run in runs]
+    query, last = query.contiguous(), RowSegment(*tail)
+    runs = [*(s for s in segments if s.longest), last]
+    cuts = [softmax.cut(query, run.heads, run.longest) for run in runs]
     parts, first = Parts.room(sum(cut.count for cut in cuts), query), 0
     with torch.cuda.device_of(query):
         for run, cut in zip(runs, cuts, strict=True):
-            exact.attend(query, run, scale, cut, parts.upto(first, cut.count))
+            exact.attend(query, run, scale, cut, parts.upto(first, cut.count), causal=run is last)
             first += cut.count
         return parts.merged(query)[0]
 
@@ -138,13 +131,12 @@ def _works(device: torch.device) -> bool:
         return False
     from triton.errors import TritonError
 
-    from kvbench.storage.kernels import exact
+    from kvbench.storage.kernels import exact, softmax
     from kvbench.storage.kernels.merge import Parts
 
     try:
         query = torch.zeros(1, 1, 1, 16, device=device)
-        run = exact.Run(query, query, 1, 1)
-        cut = run.splits(query)
+        run, cut = RowSegment(query, query), softmax.cut(query, 1, 1)
         parts = Parts.room(cut.count, query)
         with torch.cuda.device_of(query):
             exact.attend(query, run, 1.0, cut, parts)
