@@ -103,7 +103,7 @@ def generate(
         endings = [decode.Ending(max_new_tokens, stop)] * len(rows)
         answers = decode.generate_rows(model, [caches[i] for i in rows], endings)
         for i, answer in zip(rows, answers, strict=True):
-            outputs[i] = answer
+            outputs[i] = answer.tokens
     return outputs
 
 

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from kvbench.cache.model_shape import Shape, from_config
+from kvbench.engine.decode import generate_rows
 from kvbench.models.traits import ModelTraits
 
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -72,6 +73,11 @@ def of_layers(n: int) -> ModelTraits:
 def hooks(model: PreTrainedModel) -> int:
     """How many hooks its modules have; transformers leaves some of its own on a model that is asked for more."""
     return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+def generated(model: PreTrainedModel, caches, endings) -> list[list[int]]:
+    """The tokens of each cache's answer, decoded as one batch."""
+    return [answer.tokens for answer in generate_rows(model, caches, endings)]
 
 
 def prompt(n: int, seed: int = 0) -> torch.Tensor:

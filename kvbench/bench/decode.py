@@ -3,16 +3,14 @@
     python -m kvbench.bench.decode [--tokens 1024 4096 16384] [--batch 1 8] [--heads 8] [--query-heads 32]
 
 One layer of the given shape holds random keys and values, compressed by the real stages; each format's steps are
-interleaved with the full cache's, and medians are compared. Packed formats on a CPU are measured by the compiled code
-and by plain PyTorch. Attention only: the projections of a model cost all formats the same, so whole-step ratios lie
-between these and 1.
+interleaved with the full cache's, and medians are compared. Attention only: the projections of a model cost all formats
+the same, so whole-step ratios lie between these and 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -28,8 +26,7 @@ from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import synchronise
-from kvbench.storage import native
-from kvbench.storage.native.build import SWITCH
+from kvbench.storage.format import Room, StoredRow
 
 FORMATS: dict[str, dict[str, Any]] = {
     "think 0.4": {"method": "think", "ratio": 0.4},
@@ -43,18 +40,15 @@ FORMATS: dict[str, dict[str, Any]] = {
     "adakv 12.5 %": {"method": "adakv", "kv_ratio": 0.125},
 }
 PACKED = ("kivi 2 bits", "kivi 4 bits", "kivi 8 bits", "flexgen 4 bits", "think 0.4 + kivi 2")
-PLAIN = ", plain"  # behind a packed format's name: read by plain PyTorch although there is compiled code
 # at most these ratios on a CPU, by (format, tokens, batch); on a GPU none may be slower than full at 16k x 8
-LIMITS = {("think 0.4", 4096, 1): 1.2, ("think 0.4", 16384, 8): 1.0}
-PACKED_LIMIT = 2.0
+LIMITS = {
+    ("think 0.4", 4096, 1): 1.2,
+    ("think 0.4", 16384, 8): 1.0,
+    **{(name, 16384, 8): 2.0 for name in PACKED},
+}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
-WHY = """Packed formats: compiled code unpacks each block of tokens into the first-level cache and meets it there
-with all of its query heads, in one call a step, and reads a fraction of the memory: the longer the
-cache, the better. What is left at short ones is the packing of each new token. Plain PyTorch goes over
-each block several times, in dozens of calls a step."""
-UNCOMPILED = """Packed formats are read by plain PyTorch here: it unpacks block by block, a few passes over each more
-than a product with dense keys, in dozens of calls a step. A C++ compiler (g++ or clang++) would make
-them several times faster; it is used where it is found, unless KVBENCH_NATIVE=off."""
+WHY = """Packed formats are read by plain PyTorch on a CPU: it unpacks block by block, a few passes over each more
+than a product with dense keys, in dozens of calls a step."""
 
 
 def layer(
@@ -74,20 +68,17 @@ def step_times(
 ) -> dict[str, float]:
     """Median seconds of one step's attention by format; shape (batch, query heads, kv heads, head dimension)."""
     b, hq, hk, d = shape
-    device = next(iter(batches.values())).starts.device
+    device = next(iter(batches.values())).next.device
     spent: dict[str, list[float]] = {name: [] for name in batches}
-    allowed = os.environ.get(SWITCH, "on")
     for _ in range(repeats):
         q, k, v = (torch.randn(b, h, 1, d, dtype=dtype, device=device) for h in (hq, hk, hk))
         for name, batch in batches.items():
-            os.environ[SWITCH] = "off" if name.endswith(PLAIN) else allowed
             synchronise(device)
             start = now()
             batch.add(k, v)
             batch.attend(q, d**-0.5, None)
             synchronise(device)
             spent[name].append(now() - start)
-    os.environ[SWITCH] = allowed
     return {name: median(times[2:]) for name, times in spent.items()}
 
 
@@ -103,14 +94,12 @@ def measure(
     for name in names:
         chain = chain_of(FORMATS[name])
         held = layer(chain, n, args.heads, args.query_heads, args.head_dim, dtype, device)
-        room = args.repeats + 2
+        room = Room(tokens=args.repeats + 2)
         batches = {
-            "full": RowLayer([full] * b, room),
-            name: RowLayer([held] * b, room, coders=[chain.coder] * b),
+            "full": RowLayer([StoredRow(cache=full)] * b, room),
+            name: RowLayer([StoredRow(cache=held, coder=chain.coder)] * b, room),
         }
-        if name in PACKED and device.type == "cpu" and native.available():
-            batches[name + PLAIN] = RowLayer([held] * b, room, coders=[chain.coder] * b)
-        found = step_times(batches, shape, dtype, room, CLOCKS[args.clock])
+        found = step_times(batches, shape, dtype, room.tokens, CLOCKS[args.clock])
         seconds = found.pop("full")
         ratios.update({named: time / seconds for named, time in found.items()})
     return seconds, ratios
@@ -120,8 +109,6 @@ def limit(name: str, n: int, b: int, device: torch.device) -> float:
     """The most that a format's ratio may be, by its name in the table."""
     if device.type == "cuda":
         return 1.0 if (n, b) == (16384, 8) else math.inf
-    if name in PACKED:
-        return PACKED_LIMIT if native.available() or (n, b) == (16384, 8) else math.inf
     return LIMITS.get((name, n, b), math.inf)
 
 
@@ -167,7 +154,7 @@ def main() -> int:
     for name, cells in table.items():
         print(f"{name:<26}" + "".join(f"{cell:>12}" for cell in cells))
     if device.type == "cpu":
-        print(WHY if native.available() else UNCOMPILED)
+        print(WHY)
     for line in missed:
         print(f"MISSED {line}")
     return 1 if missed else 0

@@ -6,16 +6,14 @@ import os
 import platform
 import shutil
 import subprocess
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 import kvbench
 from kvbench.run.provenance import git_commit
-from kvbench.storage import native
+from kvbench.storage import kernels
 
 GPU_FACTS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "driver_version")
 PACKAGES = ("transformers", "triton", "accelerate", "optimum-quanto", "hqq", "kvpress", "deepspeed")
@@ -49,11 +47,8 @@ def under_load(device: torch.device) -> dict[str, Any]:
 
 
 def paths(device: torch.device) -> str:
-    """What decode attention runs on: kernels on a GPU, compiled code for packed caches on a CPU, else plain PyTorch."""
-    if device.type == "cpu":
-        return "compiled" if native.available() else "plain"
-    kernels = "kvbench.storage.kernels"
-    return "kernels" if find_spec(kernels) and import_module(kernels).serves(device) else "plain"
+    """What decode attention runs on: kernels on a GPU where they serve, else plain PyTorch."""
+    return "kernels" if device.type != "cpu" and kernels.serves(device) else "plain"
 
 
 def clocks(device: torch.device) -> dict[str, str]:

@@ -23,8 +23,7 @@ from kvbench.engine.cuda_graph import Graph
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
-from kvbench.engine.row_bytes import stored_bytes
-from kvbench.engine.step import build, step
+from kvbench.engine.step import build, given_up, step
 from kvbench.methods.chain import Chain
 from kvbench.models.interface import NAME, attached
 
@@ -90,7 +89,7 @@ def run(
         with adapted(model, chain), attached(model):
             start = time.perf_counter()
             seen = caches[0].seen
-            batch = build(model, caches, new - 1, give_up=True)
+            batch = build(model, given_up(caches), new - 1)
             take = Graph(model, batch).step if graph else partial(step, model, batch)
             clock.wait()
             ready = time.perf_counter()
@@ -133,4 +132,4 @@ def run(
 
 def _payload(batch: Sequence[RowLayer]) -> int:
     """Return the payload bytes that a step reads now."""
-    return sum(sum(stored_bytes(layer)) for layer in batch)
+    return sum(sum(layer.payload()) for layer in batch)

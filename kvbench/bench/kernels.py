@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from kvbench.bench.decode import FORMATS, layer, step_options
 from kvbench.bench.roofline import copy_bandwidth
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.engine.row_bytes import stored_bytes
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import chain_of
 from kvbench.storage import kernels
+from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.kernels import SWITCH
 
 FULL = "full"
@@ -89,8 +89,8 @@ def measure(name: str, shape: KernelShape, repeats: int, device: torch.device, t
     batches = {}
     for state in ("on", "off"):
         with switched(state):
-            batches[state] = RowLayer([held] * b, room, coders=[chain.coder] * b)
-    moved = sum(stored_bytes(batches["on"]))
+            batches[state] = RowLayer([StoredRow(cache=held, coder=chain.coder)] * b, Room(tokens=room))
+    moved = sum(batches["on"].payload())
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
         return torch.randn(b, heads, tokens, shape.head_dim, dtype=shape.dtype, device=device)

@@ -24,6 +24,7 @@ from kvbench.bench.ratio import in_process, options, verdict
 from kvbench.engine.memory import of_process
 from kvbench.engine.step import build, step
 from kvbench.models.interface import attached
+from kvbench.storage.evicting_rows import EvictingRows
 
 LIMIT = 1.30
 MIB = 2**20
@@ -117,7 +118,7 @@ def decode_growth(name: str, new: int) -> dict[str, float]:
     growth = {"early": early, "late": in_use(), "tokens": float(PROMPT + new), "excess": 0.0}
     evictor = cache.chain.evictor
     if evictor is not None:
-        counts = [layer.slots[0][1].held() for layer in batch]
+        counts = [rows.held() for layer in batch for _, rows in layer.formats if isinstance(rows, EvictingRows)]
         promised = [torch.tensor(evictor.shares(c, i)) for i, c in enumerate(cache.layers)]
         growth["tokens"] = float(torch.cat([c.flatten().float() for c in counts]).mean())
         growth["excess"] = float(max(int((c.cpu() - p).max()) for c, p in zip(counts, promised, strict=True)))

@@ -29,7 +29,7 @@ from kvbench.bench.workload import Workload, parse, prompts
 from kvbench.engine.memory import GIB, is_out_of_memory, of_process, release
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
-from kvbench.engine.step import build, step
+from kvbench.engine.step import build, given_up, step
 from kvbench.errors import KvbenchError
 from kvbench.methods.chain import Chain
 from kvbench.models.interface import attached
@@ -93,7 +93,7 @@ def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tens
     caches += prefill_chains(model, prompt, [chain])
     with adapted(model, chain), attached(model):
         moving, seen = moves(caches), caches[0].seen
-        batch = build(model, caches, workload.new - 1, give_up=True)
+        batch = build(model, given_up(caches), workload.new - 1)
         if moving:
             skip(model, batch, workload.new - 2)
         token = torch.zeros(workload.batch, 1, dtype=torch.int64, device=model.device)

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from kvbench.cache.model_shape import from_config
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods.prompt_cache import Cache
-from kvbench.storage.packed_rows import CodedRows
+from kvbench.storage.evicting_rows import EvictingRows
+from kvbench.storage.packed_rows import PackedRows
 
 LENGTHS = 4
 STEPS = 64
@@ -79,17 +80,18 @@ def skip(model: PreTrainedModel, batch: Sequence[RowLayer], tokens: int) -> None
     """Let every row of ``batch`` hold ``tokens`` more, random ones, without the model."""
     size = from_config(model.config)
     for layer in batch:
-        if tokens < 1 or not layer.groups:
+        stored = [rows for _, rows in layer.formats]
+        if tokens < 1 or all(isinstance(rows, EvictingRows) for rows in stored):
             continue
-        packing = [g.coded for g in layer.groups if isinstance(g.coded, CodedRows)]
-        for coded in packing:
+        packing = [rows for rows in stored if isinstance(rows, PackedRows)]
+        for rows in packing:
             # packing them one by one, as steps do, would take as long as the steps that are left out
-            coded.skip(tokens)
-        if packing and len(packing) == len(layer.groups):
-            layer.used, layer.seen = layer.used + tokens, layer.seen + tokens
+            rows.skip(tokens)
+        if packing and len(packing) == len(stored):
+            layer.grow(tokens)
             continue
         assert not packing, "packed rows beside others: a benchmark's rows are of one chain"
         for first in range(0, tokens, CHUNK):
-            shape = (len(layer.starts), size.kv_heads, min(CHUNK, tokens - first), size.head_dim)
+            shape = (len(layer.next), size.kv_heads, min(CHUNK, tokens - first), size.head_dim)
             k, v = (torch.randn(shape, device=model.device).to(model.dtype) for _ in range(2))
             layer.add(k, v)

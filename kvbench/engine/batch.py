@@ -1,12 +1,13 @@
 """Rows that decode together, prompt x method: they enter when there is room and leave when their answers end.
 
-Rows that enter together are a cohort: they share the steps of their tails, so that nothing of those that run is moved.
-Projections are batched over all rows, attention is that of each cohort.
+Rows that enter together share their storage, so that nothing of those that run is moved. Projections are batched over
+all rows, attention is that of each storage format.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -16,18 +17,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
-from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.decode_layer import RowLayer, allocated
 from kvbench.engine.patches import adapted
-from kvbench.engine.row_bytes import allocated
-from kvbench.engine.step import build, step, stored_in
+from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending, sample, without
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
-from kvbench.models.interface import KvbenchLayer, attached
+from kvbench.models.interface import attached
 
-FINISHED_SHARE = 0.25
-MOST_COHORTS = 4
+ENDED_SHARE = 0.25  # of rows that entered together: so many leave at once
+MOST_ENTRIES = 4  # groups of rows that entered together: each is attended for itself
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -62,6 +62,8 @@ class AnsweringRow(Generic[Key]):
     seconds: float = 0.0
     rows: int = 0
     finite: bool = True
+    entry: int = 0  # the rows of equal number entered together
+    fed: int = 0  # tokens that it has read since
 
     @property
     def over(self) -> bool:
@@ -73,104 +75,44 @@ class AnsweringRow(Generic[Key]):
         return Answer(self.tokens, self.held, attended, self.seconds, self.rows, self.stored, self.finite, self.factor)
 
 
-class RowGroup(Generic[Key]):
-    """Rows that entered together. One that has ended is fed on until enough have, and then they leave at once."""
-
-    def __init__(self, model: PreTrainedModel, rows: Sequence[AnsweringRow[Key]], tokens: Tensor) -> None:
-        self.rows = list(rows)
-        self.tokens = tokens
-        self.layers = build(model, [r.cache for r in rows], max(r.ending.limit for r in rows) - 1)
-        self.seen = torch.tensor([r.cache.seen for r in rows], device=tokens.device)
-        limits = torch.tensor([r.ending.limit for r in rows], device=tokens.device)
-        self.last = self.seen + (limits - 2).clamp(min=0)
-
-    def positions(self) -> Tensor:
-        """Where the tokens that are fed next stand [B]; a row that has ended never goes past its own last position."""
-        return torch.minimum(self.seen + self.layers[0].used, self.last)
-
-    def tally(self) -> None:
-        """Take down what the last step attended in rows whose method masks."""
-        masked = [layer.attended for layer in self.layers if layer.attended is not None]
-        if masked:
-            mean = by_layer(masked, self.tokens.device).mean(dim=0)
-            for i, row in enumerate(self.rows):
-                if row.cache.chain.masks and not row.over:
-                    row.tally.append(mean[i])
-
-    def settle(self) -> list[AnsweringRow[Key]]:
-        """Note what rows held that have ended just now, and return them; let ended rows go once they are many."""
-        ended = [(i, r) for i, r in enumerate(self.rows) if r.over and r.held is None]
-        if ended:
-            peaks = by_layer([layer.held() for layer in self.layers], self.tokens.device).T.tolist()
-            sizes = stored_in(self.layers)
-            factor = allocated(self.layers) / max(1, sum(sum(size.payload) for size in sizes))
-            for i, row in ended:
-                row.held, row.stored, row.factor = peaks[i], sizes[i], factor
-        going = [i for i, r in enumerate(self.rows) if not r.over]
-        if going and len(going) <= len(self.rows) * (1 - FINISHED_SHARE):
-            kept = torch.tensor(going, device=self.tokens.device)
-            for layer in self.layers:
-                layer.keep(kept)
-            self.tokens, self.seen, self.last = self.tokens[kept], self.seen[kept], self.last[kept]
-            self.rows = [self.rows[i] for i in going]
-        return [r for _, r in ended]
-
-
-def by_layer(found: Sequence[Tensor], device: torch.device) -> Tensor:
+def by_layer(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """[layers, B] on ``device`` of a tensor [B] per layer, each of which lies where its layer does."""
-    return torch.stack([f.to(device) for f in found])
-
-
-class MergedLayer(KvbenchLayer):
-    """One layer of several cohorts."""
-
-    def __init__(self, parts: Sequence[RowLayer]) -> None:
-        super().__init__()
-        self.parts = parts
-        self.counts = [len(p.starts) for p in parts]
-        self.seen = max(p.seen for p in parts)
-
-    def add(self, k: Tensor, v: Tensor) -> None:
-        for part, own_k, own_v in zip(self.parts, k.split(self.counts), v.split(self.counts), strict=True):
-            part.add(own_k, own_v)
-        self.seen = max(p.seen for p in self.parts)
-
-    def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        return torch.cat(
-            [
-                part.attend(q, scale, window if window is not None and part.seen > window else None)
-                for part, q in zip(self.parts, query.split(self.counts), strict=True)
-            ]
-        )
+    return torch.stack([v.to(device) for v in values])
 
 
 class DecodeBatch(Generic[Key]):
     """Rows of chains that leave the model alike, by a key of the caller's. Its length is the number of rows that were
     not handed back yet.
 
-    Whatever ``advance`` raises, the batch is then of no more use: rows begin again, from their caches, in another.
+    Rows that entered together are stored together. One that has ended is fed on until enough of these have, and then
+    they leave at once. Whatever ``advance`` raises, the batch is then of no more use: rows begin again, from their
+    caches, in another.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.cohorts: list[RowGroup[Key]] = []
         self.entering: list[AnsweringRow[Key]] = []
+        self.rows: list[AnsweringRow[Key]] = []
+        self.layers: list[RowLayer] = []
+        self.entries = 0  # how often rows have entered
+        self.next = torch.empty(3, 0, dtype=torch.int64)
+        """Of each row the token that is fed next, its position, and the last position of the row's answer [3, B]."""
 
     def __len__(self) -> int:
-        return len(self.entering) + sum(not r.over for c in self.cohorts for r in c.rows)
+        return len(self.entering) + sum(not r.over for r in self.rows)
 
     @property
     def adapts(self) -> bool:
         """Whether the model is changed for these rows. It then stays so until all have ended: none can enter."""
-        return any(r.cache.chain.adaptation for r in (*self.entering, *(r for c in self.cohorts for r in c.rows)))
+        return any(r.cache.chain.adaptation for r in (*self.entering, *self.rows))
 
     @property
     def open(self) -> bool:
         """Whether rows can enter."""
-        return not len(self) or not (self.adapts or len(self.cohorts) >= MOST_COHORTS)
+        return not len(self) or not (self.adapts or len({r.entry for r in self.rows}) >= MOST_ENTRIES)
 
     def enter(self, rows: Sequence[tuple[Key, Cache, Ending]]) -> None:
-        """Add rows, which start at the next step as one cohort."""
+        """Add rows, which start together at the next step."""
         if not self.open:
             raise UsageError("no rows can enter this batch now")
         for key, cache, ending in rows:
@@ -181,7 +123,7 @@ class DecodeBatch(Generic[Key]):
         """Step until a row ends (all of them, where the model is adapted to these); those that have ended."""
         ended: list[AnsweringRow[Key]] = []
         everything = self.adapts
-        chain = next((r.cache.chain for r in (*self.entering, *(r for c in self.cohorts for r in c.rows))), None)
+        chain = next((r.cache.chain for r in (*self.entering, *self.rows)), None)
         if chain is None:
             return []
         walls = contained(chain.name, chain.foreign)  # such rows run alone, see Chain.batch
@@ -189,7 +131,7 @@ class DecodeBatch(Generic[Key]):
             while len(self) and (everything or not ended):
                 start = time.perf_counter()
                 entered, self.entering = self.entering, []
-                going = [r for c in self.cohorts for r in c.rows if not r.over] + entered
+                going = [r for r in self.rows if not r.over] + entered
                 if entered:
                     ended += self._begin(entered)
                 if any(not r.over for r in going):
@@ -205,32 +147,59 @@ class DecodeBatch(Generic[Key]):
         """Choose the first tokens of entering rows; those whose answer ends with it never decode."""
         tokens = _choose(torch.stack([r.cache.logits for r in rows]), rows)
         for row in rows:
+            row.entry = self.entries
             if row.over:
                 row.held = [layer.tokens for layer in row.cache.layers]
+        self.entries += 1
         going = [i for i, r in enumerate(rows) if not r.over]
         if going:
-            kept = torch.tensor(going, device=tokens.device)
-            self.cohorts.append(RowGroup(self.model, [rows[i] for i in going], tokens[kept]))
+            entering = [rows[i] for i in going]
+            layers = build(self.model, [r.cache for r in entering], max(r.ending.limit for r in entering) - 1)
+            for layer, new in zip(self.layers, layers if self.rows else (), strict=True):
+                layer.join(new)
+            self.layers = self.layers or layers
+            last = [r.cache.seen + max(r.ending.limit - 2, 0) for r in entering]
+            fed = torch.tensor([going, [r.cache.seen for r in entering], last], device=tokens.device)
+            fed[0] = tokens[fed[0]]
+            self.next = torch.cat([self.next.to(tokens.device), fed], dim=1)
+            self.rows = [*self.rows, *entering]
         return [r for r in rows if r.over]
 
     def _step(self) -> list[AnsweringRow[Key]]:
         """Feed every row its last token and choose the next; the rows that end with it."""
-        cohorts = self.cohorts
-        tokens = torch.cat([c.tokens for c in cohorts])
-        positions = torch.cat([c.positions() for c in cohorts])
-        layers: Sequence[KvbenchLayer] = cohorts[0].layers
-        if len(cohorts) > 1:
-            layers = [MergedLayer(parts) for parts in zip(*(c.layers for c in cohorts), strict=True)]
-        logits = step(self.model, layers, tokens[:, None], positions[:, None])[:, -1]
-        for cohort in cohorts:
-            cohort.tally()
-        chosen = _choose(logits, [r for c in cohorts for r in c.rows])
-        ended: list[AnsweringRow[Key]] = []
-        for cohort, mine in zip(cohorts, chosen.split([len(c.rows) for c in cohorts]), strict=True):
-            cohort.tokens = mine
-            ended += cohort.settle()
-        self.cohorts = [c for c in cohorts if any(not r.over for r in c.rows)]
-        return ended
+        tokens, positions, last = self.next
+        logits = step(self.model, self.layers, tokens[:, None], positions[:, None])[:, -1]
+        attended = [layer.attended for layer in self.layers if layer.attended is not None]
+        mean = by_layer(attended, logits.device).nanmean(dim=0) if attended else None
+        for i, row in enumerate(self.rows):
+            row.fed += 1
+            if mean is not None and row.cache.chain.masks and not row.over:
+                row.tally.append(mean[i])
+        # a row that has ended never goes past its own last position
+        self.next = torch.stack([_choose(logits, self.rows), torch.minimum(positions + 1, last), last])
+        return self._settle()
+
+    def _settle(self) -> list[AnsweringRow[Key]]:
+        """Note what rows held that have ended just now, and return them; let ended rows go once they are many."""
+        ended = [(i, r) for i, r in enumerate(self.rows) if r.over and r.held is None]
+        if not ended:
+            return []
+        peaks = by_layer([layer.held() for layer in self.layers], self.next.device).T.tolist()
+        payload = list(zip(*(layer.payload() for layer in self.layers), strict=True))
+        factor = allocated(self.layers) / max(1, sum(map(sum, payload)))
+        for i, row in ended:
+            row.held, row.stored, row.factor = peaks[i], Stored(row.fed, payload[i]), factor
+        there, going = Counter(r.entry for r in self.rows), Counter(r.entry for r in self.rows if not r.over)
+        few = {entry for entry, count in there.items() if going[entry] <= count * (1 - ENDED_SHARE)}
+        kept = [i for i, r in enumerate(self.rows) if not (r.over and r.entry in few)]
+        if len(kept) < len(self.rows):
+            at = torch.tensor(kept, dtype=torch.int64, device=self.next.device)
+            for layer in self.layers if kept else ():
+                layer.keep(at)
+            self.layers = self.layers if kept else []
+            self.rows = [self.rows[i] for i in kept]
+            self.next = self.next[:, at]
+        return [r for _, r in ended]
 
 
 def _choose(logits: Tensor, rows: Sequence[AnsweringRow[Key]]) -> Tensor:

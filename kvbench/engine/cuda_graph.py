@@ -20,65 +20,55 @@ from kvbench.errors import KvbenchError
 from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import kernels
 from kvbench.storage.attend import attend
+from kvbench.storage.exact_rows import ExactGroup, ExactRows
 from kvbench.storage.row_segments import RowSegment
 
 WARM_UP = 3
 
 
-def moving(layer: RowLayer) -> str:
-    """Why the steps of ``layer`` are not alike; '' if they are."""
-    if layer.slots:
-        return "it evicts while decoding"
-    if any(g.coded is not None for g in layer.groups):
-        return "it packs tokens or keeps latents while decoding"
-    if any(g.masker is not None for g in layer.groups):
-        return "it decides in each step what is attended"
-    if any(s.shared is not None for g in layer.groups for s in g.segments):
-        return "its heads share logits"
-    if any(getattr(s, "positions", None) is not None for g in layer.groups for s in g.segments):
-        return "the text outgrows the model's sliding window"
-    return ""
-
-
 class StillLayer(KvbenchLayer):
-    """``layer``, whose next token goes to slot ``place`` [1] of its tail, wherever that is when the step runs."""
+    """A layer whose next token goes to slot ``place`` [1] of its tail, wherever that is when the step runs.
+
+    Raises KvbenchError for one whose steps are not alike.
+    """
 
     def __init__(self, layer: RowLayer, place: Tensor) -> None:
         super().__init__()
+        for _, stored in layer.formats:
+            if stored.moves or not isinstance(stored, ExactRows):
+                raise KvbenchError(stored.moves or "its storage changes")
+            self.rows = stored
         self.layer, self.place, self.seen = layer, place, layer.seen
-        if layer.keys is not None and layer.values is not None:
+        if self.rows.keys is not None and self.rows.values is not None:
             # a masked slot weighs nothing, which only a number stays that is one
-            layer.keys[:, :, layer.used :] = 0
-            layer.values[:, :, layer.used :] = 0
+            self.rows.keys[:, :, layer.used :] = 0
+            self.rows.values[:, :, layer.used :] = 0
 
     def add(self, k: Tensor, v: Tensor) -> None:
-        mine = self.layer
-        if mine.keys is None:
-            mine.keys, mine.values = (x.new_zeros(*x.shape[:2], mine.capacity, x.shape[3]) for x in (k, v))
-        assert mine.values is not None
-        mine.keys.index_copy_(2, self.place, k)
-        mine.values.index_copy_(2, self.place, v)
+        if self.rows.keys is None:
+            for tail in self.rows.room(k, v):
+                tail.zero_()
+        for tail, x in zip(self.rows.room(k, v), (k, v), strict=True):
+            tail.index_copy_(2, self.place, x)
         self.newest = (k, v)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        mine = self.layer
-        assert mine.keys is not None and mine.values is not None
-        older = torch.arange(mine.capacity, device=query.device) < self.place
+        keys, values = self.rows.room(*self.newest)
+        older = torch.arange(keys.shape[2], device=query.device) < self.place
 
-        def tail(k: Tensor, v: Tensor) -> RowSegment:
+        def of_group(group: ExactGroup, query: Tensor) -> Tensor:
+            k, v, new_k, new_v = (group.entries.tokens(x) for x in (keys, values, *self.newest))
             # kernels step through lengths row by row
             length = self.place.to(torch.int32).repeat(len(k), 1)
-            return RowSegment(k, v, older.expand(len(k), 1, -1), lengths=length)
+            tail = RowSegment(k, v, older.expand(len(k), 1, -1), lengths=length)
+            return attend(query, [*group.segments, tail], (new_k, new_v), scale)[0]
 
-        if len(mine.groups) == 1 and mine.groups[0].heads is None:
-            # all rows in their order: nothing of the tail is copied
-            return attend(query, [*mine.groups[0].segments, tail(mine.keys, mine.values)], self.newest, scale)
-        out = torch.empty_like(query)
-        for g in mine.groups:
-            newest = (g.tail(self.newest[0]), g.tail(self.newest[1]))
-            segments = [*g.segments, tail(g.tail(mine.keys), g.tail(mine.values))]
-            g.put(out, attend(g.split(query), segments, newest, scale))
-        return out
+        return self.rows.in_groups(query, of_group)
+
+    def grow(self, tokens: int) -> None:
+        """Count tokens that a replayed step has written."""
+        self.layer.grow(tokens)
+        self.rows.grow(tokens)
 
 
 class Graph:
@@ -88,19 +78,21 @@ class Graph:
     """
 
     def __init__(self, model: PreTrainedModel, batch: Sequence[RowLayer]) -> None:
+        self.place = torch.zeros(1, dtype=torch.int64, device=batch[0].next.device)
+        self.layers = []
         for i, layer in enumerate(batch):
-            if why := moving(layer):
-                raise KvbenchError(f"no graph of a decode step: layer {i}: {why}; step=plain runs it")
-        devices = {layer.starts.device for layer in batch}
+            try:
+                self.layers.append(StillLayer(layer, self.place))
+            except KvbenchError as why:
+                raise KvbenchError(f"no graph of a decode step: layer {i}: {why}; step=plain runs it") from None
+        devices = {layer.next.device for layer in batch}
         if len(devices) > 1:
             raise KvbenchError("no graph of a decode step: layers are on several devices; step=plain runs it")
-        (device,), rows = devices, len(batch[0].starts)
+        (device,), rows = devices, len(batch[0].next)
         if device.type == "cpu" and kernels.serves(device):
             raise KvbenchError(f"no graph of a decode step in Triton's interpreter: {kernels.SWITCH}=off does without")
         self.model, self.batch = model, batch
         self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
-        self.place = torch.zeros(1, dtype=torch.int64, device=device)
-        self.layers = [StillLayer(layer, self.place) for layer in batch]
         # a token that means nothing is in the next one's slot now: the first step writes over it
         self.place.fill_(batch[0].used)
         self.replay = recorded(lambda: step(self.model, self.layers, self.tokens, self.positions), device)
@@ -111,8 +103,8 @@ class Graph:
         self.positions.copy_(positions)
         self.place.fill_(self.batch[0].used)
         logits = self.replay()
-        for layer in self.batch:
-            layer.used, layer.new, layer.seen = layer.used + 1, 1, layer.seen + 1
+        for layer in self.layers:
+            layer.grow(1)
         return logits
 
 

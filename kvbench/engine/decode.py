@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.audit.decode_audit import Stored
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.finite import no_answer
 from kvbench.engine.patches import adapted, alike
@@ -23,19 +22,9 @@ from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import attached
 
 
-def generate_rows(
-    model: PreTrainedModel,
-    caches: Sequence[Cache],
-    endings: Sequence[Ending],
-    attended: dict[int, float] | None = None,
-    held: dict[int, list[int]] | None = None,
-    stored: dict[int, Stored] | None = None,
-) -> list[list[int]]:
-    """Greedy tokens of each cache until each row's own ending, as one batch of all that leave the model alike.
+def generate_rows(model: PreTrainedModel, caches: Sequence[Cache], endings: Sequence[Ending]) -> list[Answer]:
+    """The answer of each cache until its own ending, those that leave the model alike as rows of one batch.
 
-    ``attended`` is filled for rows whose method masks: tokens attended, the mean over steps, heads and masked layers.
-    ``held`` is filled for all rows: the most tokens that a head of each layer held until the row's own ending.
-    ``stored`` is filled for rows that read more than their prompt: what their storage held at their ending.
     Raises Refused where logits are not finite.
     """
     answers: dict[int, Answer] = {}
@@ -47,13 +36,7 @@ def generate_rows(
     for r, answer in answers.items():
         if not answer.finite:
             raise no_answer(caches[r].chain, model.dtype)
-        if attended is not None and answer.attended is not None:
-            attended[r] = answer.attended
-        if held is not None:
-            held[r] = answer.held
-        if stored is not None and answer.stored is not None:
-            stored[r] = answer.stored
-    return [answers[r].tokens for r in range(len(caches))]
+    return [answers[r] for r in range(len(caches))]
 
 
 def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[int]) -> Cache:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,67 +11,84 @@ from transformers.cache_utils import Cache as HFCache
 
 from kvbench.audit.decode_audit import Stored
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.engine.row_bytes import stored_bytes
 from kvbench.errors import UsageError
 from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import KvbenchLayer, sliding_window
 from kvbench.models.lowrank import lifts
-from kvbench.storage.evicting_rows import Rotary
+from kvbench.storage.format import Room, StoredRow
+from kvbench.storage.roles import Rotary
 
 
-def build(
-    model: PreTrainedModel, caches: Sequence[Cache], capacity: int, at_once: int = 1, give_up: bool = False
-) -> list[RowLayer]:
+def build(model: PreTrainedModel, caches: Iterable[Cache], capacity: int, at_once: int = 1) -> list[RowLayer]:
     """The decode batch of ``caches``, one RowLayer per model layer, with room for ``capacity`` new tokens.
 
-    The model is as their chains adapt it, for as long as the batch is used.
-
-    ``at_once`` of them at most come in one step. ``give_up`` empties the list ``caches``: each layer is freed once
-    the batch has it, so that memory never holds all of them twice.
+    ``at_once`` of them at most come in one step. The model is as their chains adapt it, for as long as the batch is
+    used. Layers that nobody else holds, as where ``caches`` is ``given_up``, are freed one by one once the batch has
+    them, so that memory never holds all of them twice.
     """
+    rows = list(caches)
     window = sliding_window(model.config)
-    windowed = window is not None and max(c.seen for c in caches) + capacity > window
-    chains = [c.chain for c in caches]
-    evictors = [c.evictor for c in chains]
+    windowed = window is not None and max(c.seen for c in rows) + capacity > window
+    room = Room(tokens=capacity, at_once=at_once, windowed=windowed)
+    chains = [(c.chain, c.chain.coder, c.chain.evictor) for c in rows]
     lifted = lifts(model)
-    rotary = rotation(model) if any(e is not None and e.rolled for e in evictors) else None
-    columns = deque([c.layers[i] for c in caches] for i in range(len(caches[0].layers)))
-    if give_up:
-        assert isinstance(caches, list)
-        caches.clear()
-    layers = []
-    for i in range(len(columns)):
-        maskers, coders = [c.masker(i) for c in chains], [c.coder for c in chains]
-        lift = lifted[i] if lifted else None
-        layers.append(
-            RowLayer(columns.popleft(), capacity, windowed, evictors, i, rotary, maskers, coders, at_once, lift)
-        )
+    rotary = rotation(model) if any(e is not None and e.rolled for _, _, e in chains) else None
+    columns = deque([c.layers[i] for c in rows] for i in range(len(rows[0].layers)))
+    del rows
+    layers: list[RowLayer] = []
+    while columns:
+        i = len(layers)
+        stored = [
+            StoredRow(
+                cache=cache,
+                layer=i,
+                masker=chain.masker(i),
+                coder=coder,
+                evictor=evictor,
+                lift=lifted[i] if lifted else None,
+                rotary=rotary,
+            )
+            for cache, (chain, coder, evictor) in zip(columns.popleft(), chains, strict=True)
+        ]
+        layers.append(RowLayer(stored, room))
+        del stored
     return layers
+
+
+def given_up(caches: list[Cache]) -> Iterator[Cache]:
+    """The caches, each of which the list lets go."""
+    while caches:
+        yield caches.pop(0)
 
 
 def stored_in(batch: Sequence[RowLayer]) -> list[Stored]:
     """What the storage of each row of a batch holds now."""
-    columns = zip(*(stored_bytes(layer) for layer in batch), strict=True)
+    columns = zip(*(layer.payload() for layer in batch), strict=True)
     return [Stored(batch[0].used, column) for column in columns]
 
 
 def rotation(model: PreTrainedModel) -> Rotary:
     """The model's rotary frequencies; raises UsageError for one with learned positions (OPT)."""
-    found = next((m for m in model.modules() if hasattr(m, "inv_freq")), None)
-    if found is None:
+    module = next((m for m in model.modules() if hasattr(m, "inv_freq")), None)
+    if module is None:
         raise UsageError(
             f"positions=rolled needs rotary positions, the family {model.config.model_type!r} learns its positions"
         )
-    return Rotary(found.inv_freq)  # type: ignore[arg-type]
+    return Rotary(module.inv_freq)  # type: ignore[arg-type]
 
 
-def step(model: PreTrainedModel, batch: Sequence[KvbenchLayer], tokens: Tensor, positions: Tensor) -> Tensor:
-    """Feed ``tokens`` [B, T] at ``positions`` [B, T]; returns the logits [B, 1, V] after the last."""
+def step(
+    model: PreTrainedModel, batch: Sequence[KvbenchLayer], tokens: Tensor, positions: Tensor, whole: bool = False
+) -> Tensor:
+    """Feed ``tokens`` [B, T] at ``positions`` [B, T]; returns the logits [B, 1, V] after the last.
+
+    ``whole``: [B, T, V], after each of them.
+    """
     out = model(
         input_ids=tokens,
         position_ids=positions,
         past_key_values=HFCache(layers=list(batch)),
         use_cache=True,
-        logits_to_keep=1,
+        logits_to_keep=0 if whole else 1,
     )
     return out.logits

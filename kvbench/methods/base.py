@@ -25,7 +25,7 @@ from kvbench.methods.foreign import code_of
 from kvbench.methods.knobs import Knobs, are_layers
 from kvbench.methods.recipe import Calibration, Observe, Recipe
 from kvbench.methods.statistics import top_indices as top_indices
-from kvbench.storage.evicting_rows import Slots
+from kvbench.storage.roles import Slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,7 +16,7 @@ from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Block, Expected, top_indices
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean, pool, window_rows
-from kvbench.storage.evicting_rows import Slots
+from kvbench.storage.roles import Slots
 
 # shares are rounded up while layers come in: what float noise adds must not cost a layer its last token
 NOISE = 1e-6

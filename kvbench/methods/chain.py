@@ -34,7 +34,7 @@ from kvbench.methods.prefill_changing import HeadSharer, HiddenPruner
 from kvbench.methods.pruner import ChannelPruner
 from kvbench.methods.quantiser import Coder, Quantiser
 from kvbench.models.traits import ModelTraits
-from kvbench.storage.evicting_rows import Evictor
+from kvbench.storage.roles import Evictor
 
 ROLES: tuple[Role, ...] = ("hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share")
 PER = ("kv_head", "query_head")

@@ -10,10 +10,10 @@ import torch
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Modifier, Selector, sinks_of
 from kvbench.methods.contract import protect
-from kvbench.storage.evicting_rows import Slots
-from kvbench.storage.evicting_store import Packer
+from kvbench.storage.roles import Packer, Slots
 
 POSITIONS = (None, "true", "rolled")
+SPARE_KNOBS = ("evict_after", "code_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,16 @@ class EvictingSelector(Selector):
 
     def decode_budget(self, n: int, layer: int) -> int:
         """Tokens held per head while decoding after a prompt of n tokens."""
-        if layer in self.frozen_layers:
-            return 2**31 - 1
+        return 2**31 - 1 if layer in self.frozen_layers else self.competing(n) + self.spare
+
+    def competing(self, n: int) -> int:
+        """Tokens per head that compete while decoding after a prompt of n tokens."""
         return self.kv_size if self.kv_size is not None else self.capacity(n).tokens
+
+    @property
+    def spare(self) -> int:
+        """Tokens stored beside the budget while decoding: 1 under a knob by which the newest competes one step late."""
+        return int(any(getattr(self, knob, None) for knob in SPARE_KNOBS))
 
     def at_once(self, n: int) -> int:
         """Tokens that every head can take in one step after a prompt of n tokens."""

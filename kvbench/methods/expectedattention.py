@@ -12,7 +12,7 @@ from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Capacity, Selector
 from kvbench.methods.statistics import at_heads, group_mean
-from kvbench.storage.evicting_rows import Rotary
+from kvbench.storage.roles import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Block, Capacity
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean, window_rows
-from kvbench.storage.evicting_rows import Slots
+from kvbench.storage.roles import Slots
 
 VARIANTS = ("all", "win", "orig", "uncomp")
 EVICTING = ("orig", "uncomp")
@@ -104,8 +104,8 @@ class H2O(EvictingSelector):
             return total * UNCOMP_HEAVY // UNCOMP_TOTAL, total * UNCOMP_RECENT // UNCOMP_TOTAL
         return total // 2, total - total // 2
 
-    def decode_budget(self, n: int, layer: int) -> int:
-        return super().decode_budget(n, layer) if layer in self.frozen_layers else sum(self.parts(n)) + self.spare
+    def competing(self, n: int) -> int:
+        return sum(self.parts(n))
 
     def carry(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         if not self.evicts:
@@ -115,11 +115,6 @@ class H2O(EvictingSelector):
     def row(self, n: int) -> Mapping[str, int]:
         recent = self.parts(n)[1]
         return {"recent": recent + self.spare, **({"blind": recent} if self.code_mask else {})}
-
-    @property
-    def spare(self) -> int:
-        """Tokens held beside the budget while decoding."""
-        return 1 if self.code_mask or self.evict_after else 0
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
         return [replace(b, slot_overhead=4) for b in blocks] if self.evicts else blocks

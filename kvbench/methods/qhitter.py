@@ -19,8 +19,8 @@ from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Block, Capacity, Modifier
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean
-from kvbench.storage.evicting_rows import Slots, ranks
-from kvbench.storage.evicting_store import Packer
+from kvbench.storage.evicting_rows import ranks
+from kvbench.storage.roles import Packer, Slots
 
 VARIANTS = ("code", "paper")
 HEAVY, PARTS = 3, 4  # heavy hitters of a budget: 15 % of the prompt beside 5 % recent tokens, as in the code
@@ -122,13 +122,12 @@ class QHitter(EvictingSelector):
         first = min(int(share * n), int(share / PUBLISHED_HEAVY * heavy), heavy)
         return first, heavy - first, total - heavy
 
-    def decode_budget(self, n: int, layer: int) -> int:
-        whole = layer in self.frozen_layers
-        return super().decode_budget(n, layer) if whole else sum(self.parts(n)) + bool(self.evict_after)
+    def competing(self, n: int) -> int:
+        return sum(self.parts(n))
 
     def row(self, n: int) -> Mapping[str, int]:
         first, _, recent = self.parts(n)
-        return {"first": first, "recent": recent + bool(self.evict_after)}
+        return {"first": first, "recent": recent + self.spare}
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
         (whole,) = blocks

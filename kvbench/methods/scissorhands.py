@@ -17,7 +17,7 @@ from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Block, Capacity
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import group_mean, window_rows, window_sums
-from kvbench.storage.evicting_rows import Slots
+from kvbench.storage.roles import Slots
 
 VARIANTS = ("code", "paper")
 

@@ -12,7 +12,7 @@ from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.storage.evicting_rows import Slots
+from kvbench.storage.roles import Slots
 
 MODES = ("static", "mask", "rolled")
 

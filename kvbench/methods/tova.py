@@ -14,7 +14,7 @@ from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Block, Capacity
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.statistics import window_rows
-from kvbench.storage.evicting_rows import Slots
+from kvbench.storage.roles import Slots
 
 
 @dataclass(frozen=True, kw_only=True)

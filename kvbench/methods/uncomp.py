@@ -18,7 +18,7 @@ from kvbench.methods.entropy import assign, measure
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.recipe import Observe, Recipe
 from kvbench.methods.statistics import group_mean, pool, window_rows
-from kvbench.storage.evicting_rows import Slots
+from kvbench.storage.roles import Slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

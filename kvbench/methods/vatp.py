@@ -13,7 +13,7 @@ from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Modifier
 from kvbench.methods.statistics import at_heads
-from kvbench.storage.evicting_rows import Slots
+from kvbench.storage.roles import Slots
 
 NORMS = {"l1": 1.0, "l2": 2.0, "linf": torch.inf}
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache as HFCache
 
 from kvbench.errors import UsageError
 from kvbench.models.interface import KvbenchLayer, attached, attention_modules
-from kvbench.storage.evicting_rows import Rotary
+from kvbench.storage.roles import Rotary
 
 TOKENS = 8
 SHIFT = 5

@@ -14,14 +14,13 @@ import transformers
 from transformers import PreTrainedModel
 
 import kvbench
-from kvbench.storage import kernels, native
+from kvbench.storage import kernels
 
 
 def provenance(model: PreTrainedModel, threads: int) -> dict[str, Any]:
     """What the numbers were measured with. ``torch`` is the minor version: patches do not change results."""
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
-    attention = "triton" if kernels.serves(device) else "plain"
     return {
         "kvbench": kvbench.__version__,
         "commit": git_commit(),
@@ -31,8 +30,7 @@ def provenance(model: PreTrainedModel, threads: int) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": attention,
-        "packed": "compiled" if device.type == "cpu" and native.available() else attention,
+        "attention": "triton" if kernels.serves(device) else "plain",
     }
 
 

@@ -18,7 +18,7 @@ from kvbench.methods.prompt_cache import Cache
 from kvbench.run.plan import Cell
 
 ENTER_SHARE = 0.5
-"""Rows enter a running batch once it has shrunk to this share of its limits: few cohorts, well filled."""
+"""Rows enter a running batch once it has shrunk to this share of its limits: few groups, well filled."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
+from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine.batch import Answer
 from kvbench.engine.decode import Ending, extend_cache
@@ -155,15 +155,12 @@ class GroupRun:
         def together(some: Sequence[QueuedRow]) -> list[tuple[float, Answer]]:
             synchronise(self.host.model.device)
             start = time.perf_counter()
-            held: dict[int, list[int]] = {}
-            stored: dict[int, Stored] = {}
-            caches, chunk = [r.cache for r in some], int(example.meta["chunk"])
-            losses = teacher_force(self.host.model, caches, rest, chunk, held, stored)
+            forced = teacher_force(self.host.model, [r.cache for r in some], rest, int(example.meta["chunk"]))
             synchronise(self.host.model.device)
             seconds = (time.perf_counter() - start) / len(some)
             return [
-                (loss, Answer(rest.tolist(), held[i], None, seconds, len(some), stored.get(i), isfinite(loss)))
-                for i, loss in enumerate(float(each.sum()) for each in losses)
+                (loss, Answer(rest.tolist(), f.held, None, seconds, len(some), f.stored, isfinite(loss)))
+                for f, loss in ((f, float(f.losses.sum())) for f in forced)
             ]
 
         outcomes = in_parts(rows, together) if rows else []

@@ -1,4 +1,4 @@
-"""The only decode attention: queries against segments in any storage format, one softmax over all of them.
+"""Decode attention by plain PyTorch: queries against exact tokens and a dense tail, one softmax over all of them.
 
 Shapes: B rows, Hq query heads, H stored heads, T new tokens, L slots, C kept key channels, D head dimension.
 """
@@ -6,14 +6,16 @@ Shapes: B rows, Hq query heads, H stored heads, T new tokens, L slots, C kept ke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.storage import kernels
+from kvbench.storage.roles import Masker
 from kvbench.storage.row_segments import Ragged, RowSegment, Shared
+
+Estimate = Callable[[Tensor], Tensor]  # what attention reads in the place of keys [..., D]
 
 
 def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = None) -> Tensor:
@@ -67,16 +69,9 @@ def spread(part: Tensor, channels: Tensor, head_dim: int) -> Tensor:
     return part.new_zeros(b, hq, t, head_dim).scatter_(3, index, part)
 
 
-class Masker(Protocol):
-    """A method that decides at each step, per query head, what a new token attends."""
-
-    def estimate(self, keys: Tensor) -> Tensor:
-        """Stand-ins for keys [..., D], as cheap to read as the method claims; same shape and dtype."""
-        ...
-
-    def mask(self, weights: Tensor) -> Tensor:
-        """Which of the attention weights [B, Hq, T, S] that the stand-ins give are attended: bool, at least one."""
-        ...
+def as_they_are(keys: Tensor) -> Tensor:
+    """Keys themselves: what attention reads where no method puts stand-ins in their place."""
+    return keys
 
 
 def attend(
@@ -87,29 +82,21 @@ def attend(
     floor: Tensor | None = None,
     tail_start: Tensor | None = None,
     masker: Masker | None = None,
-    sizes: list[Tensor] | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of T new tokens over stored segments and a dense tail that ends with those tokens.
 
     query [B, Hq, T, D]; tail k, v [B, Hk, t, D] with t >= T; the new tokens see each other causally. Under a sliding
     window ``floor`` [B, T] is the first position that each new token sees, and ``tail_start`` [B] the tail's first.
-    A ``masker`` restricts exact attention to the tokens it picks; their mean number [B] is appended to ``sizes``.
-    Returns [B, Hq, T, D] in the query's dtype; softmax in fp32.
+    A ``masker`` restricts exact attention to the tokens it picks.
+    Returns [B, Hq, T, D] in the query's dtype, and, with a masker, how many tokens were attended [B].
     """
     if masker is None and floor is None and (out := kernels.attend(query, segments, tail, scale)) is not None:
-        return out
-    padded = [s.padded() if isinstance(s, Ragged) else s for s in segments]
+        return out, None
+    padded = [s.padded() for s in segments]
     if masker is None and floor is None and query.device.type == "cpu" and query.dtype != torch.float32:
         out = _fused(query, padded, tail, scale)
         if out is not None:
-            return out
-    exact = _all_logits(query, padded, tail[0], scale, floor, tail_start)
-    if masker is not None:
-        estimated = _all_logits(query, padded, tail[0], scale, floor, tail_start, masker.estimate)
-        seen = masker.mask(estimated.float().softmax(dim=-1)) & ~exact.isneginf()
-        exact = exact.masked_fill(~seen, -torch.inf)
-        if sizes is not None:
-            sizes.append(seen.sum(dim=-1).float().mean(dim=(1, 2)))
+            return out, None
 
     def weighed(probs: Tensor) -> Tensor:
         start = probs.shape[3] - tail[1].shape[2]
@@ -120,7 +107,32 @@ def attend(
             out = out + (part if s.value_channels is None else spread(part, s.value_channels, out.shape[3]))
         return out
 
-    return rounded(exact.float().softmax(dim=-1), query.dtype, weighed)
+    def logits_of(estimate: Estimate) -> Tensor:
+        return _all_logits(query, padded, tail[0], scale, floor, tail_start, estimate)
+
+    return masked_softmax(logits_of, weighed, query.dtype, masker)
+
+
+def masked_softmax(
+    logits_of: Callable[[Estimate], Tensor],
+    weighed: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    masker: Masker | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs softmax(logits) V in ``dtype``, over the tokens that ``masker`` picks; softmax in fp32.
+
+    ``logits_of`` gives logits [B, Hq, T, S] of keys as an estimate reads them, -inf where a token must not look;
+    ``weighed`` gives the weighted values [B, Hq, T, D] of weights [B, Hq, T, S]. Beside the outputs: how many tokens
+    were attended, the mean over heads and new tokens [B]; None without a masker.
+    """
+    exact, attended = logits_of(as_they_are), None
+    if masker is not None:
+        # the stand-ins say which tokens are read, the keys themselves with which weights
+        weights = logits_of(masker.estimate).float().softmax(dim=-1)
+        seen = masker.mask(weights) & ~exact.isneginf()
+        exact = exact.masked_fill(~seen, -torch.inf)
+        attended = seen.sum(dim=-1).float().mean(dim=(1, 2))
+    return rounded(exact.float().softmax(dim=-1), dtype, weighed), attended
 
 
 def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tensor]) -> Tensor:
@@ -167,7 +179,7 @@ def _all_logits(
     scale: float,
     floor: Tensor | None,
     tail_start: Tensor | None,
-    estimate: Callable[[Tensor], Tensor] = lambda keys: keys,
+    estimate: Estimate,
 ) -> Tensor:
     """Logits [B, Hq, T, S] over all slots of the segments and then the tail; -inf where a token must not look."""
     parts = []

@@ -8,9 +8,7 @@ Shapes: B rows, H stored heads, S slots, T new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,129 +16,57 @@ from torch import Tensor
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.errors import UsageError
 from kvbench.storage.attend import rounded
-from kvbench.storage.evicting_store import OneFormat, Packer, Read, SlotStore, Thin, one_by_one
+from kvbench.storage.evicting_store import OneFormat, Read, SlotStore, Thin, one_by_one
+from kvbench.storage.format import Format, Room, StoredRow
+from kvbench.storage.roles import Rotary, Slots
+from kvbench.storage.row_segments import format_of
 
 
-@dataclass(frozen=True)
-class Slots:
-    """What a method sees of its slots. ``now`` [B, 1, 1] is the position of the newest token, ``n`` [B, 1, 1] the
-    prompt's length; free slots are not ``valid``."""
+class EvictingRows(Format):
+    """Rows of one method that evicts while decoding."""
 
-    positions: Tensor  # [B, H, S] int32
-    valid: Tensor  # [B, H, S] bool
-    state: Mapping[str, Tensor]  # each [B, H, S] or [B, H, S, ...]
-    now: Tensor
-    n: Tensor
-    row: Mapping[str, Tensor] = field(default_factory=dict)  # numbers of each prompt [B, 1, 1], as its method set them
+    takes_ragged = True
+    moves = "it evicts while decoding"
 
-
-class Evictor(Protocol):
-    """The part of a selector that works while decoding."""
-
-    @property
-    def packer(self) -> Packer | None:
-        """What packs every token held; None where tokens stay exact."""
-        ...
-
-    @property
-    def rolled(self) -> bool:
-        """Whether cached keys take the positions of their slots."""
-        ...
-
-    def shares(self, cache: LayerCache, layer: int) -> Sequence[int]:
-        """Tokens that each stored head of this layer holds from now on; 0: the head is not stored."""
-        ...
-
-    def row(self, n: int) -> Mapping[str, int]:
-        """Numbers that depend on the prompt's length n alone: asked once, so that no step loops over rows.
-
-        Where ``blind`` is one of them, a query does not attend the token that is so many positions before it.
-        """
-        ...
-
-    def keep_scores(self, slots: Slots) -> Tensor:
-        """How much each slot matters [B, H, S], before the new tokens come; the lowest are evicted, +inf never."""
-        ...
-
-    def enter(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
-        """The state that new tokens with exact k, v [B, H, T, D] start from, where that is not 0: [B, H, T, ...]."""
-        ...
-
-    @property
-    def estimates(self) -> bool:
-        """Whether ``fold`` reads the attention of stand-ins for the keys."""
-        ...
-
-    def estimate(self, keys: Tensor) -> Tensor:
-        """Stand-ins in fp32 for keys [..., D], block by block where these are packed."""
-        ...
-
-    def fold(self, slots: Slots, probs: Tensor) -> Mapping[str, Tensor]:
-        """The part of the state that attention ``probs`` [B, Hq, T, S] over the slots changes."""
-        ...
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """The model's rotation, for chains that give cached keys the positions of their slots."""
-
-    inv_freq: Tensor  # [r / 2]
-
-    def turn(self, x: Tensor, start: Tensor | int, end: Tensor | int) -> Tensor:
-        """Rotate x [..., D] from positions ``start`` [...] to ``end`` [...]; dimensions past the rotary ones stay.
-
-        Both angles are rounded to fp32 as the model rounds them, and their difference taken in fp64: at positions of
-        many thousands an angle of the difference alone would not undo what the model did.
-        """
-        r = 2 * self.inv_freq.shape[0]
-        inv_freq = self.inv_freq.to(x.device, torch.float32)
-
-        def angle(at: Tensor | int) -> Tensor:
-            return (torch.as_tensor(at, device=x.device)[..., None].float() * inv_freq).double()
-
-        by = angle(end) - angle(start)
-        cos, sin = (torch.cat([t.float()] * 2, dim=-1) for t in (by.cos(), by.sin()))
-        part = x[..., :r].float()
-        a, b = part.chunk(2, dim=-1)
-        turned = part * cos + torch.cat((-b, a), dim=-1) * sin
-        return torch.cat((turned.to(x.dtype), x[..., r:]), dim=-1)
-
-
-class SlotRows:
-    """Rows of one decode-evicting method in one layer. ``room`` new tokens come at most."""
-
-    def __init__(
-        self,
-        caches: Sequence[LayerCache],
-        budgets: Sequence[Sequence[int]],
-        evictor: Evictor,
-        rotary: Rotary | None,
-        room: int,
-    ) -> None:
+    def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
+        evictor, caches = rows[0].evictor, [row.cache for row in rows]
+        assert evictor is not None
         segments = [c.segments for c in caches]
         first = segments[0][0]
         b, h = len(caches), first.heads
         device = first.positions.device
-        self.evictor, self.rotary = evictor, rotary
+        self.evictor, self.rotary = evictor, rows[0].rotary if evictor.rolled else None
+        shares = [evictor.shares(row.cache, row.layer) for row in rows]
+        budgets = [[min(s, c.seen + room.tokens) for s in of] for of, c in zip(shares, caches, strict=True)]
         self.budget = torch.tensor(budgets, device=device)[:, :, None]
+        self.most = torch.tensor([c.tokens for c in caches], device=device)
         # a prompt that was kept whole may be more than a head holds from now on
         size = max(int(self.budget.max()), *(c.tokens for c in caches))
         self.stand_ins = _stand_ins(caches, device)
         self.n = torch.tensor([c.prompt_tokens for c in caches], device=device)[:, None, None]
-        rows = [evictor.row(c.prompt_tokens) for c in caches]
-        self.row = {name: torch.tensor([r[name] for r in rows], device=device)[:, None, None] for name in rows[0]}
+        numbers = [evictor.row(c.prompt_tokens) for c in caches]
+        self.row = {name: torch.tensor([r[name] for r in numbers], device=device)[:, None, None] for name in numbers[0]}
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
         self.valid = torch.zeros(b, h, size, dtype=torch.bool, device=device)
         self.state = {name: t.new_zeros(b, h, size, *t.shape[2:]) for name, t in first.state.items()}
+        self.newest = self.n[:, :, 0]  # positions [B, T] of the tokens added last
         self.store: SlotStore
         if first.key_channels is None and first.value_channels is None:
             self.store = OneFormat([first for (first,) in segments], size, evictor.packer)
         else:
-            self.store = Thin(segments, size, self._whole_tokens(segments, room))
+            self.store = Thin(segments, size, self._whole_tokens(segments, room.tokens))
         for i, row in enumerate(segments):
             held = torch.zeros(h, dtype=torch.int64, device=device)
             for s in row:
                 held = self._load(i, s, held)
+
+    @classmethod
+    def takes(cls, row: StoredRow) -> bool:
+        return row.evictor is not None
+
+    @classmethod
+    def key(cls, row: StoredRow) -> Hashable:
+        return (row.evictor, *(format_of(s) for s in row.cache.segments))
 
     def _whole_tokens(self, segments: Sequence[Sequence[Segment]], room: int) -> int:
         """The most tokens with all channels that a head holds until ``room`` more have come."""
@@ -166,37 +92,36 @@ class SlotRows:
         """The slots as a method sees them when the newest token is at ``now`` [B]."""
         return Slots(self.positions, self.valid, self.state, now[:, None, None], self.n, self.row)
 
-    def add(self, k: Tensor, v: Tensor, start: Tensor) -> None:
-        """Make room for k, v [B, Hk, T, D] at positions ``start`` [B] and on, and write them into free slots."""
+    def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Make room for new tokens, then write them into free slots."""
         b, h, _ = self.valid.shape
         t = k.shape[2]
         stored = self.budget > 0
         least = int(self.budget[stored].min())
         if t > least:
             raise UsageError(f"{t} tokens at once do not fit into a budget of {least}: lower chunk=")
-        kept = self._ranks(start + t - 1) < (self.budget - t).clamp(min=0)
+        self.newest = positions
+        kept = self._ranks(positions[:, -1]) < (self.budget - t).clamp(min=0)
         self.valid &= kept
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t]
         new_k, new_v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
         self.store.add(free, new_k, new_v, self.valid)
-        where = (start[:, None, None] + torch.arange(t, device=k.device)).expand(b, h, t)
-        self.positions.scatter_(2, free, where.to(torch.int32))
+        self.positions.scatter_(2, free, positions[:, None].expand(b, h, t).to(torch.int32))
         self.valid.scatter_(2, free, stored.expand_as(free))
         entered = self.evictor.enter(new_k, new_v)
         for name, s in self.state.items():
             index = free.reshape(*free.shape, *([1] * (s.dim() - 3))).expand(*free.shape, *s.shape[3:])
             begun = entered.get(name)
             self.state[name] = s.scatter(2, index, torch.zeros_like(index, dtype=s.dtype) if begun is None else begun)
+        self.most = torch.maximum(self.most, self.held().amax(dim=1))
 
     def _ranks(self, now: Tensor) -> Tensor:
         """Each slot's place [B, H, S] in the order of keep-scores; equal scores rank by position, free slots last."""
         return ranks(self.evictor.keep_scores(self.view(now)).expand_as(self.valid), self.positions, self.valid)
 
-    def attend(self, query: Tensor, scale: float, start: Tensor) -> Tensor:
-        """Attention of the tokens just added, query [B, Hq, T, D] at ``start`` [B] and on, then the fold."""
-        t = query.shape[2]
-        places = start[:, None] + torch.arange(t, device=query.device)
-        read: Read = None
+    def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attention over the slots, as ``Format.attend`` has it; then the method folds it into its state."""
+        places, read = self.newest, None
         if self.rotary is not None:
             query, read = self._rolled(query, places, self.rotary)
         probs = self._probs(query, scale, places, read)
@@ -233,24 +158,29 @@ class SlotRows:
         # a head that is not stored attends nothing
         return probs if self.stand_ins is None else probs.nan_to_num(nan=0.0)
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
-        self.budget, self.n = self.budget[rows], self.n[rows]
-        self.stand_ins = None if self.stand_ins is None else self.stand_ins[rows]
-        self.row = {name: t[rows] for name, t in self.row.items()}
-        self.store.keep(rows)
-        self.positions, self.valid = self.positions[rows], self.valid[rows]
-        self.state = {name: s[rows] for name, s in self.state.items()}
+    def keep(self, at: Tensor) -> None:
+        self.budget, self.n, self.most, self.newest = self.budget[at], self.n[at], self.most[at], self.newest[at]
+        self.stand_ins = None if self.stand_ins is None else self.stand_ins[at]
+        self.row = {name: t[at] for name, t in self.row.items()}
+        self.store.keep(at)
+        self.positions, self.valid = self.positions[at], self.valid[at]
+        self.state = {name: s[at] for name, s in self.state.items()}
+
+    def tokens(self) -> Tensor:
+        return self.most
+
+    def payload(self) -> list[int]:
+        return self.store.payload(self.valid)
 
     def held(self) -> Tensor:
         """Tokens held per row and head [B, H]."""
         return self.valid.sum(dim=-1)
 
-    def segments(self, row: int) -> tuple[Segment, ...]:
+    def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
         """One row's tokens, each segment ascending in position; ragged if its heads hold different numbers."""
-        state = {name: s[row] for name, s in self.state.items()}
+        state = {name: s[u] for name, s in self.state.items()}
         none = self.positions.new_zeros(self.positions.shape[1], 0, 0)
-        return self.store.segments(row, Segment(none, none, self.positions[row], state=state), self.valid[row])
+        return self.store.segments(u, Segment(none, none, self.positions[u], state=state), self.valid[u])
 
 
 def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ channels, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,22 +18,12 @@ from kvbench.cache.ops import only_segment, select
 from kvbench.cache.packed import Packed
 from kvbench.cache.partly_packed import each, parts, write
 from kvbench.cache.segment import LayerCache, Segment, per_head
-from kvbench.storage.attend import logits, spread, weigh
-from kvbench.storage.packed_rows import exact, packed_logits, packed_weigh
+from kvbench.storage.attend import Estimate, as_they_are, logits, spread, weigh
+from kvbench.storage.packed_rows import packed_logits, packed_weigh
+from kvbench.storage.roles import Packer
+from kvbench.storage.row_segments import beside, per_place
 
-Read = Callable[[Tensor], Tensor] | None  # what attention sees in the place of keys [..., D]; None: the keys
-
-
-class Packer(Protocol):
-    """How tokens are packed one by one. A new token is read as packed from its own step on, or, if ``late``, exactly in
-    that step."""
-
-    @property
-    def late(self) -> bool: ...
-
-    def pack_keys(self, x: Tensor) -> Packed: ...
-
-    def pack_values(self, x: Tensor) -> Packed: ...
+Read = Estimate | None  # what attention sees in the place of keys [..., D]; None: the keys
 
 
 class SlotStore(Protocol):
@@ -57,6 +47,10 @@ class SlotStore(Protocol):
 
     def keep(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
+        ...
+
+    def payload(self, held: Tensor) -> list[int]:
+        """Bytes behind the tokens ``held`` [B, H, S] of each row."""
         ...
 
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
@@ -91,7 +85,7 @@ class OneFormat:
         self.fresh = (slots, k, v) if packer is not None and packer.late else None
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
-        see = read or exact
+        see = read or as_they_are
         if not isinstance(self.k, Packed):
             return logits(query, see(self.k), scale)
         found = packed_logits(query, self.k, scale, None, see)
@@ -111,6 +105,10 @@ class OneFormat:
 
     def keep(self, rows: Tensor) -> None:
         self.k, self.v = each(self.k, lambda t: t[rows]), each(self.v, lambda t: t[rows])
+
+    def payload(self, held: Tensor) -> list[int]:
+        slot = _bytes_of_slot(*parts(self.k), *parts(self.v))
+        return [n * slot for n in held.sum(dim=(1, 2)).tolist()]
 
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
         k, v = each(self.k, lambda t: t[row]), each(self.v, lambda t: t[row])
@@ -160,7 +158,7 @@ class Thin:
                 write(part.others, places, others)
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
-        see, (kept, others, order) = read or exact, self.k.opened()
+        see, (kept, others, order) = read or as_they_are, self.k.opened()
         if order is None or others is None:
             return logits(query, see(kept), scale)
         channels = kept.shape[3]
@@ -186,6 +184,12 @@ class Thin:
         self.slot, self.whole = self.slot[rows], self.whole[rows]
         self.k.keep(rows)
         self.v.keep(rows)
+
+    def payload(self, held: Tensor) -> list[int]:
+        whole = (self.whole & held.gather(2, self.slot)).sum(dim=(1, 2)).tolist()
+        others = _bytes_of_slot(*(t for t in (self.k.others, self.v.others) if t is not None))
+        thin = _bytes_of_slot(self.k.kept, self.v.kept)
+        return [n * thin + w * others for n, w in zip(held.sum(dim=(1, 2)).tolist(), whole, strict=True)]
 
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
         where, whole = self.slot[row], self.whole[row] & held.gather(1, self.slot[row])
@@ -216,9 +220,9 @@ class StoredPart:
     """
 
     def __init__(self, thin: Sequence[tuple[Tensor, Tensor | None]], heads: int, size: int, places: int) -> None:
-        first, named = thin[0][0], [c for _, c in thin if c is not None]
+        first = thin[0][0]
         self.kept = first.new_zeros(len(thin), heads, size, first.shape[2])
-        self.channels = torch.stack(named).long() if named else None  # [B, H, C]
+        self.channels = beside([c for _, c in thin])  # [B, H, C]
         self.places = places
         self.order: Tensor | None = None
         self.others: Tensor | None = None
@@ -284,6 +288,11 @@ def ascending(slots: Segment, held: Tensor) -> Segment:
     index = hidden.sort(dim=-1, stable=True).indices[:, : int(counts.max())]
     cache = LayerCache((slots,), seen=0, heads=slots.heads, query_heads=slots.heads)
     return only_segment(select(cache, index, counts))
+
+
+def _bytes_of_slot(*tensors: Tensor) -> int:
+    """Bytes that tensors [B, H, S, ...] take for one slot of one head."""
+    return sum(per_place(t, t.shape[:3].numel()) for t in tensors)
 
 
 def _of_queries(t: Tensor, query: Tensor) -> Tensor:

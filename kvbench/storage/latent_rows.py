@@ -5,87 +5,53 @@ Shapes: U rows, S slots, R latents of keys or of values, Hq query heads, Hk kv h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.segment import Segment
-from kvbench.storage.attend import Masker, logits, rounded, weigh
+from kvbench.cache.segment import LayerCache, Segment
+from kvbench.storage.attend import Estimate, logits, masked_softmax, weigh
+from kvbench.storage.format import Format, Room, StoredRow
+from kvbench.storage.row_segments import per_place
 
 BLOCK = 2**20  # elements of keys rebuilt at once
 
 
-class Projection(Protocol):
-    """The half of a low-rank projection that a cache of its latents needs."""
+class LatentRows(Format):
+    """Rows that hold latents of one layer. A row's slots hold its tokens in order, the newest last."""
 
-    @property
-    def ups(self) -> tuple[Tensor | None, ...]:
-        """Of each group [its heads * D, r]; None: the identity."""
-        ...
+    moves = "it packs tokens or keeps latents while decoding"
 
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[Hk * D]."""
-        ...
-
-
-class Lift(Protocol):
-    """How a layer's latents become keys and values."""
-
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def v(self) -> Projection: ...
-
-    def keys(self, latent: Tensor, positions: Tensor) -> Tensor:
-        """Rotated keys [U, Hk, L, D] of latents [U, L, R] at positions [U, L]."""
-        ...
-
-    def new(self) -> tuple[Tensor, Tensor]:
-        """Latents [B, T, R] of keys and of values of the tokens that the model has just read."""
-        ...
-
-
-class LatentRows:
-    """Rows of one storage format of one layer. A row's slots hold its tokens in order, the newest last."""
-
-    def __init__(self, segments: Sequence[Segment], lift: Lift, room: int) -> None:
-        self.lift = lift
-        self.total = [s.tokens for s in segments]
-        first, slots = segments[0], max(self.total) + room
+    def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
+        lift, self.masker = rows[0].lift, rows[0].masker
+        assert lift is not None
+        segments = [row.cache.segments[0] for row in rows]
+        self.lift, self.total = lift, [s.tokens for s in segments]
+        first, slots = segments[0], max(self.total) + room.tokens
         self.k, self.v = (t.new_zeros(len(segments), slots, t.shape[2]) for t in (first.k, first.v))
         self.positions = first.positions.new_zeros(len(segments), slots)
         for u, s in enumerate(segments):
             self.k[u, : s.tokens], self.v[u, : s.tokens], self.positions[u, : s.tokens] = s.k[0], s.v[0], s.positions[0]
 
+    @classmethod
+    def takes(cls, row: StoredRow) -> bool:
+        return row.lift is not None
+
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Take the latents k, v [U, T, R] of new tokens at positions [U, T]."""
         t, row = k.shape[1], torch.arange(len(k), device=k.device)[:, None]
         slot = torch.tensor(self.total, device=k.device)[:, None] + torch.arange(t, device=k.device)
         self.k[row, slot], self.v[row, slot] = k, v
         self.positions[row, slot] = positions.to(self.positions.dtype)
         self.total = [n + t for n in self.total]
 
-    def attend(
-        self, query: Tensor, scale: float, masker: Masker | None = None, sizes: list[Tensor] | None = None
-    ) -> Tensor:
-        """Attention of query [U, Hq, T, D] of the tokens just added over all -> [U, Hq, T, D]."""
-        exact = self._logits(query, scale, lambda keys: keys)
-        if masker is not None:
-            estimated = self._logits(query, scale, masker.estimate)
-            seen = masker.mask(estimated.softmax(dim=-1)) & ~exact.isneginf()
-            exact = exact.masked_fill(~seen, -torch.inf)
-            if sizes is not None:
-                sizes.append(seen.sum(dim=-1).float().mean(dim=(1, 2)))
-        return rounded(exact.softmax(dim=-1), query.dtype, self._weigh)
+    def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        logits_of = partial(self._logits, query, scale)
+        out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker)
+        return out
 
-    def _logits(self, query: Tensor, scale: float, estimate: Callable[[Tensor], Tensor]) -> Tensor:
+    def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
         """Logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""
         longest, t = max(self.total), query.shape[2]
         found = query.new_empty((*query.shape[:3], longest), dtype=torch.float32)
@@ -121,12 +87,16 @@ class LatentRows:
         return out + own.bias.float().view(self.lift.heads, 1, -1).repeat_interleave(per, dim=0)
 
     def keep(self, at: Tensor) -> None:
-        """Go on with the rows ``at`` only."""
         self.k, self.v, self.positions = self.k[at], self.v[at], self.positions[at]
         self.total = [self.total[u] for u in at.tolist()]
 
-    def segment(self, u: int) -> Segment:
-        """One row's tokens, copies."""
-        n = self.total[u]
-        k, v, positions = (t[u, :n].clone()[None] for t in (self.k, self.v, self.positions))
-        return Segment(k, v, positions, latent=True)
+    def tokens(self) -> Tensor:
+        return torch.tensor(self.total, device=self.k.device)
+
+    def payload(self) -> list[int]:
+        token = sum(per_place(t, t.shape[0] * t.shape[1]) for t in (self.k, self.v))
+        return [n * token for n in self.total]
+
+    def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
+        k, v, positions = (t[u, : self.total[u]].clone()[None] for t in (self.k, self.v, self.positions))
+        return (Segment(k, v, positions, latent=True),)

@@ -7,63 +7,49 @@ heads, T new tokens, S slots of a ring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.cache.packed import Packed
-from kvbench.cache.partly_packed import Residual
-from kvbench.cache.segment import Segment
-from kvbench.storage import kernels, native
-from kvbench.storage.attend import Masker, logits, rounded, spread, summed, weigh
+from kvbench.cache.partly_packed import Codes, Residual
+from kvbench.cache.segment import LayerCache, Segment
+from kvbench.storage import kernels
+from kvbench.storage.attend import Estimate, logits, masked_softmax, spread, summed, weigh
+from kvbench.storage.format import Format, Room, StoredRow
+from kvbench.storage.row_segments import beside, per_place
 
 
-class RowCoder(Protocol):
-    """What packs tokens of a chain, and when."""
-
-    @property
-    def keys(self) -> Residual: ...
-
-    @property
-    def values(self) -> Residual: ...
-
-    def pack_keys(self, x: Tensor) -> Packed: ...
-
-    def pack_values(self, x: Tensor) -> Packed: ...
-
-
-class PackedStore:
+class PackedHalf:
     """Keys, or values, of U rows: packed tokens first, then exact ones in a ring (token t in slot t mod S)."""
 
     def __init__(
         self,
-        packed: Sequence[Packed],
-        rest: Sequence[Tensor],
-        channels: Sequence[Tensor | None],
+        rows: Sequence[tuple[Packed, Tensor, Tensor | None]],
         residual: Residual,
         pack: Callable[[Tensor], Packed],
-        room: int,
-        at_once: int,
+        room: Room,
     ) -> None:
+        packed, rest, channels = zip(*rows, strict=True)  # each row's packed tokens, exact ones, and channels if thin
         first, device = packed[0], rest[0].device
         self.residual, self.pack = residual, pack
         self.step = first.group if first.axis == "channel" else 1
         self.packed = [p.shape[1] for p in packed]
         self.total = [p.shape[1] + r.shape[1] for p, r in zip(packed, rest, strict=True)]
-        most = max(residual.packed(t + room) for t in self.total) // self.step
+        most = max(residual.packed(t + room.tokens) for t in self.total) // self.step
         self.codes = first.map(lambda t: t.new_zeros(len(packed), t.shape[0], max(most, 1), *t.shape[2:]))
         # no ring is longer than all that will come, which is what a residual of everything needs
-        most_exact = min(residual.most, max(self.total) + room)
-        slots = max(most_exact, *(r.shape[1] for r in rest)) + at_once
+        most_exact = min(residual.most, max(self.total) + room.tokens)
+        slots = max(most_exact, *(r.shape[1] for r in rest)) + room.at_once
         self.ring = rest[0].new_zeros(len(packed), rest[0].shape[0], slots, rest[0].shape[2])
-        given = [c for c in channels if c is not None]
-        self.channels = torch.stack(given).long().to(device) if given else None  # [U, H, C]
+        self.channels = beside(channels)  # [U, H, C]
         for u, (p, r) in enumerate(zip(packed, rest, strict=True)):
-            for mine, loaded in zip(self.codes.payload(), p.payload(), strict=True):
-                mine[u, :, : loaded.shape[1]] = loaded
+            for codes, loaded in zip(self.codes.payload(), p.payload(), strict=True):
+                codes[u, :, : loaded.shape[1]] = loaded
             self.ring[u, :, (torch.arange(r.shape[1], device=device) + p.shape[1]) % slots] = r
 
     @property
@@ -78,13 +64,13 @@ class PackedStore:
         if span is not None:
             self.ring[:, :, span] = wide
         else:
-            slot = (self._row(self.total)[:, None] + torch.arange(t, device=x.device)) % self.slots
+            slot = (self.numbers(self.total)[:, None] + torch.arange(t, device=x.device)) % self.slots
             self.ring[torch.arange(u, device=x.device)[:, None], :, slot] = wide.transpose(1, 2)
         self.total = [n + t for n in self.total]
 
     def columns(self) -> Tensor:
         """The token of each ring slot [U, S]; the largest total where a slot holds none."""
-        total, packed = self._row(self.total)[:, None], self._row(self.packed)[:, None]
+        total, packed = self.numbers(self.total)[:, None], self.numbers(self.packed)[:, None]
         slot = torch.arange(self.slots, device=self.ring.device)
         token = total - 1 - (total - 1 - slot) % self.slots
         return token.masked_fill((token < packed) | (token < 0), max(self.total))
@@ -105,7 +91,7 @@ class PackedStore:
                 self._settle_together(span)
                 continue
             rows = torch.tensor(due, device=self.ring.device)
-            first = self._row([self.packed[u] for u in due])[:, None]
+            first = self.numbers([self.packed[u] for u in due])[:, None]
             slot = (first + torch.arange(block, device=rows.device)) % self.slots
             x = self.ring[rows[:, None], :, slot].transpose(1, 2)
             if self.channels is not None:
@@ -157,63 +143,71 @@ class PackedStore:
         chosen = at.tolist()
         self.packed, self.total = [self.packed[u] for u in chosen], [self.total[u] for u in chosen]
 
+    def payload(self) -> list[int]:
+        """Bytes behind the tokens of each row."""
+        codes = tuple(self.codes.payload())
+        step = sum(per_place(t, codes[0].shape[0] * codes[0].shape[2]) for t in codes)
+        token = per_place(self.ring, self.ring.shape[0] * self.slots)
+        return [p // self.step * step + (n - p) * token for p, n in zip(self.packed, self.total, strict=True)]
+
     def held(self, u: int) -> tuple[Packed, Tensor]:
         """One row's packed [H, Lq, .] and exact tokens [H, L - Lq, D], copies."""
         most = self.packed[u] // self.step
         slot = torch.arange(self.packed[u], self.total[u], device=self.ring.device) % self.slots
         return self.codes.map(lambda t: t[u, :, :most].clone()), self.ring[u][:, slot]
 
-    def _row(self, numbers: Sequence[int]) -> Tensor:
+    def numbers(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers of the rows [U], on the device."""
         return torch.tensor(numbers, device=self.ring.device)
 
 
-class CodedRows:
-    """Rows of one storage format of one chain's quantiser in one layer."""
+class PackedRows(Format):
+    """Entries of one storage format of one chain's quantiser, under one method that masks, or none."""
 
-    def __init__(self, segments: Sequence[Segment], coder: RowCoder, room: int, at_once: int = 1) -> None:
-        codes = [s.codes for s in segments]
-        assert all(c is not None for c in codes)
-        k, v = [c.k for c in codes if c], [c.v for c in codes if c]
-        k_channels, v_channels = [s.key_channels for s in segments], [s.value_channels for s in segments]
-        self.k = PackedStore(k, [s.k for s in segments], k_channels, coder.keys, coder.pack_keys, room, at_once)
-        self.v = PackedStore(v, [s.v for s in segments], v_channels, coder.values, coder.pack_values, room, at_once)
+    moves = "it packs tokens or keeps latents while decoding"
 
-    def add(self, k: Tensor, v: Tensor) -> None:
-        """Take k, v [U, Hk, T, D] of T new tokens."""
+    def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
+        coder, self.masker = rows[0].coder, rows[0].masker
+        assert coder is not None
+        loaded = [(s, s.codes) for row in rows for s in row.cache.segments if s.codes is not None]
+        keys = [(codes.k, s.k, s.key_channels) for s, codes in loaded]
+        values = [(codes.v, s.v, s.value_channels) for s, codes in loaded]
+        self.k = PackedHalf(keys, coder.keys, coder.pack_keys, room)
+        self.v = PackedHalf(values, coder.values, coder.pack_values, room)
+
+    @classmethod
+    def takes(cls, row: StoredRow) -> bool:
+        return row.coder is not None
+
+    @classmethod
+    def key(cls, row: StoredRow) -> Hashable:
+        return (row.coder, super().key(row))
+
+    def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         self.k.add(k)
         self.v.add(v)
 
     def skip(self, tokens: int) -> None:
-        """Hold ``tokens`` more, random ones, at once: for who asks what a step costs, not what it says."""
+        """Hold ``tokens`` more, random ones, at once: a benchmark asks what a step costs, not what it says."""
         self.k.skip(tokens)
         self.v.skip(tokens)
 
-    def attend(
-        self, query: Tensor, scale: float, masker: Masker | None = None, sizes: list[Tensor] | None = None
-    ) -> Tensor:
-        """Attention of query [U, Hq, T, D] of the tokens just added over all; then the residual is settled."""
-        out = self._at_once(query, scale) if masker is None else None
+    def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attention over all tokens, as ``Format.attend`` has it; then what has left the residual is packed."""
+        out = None
+        if self.masker is None:
+            # one call a step where kernels serve: dozens of small operations cost more
+            k, v = self.k, self.v
+            packed, exact, channels = (k.old(), v.old()), (k.ring, v.ring), (k.channels, v.channels)
+            out = kernels.attend_packed(query, scale, packed, exact, channels, (k.total, k.packed, v.packed))
         if out is None:
-            found = self._logits(query, scale, exact)
-            if masker is not None:
-                seen = masker.mask(self._logits(query, scale, masker.estimate).softmax(dim=-1)) & ~found.isneginf()
-                found = found.masked_fill(~seen, -torch.inf)
-                if sizes is not None:
-                    sizes.append(seen.sum(dim=-1).float().mean(dim=(1, 2)))
-            out = rounded(found.softmax(dim=-1), query.dtype, self._weigh)
+            logits_of = partial(self._logits, query, scale)
+            out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker)
         self.k.settle()
         self.v.settle()
         return out
 
-    def _at_once(self, query: Tensor, scale: float) -> Tensor | None:
-        """The attention by compiled code, which a step of few tokens needs: dozens of small operations cost more."""
-        k, v = self.k, self.v
-        counts = (k.total, k.packed, v.packed)
-        held = (k.old(), v.old()), (k.ring, v.ring), (k.channels, v.channels), counts
-        found = native.attend(query, scale, *held)
-        return kernels.attend_packed(query, scale, *held) if found is None else found
-
-    def _logits(self, query: Tensor, scale: float, estimate: Callable[[Tensor], Tensor]) -> Tensor:
+    def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
         """Logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""
         store, t = self.k, query.shape[2]
         longest = max(store.total)
@@ -223,7 +217,7 @@ class CodedRows:
             found[..., :most] = packed_logits(query, store.old(), scale, store.channels, estimate)
         where = store.columns()[:, None, None].expand(*query.shape[:3], -1)
         found.scatter_(3, where, logits(query, estimate(store.ring), scale).float())
-        last = store._row(store.total)[:, None] - t + torch.arange(t, device=query.device)
+        last = store.numbers(store.total)[:, None] - t + torch.arange(t, device=query.device)
         hidden = torch.arange(longest, device=query.device) > last[:, None, :, None]
         return found[..., :longest].masked_fill(hidden, -torch.inf)
 
@@ -232,7 +226,7 @@ class CodedRows:
         store = self.v
         where = store.columns()[:, None, None].expand(*probs.shape[:3], -1)
         out = weigh(F.pad(probs, (0, 1)).gather(3, where), store.ring)
-        packed = store._row(store.packed)[:, None, None, None]
+        packed = store.numbers(store.packed)[:, None, None, None]
         most = max(store.packed)
         if most:
             old = probs[..., :most].masked_fill(torch.arange(most, device=probs.device) >= packed, 0)
@@ -241,14 +235,20 @@ class CodedRows:
         return out
 
     def keep(self, at: Tensor) -> None:
-        """Go on with the rows ``at`` only."""
         self.k.keep(at)
         self.v.keep(at)
 
+    def tokens(self) -> Tensor:
+        return self.k.numbers(self.k.total)
 
-def exact(keys: Tensor) -> Tensor:
-    """Keys as they are: what attention reads where no method puts stand-ins in their place."""
-    return keys
+    def payload(self) -> list[int]:
+        return [k + v for k, v in zip(self.k.payload(), self.v.payload(), strict=True)]
+
+    def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
+        (old,), (k_codes, k), (v_codes, v) = cache.segments, self.k.held(u), self.v.held(u)
+        new = torch.arange(cache.seen, cache.seen + self.k.total[u] - cache.tokens, dtype=torch.int32, device=k.device)
+        positions = torch.cat([old.positions, new.expand(old.positions.shape[0], -1)], dim=1)
+        return (replace(old, k=k, v=v, positions=positions, codes=Codes(k_codes, v_codes)),)
 
 
 def unpacked(packed: Packed, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -260,9 +260,7 @@ def unpacked(packed: Packed, dtype: torch.dtype) -> Iterator[tuple[slice, slice,
         yield heads, tokens, part.dequantise(dtype, scratch=scratch)
 
 
-def packed_logits(
-    query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Callable[[Tensor], Tensor]
-) -> Tensor:
+def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Estimate) -> Tensor:
     """Scaled q.k of query [U, Hq, T, D] with packed keys [U, H, L, C] -> fp32 [U, Hq, T, L], never unpacked as a whole.
 
     Keys are rounded to the query's dtype, logits are not: see attend.logits.
@@ -273,8 +271,6 @@ def packed_logits(
     q = (query * scale if whole else query).reshape(u, h, hq // h * t, -1)
     if channels is not None:
         q = q.gather(3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
-    if estimate is exact and (compiled := native.logits(q, keys)) is not None:
-        return compiled.view(u, hq, t, length)
     flat, found = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
     for heads, tokens, part in unpacked(keys, query.dtype):
         found[heads, :, tokens] = summed(flat[heads], estimate(part).transpose(1, 2))
@@ -285,8 +281,6 @@ def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
     """Weighted packed values: probs [U, Hq, T, L] with [U, H, L, C] -> [U, Hq, T, C]."""
     u, hq, t, length = probs.shape
     h, c = values.shape[1], values.shape[3]
-    if (compiled := native.weigh(probs.reshape(u, h, hq // h * t, length), values)) is not None:
-        return compiled.view(u, hq, t, c)
     flat = probs.reshape(u * h, hq // h * t, length)
     out = flat.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
     for heads, tokens, part in unpacked(values, probs.dtype):

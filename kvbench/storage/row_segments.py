@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -70,16 +70,19 @@ class RowSegment:
 
     def rows(self, index: Tensor) -> RowSegment:
         """The same segment for the rows ``index`` only."""
-        return RowSegment(
-            self.k[index],
-            self.v[index],
-            None if self.valid is None else self.valid[index],
-            None if self.key_channels is None else self.key_channels[index],
-            None if self.value_channels is None else self.value_channels[index],
-            None if self.positions is None else self.positions[index],
-            None if self.shared is None else self.shared.rows(index),
-            None if self.lengths is None else self.lengths[index],
-        )
+        parts: dict[str, Any] = {f: None if t is None else t[index] for f, t in vars(self).items() if f != "shared"}
+        return RowSegment(**parts, shared=None if self.shared is None else self.shared.rows(index))
+
+    def padded(self) -> RowSegment:
+        """The segment itself, which is padded already."""
+        return self
+
+    def payload(self) -> list[int]:
+        """Bytes of the keys and values of each row."""
+        rows, length = self.v.shape[0], self.v.shape[2]
+        counts = [length] * rows if self.valid is None else self.valid.sum(dim=(1, 2)).tolist()
+        token = sum(per_place(t, rows * length) for t in (self.k, self.v))
+        return [tokens * token for tokens in counts]
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class Ragged:
     key_channels: Tensor | None = None  # [B, H, C] int64
     value_channels: Tensor | None = None  # [B, H, C] int64
     shared: ClassVar[None] = None
+    positions: ClassVar[None] = None
 
     @property
     def heads(self) -> int:
@@ -116,13 +120,27 @@ class Ragged:
         index = (self.starts[..., None] + slot).masked_fill(~valid, 0)
         return RowSegment(self.k[index], self.v[index], valid, self.key_channels, self.value_channels)
 
+    def payload(self) -> list[int]:
+        """Bytes of the keys and values of each row."""
+        token = sum(per_place(t, len(t)) for t in (self.k, self.v))
+        return [tokens * token for tokens in self.lengths.sum(dim=1).tolist()]
+
+
+def per_place(t: Tensor, places: int) -> int:
+    """Bytes of each of the ``places`` of a tensor."""
+    return t.nbytes // places if places else 0
+
+
+def beside(channels: Sequence[Tensor | None]) -> Tensor | None:
+    """The channels [H, C] that rows of one format keep, as [B, H, C] int64; None where these keep all."""
+    kept = [c for c in channels if c is not None]
+    return torch.stack(kept).long() if kept else None
+
 
 def flat(segments: Sequence[Segment]) -> Ragged:
     """Put segments of equal format and ragged heads, one a row, one after the other. A single row is a view."""
     counts = [s.lengths for s in segments if s.lengths is not None]
     lengths = torch.stack(counts).to(torch.int32)
-    keys = [s.key_channels for s in segments if s.key_channels is not None]
-    values = [s.value_channels for s in segments if s.value_channels is not None]
     k, v = ([t[0] for t in held] for held in ([s.k for s in segments], [s.v for s in segments]))
     return Ragged(
         k[0] if len(k) == 1 else torch.cat(k),
@@ -130,8 +148,8 @@ def flat(segments: Sequence[Segment]) -> Ragged:
         lengths,
         _starts(lengths),
         max(s.tokens for s in segments),
-        torch.stack(keys).long() if keys else None,
-        torch.stack(values).long() if values else None,
+        beside([s.key_channels for s in segments]),
+        beside([s.value_channels for s in segments]),
     )
 
 
@@ -145,16 +163,14 @@ def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
     if any(s.tokens < longest for s in segments):
         lengths = torch.tensor([[s.tokens] for s in segments], dtype=torch.int32, device=segments[0].k.device)
         valid = (torch.arange(longest, device=lengths.device) < lengths)[:, None]
-    keys = [s.key_channels for s in segments if s.key_channels is not None]
-    values = [s.value_channels for s in segments if s.value_channels is not None]
     leads = [s.leads for s in segments if s.leads is not None]
     return RowSegment(
         _pad_stack([s.k for s in segments], longest),
         _pad_stack([s.v for s in segments], longest),
         valid,
-        torch.stack(keys).long() if keys else None,
-        torch.stack(values).long() if values else None,
-        torch.stack([_padded_positions(s, longest) for s in segments]) if positions else None,
+        beside([s.key_channels for s in segments]),
+        beside([s.value_channels for s in segments]),
+        torch.stack([F.pad(s.positions, (0, longest - s.positions.shape[1])) for s in segments]) if positions else None,
         shared_by(leads, segments[0].v.shape[0]) if leads else None,
         lengths,
     )
@@ -173,10 +189,6 @@ def _starts(lengths: Tensor) -> Tensor:
     """Where heads of ``lengths`` [B, H] that lie one after the other begin [B, H]."""
     counts = lengths.flatten().long()
     return (counts.cumsum(0) - counts).view(lengths.shape)
-
-
-def _padded_positions(s: Segment, longest: int) -> Tensor:
-    return F.pad(s.positions, (0, longest - s.positions.shape[1]))
 
 
 def _pad_stack(tensors: Sequence[Tensor], longest: int) -> Tensor:

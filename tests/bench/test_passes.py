@@ -5,14 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from elsewhere import DEVICE, pretended
+from families import generated
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.bench import architecture, generation_pass, peers, roofline
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.bench.workload import Workload, parse, prompts
-from kvbench.engine.decode import generate_rows
 from kvbench.engine.prefill import prefill_chains
-from kvbench.engine.row_bytes import stored_bytes
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending
 from kvbench.errors import UsageError
@@ -73,7 +72,7 @@ def test_a_pass_gives_the_tokens_of_runs_and_times_that_add_up(model, method):
     ids = prompts(Workload(150, 12, 3), 721, 0)
     found = generation_pass.run(model, chain, ids, 12, keep_tokens=True)
     caches = [prefill_chains(model, row, [chain])[0] for row in ids]
-    assert found.tokens.tolist() == generate_rows(model, caches, [Ending(12)] * 3)
+    assert found.tokens.tolist() == generated(model, caches, [Ending(12)] * 3)
     assert found.cache_bytes == sum(c.nbytes() for c in caches)
     assert len(found.steps) == 11 and not found.integrated
     assert found.total == pytest.approx(found.ttft + 11 * found.tpot, rel=0.05)
@@ -131,7 +130,7 @@ def test_a_skipped_cache_holds_as_much_as_one_that_was_decoded(model, method):
         for t in range(91):
             step(model, walked, token, torch.full_like(token, 160 + t))
         step(model, skipped, token, torch.full_like(token, 250))
-    assert [stored_bytes(layer) for layer in skipped] == [stored_bytes(layer) for layer in walked]
+    assert [layer.payload() for layer in skipped] == [layer.payload() for layer in walked]
     assert [layer.used for layer in skipped] == [layer.used for layer in walked]
 
 
@@ -140,7 +139,7 @@ def test_packed_rows_are_skipped_at_once(model, monkeypatch):
     (chain,) = chains("kivi")
     caches = [prefill_chains(model, row, [chain])[0] for row in prompts(Workload(160, 400, 2), 721, 0)]
     batch = build(model, caches, 400)
-    stores = [s for layer in batch for g in layer.groups for s in (g.coded.k, g.coded.v)]
+    stores = [s for layer in batch for _, rows in layer.formats for s in (rows.k, rows.v)]
     before = [s.codes.codes.clone() for s in stores]
     with monkeypatch.context() as patch:
         for store in stores:

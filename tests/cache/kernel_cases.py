@@ -12,12 +12,12 @@ from kvbench.cache.partly_packed import Codes, Residual
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.engine.cuda_graph import StillLayer
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.engine.row_bytes import stored_bytes
 from kvbench.storage import kernels
 from kvbench.storage.attend import attend
+from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.kernels import SWITCH, exact, softmax
 from kvbench.storage.kernels.merge import Parts
-from kvbench.storage.packed_rows import CodedRows
+from kvbench.storage.packed_rows import PackedRows
 from kvbench.storage.row_segments import Ragged, RowSegment, flat, stack
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not kernels.interpreted() else "cpu")
@@ -42,7 +42,6 @@ def small_splits(monkeypatch):
     monkeypatch.setattr(softmax, "LEAST_SPAN", 16)
     monkeypatch.setattr(softmax, "TILE_BYTES", 16)
     monkeypatch.setattr(softmax, "WAVES", 1000)
-    monkeypatch.setenv("KVBENCH_NATIVE", "off")
 
 
 @pytest.fixture
@@ -114,7 +113,7 @@ def test_whole_segments_and_the_tail_are_under_one_softmax(both, dtype, h, group
         both_halves = [stack([cast(s) for s in held]), stack([cast(s) for s in reversed(held)])]
         assert both_halves[0].longest == longest
         given = [x.to(dtype).to(kind) for x in (query, tail_k, tail_v)]
-        return attend(given[0], both_halves, (given[1], given[2]), d**-0.5)
+        return attend(given[0], both_halves, (given[1], given[2]), d**-0.5)[0]
 
     close(*both(lambda: run(dtype), lambda: run(FP32)), dtype)
 
@@ -132,7 +131,7 @@ def test_thin_keys_meet_the_querys_channels_and_thin_values_their_places(both, d
 
     def run(kind):
         k, v, query, tail_k, tail_v = (x.to(dtype).to(kind) for x in given)
-        return attend(query, [RowSegment(k, v, None, of_k, of_v)], (tail_k, tail_v), 0.3)
+        return attend(query, [RowSegment(k, v, None, of_k, of_v)], (tail_k, tail_v), 0.3)[0]
 
     close(*both(lambda: run(dtype), lambda: run(FP32)), dtype)
 
@@ -159,13 +158,13 @@ def test_ragged_heads_are_read_where_they_lie(both, dtype, thin, group, t):
             cast = cast.rows(rows)
         index = torch.arange(3, device=DEVICE) if rows is None else rows
         given = [x[index].to(dtype).to(kind) for x in (query, tail_k, tail_v)]
-        return attend(given[0], [cast], (given[1], given[2]), d**-0.5)
+        return attend(given[0], [cast], (given[1], given[2]), d**-0.5)[0]
 
     for rows in (None, torch.tensor([0, 2], device=DEVICE)):
         found, want = both(lambda at=rows: run(dtype, at), lambda at=rows: run(FP32, at))
         close(found, want, dtype)
     if dtype == FP32:
-        close(found[:1], attend(query[:1], [flat(held[:1])], (tail_k[:1], tail_v[:1]), d**-0.5))
+        close(found[:1], attend(query[:1], [flat(held[:1])], (tail_k[:1], tail_v[:1]), d**-0.5)[0])
 
 
 @pytest.mark.parametrize("stored", [2, 4])
@@ -176,15 +175,15 @@ def test_decode_batches_of_ragged_rows(both, counted, stored):
     groups, sizes = [], []
 
     def run():
-        batch, found = RowLayer(caches, capacity=3), []
-        groups.append(len(batch.groups))
+        batch, found = RowLayer([StoredRow(cache=c) for c in caches], Room(tokens=3)), []
+        groups.append(len(batch.formats[0][1].groups))
         for step in range(2):
-            rows = len(batch.starts)
+            rows = len(batch.next)
             batch.add(random(rows, 2, 1, d, seed=step), random(rows, 2, 1, d, seed=20 + step))
             found.append(batch.attend(random(rows, 4, 1, d, seed=40 + step), 0.4, None))
             if step == 0:
                 batch.keep(torch.tensor([0, 2]))
-        sizes.append(stored_bytes(batch))
+        sizes.append(batch.payload())
         return torch.cat(found)
 
     close(*both(run))
@@ -197,7 +196,8 @@ def test_a_tail_that_is_read_whole_hides_what_is_not_written(both):
     caches = [LayerCache((s,), seen=90, heads=2, query_heads=4) for s in held]
 
     def run(still):
-        batch, place, found = RowLayer(caches, capacity=20), torch.zeros(1, dtype=torch.int64, device=DEVICE), []
+        batch, found = RowLayer([StoredRow(cache=c) for c in caches], Room(tokens=20)), []
+        place = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         layer = StillLayer(batch, place) if still else batch
         for step in range(2):
             place.fill_(step)
@@ -258,13 +258,15 @@ def test_packed_steps_equal_the_plain_ones(both, name, bits, thin, lengths, h, g
 
     def run(kind):
         held = [coded(coder, h, n, d, thin, seed, dtype) for seed, n in enumerate(lengths)]
-        rows, found = CodedRows(held, coder, 30, at_once=t), []
+        caches = [LayerCache((s,), seen=s.tokens, heads=h, query_heads=h * group) for s in held]
+        stored = [StoredRow(cache=c, coder=coder) for c in caches]
+        rows, found = PackedRows(stored, Room(tokens=30, at_once=t)), []
         for store in (rows.k, rows.v):
             store.ring = store.ring.to(kind)
         for i in range(2):
             u, before = rows.k.ring.shape[0], rows.k.packed[-1]
-            rows.add(*(random(u, h, t, d, seed=s + i, dtype=dtype).to(kind) for s in (100, 200)))
-            found.append(rows.attend(random(u, h * group, t, d, seed=300 + i, dtype=dtype).to(kind), d**-0.5))
+            rows.add(*(random(u, h, t, d, seed=s + i, dtype=dtype).to(kind) for s in (100, 200)), None)
+            found.append(rows.attend(random(u, h * group, t, d, seed=300 + i, dtype=dtype).to(kind), d**-0.5, None))
             assert (rows.k.packed[-1] > before) == (i == 0)
             if i == 0 and u > 1:
                 rows.keep(torch.tensor([1], device=DEVICE))
@@ -276,8 +278,8 @@ def test_packed_steps_equal_the_plain_ones(both, name, bits, thin, lengths, h, g
 
 def test_the_logarithm_of_sums_is_that_of_the_logits():
     query, keys = random(2, 4, 1, 16), random(2, 2, 70, 16, seed=1)
-    run = exact.Run(keys, keys, 2, 70)
-    cut = run.splits(query)
+    run = RowSegment(keys, keys)
+    cut = softmax.cut(query, 2, 70)
     assert cut.count > 2
     parts = Parts.room(cut.count, query)
     exact.attend(query, run, 0.3, cut, parts)
@@ -297,12 +299,12 @@ def test_values_that_are_not_numbers_are_not_hidden():
 def test_large_logits_do_not_overflow(both):
     query, keys = 300 * random(1, 2, 1, 16), 300 * random(1, 1, 70, 16, seed=1)
     tail = keys[:, :, :1]
-    close(*both(lambda: attend(query, [RowSegment(keys, keys / 300)], (tail, tail / 300), 1.0)))
+    close(*both(lambda: attend(query, [RowSegment(keys, keys / 300)], (tail, tail / 300), 1.0)[0]))
 
 
 def test_queries_of_a_transposed_layout(both):
     query, keys = random(2, 3, 4, 16).transpose(1, 2), random(2, 50, 2, 16, seed=1).transpose(1, 2)
-    close(*both(lambda: attend(query, [RowSegment(keys, keys)], (keys[:, :, :5], keys[:, :, 5:10]), 0.3)))
+    close(*both(lambda: attend(query, [RowSegment(keys, keys)], (keys[:, :, :5], keys[:, :, 5:10]), 0.3)[0]))
 
 
 def test_what_kernels_do_not_serve_is_plain(monkeypatch, counted):

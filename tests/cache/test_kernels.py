@@ -147,11 +147,9 @@ def test_splits_cover_every_token_once(longest, programs, token_bytes):
 
 def test_provenance_says_which_attention_it_was(monkeypatch):
     model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
-    monkeypatch.setenv("KVBENCH_NATIVE", "off")
     for served, name in ((False, "plain"), (True, "triton")):
         monkeypatch.setattr(kernels, "serves", lambda device, found=served: found)
-        facts = provenance(model, 1)
-        assert (facts["attention"], facts["packed"]) == (name, name)
+        assert provenance(model, 1)["attention"] == name
 
 
 @pytest.mark.parametrize("counts", [[[5, 5], [3, 3], [0, 0]], [[5, 6], [3, 3], [0, 1]], [[7], [4], [2]]])

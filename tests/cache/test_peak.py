@@ -12,17 +12,17 @@ import kvbench
 from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
 from kvbench.audit.prompt_audit import Refused
 from kvbench.engine.decode import Ending, extend_cache, generate_rows
-from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.decode_layer import RowLayer, allocated
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.patches import adapted
-from kvbench.engine.row_bytes import allocated, stored_bytes
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.methods.cake import Cake
 from kvbench.methods.chain import Chain
+from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.models.interface import attached
-from kvbench.storage import evicting_store, packed_rows
+from kvbench.storage import evicting_store, exact_rows, packed_rows
 
 RAGGED = {"method": "refreekv", "mode": "eq1", "reduce": "per_head", "T": 0.2}
 METHODS = [
@@ -52,35 +52,31 @@ def check(cache, held, fed):
 def test_peaks_are_those_of_each_row_to_its_own_end(per):
     model = build("llama")
     rows = kvbench.prefill(model, prompt(33, 1), METHODS, per=per)
-    held = {}
-    answers = generate_rows(model, rows, [Ending(fed + 1) for fed in FED], held=held)
-    assert [len(a) - 1 for a in answers] == FED
+    answers = generate_rows(model, rows, [Ending(fed + 1) for fed in FED])
+    assert [len(a.tokens) - 1 for a in answers] == FED
     cake = [layer.tokens for layer in rows[6].layers]
     assert len(set(cake)) > 1 and sum(cake) == 60
     ragged = [max(map(len, layer.kept_positions())) + 5 for layer in rows[8].layers]
     wanted = [[44] * 3, [13] * 3, [12] * 3, [36, 44, 36], [16] * 3, [20] * 3, cake, [33] * 3, ragged, [33] * 3]
-    assert [held[r] for r in range(len(rows))] == wanted
-    for r, row in enumerate(rows):
-        check(row, held[r], FED[r])
-        alone = {}
-        generate_rows(model, [row], [Ending(FED[r] + 1)], held=alone)
-        assert alone == {0: held[r]}
+    assert [a.held for a in answers] == wanted
+    for row, answer, fed in zip(rows, answers, FED, strict=True):
+        check(row, answer.held, fed)
+        (alone,) = generate_rows(model, [row], [Ending(fed + 1)])
+        assert alone.held == answer.held
 
 
 def test_peaks_after_a_withheld_question_and_over_a_text_that_is_scored():
     model = build("llama")
     for row in caches(model):
         longer = extend_cache(model, row, prompt(6, 9))
-        held = {}
-        generate_rows(model, [longer], [Ending(8)], held=held)
-        check(longer, held[0], 7)
-        found = {}
-        teacher_force(model, [row], prompt(20, 2), 3, found)
-        check(row, found[0], 19)
+        (answer,) = generate_rows(model, [longer], [Ending(8)])
+        check(longer, answer.held, 7)
+        (forced,) = teacher_force(model, [row], prompt(20, 2), 3)
+        check(row, forced.held, 19)
         if row.chain.name == "full":
-            assert held == {0: [46] * 3} and found == {0: [52] * 3}
+            assert (answer.held, forced.held) == ([46] * 3, [52] * 3)
         if row.chain.name == "vatp+scissorhands":
-            assert held == found == {0: [20] * 3}
+            assert answer.held == forced.held == [20] * 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +108,11 @@ class HoardsShare(Cake):
 def test_a_selector_that_holds_more_than_it_declares_is_refused(stage, reason):
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(33, 1), [Chain((stage,))])
-    held = {}
-    generate_rows(model, [cache], [Ending(9)], held=held)
+    (answer,) = generate_rows(model, [cache], [Ending(9)])
     with pytest.raises(Refused, match=reason):
-        check_peak(cache, held[0], 8)
-    generate_rows(model, [cache], [Ending(1)], held=(short := {}))
-    check(cache, short[0], 0)
+        check_peak(cache, answer.held, 8)
+    (short,) = generate_rows(model, [cache], [Ending(1)])
+    check(cache, short.held, 0)
 
 
 def test_a_growing_cache_with_more_than_its_new_tokens_is_refused():
@@ -128,20 +123,13 @@ def test_a_growing_cache_with_more_than_its_new_tokens_is_refused():
 
 
 def test_slots_that_are_not_given_back_are_refused(monkeypatch):
-    from kvbench.storage.evicting_rows import SlotRows
-
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(33, 1), [{"method": "h2o", "variant": "orig", "kv_size": 12}])
-    made = SlotRows.__init__
-
-    def roomier(self, caches, budgets, *rest):
-        made(self, caches, [[x + 2 for x in b] for b in budgets], *rest)
-
-    monkeypatch.setattr(SlotRows, "__init__", roomier)
-    held = {}
-    generate_rows(model, [cache], [Ending(9)], held=held)
+    shares = EvictingSelector.shares
+    monkeypatch.setattr(EvictingSelector, "shares", lambda *given: [x + 2 for x in shares(*given)])
+    (answer,) = generate_rows(model, [cache], [Ending(9)])
     with pytest.raises(Refused, match="layer 0 holds 14 tokens per head"):
-        check_peak(cache, held[0], 8)
+        check_peak(cache, answer.held, 8)
 
 
 STORED = [
@@ -159,10 +147,14 @@ STORED = [
 ]
 
 
+def stored_by(model, rows, endings):
+    return [a.stored for a in generate_rows(model, rows, endings)]
+
+
 def check_stored(model, rows, stored):
-    for r, row in enumerate(rows):
-        if r in stored:
-            check_bytes(row, stored[r], *heads_of(model), model.dtype)
+    for row, held in zip(rows, stored, strict=True):
+        if held is not None:
+            check_bytes(row, held, *heads_of(model), model.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -170,24 +162,24 @@ def check_stored(model, rows, stored):
 def test_bytes_behind_a_rows_tokens_are_those_declared(per, dtype):
     model = build("llama", dtype)
     rows = kvbench.prefill(model, prompt(33, 1), [ready(model, e, per) for e in STORED])
-    generate_rows(model, rows, [Ending(1 + i % 13) for i in range(len(rows))], stored=(stored := {}))
-    assert set(stored) == {i for i in range(len(rows)) if i % 13}, "rows that read nothing more were never in a batch"
-    assert len({s.fed for s in stored.values()}) > 3
+    stored = stored_by(model, rows, [Ending(1 + i % 13) for i in range(len(rows))])
+    read = {i for i, s in enumerate(stored) if s is not None}
+    assert read == {i for i in range(len(rows)) if i % 13}, "rows that read nothing more were never in a batch"
+    assert len({s.fed for s in stored if s is not None}) > 3
     check_stored(model, rows, stored)
-    teacher_force(model, rows, prompt(20, 2), 3, stored=(scored := {}))
-    assert {s.fed for s in scored.values()} == {19}
+    scored = [f.stored for f in teacher_force(model, rows, prompt(20, 2), 3)]
+    assert {s.fed for s in scored} == {19}
     check_stored(model, rows, scored)
     longer = [extend_cache(model, row, prompt(6, 9)) for row in rows]
-    generate_rows(model, longer, [Ending(9)] * len(rows), stored=(after := {}))
-    check_stored(model, longer, after)
+    check_stored(model, longer, stored_by(model, longer, [Ending(9)] * len(rows)))
 
 
 @pytest.mark.parametrize("entry", ["palu", "asvd", "chai"])
 def test_bytes_of_methods_that_change_the_model_are_those_declared(entry):
     model = build("llama" if entry != "chai" else "gpt_neox")
     rows = [kvbench.prefill(model, prompt(n, n), [ready(model, entry)])[0] for n in (33, 20)]
-    generate_rows(model, rows, [Ending(9), Ending(4)], stored=(stored := {}))
-    assert len(stored) == 2
+    stored = stored_by(model, rows, [Ending(9), Ending(4)])
+    assert None not in stored
     check_stored(model, rows, stored)
 
 
@@ -200,22 +192,22 @@ def test_storage_that_costs_more_than_declared_is_refused(method, monkeypatch):
 
     def wider(self, *args, **more):
         real(self, *args, **more)
-        for group in self.groups:
-            for s in group.segments:
-                object.__setattr__(s, "v", s.v.double())
-            if isinstance(group.coded, packed_rows.CodedRows):
-                group.coded.k.ring = group.coded.k.ring.double()
-        for _, slots in self.slots:
-            if isinstance(slots.store, evicting_store.Thin):
-                slots.store.v.kept = slots.store.v.kept.double()
-            elif isinstance(slots.store.k, torch.Tensor):
-                slots.store.k = slots.store.k.double()
+        for _, rows in self.formats:
+            if isinstance(rows, exact_rows.ExactRows):
+                for s in (s for group in rows.groups for s in group.segments):
+                    object.__setattr__(s, "v", s.v.double())
+            elif isinstance(rows, packed_rows.PackedRows):
+                rows.k.ring = rows.k.ring.double()
+            elif isinstance(rows.store, evicting_store.Thin):
+                rows.store.v.kept = rows.store.v.kept.double()
+            elif isinstance(rows.store.k, torch.Tensor):
+                rows.store.k = rows.store.k.double()
             else:
-                slots.store.k = slots.store.k.map(lambda t: torch.cat([t, t], dim=-1))
+                rows.store.k = rows.store.k.map(lambda t: torch.cat([t, t], dim=-1))
 
     monkeypatch.setattr(RowLayer, "__init__", wider)
     batch = build_batch(model, [cache], 5)
-    stored = Stored(0, [stored_bytes(layer)[0] for layer in batch])
+    stored = Stored(0, [layer.payload()[0] for layer in batch])
     with pytest.raises(Refused, match=r"layer 0 holds \d+ payload bytes after 0 new tokens, the formula says \d+"):
         check_bytes(cache, stored, *heads_of(model), model.dtype)
 
@@ -241,7 +233,7 @@ def test_a_batch_allocates_what_it_stores_and_never_the_models_weights(method):
     with torch.no_grad(), adapted(model, rows[0].chain):
         batch = build_batch(model, rows, 5)
         feed(model, batch, rows)
-        payload = sum(sum(stored_bytes(layer)) for layer in batch)
+        payload = sum(sum(layer.payload()) for layer in batch)
     assert payload <= allocated(batch) < 4 * payload
 
 

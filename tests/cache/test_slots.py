@@ -10,7 +10,7 @@ import kvbench
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import rotation, step
 from kvbench.errors import UsageError
-from kvbench.storage.evicting_rows import Rotary
+from kvbench.storage.roles import Rotary
 
 RULES = {
     "h2o": {"method": "h2o", "variant": "orig", "kv_size": 12},
@@ -39,7 +39,7 @@ def test_budget_holds_and_batched_equals_alone(rule, family):
             for t in range(20):
                 step(model, batch, tokens, (seen + t)[:, None])
                 for layer in batch:
-                    held = layer.slots[0][1].held()
+                    held = layer.formats[0][1].held()
                     want = torch.minimum(torch.tensor(12), torch.tensor([12, 9, 12]) + t + 1)
                     assert (held == want[:, None]).all()
 
@@ -152,9 +152,9 @@ def test_memory_of_the_slots_is_flat_over_many_tokens():
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(40), [RULES["h2o"]])
     (layer, *_) = build_batch(model, [cache], 2000)
-    slots = layer.slots[0][1]
+    slots = layer.formats[0][1]
     assert slots.store.k.shape[2] == 12
-    assert layer.keys is None
+    assert len(layer.formats) == 1, "no dense tail beside the slots"
 
 
 # spec 5, H2O: n=1001
@@ -173,8 +173,8 @@ def test_a_chunk_larger_than_the_budget_is_refused_and_smaller_ones_run():
     (cache,) = kvbench.prefill(model, ids[:40], [RULES["mask"]])
     with pytest.raises(UsageError, match="lower chunk="):
         teacher_force(model, [cache], ids[40:], 13)
-    (loss,) = teacher_force(model, [cache], ids[40:], 4)
+    loss = teacher_force(model, [cache], ids[40:], 4)[0].losses
     assert loss.shape == (40,)
-    (steps,) = teacher_force(model, [cache], ids[40:], 1)
+    steps = teacher_force(model, [cache], ids[40:], 1)[0].losses
     (answer,) = kvbench.generate(model, [cache], 2)
     assert float(steps[0]) >= float(-cache.logits.log_softmax(-1)[answer[0]])

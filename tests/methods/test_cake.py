@@ -220,10 +220,10 @@ def test_while_decoding_each_layer_holds_its_budget_by_the_current_row(family, p
     evicted = 0
     with torch.no_grad(), attached(model):
         for t in range(20):
-            before = [snapshot(b.slots[0][1]) for b in batch]
+            before = [snapshot(b.formats[0][1]) for b in batch]
             step(model, batch, tokens, (seen + t)[:, None])
             for i, (old, new) in enumerate(zip(before, batch, strict=True)):
-                after = snapshot(new.slots[0][1])
+                after = snapshot(new.formats[0][1])
                 for b, h in itertools.product(range(3), range(len(old[0]))):
                     now, budget = int(seen[b]) + t, 22 if b == 1 else caches[b].layers[i].tokens
                     wanted = pooled_choice(old[b][h], now, budget - 1, 6)

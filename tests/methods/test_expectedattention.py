@@ -10,7 +10,7 @@ from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
 from kvbench.methods.expectedattention import ExpectedAttention
 from kvbench.methods.resolve import chain_of
-from kvbench.storage.evicting_rows import Rotary
+from kvbench.storage.roles import Rotary
 
 N, SIZE = 22, 9
 

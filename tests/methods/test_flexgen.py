@@ -10,6 +10,7 @@ from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
 from kvbench.methods.flexgen import FlexGen
 from kvbench.methods.resolve import chain_of
+from kvbench.storage.format import Room, StoredRow
 
 PER = ("kv_head", "query_head")
 
@@ -57,14 +58,14 @@ def test_every_token_is_packed_after_the_step_that_made_it(n):
     chain = chain_of("flexgen")
     cache = chain.compress(*layer(n, 12))
     assert cache.segments[0].k.shape[1] == cache.segments[0].v.shape[1] == 0
-    rows = RowLayer([cache], 5, coders=[chain.coder])
-    (group,) = rows.groups
+    rows = RowLayer([StoredRow(cache=cache, coder=chain.coder)], Room(tokens=5))
+    ((_, packed),) = rows.formats
     for total in range(n + 1, n + 6):
         new = torch.randn(1, 2, 1, 12)
         rows.add(new, new)
-        assert group.coded.k.packed == group.coded.v.packed == [total - 1]
+        assert packed.k.packed == packed.v.packed == [total - 1]
         rows.attend(torch.randn(1, 4, 1, 12), 0.3, None)
-        assert group.coded.k.packed == group.coded.v.packed == [total]
+        assert packed.k.packed == packed.v.packed == [total]
 
 
 @pytest.mark.parametrize("per", PER)

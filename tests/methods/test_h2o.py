@@ -109,7 +109,7 @@ def test_scores_of_evicted_tokens_stay_0(variant):
         for t in range(20):
             step(model, batch, torch.tensor([[5], [6]]), torch.tensor([[n + t], [5 + t]]))
             for i, layer in enumerate(batch):
-                slots = layer.slots[0][1]
+                slots = layer.formats[0][1]
                 mass, valid, positions = slots.state["mass"], slots.valid, slots.positions
                 assert (mass[~valid] == 0).all()
                 newest = positions == torch.tensor([n + t, 5 + t])[:, None, None]

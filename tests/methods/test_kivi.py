@@ -9,6 +9,7 @@ from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.resolve import chain_of
+from kvbench.storage.format import Room, StoredRow
 
 PER = ("kv_head", "query_head")
 
@@ -99,18 +100,18 @@ def test_tokens_packed_of_a_prompt(n, keys, values):
 def test_keys_are_packed_by_blocks_and_values_one_by_one_while_decoding(n):
     chain = chain_of({"method": "kivi", "group": 8, "residual": 16})
     cache = chain.compress(*layer(n, 12))
-    rows = RowLayer([cache], 60, coders=[chain.coder])
-    (group,) = rows.groups
+    rows = RowLayer([StoredRow(cache=cache, coder=chain.coder)], Room(tokens=60))
+    ((_, packed),) = rows.formats
     for total in range(n + 1, n + 61):
         new = torch.randn(1, 2, 1, 12)
         rows.add(new, new)
-        assert group.coded.k.total == group.coded.v.total == [total]
+        assert packed.k.total == packed.v.total == [total]
         # the step reads what leaves the residual with it
-        assert group.coded.k.packed == [(total - 1) // 16 * 16]
-        assert group.coded.v.packed == [max(0, total - 1 - 16)]
+        assert packed.k.packed == [(total - 1) // 16 * 16]
+        assert packed.v.packed == [max(0, total - 1 - 16)]
         rows.attend(torch.randn(1, 4, 1, 12), 0.3, None)
-        assert group.coded.k.packed == [total // 16 * 16]
-        assert group.coded.v.packed == [max(0, total - 16)]
+        assert packed.k.packed == [total // 16 * 16]
+        assert packed.v.packed == [max(0, total - 16)]
 
 
 @pytest.mark.parametrize(

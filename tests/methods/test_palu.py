@@ -64,8 +64,8 @@ def test_it_decodes_as_a_model_with_the_products_as_its_weights(family, ranks_by
     torch.testing.assert_close(longer.logits, want.logits, atol=2e-4, rtol=2e-4)
     assert kvbench.generate(model, [longer], NEW) == kvbench.generate(dense, [want], NEW)
     assert longer.layers[0].kept_positions()[0].tolist() == list(range(N + 7))
-    losses = teacher_force(model, [cache], more, 3)[0]
-    torch.testing.assert_close(losses, teacher_force(dense, [whole], more, 3)[0], atol=2e-4, rtol=2e-4)
+    losses = teacher_force(model, [cache], more, 3)[0].losses
+    torch.testing.assert_close(losses, teacher_force(dense, [whole], more, 3)[0].losses, atol=2e-4, rtol=2e-4)
     assert is_own(model)
 
 
@@ -147,9 +147,11 @@ def test_batched_with_other_ranks_prompts_and_methods_it_answers_as_alone(family
     assert kvbench.generate(model, caches, NEW) == alone
     assert len({tuple(a) for a in alone}) > 8
     one = caches[: len(entries)]
-    together = teacher_force(model, one, prompt(9, 7), 4)
+    together = [f.losses for f in teacher_force(model, one, prompt(9, 7), 4)]
     for cache, losses in zip(one, together, strict=True):
-        torch.testing.assert_close(losses, teacher_force(model, [cache], prompt(9, 7), 4)[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            losses, teacher_force(model, [cache], prompt(9, 7), 4)[0].losses, atol=1e-4, rtol=1e-4
+        )
 
 
 def test_rows_that_end_early_leave_the_others_as_they_were():

@@ -231,7 +231,8 @@ def held_after(model, caches, steps):
     with torch.no_grad(), attached(model):
         for t in range(steps):
             step(model, batch, tokens[t].expand(len(caches), 1), (seen + t)[:, None])
-    return [[layer.slots[0][1].segments(r)[0].positions.tolist() for layer in batch] for r in range(len(caches))]
+    rows = [layer.formats[0][1] for layer in batch]
+    return [[r.segments(i, None)[0].positions.tolist() for r in rows] for i in range(len(caches))]
 
 
 @pytest.mark.parametrize("seed", [8, 9])
@@ -279,14 +280,11 @@ def test_bytes_held_are_those_of_the_formula_before_and_after_decoding(bits):
 def test_slots_hold_codes_and_never_the_whole_cache_dequantised(monkeypatch):
     from kvbench.cache import packed
 
-    monkeypatch.setenv("KVBENCH_NATIVE", "off")  # compiled code unpacks blocks of its own
-
     model, largest = build("llama"), []
     (cache,) = kvbench.prefill(model, prompt(50, 3), [{"method": "qhitter", "kv_size": 40}])
     batch = build_batch(model, [cache], 5)
-    assert all(
-        isinstance(x, packed.Packed) for layer in batch for x in (layer.slots[0][1].store.k, layer.slots[0][1].store.v)
-    )
+    stores = [layer.formats[0][1].store for layer in batch]
+    assert all(isinstance(x, packed.Packed) for store in stores for x in (store.k, store.v))
     real, blocks = packed.Packed.dequantise, packed.Packed.blocks
     monkeypatch.setattr(packed.Packed, "blocks", lambda self: blocks(self, 8 * 16))
 

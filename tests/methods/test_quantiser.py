@@ -9,6 +9,7 @@ from kvbench.cache.segment import storage_bytes
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
 from kvbench.methods.resolve import chain_of
+from kvbench.storage.format import Room, StoredRow
 
 QUANTISERS = ({"method": "kivi", "group": 8, "residual": 16}, {"method": "flexgen"})
 
@@ -42,22 +43,22 @@ def test_the_other_half_is_exact_and_this_one_is_as_without_the_knob(entry, per,
 def test_decoding_reads_the_exact_half_exactly(entry, only):
     """A step attends over packed keys (or values) and exact others, which stay so while more come than there were."""
     chain, dense, cache = compressed({**entry, "only": only}, n=20)
-    rows, g = RowLayer([cache], 60, coders=[chain.coder]), torch.Generator().manual_seed(3)
-    (group,) = rows.groups
+    rows, g = RowLayer([StoredRow(cache=cache, coder=chain.coder)], Room(tokens=60)), torch.Generator().manual_seed(3)
+    ((_, stored),) = rows.formats
     k, v = dense.segments[0].k, dense.segments[0].v
     for _ in range(60):
         new_k, new_v, q = (torch.randn(1, h, 1, 12, generator=g) for h in (2, 2, 4))
         rows.add(new_k, new_v)
         k, v = torch.cat([k, new_k[0]], 1), torch.cat([v, new_v[0]], 1)
-        packed = (group.coded.k if only == "keys" else group.coded.v).held(0)[0]
+        packed = (stored.k if only == "keys" else stored.v).held(0)[0]
         old = packed.dequantise(torch.float32)
         seen = torch.cat([old, (k if only == "keys" else v)[:, old.shape[1] :]], 1)
         keys, values = (seen, v) if only == "keys" else (k, seen)
         logits = torch.einsum("hgd,hld->hgl", q.view(2, 2, 12), keys) * 0.3
         want = torch.einsum("hgl,hld->hgd", logits.softmax(-1), values).reshape(1, 4, 1, 12)
         torch.testing.assert_close(rows.attend(q, 0.3, None), want, rtol=1e-4, atol=1e-5)
-    assert (group.coded.v if only == "keys" else group.coded.k).packed == [0]
-    assert (group.coded.k if only == "keys" else group.coded.v).packed[0] > 50
+    assert (stored.v if only == "keys" else stored.k).packed == [0]
+    assert (stored.k if only == "keys" else stored.v).packed[0] > 50
 
 
 def test_half_a_cache_answers_and_passes_the_audit():

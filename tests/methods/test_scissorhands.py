@@ -13,7 +13,7 @@ from kvbench.errors import UsageError
 from kvbench.methods.h2o import H2O
 from kvbench.methods.resolve import chain_of
 from kvbench.methods.scissorhands import Scissorhands
-from kvbench.storage.evicting_rows import Slots
+from kvbench.storage.roles import Slots
 
 VARIANTS = ("code", "paper")
 

@@ -11,7 +11,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.errors import UsageError
 from kvbench.methods.resolve import chain_of
 from kvbench.methods.tova import TOVA
-from kvbench.storage.evicting_rows import Slots
+from kvbench.storage.roles import Slots
 
 N = 30
 

@@ -89,8 +89,7 @@ def test_attention_is_that_of_a_slow_loop(hq, hk, p):
         Segment(k[b, :, :m].clone(), v[b, :, :m].clone(), torch.arange(m, dtype=torch.int32)[None])
         for b, m in enumerate(lengths)
     ]
-    sizes = []
-    out = attend(q, [stack(rows)], (k[:, :, stored:], v[:, :, stored:]), 0.9, masker=Twilight(p=p), sizes=sizes)
+    out, attended = attend(q, [stack(rows)], (k[:, :, stored:], v[:, :, stored:]), 0.9, masker=Twilight(p=p))
     counts = [[], []]
     for b, h in product(range(2), range(hq)):
         at = [*range(lengths[b]), *range(stored, stored + t)]
@@ -98,15 +97,16 @@ def test_attention_is_that_of_a_slow_loop(hq, hk, p):
         wanted, chosen = slow(q[b, h, 0].tolist(), keys, values, p, 0.9)
         torch.testing.assert_close(out[b, h, 0], torch.tensor(wanted), atol=1e-5, rtol=1e-4)
         counts[b].append(len(chosen))
-    assert sizes[0].tolist() == pytest.approx([sum(c) / len(c) for c in counts])
+    assert attended.tolist() == pytest.approx([sum(c) / len(c) for c in counts])
     assert min(min(c) for c in counts) < stored
 
 
 def test_new_tokens_see_only_what_came_before():
     q, k, v = (torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    together = attend(q, [], (k, v), 0.5, masker=Twilight(p=0.6))
+    together = attend(q, [], (k, v), 0.5, masker=Twilight(p=0.6))[0]
     for t in range(3):
-        alone = attend(q[:, :, t : t + 1], [], (k[:, :, : t + 1], v[:, :, : t + 1]), 0.5, masker=Twilight(p=0.6))
+        tail = (k[:, :, : t + 1], v[:, :, : t + 1])
+        alone = attend(q[:, :, t : t + 1], [], tail, 0.5, masker=Twilight(p=0.6))[0]
         torch.testing.assert_close(together[:, :, t : t + 1], alone)
 
 
@@ -116,9 +116,8 @@ def test_it_saves_no_bytes_and_reports_what_it_attends():
         model, prompt(60), ["full", {"method": "twilight", "p": 0.5}, {"method": "twilight", "p": 1}]
     )
     assert audit(made, 2, 16, model.dtype).payload == audit(full, 2, 16, model.dtype).payload
-    attended = {}
-    generate_rows(model, [full, made, loose], [Ending(8)] * 3, attended)
-    assert set(attended) == {1, 2}
+    attended = [a.attended for a in generate_rows(model, [full, made, loose], [Ending(8)] * 3)]
+    assert attended[0] is None
     assert 1 <= attended[1] < 20 and attended[2] == pytest.approx(sum(range(61, 68)) / 7)
 
 
@@ -126,9 +125,8 @@ def test_it_saves_no_bytes_and_reports_what_it_attends():
 def test_exempt_layers_attend_everything(exempt):
     model = build("llama")
     full, made = kvbench.prefill(model, prompt(60), ["full", {"method": "twilight", "p": 0.1, "exempt_layers": exempt}])
-    attended = {}
-    answers = generate_rows(model, [full, made], [Ending(12)] * 2, attended)
-    assert (answers[0] == answers[1]) == bool(exempt) == (attended == {})
+    whole, masked = generate_rows(model, [full, made], [Ending(12)] * 2)
+    assert (whole.tokens == masked.tokens) == bool(exempt) == (masked.attended is None) and whole.attended is None
 
 
 def test_rows_in_a_batch_count_and_answer_as_alone():
@@ -136,14 +134,12 @@ def test_rows_in_a_batch_count_and_answer_as_alone():
     entries = [{"method": "twilight", "p": 0.5}, "full", {"method": "twilight", "p": 0.9}]
     caches = [c for n in (40, 25) for c in kvbench.prefill(model, prompt(n, n), entries)]
     endings = [Ending(limit) for limit in (9, 4, 6, 3, 9, 5)]
-    together, alone = {}, {}
-    answers = generate_rows(model, caches, endings, together)
-    for i, (cache, ending) in enumerate(zip(caches, endings, strict=True)):
-        found = {}
-        assert generate_rows(model, [cache], [ending], found) == [answers[i]]
-        if found:
-            alone[i] = found[0]
-    assert together == pytest.approx(alone)
+    together = generate_rows(model, caches, endings)
+    for answer, cache, ending in zip(together, caches, endings, strict=True):
+        (alone,) = generate_rows(model, [cache], [ending])
+        assert alone.tokens == answer.tokens
+        assert (alone.attended is None) == (answer.attended is None) == (not cache.chain.masks)
+        assert answer.attended is None or answer.attended == pytest.approx(alone.attended)
 
 
 @pytest.mark.parametrize("base", ["snapkv", "snapkv+think"])
@@ -153,9 +149,7 @@ def test_it_wraps_caches_that_only_grow(base):
     (plain,) = kvbench.prefill(model, prompt(60), [{"method": base, **knobs}])
     (made,) = kvbench.prefill(model, prompt(60), [{"method": f"twilight+{base}", **knobs}])
     assert [ref.kept(c) for c in plain.layers] == [ref.kept(c) for c in made.layers]
-    attended = {}
-    generate_rows(model, [plain, made], [Ending(5)] * 2, attended)
-    assert attended[1] < 34
+    assert generate_rows(model, [plain, made], [Ending(5)] * 2)[1].attended < 34
     with pytest.raises(UsageError, match="masks caches that only grow"):
         chain_of({"method": "h2o+twilight", "variant": "orig"})
 

@@ -16,7 +16,7 @@ from kvbench.methods.base import Capacity, protect
 from kvbench.methods.resolve import chain_of
 from kvbench.methods.vatp import Vatp
 from kvbench.models.interface import attached
-from kvbench.storage.evicting_rows import Slots
+from kvbench.storage.roles import Slots
 
 N, SIZE, D = 26, 13, 8
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}
@@ -177,10 +177,10 @@ def test_while_decoding_the_mass_is_weighed_by_the_norms_of_the_values_held(entr
     evicted = 0
     with torch.no_grad(), attached(model):
         for t in range(20):
-            before = [snapshot(b.slots[0][1]) for b in batch]
+            before = [snapshot(b.formats[0][1]) for b in batch]
             step(model, batch, tokens, (seen + t)[:, None])
             for old, new in zip(before, batch, strict=True):
-                after = snapshot(new.slots[0][1])
+                after = snapshot(new.formats[0][1])
                 for b, h in itertools.product(range(3), range(len(old[0]))):
                     now, wanted = int(seen[b]) + t, dict(old[b][h])
                     while len(wanted) > 11:

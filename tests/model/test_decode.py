@@ -1,12 +1,12 @@
 """How answers end: limits, stop tokens, minimum lengths, forbidden first tokens, row by row."""
 
 import torch
-from families import build, prompt
+from families import build, generated, prompt
 from torch._subclasses import FakeTensorMode
 
 import kvbench
 from kvbench.engine.batch import by_layer
-from kvbench.engine.decode import Ending, generate_rows
+from kvbench.engine.decode import Ending
 
 
 def test_what_layers_on_several_devices_say_comes_together_on_one():
@@ -22,7 +22,7 @@ def test_each_row_ends_by_its_own_rule():
     free = kvbench.generate(model, caches, 12)
     stop = frozenset({free[1][4]})
     endings = [Ending(12), Ending(12, stop), Ending(3), Ending(1)]
-    answers = generate_rows(model, caches, endings)
+    answers = generated(model, caches, endings)
     assert answers[0] == free[0]
     assert answers[1] == free[1][: free[1].index(free[1][4]) + 1]
     assert answers[2:] == [free[2][:3], free[3][:1]]
@@ -33,11 +33,11 @@ def test_minimum_length_and_forbidden_first_token_change_the_choice_as_masked_lo
     ids = prompt(30, 1)
     (cache,) = kvbench.prefill(model, ids, ["full"])
     (free,) = kvbench.generate(model, [cache], 6)
-    (second,) = generate_rows(model, [cache], [Ending(6, forbid_first=frozenset({free[0]}))])
+    (second,) = generated(model, [cache], [Ending(6, forbid_first=frozenset({free[0]}))])
     masked = cache.logits.clone()
     masked[free[0]] = -torch.inf
     assert second[0] == int(masked.argmax()) != free[0]
-    (held,) = generate_rows(model, [cache], [Ending(6, frozenset({free[0], free[2]}), min_new_tokens=3)])
+    (held,) = generated(model, [cache], [Ending(6, frozenset({free[0], free[2]}), min_new_tokens=3)])
     assert len(held) >= 4 or held[-1] not in (free[0], free[2])
     assert not {free[0], free[2]} & set(held[:3])
 
@@ -46,6 +46,6 @@ def test_a_short_row_never_walks_past_its_own_positions():
     model = build("opt")
     short, *others = [kvbench.prefill(model, prompt(n, n), ["full"])[0] for n in (508, 100, 101, 102, 103, 104)]
     endings = [Ending(4), *[Ending(60)] * 5]
-    answers = generate_rows(model, [short, *others], endings)
-    alone = [generate_rows(model, [c], [e])[0] for c, e in zip([short, *others], endings, strict=True)]
+    answers = generated(model, [short, *others], endings)
+    alone = [generated(model, [c], [e])[0] for c, e in zip([short, *others], endings, strict=True)]
     assert answers == alone

@@ -11,7 +11,6 @@ from kvbench.audit.accounting import held
 from kvbench.bench.sampling import skip
 from kvbench.engine import cuda_graph
 from kvbench.engine.prefill import prefill_chains
-from kvbench.engine.row_bytes import stored_bytes
 from kvbench.engine.step import build, step
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
@@ -54,7 +53,7 @@ def answered(model, chains):
         odd = torch.arange(1, len(caches), 2)
         for layer in batch:
             layer.keep(odd)
-            assert all(n > 0 for n in stored_bytes(layer))
+            assert all(n > 0 for n in layer.payload())
         found.append(step(model, batch, token[1::2], starts[1::2] + 2))
     return found
 

@@ -5,15 +5,15 @@ import weakref
 
 import pytest
 import torch
-from families import build, prompt
+from families import build, generated, prompt
 
 import kvbench
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.engine import step as stepping
-from kvbench.engine.decode import Ending, generate_rows
+from kvbench.engine.decode import Ending
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.engine.row_bytes import stored_bytes
 from kvbench.methods.twilight import Twilight
+from kvbench.storage.format import Room, StoredRow
 
 D, HQ, HK = 8, 4, 2
 
@@ -69,7 +69,7 @@ def test_ragged_rows_attend_as_each_head_alone(stored, thin, p):
     shapes = [[3, 40], [17, 17], [1, 9], [38, 5]] if stored == HK else [[3, 40, 1, 2], [6, 6, 7, 30], [9, 9, 9, 9]]
     made = [ragged(lengths, thin, seed=i) for i, lengths in enumerate(shapes)]
     masker = None if p is None else Exact(p=p)
-    batch = RowLayer([c for c, _ in made], capacity=4, maskers=[masker] * len(made))
+    batch = RowLayer([StoredRow(cache=c, masker=masker) for c, _ in made], Room(tokens=4))
     g = torch.Generator().manual_seed(9)
     tail = []
     for step in range(3):
@@ -89,7 +89,7 @@ def test_ragged_rows_attend_as_each_head_alone(stored, thin, p):
 
 def test_the_attended_share_of_a_ragged_row_is_the_mean_over_its_heads():
     cache, _ = ragged([4, 20])
-    batch = RowLayer([cache], capacity=1, maskers=[Exact(p=1.0)])
+    batch = RowLayer([StoredRow(cache=cache, masker=Exact(p=1.0))], Room(tokens=1))
     batch.add(torch.zeros(1, HK, 1, D), torch.zeros(1, HK, 1, D))
     batch.attend(torch.zeros(1, HQ, 1, D), 1.0, None)
     assert batch.attended is not None and batch.attended.tolist() == [13.0]
@@ -100,8 +100,8 @@ def test_packed_rows_that_are_left_alone_go_on_attending_what_they_packed():
     full, packed = kvbench.prefill(model, ids, ["full", {"method": "kivi", "group": 4, "residual": 8}])
     endings = [Ending(2), Ending(8)]
     # the exact row leaves after its second token; its dense tail must not become all that the other one reads
-    together = generate_rows(model, [full, packed], endings)
-    assert together[1] == generate_rows(model, [packed], endings[1:])[0]
+    together = generated(model, [full, packed], endings)
+    assert together[1] == generated(model, [packed], endings[1:])[0]
 
 
 @pytest.mark.parametrize("methods", [["full", "full"], ["h2o", "h2o"], ["kivi", "snapkv", "full"]])
@@ -118,8 +118,8 @@ def test_a_batch_that_is_given_its_caches_frees_them_layer_by_layer(monkeypatch,
             super().__init__(*arguments)
 
     monkeypatch.setattr(stepping, "RowLayer", Watched)
-    batch = stepping.build(model, caches, 8, give_up=True)
+    batch = stepping.build(model, stepping.given_up(caches), 8)
     assert not caches and alive[0] == len(seen[0]) > 2 * alive[1]
     for ours, theirs in zip(batch, stepping.build(model, kept, 8), strict=True):
-        assert stored_bytes(ours) == stored_bytes(theirs)
+        assert ours.payload() == theirs.payload()
     assert kept and all(c.layers for c in kept)

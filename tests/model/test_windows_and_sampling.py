@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from families import build, prompt
+from families import build, generated, prompt
 from transformers import MistralConfig, MistralForCausalLM
 
 import kvbench
 from kvbench.cache.exact_attention import attend_rows
-from kvbench.engine.decode import Ending, generate_rows, sample
+from kvbench.engine.decode import Ending, sample
 from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
@@ -92,6 +92,6 @@ def test_a_sampled_row_does_not_depend_on_its_batch():
     model = build("llama")
     caches = [kvbench.prefill(model, prompt(30, s), ["full"])[0] for s in range(3)]
     endings = [Ending(10, temperature=0.9, top_p=0.95, seed=s) for s in (5, 6, 5)]
-    together = generate_rows(model, caches, endings)
-    assert together == [generate_rows(model, [c], [e])[0] for c, e in zip(caches, endings, strict=True)]
-    assert together[0] != generate_rows(model, caches[:1], [Ending(10, temperature=0.9, top_p=0.95, seed=7)])[0]
+    together = generated(model, caches, endings)
+    assert together == [generated(model, [c], [e])[0] for c, e in zip(caches, endings, strict=True)]
+    assert together[0] != generated(model, caches[:1], [Ending(10, temperature=0.9, top_p=0.95, seed=7)])[0]

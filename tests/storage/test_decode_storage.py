@@ -10,6 +10,7 @@ from storage_reference import Layer, Storage
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods.resolve import chain_of
 from kvbench.methods.twilight import Twilight
+from kvbench.storage.format import Room, StoredRow
 
 D, STEPS, SCALE = 10, 45, 1 / math.sqrt(10)
 SHAPES = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -93,9 +94,9 @@ class Row:
 
 
 def batch(rows, room, at_once=1, maskers=()):
-    return RowLayer(
-        [r.cache for r in rows], room, maskers=maskers, coders=[r.chain.coder for r in rows], at_once=at_once
-    )
+    masking = maskers or [None] * len(rows)
+    stored = [StoredRow(cache=r.cache, coder=r.chain.coder, masker=m) for r, m in zip(rows, masking, strict=True)]
+    return RowLayer(stored, Room(tokens=room, at_once=at_once))
 
 
 def feed(layer, rows, shape, steps, chunk=1, masses=None, estimate=lambda key: key, seed=0):

@@ -4,7 +4,7 @@ import decoding_reference as decoding
 import method_reference as ref
 import pytest
 import torch
-from families import build, prompt
+from families import build, generated, prompt
 
 import kvbench
 from kvbench.audit.decode_audit import check_peak
@@ -40,9 +40,9 @@ def check(model, ids, made, per, answer, held):
     (cache,) = kvbench.prefill(model, ids, [made], per=per)
     audit(cache, 2, 16, torch.float32)
     assert cache.layers[0].segments[0].key_channels is not None
-    (found,) = generate_rows(model, [cache], [Ending(len(answer))], held=(peak := {}))
-    assert found == answer
-    check_peak(cache, peak[0], len(answer) - 1)
+    (found,) = generate_rows(model, [cache], [Ending(len(answer))])
+    assert found.tokens == answer
+    check_peak(cache, found.held, len(answer) - 1)
     longer = kvbench.extend(model, cache, torch.tensor(answer))
     assert [ref.kept(layer) for layer in longer.layers] == held
     return cache, longer
@@ -126,8 +126,8 @@ def test_rows_answer_in_company_as_alone_while_others_leave(family):
     model = build(family)
     rows = [*mixed(model), *kvbench.prefill(model, prompt(21, 4), ["full", "kivi"])]
     endings = [Ending(4 + 5 * (i % 5)) for i in range(len(rows))]
-    together = generate_rows(model, rows, endings)
-    assert together == [generate_rows(model, [r], [e])[0] for r, e in zip(rows, endings, strict=True)]
+    together = generated(model, rows, endings)
+    assert together == [generated(model, [r], [e])[0] for r, e in zip(rows, endings, strict=True)]
 
 
 def test_text_appended_in_pieces_is_held_as_if_it_came_at_once():
@@ -143,7 +143,7 @@ def test_text_appended_in_pieces_is_held_as_if_it_came_at_once():
             for x, y in zip(a.segments, b.segments, strict=True):
                 torch.testing.assert_close(x.k, y.k, atol=2e-4, rtol=2e-4)
                 torch.testing.assert_close(x.v, y.v, atol=2e-4, rtol=2e-4)
-        assert generate_rows(model, [pieces], [Ending(8)]) == generate_rows(model, [at_once], [Ending(8)])
+        assert generated(model, [pieces], [Ending(8)]) == generated(model, [at_once], [Ending(8)])
 
 
 def test_slots_of_thin_tokens_are_filled_again_and_memory_is_flat():
@@ -152,19 +152,19 @@ def test_slots_of_thin_tokens_are_filled_again_and_memory_is_flat():
     (cache,) = kvbench.prefill(model, prompt(N, 8), [entry("h2o+thinkv", variant="orig")])
 
     def shapes(new):
-        store = build_batch(model, [cache], new)[0].slots[0][1].store
+        store = build_batch(model, [cache], new)[0].formats[0][1].store
         parts = (store.k.kept, store.k.others, store.v.kept, store.v.others)
         return [tuple(t.shape[2:]) for t in parts]
 
     assert shapes(3) == [(SIZE, 12), (8, 4), (SIZE, 8), (8, 8)]
     assert shapes(2000) == shapes(SIZE) == [(SIZE, 12), (SIZE, 4), (SIZE, 8), (SIZE, 8)]
     (layer, *_) = batch = build_batch(model, [cache], 60)
-    store, whole = layer.slots[0][1].store, []
+    store, whole = layer.formats[0][1].store, []
     before = [t.data_ptr() for t in (store.k.kept, store.k.others, store.v.kept, store.v.others)]
     with torch.no_grad(), attached(model):
         for t in range(60):
             step(model, batch, torch.tensor([[5 + t]]), torch.tensor([[N + t]]))
-            held = layer.slots[0][1].valid.gather(2, store.slot)
+            held = layer.formats[0][1].valid.gather(2, store.slot)
             whole.append((store.whole & held).sum(dim=-1)[0].tolist())
             # a place belongs to one token, and every token that came has one
             for h in range(2):
@@ -172,7 +172,7 @@ def test_slots_of_thin_tokens_are_filled_again_and_memory_is_flat():
                 assert len(set(taken)) == len(taken)
     assert whole[0] == [6, 6] and whole[-1] > whole[0] and max(map(max, whole)) <= SIZE
     assert before == [t.data_ptr() for t in (store.k.kept, store.k.others, store.v.kept, store.v.others)]
-    assert layer.keys is None
+    assert len(layer.formats) == 1, "no dense tail beside the slots"
 
 
 def test_what_cannot_be_is_refused_with_the_reason():

@@ -107,17 +107,17 @@ def close(a, b, name):
 def test_answers_and_logits_are_those_of_the_reference(per):
     model, ids = build("llama"), prompt(N, 5)
     caches = kvbench.prefill(model, ids, [entry(name) for name in CHAINS], per=per)
-    answers = generate_rows(model, caches, [Ending(NEW)] * len(caches), held=(held := {}))
-    for row, (name, cache, answer) in enumerate(zip(CHAINS, caches, answers, strict=True)):
-        check_peak(cache, held[row], NEW - 1)
+    answers = generate_rows(model, caches, [Ending(NEW)] * len(caches))
+    for name, cache, answer in zip(CHAINS, caches, answers, strict=True):
+        check_peak(cache, answer.held, NEW - 1)
         audit(cache, 2, D, torch.float32)
         slow = Dense(model, name, ids, per)
         close(cache.logits, slow.logits, name)
         for layer, head in zip(cache.layers, slow.layers.values(), strict=True):
             assert [len(t) for t in ref.kept(layer)] == [len(h.k) for h in head.heads]
-        assert answer == slow.answer(NEW), name
+        assert answer.tokens == slow.answer(NEW), name
         # what the cache read to say this, appended: the same logits
-        close(kvbench.extend(model, cache, torch.tensor(answer[:-1])).logits, slow.logits, name)
+        close(kvbench.extend(model, cache, torch.tensor(answer.tokens[:-1])).logits, slow.logits, name)
 
 
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
@@ -145,13 +145,13 @@ def test_text_appended_in_pieces_is_stored_as_if_it_were_generated(name, per):
 def test_a_text_that_is_scored_token_by_token_is_stored_likewise():
     model, ids, text = build("llama"), prompt(N, 8), prompt(30, 9)
     caches = kvbench.prefill(model, ids, [entry(name) for name in CHAINS])
-    for name, losses in zip(CHAINS, teacher_force(model, caches, text, 1), strict=True):
+    for name, forced in zip(CHAINS, teacher_force(model, caches, text, 1), strict=True):
         slow = Dense(model, name, ids, "kv_head")
         wanted = []
         for token in text.split(1):
             wanted.append(-slow.logits.log_softmax(0)[int(token)])
             slow.logits = slow.feed(token)
-        close(losses, torch.stack(wanted), name)
+        close(forced.losses, torch.stack(wanted), name)
 
 
 @pytest.mark.parametrize("chunk", [7, 16])
@@ -160,7 +160,7 @@ def test_a_chunk_of_scored_text_is_read_as_if_its_tokens_were_exact(chunk):
     model, ids, text = build("llama"), prompt(20, 8), prompt(30, 9)
     wide = {"method": "kivi", "group": 4, "residual": 64}
     (cache,) = kvbench.prefill(model, ids, [wide])
-    (one,), (many,) = (teacher_force(model, [cache], text, c) for c in (1, chunk))
+    one, many = (teacher_force(model, [cache], text, c)[0].losses for c in (1, chunk))
     torch.testing.assert_close(one, many, atol=2e-4, rtol=2e-4)
 
 

@@ -23,7 +23,7 @@ from kvbench.tasks.source import Files
 def test_full_cache_likelihoods_equal_one_dense_pass(family, chunk):
     model, ids = build(family), prompt(60, 3)
     (cache,) = kvbench.prefill(model, ids[:25], ["full"])
-    (loss,) = teacher_force(model, [cache], ids[25:], chunk)
+    loss = teacher_force(model, [cache], ids[25:], chunk)[0].losses
     with torch.no_grad():
         logp = model(ids[None]).logits[0, 24:-1].log_softmax(-1)
     torch.testing.assert_close(loss, -logp.gather(1, ids[25:, None])[:, 0], atol=2e-4, rtol=1e-4)
@@ -32,9 +32,9 @@ def test_full_cache_likelihoods_equal_one_dense_pass(family, chunk):
 def test_methods_together_equal_methods_alone_and_compression_costs_something():
     model, ids = build("llama"), prompt(120, 3)
     caches = kvbench.prefill(model, ids[:80], ["full", "snapkv+think"], kv_size=20, recent=4, **{"snapkv.window": 8})
-    together = teacher_force(model, caches, ids[80:], 16)
+    together = [f.losses for f in teacher_force(model, caches, ids[80:], 16)]
     for cache, loss in zip(caches, together, strict=True):
-        torch.testing.assert_close(teacher_force(model, [cache], ids[80:], 16)[0], loss, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(teacher_force(model, [cache], ids[80:], 16)[0].losses, loss, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(together[0], together[1], atol=1e-3)
 
 

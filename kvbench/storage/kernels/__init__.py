@@ -1,6 +1,6 @@
 """Decode attention by Triton kernels, for tensors on a GPU: dequantised, weighed and summed up where tokens are read.
 
-Every function returns None where it cannot serve; plain PyTorch does then (kvbench.storage.attend, coded_rows), whose
+Every function returns None where it cannot serve; plain PyTorch does then (kvbench.storage.attend, packed_rows), whose
 numbers are the reference. ``KVBENCH_KERNELS=off`` does without. Under ``TRITON_INTERPRET=1``, which must be set before
 anything imports Triton, tensors on a CPU are served by its interpreter: slow, for tests.
 Shapes: B rows, Hq query heads, H stored heads, T new tokens, L tokens, D head dimension, C kept channels.
@@ -62,23 +62,16 @@ def attend(
     heads = [tail[0].shape[1], *(s.heads for s in segments)]
     if not _fits(query, min(heads)) or any(s.shared is not None for s in segments):
         return None
-    from kvbench.storage.kernels import exact
+    from kvbench.storage.kernels import exact, softmax
     from kvbench.storage.kernels.merge import Parts
 
-    query = query.contiguous()
-    runs = [
-        *(
-            exact.Run(s.k, s.v, s.heads, s.longest, s.lengths, s.starts, s.key_channels, s.value_channels)
-            for s in segments
-            if s.longest
-        ),
-        exact.Run(*tail, heads[0], tail[0].shape[2], causal=True),
-    ]
-    cuts = [run.splits(query) for run in runs]
+    query, last = query.contiguous(), RowSegment(*tail)
+    runs = [*(s for s in segments if s.longest), last]
+    cuts = [softmax.cut(query, run.heads, run.longest) for run in runs]
     parts, first = Parts.room(sum(cut.count for cut in cuts), query), 0
     with torch.cuda.device_of(query):
         for run, cut in zip(runs, cuts, strict=True):
-            exact.attend(query, run, scale, cut, parts.upto(first, cut.count))
+            exact.attend(query, run, scale, cut, parts.upto(first, cut.count), causal=run is last)
             first += cut.count
         return parts.merged(query)[0]
 
@@ -93,7 +86,9 @@ def attend_packed(
 ) -> Tensor | None:
     """Attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], over packed tokens and a ring of exact ones.
 
-    Everything as kvbench.storage.native.attend takes it.
+    packed: keys and values [U, H, L, C], of which each row reads its own number; exact: theirs [U, H, S, D], token t
+    in slot t mod S; channels: int64 [U, H, C], of thin ones; counts: of each row its tokens in all, those packed as
+    keys, and those packed as values.
     """
     heads = exact[0].shape[1]
     if not _fits(query, heads):
@@ -136,13 +131,12 @@ def _works(device: torch.device) -> bool:
         return False
     from triton.errors import TritonError
 
-    from kvbench.storage.kernels import exact
+    from kvbench.storage.kernels import exact, softmax
     from kvbench.storage.kernels.merge import Parts
 
     try:
         query = torch.zeros(1, 1, 1, 16, device=device)
-        run = exact.Run(query, query, 1, 1)
-        cut = run.splits(query)
+        run, cut = RowSegment(query, query), softmax.cut(query, 1, 1)
         parts = Parts.room(cut.count, query)
         with torch.cuda.device_of(query):
             exact.attend(query, run, 1.0, cut, parts)

@@ -7,40 +7,22 @@ Shapes: B rows, Hq query heads, H stored heads, T new tokens, R = Hq / H * T que
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvbench.storage.kernels.merge import Parts
-from kvbench.storage.kernels.softmax import Splits, begun, cut, finished, places, power, product_type, softmax_step
+from kvbench.storage.kernels.softmax import Splits, begun, finished, places, power, product_type, softmax_step
+from kvbench.storage.row_segments import Ragged, RowSegment
 
 
-@dataclass(frozen=True)
-class Run:
-    """Exact tokens of B rows: k [B, H, L, D or C] and v, or, with ``starts``, [N, D or C]: each head's in one piece.
+def attend(
+    query: Tensor, run: RowSegment | Ragged, scale: float, cut: Splits, parts: Parts, causal: bool = False
+) -> None:
+    """Leave in ``parts`` what each split of ``run`` gives query [B, Hq, T, D], contiguous.
 
     ``causal``: the last T tokens are those that ask, and each sees none that comes after it.
     """
-
-    k: Tensor
-    v: Tensor
-    heads: int
-    longest: int
-    lengths: Tensor | None = None  # [B, H or 1] int32; None: all have ``longest`` tokens
-    starts: Tensor | None = None  # [B, H] int64
-    key_channels: Tensor | None = None  # [B, H, C] int64
-    value_channels: Tensor | None = None  # [B, H, C] int64
-    causal: bool = False
-
-    def splits(self, query: Tensor) -> Splits:
-        """How query [B, Hq, T, D] has this cut."""
-        return cut(query, self.heads, self.longest)
-
-
-def attend(query: Tensor, run: Run, scale: float, cut: Splits, parts: Parts) -> None:
-    """Leave in ``parts`` what each split of ``run`` gives query [B, Hq, T, D], contiguous."""
     b, hq, t, d = query.shape
     rows, c, cv = hq // run.heads * t, run.k.shape[-1], run.v.shape[-1]
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (run.k, run.v))
@@ -73,7 +55,7 @@ def attend(query: Tensor, run: Run, scale: float, cut: Splits, parts: Parts) -> 
         BLOCK_CV=power(cv, 16),
         BLOCK_D=power(d, 16),
         BLOCK_N=cut.block,
-        CAUSAL=run.causal,
+        CAUSAL=causal,
         PRODUCT=product_type(query),
         enable_fp_fusion=True,
     )

@@ -1,0 +1,145 @@
+"""Rows that only grow, in exact numbers: stored segments, whole or thin, and one dense tail of the new tokens.
+
+Shapes: B rows, Hq query heads, Hk kv heads, T new tokens, t tokens of the tail, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvbench.cache import ops
+from kvbench.cache.segment import LayerCache, Segment
+from kvbench.storage import kernels
+from kvbench.storage.attend import attend
+from kvbench.storage.entries import Entries, Entry, attend_groups, grouped, mean_by_row
+from kvbench.storage.format import Format, Room, StoredRow
+from kvbench.storage.row_segments import Ragged, RowSegment, flat, per_place, stack
+
+
+@dataclass
+class ExactGroup:
+    """Entries whose segments are of one format, padded to the longest."""
+
+    entries: Entries
+    segments: list[RowSegment | Ragged]
+    attended: Tensor | None = None
+
+
+class ExactRows(Format):
+    """All exact rows of one method that masks, or of none. Each segment format is attended at once.
+
+    Where no kernel reads ragged heads, these are attended one by one: padding to the longest would be most of what is
+    read. All groups share the tail, which lies in rows and kv heads.
+    """
+
+    takes_ragged = True
+
+    def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
+        self.masker, self.capacity, self.windowed = rows[0].masker, room.tokens, room.windowed
+        device = rows[0].cache.segments[0].k.device
+        entries = [Entry(i, row) for i, row in enumerate(rows)]
+        if room.windowed or self.masker is not None or not kernels.serves(device):
+            entries = [part for e in entries for part in e.by_head()]
+        self.groups = [
+            ExactGroup(Entries.of(part, len(rows)), _columns(part, room.windowed))
+            for part in grouped(entries, super().key)
+        ]
+        self.starts = torch.tensor([row.cache.seen for row in rows], device=device)
+        self.most = torch.tensor([row.cache.tokens for row in rows], device=device)
+        self.keys: Tensor | None = None  # [B, Hk, capacity, D] once a token has come
+        self.values: Tensor | None = None
+        self.used, self.new = 0, 0
+        segments = [s for g in self.groups for s in g.segments]
+        if self.masker is not None:
+            self.moves = "it decides in each step what is attended"
+        elif any(s.shared is not None for s in segments):
+            self.moves = "its heads share logits"
+        elif any(s.positions is not None for s in segments):
+            self.moves = "the text outgrows the model's sliding window"
+
+    @classmethod
+    def takes(cls, row: StoredRow) -> bool:
+        return True
+
+    @classmethod
+    def key(cls, row: StoredRow) -> Hashable:
+        return (row.masker,)
+
+    def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        keys, values = self.room(k, v)
+        at = slice(self.used, self.used + k.shape[2])
+        keys[:, :, at], values[:, :, at] = k, v
+        self.grow(k.shape[2])
+
+    def room(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The tail [B, Hk, capacity, D] for tokens like k and v [B, Hk, T, D], made when the first come."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v))
+        return self.keys, self.values
+
+    def grow(self, tokens: int) -> None:
+        """Count tokens that were written behind the tail."""
+        self.used, self.new = self.used + tokens, tokens
+
+    def tail(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hk, used, D] of the tokens added since the batch was built."""
+        assert self.keys is not None and self.values is not None
+        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+
+    def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        floor = None
+        if window is not None and self.windowed:
+            newest = torch.arange(self.used - self.new, self.used, device=query.device)
+            floor = self.starts[:, None] + newest - window + 1
+
+        def of_group(group: ExactGroup, query: Tensor) -> Tensor:
+            entries, (k, v) = group.entries, self.tail()
+            below = None if floor is None else entries.of_rows(floor)
+            tail, starts = (entries.tokens(k), entries.tokens(v)), entries.of_rows(self.starts)
+            out, group.attended = attend(query, group.segments, tail, scale, below, starts, self.masker)
+            return out
+
+        out = self.in_groups(query, of_group)
+        self.attended = mean_by_row([(g.entries, g.attended) for g in self.groups], len(self.starts))
+        return out
+
+    def in_groups(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
+        """What ``attend`` finds for each group's share of query [B, Hq, T, D], put together."""
+        return attend_groups(query, [(g.entries, partial(attend, g)) for g in self.groups])
+
+    def keep(self, at: Tensor) -> None:
+        places = {old: new for new, old in enumerate(at.tolist())}
+        moved = [(*g.entries.keep(places), g.segments) for g in self.groups]
+        self.groups = [ExactGroup(e, [s.rows(index) for s in segments]) for index, e, segments in moved if len(index)]
+        self.starts, self.most = self.starts[at], self.most[at]
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[at], self.values[at]
+
+    def tokens(self) -> Tensor:
+        return self.most + self.used
+
+    def payload(self) -> list[int]:
+        token = 0
+        if self.keys is not None and self.values is not None:
+            token = sum(per_place(t, t.shape[0] * t.shape[2]) for t in (self.keys, self.values))
+        sizes = [self.used * token] * len(self.starts)
+        for group in self.groups:
+            for segment in group.segments:
+                for row, size in zip(group.entries.rows.tolist(), segment.payload(), strict=True):
+                    sizes[row] += size
+        return sizes
+
+    def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
+        k, v = self.tail()
+        return ops.append(cache, k[u], v[u]).segments
+
+
+def _columns(entries: Sequence[Entry], positions: bool) -> list[RowSegment | Ragged]:
+    """The segments of entries of one format, each with those of the other entries beside it."""
+    columns = zip(*(e.row.cache.segments for e in entries), strict=True)
+    return [stack(column, positions) if column[0].lengths is None else flat(column) for column in columns]

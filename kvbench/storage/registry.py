@@ -1,0 +1,29 @@
+"""The storage formats, and which rows of a batch each of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvbench.storage.entries import Entries, Entry, grouped
+from kvbench.storage.evicting_rows import EvictingRows
+from kvbench.storage.exact_rows import ExactRows
+from kvbench.storage.format import Format, Room, StoredRow
+from kvbench.storage.latent_rows import LatentRows
+from kvbench.storage.packed_rows import PackedRows
+
+FORMATS: tuple[type[Format], ...] = (EvictingRows, LatentRows, PackedRows, ExactRows)
+"""A row is stored in the first that takes it."""
+
+
+def load(rows: Sequence[StoredRow], room: Room) -> list[tuple[Entries, Format]]:
+    """One layer of a batch in its formats, those entries together that share a format's key."""
+    by_format: dict[type[Format], list[Entry]] = {}
+    for i, row in enumerate(rows):
+        by_format.setdefault(next(f for f in FORMATS if f.takes(row)), []).append(Entry(i, row))
+    loaded = []
+    for kind, entries in by_format.items():
+        if not kind.takes_ragged:
+            entries = [part for e in entries for part in e.by_head()]
+        for group in grouped(entries, kind.key, any_length=kind.takes_ragged):
+            loaded.append((Entries.of(group, len(rows)), kind([e.row for e in group], room)))
+    return loaded

@@ -1,0 +1,70 @@
+"""Products with packed keys and values equal those with the same numbers unpacked, in double precision."""
+
+import pytest
+import torch
+
+from kvbench.cache.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
+from kvbench.storage.attend import as_they_are
+from kvbench.storage.packed_rows import packed_logits, packed_weigh
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(found, want, at=1e-5):
+    """Equal to ``at`` of the largest number."""
+    assert found.shape == want.shape and found.dtype == torch.float32
+    assert (found - want).abs().max() <= at * max(want.abs().max().item(), 1.0)
+
+
+def packings(u, h, n, c, bits):
+    x = random(u, h, n, c, seed=bits) * random(c, seed=9).exp() + 0.5
+    yield quantise_tokens(x, bits, 32)
+    yield quantise_tokens(x, bits, 5)
+    yield quantise_tokens(x, bits, 1, constant_scale=1.0)
+    yield quantise_zero_point(x, bits)
+    for group in (g for g in (1, 5, 32) if n % g == 0):
+        yield quantise_channels(x, bits, group)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    ("u", "h", "group", "t", "n", "c"),
+    [(1, 1, 1, 1, 1, 1), (2, 2, 4, 1, 96, 128), (3, 2, 2, 1, 65, 77), (1, 3, 1, 3, 160, 20), (2, 1, 8, 2, 35, 17)],
+)
+def test_products_are_those_with_the_numbers(bits, u, h, group, t, n, c):
+    query, probs = random(u, h * group, t, c, seed=4), random(u, h * group, t, n, seed=5).softmax(dim=-1)
+    for packed in packings(u, h, n, c, bits):
+        numbers = packed.dequantise(torch.float32).double().repeat_interleave(group, dim=1)
+        close(packed_logits(query, packed, c**-0.5, None, as_they_are), c**-0.5 * (query.double() @ numbers.mT))
+        close(packed_weigh(probs, packed), probs.double() @ numbers)
+
+
+def test_thin_keys_and_stand_ins():
+    channels = torch.stack([random(2, 24, seed=s).argsort(dim=-1)[:, :9].sort(dim=-1).values for s in (1, 2)])
+    query, packed = random(2, 4, 1, 24), quantise_channels(random(2, 2, 64, 9, seed=3), 2, 32)
+    numbers, index = packed.dequantise(torch.float32), channels.repeat_interleave(2, dim=1)[:, :, None]
+    for estimate in (as_they_are, torch.round):
+        keys = estimate(numbers).double().repeat_interleave(2, dim=1)
+        found = packed_logits(query, packed, 0.2, channels, estimate)
+        close(found, 0.2 * (query.gather(3, index).double() @ keys.mT))
+
+
+@pytest.mark.parametrize("layout", ["a view of a growing buffer", "transposed"])
+def test_layouts_of_memory(layout):
+    query = random(2, 4, 1, 40)
+    for packed in packings(2, 2, 160, 40, 4):
+        if layout == "transposed":
+            read = packed.map(lambda t: t.transpose(0, -1).contiguous().transpose(0, -1))
+        else:
+            read = packed.tokens(0, 60 if packed.axis == "token" else 160 // packed.group // 2 * packed.group)
+        numbers = read.dequantise(torch.float32).double().repeat_interleave(2, dim=1)
+        close(packed_logits(query, read, 0.2, None, as_they_are), 0.2 * (query.double() @ numbers.mT))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_half_precision_are_not_rounded(dtype):
+    query, packed = random(1, 8, 1, 64).to(dtype), quantise_channels(random(1, 2, 64, 64, seed=3), 4, 32)
+    keys = packed.dequantise(dtype).float().repeat_interleave(4, dim=1)
+    close(packed_logits(query, packed, 0.125, None, as_they_are), 0.125 * (query.float() @ keys.mT))
