@@ -72,7 +72,9 @@ def load(
     """One task with an example per row; UsageError naming file, place and reason for a row that lacks something."""
     try:
         form = RowFormat(**_rows_)
-        ends = {key: tuple(value) if isinstance(value, list) else value for key, value in form.task.items()}
+        ends: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in form.task.items()
+        }
         signature(Task).bind_partial(**ends)  # an unknown field is told here
     except TypeError as error:
         raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {error}") from None
