@@ -10,6 +10,7 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from kvbench import metrics
@@ -71,40 +72,40 @@ def load(
     """One task with an example per row; UsageError naming file, place and reason for a row that lacks something."""
     try:
         form = RowFormat(**_rows_)
+        ends: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in form.task.items()
+        }
+        signature(Task).bind_partial(**ends)  # an unknown field is told here
     except TypeError as error:
-        raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {str(error).partition('() ')[2]}") from None
+        raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {error}") from None
     whole(dataset, "max_new_tokens", max_new_tokens)
     whole(dataset, "seed", seed, least=0)
     allowed = _listed(form.metric)
     scorer = metrics.metric(allowed[0] if metric is None else one_of(dataset, "metric", metric, allowed))
+    if scorer.needs_classes and not form.classes:
+        raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: metric {scorer.name} needs classes: a list of labels")
     keys = form.answers
     if isinstance(keys, Mapping):
         keys = keys[one_of(dataset, "references", references, keys)]
     places = form.places or [f"{dataset}.jsonl"]
     path = files.path(file) if file else files.first(*places) or files.path(places[0])
-    rows = list(read(path))
-    examples = tuple(
-        Example(
-            id=row.name(form.id, f"{dataset}-{i}") if form.id else f"{dataset}-{i}",
-            max_new_tokens=max_new_tokens,
-            meta={name: row.text(key) for name, key in form.meta.items()},
-            **_content(form, row, f"{seed}:{row.name(form.id, f'{dataset}-{i}')}", _listed(keys), scorer),
-        )
-        for i, row in enumerate(rows)
-        if all(row.value(key) in values for key, values in form.only.items())
-    )
-    facts = [
-        f"{len(rows) - len(examples)} of {len(rows)} {form.left_out}" if len(examples) < len(rows) else "",
-        f"{len(examples)} questions, the release of published tables has {form.size}"
-        if form.size not in (None, len(examples))
-        else "",
-        form.note,
-    ]
+    examples, rows = [], list(read(path))
+    for i, row in enumerate(rows):
+        if any(row.value(key) not in values for key, values in form.only.items()):
+            continue
+        name = row.name(form.id, f"{dataset}-{i}") if form.id else f"{dataset}-{i}"
+        meta = {of: row.text(key) for of, key in form.meta.items()}
+        content = _content(form, row, f"{seed}:{name}", _listed(keys), scorer)
+        examples.append(Example(id=name, max_new_tokens=max_new_tokens, meta=meta, **content))
+    facts = [form.note]
+    if form.size not in (None, len(examples)):
+        facts.insert(0, f"{len(examples)} questions, the release of published tables has {form.size}")
+    if len(examples) < len(rows):
+        facts.insert(0, f"{len(rows) - len(examples)} of {len(rows)} {form.left_out}")
     note = "; ".join(filter(None, facts))
     source = f"{form.title or dataset}, {path.name}"
-    return [
-        Task(dataset, examples, scorer.name, source, form.category, f"{dataset}: {note}" if note else "", **form.task)
-    ]
+    note = f"{dataset}: {note}" if note else ""
+    return [Task(dataset, tuple(examples), scorer.name, source, form.category, note, **ends)]
 
 
 def _content(form: RowFormat, row: FileRow, seed: str, keys: Sequence[str], scorer: metrics.Metric) -> dict[str, Any]:
@@ -124,6 +125,8 @@ def _content(form: RowFormat, row: FileRow, seed: str, keys: Sequence[str], scor
         answers = (getattr(importlib.import_module(module), name)(row),)
     else:
         answers = tuple(dict.fromkeys(a for key in keys for a in _references(form, row, key, scorer)))
+        if not answers:
+            raise row.wrong(f"there is no reference under {', '.join(map(repr, keys)) or 'any key: answers= is empty'}")
     return {
         "prompt": fill(form.prompt) + question,
         "question": question,

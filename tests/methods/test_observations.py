@@ -26,7 +26,7 @@ def test_each_layer_is_observed_in_the_shapes_and_bytes_of_the_specification(fam
     n, w, d = 70, 32, 16
     asked = Needs(last_q=w, first_q=5, colsums=True, hidden=True, colsums_bits=frozenset({2, 8}))
     layers = observed(family, n, asked, torch.bfloat16)
-    hk = 2 if family in ("llama", "mistral", "qwen2") else 4
+    hk = 4 if family in ("gpt_neox", "opt") else 2
     assert [o.layer for o, *_ in layers] == [0, 1, 2]
     for o, k, v in layers:
         assert k.shape == v.shape == (hk, n, d) and k.dtype == torch.bfloat16  # O1

@@ -72,6 +72,9 @@ def test_rows_are_left_out_parted_and_drawn_as_the_format_says(tmp_path):
     ("changes", "message"),
     [
         ({"rows": {"prmpt": "x"}}, r"conf/dataset/squad\.yaml, _rows_: .*'prmpt'"),
+        ({"rows": {"task": {"fist_line": True}}}, r"_rows_: .*'fist_line'"),
+        ({"rows": {"metric": "classification"}}, "metric classification needs classes"),
+        ({"rows": {"answers": []}}, r"line 1: there is no reference under any key"),
         ({"rows": {"prompt": "{contxt}"}}, r"squad_dev\.jsonl, line 1: there is no key 'contxt'"),
         ({"rows": {"answers": ["answer"]}}, "line 1: there is no key 'answer'"),
         ({"rows": {"metric": "f2"}}, "unknown metric 'f2'"),
