@@ -98,7 +98,8 @@ class RowLayer(KvbenchLayer):
         for entries, rows in self.formats:
             for u, head in enumerate([] if entries.heads is None else entries.heads.tolist()):
                 (heads[head],) = rows.segments(u, head_of(cache, head, entries.stored))
-        return replace(cache, segments=(joined([heads[h] for h in range(len(heads))]),), seen=seen)
+        (old,) = cache.segments
+        return replace(cache, segments=(joined(old, [heads[h] for h in range(len(heads))]),), seen=seen)
 
 
 def allocated(layers: Sequence[RowLayer]) -> int:

@@ -144,26 +144,13 @@ def head_of(cache: LayerCache, head: int, stored: int) -> LayerCache:
     return replace(cache, segments=segments, heads=1, query_heads=cache.query_heads // stored)
 
 
-def joined(heads: Sequence[Segment]) -> Segment:
-    """Single heads of one format, one after the other, as one ragged segment."""
-
-    def beside(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
-        there = [t for t in tensors if t is not None]
-        return torch.cat(there, dim=dim) if there else None
-
-    first, codes = heads[0], [s.codes for s in heads if s.codes is not None]
-    positions = torch.cat([s.positions for s in heads], dim=1)
-    ragged = replace(
-        first,
-        k=torch.cat([s.k for s in heads], dim=1),
-        v=torch.cat([s.v for s in heads], dim=1),
-        positions=positions,
-        lengths=torch.tensor([s.tokens for s in heads], dtype=torch.int32, device=positions.device),
-        key_channels=beside([s.key_channels for s in heads], 0),
-        value_channels=beside([s.value_channels for s in heads], 0),
-        state={name: torch.cat([s.state[name] for s in heads], dim=1) for name in first.state},
-    )
+def joined(old: Segment, heads: Sequence[Segment]) -> Segment:
+    """The ragged segment ``old`` as its heads, each with tokens behind those it had, are now: one after the other."""
+    k, v, positions = (torch.cat([getattr(s, name) for s in heads], dim=1) for name in ("k", "v", "positions"))
+    lengths = torch.tensor([s.tokens for s in heads], dtype=torch.int32, device=positions.device)
+    ragged = replace(old, k=k, v=v, positions=positions, lengths=lengths)
+    codes = [s.codes for s in heads if s.codes is not None]
     if not codes:
         return ragged
-    (k, k_counts), (v, v_counts) = side_by_side([c.k for c in codes]), side_by_side([c.v for c in codes])
-    return replace(ragged, codes=Codes(k, v, k_counts, v_counts))
+    (k_codes, k_counts), (v_codes, v_counts) = (side_by_side([getattr(c, of) for c in codes]) for of in ("k", "v"))
+    return replace(ragged, codes=Codes(k_codes, v_codes, k_counts, v_counts))

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.errors import UsageError
 from kvbench.storage.attend import rounded
-from kvbench.storage.evicting_store import OneFormat, Read, SlotStore, Thin, one_by_one
+from kvbench.storage.evicting_store import OneFormat, Read, Thin, one_by_one
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.roles import Rotary, Slots
 from kvbench.storage.row_segments import format_of
@@ -50,7 +50,7 @@ class EvictingRows(Format):
         self.valid = torch.zeros(b, h, size, dtype=torch.bool, device=device)
         self.state = {name: t.new_zeros(b, h, size, *t.shape[2:]) for name, t in first.state.items()}
         self.newest = self.n[:, :, 0]  # positions [B, T] of the tokens added last
-        self.store: SlotStore
+        self.store: OneFormat | Thin
         if first.key_channels is None and first.value_channels is None:
             self.store = OneFormat([first for (first,) in segments], size, evictor.packer)
         else:

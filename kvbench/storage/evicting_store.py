@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,39 +23,6 @@ from kvbench.storage.roles import Packer
 from kvbench.storage.row_segments import beside, per_place
 
 Read = Estimate | None  # what attention sees in the place of keys [..., D]; None: the keys
-
-
-class SlotStore(Protocol):
-    """Keys and values of slots."""
-
-    def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
-        """Put a segment's tokens, its heads one after the other, into the slots ``slot`` of the heads ``head``."""
-        ...
-
-    def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
-        """Write new tokens k, v [B, H, T, D] into ``slots`` [B, H, T]; ``held`` [B, H, S] are the others in use."""
-        ...
-
-    def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
-        """Scaled q.k [B, Hq, T, S] of query [B, Hq, T, D]; what a free slot has means nothing."""
-        ...
-
-    def weigh(self, probs: Tensor) -> Tensor:
-        """Weighted values [B, Hq, T, D] in fp32 of probs [B, Hq, T, S]."""
-        ...
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
-        ...
-
-    def payload(self, held: Tensor) -> list[int]:
-        """Bytes behind the tokens ``held`` [B, H, S] of each row."""
-        ...
-
-    def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
-        """One row's tokens: ``slots`` has their positions and state [H, S, ...], ``held`` [H, S] says which there are;
-        each segment is ascending in position, and ragged if its heads hold different numbers."""
-        ...
 
 
 class OneFormat:
@@ -74,17 +40,20 @@ class OneFormat:
         self.fresh: tuple[Tensor, Tensor, Tensor] | None = None  # the newest slots [B, H, T], exact k and v
 
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
+        """Put a segment's tokens, its heads one after the other, into the slots ``slot`` of the heads ``head``."""
         for mine, given in zip((self.k, self.v), segment.stored(), strict=True):
             for held, loaded in zip(parts(mine), parts(given), strict=True):
                 held[row, head, slot] = one_by_one(loaded, segment)
 
     def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
+        """Write new tokens k, v [B, H, T, D] into ``slots`` [B, H, T]; ``held`` [B, H, S] are the others in use."""
         packer = self.packer
         write(self.k, slots, k if packer is None else packer.pack_keys(k))
         write(self.v, slots, v if packer is None else packer.pack_values(v))
         self.fresh = (slots, k, v) if packer is not None and packer.late else None
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
+        """Scaled q.k [B, Hq, T, S] of query [B, Hq, T, D]; what a free slot has means nothing."""
         see = read or as_they_are
         if not isinstance(self.k, Packed):
             return logits(query, see(self.k), scale)
@@ -95,6 +64,7 @@ class OneFormat:
         return found.scatter(3, _of_queries(slots, query), logits(query, see(k), scale).to(found.dtype))
 
     def weigh(self, probs: Tensor) -> Tensor:
+        """Weighted values [B, Hq, T, D] in fp32 of probs [B, Hq, T, S]."""
         if not isinstance(self.v, Packed):
             return weigh(probs, self.v)
         if self.fresh is None:
@@ -104,19 +74,23 @@ class OneFormat:
         return packed_weigh(probs.scatter(3, index, 0.0), self.v) + weigh(probs.gather(3, index), v)
 
     def keep(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
         self.k, self.v = each(self.k, lambda t: t[rows]), each(self.v, lambda t: t[rows])
 
     def payload(self, held: Tensor) -> list[int]:
+        """Bytes behind the tokens ``held`` [B, H, S] of each row."""
         slot = _bytes_of_slot(*parts(self.k), *parts(self.v))
         return [n * slot for n in held.sum(dim=(1, 2)).tolist()]
 
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
+        """One row's tokens: ``slots`` has their positions and state [H, S, ...], ``held`` [H, S] says which there are;
+        each segment is ascending in position, and ragged if its heads hold different numbers."""
         k, v = each(self.k, lambda t: t[row]), each(self.v, lambda t: t[row])
         return (ascending(replace(slots, k=self.none, v=self.none).holding(k, v), held),)
 
 
 class Thin:
-    """Tokens of which the older ones hold some channels, and recent and new ones all.
+    """What ``OneFormat`` does, for tokens of which the older ones hold some channels, and recent and new ones all.
 
     Every slot has room for the channels kept, ``whole`` tokens also have one of W places for the others: what a thin
     token leaves behind is filled by a new one, which needs only the difference more. W grows to the slots of a head,
@@ -140,7 +114,8 @@ class Thin:
         self.slot[row, head, place], self.whole[row, head, place] = slot, True
         for part, given in ((self.k, k), (self.v, v)):
             part.open(given.shape[1])
-            kept, others = part.split(given[None, :, None], part.of(row, head))
+            order = None if part.order is None else part.order[row, head][None]
+            kept, others = part.split(given[None, :, None], order)
             part.kept[row, head, slot] = kept[0, :, 0]
             if others is not None and part.others is not None:
                 part.others[row, head, place] = others[0, :, 0]
@@ -158,7 +133,7 @@ class Thin:
                 write(part.others, places, others)
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
-        see, (kept, others, order) = read or as_they_are, self.k.opened()
+        see, kept, others, order = read or as_they_are, self.k.kept, self.k.others, self.k.order
         if order is None or others is None:
             return logits(query, see(kept), scale)
         channels = kept.shape[3]
@@ -173,7 +148,7 @@ class Thin:
         return found.scatter_add(3, _of_queries(self.slot, query), more)
 
     def weigh(self, probs: Tensor) -> Tensor:
-        kept, others, order = self.v.opened()
+        kept, others, order = self.v.kept, self.v.others, self.v.order
         out = weigh(probs, kept)
         if order is None or others is None:
             return out
@@ -236,14 +211,6 @@ class StoredPart:
         gone.scatter_(2, self.channels, False)
         self.order = torch.cat([self.channels, gone.nonzero()[:, 2].view(b, h, head_dim - c)], dim=2)
         self.others = self.kept.new_zeros(b, h, self.places, head_dim - c)
-
-    def opened(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(kept, others, order)"""
-        return self.kept, self.others, self.order
-
-    def of(self, row: int, head: Tensor) -> Tensor | None:
-        """The order of channels of one row's heads ``head`` [N], as [1, N, D]."""
-        return None if self.order is None else self.order[row, head][None]
 
     def split(self, x: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Whole tokens x [B, H, T, D] as the channels kept and the others."""

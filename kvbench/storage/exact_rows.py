@@ -100,7 +100,8 @@ class ExactRows(Format):
         def of_group(group: ExactGroup, query: Tensor) -> Tensor:
             entries, (k, v) = group.entries, self.tail()
             below = None if floor is None else entries.of_rows(floor)
-            tail, starts = (entries.tokens(k), entries.tokens(v)), entries.of_rows(self.starts)
+            starts = None if floor is None else entries.of_rows(self.starts)
+            tail = (entries.tokens(k), entries.tokens(v))
             out, group.attended = attend(query, group.segments, tail, scale, below, starts, self.masker)
             return out
 

@@ -82,24 +82,24 @@ class PackedHalf:
     def settle(self) -> None:
         """Pack what has left the residual."""
         block = self.residual.unit
-        while True:
-            due = self._due()
-            if not due:
-                return
+        while due := self._due():
             span = self._span(self.packed, block) if len(due) == len(self.total) else None
+            first, channels = self.packed[0] // self.step, self.channels
             if span is not None:
-                self._settle_together(span)
-                continue
-            rows = torch.tensor(due, device=self.ring.device)
-            first = self.numbers([self.packed[u] for u in due])[:, None]
-            slot = (first + torch.arange(block, device=rows.device)) % self.slots
-            x = self.ring[rows[:, None], :, slot].transpose(1, 2)
-            if self.channels is not None:
-                x = x.gather(3, self.channels[rows][:, :, None].expand(-1, -1, block, -1))
-            new = self.pack(x)
-            at = first // self.step + torch.arange(block // self.step, device=rows.device)
-            for mine, fresh in zip(self.codes.payload(), new.payload(), strict=True):
-                mine[rows[:, None], :, at] = fresh.transpose(1, 2)
+                # every row packs the same slots next: no index is made for them
+                x = self.ring[:, :, span]
+            else:
+                rows, packed = self.numbers(due)[:, None], self.numbers([self.packed[u] for u in due])[:, None]
+                x = self.ring[rows, :, (packed + torch.arange(block, device=rows.device)) % self.slots].transpose(1, 2)
+                at = packed // self.step + torch.arange(block // self.step, device=rows.device)
+                channels = None if channels is None else channels[rows[:, 0]]
+            if channels is not None:
+                x = x.gather(3, channels[:, :, None].expand(-1, -1, block, -1))
+            for codes, new in zip(self.codes.payload(), self.pack(x).payload(), strict=True):
+                if span is not None:
+                    codes[:, :, first : first + new.shape[2]] = new
+                else:
+                    codes[rows, :, at] = new.transpose(1, 2)
             for u in due:
                 self.packed[u] += block
 
@@ -119,17 +119,6 @@ class PackedHalf:
         for numbers in (scale, low):
             numbers.uniform_(0.01, 0.1)
         self.ring.normal_()
-
-    def _settle_together(self, span: slice) -> None:
-        """Pack the tokens in the slots ``span``, which every row packs next: no index is made for it."""
-        x = self.ring[:, :, span]
-        if self.channels is not None:
-            x = x.gather(3, self.channels[:, :, None].expand(-1, -1, x.shape[2], -1))
-        at = self.packed[0] // self.step
-        new = self.pack(x)
-        for mine, fresh in zip(self.codes.payload(), new.payload(), strict=True):
-            mine[:, :, at : at + fresh.shape[2]] = fresh
-        self.packed = [n + x.shape[2] for n in self.packed]
 
     def _span(self, first: Sequence[int], count: int) -> slice | None:
         """The slots of each row's ``count`` tokens from ``first`` on, if all rows' are the same and in one piece."""
