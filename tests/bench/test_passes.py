@@ -186,7 +186,7 @@ KEYS_AND_VALUES = 2 * 6 * 2 * 4 * 32  # numbers of one token in two rows
 @pytest.mark.parametrize("name", peers.PEERS)
 def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
     peer = peers.find(name)
-    if why := peer.missing(CPU):
+    if why := peer.missing():
         assert why.startswith(("needs ", "declared, not driven"))
         return
     ids, weights = prompts(Workload(80, 9, 2), 721, 0), architecture.weight_bytes(model)
@@ -207,7 +207,7 @@ def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
 def test_a_peer_that_is_not_known():
     with pytest.raises(UsageError, match="unknown peer 'vllm'"):
         peers.find("vllm")
-    assert peers.Peer("x", "", ("no.such", "torch")).missing(CPU) == "needs no-such, which is not installed"
+    assert peers.Peer("x", "", ("no.such", "torch")).missing() == "needs no-such, which is not installed"
 
 
 def test_a_caches_bytes_are_those_of_all_it_is_made_of():

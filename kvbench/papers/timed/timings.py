@@ -145,11 +145,6 @@ def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> N
         torch.set_num_threads(threads)
 
 
-def allowed(key: str) -> bool:
-    """Whether an argument of ``table`` is one of ``bench time`` that a table leaves open."""
-    return key in KEYS
-
-
 def trace(timings: Timings, row: str, column: str) -> str:
     """Where a number comes from: the lines of the file, and how it follows from them. UsageError for no such cell."""
     table = timings.table
