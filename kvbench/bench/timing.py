@@ -230,7 +230,7 @@ class Trial:
         row["marks"] = ["integrated"] if any(p.integrated for p in self.passes) else []
         row["marks"] += self.entrant.marks(self.model.device)
         step, read = row["quantities"]["tpot"]["median"], sum(p.read_bytes for p in self.passes) / len(self.passes)
-        row["roofline"] = roofline.of(self.model, batch, read, bandwidth, step).as_json()
+        row["roofline"] = roofline.of(self.model, batch, read, bandwidth, step)
         sampled = [p.sampled for p in self.passes if p.sampled]
         row["sampled"] = [{"starts": s.starts, "width": s.width, "times": s.times} for s in sampled]
         return row

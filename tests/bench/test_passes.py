@@ -247,8 +247,8 @@ def test_attention_is_timed_whatever_wraps_it(model):
 def test_the_bound_is_bytes_over_bandwidth(model):
     found = roofline.of(model, 4, 1e6, 1e9, 0.01)
     written = 4 * 2 * 6 * 4 * 32 * 4
-    assert found.moved == architecture.weight_bytes(model) + 1e6 + written
-    assert found.fraction == pytest.approx(found.moved / 1e9 / 0.01)
+    assert found["moved"] == architecture.weight_bytes(model) + 1e6 + written
+    assert found["fraction"] == pytest.approx(found["moved"] / 1e9 / 0.01)
     assert 1e8 < roofline.copy_bandwidth(CPU, 2**24) < 1e13
 
 
