@@ -88,17 +88,22 @@ def _dense(heads: int, n: int, head_dim: int, dtype: torch.dtype) -> tuple[torch
     return k, v
 
 
+def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[LayerCache]:
+    """Return every layer of a model under the chain."""
+    layers = Layers(chain)
+    for i in range(shape.layers):
+        obs, dense = random_layer(chain, shape, n, dtype, i)
+        layers.add(dense, obs)
+    return layers.caches
+
+
 def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[LayerCache, int]]:
     """Layers under the chain, each with how many layers of the model promise the same.
 
     A chain that divides one budget over all layers gets all of them.
     """
     if chain.rebalancer is not None:
-        layers = Layers(chain)
-        for i in range(shape.layers):
-            obs, dense = random_layer(chain, shape, n, dtype, i)
-            layers.add(dense, obs)
-        return [(cache, 1) for cache in layers.caches]
+        return [(layer, 1) for layer in all_layers(chain, shape, n, dtype)]
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     alike: dict[object, list[int]] = {}
     for i in range(shape.layers):

@@ -53,19 +53,11 @@ DECODE: dict[str, dict[str, Any]] = {
 def model() -> LlamaForCausalLM:
     """Return a Llama of 2 layers with grouped heads: small weights, so that caches and scratch memory stand out."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=65536,
-    )
-    built = LlamaForCausalLM(config).eval()
-    built.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return built
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, **heads, max_position_embeddings=65536)  # type: ignore[arg-type]
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return LlamaForCausalLM(config).eval()
 
 
 def prompt(tokens: int) -> torch.Tensor:

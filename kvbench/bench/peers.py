@@ -6,7 +6,7 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -25,7 +25,7 @@ from kvbench.errors import KvbenchError, unknown
 
 BITS = 4
 RATIO = 0.5
-FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
+QUANTISED = f"transformers' QuantizedCache at {BITS} bits by {{}}"
 WHOLE = "the whole cache is made exact again in every step"
 
 
@@ -34,8 +34,9 @@ class Peer:
     """Another way to generate.
 
     packages: all that it needs. cache: given to ``generate``, of (model, tokens of prompt and answer). context: entered
-    around it, untimed; what it yields generates. marks: what a reader of its row must know, by device. compiled: the
-    steps are compiled on a GPU, so that attention in them cannot be timed. never: why it is only declared here.
+    around it, untimed; what it yields generates. marks: what a reader of its row must know, ``cpu_marks`` on a CPU.
+    compiled: the steps are compiled on a GPU, so that attention in them cannot be timed. never: why it is only
+    declared here.
     """
 
     name: str
@@ -45,16 +46,15 @@ class Peer:
         default=lambda model, tokens: cache_utils.DynamicCache(config=model.config)
     )
     context: Callable[[PreTrainedModel], Any] = field(default=lambda model: nullcontext(model))
-    marks: Callable[[torch.device], tuple[str, ...]] = field(default=lambda device: ())
+    marks: tuple[str, ...] = ()
+    cpu_marks: tuple[str, ...] = ()
     compiled: bool = False
     never: str = ""
 
-    def missing(self, device: torch.device) -> str:
-        """Why it cannot run here; '' if it can."""
+    def missing(self) -> str:
+        """Return why it cannot run here; '' if it can."""
         absent = [p.replace(".", "-") for p in self.packages if not _installed(p)]
-        if absent:
-            return f"needs {' and '.join(absent)}, which is not installed"
-        return self.never
+        return f"needs {' and '.join(absent)}, which is not installed" if absent else self.never
 
 
 def _installed(package: str) -> bool:
@@ -122,11 +122,6 @@ def _dispatched(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         import_module("accelerate.hooks").remove_hook_from_submodules(model)
 
 
-def _offload_marks(device: torch.device) -> tuple[str, ...]:
-    on_disk = "weights are read from disk in each step: a CPU has no other memory to bring them from"
-    return () if device.type == "cuda" else (on_disk,)
-
-
 @contextmanager
 def _deepspeed(model: PreTrainedModel) -> Iterator[Any]:
     """DeepSpeed's engine around ``model``. Its kernels would replace the model's layers for good, and all other rows
@@ -137,49 +132,48 @@ def _deepspeed(model: PreTrainedModel) -> Iterator[Any]:
     yield engine
 
 
-PEERS = {
-    p.name: p
-    for p in (
-        Peer("dynamic", "transformers' generate with DynamicCache"),
-        Peer("static", "transformers' generate with StaticCache", cache=_static, compiled=True),
-        *(
-            Peer(name, what, packages, _quantised(name), marks=lambda device: (WHOLE,), never=never)
-            for name, what, packages, never in (
-                ("quanto", f"transformers' QuantizedCache at {BITS} bits by quanto", ("optimum.quanto",), ""),
-                ("hqq", f"transformers' QuantizedCache at {BITS} bits by hqq", ("hqq",), ""),
-                ("fp8", "transformers' QuantizedCache in FP8", (), "" if FP8 else "needs a newer transformers"),
-            )
-        ),
-        Peer(
-            "accelerate",
-            "generate on a model that accelerate dispatches, all weights on the device",
-            ("accelerate",),
-            context=_dispatched,
-        ),
-        Peer(
-            "offload",
-            "generate with weights offloaded by accelerate",
-            ("accelerate",),
-            context=_offloaded,
-            marks=_offload_marks,
-        ),
-        Peer(
-            "kvpress",
-            f"kvpress' SnapKV that drops {RATIO:.0%} of the prompt",
-            ("kvpress",),
-            context=_pressed,
-            marks=lambda device: (f"SnapKV at {RATIO:.0%} of the prompt; tokens of the answer are all kept",),
-        ),
-        Peer(
-            "deepspeed",
-            "DeepSpeed-Inference",
-            ("deepspeed",),
-            context=_deepspeed,
-            marks=lambda device: ("the engine alone: none of its kernels, nothing offloaded",),
-        ),
-        Peer("flexgen", "FlexGen's own engine", never="declared, not driven from here: it runs its own models alone"),
-    )
-}
+_PEERS = (
+    Peer("dynamic", "transformers' generate with DynamicCache"),
+    Peer("static", "transformers' generate with StaticCache", cache=_static, compiled=True),
+    Peer("quanto", QUANTISED.format("quanto"), ("optimum.quanto",), _quantised("quanto"), marks=(WHOLE,)),
+    Peer("hqq", QUANTISED.format("hqq"), ("hqq",), _quantised("hqq"), marks=(WHOLE,)),
+    Peer(
+        "fp8",
+        "transformers' QuantizedCache in FP8",
+        cache=_quantised("fp8"),
+        marks=(WHOLE,),
+        never="" if hasattr(cache_utils, "Fp8QuantizedLayer") else "needs a newer transformers",
+    ),
+    Peer(
+        "accelerate",
+        "generate on a model that accelerate dispatches, all weights on the device",
+        ("accelerate",),
+        context=_dispatched,
+    ),
+    Peer(
+        "offload",
+        "generate with weights offloaded by accelerate",
+        ("accelerate",),
+        context=_offloaded,
+        cpu_marks=("weights are read from disk in each step: a CPU has no other memory to bring them from",),
+    ),
+    Peer(
+        "kvpress",
+        f"kvpress' SnapKV that drops {RATIO:.0%} of the prompt",
+        ("kvpress",),
+        context=_pressed,
+        marks=(f"SnapKV at {RATIO:.0%} of the prompt; tokens of the answer are all kept",),
+    ),
+    Peer(
+        "deepspeed",
+        "DeepSpeed-Inference",
+        ("deepspeed",),
+        context=_deepspeed,
+        marks=("the engine alone: none of its kernels, nothing offloaded",),
+    ),
+    Peer("flexgen", "FlexGen's own engine", never="declared, not driven from here: it runs its own models alone"),
+)
+PEERS = {peer.name: peer for peer in _PEERS}
 
 
 def find(name: str) -> Peer:
@@ -269,15 +263,13 @@ def cache_bytes(cache: Any) -> int:
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
-    """The plain tensors of which ``x`` is made: of a pair, a mapping, or a tensor that wraps others."""
-    if isinstance(x, Mapping):
-        for part in x.values():
-            yield from _tensors(part)
-    elif isinstance(x, (tuple, list)):
-        for part in x:
-            yield from _tensors(part)
-    elif isinstance(x, Tensor) and hasattr(x, "__tensor_flatten__"):
-        for name in x.__tensor_flatten__()[0]:
-            yield from _tensors(getattr(x, name))
+    """Yield the plain tensors of which ``x`` is made: of a pair, a mapping, or a tensor that wraps others."""
+    parts: Iterable[Any] = ()
+    if isinstance(x, Tensor) and hasattr(x, "__tensor_flatten__"):
+        parts = (getattr(x, name) for name in x.__tensor_flatten__()[0])
     elif isinstance(x, Tensor):
         yield x
+    elif isinstance(x, (Mapping, tuple, list)):
+        parts = x.values() if isinstance(x, Mapping) else x
+    for part in parts:
+        yield from _tensors(part)

@@ -14,8 +14,8 @@ from kvbench.errors import KvbenchError
 
 MEASURED, OOM, REFUSED, FAILED, NOT_RUN = "measured", "OOM", "refused", "failed", "not run"
 FINISHED = (MEASURED, OOM, REFUSED)
-FULL = "full"
 """What need not be tried again."""
+FULL = "full"
 
 Row = dict[str, Any]
 

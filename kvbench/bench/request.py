@@ -86,9 +86,9 @@ def _one_model(request: Request, own: Mapping[str, str], path: Path, plan: bool,
     settings = _settings(cfg, request.words, own, device)
     asked = [(w, e, row_key(e, w, settings)) for w in workloads for e in entrants]
     known = {} if _flag(own, "again") else records.latest(records.read(path))
-    there = {key for w, e, key in asked if settled(known.get(key), e, w, settings, device)}
+    there = {key for w, e, key in asked if settled(known.get(key), e, w, settings)}
     if plan:
-        _plan(asked, {key for key in there if known[key]["status"] != NOT_RUN}, settings, path, device)
+        _plan(asked, {key for key in there if known[key]["status"] != NOT_RUN}, settings, path)
         return []
     model: PreTrainedModel | None = None
     for workload in workloads:
@@ -162,11 +162,10 @@ def _plan(
     measured: Collection[str],
     settings: Settings,
     path: Path,
-    device: torch.device,
 ) -> None:
     wide = max(len(w.name) for w, *_ in asked), max(len(e.name) for _, e, _ in asked)
     for w, e, key in asked:
-        missing = why_not(e, w, device)
+        missing = why_not(e, w)
         state = "there" if key in measured else f"not run: {missing}" if missing else "to measure"
         line = f"{settings.facts['model']}  {w.name:<{wide[0]}}  {e.name:<{wide[1]}}  {state}"
         print(textwrap.fill(line, 100, subsequent_indent="    ", drop_whitespace=True))

@@ -15,17 +15,16 @@ import json
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvbench.audit.accounting import held
-from kvbench.bench.layers import random_layer
+from kvbench.bench.layers import all_layers
 from kvbench.bench.memory import MIB, in_use
 from kvbench.bench.ratio import in_process, options
 from kvbench.cache.model_shape import Shape
-from kvbench.cache.segment import LayerCache
-from kvbench.engine.layer_by_layer import Layers
 from kvbench.engine.memory import free_bytes
 from kvbench.methods.resolve import chain_of
 
@@ -66,15 +65,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "0", 
 
 def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE) -> dict[str, float]:
     """Bytes that this process grows by while it holds so many caches, and the bytes accounted for them."""
-    chain = chain_of(METHODS[name])
-
-    def build() -> list[LayerCache]:
-        layers = Layers(chain)
-        for i in range(shape.layers):
-            obs, dense = random_layer(chain, shape, tokens, torch.float16, i)
-            layers.add(dense, obs)
-        return layers.caches
-
+    build = partial(all_layers, chain_of(METHODS[name]), shape, tokens, torch.float16)
     # the first ones load code and leave the allocator's free lists as all later ones find them
     first = [build() for _ in range(WARM)]
     before = in_use()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
 from statistics import median
 
 import torch
@@ -18,45 +17,19 @@ COPIED = {"cuda": 2**30, "cpu": 2**28}
 REPEATS = 7
 
 
-@dataclass(frozen=True)
-class Roofline:
-    """One mean decode step: bytes it reads of weights and cache and writes of new tokens, and the time of that.
+def of(model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float, step: float) -> dict[str, float]:
+    """Return what a mean decode step of ``step`` seconds moves, with ``batch`` rows over ``cache_bytes`` stored.
 
-    ``bound`` is seconds at ``bandwidth`` (bytes a second, read and written, of a large copy); ``fraction`` is bound
+    It reads ``weights`` and ``cache`` and writes each row's new token as it is (``written``), all in bytes. ``bound``
+    is the seconds of that at ``bandwidth`` (bytes a second, read and written, of a large copy); ``fraction`` is bound
     over the measured step: 1 is as fast as memory allows.
     """
-
-    weights: int
-    cache: float
-    written: int
-    bandwidth: float
-    step: float
-
-    @property
-    def moved(self) -> float:
-        return self.weights + self.cache + self.written
-
-    @property
-    def bound(self) -> float:
-        return self.moved / self.bandwidth
-
-    @property
-    def fraction(self) -> float:
-        return self.bound / self.step
-
-    def as_json(self) -> dict[str, float]:
-        """Plain data."""
-        return {**asdict(self), "moved": self.moved, "bound": self.bound, "fraction": self.fraction}
-
-
-def of(model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float, step: float) -> Roofline:
-    """Of a step of ``step`` seconds with ``batch`` rows over ``cache_bytes`` of stored tokens.
-
-    Each row writes one token's keys and values, as they are.
-    """
-    shape = from_config(model.config)
-    written = batch * 2 * shape.layers * shape.kv_heads * shape.head_dim * next(model.parameters()).element_size()
-    return Roofline(step_weight_bytes(model, batch), cache_bytes, written, bandwidth, step)
+    shape, itemsize = from_config(model.config), next(model.parameters()).element_size()
+    weights, written = step_weight_bytes(model, batch), shape.full_bytes(batch, itemsize)
+    moved = weights + cache_bytes + written
+    bound = moved / bandwidth
+    parts = {"weights": weights, "cache": cache_bytes, "written": written, "bandwidth": bandwidth, "step": step}
+    return {**parts, "moved": moved, "bound": bound, "fraction": bound / step}
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None) -> float:

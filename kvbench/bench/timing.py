@@ -70,9 +70,10 @@ class Entrant:
 
     def marks(self, device: torch.device) -> tuple[str, ...]:
         """Return what a reader of its row must know."""
+        on_cpu = device.type == "cpu"
         if self.peer is not None:
-            return (TOGETHER, *self.peer.marks(device))
-        return (GRAPH, *([ON_CPU] if device.type == "cpu" else [])) if self.graph else ()
+            return (TOGETHER, *self.peer.marks, *(self.peer.cpu_marks if on_cpu else ()))
+        return (GRAPH, *([ON_CPU] if on_cpu else [])) if self.graph else ()
 
 
 def row_key(entrant: Entrant, workload: Workload, settings: Settings) -> str:
@@ -81,12 +82,12 @@ def row_key(entrant: Entrant, workload: Workload, settings: Settings) -> str:
     return key({"who": entrant.identity(), "workload": workload.name, **settings.identity(), **where})
 
 
-def why_not(entrant: Entrant, workload: Workload, device: torch.device) -> str:
+def why_not(entrant: Entrant, workload: Workload) -> str:
     """Return why a peer does not run here; '' if it does, and for kvbench's own methods."""
     if entrant.peer is None:
         return ""
     searched = "the largest batch is searched for kvbench's methods alone" if workload.batch is None else ""
-    return entrant.peer.missing(device) or searched
+    return entrant.peer.missing() or searched
 
 
 @dataclass
@@ -134,7 +135,7 @@ class Trial:
 
     def enter(self) -> None:
         """Settle the batch and get ready."""
-        if why := why_not(self.entrant, self.workload, self.model.device):
+        if why := why_not(self.entrant, self.workload):
             self.status, self.reason = NOT_RUN, why
             return
         searched = self.workload.batch is None
@@ -229,7 +230,7 @@ class Trial:
         row["marks"] = ["integrated"] if any(p.integrated for p in self.passes) else []
         row["marks"] += self.entrant.marks(self.model.device)
         step, read = row["quantities"]["tpot"]["median"], sum(p.read_bytes for p in self.passes) / len(self.passes)
-        row["roofline"] = roofline.of(self.model, batch, read, bandwidth, step).as_json()
+        row["roofline"] = roofline.of(self.model, batch, read, bandwidth, step)
         sampled = [p.sampled for p in self.passes if p.sampled]
         row["sampled"] = [{"starts": s.starts, "width": s.width, "times": s.times} for s in sampled]
         return row
@@ -272,13 +273,13 @@ def measure(
     return [trial.row(bandwidth) | together for trial in trials]
 
 
-def settled(row: Row | None, entrant: Entrant, workload: Workload, settings: Settings, device: torch.device) -> bool:
+def settled(row: Row | None, entrant: Entrant, workload: Workload, settings: Settings) -> bool:
     """Return whether a row need not be tried again: it ended, or is of a peer that still cannot run.
 
     A row of fewer repeats than are asked for, or without the check that is, has not ended.
     """
     if row is None or row["status"] == NOT_RUN:
-        return row is not None and row["reason"] == why_not(entrant, workload, device)
+        return row is not None and row["reason"] == why_not(entrant, workload)
     if row["status"] != MEASURED:
         return row["status"] in FINISHED
     unchecked = settings.check and "integrated" in row["marks"] and "check" not in row["quantities"]

@@ -1,6 +1,7 @@
 """Cells of the papers' efficiency tables: placed, in printed units, ratio beside ratio; and the script behind them."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,14 @@ def dry():
     return done.stdout
 
 
+def parts(output):
+    """The arguments of ``bench time`` by file of results, as the script prints them."""
+    found = {}
+    for name, arguments in re.findall(r"^== (\S+), .*?: bench time (.*)$", output, re.M):
+        found.setdefault(name, []).append(arguments)
+    return found
+
+
 def environment(**more):
     return {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **more}
 
@@ -184,7 +193,7 @@ def test_the_script_keeps_to_its_time_and_names_what_is_not_run(dry):
 
 def test_the_script_measures_what_the_targets_are_about(dry):
     """Decoding of what compresses the prompt alone: 16k tokens, one row and eight, with and without a recorded step."""
-    given = [dict(a.split("=", 1) for a in arguments.split()) for arguments in bench_spec.files(dry)["targets"]]
+    given = [dict(a.split("=", 1) for a in arguments.split()) for arguments in parts(dry)["targets"]]
     for arguments in given:
         sizes = [workload.parse(w) for w in split_list(arguments["workloads"])]
         assert {s.batch for s in sizes} == {1, 8} and min(s.prompt for s in sizes) >= 16384
@@ -201,7 +210,7 @@ def test_a_reason_may_be_about_some_settings_alone():
 @pytest.mark.parametrize(("paper", "table"), bench_spec.tables())
 def test_every_declared_row_is_measured_by_a_part(paper, table, dry):
     declared, made = bench_spec.load(paper, table), set()
-    for arguments in bench_spec.files(dry)[declared.results]:
+    for arguments in parts(dry)[declared.results]:
         given = dict(a.split("=", 1) for a in arguments.split())
         rest = [f"{k}={v}" for k, v in given.items() if k not in OWN]
         cfg = config.read([*rest, "weights=random"])
@@ -231,6 +240,6 @@ def test_the_script_runs_and_what_it_measured_is_not_measured_again(tmp_path, ca
         (name, "measured", ["integrated"]) for name in ("full", "kivi bits=4")
     ]
     monkeypatch.setattr(architecture, "build", None)
-    (arguments,) = bench_spec.files(done.stdout)["check"]
+    (arguments,) = parts(done.stdout)["check"]
     assert main(["bench", "time", *arguments.split(), f"folder={tmp_path}", "name=check"]) == 0
     assert records.read(tmp_path / "check.jsonl") == rows and capsys.readouterr().out in done.stdout

@@ -184,7 +184,7 @@ KEYS_AND_VALUES = 2 * 6 * 2 * 4 * 32  # numbers of one token in two rows
 @pytest.mark.parametrize("name", peers.PEERS)
 def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
     peer = peers.find(name)
-    if why := peer.missing(CPU):
+    if why := peer.missing():
         assert why.startswith(("needs ", "declared, not driven"))
         return
     ids, weights = prompts(Workload(80, 9, 2), 721, 0), architecture.weight_bytes(model)
@@ -205,7 +205,7 @@ def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
 def test_a_peer_that_is_not_known():
     with pytest.raises(UsageError, match="unknown peer 'vllm'"):
         peers.find("vllm")
-    assert peers.Peer("x", "", ("no.such", "torch")).missing(CPU) == "needs no-such, which is not installed"
+    assert peers.Peer("x", "", ("no.such", "torch")).missing() == "needs no-such, which is not installed"
 
 
 def test_a_caches_bytes_are_those_of_all_it_is_made_of():
@@ -245,8 +245,8 @@ def test_attention_is_timed_whatever_wraps_it(model):
 def test_the_bound_is_bytes_over_bandwidth(model):
     found = roofline.of(model, 4, 1e6, 1e9, 0.01)
     written = 4 * 2 * 6 * 4 * 32 * 4
-    assert found.moved == architecture.weight_bytes(model) + 1e6 + written
-    assert found.fraction == pytest.approx(found.moved / 1e9 / 0.01)
+    assert found["moved"] == architecture.weight_bytes(model) + 1e6 + written
+    assert found["fraction"] == pytest.approx(found["moved"] / 1e9 / 0.01)
     assert 1e8 < roofline.copy_bandwidth(CPU, 2**24) < 1e13
 
 

@@ -87,10 +87,14 @@ class BenchSpec:
 
     def ours(self, cell: Published, method: str | None = None) -> tuple[str, str] | None:
         """(workload, method) of our row for a published cell; None where there is none."""
-        found, name = self.printed_workload(cell), self._method(method or cell.method, cell.settings)
-        if not found or name is None:
+        printed = self.printed_workload(cell)
+        facts = {f"{k}={v}" for k, v in cell.settings.items()}
+        named = [words for words in self.methods if words.split()[0] == (method or cell.method)]
+        fitting = [words for words in named if set(words.split()[1:]) <= facts]
+        if not printed or not fitting:
             return None
-        return (self.stand_in.workload(found) if self.scaled else found), name
+        ours = self.methods[max(fitting, key=lambda words: len(words.split()))]
+        return (self.stand_in.workload(printed) if self.scaled else printed), ours
 
     def printed_workload(self, cell: Published) -> str:
         """The workload of a published cell at the paper's size; '' where it is not known."""
@@ -98,11 +102,6 @@ class BenchSpec:
             return self.workloads.get(cell.dataset, "") or self.workload.format(**cell.settings)
         except KeyError:
             return ""
-
-    def _method(self, method: str, given: Mapping[str, str]) -> str | None:
-        facts = {f"{k}={v}" for k, v in given.items()}
-        fitting = [w for w in self.methods if w.split()[0] == method and set(w.split()[1:]) <= facts]
-        return self.methods[max(fitting, key=lambda w: len(w.split()))] if fitting else None
 
     def why_not(self, cell: Published) -> str:
         """The reason why a published cell is not run; '' if it is."""
@@ -118,13 +117,10 @@ class BenchSpec:
 
     def words(self, workloads: Sequence[str]) -> list[str]:
         """The arguments of ``bench time`` that measure this table's methods on ``workloads``."""
-        found = [f"model={self.model}", *self.arguments.split(), f"workloads={','.join(workloads)}"]
-        if "peers=" not in self.arguments:
-            found.append("peers=none")
-        if self.scaled:
-            memory = self.stand_in.memory
-            found += [*SMALL, *([f"memory_limit={memory}"] if memory else [])]
-        return found
+        words = [f"model={self.model}", *self.arguments.split(), f"workloads={','.join(workloads)}"]
+        words += [] if "peers=" in self.arguments else ["peers=none"]
+        memory = [f"memory_limit={self.stand_in.memory}"] if self.stand_in.memory else []
+        return [*words, *SMALL, *memory] if self.scaled else words
 
 
 def tables() -> list[tuple[str, str]]:
@@ -146,24 +142,11 @@ def load(paper: str, table: str) -> BenchSpec:
         raise KvbenchError(f"{path}: {error}") from None
 
 
-def not_run(paper: str, table: str) -> list[str]:
-    """One line per reason why cells of a table are declared and not run."""
-    return [f"{paper}/{table}: not run: {what}: {why}" for what, why in load(paper, table).not_run.items()]
-
-
-def files(script: str) -> dict[str, list[str]]:
-    """The arguments of ``bench time`` by file of results, as scripts/gpu_tables.sh prints them with --dry-run."""
-    found: dict[str, list[str]] = {}
-    for name, arguments in re.findall(r"^== (\S+), .*?: bench time (.*)$", script, re.M):
-        found.setdefault(name, []).append(arguments)
-    return found
-
-
 def main() -> int:
     """Print what is declared and not run."""
     for paper, table in tables():
-        for line in not_run(paper, table):
-            print(line)
+        for what, why in load(paper, table).not_run.items():
+            print(f"{paper}/{table}: not run: {what}: {why}")
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvbench.bench import records
@@ -97,44 +98,37 @@ def source(quantity: str) -> str:
 
 def _cell(cell: Published, declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> TimedCell:
     beneath = _printed_base(cell, declared, printed)
-    theirs = _over(cell, beneath)
+    theirs = None if beneath is None or not beneath.value or cell.value is None else cell.value / beneath.value
+    timed = partial(TimedCell, cell, published_ratio=theirs)
     at, quantity, why = declared.ours(cell), declared.quantities.get(cell.metric), declared.why_not(cell)
     if cell.dataset == "avg":
         why = why or "an average over all datasets, of which some are not run"
     if why or at is None or quantity is None:
-        return TimedCell(cell, NOT_RUN, why or "no row is declared for it", published_ratio=theirs)
-    found = _row(rows, declared, *at)
-    if found is None:
-        return TimedCell(cell, MISSING, published_ratio=theirs)
-    marks = tuple(m for m in found["marks"] if m != INTEGRATED or source(quantity) in OF_STEPS)
-    if found["status"] != MEASURED:
-        return TimedCell(
-            cell, str(found["status"]), str(found["reason"]), published_ratio=theirs, marks=marks, row=found
-        )
+        return timed(NOT_RUN, why or "no row is declared for it")
+    alike = {"model": declared.model, "workload": at[0], "method": at[1]}
+    row = next((r for r in reversed(rows) if all(r.get(k) == v for k, v in alike.items())), None)
+    if row is None:
+        return timed(MISSING)
+    marks = tuple(m for m in row["marks"] if m != INTEGRATED or source(quantity) in OF_STEPS)
+    timed = partial(timed, marks=marks, row=row)
+    if row["status"] != MEASURED:
+        return timed(str(row["status"]), str(row["reason"]))
     beside = declared.ours(cell, declared.base)
-    to = records.base(found, rows, beside[1]) if beside is not None else None
+    base = records.base(row, rows, beside[1]) if beside is not None else None
     # what the paper's base does not have, such as a time to prune, is no share of what ours has
-    if to is not None and (beneath is None or to["status"] != MEASURED or device(to) != device(found)):
-        to = None
+    if base is not None and (beneath is None or base["status"] != MEASURED or device(base) != device(row)):
+        base = None
     unit = UNITS.get(cell.unit, 1.0)
-    value, low, high = (_value(found, rows, quantity, stat) for stat in QUARTILES)
-    other = _value(to, rows, quantity, "median") if to is not None else None
-    return TimedCell(
-        cell,
+    value, low, high = (_value(row, rows, quantity, stat) for stat in QUARTILES)
+    other = None if base is None else _value(base, rows, quantity, "median")
+    repeats = int(row["quantities"].get(source(quantity), {}).get("n", 1))
+    return timed(
         MEASURED,
         value=None if value is None else value / unit,
-        spread=None if low is None or high is None or _repeats(found, quantity) < 2 else (low / unit, high / unit),
+        spread=None if low is None or high is None or repeats < 2 else (low / unit, high / unit),
         ratio=value / other if value is not None and other else None,
-        published_ratio=theirs,
-        marks=marks,
-        row=found,
-        base=to,
+        base=base,
     )
-
-
-def _row(rows: Sequence[Row], declared: BenchSpec, workload: str, method: str) -> Row | None:
-    alike = {"model": declared.model, "workload": workload, "method": method}
-    return next((r for r in reversed(rows) if all(r.get(k) == v for k, v in alike.items())), None)
 
 
 def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Published]) -> Published | None:
@@ -146,10 +140,6 @@ def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Publis
     return next((c for c in printed if c.method == declared.base and where(c) == where(cell)), None)
 
 
-def _over(cell: Published, base: Published | None) -> float | None:
-    return None if base is None or not base.value or cell.value is None else cell.value / base.value
-
-
 def _value(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> float | None:
     if quantity in SHARES:
         name = SHARES[quantity]
@@ -157,10 +147,6 @@ def _value(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> float | N
     name, per = PER.get(quantity, (quantity, lambda row: 1.0))
     found = row["quantities"].get(name)
     return None if found is None or stat not in found else float(found[stat]) / per(row)
-
-
-def _repeats(row: Row, quantity: str) -> int:
-    return int(row["quantities"].get(source(quantity), {}).get("n", 1))
 
 
 PER: dict[str, tuple[str, Callable[[Row], float]]] = {
