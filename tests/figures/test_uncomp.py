@@ -9,7 +9,7 @@ from families import FAMILIES, build, hooks
 from figures.readings import activations, reading
 
 from kvbench.errors import UsageError
-from kvbench.papers.figures import uncomp, uncomp_hidden
+from kvbench.papers.figures import uncomp
 from kvbench.papers.figures.registry import FIGURES
 
 
@@ -69,7 +69,7 @@ def test_spectra_and_head_map(known):
 
 def test_hidden_entropy_is_that_of_the_residual_stream():
     made = reading(lengths=(40, 90))  # fewer and more tokens than the 64 hidden channels
-    data = uncomp_hidden.hidden_entropy(made)
+    data = uncomp.hidden_entropy(made)
     for number, p in enumerate(made.prompts):
         hidden = activations(made.model, p.ids)[2]
         rows = data[data["prompt"] == number]
@@ -82,9 +82,9 @@ def test_hidden_entropy_is_that_of_the_residual_stream():
 def test_matrix_entropy_of_known_spectra(n):
     d = 8
     flat = torch.cat([torch.eye(d), -torch.eye(d)])
-    assert uncomp_hidden.matrix_entropy(flat) == pytest.approx(math.log(d))
+    assert uncomp.matrix_entropy(flat) == pytest.approx(math.log(d))
     line = torch.linspace(-1, 2, n)[:, None] * torch.tensor([3.0, 4.0, 0, 0, 0, 0, 0, 1.0])
-    assert uncomp_hidden.matrix_entropy(line) == pytest.approx(0, abs=1e-4)
+    assert uncomp.matrix_entropy(line) == pytest.approx(0, abs=1e-4)
 
 
 def test_a_text_with_fewer_tokens_than_channels_is_refused():
@@ -97,7 +97,7 @@ def test_a_text_with_fewer_tokens_than_channels_is_refused():
 def test_hooks_are_gone_afterwards():
     made = reading()
     before = hooks(made.model)
-    uncomp_hidden.hidden_entropy(made)
+    uncomp.hidden_entropy(made)
     assert hooks(made.model) == before
 
 
@@ -125,4 +125,4 @@ def test_all_families(family):
     heads = build(family).config.num_attention_heads
     assert len(uncomp.rank_by_layer(made)) == 9
     assert len(uncomp.head_map(made)) == 3 * heads
-    assert np.isfinite(uncomp_hidden.hidden_entropy(made)["entropy"]).all()
+    assert np.isfinite(uncomp.hidden_entropy(made)["entropy"]).all()

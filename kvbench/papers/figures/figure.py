@@ -132,9 +132,9 @@ def folder(results: Path | str, model: str) -> Path:
     return Path(results) / ("tiny/figures" if model == stand_ins.MODEL else "figures")
 
 
-def percent(x: float, digits: int = 0) -> str:
-    """A fraction as written in texts: 12.5 %."""
-    return f"{100 * x:.{digits}f} %"
+def percent(x: float) -> str:
+    """A fraction as written in texts: 12 %."""
+    return f"{100 * x:.0f} %"
 
 
 def facts_of(text: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from kvbench.conf import read_yaml
 from kvbench.errors import unknown
 from kvbench.papers import DATA
-from kvbench.papers.figures import needle, qhitter, scores, think, think_memory, uncomp, uncomp_hidden, vatp
+from kvbench.papers.figures import needle, qhitter, scores, think, think_memory, uncomp, vatp
 from kvbench.papers.figures.figure import Code, Figure
 from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure, Point, ResultFigure, Sweep
 from kvbench.papers.figures.panels import Panel, Picture
@@ -24,7 +24,6 @@ CODE = {
     **think.CODE,
     **think_memory.CODE,
     **uncomp.CODE,
-    **uncomp_hidden.CODE,
     **vatp.CODE,
 }
 
