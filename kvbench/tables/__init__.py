@@ -1,1 +1,1 @@
-"""Tables as text, Markdown, CSV and LaTeX, and the look of pictures."""
+"""One model of a table with its writers (text, Markdown, CSV, LaTeX, HTML), and the look of pictures."""

@@ -192,7 +192,7 @@ def _order(name: str) -> tuple[Any, ...]:
 
 def rows(headers: Sequence[str], body: Iterable[Sequence[Any]], classes: Iterable[str] = ()) -> str:
     """A sortable table of texts; ``classes`` are those of its rows. Columns of numbers only stand at their right."""
-    texts = tuple(tuple("" if c is None else str(c) for c in row) for row in body)
+    texts = tuple(tuple("" if c is None else str(c).replace("\n", " ") for c in row) for row in body)
     kinds = [_kind(column) for column in zip(*texts, strict=True)] or ["text"] * len(headers)
     table = writers.html(Table(tuple(headers), texts), "sortable", columns=kinds, rows=list(classes))
     return f'<div class="scroll">{table}</div>'
