@@ -57,12 +57,14 @@ def test_no_other_size_comes_nearer(kind, other, shape):
 def test_the_nominal_formula_is_the_papers():
     for size in (128, 512, 1024, 2048):
         chain = parse({"method": "snapkv+think", "kv_size": size, "per": "query_head"})
-        assert accounting.nominal(chain, MISTRAL, 8192, 2) / 2**20 == pytest.approx(0.5 * size - 0.1 * (size - 32))
+        nominal = accounting.nominal_payload(chain, MISTRAL, 8192, 2)
+        assert nominal / 2**20 == pytest.approx(0.5 * size - 0.1 * (size - 32))
         plain = parse({"method": "snapkv", "kv_size": size})
-        assert accounting.nominal(plain, MISTRAL, 8192, 2) == accounting.declared(plain, MISTRAL, 8192, 2).payload
+        declared = accounting.bytes_declared(plain, MISTRAL, 8192, 2)
+        assert accounting.nominal_payload(plain, MISTRAL, 8192, 2) == declared.payload
     packed = parse("think+kivi", {"ratio": 0.5, "recent": 32})
-    exact = accounting.declared(packed, MISTRAL, 1000, 2).payload
-    assert accounting.nominal(packed, MISTRAL, 1000, 2) == exact  # half of 128 channels is a whole number
+    exact = accounting.bytes_declared(packed, MISTRAL, 1000, 2).payload
+    assert accounting.nominal_payload(packed, MISTRAL, 1000, 2) == exact  # half of 128 channels is a whole number
 
 
 def test_grids_of_the_reference_give_each_other_method_one_size_each():

@@ -8,13 +8,13 @@ from functools import lru_cache
 
 import torch
 
-from kvbench.audit.accounting import HALF, Held, held
+from kvbench.audit.accounting import HALF, HeldBytes, bytes_held
 from kvbench.audit.prompt_audit import check_positions, check_storages, overhead_formula, payload_formula
 from kvbench.cache import ops
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
-from kvbench.engine.layer_by_layer import Layers
+from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.methods.chain import Chain
 
 
@@ -26,7 +26,7 @@ class MeasuredLayers:
     ``total16`` are the bytes by formula at 16 bits.
     """
 
-    held: Held
+    held: HeldBytes
     payload_formula: int
     overhead_formula: int
     tokens: float
@@ -95,7 +95,7 @@ def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[t
     A chain that divides one budget over all layers gets all of them.
     """
     if chain.rebalancer is not None:
-        layers = Layers(chain)
+        layers = CompressedLayers(chain)
         for i in range(shape.layers):
             obs, dense = random_layer(chain, shape, n, dtype, i)
             layers.add(dense, obs)
@@ -118,13 +118,13 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
     """Bytes of real caches beside the formulas; raises Refused for layers whose positions or storages are not sound."""
     layers = compressed(chain, shape, n, dtype)
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    total, payload, overhead, tokens, total16 = Held(), 0, 0, 0, 0
+    total, payload, overhead, tokens, total16 = HeldBytes(), 0, 0, 0, 0
     storages: set[int] = set()
     for i, (layer, many) in enumerate(layers):
         kept = check_positions(chain.name, layer, i, n, heads)
         check_storages(chain.name, layer, i, storages)
         blocks = [chain.layout(k, shape.head_dim, dtype.itemsize) for k in kept]
-        total += held(layer).times(many)
+        total += bytes_held(layer).times(many)
         payload += many * payload_formula(layer, blocks)
         overhead += many * overhead_formula(layer, blocks)
         blocks = [chain.layout(k, shape.head_dim, HALF) for k in kept]

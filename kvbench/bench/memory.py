@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import api
-from kvbench.engine.memory import of_process
+from kvbench.engine.memory import process_memory
 from kvbench.engine.step import build, step
 from kvbench.models.interface import attached
 
@@ -80,12 +80,12 @@ def reset_peak() -> int:
         return torch.cuda.memory_allocated()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return of_process("VmRSS")
+    return process_memory("VmRSS")
 
 
 def peak() -> int:
     """The most bytes in use since ``reset_peak``."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else of_process("VmHWM")
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else process_memory("VmHWM")
 
 
 def held() -> int:
@@ -94,7 +94,7 @@ def held() -> int:
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     ctypes.CDLL(None).malloc_trim(0)
-    return of_process("VmRSS")
+    return process_memory("VmRSS")
 
 
 def prefill_peak(method: str, tokens: int) -> dict[str, float]:
@@ -127,7 +127,7 @@ def decode_growth(name: str, new: int) -> dict[str, float]:
     evictor = cache.chain.evictor
     if evictor is not None:
         counts = [layer.slots[0][1].held() for layer in batch]
-        promised = [torch.tensor(evictor.shares(c, i)) for i, c in enumerate(cache.layers)]
+        promised = [torch.tensor(evictor.head_budgets(c, i)) for i, c in enumerate(cache.layers)]
         found["tokens"] = float(torch.cat([c.flatten().float() for c in counts]).mean())
         found["excess"] = float(max(int((c.cpu() - p).max()) for c, p in zip(counts, promised, strict=True)))
     return found

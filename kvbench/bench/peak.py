@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvbench.bench import architecture, generation_pass, peers
 from kvbench.bench.sampling import moves, skip
 from kvbench.bench.workload import Workload, parse, prompts
-from kvbench.engine.memory import GIB, is_out_of_memory, of_process, release
+from kvbench.engine.memory import GIB, is_out_of_memory, process_memory, release
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, step
@@ -115,7 +115,7 @@ def limited(limit: float | None, device: torch.device) -> Iterator[None]:
         import resource
 
         before = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (int(of_process("VmData") + limit * GIB), before[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (int(process_memory("VmData") + limit * GIB), before[1]))
         try:
             yield
         finally:
@@ -194,7 +194,7 @@ def _answer(cfg: config.RunConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
         for package in peers.find(asked["label"]).packages:
             import_module(package)
     release()
-    before = of_process("VmRSS")
+    before = process_memory("VmRSS")
     try:
         with limited(asked["limit"], device):
             model = architecture.build(cfg.model, device, asked["layers"])
@@ -209,7 +209,7 @@ def _answer(cfg: config.RunConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
                 )
             else:
                 peers.run(model, peers.find(asked["label"]), ids, workload.new)
-            high = of_process("VmHWM")
+            high = process_memory("VmHWM")
             return asdict(Peak(high - before, high))
     except KvbenchError as error:
         return {"error": str(error)}

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from kvbench.audit.accounting import held
+from kvbench.audit.accounting import bytes_held
 from kvbench.bench.layers import random_layer
 from kvbench.bench.memory import held as resident
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.segment import LayerCache
-from kvbench.engine.layer_by_layer import Layers
+from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.engine.memory import free_bytes
 from kvbench.methods import registry
 
@@ -71,7 +71,7 @@ def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE) -> dict[str,
     chain = registry.parse(METHODS[name])
 
     def build() -> list[LayerCache]:
-        layers = Layers(chain)
+        layers = CompressedLayers(chain)
         for i in range(shape.layers):
             obs, dense = random_layer(chain, shape, tokens, torch.float16, i)
             layers.add(dense, obs)
@@ -83,7 +83,7 @@ def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE) -> dict[str,
     kept = [build() for _ in range(caches)]
     grown = resident() - before
     assert len(first) == WARM
-    return {"grown": grown, "accounted": sum(held(layer).total for cache in kept for layer in cache)}
+    return {"grown": grown, "accounted": sum(bytes_held(layer).total for cache in kept for layer in cache)}
 
 
 def report(found: Iterable[tuple[str, dict[str, float]]], judged: bool = True) -> int:

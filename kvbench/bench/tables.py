@@ -28,7 +28,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.bench.overhead import through_kvbench
-from kvbench.engine.memory import of_process
+from kvbench.engine.memory import process_memory
 from kvbench.models import load
 from kvbench.run import config, experiment
 from kvbench.run.experiment import RunPlan
@@ -223,7 +223,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         if args.resident:
             big_case(Path(name), 1, args.resident).at_once()
-            print(of_process("VmHWM") / 2**20)
+            print(process_memory("VmHWM") / 2**20)
             return 0
         print(f"{args.repeats} repeats, {args.threads} threads, load {os.getloadavg()[0]:.1f}")
         if "a" in args.part:

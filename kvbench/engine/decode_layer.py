@@ -114,7 +114,7 @@ class RowLayer(KvbenchLayer):
             stage = evicting[rows[0]]
             assert stage is not None
             held = [caches[r] for r in rows]
-            budgets = [[min(x, c.seen + capacity) for x in stage.shares(c, layer)] for c in held]
+            budgets = [[min(x, c.seen + capacity) for x in stage.head_budgets(c, layer)] for c in held]
             turn = rotary if stage.rolled else None
             self.slots.append((torch.tensor(rows, device=device), SlotRows(held, budgets, stage, turn, capacity)))
         self.capacity, self.used, self.new = capacity, 0, 0

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
 from kvbench.audit.decode_audit import Stored
-from kvbench.engine.patches import adapted, alike
+from kvbench.engine.patches import adapted, by_batch
 from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, stored_in
 from kvbench.errors import UsageError
@@ -40,7 +40,7 @@ def teacher_force(
         raise UsageError("teacher forcing continues caches that have read equally many tokens")
     ids = as_prompt(model, tokens)
     losses: dict[int, Tensor] = {}
-    for rows in alike(caches):
+    for rows in by_batch(caches):
         chain = caches[rows[0]].chain
         with contained(chain.name, chain.foreign), adapted(model, chain):
             found, peaks, sizes = _force(model, [caches[r] for r in rows], ids, chunk)

@@ -34,7 +34,7 @@ class FlexGen(Quantiser):
     def check(self) -> None:
         super().check()
         self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
-        self.at_least("group", 1, "channels")
+        self.require_at_least("group", 1, "channels")
 
     @property
     def prefill_key(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,9 +11,9 @@ import torch
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.packed import quantise_zero_point
 from kvbench.cache.segment import LayerCache
-from kvbench.methods.base import Block, Capacity
+from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.statistics import group_mean, window_rows
+from kvbench.methods.statistics import group_mean, group_rows, recent_slots, window_rows
 from kvbench.storage.evicting_rows import Slots
 
 VARIANTS = ("all", "win", "orig", "uncomp")
@@ -56,8 +56,8 @@ class H2O(EvictingSelector):
     evict_after: bool | None = None
 
     def check(self) -> None:
-        self.at_least("window", 1, "tokens")
-        self.require("variant", self.variant in VARIANTS, " or ".join(VARIANTS))
+        self.require_at_least("window", 1, "tokens")
+        self.require_one_of("variant", VARIANTS)
         self.require("score_bits", self.score_bits in (None, *SCORE_BITS), "null, 8, 3 or 2")
         both = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", both, "given together with recent_ratio")
@@ -92,14 +92,14 @@ class H2O(EvictingSelector):
         if not self.evicts:
             return super().capacity(n)
         heavy, recent = self.parts(n)
-        missing = self.variant == "uncomp" and heavy == 0 and recent < n
-        return Capacity(min(heavy + recent, n), 0, min(recent, n), shrunk=missing)
+        no_heavy = self.variant == "uncomp" and heavy == 0 and recent < n
+        return Capacity(min(heavy + recent, n), 0, min(recent, n), shrunk=no_heavy)
 
     def parts(self, n: int) -> tuple[int, int]:
-        """(heavy hitters, recent tokens) held while decoding after a prompt of n tokens."""
+        """Return (heavy hitters, recent tokens) held while decoding after a prompt of n tokens."""
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             return int(self.heavy_ratio * n), max(1, int(self.recent_ratio * n))
-        total = self.kv_size if self.kv_size is not None else super().capacity(n).tokens
+        total = self.generation_budget(n)
         if self.variant == "uncomp":
             return total * UNCOMP_HEAVY // UNCOMP_TOTAL, total * UNCOMP_RECENT // UNCOMP_TOTAL
         return total // 2, total - total // 2
@@ -107,26 +107,28 @@ class H2O(EvictingSelector):
     def decode_budget(self, n: int, layer: int) -> int:
         return super().decode_budget(n, layer) if layer in self.frozen_layers else sum(self.parts(n)) + self.spare
 
-    def carry(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
+    def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         if not self.evicts:
             return {}
         return {"mass": group_mean(self.received(cache, obs, obs.n), cache.heads)}
 
-    def row(self, n: int) -> Mapping[str, int]:
-        recent = self.parts(n)[1]
-        return {"recent": recent + self.spare, **({"blind": recent} if self.code_mask else {})}
+    def token_counts(self, n: int) -> Mapping[str, int]:
+        return {"recent": self.parts(n)[1] + self.spare}
+
+    def unattended(self, n: int) -> int | None:
+        return self.parts(n)[1] if self.code_mask else None
 
     @property
     def spare(self) -> int:
-        """Tokens held beside the budget while decoding."""
+        """The tokens held beside the budget while decoding."""
         return 1 if self.code_mask or self.evict_after else 0
 
-    def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        return [replace(b, slot_overhead=4) for b in blocks] if self.evicts else blocks
+    @property
+    def state_bytes(self) -> int:
+        return 4 if self.evicts else 0
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        young = slots.positions > slots.now - slots.row["recent"]
-        return slots.state["mass"].masked_fill(young, torch.inf)
+        return slots.state["mass"].masked_fill(recent_slots(slots, "recent"), torch.inf)
 
     @property
     def estimates(self) -> bool:
@@ -138,18 +140,17 @@ class H2O(EvictingSelector):
         return quantise_zero_point(keys, self.score_bits).dequantise(torch.float32)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        mass = slots.state["mass"]
-        b, heads, size = mass.shape
-        return {"mass": mass + probs.view(b, heads, -1, probs.shape[2], size).mean(dim=2).sum(dim=2)}
+        # S[h, j] += sum over the new queries i of A[h, i, j]
+        return {"mass": slots.state["mass"] + group_rows(probs, slots.positions.shape[1]).sum(dim=2)}
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         return group_mean(self.received(cache, obs, capacity.window), cache.heads)
 
     def received(self, cache: LayerCache, obs: Observation, window: int) -> torch.Tensor:
-        """Attention [Hq, n] that each token received from the queries that the variant counts."""
+        """Return the attention [Hq, n] that each token received from the queries that the variant counts."""
         if self.variant == "win":
             return window_rows(cache, obs, window, self.estimate).sum(dim=1)
-        found = obs.colsums if self.score_bits is None else obs.colsums_q.get(self.score_bits)
-        if found is None:
+        sums = obs.colsums if self.score_bits is None else obs.colsums_q.get(self.score_bits)
+        if sums is None:
             raise ValueError("h2o reads column sums that were not observed")
-        return found
+        return sums

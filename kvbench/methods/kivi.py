@@ -37,9 +37,9 @@ class Kivi(Quantiser):
     def check(self) -> None:
         super().check()
         self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
-        self.at_least("group", 1, "elements")
-        whole = self.residual >= 1 and self.residual % self.group == 0
-        self.require("residual", whole, f"a multiple of group={self.group}, 1 or more")
+        self.require_at_least("group", 1, "elements")
+        fits = self.residual >= 1 and self.residual % self.group == 0
+        self.require("residual", fits, f"a multiple of group={self.group}, 1 or more")
 
     def residuals(self) -> tuple[Residual, Residual]:
         return Residual(0, self.residual, self.group), Residual(self.residual, 1, 1)

@@ -30,7 +30,7 @@ class Random(Selector):
     seed: int = 0
 
     def check(self) -> None:
-        self.at_least("seed", 0)
+        self.require_at_least("seed", 0)
         super().check()
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:

@@ -36,8 +36,8 @@ class StreamingLLM(EvictingSelector):
     mode: str = "static"
 
     def check(self) -> None:
-        self.at_least("sinks", 0, "tokens")
-        self.require("mode", self.mode in MODES, " or ".join(MODES))
+        self.require_at_least("sinks", 0, "tokens")
+        self.require_one_of("mode", MODES)
         contradiction = self.mode == "rolled" and str(self.positions).lower() == "true"
         self.require("positions", not contradiction, "mode=rolled is rolled positions, mode=mask keeps true ones")
         super().check()
@@ -59,8 +59,8 @@ class StreamingLLM(EvictingSelector):
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         return torch.arange(obs.n, device=cache.segments[0].k.device)[None]
 
-    def row(self, n: int) -> Mapping[str, int]:
+    def token_counts(self, n: int) -> Mapping[str, int]:
         return {"first": self.sinks if self.kv_size is not None else self.capacity(n).sinks}
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        return slots.positions.double().masked_fill(slots.positions < slots.row["first"], torch.inf)
+        return slots.positions.double().masked_fill(slots.positions < slots.counts["first"], torch.inf)

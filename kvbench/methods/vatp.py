@@ -38,28 +38,29 @@ class Vatp(Modifier):
     sinks: int = 4
 
     def check(self) -> None:
-        self.require("norm", self.norm in NORMS, " or ".join(NORMS))
-        self.at_least("sinks", 0, "tokens")
+        self.require_one_of("norm", NORMS)
+        self.require_at_least("sinks", 0, "tokens")
 
     def sink_size(self) -> int:
         return self.sinks
 
     def norms(self, values: torch.Tensor) -> torch.Tensor:
-        """||v|| in fp32: values [..., D] -> [...]."""
+        """Return ||v|| in fp32: values [..., D] -> [...]."""
         return torch.linalg.vector_norm(values.float(), ord=NORMS[self.norm], dim=-1)
 
     def modify(self, scores: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
+        # I[h, j] = S[h, j] * ||v_j||, section 3
         return scores * at_heads(self.norms(ops.only_segment(cache).v), cache.heads)
 
     def slot_bytes(self, itemsize: int) -> int:
         return itemsize
 
-    def carry(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
+    def initial_state(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
         values = ops.only_segment(cache).v
         return {"norm": per_head(self.norms(values), cache.heads).to(values.dtype)}
 
     def reweigh(self, scores: torch.Tensor, slots: Slots) -> torch.Tensor:
         return torch.where(scores.isinf(), scores, scores * slots.state["norm"].float())
 
-    def enter(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def new_token_state(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         return {"norm": self.norms(values).to(values.dtype)}

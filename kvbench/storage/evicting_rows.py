@@ -31,7 +31,7 @@ class Slots:
     state: Mapping[str, Tensor]  # each [B, H, S] or [B, H, S, ...]
     now: Tensor
     n: Tensor
-    row: Mapping[str, Tensor] = field(default_factory=dict)  # numbers of each prompt [B, 1, 1], as its method set them
+    counts: Mapping[str, Tensor] = field(default_factory=dict)  # [B, 1, 1] each, by name: see ``token_counts``
 
 
 class Evictor(Protocol):
@@ -47,22 +47,23 @@ class Evictor(Protocol):
         """Whether cached keys take the positions of their slots."""
         ...
 
-    def shares(self, cache: LayerCache, layer: int) -> Sequence[int]:
+    def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
         """Tokens that each stored head of this layer holds from now on; 0: the head is not stored."""
         ...
 
-    def row(self, n: int) -> Mapping[str, int]:
-        """Numbers that depend on the prompt's length n alone: asked once, so that no step loops over rows.
+    def token_counts(self, n: int) -> Mapping[str, int]:
+        """Return counts that depend on the prompt's length n alone, so that no step loops over rows."""
+        ...
 
-        Where ``blind`` is one of them, a query does not attend the token that is so many positions before it.
-        """
+    def unattended(self, n: int) -> int | None:
+        """Return how many positions before a query the one token lies that it does not attend; None: it attends all."""
         ...
 
     def keep_scores(self, slots: Slots) -> Tensor:
         """How much each slot matters [B, H, S], before the new tokens come; the lowest are evicted, +inf never."""
         ...
 
-    def enter(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
+    def new_token_state(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
         """The state that new tokens with exact k, v [B, H, T, D] start from, where that is not 0: [B, H, T, ...]."""
         ...
 
@@ -127,8 +128,10 @@ class SlotRows:
         size = max(int(self.budget.max()), *(c.tokens for c in caches))
         self.stand_ins = _stand_ins(caches, device)
         self.n = torch.tensor([c.prompt_tokens for c in caches], device=device)[:, None, None]
-        rows = [evictor.row(c.prompt_tokens) for c in caches]
-        self.row = {name: torch.tensor([r[name] for r in rows], device=device)[:, None, None] for name in rows[0]}
+        rows = [evictor.token_counts(c.prompt_tokens) for c in caches]
+        self.counts = {name: torch.tensor([r[name] for r in rows], device=device)[:, None, None] for name in rows[0]}
+        gaps = [evictor.unattended(c.prompt_tokens) for c in caches]
+        self.unattended = None if None in gaps else torch.tensor(gaps, device=device)[:, None, None]
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
         self.valid = torch.zeros(b, h, size, dtype=torch.bool, device=device)
         self.state = {name: t.new_zeros(b, h, size, *t.shape[2:]) for name, t in first.state.items()}
@@ -164,7 +167,7 @@ class SlotRows:
 
     def view(self, now: Tensor) -> Slots:
         """The slots as a method sees them when the newest token is at ``now`` [B]."""
-        return Slots(self.positions, self.valid, self.state, now[:, None, None], self.n, self.row)
+        return Slots(self.positions, self.valid, self.state, now[:, None, None], self.n, self.counts)
 
     def add(self, k: Tensor, v: Tensor, start: Tensor) -> None:
         """Make room for k, v [B, Hk, T, D] at positions ``start`` [B] and on, and write them into free slots."""
@@ -182,7 +185,7 @@ class SlotRows:
         where = (start[:, None, None] + torch.arange(t, device=k.device)).expand(b, h, t)
         self.positions.scatter_(2, free, where.to(torch.int32))
         self.valid.scatter_(2, free, stored.expand_as(free))
-        entered = self.evictor.enter(new_k, new_v)
+        entered = self.evictor.new_token_state(new_k, new_v)
         for name, s in self.state.items():
             index = free.reshape(*free.shape, *([1] * (s.dim() - 3))).expand(*free.shape, *s.shape[3:])
             begun = entered.get(name)
@@ -227,8 +230,8 @@ class SlotRows:
         part = self.store.logits(query, scale, read).view(b, h, hq // h, t, -1)
         held, query_at = self.positions[:, :, None, None], places[:, None, None, :, None]
         hidden = ~self.valid[:, :, None, None] | (held > query_at)
-        if "blind" in self.row:
-            hidden |= held == query_at - self.row["blind"][..., None, None]
+        if self.unattended is not None:
+            hidden |= held == query_at - self.unattended[..., None, None]
         probs = part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1).float().softmax(dim=-1)
         # a head that is not stored attends nothing
         return probs if self.stand_ins is None else probs.nan_to_num(nan=0.0)
@@ -237,7 +240,8 @@ class SlotRows:
         """Go on with ``rows`` only."""
         self.budget, self.n = self.budget[rows], self.n[rows]
         self.stand_ins = None if self.stand_ins is None else self.stand_ins[rows]
-        self.row = {name: t[rows] for name, t in self.row.items()}
+        self.counts = {name: t[rows] for name, t in self.counts.items()}
+        self.unattended = None if self.unattended is None else self.unattended[rows]
         self.store.keep(rows)
         self.positions, self.valid = self.positions[rows], self.valid[rows]
         self.state = {name: s[rows] for name, s in self.state.items()}

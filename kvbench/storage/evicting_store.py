@@ -25,11 +25,11 @@ Read = Callable[[Tensor], Tensor] | None  # what attention sees in the place of 
 
 
 class Packer(Protocol):
-    """How tokens are packed one by one. A new token is read as packed from its own step on, or, if ``late``, exactly in
-    that step."""
+    """Pack tokens one by one. A new token is read as packed from its own step on; exactly in that step if the packer
+    ``packs_after_step``."""
 
     @property
-    def late(self) -> bool: ...
+    def packs_after_step(self) -> bool: ...
 
     def pack_keys(self, x: Tensor) -> Packed: ...
 
@@ -88,7 +88,7 @@ class OneFormat:
         packer = self.packer
         write(self.k, slots, k if packer is None else packer.pack_keys(k))
         write(self.v, slots, v if packer is None else packer.pack_values(v))
-        self.fresh = (slots, k, v) if packer is not None and packer.late else None
+        self.fresh = (slots, k, v) if packer is not None and packer.packs_after_step else None
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
         see = read or exact

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure as Canvas
 
-from kvbench.audit.accounting import declared
+from kvbench.audit.accounting import bytes_declared
 from kvbench.cache.model_shape import from_entry
 from kvbench.conf import entries
 from kvbench.methods import registry
@@ -90,7 +90,7 @@ def memory(_: MeasuredFigure) -> pd.DataFrame:
     values = presets.values("think", MODEL)
     rows = []
     for name, entry in METHODS.items():
-        held = declared(registry.parse(entry, preset=values), shape, TOKENS, FP16)
+        held = bytes_declared(registry.parse(entry, preset=values), shape, TOKENS, FP16)
         assert held is not None
         for batch in BATCHES:
             total = (FP16 * PARAMETERS + batch * held.total) / GIB

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvbench.audit.accounting import declared, nominal
+from kvbench.audit.accounting import bytes_declared, nominal_payload
 from kvbench.cache.model_shape import Shape
 from kvbench.errors import unknown
 from kvbench.methods.chain import Chain
@@ -102,7 +102,7 @@ def _think7() -> list[StatedFigure]:
         knobs: dict[str, Any] = dict(part.split("=") for part in setting.split(";"))
         size = int(knobs["kv_size"])
         chain = parse({"method": method, "kv_size": size, "per": "query_head"})
-        stored, formula = _payload(chain, MISTRAL_7B), nominal(chain, MISTRAL_7B, LONG, FP16)
+        stored, formula = _payload(chain, MISTRAL_7B), nominal_payload(chain, MISTRAL_7B, LONG, FP16)
         assert formula is not None
         what = f"{method} kv_size={size}" + (" ratio=0.4" if "ratio" in knobs else f", for {knobs['matched_to']}")
         found.append(StatedFigure("think", what, THINK7, "MiB", 1, value, formula / MIB, stored / MIB))
@@ -236,7 +236,7 @@ FIGURES: dict[str, Callable[[], list[StatedFigure]]] = {
 
 
 def _payload(chain: Chain, shape: Shape, n: int = LONG) -> int:
-    found = declared(chain, shape, n, FP16)
+    found = bytes_declared(chain, shape, n, FP16)
     assert found is not None
     return found.payload
 
