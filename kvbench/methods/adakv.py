@@ -18,16 +18,16 @@ FLOORS = ("mixed", "safe")
 
 @dataclass(frozen=True, kw_only=True)
 class AdaKV(SnapKV):
-    """SnapKV's scores, but the C tokens per head are a mean: the H heads of a layer keep C * H tokens together.
+    """SnapKV's scores under a budget that the H heads of a layer share: C * H tokens together, C per head on average.
 
-    Of the B = C - w tokens per head beside the window, head h is due B_h, the number of its tokens among the B * H best
-    of the layer (ties to the lower head, then the lower position). Heads are stored one after the other, without
+    Of the B = C - w tokens per head beside the window, head h is due B_h: the number of its tokens among the B * H best
+    of the layer. Ties go to the lower head, then the lower position. Heads are stored one after the other, without
     padding.
 
     floor: fraction of an even share that every head keeps, 0 to 1; 1 is SnapKV.
-    floor_rule: ``mixed`` gives head h (1 - floor) * B_h + floor * B, as the paper (algorithm 2) and its released code,
-    here in whole tokens whose sum is exact; ``safe`` keeps each head's floor * C best and lets all others compete, as
-    kvpress does.
+    floor_rule: ``mixed`` gives head h (1 - floor) * B_h + floor * B, as the paper (algorithm 2) and its released code
+    do, rounded to whole tokens whose sum is exact. ``safe`` keeps each head's floor * C best and lets all others
+    compete, as kvpress does.
     """
 
     id: ClassVar[str] = "adakv"

@@ -28,14 +28,16 @@ FRACTIONS = tuple(k / 10 for k in range(1, 10))  # of the rank kept, tried one p
 
 @dataclass(frozen=True, kw_only=True)
 class Asvd(LowRankStage):
-    """The weight W of a projection, all heads together, becomes U diag(s) V^T S^-1 truncated to rank r, where
-    W S = U diag(s) V^T and S is diagonal: (mean of |x|)^alpha of each input channel, at least 1e-6.
+    """The weight W of a projection, all heads together, becomes U diag(s) V^T S^-1, truncated to rank r.
+
+    Here W S = U diag(s) V^T, and S is diagonal: (mean of |x|)^alpha of each input channel x, at least 1e-6.
 
     alpha: weight of the activations; 0 is the plain SVD.
-    ranks_by: ``sensitivity`` tries every projection alone at a tenth, two tenths, ... of its rank on ``probes`` of the
-    calibration windows; each then takes the smallest rank whose loss is at most a threshold, and the threshold is the
-    smallest under which all ranks add up to the target (bisection). ``uniform`` gives every projection the same.
-    probes: windows that ranks are tried on, the first ones. multiple: see ratio; of a sixteenth of all heads' rank.
+    ranks_by: ``uniform`` gives every projection the same rank. ``sensitivity`` tries every projection alone at a tenth,
+    two tenths, ... of its rank; each then takes the smallest rank whose loss is at most a threshold. The threshold is
+    the smallest under which all ranks add up to the target (bisection).
+    probes: windows that ranks are tried on, the first of the calibration.
+    multiple: see ratio; null: a sixteenth of all heads' rank.
     """
 
     id: ClassVar[str] = "asvd"

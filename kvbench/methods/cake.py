@@ -26,18 +26,21 @@ NOISE = 1e-6
 class Cake(EvictingSelector):
     """Layer l keeps its last w tokens and B_l others, with B_l in proportion to P_l = disp^(1/tau1) * var^(1/tau2).
 
-    Over the attention A of the last w queries to the tokens before them, disp = -sum of A log(A) and var = sum over
-    tokens of the variance over queries. The B_l add up to (C - w) L exactly: no layer gets more than its n - w tokens,
-    the excess goes to the others in proportion, fractions to the largest remainders. Tokens score mean + gamma *
-    variance of A over the window, pooled, averaged over a group. Prompts of up to C + w tokens are kept whole, as in
-    released code.
+    With the attention A of the last w queries to the tokens before them, disp = -sum of A log(A), and var = sum over
+    tokens of the variance over queries. The B_l add up to (C - w) L exactly. No layer gets more than its n - w tokens;
+    the excess goes to the others in proportion, and fractions to the largest remainders. A token's score is mean +
+    gamma * variance of A over the window, averaged over a group of heads and pooled. Prompts of up to C + w tokens are
+    kept whole, as in released code.
 
-    window: observation window w, always kept. kernel: width of the average pooling, odd. gamma: weight of the variance.
-    tau1: temperature of the dispersion; tau2: that of the variance. Released code sets (tau1, tau2) per model, for
-    C = 1024 and C = 128: LLaMA-3.1 (1.6, 0.4), (1.6, 0.6); LLaMA-2-7B (1.9, 1.8), (0.9, 2.3); LLaMA-2-13B (0.5, 0.4),
-    (1.8, 2.0); Mistral-v0.3 (0.8, 0.5), (1.0, 0.8); Qwen2.5-7B (1.5, 0.6), (0.4, 0.6); any other model (1, 1).
-    decode_evict: hold B_l + w tokens while decoding too, as released code does: the lowest scores of the current
-    query's row alone, pooled in order of position, go; a prompt that was kept whole may first grow to C + w tokens.
+    window: observation window w, always kept.
+    kernel: width of the average pooling, odd.
+    gamma: weight of the variance.
+    tau1: temperature of the dispersion.
+    tau2: temperature of the variance. Released code sets (tau1, tau2) per model, for C = 1024 and C = 128:
+    LLaMA-3.1 (1.6, 0.4), (1.6, 0.6); LLaMA-2-7B (1.9, 1.8), (0.9, 2.3); LLaMA-2-13B (0.5, 0.4), (1.8, 2.0);
+    Mistral-v0.3 (0.8, 0.5), (1.0, 0.8); Qwen2.5-7B (1.5, 0.6), (0.4, 0.6); any other model (1, 1).
+    decode_evict: hold B_l + w tokens while decoding too, as released code does. Scores are then the row of the current
+    query alone, pooled in order of position. A prompt that was kept whole may first grow to C + w tokens.
     """
 
     id: ClassVar[str] = "cake"

@@ -36,22 +36,23 @@ MEAN = sum(LISTS["llama2"]) / (32 * 32)
 class Chai(HeadSharer):
     """Heads are clustered by what the first five tokens attend to; a cluster's lowest head computes for all of it.
 
-    Distance of two query heads = 1 - cosine of their 5 x 5 softmax(q k' * scale) without a causal mask; clusters merge
-    by average linkage until c are left, the pair of lowest indices first among equals. A head takes the logits of the
-    lowest head of its cluster, in the whole prompt and while decoding, and reads its own values with them. Keys are
-    held of the kv heads that a leading head reads: under GQA that saves nothing unless no head of a group leads.
+    The distance of two query heads is 1 - cosine of their 5 x 5 softmax(q k' * scale), without a causal mask. Clusters
+    merge by average linkage until c are left, the pair of lowest indices first among equals. A head takes the logits of
+    the lowest head of its cluster, in the whole prompt and while decoding, and reads its own values with them. Keys are
+    stored only for kv heads that a leading head reads: under GQA this saves nothing unless no head of a group leads.
     Prompts of fewer than 6 tokens are left as they are.
 
-    clusters: c of each layer. [] is UNComp's list for the model's shape: llama2-13b for 40 layers of 40 heads; for 32
-    layers of 32 heads llama3 under GQA and else llama2; for any other shape llama2's mean, 794 / 1024 of the heads.
+    clusters: c of each layer. [] takes UNComp's list for the model's shape: llama2-13b for 40 layers of 40 heads; for
+    32 layers of 32 heads llama3 under GQA and else llama2; for any other shape llama2's mean, 794 / 1024 of the heads.
     like: instead, one of UNComp's lists by name: ``llama2`` (32 layers, 794 of 1024 heads; also run with Mistral),
     ``llama2-13b`` (40 layers, 1042 of 1600), ``llama3`` (32 layers, 900 of 1024).
     share: instead, the fraction of the query heads that lead in every layer, rounded; 1 changes nothing.
-    counts: ``listed`` is all of the above; with ``calibrated`` as many heads lead over all layers together, by
-    ``share`` or else 794 / 1024, and a layer whose heads are more alike has fewer: of the merges of all layers, those
-    at the smallest distances happen, in the mean over windows of text (our choice: CHAI reads its counts off the bend
-    of each layer's clustering error by eye).
-    samples: windows that are calibrated on. tokens: of each; only the first five are looked at.
+    counts: ``listed`` is all of the above. With ``calibrated``, ``share`` (or else 794 / 1024) is the fraction of heads
+    that lead over all layers together, and a layer whose heads are more alike has fewer: of the merges of all layers,
+    those at the smallest mean distances over windows of text happen. This is our choice: CHAI reads its counts off the
+    bend of each layer's clustering error by eye.
+    samples: windows of the calibration.
+    tokens: tokens of each window, of which only the first five are looked at.
     """
 
     id: ClassVar[str] = "chai"

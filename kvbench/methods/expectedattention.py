@@ -19,9 +19,10 @@ from kvbench.storage.evicting_rows import Rotary
 class ExpectedAttention(Selector):
     """Score of token j = softmax over tokens of k_j's expected logit, times ||v_j||_2, as kvpress computes it.
 
-    Queries are taken as normal: the mean and covariance of the prompt's (after the sinks, their rotation undone), under
-    the average rotation of the positions to come, give E[exp(q.k)] as exp(mean.k + k' cov k / 2). Needs rotary
-    positions. Unlike kvpress, a bias of the query projection counts.
+    Future queries are taken as normally distributed. Their mean and covariance are those of the prompt's queries (after
+    the sinks, their rotation undone), under the average rotation of the positions to come. This gives E[exp(q.k)] as
+    exp(mean.k + k' cov k / 2). Needs rotary positions. Unlike in kvpress, a bias of the query projection counts.
+
     sinks: first tokens, always kept, whose queries and keys do not count.
     future: positions to come over which the rotation is averaged.
     covariance: use the covariance too, or the mean alone.

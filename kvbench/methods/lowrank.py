@@ -31,15 +31,15 @@ _factored: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[object, Pairs]
 class LowRankStage(Stage):
     """A stage that caches latents of keys and of values, as they are before rotation.
 
-    The model reads and decodes with the low-rank pairs, the cache holds the latents, and attention rebuilds keys from
-    them, a block at a time. All heads of a layer share its latents, and so its tokens: a selector beside it scores by
-    the keys that attention read (rebuilt and rotated) and decides for the whole layer, by the mean over its heads. The
-    pairs are weights, not cache.
+    The model reads and decodes with low-rank pairs of weights, the cache holds the latents, and attention rebuilds keys
+    from them, a block at a time. All heads of a layer share its latents, and so its tokens: a selector beside it scores
+    by the keys that attention read (rebuilt and rotated) and decides for the whole layer, by the mean over its heads.
+    The pairs count as weights, not as cache.
 
-    ratio: fraction of the rank removed, 0 (exact) or more and below 1. multiple: ranks are multiples of it; null: a
-    sixteenth of the full rank, 32 of 512.
-    samples: windows of text that are calibrated on. tokens: length of each; null: 2048, as far as the context allows
-    (tiny: 1024).
+    ratio: fraction of the rank removed, 0 (exact) or more and below 1.
+    multiple: ranks are multiples of it; null: a sixteenth of the full rank, 32 of 512.
+    samples: windows of text of the calibration.
+    tokens: tokens of each window; null: 2048, as far as the context allows (tiny: 1024).
     """
 
     role: ClassVar[Role] = "lowrank"

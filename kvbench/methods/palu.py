@@ -32,17 +32,18 @@ RANKS = ("fisher", "fisher_uniform", "uniform")
 
 @dataclass(frozen=True, kw_only=True)
 class Palu(LowRankStage):
-    """The weight W of a group of heads becomes the best rank-r approximation of its outputs over calibration text:
-    with S S^T = sum of x x^T (Cholesky), W S = U diag(s) V^T is truncated to r, and sqrt(diag(s)) goes to both factors.
+    """The weight W of a group of heads becomes the best rank-r approximation of its outputs over calibration text.
 
+    With S S^T = sum of x x^T (Cholesky), W S = U diag(s) V^T is truncated to r, and sqrt(diag(s)) goes to both factors.
     Where the sum has no Cholesky factor, the least of 1e-10, 1e-9, ... of its mean diagonal that gives it one is added,
     and recorded in the calibration as ``damping`` per layer. All is computed in fp64.
 
-    ratio: T Table 12's 80 % is 0.8. group: heads that share latents, the largest divisor of the kv heads up to it.
-    ranks_by: ``fisher`` divides the rank left over all groups of all layers in proportion to sqrt(E[g^2]) of their
-    weights (mean over the group's entries, g the gradient of a window's mean loss), capped at the full rank;
-    ``fisher_uniform`` gives the groups of a projection their mean; ``uniform`` gives every group the same. The paper
-    takes Fisher information over 2048 samples, here it is that of the windows that are whitened with (our choice).
+    ratio: T Table 12's 80 % is 0.8.
+    group: heads that share latents, the largest divisor of the kv heads up to it.
+    ranks_by: ``fisher`` divides the remaining rank over all groups of all layers in proportion to sqrt(E[g^2]) of their
+    weights (mean over the group's entries, g the gradient of a window's mean loss), capped at the full rank.
+    ``fisher_uniform`` gives the groups of a projection their mean, ``uniform`` gives every group the same. The paper
+    takes Fisher information over 2048 samples; here it is over the windows of the whitening (our choice).
     """
 
     id: ClassVar[str] = "palu"

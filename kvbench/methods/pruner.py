@@ -20,10 +20,11 @@ Channels = tuple[torch.Tensor | None, torch.Tensor | None]
 class ChannelPruner(Stage):
     """A stage that keeps T of D key channels of all tokens but the last ``recent``. Knobs:
 
-    ratio: fraction of channels removed, 0 <= ratio < 1. recent: last tokens whose keys stay whole.
+    ratio: fraction of channels removed, 0 <= ratio < 1.
+    recent: last tokens whose keys keep all channels.
     rounding: ``code`` keeps T = D - int(ratio * D) as released code does, ``paper`` floor((1 - ratio) * D).
 
-    In a chain with a quantiser it only says which channels the packed tokens keep; the exact tokens are then the
+    In a chain with a quantiser the pruner only chooses the channels of the packed tokens. The exact tokens are then the
     larger of ``recent`` and the quantiser's residual.
     """
 

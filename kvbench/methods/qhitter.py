@@ -31,21 +31,23 @@ PUBLISHED_HEAVY = 0.15
 class QHitter(EvictingSelector):
     """Score of token j = lam * attention it received + (1 - lam) * its friendliness to quantisation.
 
-    Attention is H2O's accumulated sum S[h, j]; the errors of quantisation are e_K = ||k - Q(k)||_2 and e_V likewise,
+    Attention is H2O's accumulated sum S[h, j]. The errors of quantisation are e_K = ||k - Q(k)||_2 and e_V likewise,
     where Q packs each token of a head alone, by an integer zero point (``quantise_zero_point``). All three are brought
     to 0 ... 1 by their minimum and maximum, to 0 where these are equal (our choice). Every token is stored as Q(k) and
-    Q(v), recent ones included; a new token is packed before it is attended (the released code reads its key, not its
+    Q(v), recent ones included. A new token is packed before it is attended (the released code reads its key, not its
     value, exactly in that one step). Evicted tokens never return, and the budget holds while decoding.
 
+    bits: bits of a code, 8, 4, 3 or 2.
+    lam: the weight of attention, 0 to 1; 1 is H2O with quantised tokens.
     variant: ``code`` takes first the ``first_ratio`` tokens that received most attention, then the best by
-    lam * S + (1 - lam) * (2 - e_K - e_V) / 2, then recent tokens; S is normalised over what the layer holds at each
+    lam * S + (1 - lam) * (2 - e_K - e_V) / 2, then recent tokens. S is normalised over the tokens of the layer at each
     step, errors once: those of the prompt over its heads and tokens, those of a new token over its heads. ``paper``
-    takes the best by lam * S + (1 - lam) * (2 - e_K - e_V), all three normalised over what the layer holds at each step
-    (the scope is our choice), beside the recent tokens, without which decoding could not begin.
-    bits: bits of a code, 8, 4, 3 or 2. lam: the weight of attention, 0 to 1; 1 is H2O with quantised tokens.
+    takes the best by lam * S + (1 - lam) * (2 - e_K - e_V), all three normalised over the tokens of the layer at each
+    step (the scope is our choice), beside the recent tokens, without which decoding could not begin.
     heavy_ratio: tokens that are not recent, as a fraction of the prompt, instead of three quarters of a budget.
-    recent_ratio: recent tokens likewise; the two come together. Counts are rounded down one by one, as in the code.
-    first_ratio: tokens chosen by attention alone, as a fraction of the prompt; where a budget leaves fewer than 15 % to
+    recent_ratio: recent tokens likewise; given together with heavy_ratio. Counts are rounded down one by one, as in the
+    code.
+    first_ratio: tokens chosen by attention alone, as a fraction of the prompt. Where a budget leaves fewer than 15 % to
     heavy hitters, the same share of them as of 15 % (our choice). Only in ``code``.
     evict_after: a step attends the new token beside the whole budget and then evicts, as the code does: one token more
     is stored.

@@ -17,7 +17,9 @@ from kvbench.methods.statistics import group_mean, pool, window_rows
 class SnapKV(Selector):
     """Score = attention summed over the last ``window`` queries, pooled over ``kernel`` neighbours.
 
-    window: observation window w, always kept. kernel: pooling width, odd. pooling: max or avg.
+    window: observation window w, always kept.
+    kernel: pooling width, odd.
+    pooling: max or avg.
     """
 
     id: ClassVar[str] = "snapkv"

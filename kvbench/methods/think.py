@@ -16,8 +16,10 @@ from kvbench.methods.pruner import ChannelPruner
 class Think(ChannelPruner):
     """Score of channel j = norm of the last queries' j-th entries times norm of the retained keys' j-th entries.
 
-    This is the Frobenius norm of the channel's share of the logits (section 3.2). Under GQA the queries of a
-    group are stacked. observed: last queries that are read, the paper's S_obs.
+    This is the Frobenius norm of the channel's share of the logits (section 3.2). Under GQA the queries of a group are
+    stacked.
+
+    observed: last queries that are read, the paper's S_obs.
     """
 
     id: ClassVar[str] = "think"

@@ -12,15 +12,16 @@ from kvbench.methods.base import Mask
 
 @dataclass(frozen=True, kw_only=True)
 class Twilight(Mask):
-    """Per decode step and query head: the smallest set of tokens with mass >= p, exact attention over it.
+    """Attend, per decode step and query head, the smallest set of tokens with mass >= p, with exact attention over it.
 
-    Weights are estimated with keys quantised per token by minimum and maximum, then a softmax; equal weights go
-    together, so that ties are all kept. Saves no bytes: the cache is stored whole, and samples say how many tokens
-    were ``attended`` on average instead. No base selector goes before it, unless one is chained (``snapkv+twilight``).
-    Released code starts its threshold search at the first token's weight; here sets are minimal.
+    Weights are estimated with keys quantised per token by minimum and maximum, then a softmax. Equal weights go
+    together, so that all ties are kept. Twilight saves no bytes: the cache is stored whole, and samples record the mean
+    number of tokens that were ``attended``. No base selector goes before it, unless one is chained
+    (``snapkv+twilight``). Released code starts its threshold search at the first token's weight; here sets are minimal.
 
     p: mass that is kept, 0 < p <= 1; 1 attends every weight above 0. Released code sets 0.85; ReFreeKV compares with
-    0.85 on Mistral and 0.95 on LLaMA-3. bits: bits of the quantised keys.
+    0.85 on Mistral and 0.95 on LLaMA-3.
+    bits: bits of the quantised keys.
     exempt_layers: layers that attend everything; the paper's first two.
     """
 

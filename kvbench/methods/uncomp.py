@@ -35,26 +35,29 @@ SIMILARITIES = ("paper", "code")
 class UNCompGroup(EvictingSelector):
     """Score = attention summed over the last ``window`` queries, max-pooled over ``kernel`` neighbours, as in code.
 
-    Of a mean budget C, the half of a layer's heads with the larger truncated matrix entropy of their queries keeps
-    4/3 C tokens, the other half 2/3 C (512 and 256 at 384; at least window + 1), the last ``window`` included. The half
-    of each head is measured beforehand (methods.entropy). Every head holds its number of tokens while decoding: the
-    rows of the last ``window`` queries are stored with the tokens, and the token of the lowest pooled sum goes. A
-    prompt of up to C tokens is kept whole, and heads of fewer evict with the first new token. Under ``per=kv_head`` the
-    mean entropy of a group's query heads decides, and their rows are averaged before pooling.
+    Of a mean budget C, the half of a layer's heads whose queries have the larger truncated matrix entropy keeps 4/3 C
+    tokens, the other half 2/3 C (512 and 256 at 384; at least window + 1), the last ``window`` included. The half of
+    each head is measured beforehand (methods.entropy). Every head holds its number of tokens while decoding: the rows
+    of the last ``window`` queries are stored with the tokens, and the token of the lowest pooled sum goes. A prompt of
+    up to C tokens is kept whole; heads of smaller budgets then evict with the first new token. Under ``per=kv_head``
+    the mean entropy of a group's query heads decides, and their rows are averaged before pooling.
 
-    window: last tokens, always kept, whose rows score the others. kernel: width of the max-pooling, odd.
+    window: last tokens, always kept, whose rows score the others.
+    kernel: width of the max-pooling, odd.
     high: tokens of the high group, with low in place of a budget (the paper's remain-N is high=512 low=N).
     low: tokens of the low group, likewise.
-    groups: groups of heads, their tokens falling linearly from the first to the last (appendix D.1; 11, 10 and 11 of 32
-    heads); more than two are made by the sum of ranks over samples, two by how often a head was in the upper half.
+    groups: number of groups, their tokens falling linearly from the first to the last (appendix D.1; 11, 10 and 11 of
+    32 heads). Two are made by how often a head was in the upper half, more by the sum of its ranks over samples.
     scale: factor of all budgets; released code multiplies its argument by 1.5.
-    grouping: calibrated; random draws the groups of each layer; reversed gives the high group the low budget (the
-    ablations of appendix D). seed: of random.
-    delete: heads of each layer that are not stored at all, those that rank lowest; all others keep C. While decoding,
-    their attention output is that of the most similar head that is stored.
+    grouping: ``calibrated``; ``random`` draws the groups of each layer; ``reversed`` gives the high group the low
+    budget (the ablations of appendix D).
+    seed: seed of random groups.
+    delete: number of heads of each layer that are not stored at all, those that rank lowest; all others keep C. While
+    decoding, their attention output is that of the most similar head that is stored.
     similarity: cosine of the attention from the last ``window`` queries (paper) or of the last ``window`` keys (code).
-    top: the k of truncated matrix entropy, eigenvalues that count. samples: windows of text that are measured (code;
-    500 in the paper). tokens: of each window; null: 4096, as far as the context allows (tiny: 1024).
+    top: the k of truncated matrix entropy, the number of eigenvalues that count.
+    samples: windows of text that are measured, 100 in the code and 500 in the paper.
+    tokens: tokens of each window; null: 4096, as far as the context allows (tiny: 1024).
     """
 
     id: ClassVar[str] = "uncomp-group"

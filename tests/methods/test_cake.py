@@ -28,7 +28,7 @@ SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}
 
 
 def layers(shape, per="kv_head", data="random", n=N):
-    """(q, k, dense, obs) of every layer; queries grow with depth, so that layers attend ever more sharply."""
+    """Return (q, k, dense, obs) of every layer; queries grow with depth, so that layers attend ever more sharply."""
     hq, hk = SHAPES[shape]
     for i in range(LAYERS):
         q, k = ref.grid(hq, n, D, seed=i) * (i + 1) / 2, ref.grid(hk, n, D, seed=i + 50)
@@ -242,7 +242,7 @@ def pooled_choice(held, now, count, w):
 
 
 def snapshot(slots):
-    """{position: attention of the last query} per row and head."""
+    """Return {position: attention of the last query} per row and head."""
     rows = zip(slots.positions.tolist(), slots.state["row"].tolist(), slots.valid.tolist(), strict=True)
     return [[{p: s for p, s, ok in zip(*head, strict=True) if ok} for head in zip(*row, strict=True)] for row in rows]
 

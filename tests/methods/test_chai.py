@@ -71,7 +71,7 @@ def test_clusters_are_those_of_average_linkage(seed, kv_heads, count):
 
 
 def slow_merges(maps):
-    """The distances at which clusters of maps [H][25] merge, by average linkage over all pairs of members."""
+    """Return the distances at which clusters of maps [H][25] merge, by average linkage over all pairs of members."""
     clusters, passed = [[h] for h in range(len(maps))], []
     unit = maps / maps.norm(dim=1, keepdim=True)
     while len(clusters) > 1:
@@ -110,7 +110,7 @@ def test_distances_are_the_mean_over_windows_of_slow_merges(family):
 
 
 def calibrated(model, windows, **knobs):
-    """The chain of CHAI with counts of these windows."""
+    """Return the chain of CHAI calibrated on these windows."""
     (stage,) = registry.parse({"method": "chai", "counts": "calibrated", **knobs}).stages
     recipe = stage.recipe().settled(None)
     tensors = stage.calibrate(CalibrationRun(model, iter(windows), recipe, lambda: None, observer(model)))

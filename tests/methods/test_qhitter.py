@@ -32,7 +32,7 @@ def values(cache):
 
 
 def at(x, positions, heads):
-    """x [Hk, n, D] at each stored head's positions."""
+    """Return x [Hk, n, D] at each stored head's positions."""
     return torch.stack([x[h // (heads // len(x)), p] for h, p in enumerate(positions)])
 
 

@@ -24,7 +24,7 @@ DEFAULTS["ranking"] = "position"
 
 
 def with_rows(*rows):
-    """A layer of one query head per row, all over one kv head, whose last query's attention is that row."""
+    """Return a layer of one query head per row, all over one kv head, whose last query's attention is that row."""
     hq, n = len(rows), len(rows[0])
     q, k = torch.zeros(hq, n, hq), torch.zeros(1, n, hq)
     for h, row in enumerate(rows):

@@ -125,7 +125,7 @@ def test_the_prompt_keeps_what_a_slow_reference_keeps(hq, hk, per, data):
 
 
 def slow_leaves(window, kernel, sizes_of, group):
-    """What leaves: the lowest of the held tokens by pooled sums of the last ``window`` rows, in order of position."""
+    """Return the token that leaves: the lowest by pooled sums of the last ``window`` rows, in order of position."""
 
     def leaves(attn, held, head, now):
         rows = [attn[h][i] for h in range(head * group, (head + 1) * group) for i in range(max(0, now - window), now)]
@@ -167,7 +167,7 @@ def test_decoding_equals_a_slow_simulation_with_masks(kernel, thin):
 
 
 def mha():
-    """A small Llama whose heads are not grouped."""
+    """Return a small Llama whose heads are not grouped."""
     torch.manual_seed(9)
     shape = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=4, head_dim=16)).eval()
