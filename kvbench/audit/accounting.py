@@ -69,6 +69,7 @@ def bytes_held(layer: LayerCache) -> HeldBytes:
         scales = storage_bytes(t for p in packed for t in (p.scale, p.low))
         ids = storage_bytes(t for t in (s.key_channels, s.value_channels, s.leads) if t is not None)
         state = storage_bytes(s.state.values())
+        # what remains of the payload is exact, what remains of the overhead are positions and counts
         total += HeldBytes(
             exact=storage_bytes(s.payload()) - codes - scales,
             codes=codes,
@@ -197,14 +198,16 @@ def at_16_bits(chain: Chain, line: Mapping[str, Any], itemsize: int) -> dict[str
     """
     slots, exact, coder, selector = round(line["kept"]), line["payload"], chain.coder, chain.selector
     if selector is not None and selector.packs:
-        exact = 0
+        exact = 0  # every token is packed
     elif coder is not None:
         group = round(line["payload_query_head"] / line["payload_kv_head"])
+        # the exact part of the payload: keys and values of tokens that the coder leaves unpacked
         unpacked = 2 * slots - coder.keys.packed(slots) - coder.values.packed(slots)
         exact = chain.heads(1, group) * line["full_bytes"] * unpacked / (2 * line["n"])
     state = sum(m.slot_bytes(itemsize) for m in chain.modifiers) if chain.evicts else 0
     shrunk = 1.0
     if state:
+        # each slot's overhead loses the difference that modifiers' state makes at 16 bits
         slot_overhead = POSITION_BYTES + chain.layout(slots, 128, itemsize)[0].slot_overhead
         shrunk -= (state - sum(m.slot_bytes(HALF) for m in chain.modifiers)) / slot_overhead
     return {

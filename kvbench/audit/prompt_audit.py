@@ -56,6 +56,7 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         _check_counts(chain, layer, i, n, n_layers, counts)
         check_storages(chain.name, layer, i, storages)
         check_sharing(chain, layer, i, n_layers, kv_heads, heads)
+        # the bytes behind keys and values, and all others, against the formula for as many tokens
         held = storage_bytes(t for s in layer.segments for t in s.payload())
         held_beside = layer.nbytes() - held
         blocks = _blocks(chain, counts, head_dim, itemsize, i)
@@ -69,6 +70,7 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
                 f"{chain.name}: layer {i} holds {held_beside} overhead bytes, declared "
                 f"{overhead_formula(layer, blocks)}"
             )
+        # the same tokens at 16 bits
         blocks16 = _blocks(chain, counts, head_dim, HALF, i)
         payload16 += payload_formula(layer, blocks16)
         overhead16 += overhead_formula(layer, blocks16)
@@ -135,6 +137,7 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
     if stored != heads:
         raise Refused(f"{name}: layer {index} stores {stored} heads, the chain declares {heads}")
     for segment in layer.segments:
+        # tokens held as keys and as values: exact ones, and before them packed ones
         slots, values = segment.k.shape[1], segment.v.shape[1]
         if segment.codes is not None:
             slots, values = slots + segment.codes.k.shape[1], values + segment.codes.v.shape[1]
@@ -142,6 +145,7 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
         heads_differ = segment.k.shape[0] != segment.v.shape[0] and segment.leads is None
         if values != slots or heads_differ or segment.positions.shape[1] != slots or ragged:
             raise Refused(f"{name}: layer {index} holds keys, values and positions of different lengths")
+    # heads of equal numbers are checked in one tensor, which saves a GPU most of the waiting
     even = layer.even_positions()
     if even is not None and even.shape[1] and _in_order(even, n):
         return [even.shape[1]] * heads

@@ -34,10 +34,12 @@ def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
     for s in cache.segments:
         if s.codes is not None or _shares_tensors(s, source):
             continue
+        # a position is its own index where all tokens were read, else its place among those read
         index = s.positions.long() if all_read else torch.searchsorted(source.positions[0], s.positions)
         index = index.clamp(0, n - 1)
         if not all_read and not torch.equal(source.positions[0][index], s.positions):
             return "tokens that it did not read"
+        # rows of the source, all heads one after the other, that the stored values and keys must equal
         value_rows = _source_rows(s, index, torch.arange(s.heads, device=index.device), n, heads)
         with_keys = None if s.leads is None else key_heads(s.leads, s.heads)
         key_rows = value_rows if with_keys is None else _source_rows(s, index, with_keys, n, heads)
@@ -46,7 +48,7 @@ def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
             ("values", s.v, source.v, s.value_channels, value_rows),
         ):
             expected = original.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, original.shape[-1])
-            if channels is not None:
+            if channels is not None:  # only the kept channels, [H, T], of every token
                 ids = channels.long()
                 by_token = ids[:, None] if s.lengths is None else ids.repeat_interleave(s.lengths, dim=0)[None]
                 expected = expected.gather(2, by_token.expand(*rows.shape, -1))

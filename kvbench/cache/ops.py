@@ -61,12 +61,14 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
     old = as_stored(only_segment(cache))
     if lengths is not None and bool((lengths != index.shape[1]).any()):
         return replace(cache, segments=(_select_ragged(old, index, lengths),))
+    # index [1, m], and keys of heads that share them, are repeated for each stored head
     per_row = per_head(index, cache.heads)
     rows = max(index.shape[0], old.positions.shape[0])
 
     def at(t: Tensor) -> Tensor:
         return _gather_slots(per_head(t, cache.heads), per_row)
 
+    # positions stay one row as long as all heads keep the same tokens
     if old.positions.shape[0] == 1:
         positions = old.positions[0].index_select(0, index.flatten()).view(index.shape)
     else:
@@ -79,6 +81,7 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
 def _select_ragged(old: Segment, index: Tensor, lengths: Tensor) -> Segment:
     """Keep head h's first ``lengths[h]`` of ``index`` [heads, m], the heads one after the other."""
     heads = len(lengths)
+    # (head, slot) of every entry that is kept, head by head
     chosen = torch.arange(index.shape[1], device=index.device) < lengths[:, None]
     head = torch.arange(heads, device=index.device)[:, None].expand_as(index)[chosen]
     slot = index[chosen]

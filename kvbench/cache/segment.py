@@ -62,6 +62,7 @@ class Segment:
         end = self.tokens if self.lengths is None else int(self.lengths[: h + 1].sum())
         start = 0 if self.lengths is None else end - int(self.lengths[h])
 
+        # ragged heads lie one after the other in one row: those of head h are start to end
         def at(t: Tensor) -> Tensor:
             return t[h if t.shape[0] > 1 else 0, start:end][None]
 

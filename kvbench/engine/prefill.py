@@ -265,6 +265,7 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
 
         for i, chain in enumerate(chains):
             heads = chain.heads(k.shape[0], query_heads)
+            # the dense cache is shared by all chains, and counted for none of them
             with _clock(k.device, spent, -1):
                 shared = obs.once((ops.dense, heads), partial(dense, heads))
                 handed = Handed(chain, shared, obs)
@@ -279,6 +280,7 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
         # chains of one prefill key compute the prompt alike
         logits, colsums_s = observe(model, ids, needs, on_layer, plain, chains[0])
         check_finite(chains[0], "logits", logits)
+    # the forward pass alone: without compression, checks and column sums, which chains pay for themselves
     forward = max(total[0] - sum(spent) - sum(colsums_s.values()), 0.0)
     owner = weakref.ref(model)
     caches = []

@@ -123,7 +123,7 @@ class Chai(HeadSharer):
         if self.clusters:
             return self.clusters
         name = self.like
-        if name is None and self.share is None:
+        if name is None and self.share is None:  # UNComp's list for a model of this shape
             like = {(32, 32): "llama2" if kv_heads == query_heads else "llama3", (40, 40): "llama2-13b"}
             name = like.get((n_layers, query_heads))
         if name is not None:

@@ -57,6 +57,7 @@ def _code_of(cls: type[Knobs]) -> str | None:
     modules: dict[str, bytes] = {}
     for c in classes:
         try:
+            # the class's file, with all that it imports from the folder beside it
             _follow(c.__module__, Path(inspect.getfile(c)).parent, modules)
         except (TypeError, OSError):
             try:
@@ -105,6 +106,7 @@ def contained(name: str, foreign: bool = True) -> Iterator[None]:
         with torch.random.fork_rng(devices=()):
             yield
     except BaseException as error:
+        # SystemExit and the like of the method's code are its errors; those of the user's signals are not
         if isinstance(error, Exception) or _raised_by_signal(error):
             raise
         raise KvbenchError(f"{name} would end the program: {type(error).__name__} {error}".rstrip()) from error

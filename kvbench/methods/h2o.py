@@ -103,7 +103,7 @@ class H2O(EvictingSelector):
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             return int(self.heavy_ratio * n), max(1, int(self.recent_ratio * n))
         total = self.generation_budget(n)
-        if self.variant == "uncomp":
+        if self.variant == "uncomp":  # 4 / 512 heavy hitters beside 508 / 512 recent tokens
             return total * UNCOMP_HEAVY // UNCOMP_TOTAL, total * UNCOMP_RECENT // UNCOMP_TOTAL
         return total // 2, total - total // 2
 

@@ -97,6 +97,7 @@ class ChannelPruner(Stage):
 
         key_channels = value_channels = None
         if keys < head_dim:
+            # tokens that are not scored become zeros, which add nothing to a norm
             k = padded(segment.k, segment.lengths, cache.heads).float()
             key_channels = top_indices(self.channel_scores(k * counted(scored[0])[..., None], cache, obs), keys)
         if values < head_dim:

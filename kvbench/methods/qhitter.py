@@ -119,7 +119,7 @@ class QHitter(EvictingSelector):
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             return int(share * n), int((self.heavy_ratio - share) * n), max(1, int(self.recent_ratio * n))
         total = self.generation_budget(n)
-        heavy = total * HEAVY // PARTS
+        heavy = total * HEAVY // PARTS  # three quarters of the budget
         first = min(int(share * n), int(share / PUBLISHED_HEAVY * heavy), heavy)
         return first, heavy - first, total - heavy
 

@@ -114,41 +114,37 @@ class Quantiser(Stage):
         """Return the cache with its older tokens packed, of those only the channels that ``pruner`` keeps."""
         cache = ops.expand(cache)
         s = ops.only_segment(cache)
-        coder, lengths = self.coder(pruner), s.counts
-        packed = [r.packed(max(lengths)) for r in (coder.keys, coder.values)]
+        coder = self.coder(pruner)
         key_channels = value_channels = None
         if pruner is not None:
             # a prompt too short to pack anything still settles the channels of what decoding will pack
-            scored = [[r.packed(m) or m for m in lengths] for r in (coder.keys, coder.values)]
+            scored = [[r.packed(m) or m for m in s.counts] for r in (coder.keys, coder.values)]
             key_channels, value_channels = pruner.channels(cache, obs, (scored[0], scored[1]))
-        if s.lengths is None:
-            k_codes, k = encode(s.k, self.pack_keys, packed[0], key_channels)
-            v_codes, v = encode(s.v, self.pack_values, packed[1], value_channels)
-            codes = Codes(k_codes, v_codes)
-        else:
-            k_codes, k_counts, k = self._ragged(s, s.k, self.pack_keys, coder.keys, key_channels)
-            v_codes, v_counts, v = self._ragged(s, s.v, self.pack_values, coder.values, value_channels)
-            codes = Codes(k_codes, v_codes, k_counts, v_counts)
+        k_codes, k_counts, k = self._pack(s, s.k, self.pack_keys, coder.keys, key_channels)
+        v_codes, v_counts, v = self._pack(s, s.v, self.pack_values, coder.values, value_channels)
         new = replace(
             s,
             k=k,
             v=v,
-            codes=codes,
+            codes=Codes(k_codes, v_codes, k_counts, v_counts),
             key_channels=None if key_channels is None else key_channels.to(torch.int16),
             value_channels=None if value_channels is None else value_channels.to(torch.int16),
         )
         return replace(cache, segments=(new,))
 
-    def _ragged(
+    def _pack(
         self,
         s: Segment,
         t: torch.Tensor,
         pack: Callable[[torch.Tensor], Packed],
         residual: Residual,
         channels: torch.Tensor | None,
-    ) -> tuple[Packed, torch.Tensor, torch.Tensor]:
-        """Return (codes, counts, exact tokens) of ragged heads, one after the other."""
-        assert s.lengths is not None
+    ) -> tuple[Packed, torch.Tensor | None, torch.Tensor]:
+        """Return (codes, packed tokens of each head where heads are ragged, exact tokens) of keys or values t."""
+        if s.lengths is None:
+            codes, exact = encode(t, pack, residual.packed(s.tokens), channels)
+            return codes, None, exact
+        # ragged heads are packed one by one, and stored one after the other
         parts = [
             encode(x, pack, residual.packed(x.shape[1]), None if channels is None else channels[h : h + 1])
             for h, x in enumerate(t.split(s.lengths.tolist(), dim=1))

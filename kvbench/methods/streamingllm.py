@@ -57,6 +57,7 @@ class StreamingLLM(EvictingSelector):
         return self.sinks
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
+        # the score is the position: the most recent tokens are kept beside the sinks
         return torch.arange(obs.n, device=cache.segments[0].k.device)[None]
 
     def token_counts(self, n: int) -> Mapping[str, int]:

@@ -112,7 +112,7 @@ class UncompStage(HiddenPruner):
                     "kvbench.calibrate"
                 )
             return (0, *erank_drops(self.calibration.tensors["erank_k"][0].tolist(), self.epsilon))
-        groups = min(self.groups, n_layers)
+        groups = min(self.groups, n_layers)  # of equal sizes
         return tuple(-(-i * n_layers // groups) for i in range(groups))
 
     def group_tokens(self, n: int, groups: int) -> list[int]:
@@ -120,7 +120,9 @@ class UncompStage(HiddenPruner):
         if groups == 1:
             return [n if self.schedule == "relative" else self.most]
         if self.schedule == "relative":
+            # n * (1 - (1 - least) * i / (groups - 1)), from n down to least * n
             return [int(n * (1 - (1 - self.least) * i / (groups - 1)) + 1e-9) for i in range(groups)]
+        # paper: down from the first group by whole steps; code: up from the last
         step = (self.most - self.least_size) // (groups - 1)
         if self.schedule == "paper":
             return [*(self.most - i * step for i in range(groups - 1)), self.least_size]
