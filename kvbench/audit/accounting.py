@@ -147,14 +147,14 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, 
         sizes = p.low
         if p.low != p.high:
             sizes = tuple(spread_evenly(p.total if p.total is not None else next(shares), heads))
-        counts[p, sizes, chain.rows(n, i, shape.layers)] += 1
+        counts[p, sizes, chain.tokens_read(n, i, shape.layers)] += 1
     return counts
 
 
 def heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
     """Return by layer the stored heads without keys, where query heads share logits; None: only the prompt decides."""
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    leading = [chain.leading(n, i, shape.layers, shape.query_heads, shape.kv_heads) for i in range(shape.layers)]
+    leading = [chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads) for i in range(shape.layers)]
     if heads < shape.query_heads and min(leading) < shape.query_heads:
         return None
     return [shape.query_heads - count for count in leading]

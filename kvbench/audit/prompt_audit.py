@@ -168,7 +168,7 @@ def _in_order(positions: torch.Tensor, n: int) -> bool:
 
 def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv_heads: int, heads: int) -> None:
     """Raise Refused unless as many query heads lead as the chain declares, and the keys held are those they read."""
-    declared = chain.leading(layer.prompt_tokens, index, n_layers, layer.query_heads, kv_heads)
+    declared = chain.leading_heads(layer.prompt_tokens, index, n_layers, layer.query_heads, kv_heads)
     (segment, *_) = layer.segments
     leading = layer.query_heads if segment.leads is None else len(segment.leads.unique())
     if leading != declared:

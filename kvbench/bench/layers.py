@@ -49,7 +49,7 @@ def random_layer(
     """A dense layer of normal keys and values for a prompt of n tokens, and all that the chain reads of it."""
     g = torch.Generator().manual_seed(index)
     needs, length = chain.needs(n), n
-    n = chain.rows(length, index, shape.layers)
+    n = chain.tokens_read(length, index, shape.layers)
     # which tokens a layer reads does not matter here: the last ones
     where = None if n == length else torch.arange(length - n, length)
 
@@ -103,8 +103,8 @@ def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[t
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     alike: dict[object, list[int]] = {}
     for i in range(shape.layers):
-        leading = chain.leading(n, i, shape.layers, shape.query_heads, shape.kv_heads)
-        rows = chain.rows(n, i, shape.layers)
+        leading = chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads)
+        rows = chain.tokens_read(n, i, shape.layers)
         alike.setdefault((chain.expected(n, i, shape.layers, heads), rows, leading), []).append(i)
     made = []
     for members in alike.values():

@@ -202,7 +202,7 @@ def _next_rows(chain: Chain, obs: Observation, keys: Tensor) -> Rows | None:
     if chain.hidden is None or obs.layer + 1 == obs.n_layers:
         return None
     positions = obs.token_positions(keys.device)
-    if chain.rows(obs.prompt_tokens, obs.layer + 1, obs.n_layers) == obs.n:
+    if chain.tokens_read(obs.prompt_tokens, obs.layer + 1, obs.n_layers) == obs.n:
         return None if obs.positions is None else Rows(None, positions)
     index = chain.hidden.keep_hidden(keys if obs.read_k is None else obs.read_k, obs)
     return Rows(index, positions[index])

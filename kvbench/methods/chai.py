@@ -104,7 +104,7 @@ class Chai(HeadSharer):
         """Return the clusters of each layer that a knob names, () if none does, and that knob."""
         return (LISTS[self.like], "like") if self.like else (self.clusters, "clusters")
 
-    def leading(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
+    def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
         if n <= OBSERVED:
             return query_heads
         return self.cluster_counts(n_layers, query_heads, kv_heads)[layer]
@@ -134,7 +134,7 @@ class Chai(HeadSharer):
         self, first_q: torch.Tensor, first_k: torch.Tensor, n: int, layer: int, n_layers: int, scale: float
     ) -> torch.Tensor | None:
         heads = first_q.shape[0]
-        count = self.leading(n, layer, n_layers, heads, first_k.shape[0])
+        count = self.leading_heads(n, layer, n_layers, heads, first_k.shape[0])
         return None if count == heads else lead_heads(first_q, first_k, scale, count)
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:

@@ -85,7 +85,7 @@ class Chain:
         return tuple(s for s in self.stages if s.adapts)
 
     @property
-    def batch(self) -> object:
+    def batch_key(self) -> object:
         """The key of the decode batch: chains with equal keys change the model alike, and decode together.
 
         Code that is not kvbench's own decodes alone.
@@ -101,7 +101,7 @@ class Chain:
         """The stage that drops hidden states while the prompt is read."""
         return next((s for s in self.stages if isinstance(s, HiddenPruner)), None)
 
-    def rows(self, n: int, layer: int, n_layers: int) -> int:
+    def tokens_read(self, n: int, layer: int, n_layers: int) -> int:
         """Return the tokens of a prompt of n that the layer reads."""
         return self.hidden.sizes(n, n_layers)[layer] if self.hidden else n
 
@@ -110,9 +110,9 @@ class Chain:
         """The stage under which query heads share logits."""
         return next((s for s in self.stages if isinstance(s, HeadSharer)), None)
 
-    def leading(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
+    def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
         """Return the number of query heads whose logits are computed in a layer."""
-        return self.sharer.leading(n, layer, n_layers, query_heads, kv_heads) if self.sharer else query_heads
+        return self.sharer.leading_heads(n, layer, n_layers, query_heads, kv_heads) if self.sharer else query_heads
 
     @property
     def evicts(self) -> bool:
@@ -218,7 +218,7 @@ class Chain:
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected:
         """Return the tokens that each stored head of a layer must hold after prefill."""
-        rows = self.rows(n, layer, n_layers)
+        rows = self.tokens_read(n, layer, n_layers)
         for stage in self.stages:
             declared = stage.expected(n, layer, n_layers, heads)
             if declared is not None:

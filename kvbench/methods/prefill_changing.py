@@ -46,7 +46,7 @@ class HeadSharer(AlteredPrefill):
 
     role: ClassVar[Role] = "share"
 
-    def leading(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
+    def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
         """Return the number of query heads whose logits are computed for a prompt of n tokens."""
         raise TypeError(f"{type(self).__name__} does not say how many heads lead")
 

@@ -73,12 +73,12 @@ class ReFreeKV(TokenSelector):
         if self.frozen_layers != (0, 1):
             super().check_layers(n_layers)
 
-    def rows(self, n: int) -> int:
+    def query_count(self, n: int) -> int:
         """Return the number of queries whose attention is averaged."""
         return min(n, self.k) if isinstance(self.k, int) else max(1, int(self.k * n + 1e-9))
 
     def needs(self, n: int) -> Needs:
-        return Needs(last_q=self.rows(n), colsums=self.ranking == "attention")
+        return Needs(last_q=self.query_count(n), colsums=self.ranking == "attention")
 
     def keeps_all(self, n: int, layer: int) -> bool:
         """Tell whether the layer keeps everything, whatever its data."""
@@ -93,11 +93,11 @@ class ReFreeKV(TokenSelector):
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         if self.keeps_all(obs.n, obs.layer):
             return cache
-        rows = self.rows(obs.n)
+        count = self.query_count(obs.n)
         order = self._order(obs, ops.only_segment(cache).k.device)
         # mean over the queries that can see a token
-        seen_by = torch.arange(obs.n, 0, -1, device=order.device).clamp(max=rows)
-        attention = window_sums(cache, obs, rows) / seen_by
+        seen_by = torch.arange(obs.n, 0, -1, device=order.device).clamp(max=count)
+        attention = window_sums(cache, obs, count) / seen_by
         counts = self._counts(attention[:, order].double(), cache.heads)
         return ops.select_first(cache, order.expand(len(counts), -1), counts)
 

@@ -141,7 +141,7 @@ def test_calibrated_counts_are_those_that_the_prompt_is_read_with(family):
 
 def test_calibrated_counts_are_not_guessed_and_need_five_tokens():
     with pytest.raises(UsageError, match=r"not calibrated.*counts=calibrated"):
-        Chai(counts="calibrated").leading(10, 0, 3, 4, 4)
+        Chai(counts="calibrated").leading_heads(10, 0, 3, 4, 4)
     stage = Chai(counts="calibrated", tokens=4)
     run = CalibrationRun(build("llama"), iter([]), stage.recipe(), lambda: None, observer(build("llama")))
     with pytest.raises(UsageError, match="estimates 5 dimensions"):
