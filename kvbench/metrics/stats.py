@@ -66,24 +66,16 @@ def bootstrap_ci(
     return float(low), float(high)
 
 
-def paired_difference(
-    scores: Scores,
-    baseline: Scores,
-    seed: int = 0,
-    resamples: int = DRAWS,
-    level: float = 0.95,
-    bounds: Bounds | None = (-1.0, 1.0),
-) -> Difference:
+def paired_difference(scores: Scores, baseline: Scores) -> Difference:
     """Return the mean of ``scores - baseline`` over the same examples in the same order, with its interval.
 
-    ``bounds`` is the range of a difference. Raises ValueError where the lengths differ or there is no example.
+    Scores lie between 0 and 1. Raises ValueError where the lengths differ or there is no example.
     """
     a, b = _finite(scores), _finite(baseline)
     if len(a) != len(b) or not len(a):
         raise ValueError(f"a paired difference needs the same examples twice, got {len(a)} and {len(b)}")
     differences = a - b
-    interval = bootstrap_ci(differences, seed, resamples, level, bounds)
-    low, high = interval or (None, None)
+    low, high = bootstrap_ci(differences, bounds=(-1.0, 1.0)) or (None, None)
     return Difference(float(differences.mean()), low, high)
 
 

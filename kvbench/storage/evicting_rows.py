@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvbench.cache.ops import order_by_position
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.errors import UsageError
 from kvbench.storage.attend import rounded
@@ -215,7 +216,7 @@ class SlotRows:
     def _rolled(self, query: Tensor, places: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
         """The query at the last slots, and what turns keys to theirs."""
         t = query.shape[2]
-        order = self.positions.masked_fill(~self.valid, torch.iinfo(torch.int32).max).argsort(dim=-1)
+        order = order_by_position(self.positions, self.valid)
         rank = torch.empty_like(order)
         rank.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
         # heads may hold different numbers, and each counts its own
@@ -261,7 +262,7 @@ def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:
     """Each slot's place in the order of scores [..., S], best first; equal ones rank by position, and those not
     ``among`` come last."""
     scores = scores.masked_fill(~among, -torch.inf)
-    by_position = positions.masked_fill(~among, torch.iinfo(torch.int32).max).sort(dim=-1, stable=True).indices
+    by_position = order_by_position(positions, among)
     order = scores.gather(-1, by_position).sort(dim=-1, descending=True, stable=True).indices
     order = by_position.gather(-1, order)
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
