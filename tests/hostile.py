@@ -8,6 +8,7 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.observation import Needs
 from kvbench.methods.base import Selector
+from kvbench.methods.keynorm import KeyNorm
 
 kept = []  # what methods stash where nobody looks
 MODES = {}  # mode -> (what it does with (stage, cache, obs), why it is refused; None: it harms only itself)
@@ -78,7 +79,7 @@ def changes_it_later(stage, cache, obs):
 
 @mode()
 def spoils_what_is_computed_once(stage, cache, obs):
-    obs.found[("dense", cache.heads)] = obs.found["key norms"] = None
+    obs.scratch[ops.dense, cache.heads] = obs.scratch[KeyNorm] = None
     obs.colsums_q[8] = None
 
 

@@ -56,12 +56,17 @@ def test_no_other_size_comes_nearer(kind, other, shape):
 def test_the_nominal_formula_is_the_papers():
     for size in (128, 512, 1024, 2048):
         chain = chain_of({"method": "snapkv+think", "kv_size": size, "per": "query_head"})
-        assert accounting.nominal(chain, MISTRAL, 8192, 2) / 2**20 == pytest.approx(0.5 * size - 0.1 * (size - 32))
+        assert accounting.nominal_payload(chain, MISTRAL, 8192, 2) / 2**20 == pytest.approx(
+            0.5 * size - 0.1 * (size - 32)
+        )
         plain = chain_of({"method": "snapkv", "kv_size": size})
-        assert accounting.nominal(plain, MISTRAL, 8192, 2) == accounting.declared(plain, MISTRAL, 8192, 2).payload
+        assert (
+            accounting.nominal_payload(plain, MISTRAL, 8192, 2)
+            == accounting.bytes_declared(plain, MISTRAL, 8192, 2).payload
+        )
     packed = chain_of("think+kivi", {"ratio": 0.5, "recent": 32})
-    exact = accounting.declared(packed, MISTRAL, 1000, 2).payload
-    assert accounting.nominal(packed, MISTRAL, 1000, 2) == exact  # half of 128 channels is a whole number
+    exact = accounting.bytes_declared(packed, MISTRAL, 1000, 2).payload
+    assert accounting.nominal_payload(packed, MISTRAL, 1000, 2) == exact  # half of 128 channels is a whole number
 
 
 def test_grids_of_the_reference_give_each_other_method_one_size_each():

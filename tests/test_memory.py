@@ -14,7 +14,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 def test_what_is_asked_for_is_taken_whatever_is_free(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
-    assert memory.limit(1.5, {CPU: 1.0}) == 3 * 2**29
+    assert memory.cache_limit(1.5, {CPU: 1.0}) == 3 * 2**29
 
 
 @pytest.mark.parametrize(
@@ -28,18 +28,18 @@ def test_what_is_asked_for_is_taken_whatever_is_free(monkeypatch):
 )
 def test_the_device_with_least_room_for_its_part_decides(monkeypatch, free, shares, room):
     monkeypatch.setattr(memory, "free_bytes", free.__getitem__)
-    assert memory.limit(None, shares) == int(memory.USED_SHARE * room)
+    assert memory.cache_limit(None, shares) == int(memory.USED_SHARE * room)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shares_are_those_of_the_attention_layers(family):
     model = copy.deepcopy(build(family))  # all tests share the one that is built
-    assert memory.shares(model) == {CPU: 1.0}
+    assert memory.device_shares(model) == {CPU: 1.0}
     # accelerate leaves the weights of each layer on the device of that layer
     first = next(m for m in model.modules() if getattr(m, "layer_idx", None) == 0)
     first.to(META)
     layers = model.config.num_hidden_layers
-    assert memory.shares(model) == pytest.approx({META: 1 / layers, CPU: 1 - 1 / layers})
+    assert memory.device_shares(model) == pytest.approx({META: 1 / layers, CPU: 1 - 1 / layers})
 
 
 def test_free_memory_of_the_machine_is_a_part_of_all_of_it():

@@ -160,8 +160,8 @@ class Hoards(StreamingLLM):
 
     id: ClassVar[str] = "hoards"
 
-    def hold(self, cache, layer):
-        return super().hold(cache, layer) + 1
+    def layer_budget(self, cache, layer):
+        return super().layer_budget(cache, layer) + 1
 
 
 @pytest.mark.parametrize("scored", [False, True])

@@ -1,9 +1,9 @@
-"""Bytes of a cache: those held, by what they are for, and those that a chain declares, without any cache."""
+"""Bytes of a cache: those held, by purpose, and those that a chain declares, without any cache."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -15,15 +15,15 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.pruner import ChannelPruner
 
 POSITION_BYTES = COUNT_BYTES = 4
-LEAD_BYTES = 2
+HEAD_ID_BYTES = 2
 HALF = 2
-"""Bytes of an element at 16 bits. Shares are of the full cache at this width, whatever a run held: codes of few bits
-are half the share of an fp32 cache that they are of the caches that models run with."""
+"""Bytes of an element at 16 bits. Shares are of the full cache at this width, also where a run held another: codes of
+few bits are half the share of an fp32 cache that they are of the caches that models run with."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes of storages by what they are for.
+class HeldBytes:
+    """Bytes of storages by purpose.
 
     Payload: ``exact`` keys and values as the model made them, packed ``codes`` and their ``scales`` (and minima).
     Overhead: ``positions`` (and lengths of ragged heads), ``ids`` of channels and of leading heads, ``state`` that
@@ -49,27 +49,28 @@ class Held:
     def total(self) -> int:
         return self.payload + self.overhead
 
-    def __add__(self, other: Held) -> Held:
-        return Held(*(a + b for a, b in zip(self.parts(), other.parts(), strict=True)))
+    def __add__(self, other: HeldBytes) -> HeldBytes:
+        return HeldBytes(*(a + b for a, b in zip(self.parts(), other.parts(), strict=True)))
 
-    def times(self, layers: int) -> Held:
-        """As many layers that hold the same."""
-        return Held(*(layers * part for part in self.parts()))
+    def times(self, layers: int) -> HeldBytes:
+        """Return the bytes of as many layers that hold the same."""
+        return HeldBytes(*(layers * part for part in self.parts()))
 
     def parts(self) -> tuple[int, ...]:
         return (self.exact, self.codes, self.scales, self.positions, self.ids, self.state)
 
 
-def held(layer: LayerCache) -> Held:
-    """What one layer keeps alive."""
-    found = Held()
+def bytes_held(layer: LayerCache) -> HeldBytes:
+    """Return the bytes that one layer keeps alive."""
+    total = HeldBytes()
     for s in layer.segments:
         packed = () if s.codes is None else (s.codes.k, s.codes.v)
         codes = storage_bytes(p.codes for p in packed)
         scales = storage_bytes(t for p in packed for t in (p.scale, p.low))
         ids = storage_bytes(t for t in (s.key_channels, s.value_channels, s.leads) if t is not None)
         state = storage_bytes(s.state.values())
-        found += Held(
+        # what remains of the payload is exact, what remains of the overhead are positions and counts
+        total += HeldBytes(
             exact=storage_bytes(s.payload()) - codes - scales,
             codes=codes,
             scales=scales,
@@ -77,15 +78,15 @@ def held(layer: LayerCache) -> Held:
             ids=ids,
             state=state,
         )
-    return found
+    return total
 
 
 @dataclass(frozen=True)
 class DeclaredBytes:
-    """What a chain says that it holds after a prompt, over all layers. ``tokens`` is the mean per stored head.
+    """The bytes that a chain declares after a prompt, over all layers. ``tokens`` is the mean per stored head.
 
-    ``even``: the data decide how tokens are spread over heads or layers, and they are taken as spread evenly. That
-    changes no sum where every token costs the same.
+    ``even``: the data decide how tokens are spread over heads or layers, and are taken as spread evenly. This changes
+    no sum where every token costs the same.
     """
 
     tokens: float
@@ -98,104 +99,117 @@ class DeclaredBytes:
         return self.payload + self.overhead
 
 
-def declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> DeclaredBytes | None:
-    """The formula's bytes for a prompt of n tokens; None where only the prompt decides how many tokens stay."""
+def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> DeclaredBytes | None:
+    """Return the formula's bytes for a prompt of n tokens; None where only the prompt decides how many tokens stay."""
     counts = layer_counts(chain, shape, n)
     if counts is None:
         return None
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     payload = overhead = tokens = 0
-    for (expected, kept, rows), layers in counts.items():
-        blocks = [chain.layout(k, shape.head_dim, itemsize) for k in kept]
+    for (expected, sizes, rows), layers in counts.items():
+        blocks = [chain.layout(size, shape.head_dim, itemsize) for size in sizes]
+        keeps_all = min(sizes) >= rows
+        # heads are ragged where they are said to differ, or only a sum over them is fixed
+        open_sizes = expected.low != expected.high and expected.total is not None
+        ragged = not keeps_all and (open_sizes or len(set(expected.low)) > 1)
+        shared = not ragged and (chain.selector is None or chain.selector.shared or keeps_all)
+        # a ragged segment has the lengths of its heads; a packed one the counts of its keys and values, too
+        count_tensors = (3 if chain.quantiser else _ragged_segments(chain, expected, shape)) if ragged else 0
         payload += layers * payload_bytes(blocks)
-        overhead += layers * _overhead(chain, shape, expected, blocks, min(kept) >= rows)
-        tokens += layers * sum(kept)
+        overhead += layers * overhead_bytes(blocks, shared, count_tensors)
+        tokens += layers * sum(sizes)
     if chain.sharer is not None:
-        without = keyless(chain, shape, n)
-        if without is None:
+        keyless = heads_without_keys(chain, shape, n)
+        if keyless is None:
             return None
-        payload -= sum(without) * n * shape.head_dim * itemsize
-        overhead += sum(LEAD_BYTES * shape.query_heads for missing in without if missing)
+        payload -= sum(keyless) * n * shape.head_dim * itemsize
+        overhead += sum(HEAD_ID_BYTES * shape.query_heads for count in keyless if count)
     even = any(expected.low != expected.high for expected, _, _ in counts)
     return DeclaredBytes(tokens / (heads * shape.layers), payload, overhead, even)
 
 
 def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, tuple[int, ...], int]] | None:
-    """How many layers have each promise, with the tokens that their heads keep and that they read.
+    """Count the layers by their promise, the tokens that their heads keep, and the tokens that they read.
 
     None where only the prompt decides.
     """
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     promises = [chain.expected(n, i, shape.layers, heads) for i in range(shape.layers)]
-    free = [p for p in promises if p.low != p.high and p.total is None]
-    left = chain.expected_sum(n, shape.layers, heads)
-    if free and left is None:
+    # layers of which neither heads nor their sum are fixed share the rest of the sum over all layers
+    open_layers = [p for p in promises if p.low != p.high and p.total is None]
+    total = chain.expected_sum(n, shape.layers, heads)
+    if open_layers and total is None:
         return None
-    shared = iter(spread((left or 0) - sum(sum(p.low) for p in promises if p.low == p.high), len(free)))
-    found: Counter[tuple[Expected, tuple[int, ...], int]] = Counter()
+    rest = (total or 0) - sum(sum(p.low) for p in promises if p.low == p.high)
+    shares = iter(spread_evenly(rest, len(open_layers)))
+    counts: Counter[tuple[Expected, tuple[int, ...], int]] = Counter()
     for i, p in enumerate(promises):
-        even = spread(p.total if p.total is not None else next(shared), heads) if p.low != p.high else ()
-        kept = p.low if p.low == p.high else tuple(even)
-        found[p, kept, chain.rows(n, i, shape.layers)] += 1
-    return found
+        sizes = p.low
+        if p.low != p.high:
+            sizes = tuple(spread_evenly(p.total if p.total is not None else next(shares), heads))
+        counts[p, sizes, chain.tokens_read(n, i, shape.layers)] += 1
+    return counts
 
 
-def keyless(chain: Chain, shape: Shape, n: int) -> list[int] | None:
-    """Stored heads without keys by layer, where query heads share logits; None where only the prompt decides."""
+def heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
+    """Return by layer the stored heads without keys, where query heads share logits; None: only the prompt decides."""
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    leading = [chain.leading(n, i, shape.layers, shape.query_heads, shape.kv_heads) for i in range(shape.layers)]
+    leading = [chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads) for i in range(shape.layers)]
     if heads < shape.query_heads and min(leading) < shape.query_heads:
         return None
-    return [shape.query_heads - c for c in leading]
+    return [shape.query_heads - count for count in leading]
 
 
-def spread(total: int, parts: int) -> list[int]:
-    """``total`` in ``parts`` whole numbers that differ by one at most."""
+def spread_evenly(total: int, parts: int) -> list[int]:
+    """Return ``total`` in ``parts`` whole numbers that differ by one at most."""
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
 def payload_bytes(blocks: Iterable[Iterable[Block]]) -> int:
-    """Payload of heads with these blocks."""
+    """Return the payload of heads with these blocks."""
     return sum(b.key_bytes + b.value_bytes for head in blocks for b in head)
 
 
-def _overhead(chain: Chain, shape: Shape, expected: Expected, blocks: list[list[Block]], whole: bool) -> int:
-    """Overhead of one layer, by the rules of audit.prompt_audit."""
-    selector = chain.selector
-    # heads are ragged where they are said to differ, or only a sum over them is fixed
-    free = expected.low != expected.high and expected.total is not None
-    ragged = not whole and (free or len(set(expected.low)) > 1)
-    once = not ragged and (selector is None or selector.shared or whole)
-    placed = sum(POSITION_BYTES * b.slots for head in (blocks[:1] if once else blocks) for b in head)
-    lengths = COUNT_BYTES * len(blocks) * (3 if chain.quantiser else _uneven(chain, expected, shape)) if ragged else 0
+def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensors: int, named_heads: int = 0) -> int:
+    """Return the overhead of a layer whose heads have these blocks: positions, counts, head and channel ids, state.
+
+    Positions take 4 bytes a slot, once where they are ``shared`` by all heads. ``count_tensors`` hold one number of 4
+    bytes a head: lengths of ragged segments, and their packed keys and values. ``named_heads`` are ids of 2 bytes, of
+    heads whose logits or output others take. Fixed overhead is that of the head with most blocks, in every head.
+    """
+    positions = sum(POSITION_BYTES * b.slots for head in (blocks[:1] if shared else blocks) for b in head)
     state = sum(b.slot_overhead * b.slots for head in blocks for b in head)
-    return placed + lengths + state + len(blocks) * sum(b.fixed_overhead for b in max(blocks, key=len))
+    fixed = len(blocks) * sum(b.fixed_overhead for b in max(blocks, key=len))
+    return positions + COUNT_BYTES * len(blocks) * count_tensors + HEAD_ID_BYTES * named_heads + state + fixed
 
 
-def _uneven(chain: Chain, expected: Expected, shape: Shape) -> int:
-    """Segments of which heads that hold least and most have different numbers of tokens."""
+def _ragged_segments(chain: Chain, expected: Expected, shape: Shape) -> int:
+    """Count the segments in which the heads that hold least and most have different numbers of tokens."""
     ends = [chain.layout(tokens, shape.head_dim, 1) for tokens in (min(expected.low), max(expected.high))]
     return sum(a is None or b is None or a.slots != b.slots for a, b in zip_longest(*ends))
 
 
 def at_16_bits(chain: Chain, line: Mapping[str, Any], itemsize: int) -> dict[str, float]:
-    """``payload16``, ``overhead16`` and ``full16`` of a stored line that lacks them, measured at ``itemsize`` bytes.
+    """Return ``payload16``, ``overhead16`` and ``full16`` of a stored line that lacks them, run at ``itemsize`` bytes.
 
-    Codes, scales, positions and ids take the same bytes at any width, what is kept exact and the values that modifiers
-    carry shrink. Exact to the byte where heads keep the same number of tokens or nothing is packed, else by their mean.
+    Codes, scales, positions and ids take the same bytes at any width; exact keys and values and the state of modifiers
+    shrink. The numbers are exact to the byte where heads keep the same number of tokens or nothing is packed, else they
+    follow from the mean of the heads.
     """
     slots, exact, coder, selector = round(line["kept"]), line["payload"], chain.coder, chain.selector
     if selector is not None and selector.packs:
-        exact = 0
+        exact = 0  # every token is packed
     elif coder is not None:
         group = round(line["payload_query_head"] / line["payload_kv_head"])
-        left = 2 * slots - coder.keys.packed(slots) - coder.values.packed(slots)
-        exact = chain.heads(1, group) * line["full_bytes"] * left / (2 * line["n"])
-    carried = sum(m.slot_bytes(itemsize) for m in chain.modifiers) if chain.evicts else 0
+        # the exact part of the payload: keys and values of tokens that the coder leaves unpacked
+        unpacked = 2 * slots - coder.keys.packed(slots) - coder.values.packed(slots)
+        exact = chain.heads(1, group) * line["full_bytes"] * unpacked / (2 * line["n"])
+    state = sum(m.slot_bytes(itemsize) for m in chain.modifiers) if chain.evicts else 0
     shrunk = 1.0
-    if carried:
-        each = POSITION_BYTES + chain.layout(slots, 128, itemsize)[0].slot_overhead
-        shrunk -= (carried - sum(m.slot_bytes(HALF) for m in chain.modifiers)) / each
+    if state:
+        # each slot's overhead loses the difference that modifiers' state makes at 16 bits
+        slot_overhead = POSITION_BYTES + chain.layout(slots, 128, itemsize)[0].slot_overhead
+        shrunk -= (state - sum(m.slot_bytes(HALF) for m in chain.modifiers)) / slot_overhead
     return {
         "payload16": line["payload"] - exact * (1 - HALF / itemsize),
         "overhead16": line["overhead"] * shrunk,
@@ -203,40 +217,40 @@ def at_16_bits(chain: Chain, line: Mapping[str, Any], itemsize: int) -> dict[str
     }
 
 
-def nominal(chain: Chain, shape: Shape, n: int, itemsize: int) -> float | None:
-    """Payload as ThinK's paper counts it (arXiv 2407.21018, table 7): (1 - ratio) D channels, whole or not.
+def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float | None:
+    """Return the payload as ThinK's paper counts it (arXiv 2407.21018, table 7): (1 - ratio) D channels, not rounded.
 
-    Channel masks and positions are left out, as there. Without a pruning stage it is the payload of ``declared``.
+    Channel masks and positions are left out, as there. Without a pruning stage it is that of ``bytes_declared``.
     """
     counts = layer_counts(chain, shape, n)
     if counts is None:
         return None
-    each = {k: nominal_head(chain, k, shape.head_dim, itemsize) for _, kept, _ in counts for k in kept}
-    return sum(layers * sum(each[k] for k in kept) for (_, kept, _), layers in counts.items())
+    by_size = {k: _nominal_head(chain, k, shape.head_dim, itemsize) for _, sizes, _ in counts for k in sizes}
+    return sum(layers * sum(by_size[k] for k in sizes) for (_, sizes, _), layers in counts.items())
 
 
-def nominal_head(chain: Chain, slots: int, head_dim: int, itemsize: int) -> float:
-    """One stored head's share of ``nominal``."""
+def _nominal_head(chain: Chain, slots: int, head_dim: int, itemsize: int) -> float:
+    """Return the part of one stored head in ``nominal_payload``."""
     pruner = next((s for s in chain.stages if isinstance(s, ChannelPruner)), None)
     if pruner is None:
         return payload_bytes([chain.layout(slots, head_dim, itemsize)])
-    dense, cut = head_dim * itemsize, (pruner.ratio, float(getattr(pruner, "value_ratio", 0.0)))
+    dense, ratios = head_dim * itemsize, (pruner.ratio, float(getattr(pruner, "value_ratio", 0.0)))
     quantiser, coder = chain.quantiser, chain.coder
     if quantiser is None or coder is None:
         old = max(0, slots - pruner.recent)
-        return 2 * slots * dense - sum(cut) * old * dense
+        return 2 * slots * dense - sum(ratios) * old * dense
     keys, values = coder.keys.packed(slots), coder.values.packed(slots)
     packed = (quantiser.key_bytes(keys, head_dim), quantiser.value_bytes(values, head_dim))
     exact = (2 * slots - keys - values) * dense
-    return exact + sum((1 - c) * b for c, b in zip(cut, packed, strict=True))
+    return exact + sum((1 - ratio) * size for ratio, size in zip(ratios, packed, strict=True))
 
 
-def decoded(
-    chain: Chain, layer: LayerCache, index: int, fed: int, kv_heads: int, head_dim: int, itemsize: int
+def bytes_after_decoding(
+    chain: Chain, layer: LayerCache, index: int, new: int, kv_heads: int, head_dim: int, itemsize: int
 ) -> tuple[int, int]:
-    """Payload bytes, at least and at most, of a layer's tokens after ``fed`` more than ``layer`` have come.
+    """Return the least and the most payload bytes of a layer's tokens after ``new`` more than ``layer`` have come.
 
-    They are the same but for thin tokens of which eviction leaves as many as the data decide.
+    They are the same but for tokens without some channels: the data decide how many of those eviction leaves.
     """
     counts = [len(p) for p in layer.kept_positions()]
 
@@ -246,22 +260,23 @@ def decoded(
     evictor, dense = chain.evictor, 2 * head_dim * itemsize
     if evictor is None:
         if chain.coder:
-            total = formula(c + fed for c in counts)
+            total = formula(c + new for c in counts)
         else:
-            new = sum(chain.lowrank.widths(index)) * itemsize if chain.lowrank else kv_heads * dense
+            new_token = sum(chain.lowrank.widths(index)) * itemsize if chain.lowrank else kv_heads * dense
             # ragged heads are attended one by one, each with its own copy of text that was appended since
             ragged = any(s.lengths is not None for s in layer.segments)
-            held = ((storage_bytes(s.payload()), len(counts) // s.heads if ragged else 1) for s in layer.segments)
-            total = sum(size * copies for size, copies in held) + fed * new
+            copies = ((storage_bytes(s.payload()), len(counts) // s.heads if ragged else 1) for s in layer.segments)
+            total = sum(size * count for size, count in copies) + new * new_token
         return total, total
     pruner = next((s for s in chain.stages if isinstance(s, ChannelPruner)), None)
-    ends = [min(most, c + fed) if fed else c for most, c in zip(evictor.shares(layer, index), counts, strict=True)]
+    budgets = evictor.head_budgets(layer, index)
+    ends = [min(budget, c + new) if new else c for budget, c in zip(budgets, counts, strict=True)]
     if pruner is None:
         return formula(ends), formula(ends)
     if layer.segments[0].key_channels is None and layer.segments[0].value_channels is None:
-        # a prompt too short to lose channels, or all thin tokens gone: new ones are whole, however many come
+        # the prompt was too short to lose channels, or all tokens that did are gone: new ones have all channels
         return sum(ends) * dense, sum(ends) * dense
     thin = (pruner.kept_keys(head_dim) + pruner.kept_values(head_dim)) * itemsize
-    whole = [sum(column) for column in zip([0] * len(ends), *(s.counts for s in layer.segments[1:]), strict=True)]
+    unpruned = [sum(column) for column in zip([0] * len(ends), *(s.counts for s in layer.segments[1:]), strict=True)]
     least = sum(ends) * thin
-    return least, least + sum(min(end, w + fed) for end, w in zip(ends, whole, strict=True)) * (dense - thin)
+    return least, least + sum(min(end, u + new) for end, u in zip(ends, unpruned, strict=True)) * (dense - thin)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbench.audit.accounting import decoded
+from kvbench.audit.accounting import bytes_after_decoding
 from kvbench.audit.prompt_audit import Refused
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.prompt_cache import Cache
@@ -36,7 +36,7 @@ def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
         if chain.rebalancer is None:
             limits = [min(limit, b) for limit, b in zip(limits, budgets, strict=True)]
         else:
-            shares = [selector.hold(layer, i) for i, layer in enumerate(cache.layers)]
+            shares = [selector.layer_budget(layer, i) for i, layer in enumerate(cache.layers)]
             limits = [min(limit, s) for limit, s in zip(limits, shares, strict=True)]
             total = sum(min(b, cache.seen + fed) for b in budgets)
     for i, (most, limit) in enumerate(zip(held, limits, strict=True)):
@@ -55,7 +55,8 @@ def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
 def check_bytes(cache: Cache, stored: Stored, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     """Raise Refused, with the reason, unless storage held what the chain declares of ``cache`` and its new tokens."""
     for i, found in enumerate(stored.payload):
-        low, high = decoded(cache.chain, cache.layers[i], i, stored.fed, kv_heads, head_dim, dtype.itemsize)
+        layer = cache.layers[i]
+        low, high = bytes_after_decoding(cache.chain, layer, i, stored.fed, kv_heads, head_dim, dtype.itemsize)
         if not low <= found <= high:
             declared = f"{low}" if low == high else f"{low} to {high}"
             raise Refused(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.audit.accounting import held
+from kvbench.audit.accounting import bytes_held
 from kvbench.bench.clock import Clock, timed_attention
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.engine.cuda_graph import Graph
@@ -83,7 +83,7 @@ def run(
         clock.wait()
         prompts = time.perf_counter() - began
         reading = clock.attention_seconds()
-        cache_bytes = sum(held(layer).total for c in caches for layer in c.layers)
+        cache_bytes = sum(bytes_held(layer).total for c in caches for layer in c.layers)
         prefill, compress = sum(c.prefill_s for c in caches), sum(c.compress_s for c in caches)
         stretches = windows(new - 1, sample) if sample is not None and moves(caches) else None
         with adapted(model, chain), attached(model):

@@ -8,13 +8,13 @@ from functools import lru_cache
 
 import torch
 
-from kvbench.audit.accounting import HALF, Held, held
+from kvbench.audit.accounting import HALF, HeldBytes, bytes_held
 from kvbench.audit.prompt_audit import check_positions, check_storages, overhead_formula, payload_formula
 from kvbench.cache import ops
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
-from kvbench.engine.layer_by_layer import Layers
+from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.methods.chain import Chain
 
 
@@ -26,7 +26,7 @@ class MeasuredLayers:
     ``total16`` are the bytes by formula at 16 bits.
     """
 
-    held: Held
+    held: HeldBytes
     payload_formula: int
     overhead_formula: int
     tokens: float
@@ -49,7 +49,7 @@ def random_layer(
     """Return all that the chain reads of a prompt of n tokens in a layer, and its dense, normal keys and values."""
     g = torch.Generator().manual_seed(index)
     needs, length = chain.needs(n), n
-    n = chain.rows(length, index, shape.layers)
+    n = chain.tokens_read(length, index, shape.layers)
     # which tokens a layer reads does not matter here: the last ones
     where = None if n == length else torch.arange(length - n, length, device=device)
 
@@ -90,7 +90,7 @@ def _dense(heads: int, n: int, head_dim: int, dtype: torch.dtype) -> tuple[torch
 
 def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[LayerCache]:
     """Return every layer of a model under the chain."""
-    layers = Layers(chain)
+    layers = CompressedLayers(chain)
     for i in range(shape.layers):
         obs, dense = random_layer(chain, shape, n, dtype, i)
         layers.add(dense, obs)
@@ -107,8 +107,8 @@ def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[t
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     alike: dict[object, list[int]] = {}
     for i in range(shape.layers):
-        leading = chain.leading(n, i, shape.layers, shape.query_heads, shape.kv_heads)
-        rows = chain.rows(n, i, shape.layers)
+        leading = chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads)
+        rows = chain.tokens_read(n, i, shape.layers)
         alike.setdefault((chain.expected(n, i, shape.layers, heads), rows, leading), []).append(i)
     made = []
     for members in alike.values():
@@ -122,13 +122,13 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
     """Bytes of real caches beside the formulas; raises Refused for layers whose positions or storages are not sound."""
     layers = compressed(chain, shape, n, dtype)
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    total, payload, overhead, tokens, total16 = Held(), 0, 0, 0, 0
+    total, payload, overhead, tokens, total16 = HeldBytes(), 0, 0, 0, 0
     storages: set[int] = set()
     for i, (layer, many) in enumerate(layers):
         kept = check_positions(chain.name, layer, i, n, heads)
         check_storages(chain.name, layer, i, storages)
         blocks = [chain.layout(k, shape.head_dim, dtype.itemsize) for k in kept]
-        total += held(layer).times(many)
+        total += bytes_held(layer).times(many)
         payload += many * payload_formula(layer, blocks)
         overhead += many * overhead_formula(layer, blocks)
         blocks = [chain.layout(k, shape.head_dim, HALF) for k in kept]

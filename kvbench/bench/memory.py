@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import api
 from kvbench.bench.ratio import in_process, options, verdict
-from kvbench.engine.memory import of_process
+from kvbench.engine.memory import process_memory
 from kvbench.engine.step import build, step
 from kvbench.models.interface import attached
 from kvbench.storage.evicting_rows import EvictingRows
@@ -71,7 +71,7 @@ def in_use() -> int:
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     ctypes.CDLL(None).malloc_trim(0)
-    return of_process("VmRSS")
+    return process_memory("VmRSS")
 
 
 def prefill_peak(method: str, tokens: int) -> dict[str, float]:
@@ -85,7 +85,7 @@ def prefill_peak(method: str, tokens: int) -> dict[str, float]:
     else:
         Path("/proc/self/clear_refs").write_text("5")
     (cache,) = api.prefill(m, prompt(tokens), [method], kv_size=512)
-    most = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else of_process("VmHWM")
+    most = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else process_memory("VmHWM")
     return {"peak": most - before, "cache": cache.nbytes()}
 
 
@@ -111,7 +111,7 @@ def decode_growth(name: str, new: int) -> dict[str, float]:
     evictor = cache.chain.evictor
     if evictor is not None:
         counts = [rows.held() for layer in batch for _, rows in layer.formats if isinstance(rows, EvictingRows)]
-        promised = [torch.tensor(evictor.shares(c, i)) for i, c in enumerate(cache.layers)]
+        promised = [torch.tensor(evictor.head_budgets(c, i)) for i, c in enumerate(cache.layers)]
         growth["tokens"] = float(torch.cat([c.flatten().float() for c in counts]).mean())
         growth["excess"] = float(max(int((c.cpu() - p).max()) for c, p in zip(counts, promised, strict=True)))
     return growth

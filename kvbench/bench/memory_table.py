@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvbench.audit.accounting import HALF, declared
+from kvbench.audit.accounting import HALF, bytes_declared
 from kvbench.bench.layers import MeasuredLayers, measure, working_bytes
 from kvbench.cache.model_shape import Shape
 from kvbench.engine.memory import free_bytes
@@ -94,7 +94,7 @@ def default_methods() -> list[str]:
 
 def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: bool = True) -> Account:
     """One chain at a prompt of n tokens; built where ``build`` and memory allow."""
-    said = declared(c.chain, shape, n, dtype.itemsize)
+    said = bytes_declared(c.chain, shape, n, dtype.itemsize)
     formula = None if said is None else (said.tokens, said.payload, said.overhead)
     full = shape.full_bytes(n, dtype.itemsize)
     need, measured, why = working_bytes(c.chain, shape, n, dtype.itemsize), None, ""
@@ -107,7 +107,7 @@ def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: boo
             why = str(error)
     if formula is None and measured is None:
         why = f"only a prompt decides what is kept; {why}".rstrip("; ")
-    said16 = declared(c.chain, shape, n, HALF)
+    said16 = bytes_declared(c.chain, shape, n, HALF)
     total16 = measured.total16 if measured is not None else said16.total if said16 is not None else None
     percent = None if total16 is None else 100 * total16 / shape.full_bytes(n, HALF)
     return Account(c.label, n, full, measured, formula, percent, said is not None and said.even, why)

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvbench.bench import architecture, generation_pass, peers
 from kvbench.bench.sampling import moves, skip
 from kvbench.bench.workload import Workload, parse, prompts
-from kvbench.engine.memory import GIB, is_out_of_memory, of_process, release
+from kvbench.engine.memory import GIB, is_out_of_memory, process_memory, release
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, given_up, step
@@ -114,7 +114,7 @@ def limited(limit: float | None, device: torch.device) -> Iterator[None]:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
     else:
         before = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (int(of_process("VmData") + limit * GIB), before[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (int(process_memory("VmData") + limit * GIB), before[1]))
         try:
             yield
         finally:
@@ -170,7 +170,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
             for package in peers.find(label).packages:
                 import_module(package)
         release()
-        before = of_process("VmRSS")
+        before = process_memory("VmRSS")
         with limited(request["limit"], device):
             model = architecture.build(cfg.model, device, request["layers"])
             if request["what"] == "largest":
@@ -183,7 +183,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
                 generation_pass.run(model, chains[label], ids, workload.new, **how)
             else:
                 peers.run(model, peers.find(label), ids, workload.new)
-            high = of_process("VmHWM")
+            high = process_memory("VmHWM")
             return asdict(Peak(high - before, high))
     except KvbenchError as error:
         return {"error": str(error)}

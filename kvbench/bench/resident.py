@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvbench.audit.accounting import held
+from kvbench.audit.accounting import bytes_held
 from kvbench.bench.layers import all_layers
 from kvbench.bench.memory import MIB, in_use
 from kvbench.bench.ratio import in_process, options
@@ -72,7 +72,7 @@ def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE) -> dict[str,
     kept = [build() for _ in range(caches)]
     grown = in_use() - before
     assert len(first) == WARM
-    return {"grown": grown, "accounted": sum(held(layer).total for cache in kept for layer in cache)}
+    return {"grown": grown, "accounted": sum(bytes_held(layer).total for cache in kept for layer in cache)}
 
 
 def report(found: Iterable[tuple[str, dict[str, float]]], judged: bool = True) -> int:

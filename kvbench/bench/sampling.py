@@ -71,7 +71,7 @@ def moves(caches: Sequence[Cache]) -> bool:
         for i, layer in enumerate(cache.layers if evictor is not None else ()):
             assert evictor is not None
             held = map(sum, zip(*(s.counts for s in layer.segments), strict=True))
-            if any(h < share for h, share in zip(held, evictor.shares(layer, i), strict=True)):
+            if any(h < share for h, share in zip(held, evictor.head_budgets(layer, i), strict=True)):
                 return False
     return True
 

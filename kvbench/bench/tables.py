@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.bench.overhead import bare_generate, loaded, planned, through_kvbench
 from kvbench.bench.ratio import in_process, in_turns, median_ratio, options, seconds, verdict
-from kvbench.engine.memory import of_process
+from kvbench.engine.memory import process_memory
 from kvbench.models import load
 from kvbench.run.experiment import RunPlan
 from kvbench.run.host import Host
@@ -154,7 +154,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         if args.resident:
             through_kvbench(*random_llama(Path(name), args.resident))
-            print(of_process("VmHWM") / 2**20)
+            print(process_memory("VmHWM") / 2**20)
             return 0
         print(f"{args.repeats} repeats, {args.threads} threads, load {os.getloadavg()[0]:.1f}")
         if "a" in args.part:

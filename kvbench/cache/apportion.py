@@ -6,29 +6,32 @@ import math
 from collections.abc import Sequence
 
 
-def shares(weights: Sequence[float], total: int, room: int) -> list[float]:
-    """``total`` divided in proportion to ``weights``, none above ``room``; equally where all weights are 0.
+def proportional_shares(weights: Sequence[float], total: int, room: int) -> list[float]:
+    """Divide ``total`` in proportion to ``weights``, with no share above ``room``; equally where all weights are 0.
 
-    What full ones leave over goes to the others in proportion: no share grows when another weight joins.
+    The excess of full shares goes to the others in proportion. No share grows when another weight joins.
     """
-    found, free, left = [0.0] * len(weights), list(range(len(weights))), float(total)
-    while free:
-        mass = sum(weights[i] for i in free)
-        given = {i: left * (weights[i] / mass if mass > 0 else 1 / len(free)) for i in free}
-        full = [i for i in free if given[i] >= room]
-        for i in full or free:
-            found[i] = min(given[i], float(room))
+    shares, open_shares, rest = [0.0] * len(weights), list(range(len(weights))), float(total)
+    while open_shares:
+        mass = sum(weights[i] for i in open_shares)
+        offers = {i: rest * (weights[i] / mass if mass > 0 else 1 / len(open_shares)) for i in open_shares}
+        full = [i for i in open_shares if offers[i] >= room]
+        for i in full or open_shares:
+            shares[i] = min(offers[i], float(room))
         if not full:
             break
-        left -= room * len(full)
-        free = [i for i in free if given[i] < room]
-    return found
+        rest -= room * len(full)
+        open_shares = [i for i in open_shares if offers[i] < room]
+    return shares
 
 
-def whole_shares(wanted: Sequence[float], total: int) -> list[int]:
-    """Whole numbers that add up to ``total``: rounded down, the rest to the largest fractions, ties to the first."""
-    sizes = [math.floor(x) for x in wanted]
-    by_fraction = sorted(range(len(wanted)), key=lambda i: (sizes[i] - wanted[i], i))
+def round_shares(shares: Sequence[float], total: int) -> list[int]:
+    """Round shares to whole numbers that add up to ``total``.
+
+    All are rounded down; the rest goes to the largest fractions, the first among equals.
+    """
+    sizes = [math.floor(share) for share in shares]
+    by_fraction = sorted(range(len(shares)), key=lambda i: (sizes[i] - shares[i], i))
     for i in by_fraction[: total - sum(sizes)]:
         sizes[i] += 1
     return sizes

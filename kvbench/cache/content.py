@@ -1,8 +1,8 @@
-"""Whether what a cache holds is what the prompt had at the positions that it names, bit for bit.
+"""Compare what a cache holds with what the prompt had at the positions that it names, bit for bit.
 
-Compared are keys and values stored exactly, whole or by channels, of every head, and latents of low-rank projections.
-Not compared are tokens that are packed, whose quantisers have tests of their own, and what stages store that say by
-``changes`` why it is not the prompt's.
+Compared are keys and values stored exactly, all or some of their channels, and latents of low-rank projections. Not
+compared are packed tokens, whose quantisers have tests of their own, and what stages store that say by ``changes`` why
+it is not the prompt's.
 """
 
 from __future__ import annotations
@@ -13,56 +13,59 @@ from torch import Tensor
 from kvbench.cache.ops import key_heads
 from kvbench.cache.segment import LayerCache, Segment
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer type by bytes of an element, under which tensors are compared by their bits."""
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal to the bit: NaN is NaN, and -0 is not 0."""
+    """Tell whether two tensors are equal to the bit: NaN is NaN, and -0 is not 0."""
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
-    return torch.equal(a.view(WORDS[a.itemsize]), b.view(WORDS[b.itemsize]))
+    return torch.equal(a.view(INTEGER_VIEWS[a.itemsize]), b.view(INTEGER_VIEWS[b.itemsize]))
 
 
-def strange(found: LayerCache, source: Segment, whole: bool) -> str:
-    """What a layer holds that ``source`` does not have at the same positions; '' if nothing.
+def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
+    """Describe what a layer holds that ``source`` does not have at the same positions; '' if nothing.
 
-    ``source`` holds all tokens of every head exactly, at the same positions in each, ``whole`` at 0, 1, 2, ...
-    Positions beyond it, and shapes that do not fit, are the audit's matter.
+    ``source`` holds all tokens that the layer read of every head exactly, at the same positions in each: 0, 1, 2, ...
+    if ``all_read``. Positions beyond it, and shapes that do not fit, are the audit's matter.
     """
     n, heads = source.positions.shape[1], source.v.shape[0]
-    for s in found.segments:
-        if s.codes is not None or _same(s, source):
+    for s in cache.segments:
+        if s.codes is not None or _shares_tensors(s, source):
             continue
-        places = s.positions.long() if whole else torch.searchsorted(source.positions[0], s.positions)
-        places = places.clamp(0, n - 1)
-        if not whole and not torch.equal(source.positions[0][places], s.positions):
+        # a position is its own index where all tokens were read, else its place among those read
+        index = s.positions.long() if all_read else torch.searchsorted(source.positions[0], s.positions)
+        index = index.clamp(0, n - 1)
+        if not all_read and not torch.equal(source.positions[0][index], s.positions):
             return "tokens that it did not read"
-        rows = torch.arange(s.heads, device=places.device)
-        flat = _flat(s, places, rows, n, heads)
-        key_flat = flat if s.leads is None else _flat(s, places, key_heads(s.leads, s.heads), n, heads)
-        for what, held, of, channels, at in (
-            ("keys", s.k, source.k, s.key_channels, key_flat),
-            ("values", s.v, source.v, s.value_channels, flat),
+        # rows of the source, all heads one after the other, that the stored values and keys must equal
+        value_rows = _source_rows(s, index, torch.arange(s.heads, device=index.device), n, heads)
+        with_keys = None if s.leads is None else key_heads(s.leads, s.heads)
+        key_rows = value_rows if with_keys is None else _source_rows(s, index, with_keys, n, heads)
+        for name, stored, original, channels, rows in (
+            ("keys", s.k, source.k, s.key_channels, key_rows),
+            ("values", s.v, source.v, s.value_channels, value_rows),
         ):
-            want = of.flatten(0, 1).index_select(0, at.flatten()).view(*at.shape, of.shape[-1])
-            if channels is not None:
+            expected = original.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, original.shape[-1])
+            if channels is not None:  # only the kept channels, [H, T], of every token
                 ids = channels.long()
                 by_token = ids[:, None] if s.lengths is None else ids.repeat_interleave(s.lengths, dim=0)[None]
-                want = want.gather(2, by_token.expand(*at.shape, -1))
-            if want.shape == held.shape and not same_bits(want, held):
-                return f"{what} that are not those of the prompt at the positions it names"
+                expected = expected.gather(2, by_token.expand(*rows.shape, -1))
+            if expected.shape == stored.shape and not same_bits(expected, stored):
+                return f"{name} that are not those of the prompt at the positions it names"
     return ""
 
 
-def _flat(s: Segment, places: Tensor, stored: Tensor, n: int, heads: int) -> Tensor:
-    """Where the tokens of the ``stored`` heads of a segment lie while all n of ``heads`` lie one after the other."""
-    start = stored * heads // s.heads * n
+def _source_rows(s: Segment, index: Tensor, stored_heads: Tensor, n: int, heads: int) -> Tensor:
+    """Return where tokens ``index`` of the ``stored_heads`` lie when all n of ``heads`` lie one after the other."""
+    start = stored_heads * heads // s.heads * n
     if s.lengths is not None:
-        return places + start.repeat_interleave(s.lengths)
-    return start[:, None] + (places if len(places) == 1 else places[stored])
+        return index + start.repeat_interleave(s.lengths)
+    return start[:, None] + (index if len(index) == 1 else index[stored_heads])
 
 
-def _same(s: Segment, source: Segment) -> bool:
-    """Whether a segment is the very tensors of ``source``."""
+def _shares_tensors(s: Segment, source: Segment) -> bool:
+    """Tell whether a segment is the very tensors of ``source``."""
     pairs = (s.k, source.k), (s.v, source.v), (s.positions, source.positions)
     return all(a.shape == b.shape and a.data_ptr() == b.data_ptr() for a, b in pairs)

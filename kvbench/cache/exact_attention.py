@@ -15,28 +15,30 @@ CACHED_BYTES = 2**20  # of one CPU thread
 
 
 def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Attention rows [Hq, w, m] of the last w of m tokens: query [Hq, w, D], keys [Hk, m, D], fp32.
+    """Return the attention rows [Hq, w, m] of the last w of m tokens, fp32: query [Hq, w, D], keys [Hk, m, D].
 
     A sliding ``window`` hides keys that are ``window`` or more tokens behind the query.
     """
     hq, w, d = query.shape
     hk, m, _ = keys.shape
+    # logits = scale * q k^T; the query heads of a group share one product with their kv head
     scaled = (query.float() * scale).reshape(hk, hq // hk * w, d)
-    scores = (scaled @ keys.float().transpose(1, 2)).view(hq, w, m)
-    ones = torch.ones(w, m, dtype=torch.bool, device=scores.device)
+    logits = (scaled @ keys.float().transpose(1, 2)).view(hq, w, m)
+    # query i is token m - w + i: it sees no later key, and under a window none that is too far behind
+    ones = torch.ones(w, m, dtype=torch.bool, device=logits.device)
     hidden = ones.triu(m - w + 1)
     if window is not None:
         hidden |= ones.tril(m - w - window)
-    scores.masked_fill_(hidden, -torch.inf)
-    # in place: with long prompts a second copy of the block would be most of the memory that statistics need
-    scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
-    return scores.div_(scores.sum(dim=-1, keepdim=True))
+    logits.masked_fill_(hidden, -torch.inf)
+    # softmax in place: with long prompts a second copy of the block would be most of the memory that statistics need
+    weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()
+    return weights.div_(weights.sum(dim=-1, keepdim=True))
 
 
 def row_blocks(
     query: Tensor, keys: Tensor, scale: float, window: int | None = None, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """(start, end, rows [Hq, end - start, end]) of causal attention for query [Hq, n, D] and keys [Hk, n, D]."""
+    """Yield (start, end, attention rows [Hq, end - start, end]) for query [Hq, n, D] and keys [Hk, n, D]."""
     hq, n, _ = query.shape
     k = keys.float()
     block = max(1, block_bytes // (4 * hq * n))
@@ -48,9 +50,9 @@ def row_blocks(
 def column_sums(
     query: Tensor, keys: Tensor, scale: float, block_bytes: int | None = None, lse: Tensor | None = None
 ) -> Tensor:
-    """Attention that each token receives from all queries.
+    """Return the attention [Hq, n] that each token receives from all queries, in fp32.
 
-    query [Hq, n, D], keys [Hk, n, D] -> [Hq, n] fp32 sums of the causal softmax over query rows. ``lse`` [Hq, n], the
+    It is the sum of the causal softmax over query rows: query [Hq, n, D], keys [Hk, n, D]. ``lse`` [Hq, n], the
     logarithm of each row's sum of exponentials, saves passes where attention itself has computed it. A CPU goes through
     the rows in blocks of ``block_bytes`` that stay in its cache, as many kv heads at a time as it has threads.
     """
@@ -61,49 +63,50 @@ def column_sums(
     size = max(1, min(n, block_bytes // (4 * heads * group * n)))
     q = query.float() * scale
     k = keys.float()
-    if lse is not None:  # one channel more takes it off every logit within the product
+    if lse is not None:  # one more channel subtracts lse from every logit within the product
         q, k = torch.cat([q, -lse[..., None]], dim=-1), F.pad(k, (0, 1), value=1.0)
     q = q.view(hk, group, n, -1)
     k = k.transpose(1, 2).contiguous()
-    later = None if lse is not None else torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1) if lse is None else None
     sums = q.new_zeros(hk, group, n)
     for first in range(0, hk, heads):
         at = slice(first, first + heads)
         for start in range(0, n, size):
             end = min(n, start + size)
             rows = (q[at, :, start:end].flatten(1, 2) @ k[at, :, :end]).view(-1, group, end - start, end)
-            if later is None:
+            if future is None:
+                # exp(logit - lse) is the softmax itself; tril clears the keys behind each query
                 rows.exp_()[..., start:].tril_()
                 sums[at, :, :end] += rows.sum(dim=2)
                 continue
-            rows[..., start:].masked_fill_(later[: end - start, : end - start], -torch.inf)
+            rows[..., start:].masked_fill_(future[: end - start, : end - start], -torch.inf)
             rows.sub_(rows.amax(dim=-1, keepdim=True)).exp_()
-            # dividing by the sums of rows and adding up is one product
-            weights = rows.sum(dim=-1, keepdim=True).reciprocal_().transpose(2, 3)
-            sums[at, :, :end] += (weights @ rows)[:, :, 0]
+            # sum over rows i of e[i, j] / (sum over j of e[i, j]), as one product
+            inverse = rows.sum(dim=-1, keepdim=True).reciprocal_().transpose(2, 3)
+            sums[at, :, :end] += (inverse @ rows)[:, :, 0]
     return sums.view(hq, n)
 
 
 def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-    """Fused causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n] by PyTorch's own function for CPUs.
+    """Return causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n], by PyTorch's fused function for CPUs.
 
-    query [Hq, n, D]; keys and values [Hk, n, D]; fp32. None where there is no such function for these.
+    query [Hq, n, D]; keys and values [Hk, n, D]; fp32. None where PyTorch has no such function for them.
     """
-    known = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    if known is None or query.is_cuda or query.dtype != torch.float32:
+    fused = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    if fused is None or query.is_cuda or query.dtype != torch.float32:
         return None
     k, v = (per_head(x, len(query)) for x in (keys, values))
-    out, lse = known(query[None], k[None], v[None], 0.0, True, scale=scale)
+    out, lse = fused(query[None], k[None], v[None], 0.0, True, scale=scale)
     return out[0], lse[0]
 
 
 def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Causal attention, plainly: query [Hq, n, D], keys and values [Hk, n, D] -> [Hq, n, D] in the query's dtype."""
+    """Return causal attention [Hq, n, D] by fp32 softmax rows, in the query's dtype: keys and values [Hk, n, D]."""
     hq, _, d = query.shape
     hk = values.shape[0]
     v = values.float()
     out = torch.empty_like(query)
     for start, end, rows in row_blocks(query, keys, scale, window):
-        mixed = rows.reshape(hk, hq // hk * (end - start), end) @ v[:, :end]
-        out[:, start:end] = mixed.reshape(hq, end - start, d).to(query.dtype)
+        block = rows.reshape(hk, hq // hk * (end - start), end) @ v[:, :end]
+        out[:, start:end] = block.reshape(hq, end - start, d).to(query.dtype)
     return out

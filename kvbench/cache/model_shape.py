@@ -1,4 +1,4 @@
-"""The shape of a model's cache: what its bytes depend on, known from conf/model without a checkpoint."""
+"""The shape of a model's cache, on which its bytes depend, known from conf/model without a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shape:
             )
 
     def full_bytes(self, tokens: int, itemsize: int, heads: int | None = None) -> int:
-        """Keys and values of ``tokens`` kept whole, under kv heads or ``heads``."""
+        """Return the bytes of all keys and values of ``tokens``, under kv heads or ``heads``."""
         return 2 * self.layers * (heads or self.kv_heads) * tokens * self.head_dim * itemsize
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Shape:
 
 
 def from_entry(entry: Mapping[str, Any]) -> Shape:
-    """The shape written in an entry of conf/model; raises UsageError for one that is not complete."""
+    """Return the shape written in an entry of conf/model. Raises UsageError for one that is not complete."""
     names = [f.name for f in fields(Shape)]
     if set(entry) != set(names):
         raise UsageError(f"model.shape={dict(entry)} is not possible: a mapping with {', '.join(names)}, all of them")
@@ -46,7 +46,7 @@ def from_entry(entry: Mapping[str, Any]) -> Shape:
 
 
 def from_config(config: Any) -> Shape:
-    """The shape of a checkpoint by its Hugging Face configuration."""
+    """Return the shape of a checkpoint by its Hugging Face configuration."""
     heads = int(config.num_attention_heads)
     return Shape(
         layers=int(config.num_hidden_layers),

@@ -5,21 +5,23 @@ Shapes use: Hq query heads, Hk kv heads, n prompt tokens, D head dimension, d hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a stage must see of a layer: the last and first queries (counts), column sums, hidden states.
+    """The parts of a layer that a stage needs: counts of last and first queries, column sums, hidden states.
 
-    ``colsums_bits`` are the widths at which column sums are wanted of keys that were quantised per token.
+    ``colsums_bits`` are bit widths: column sums are then also taken of keys quantised per token to each of them.
     """
 
     last_q: int = 0
@@ -37,15 +39,20 @@ class Needs:
             self.colsums_bits | other.colsums_bits,
         )
 
+    @classmethod
+    def union(cls, needs: Iterable[Needs]) -> Needs:
+        """Return the needs of several stages or chains together."""
+        return reduce(or_, needs, cls())
+
 
 @dataclass(frozen=True)
 class Observation:
-    """One layer of one prefill, as every pending method sees it. Fields that nobody needs are None.
+    """One layer of one prefill, as every chain sees it. Fields that no stage needs are None.
 
     ``scale`` multiplies q.k (1.0 where the model scales its queries itself). ``prompt`` is the CRC-32 of the token
     ids: methods that draw at random differ between prompts, and never between runs. ``n`` counts the tokens that this
-    layer read. Where a stage drops hidden states that is less than the prompt's ``length``, to which budgets refer;
-    ``positions`` then says which tokens they are, and everything else is in their order.
+    layer read. Where a stage drops hidden states, n is less than the prompt's ``length``, to which budgets refer;
+    ``positions`` then names the tokens read, and all other fields are in their order.
     """
 
     layer: int
@@ -56,33 +63,36 @@ class Observation:
     last_q: Tensor | None = None  # [Hq, W, D], after RoPE, W = min(needs.last_q, n)
     first_q: Tensor | None = None  # [Hq, w0, D], after RoPE
     colsums: Tensor | None = None  # [Hq, n] fp32, attention received by each token from all queries
-    colsums_q: Mapping[int, Tensor] = field(default_factory=dict)  # the same by bit width, of quantised keys
+    colsums_q: Mapping[int, Tensor] = field(default_factory=dict)  # colsums over quantised keys, by bit width
     hidden: Tensor | None = None  # [n, d], input of the attention module
-    read_k: Tensor | None = None  # [Hk, n, D], the keys that the prompt's attention read, where not those stored
+    read_k: Tensor | None = None  # [Hk, n, D], the keys that the prompt's attention read; None: those stored
     latents: tuple[Tensor, Tensor] | None = None  # [n, R] of keys and of values, where projections are low-rank
     inv_freq: Tensor | None = None  # [r / 2], the model's rotary frequencies; None where positions are learned
     length: int = 0  # tokens of the prompt; 0: n
     positions: Tensor | None = None  # [n] int64, ascending; None: 0 .. n - 1
-    found: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    scratch: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)  # see ``once``
 
-    def once(self, key: Any, compute: Callable[[], Found]) -> Found:
-        """What ``compute`` finds of this layer, computed by the first chain that asks for ``key``; never changed."""
-        if key not in self.found:
-            self.found[key] = compute()
-        found: Found = self.found[key]
-        return found
+    def once(self, key: object, compute: Callable[[], Result]) -> Result:
+        """Return the result of ``compute``, which chains that see this layer share.
+
+        ``key`` names the result: the stage or function that computes it, with all else that it depends on.
+        """
+        if key not in self.scratch:
+            self.scratch[key] = compute()
+        result: Result = self.scratch[key]
+        return result
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, whether or not this layer read them."""
+        """The prompt's tokens, whether or not this layer read them."""
         return self.length or self.n
 
-    def where(self, device: torch.device) -> Tensor:
-        """The positions [n] of the tokens that this layer read."""
+    def token_positions(self, device: torch.device) -> Tensor:
+        """Return the positions [n] of the tokens that this layer read."""
         return torch.arange(self.n, device=device) if self.positions is None else self.positions.to(device)
 
     def queries(self, w: int) -> Tensor:
-        """The last ``min(w, n)`` queries [Hq, w, D]; raises if no stage declared that it needs them."""
+        """Return the last ``min(w, n)`` queries [Hq, w, D]. Raises ValueError if no stage declared such a need."""
         if self.last_q is None or self.last_q.shape[1] < min(w, self.n):
             raise ValueError(f"a stage reads the last {w} queries without declaring them in its needs")
         return self.last_q[:, -min(w, self.n) :]

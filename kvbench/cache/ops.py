@@ -1,4 +1,4 @@
-"""Pure operations on a layer's cache: each returns a new one and leaves its input alone.
+"""Pure operations on a layer's cache: each returns a new cache and leaves its input alone.
 
 Every result owns its storage: a view of the dense cache would keep all of it alive and save nothing.
 """
@@ -17,76 +17,77 @@ from kvbench.cache.segment import LayerCache, Segment, per_head
 def dense(
     k: Tensor, v: Tensor, *, heads: int, query_heads: int, positions: Tensor | None = None, length: int = 0
 ) -> LayerCache:
-    """The uncompressed cache of one layer: k, v [Hk, n, D], to be stored under ``heads``.
+    """Return the uncompressed cache of one layer: k, v [Hk, n, D], to be stored under ``heads``.
 
-    ``positions`` [n] are those of the tokens that the layer read of a prompt of ``length``; None: 0..n-1, all of it.
+    ``positions`` [n] are those of the tokens that the layer read of a prompt of ``length``; None: all, 0 .. n - 1.
     """
     n = length or k.shape[1]
-    where = torch.arange(n, device=k.device) if positions is None else positions
-    return LayerCache((Segment(k, v, where.to(torch.int32)[None]),), n, heads, query_heads, prompt=n)
+    positions = torch.arange(n, device=k.device) if positions is None else positions
+    return LayerCache((Segment(k, v, positions.to(torch.int32)[None]),), n, heads, query_heads, prompt=n)
 
 
 def only_segment(cache: LayerCache) -> Segment:
-    """The single segment that selection works on; raises if the cache was already split by another stage."""
+    """Return the single segment that selection works on. Raises ValueError if another stage has split the cache."""
     if len(cache.segments) != 1:
         raise ValueError(f"tokens are selected before anything else; this cache has {len(cache.segments)} segments")
     return cache.segments[0]
 
 
+def with_state(cache: LayerCache, **state: Tensor) -> LayerCache:
+    """Return the cache with more state tensors [heads, L, ...] in its single segment."""
+    segment = only_segment(cache)
+    return replace(cache, segments=(replace(segment, state={**segment.state, **state}),))
+
+
 def as_stored(s: Segment) -> Segment:
-    """The segment as it is stored: latents, where it has them, in the place of keys and values."""
+    """Return the segment as it is stored: its latents, where it has them, in the place of keys and values."""
     if s.latents is None:
         return s
     return replace(s, k=s.latents[0], v=s.latents[1], latents=None, latent=True)
 
 
-def gather(t: Tensor, index: Tensor) -> Tensor:
-    """t [H, L, ...] at index [H, m] -> [H, m, ...], contiguous."""
-    return _read(t, index, _places(index, t.shape[1]))
-
-
-def _places(index: Tensor, slots: int) -> Tensor:
-    """Where index [H, m] points to while the ``slots`` of all heads lie one after the other [H * m]."""
-    return (index + torch.arange(index.shape[0], device=index.device)[:, None] * slots).flatten()
-
-
-def _read(t: Tensor, index: Tensor, places: Tensor) -> Tensor:
-    # whole slots are copied: on a CPU several times as fast as torch.gather
-    return t.flatten(0, 1).index_select(0, places).view(*index.shape, *t.shape[2:])
+def _gather_slots(t: Tensor, index: Tensor) -> Tensor:
+    """Return t [H, L, ...] at index [H, m] -> [H, m, ...], contiguous."""
+    # whole slots of all heads, one head after the other: on a CPU several times as fast as torch.gather
+    flat = (index + torch.arange(index.shape[0], device=index.device)[:, None] * t.shape[1]).flatten()
+    return t.flatten(0, 1).index_select(0, flat).view(*index.shape, *t.shape[2:])
 
 
 def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> LayerCache:
-    """Keep the slots ``index`` [heads, m] (ascending), or [1, m] where all heads keep the same; drop the rest.
+    """Keep the slots ``index`` [heads, m] (ascending), or [1, m] where all heads keep the same; drop the others.
 
     ``lengths`` [heads] makes the result ragged: head h keeps only its first ``lengths[h]`` entries of ``index``.
     """
     old = as_stored(only_segment(cache))
     if lengths is not None and bool((lengths != index.shape[1]).any()):
         return replace(cache, segments=(_select_ragged(old, index, lengths),))
+    # index [1, m], and keys of heads that share them, are repeated for each stored head
     per_row = per_head(index, cache.heads)
-    places = _places(per_row, old.positions.shape[1])
     rows = max(index.shape[0], old.positions.shape[0])
 
     def at(t: Tensor) -> Tensor:
-        return _read(per_head(t, cache.heads), per_row, places)
+        return _gather_slots(per_head(t, cache.heads), per_row)
 
+    # positions stay one row as long as all heads keep the same tokens
     if old.positions.shape[0] == 1:
         positions = old.positions[0].index_select(0, index.flatten()).view(index.shape)
     else:
-        positions = gather(old.positions, per_head(index, rows))
+        positions = _gather_slots(old.positions, per_head(index, rows))
     new = Segment(old.k, old.v, positions, state={name: at(t) for name, t in old.state.items()}, latent=old.latent)
     k, v = old.stored()
     return replace(cache, segments=(new.holding(each(k, at), each(v, at)),))
 
 
 def _select_ragged(old: Segment, index: Tensor, lengths: Tensor) -> Segment:
-    """Head h's first ``lengths[h]`` of ``index`` [heads, m], the heads one after the other."""
+    """Keep head h's first ``lengths[h]`` of ``index`` [heads, m], the heads one after the other."""
     heads = len(lengths)
+    # (head, slot) of every entry that is kept, head by head
     chosen = torch.arange(index.shape[1], device=index.device) < lengths[:, None]
     head = torch.arange(heads, device=index.device)[:, None].expand_as(index)[chosen]
     slot = index[chosen]
 
     def at(t: Tensor) -> Tensor:
+        # stored head h reads row h // (heads per row) of t
         return t[head // (heads // t.shape[0]), slot][None]
 
     state = {name: at(t) for name, t in old.state.items()}
@@ -95,17 +96,35 @@ def _select_ragged(old: Segment, index: Tensor, lengths: Tensor) -> Segment:
     return new.holding(each(k, at), each(v, at))
 
 
+def select_first(cache: LayerCache, order: Tensor, counts: Tensor) -> LayerCache:
+    """Keep the first ``counts[h]`` tokens of head h's ``order`` [heads, n], best first; one row: the same in all heads.
+
+    What is kept is stored in order of position, and recorded as ``decided``.
+    """
+    n = order.shape[1]
+    dropped = torch.arange(n, device=order.device) >= counts[:, None]
+    # dropped slots sort behind all others; the clamp only keeps the padding of shorter heads in range
+    index = order.masked_fill(dropped, n).sort(dim=-1).values[:, : int(counts.max())].clamp(max=n - 1)
+    selected = select(cache, index, counts if len(counts) > 1 else None)
+    return replace(selected, decided=tuple(counts.expand(cache.heads).tolist()))
+
+
+def order_by_position(positions: Tensor, valid: Tensor) -> Tensor:
+    """Return the slots [..., S] in order of their positions [..., S], those that are not ``valid`` last."""
+    return positions.masked_fill(~valid, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+
+
 def by_head(t: Tensor, lengths: Tensor) -> Tensor:
-    """Ragged heads side by side: t [1, N, ...] -> [H, longest, ...] with zeros as padding."""
+    """Return ragged heads side by side: t [1, N, ...] -> [H, longest, ...] with zeros as padding."""
     padded = t.new_zeros(len(lengths), int(lengths.max()), *t.shape[2:])
     padded[torch.arange(padded.shape[1], device=t.device) < lengths[:, None]] = t[0]
     return padded
 
 
 def expand(cache: LayerCache) -> LayerCache:
-    """Repeat the kv heads until every segment has ``cache.heads`` of them (what ``per=query_head`` stores).
+    """Repeat the kv heads until every segment has ``cache.heads`` of them (as ``per=query_head`` stores them).
 
-    Latents are those of all heads, once.
+    Latents are those of all heads, and stay one.
     """
 
     def widen(s: Segment) -> Segment:
@@ -127,65 +146,57 @@ def expand(cache: LayerCache) -> LayerCache:
 
 
 def split_recent(cache: LayerCache, recent: int) -> tuple[Segment, Segment]:
-    """The single segment as (older, last ``recent`` slots of every head); both own their storage."""
+    """Split the single segment into (older slots, last ``recent`` slots of every head); both own their storage."""
     s = only_segment(expand(cache))
     if s.lengths is not None:
         return _split_ragged(s, s.lengths, recent)
     cut = max(s.tokens - recent, 0)
 
     def part(at: slice) -> Segment:
-        return Segment(
-            s.k[:, at].clone(),
-            s.v[:, at].clone(),
-            s.positions[:, at].clone(),
-            state={name: t[:, at].clone() for name, t in s.state.items()},
-        )
+        state = {name: t[:, at].clone() for name, t in s.state.items()}
+        return Segment(s.k[:, at].clone(), s.v[:, at].clone(), s.positions[:, at].clone(), state=state)
 
     return part(slice(0, cut)), part(slice(cut, None))
 
 
 def _split_ragged(s: Segment, lengths: Tensor, recent: int) -> tuple[Segment, Segment]:
-    older = (lengths - recent).clamp(min=0)
+    old_counts = (lengths - recent).clamp(min=0)
+    # each token's place within its own head
     slot = torch.cat([torch.arange(m, device=s.k.device) for m in lengths.tolist()])
-    old = slot < older.repeat_interleave(lengths)
+    is_old = slot < old_counts.repeat_interleave(lengths)
 
-    def part(at: Tensor, left: Tensor) -> Segment:
-        even = bool((left == left[0]).all())
-        shape = (len(left), int(left[0])) if even else (1, int(left.sum()))
+    def part(chosen: Tensor, counts: Tensor) -> Segment:
+        even = bool((counts == counts[0]).all())
+        shape = (len(counts), int(counts[0])) if even else (1, int(counts.sum()))
 
-        def take(t: Tensor) -> Tensor:
-            return t[0, at].view(*shape, *t.shape[2:])
+        def at(t: Tensor) -> Tensor:
+            return t[0, chosen].view(*shape, *t.shape[2:])
 
-        return Segment(
-            take(s.k),
-            take(s.v),
-            take(s.positions),
-            None if even else left.to(torch.int32),
-            state={name: take(t) for name, t in s.state.items()},
-        )
+        state = {name: at(t) for name, t in s.state.items()}
+        return Segment(at(s.k), at(s.v), at(s.positions), None if even else counts.to(torch.int32), state=state)
 
-    return part(old, older), part(~old, lengths - older)
+    return part(is_old, old_counts), part(~is_old, lengths - old_counts)
 
 
 def prune(cache: LayerCache, keys: Tensor | None, values: Tensor | None, recent: int) -> LayerCache:
     """Keep only these channels [heads, T] (ascending) of all tokens but the last ``recent`` slots; None: all."""
     older, newer = split_recent(cache, recent)
 
-    def thinned(t: Tensor, channels: Tensor) -> Tensor:
+    def keep(t: Tensor, channels: Tensor) -> Tensor:
         if older.lengths is None:
             return torch.gather(t, 2, channels.long()[:, None, :].expand(-1, older.tokens, -1))
         return torch.gather(t, 2, channels.long().repeat_interleave(older.lengths, dim=0)[None])
 
-    thin = older
+    pruned = older
     if keys is not None:
-        thin = replace(thin, k=thinned(thin.k, keys), key_channels=keys.to(torch.int16))
+        pruned = replace(pruned, k=keep(pruned.k, keys), key_channels=keys.to(torch.int16))
     if values is not None:
-        thin = replace(thin, v=thinned(thin.v, values), value_channels=values.to(torch.int16))
-    return replace(cache, segments=tuple(s for s in (thin, newer) if s.tokens))
+        pruned = replace(pruned, v=keep(pruned.v, values), value_channels=values.to(torch.int16))
+    return replace(cache, segments=tuple(s for s in (pruned, newer) if s.tokens))
 
 
 def append(cache: LayerCache, k: Tensor, v: Tensor) -> LayerCache:
-    """The cache with T more tokens k, v [Hk, T, D] as a dense tail behind what it holds."""
+    """Return the cache with T more tokens k, v [Hk, T, D] as a dense tail behind its other segments."""
     positions = torch.arange(cache.seen, cache.seen + k.shape[1], dtype=torch.int32, device=k.device)[None]
     tail = Segment(k, v, positions)
     leads = next((s.leads for s in cache.segments if s.leads is not None), None)
@@ -195,11 +206,10 @@ def append(cache: LayerCache, k: Tensor, v: Tensor) -> LayerCache:
 
 
 def key_heads(leads: Tensor, stored: int) -> Tensor:
-    """Of ``stored`` heads, those whose keys a leading query head reads, ascending; leads [Hq]."""
+    """Return, of ``stored`` heads, those whose keys a leading query head reads, ascending; leads [Hq]."""
     return (leads.long() // (leads.shape[0] // stored)).unique()
 
 
 def share_keys(segment: Segment, leads: Tensor) -> Segment:
-    """The segment with the keys only of heads that leading query heads read; leads [Hq]."""
-    held = segment.k[key_heads(leads, segment.k.shape[0])]
-    return replace(segment, k=held, leads=leads.to(torch.int16))
+    """Drop the keys of heads that no leading query head reads; leads [Hq]."""
+    return replace(segment, k=segment.k[key_heads(leads, segment.k.shape[0])], leads=leads.to(torch.int16))

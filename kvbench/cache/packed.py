@@ -1,12 +1,12 @@
-"""Bits and groups: codes of b bits in bytes, and the min-max quantisers of KIVI, FlexGen and Q-Hitter.
+"""Codes of a few bits packed into bytes, and the min-max quantisers of KIVI, FlexGen and Q-Hitter.
 
 Shapes: L tokens, C channels of a token (D, or T after pruning), G elements that share one scale; ``...`` are leading
 axes (heads, or rows and heads).
 
 Layout of w bytes that hold m codes of 1, 2 or 4 bits: byte j holds codes j, j + w, j + 2w, ... from its lowest bits up.
-Codes so come apart in 8 / bits contiguous runs, never interleaved, and w = ceil(m bits / 8). Codes of 3 bits are their
-lower 2 bits in that layout, then their upper bit in that layout: ceil(m / 4) + ceil(m / 8) bytes, which is 3 bits a
-code wherever 8 divides m. Codes of 8 bits are bytes. Bits that no code fills are zero, and counted.
+Codes are unpacked in 8 / bits contiguous runs, never interleaved, and w = ceil(m bits / 8). Codes of 3 bits are stored
+as their lower 2 bits in that layout, then their upper bit in that layout: ceil(m / 4) + ceil(m / 8) bytes, which is
+3 bits a code wherever 8 divides m. Codes of 8 bits are bytes. Bits that no code fills are zero, and counted.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvbench.errors import KvbenchError
 
 BITS = (1, 2, 3, 4, 8)
 SCALE_BYTES = 4  # of a group: its scale and its minimum (or zero point), fp16 each
-BLOCK = 2**21  # elements dequantised at once: 8 MiB in fp32, in the last-level cache; smaller ones cost calls
+BLOCK = 2**21  # elements dequantised together: 8 MiB in fp32 fit the last-level cache; smaller blocks cost calls
 
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 
 
 def packed_bytes(m: int, bits: int) -> int:
-    """Bytes that hold m codes of ``bits`` bits."""
+    """Return the bytes that hold m codes of ``bits`` bits."""
     return sum(-(-m * part // 8) for part in _parts(bits))
 
 
 def run_bytes(m: int, bits: int, group: int) -> int:
-    """Bytes of m consecutive quantised elements: their packed codes, and scale and minimum of every group."""
+    """Return the bytes of m consecutive quantised elements: packed codes, and scale and minimum of every group."""
     return packed_bytes(m, bits) + SCALE_BYTES * -(-m // group)
 
 
@@ -43,12 +43,13 @@ def pack(codes: Tensor, bits: int, dim: int = -1) -> Tensor:
 
     The result owns its storage. Bits above the lowest ``bits`` of a code would spill: callers keep codes in range.
     """
-    m, packed, below = codes.shape[dim], [], 0
+    m, packed, below = codes.shape[dim], [], 0  # below: the bits of a code that earlier planes hold
     for part in _parts(bits):
         per = 8 // part
         piece = codes if len(_parts(bits)) == 1 else (codes >> below) & (2**part - 1)
         width = -(-m // per)
         piece = F.pad(piece, (*[0, 0] * (-dim - 1), 0, width * per - m)).unflatten(dim, (per, width))
+        # byte j = code j | code (j + w) << b | code (j + 2w) << 2b | ...
         byte = piece.select(dim - 1, 0).clone(memory_format=torch.contiguous_format)
         for i in range(1, per):
             byte |= piece.select(dim - 1, i) << (i * part)
@@ -58,7 +59,7 @@ def pack(codes: Tensor, bits: int, dim: int = -1) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, m: int, dim: int = -1) -> Tensor:
-    """The m codes [..., m] uint8 that ``pack`` put into bytes along ``dim``. A view only of 8-bit codes."""
+    """Return the m codes [..., m] uint8 that ``pack`` put into bytes along ``dim``; of 8-bit codes a view."""
     if bits == 8:
         return packed
     codes, start, below = None, 0, 0
@@ -81,7 +82,7 @@ def unpack(packed: Tensor, bits: int, m: int, dim: int = -1) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """Quantised keys or values [..., L, C] as stored: value = scale * code + minimum, per group.
+    """Quantised keys or values [..., L, C] as they are stored: value = scale * code + minimum, per group.
 
     ``axis="token"``: a group is ``group`` consecutive channels of one token (the last one shorter where ``group`` does
     not divide C); codes [..., L, bytes], scale and low [..., L, groups]. ``axis="channel"``: a group is ``group``
@@ -101,7 +102,7 @@ class Packed:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape [..., L, C] of what this stands for."""
+        """The shape [..., L, C] of the values that the codes stand for."""
         lead, last = self.codes.shape[:-1], self.codes.shape[-1]
         if self.axis == "token":
             return torch.Size((*lead, self.size))
@@ -113,34 +114,29 @@ class Packed:
 
     @property
     def format(self) -> tuple[object, ...]:
-        """What two of them must share to be stored in one buffer."""
+        """The format: packed tensors of equal formats can be stored in one buffer."""
         return (self.bits, self.group, self.axis, self.size, self.zero_point, self.shape[-1])
 
     def payload(self) -> Iterator[Tensor]:
-        """The tensors held."""
+        """Yield the tensors that hold the codes."""
         yield from (self.codes, self.scale, self.low)
 
-    def nbytes_formula(self) -> int:
-        """Bytes that the format declares for this shape, bits and group; equals the storages of ``payload()``."""
-        *lead, tokens, channels = self.shape
-        runs = tokens if self.axis == "token" else tokens // self.size * channels
-        return int(torch.Size(lead).numel()) * runs * run_bytes(self.size, self.bits, self.group)
-
     def __getitem__(self, index: slice | Tensor) -> Packed:
-        """The entries ``index`` of the first leading axis; a slice gives views."""
+        """Return the entries ``index`` of the first leading axis; a slice gives views."""
         return replace(self, codes=self.codes[index], scale=self.scale[index], low=self.low[index])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Packed:
-        """The same format with every tensor replaced by ``fn`` of it; ``fn`` must leave the axes of a group alone."""
+        """Apply ``fn`` to every tensor, in the same format; ``fn`` must leave the axes of a group alone."""
         return replace(self, codes=fn(self.codes), scale=fn(self.scale), low=fn(self.low))
 
     def minimum(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What code 0 stands for, in the shape of ``low``, rounded to ``dtype`` once."""
+        """Return the value of code 0, in the shape of ``low``, rounded to ``dtype`` once."""
+        # scale * (code - zero) at code 0
         low = -self.scale.float() * self.low.float() if self.zero_point else self.low
         return low.to(dtype)
 
     def tokens(self, start: int | None = None, stop: int | None = None) -> Packed:
-        """Tokens ``start`` to ``stop`` as views; with ``axis="channel"`` both must lie on group borders."""
+        """Return tokens ``start`` to ``stop`` as views; with ``axis="channel"`` both must lie on group borders."""
         first, last, _ = slice(start, stop).indices(self.shape[-2])
         last = max(first, last)
         dim = -2
@@ -153,10 +149,11 @@ class Packed:
         return replace(self, codes=codes, scale=scale, low=low)
 
     def blocks(self, elements: int = BLOCK) -> Iterator[tuple[slice, slice, Packed]]:
-        """[..., L, C] as [H, L, C], all leading axes (at least one) in one, in parts of up to ``elements`` values.
+        """Yield (entries of H, tokens, that part) of [..., L, C] as [H, L, C], in parts of up to ``elements`` values.
 
-        Yields (entries of H, tokens, that part); a part is never less than one token or, by channels, one group.
-        Dequantised and used part by part, dense values stay in the processor's cache: several times faster than whole.
+        H joins all leading axes, of which there is at least one. A part is never less than one token or, by channels,
+        one group. Dequantised and used part by part, dense values stay in the processor's cache, which is several
+        times faster than all together.
         """
         end = -3 if self.axis == "token" else -4
         codes, scale, low = self.codes.flatten(0, end), self.scale.flatten(0, -3), self.low.flatten(0, -3)
@@ -174,27 +171,27 @@ class Packed:
     def dequantise(
         self, dtype: torch.dtype, start: int | None = None, stop: int | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        """Values [..., L, C] of tokens ``start`` to ``stop`` only (see ``tokens``): fp32 sums, rounded once.
+        """Return the values [..., L, C] of tokens ``start`` to ``stop`` (see ``tokens``): fp32 sums, rounded once.
 
-        ``scratch``, fp32 with at least as many elements, may be what is returned: who goes block by block would
-        otherwise spend most of the time on fresh memory.
+        ``scratch`` is fp32 memory of at least as many elements, which the result may use: callers that go block by
+        block would otherwise spend most of the time on fresh memory.
         """
         if start is not None or stop is not None:
             return self.tokens(start, stop).dequantise(dtype, scratch=scratch)
         scale, low = self.scale.float(), self.minimum()
 
-        def single(codes: Tensor) -> Tensor:
+        def to_fp32(codes: Tensor) -> Tensor:
             return codes.float() if scratch is None else scratch[: codes.numel()].view(codes.shape).copy_(codes)
 
         if self.axis == "channel":
-            x = single(unpack(self.codes, self.bits, self.size, dim=-2))
-            x.mul_(scale[..., None, :]).add_(low[..., None, :])
+            x = to_fp32(unpack(self.codes, self.bits, self.size, dim=-2))
+            x.mul_(scale[..., None, :]).add_(low[..., None, :])  # value = scale * code + minimum
             return x.flatten(-3, -2).to(dtype)
-        x = single(unpack(self.codes, self.bits, self.size))
-        whole = self.size // self.group
+        x = to_fp32(unpack(self.codes, self.bits, self.size))
+        full = self.size // self.group  # the last group may be shorter, and is scaled by itself
         for part, s, m in (
-            (x[..., : whole * self.group].unflatten(-1, (-1, self.group)), scale[..., :whole], low[..., :whole]),
-            (x[..., whole * self.group :].unsqueeze(-2), scale[..., whole:], low[..., whole:]),
+            (x[..., : full * self.group].unflatten(-1, (-1, self.group)), scale[..., :full], low[..., :full]),
+            (x[..., full * self.group :].unsqueeze(-2), scale[..., full:], low[..., full:]),
         ):
             if part.numel():
                 part.mul_(s[..., None]).add_(m[..., None])
@@ -202,11 +199,11 @@ class Packed:
 
 
 def quantise_tokens(x: Tensor, bits: int, group: int, constant_scale: float = 0.0) -> Packed:
-    """x [..., L, C] in groups of ``group`` channels of a token, asymmetric min-max; the last group may be shorter.
+    """Quantise x [..., L, C] in groups of ``group`` channels of a token by min and max; the last group may be shorter.
 
     scale = (max - min) / (2^bits - 1) and code = round((x - min) / scale), both against the fp16 numbers that are
     stored. Then |x - value| <= max(scale / 2, 2^-11 |min|) + 2^(bits - 25), plus the rounding of fp32 sums. The second
-    is the rounding of the stored minimum (none for fp16 input), the last that of numbers below fp16's normal range.
+    term is the rounding of the stored minimum (0 for fp16 input), the last that of numbers below fp16's normal range.
     A group of one value has codes 0 and scale ``constant_scale``: 0 (KIVI, arXiv 2402.02750), or 1 (FlexGen, arXiv
     2303.06865). Raises KvbenchError if values, minimum or scale are not finite in fp16.
     """
@@ -219,7 +216,7 @@ def quantise_tokens(x: Tensor, bits: int, group: int, constant_scale: float = 0.
 
 
 def quantise_channels(x: Tensor, bits: int, group: int) -> Packed:
-    """x [..., L, C] in groups of ``group`` consecutive tokens of a channel (keys of KIVI, arXiv 2402.02750).
+    """Quantise x [..., L, C] in groups of ``group`` consecutive tokens of a channel (keys of KIVI, arXiv 2402.02750).
 
     Arithmetic, error bound and refusals are those of ``quantise_tokens``; L must be a multiple of ``group``, C is free.
     """
@@ -230,7 +227,7 @@ def quantise_channels(x: Tensor, bits: int, group: int) -> Packed:
 
 
 def quantise_zero_point(x: Tensor, bits: int) -> Packed:
-    """x [..., L, C], each token one group with an integer zero point (the quantiser of Q-Hitter's code).
+    """Quantise x [..., L, C], each token one group with an integer zero point (the quantiser of Q-Hitter's code).
 
     scale = max(1e-5, (max - min) / (2^bits - 1)); zero = round(-min / scale) and code = round(x / scale) + zero, both
     clamped to 0 ... 2^bits - 1. The clamp means that tokens whose range excludes 0 are stored badly: a constant c != 0
@@ -247,21 +244,22 @@ def quantise_zero_point(x: Tensor, bits: int) -> Packed:
 
 
 def _min_max(x: Tensor, bits: int, dim: int, constant_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes in the shape of fp32 x; scale and minimum fp16 of its groups along ``dim``, that axis dropped."""
+    """Return codes in the shape of fp32 x, and fp16 scale and minimum of its groups along ``dim``, which is dropped."""
     low, high = x.amin(dim=dim, keepdim=True), x.amax(dim=dim, keepdim=True)
     low16 = low.half()
     # from the stored minimum up, so that the largest value is reached although the minimum was rounded
-    reach = torch.where(high > low, high - low16.float(), 0.0).clamp(min=0.0)
-    scale16 = (reach / (2**bits - 1)).half()
+    span = torch.where(high > low, high - low16.float(), 0.0).clamp(min=0.0)
+    scale16 = (span / (2**bits - 1)).half()
     _check_finite(x, bits, scale16, low16)
-    flat = scale16 == 0
-    step = scale16.float().masked_fill(flat, torch.inf)
+    constant = scale16 == 0
+    step = scale16.float().masked_fill(constant, torch.inf)
+    # code = round((x - minimum) / scale), against the fp16 numbers that are stored
     codes = x.sub(low16).div_(step).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
-    return codes, scale16.masked_fill(flat, constant_scale).squeeze(dim), low16.squeeze(dim)
+    return codes, scale16.masked_fill(constant, constant_scale).squeeze(dim), low16.squeeze(dim)
 
 
 def _check_finite(x: Tensor, bits: int, scale: Tensor, low: Tensor) -> None:
-    # one question for both: each that the processor asks a GPU holds up a decode step
+    # one test for both: every value that the processor reads back from a GPU holds up a decode step
     if bool((scale.float() + low.float()).isfinite().all()):
         return
     if not bool(x.isfinite().all()):

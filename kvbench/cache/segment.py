@@ -1,4 +1,4 @@
-"""Runs of stored tokens of one prompt, and the layers that they make.
+"""Segments, which are runs of stored tokens of one prompt, and the layers that they make.
 
 Shapes use: Hq query heads, Hk kv heads, H stored heads (Hk, or Hq under ``per=query_head``), n prompt
 tokens, L stored tokens, D head dimension, T kept channels.
@@ -23,23 +23,23 @@ class Segment:
     ``positions`` is [H, L], or [1, L] where all heads keep the same tokens. ``state`` tensors have leading axes
     [H, L] and are gathered with their tokens. ``lengths`` marks ragged heads, which are stored one after the other
     without padding: every leading [H, L] is then [1, N] with N = sum of ``lengths``. Where a quantiser has packed
-    the older tokens, these are ``codes``, and ``k`` and ``v`` only the newest tokens, which stay exact. Where query
-    heads share logits, ``leads`` names for each the one whose logits it takes, and ``k`` holds, in order, only the
+    the older tokens, ``codes`` hold these, and ``k`` and ``v`` only the newest tokens, which stay exact. Where query
+    heads share logits, ``leads`` names for each the head whose logits it takes, and ``k`` holds, in order, only the
     heads that a leading one reads.
 
-    Of low-rank projections the latents of a layer are stored as one head [1, L, R]: ``latents`` while selection still
-    looks at keys, and then (``latent``) in the place of ``k`` and ``v``.
+    Latents of low-rank projections are stored as one head [1, L, R] for the layer. While selection still looks at
+    keys they are ``latents``; afterwards they take the place of ``k`` and ``v``, and ``latent`` is True.
     """
 
     k: Tensor  # [H, L, D or T]
     v: Tensor  # [H, L, D]
     positions: Tensor  # [H or 1, L] int32
     lengths: Tensor | None = None  # [H] int32; None: all heads hold L tokens
-    key_channels: Tensor | None = None  # [H, T] int16, ascending: those kept, of packed keys where there are any
-    value_channels: Tensor | None = None  # [H, T] int16, likewise of values
+    key_channels: Tensor | None = None  # [H, T] int16, ascending: kept channels, of packed keys where there are any
+    value_channels: Tensor | None = None  # [H, T] int16, likewise for values
     state: Mapping[str, Tensor] = field(default_factory=dict)
     codes: Codes | None = None
-    latents: tuple[Tensor, Tensor] | None = None  # what is stored in the end instead of k and v
+    latents: tuple[Tensor, Tensor] | None = None  # [1, L, R] each, stored in the end instead of k and v
     latent: bool = False
     leads: Tensor | None = None  # [Hq] int16
 
@@ -49,19 +49,20 @@ class Segment:
 
     @property
     def tokens(self) -> int:
-        """Tokens held by the head that holds most."""
+        """The tokens of the head that holds most."""
         return self.positions.shape[1] if self.lengths is None else int(self.lengths.max())
 
     @property
     def counts(self) -> list[int]:
-        """Tokens that each head holds."""
+        """The tokens that each head holds."""
         return [self.tokens] * self.heads if self.lengths is None else self.lengths.tolist()
 
     def head(self, h: int) -> Segment:
-        """One stored head's tokens, a view: [1, its tokens, ...]."""
+        """Return one stored head's tokens as a view [1, its tokens, ...]."""
         end = self.tokens if self.lengths is None else int(self.lengths[: h + 1].sum())
         start = 0 if self.lengths is None else end - int(self.lengths[h])
 
+        # ragged heads lie one after the other in one row: those of head h are start to end
         def at(t: Tensor) -> Tensor:
             return t[h if t.shape[0] > 1 else 0, start:end][None]
 
@@ -73,7 +74,7 @@ class Segment:
         return Segment(k, v, at(self.positions), None, keys, values, state, codes)
 
     def stored(self) -> tuple[Values, Values]:
-        """Keys and values of all tokens; raises ValueError where only the older ones are packed."""
+        """Return keys and values of all tokens. Raises ValueError where only the older ones are packed."""
         if self.codes is None:
             return self.k, self.v
         if self.k.shape[1] or self.v.shape[1]:
@@ -81,7 +82,7 @@ class Segment:
         return self.codes.k, self.codes.v
 
     def holding(self, k: Values, v: Values) -> Segment:
-        """The segment with these keys and values of all its tokens, both exact or both packed."""
+        """Return the segment with these keys and values of all its tokens, both exact or both packed."""
         if not isinstance(k, Packed) or not isinstance(v, Packed):
             assert isinstance(k, Tensor) and isinstance(v, Tensor)
             return replace(self, k=k, v=v, codes=None)
@@ -90,31 +91,31 @@ class Segment:
         return replace(self, k=no_k, v=no_v, codes=Codes(k, v, *counts))
 
     def payload(self) -> Iterator[Tensor]:
-        """The tensors that hold keys and values as stored."""
+        """Yield the tensors that hold keys and values as stored."""
         yield self.k
         yield self.v
         if self.codes is not None:
             yield from self.codes.payload()
 
     def overhead(self) -> Iterator[Tensor]:
-        """The tensors that only say what the payload means: positions, lengths, channel ids, state."""
+        """Yield the tensors that only say what the payload means: positions, lengths, channel ids, state."""
         yield self.positions
         counts = () if self.codes is None else (self.codes.k_counts, self.codes.v_counts)
-        named = (self.lengths, *counts, self.key_channels, self.value_channels, self.leads)
-        yield from (t for t in named if t is not None)
+        optional = (self.lengths, *counts, self.key_channels, self.value_channels, self.leads)
+        yield from (t for t in optional if t is not None)
         yield from self.state.values()
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer of one prompt's cache: no batch axis.
+    """One layer of one prompt's cache, without a batch axis.
 
-    ``segments`` hold the compressed tokens first and any dense tail last; ``seen`` is the number of tokens read so
-    far, hence the position of the next one; ``heads`` is the number of heads under which a chain stores (Hk, or Hq
-    under ``per=query_head``); ``query_heads`` is Hq. ``weight`` is what a stage that divides one budget over all layers
-    weighs this one by; None where the layer takes no part. ``decided`` are the prompt's tokens that each stored head
-    keeps, as a stage records them whose count depends on the data. ``prompt`` is the prompt's length when it was
-    compressed, to which budgets refer for the whole generation (0: all that was read).
+    ``segments`` hold the compressed tokens first and any dense tail last. ``seen`` is the number of tokens read so
+    far, hence the position of the next one. ``heads`` is the number of heads under which a chain stores (Hk, or Hq
+    under ``per=query_head``), ``query_heads`` is Hq. ``weight`` is this layer's weight for a stage that divides one
+    budget over all layers; None: the layer takes no part. ``decided`` are the prompt's tokens that each stored head
+    keeps, recorded by stages whose count depends on the data. ``prompt`` is the prompt's length when it was compressed,
+    to which budgets refer for the whole generation (0: all that was read).
     """
 
     segments: tuple[Segment, ...]
@@ -128,31 +129,31 @@ class LayerCache:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, which budgets refer to, whatever was read since."""
+        """The prompt's tokens, to which budgets refer, whatever was read since."""
         return self.prompt or self.seen
 
     @property
     def tokens(self) -> int:
-        """Tokens held per stored head, at most."""
+        """The tokens of the stored head that holds most."""
         ragged = [s.lengths for s in self.segments if s.lengths is not None]
         even = sum(s.tokens for s in self.segments if s.lengths is None)
         return even + (int(torch.stack(ragged).sum(dim=0).max()) if ragged else 0)
 
     def kept_positions(self) -> list[Tensor]:
-        """The original positions of the tokens held, one ascending int32 tensor per stored head."""
+        """Return the original positions of the tokens held, one ascending int32 tensor per stored head."""
         heads = max([self.heads, *(s.heads for s in self.segments)])
-        kept: list[list[Tensor]] = [[] for _ in range(heads)]
+        parts_by_head: list[list[Tensor]] = [[] for _ in range(heads)]
         for segment in self.segments:
             if segment.lengths is None:
                 parts = per_head(segment.positions, heads).unbind()
             else:
                 parts = segment.positions[0].split(segment.lengths.tolist())
             for h in range(heads):
-                kept[h].append(parts[h])
-        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept]
+                parts_by_head[h].append(parts[h])
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in parts_by_head]
 
     def even_positions(self) -> Tensor | None:
-        """``kept_positions`` [H, tokens] in one tensor, [1, tokens] where all heads share them; None where ragged."""
+        """Return positions [H, tokens] in one tensor, [1, tokens] where all heads share them; None where ragged."""
         if any(s.lengths is not None for s in self.segments):
             return None
         heads = max(s.positions.shape[0] for s in self.segments)
@@ -160,23 +161,23 @@ class LayerCache:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def nbytes(self) -> int:
-        """Bytes of the storages that this layer keeps alive, payload and overhead."""
+        """Return the bytes of the storages that this layer keeps alive, payload and overhead."""
         return storage_bytes(self.tensors())
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor that the layer holds, payload and overhead."""
+        """Yield every tensor of the layer, payload and overhead."""
         yield from (t for s in self.segments for t in (*s.payload(), *s.overhead()))
         if self.copy_from is not None:
             yield self.copy_from
 
 
 def per_head(t: Tensor, heads: int) -> Tensor:
-    """[H', ...] -> [heads, ...], each row repeated for the query heads that share it; H' must divide ``heads``."""
+    """Repeat each row of t [H', ...] for the heads that share it -> [heads, ...]; H' must divide ``heads``."""
     return t if t.shape[0] == heads else t.repeat_interleave(heads // t.shape[0], dim=0)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind ``tensors``: a view counts as all of what it keeps alive."""
+    """Return the bytes of the distinct storages behind ``tensors``; a view counts as all that it keeps alive."""
     storages = {}
     for t in tensors:
         storage = t.untyped_storage()

@@ -126,7 +126,7 @@ class DecodeBatch(Generic[Key]):
         chain = next((r.cache.chain for r in (*self.entering, *self.rows)), None)
         if chain is None:
             return []
-        walls = contained(chain.name, chain.foreign)  # such rows run alone, see Chain.batch
+        walls = contained(chain.name, chain.foreign)  # such rows run alone, see Chain.batch_key
         with walls, torch.no_grad(), adapted(self.model, chain), attached(self.model):
             while len(self) and (everything or not ended):
                 start = time.perf_counter()

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.finite import no_answer
-from kvbench.engine.patches import adapted, alike
+from kvbench.engine.patches import adapted, by_batch
 from kvbench.engine.prefill import as_prompt, check_capacity, check_window
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending as Ending
@@ -28,7 +28,7 @@ def generate_rows(model: PreTrainedModel, caches: Sequence[Cache], endings: Sequ
     Raises Refused where logits are not finite.
     """
     answers: dict[int, Answer] = {}
-    for rows in alike(caches):
+    for rows in by_batch(caches):
         batch: DecodeBatch[int] = DecodeBatch(model)
         batch.enter([(r, caches[r], endings[r]) for r in rows])
         while len(batch):

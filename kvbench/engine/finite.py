@@ -1,4 +1,4 @@
-"""NaN and inf are no results: what is told of logits, keys and values that are not finite."""
+"""Refuse logits, keys and values that are not finite: NaN and inf are no results."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from kvbench.errors import Refused
 from kvbench.methods.chain import Chain
 
 
-def check_finite(chain: Chain, what: str, *read: Tensor) -> None:
-    """Raise Refused unless all numbers are finite of what was ``read`` of a prompt as ``chain`` computes it."""
-    if not all(bool(t.isfinite().all()) for t in read):
-        raise _refused(chain, f"{what} of this prompt", read[0].dtype, own=not chain.prefill_key)
+def check_finite(chain: Chain, name: str, *tensors: Tensor) -> None:
+    """Raise Refused unless all ``tensors`` of a prompt, as ``chain`` computes it, are finite."""
+    if not all(bool(t.isfinite().all()) for t in tensors):
+        raise _refused(chain, f"{name} of this prompt", tensors[0].dtype, by_model=not chain.prefill_key)
 
 
 def no_answer(chain: Chain, dtype: torch.dtype) -> Refused:
-    """What to tell of an answer, or a scored text, of which some logits were not finite."""
-    return _refused(chain, "logits while decoding", dtype, own=not chain.stages)
+    """Return the refusal of an answer, or a scored text, of which some logits were not finite."""
+    return _refused(chain, "logits while decoding", dtype, by_model=not chain.stages)
 
 
-def _refused(chain: Chain, what: str, dtype: torch.dtype, own: bool) -> Refused:
-    """``own``: nothing of the chain had a part in it."""
+def _refused(chain: Chain, name: str, dtype: torch.dtype, by_model: bool) -> Refused:
+    """Return the refusal; ``by_model``: no stage of the chain had a part in the numbers."""
     cause = "method=full tells whether it is the model or the method"
-    if own:
+    if by_model:
         cause = "NaN or inf stands in its weights or comes of its rope settings"
     if dtype == torch.float16:
         cause += ", or float16 is too small: give dtype=bfloat16 or dtype=float32"
-    whose = "the model's" if own else f"{chain.name}: the"
-    return Refused(f"{whose} {what} are not finite (dtype={str(dtype).removeprefix('torch.')}): {cause}")
+    whose = "the model's" if by_model else f"{chain.name}: the"
+    return Refused(f"{whose} {name} are not finite (dtype={str(dtype).removeprefix('torch.')}): {cause}")

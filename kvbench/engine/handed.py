@@ -27,11 +27,11 @@ class Handed:
         self.chain, self.cache, self.obs = chain, cache, obs
         self._shared = [*_tensors(cache, obs)]
         if chain.foreign:
-            self.cache, self.obs = deepcopy((cache, replace(obs, found={})))
+            self.cache, self.obs = deepcopy((cache, replace(obs, scratch={})))
             self._copies = [t for _, t in _tensors(self.cache, self.obs)]
             return
         self._copies = []
-        self._shared += [("a result of Observation.once", t) for t in _flat(obs.found)]
+        self._shared += [("a result of Observation.once", t) for t in _flat(obs.scratch)]
         self._versions = [_version(t) for _, t in self._shared]
 
     def check(self) -> None:
@@ -51,7 +51,7 @@ def _tensors(cache: LayerCache, obs: Observation) -> Iterator[tuple[str, Tensor]
     for s in cache.segments:
         yield from (("keys", s.k), ("values", s.v), ("positions", s.positions))
     for f in fields(obs):
-        if f.name != "found":
+        if f.name != "scratch":
             yield from ((f.name, t) for t in _flat(getattr(obs, f.name)))
 
 

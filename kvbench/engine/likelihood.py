@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
-from kvbench.engine.patches import adapted, alike
+from kvbench.engine.patches import adapted, by_batch
 from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, step, stored_in
 from kvbench.errors import UsageError
@@ -38,7 +38,7 @@ def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tenso
         raise UsageError("teacher forcing continues caches that have read equally many tokens")
     ids = as_prompt(model, tokens)
     forced: dict[int, Forced] = {}
-    for rows in alike(caches):
+    for rows in by_batch(caches):
         chain = caches[rows[0]].chain
         with contained(chain.name, chain.foreign), adapted(model, chain):
             forced.update(zip(rows, _force(model, [caches[r] for r in rows], ids, chunk), strict=True))

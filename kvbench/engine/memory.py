@@ -1,4 +1,4 @@
-"""Memory that is free for caches, and what running out of it looks like."""
+"""Memory that is free for caches, and the errors of running out of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvbench.models.interface import attention_modules
 
 GIB = 2**30
 USED_SHARE = 0.7
-"""Of the free memory, what ``memory=auto`` takes: activations, padding and other processes need the rest."""
+"""The share of free memory that ``memory=auto`` takes: activations, padding and other processes need the rest."""
 OUT_OF_MEMORY = (
     "can't allocate memory",
     "DefaultCPUAllocator",
@@ -26,11 +26,11 @@ OUT_OF_MEMORY = (
     "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""What errors of no type of their own say."""
+"""Parts of the messages of errors that have no type of their own."""
 
 
-def of_process(key: str) -> int:
-    """Bytes of this process by Linux's name: VmRSS resident now, VmHWM resident at most, VmData of its own."""
+def process_memory(key: str) -> int:
+    """Return bytes of this process by Linux's name: VmRSS resident now, VmHWM at most, VmData its own data."""
     status = Path("/proc/self/status")
     for line in status.read_text(encoding="ascii", errors="replace").splitlines() if status.exists() else ():
         if line.startswith(key + ":"):
@@ -38,24 +38,24 @@ def of_process(key: str) -> int:
     raise KvbenchError(f"/proc/self/status has no {key}: a process's memory is measured on Linux")
 
 
-def limit(asked: float | None, shares: Mapping[torch.device, float]) -> int:
-    """Bytes that caches may take: ``asked`` in GiB, or a share of what is free now.
+def cache_limit(gib: float | None, shares: Mapping[torch.device, float]) -> int:
+    """Return the bytes that caches may take: ``gib`` if the user gave it, else a share of the memory free now.
 
     ``shares`` are the parts of every cache on each device: the one with the least room for its part decides.
     """
-    if asked is not None:
-        return int(asked * GIB)
+    if gib is not None:
+        return int(gib * GIB)
     return int(USED_SHARE * min(free_bytes(device) / share for device, share in shares.items()))
 
 
-def shares(model: PreTrainedModel) -> dict[torch.device, float]:
-    """The part of a model's attention layers, hence of its caches, on each device; devices without any are left out."""
+def device_shares(model: PreTrainedModel) -> dict[torch.device, float]:
+    """Return the part of a model's attention layers, hence of its caches, on each device that has any."""
     devices = [next(module.parameters()).device for module in attention_modules(model)]
     return {device: count / len(devices) for device, count in Counter(devices).items()}
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still take on ``device``: of a GPU, or of the machine and its control group."""
+    """Return the bytes that this process can still take on ``device``: a GPU, or the machine and its control group."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # what PyTorch holds without using it is free for our tensors, too
@@ -74,7 +74,7 @@ def _free_of_machine() -> int:
 
 
 def _free_of_group() -> Iterator[int]:
-    """What Linux control groups (versions 2 and 1) leave of their limits; at least one number."""
+    """Yield the bytes below the limits of Linux control groups (versions 2 and 1); at least one number."""
     base = Path("/sys/fs/cgroup")
     for most, used in (
         ("memory.max", "memory.current"),
@@ -86,14 +86,14 @@ def _free_of_group() -> Iterator[int]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or on the CPU."""
+    """Tell whether the error is of an allocation that failed, on a GPU or on the CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def release() -> None:
-    """Give back what an allocation that failed has left behind."""
+    """Free the memory that a failed allocation has left behind."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What a model is at a moment, to find out whether something has changed it since."""
+"""A snapshot of a model, to find out whether something has changed it since."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.content import WORDS
+from kvbench.cache.content import INTEGER_VIEWS
 
 STRIDE = 61
-"""Of weights and buffers every so many elements are summed up, which reads a model in the time of less than a token."""
+"""Every so many elements of weights and buffers are summed up: that takes less time than one token."""
 
 
 def state_of(model: PreTrainedModel) -> tuple[object, ...]:
-    """The model's configuration, and names, types, shapes and sums of its weights and buffers."""
+    """Return the model's configuration, and names, types, shapes and sums of its weights and buffers."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     sums = [_sum(t.detach()) for _, t in tensors]
-    what = [(name, t.dtype, t.shape, t.device) for name, t in tensors]
-    return model.config.to_json_string(use_diff=False), what, [int(s) for s in sums]
+    kinds = [(name, t.dtype, t.shape, t.device) for name, t in tensors]
+    return model.config.to_json_string(use_diff=False), kinds, [int(s) for s in sums]
 
 
 def _sum(t: Tensor) -> Tensor:
-    """An exact sum over the bits of every STRIDE-th element."""
-    return t.view(WORDS[t.itemsize]).flatten()[::STRIDE].sum(dtype=torch.int64)
+    """Return an exact sum over the bits of every STRIDE-th element."""
+    return t.view(INTEGER_VIEWS[t.itemsize]).flatten()[::STRIDE].sum(dtype=torch.int64)

@@ -13,16 +13,16 @@ from kvbench.methods.prompt_cache import Cache
 
 @contextmanager
 def adapted(model: PreTrainedModel, chain: Chain) -> Iterator[None]:
-    """The model under all ``adapt`` of the chain's stages; restored on exit, whatever happens."""
+    """Change the model by ``adapt`` of all of the chain's stages; on exit it is restored, whatever happens."""
     with ExitStack() as stack:
         for stage in chain.adaptation:
             stack.enter_context(stage.adapt(model))
         yield
 
 
-def alike(caches: Sequence[Cache]) -> list[list[int]]:
-    """Indices of caches by ``Chain.batch``: those that can be rows of one batch."""
+def by_batch(caches: Sequence[Cache]) -> list[list[int]]:
+    """Return the indices of caches in groups of equal ``Chain.batch_key``, which can be rows of one batch."""
     groups: dict[object, list[int]] = {}
     for i, cache in enumerate(caches):
-        groups.setdefault(cache.chain.batch, []).append(i)
+        groups.setdefault(cache.chain.batch_key, []).append(i)
     return list(groups.values())

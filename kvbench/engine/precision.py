@@ -1,4 +1,4 @@
-"""Half precision: why a run has its dtype, and what rounding alone changes in it."""
+"""Half precision: the reason for a run's dtype, and the effect of rounding alone."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvbench.engine.prefill import prefill_chains
 from kvbench.methods.chain import Chain
 
 UNITS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm's BF16"}
-"""What multiplies bf16 on CPUs, by its flag in /proc/cpuinfo."""
+"""Units of CPUs that multiply bf16, by their flags in /proc/cpuinfo."""
 
 
 @cache
 def bf16_units() -> tuple[str, ...] | None:
-    """Which of UNITS this CPU has; None where its system does not tell."""
+    """Return those of UNITS that this CPU has; None where its system does not tell."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
@@ -30,54 +30,54 @@ def bf16_units() -> tuple[str, ...] | None:
     return None
 
 
-def choice(asked: str, dtype: str, device: torch.device) -> str:
-    """The dtype of a run with why it has it, in one line; ``asked`` is what dtype= said."""
+def dtype_reason(setting: str, dtype: str, device: torch.device) -> str:
+    """Return the dtype of a run with its reason, in one line; ``setting`` is the user's dtype=."""
     if device.type != "cpu":
-        return f"{dtype}: {'auto on a GPU' if asked == 'auto' else 'as asked'}"
+        return f"{dtype}: {'auto on a GPU' if setting == 'auto' else 'as asked'}"
     units, known = bf16_units(), list(UNITS.values())
     names = f"{', '.join(known[:-1])} or {known[-1]}"
     has = f"which this one has ({', '.join(units)})" if units else "which this one has not"
     has = has if units is not None else "of which this system does not tell"
     if dtype == "float32":
-        why = "auto on a CPU" if asked == "auto" else "as asked"
+        why = "auto on a CPU" if setting == "auto" else "as asked"
         return f"float32: {why}; dtype=bfloat16 reads prompts faster on CPUs with {names}, {has}"
     if dtype == "float16":
         return "float16: as asked; slow on a CPU"
     return f"bfloat16: as asked; on a CPU it is fast only with {names}, {has}"
 
 
-def matters(asked: str, dtype: str, device: torch.device) -> bool:
-    """Whether ``choice`` names something better for this machine."""
+def has_better_dtype(setting: str, dtype: str, device: torch.device) -> bool:
+    """Tell whether ``dtype_reason`` names a better dtype for this machine."""
     if device.type != "cpu":
         return False
-    return bool(bf16_units()) if dtype == "float32" and asked == "auto" else dtype != "float32" and not bf16_units()
+    return bool(bf16_units()) if dtype == "float32" and setting == "auto" else dtype != "float32" and not bf16_units()
 
 
-def rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> dict[str, Any] | None:
-    """How the full cache's logits after ``prompts`` [n] differ from those of the same weights in fp32.
+def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> dict[str, Any] | None:
+    """Compare the full cache's logits after ``prompts`` [n] with those of the same weights in fp32.
 
-    ``largest``: the largest difference; ``same``: prompts of ``prompts`` after which the first choice is the same. None
+    ``largest``: the largest difference; ``same``: the number of prompts after which the first choice is the same. None
     for a model in fp32, and where memory does not hold it twice as large.
     """
     half, device = model.dtype, model.device
-    more = sum(p.nbytes for p in model.parameters())
-    if half == torch.float32 or getattr(model, "hf_device_map", None) or 2 * more > free_bytes(device):
+    weights = sum(p.nbytes for p in model.parameters())
+    if half == torch.float32 or getattr(model, "hf_device_map", None) or 2 * weights > free_bytes(device):
         return None
-    ours = [_logits(model, ids) for ids in prompts]
-    with _widened(model, half):
+    rounded = [_logits(model, ids) for ids in prompts]
+    with _in_fp32(model, half):
         exact = [_logits(model, ids) for ids in prompts]
-    pairs = list(zip(ours, exact, strict=True))
+    pairs = list(zip(rounded, exact, strict=True))
     largest = max(float((a - b).abs().max()) for a, b in pairs)
     return {"prompts": len(pairs), "same": sum(int(a.argmax() == b.argmax()) for a, b in pairs), "largest": largest}
 
 
-def told(found: dict[str, Any], dtype: str) -> str:
-    """What ``rounding`` found, in a sentence."""
-    n = found["prompts"]
+def rounding_note(comparison: dict[str, Any], dtype: str) -> str:
+    """Return the result of ``compare_rounding`` in a sentence."""
+    n, same = comparison["prompts"], comparison["same"]
     return (
         f"Rounding to {dtype} alone: against the same weights in float32 the logits after the first prompt of "
-        f"{n} task{'s' if n > 1 else ''} differ by at most {found['largest']:.2g}, and the first choice is the same "
-        f"after {found['same']} of {n}. Several answers at once round otherwise than one: batch_rows=1 decodes full as "
+        f"{n} task{'s' if n > 1 else ''} differ by at most {comparison['largest']:.2g}, and the first choice is the "
+        f"same after {same} of {n}. Several answers at once round otherwise than one: batch_rows=1 decodes full as "
         "model.generate does."
     )
 
@@ -87,8 +87,8 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 @contextmanager
-def _widened(model: PreTrainedModel, half: torch.dtype) -> Iterator[None]:
-    """The weights in fp32, which holds those of half precision exactly; as they were on exit."""
+def _in_fp32(model: PreTrainedModel, half: torch.dtype) -> Iterator[None]:
+    """Turn the weights of dtype ``half`` to fp32, which holds them exactly; on exit they are restored."""
     weights = [p for p in model.parameters() if p.dtype == half]
     try:
         for p in weights:

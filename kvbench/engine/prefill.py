@@ -26,7 +26,7 @@ from kvbench.cache.packed import quantise_zero_point
 from kvbench.cache.segment import LayerCache, per_head
 from kvbench.engine.finite import check_finite
 from kvbench.engine.handed import Handed
-from kvbench.engine.layer_by_layer import Layers
+from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.engine.patches import adapted
 from kvbench.engine.weights_digest import check_calibrated
 from kvbench.errors import UsageError
@@ -48,17 +48,17 @@ from kvbench.models.interface import (
 from kvbench.models.lowrank import lifts
 
 EXACT = 0
-CHOSEN_BY = 5  # first tokens by which heads are grouped
+GROUPED_BY = 5  # first tokens by which heads are grouped
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Share = Callable[[Tensor, Tensor, float], Tensor | None]
+Share = Callable[..., Tensor | None]
 
 
 class PromptLayer(KvbenchLayer):
-    """One layer while the prompt is read: causal attention over its keys and values, or over what ``read`` makes of
-    them, and the statistics that somebody needs.
+    """One layer while the prompt is read: causal attention, and the statistics that stages need.
 
-    ``share`` says, by the layer's queries and keys [H, n, D] and their scale, which query head's logits each takes.
+    Attention is over the keys and values that ``read`` makes of the layer's own; None: the layer's own. ``share``
+    is ``HeadSharer.leads`` of the layer, which returns the query head whose logits each head takes.
     """
 
     def __init__(self, needs: Needs, plain: bool = False, read: Read | None = None, share: Share | None = None) -> None:
@@ -87,17 +87,21 @@ class PromptLayer(KvbenchLayer):
         if self.read is not None:
             keys, values = self.read(keys, values)
             self.read_k = keys
+        # where column sums are needed, fused attention gives the log-sum-exp of each row with its output
         fused = not self.plain and window is None and self.share is None and self.needs.colsums
-        found = attend_with_lse(q, keys, values, scale) if fused else None
+        with_lse = attend_with_lse(q, keys, values, scale) if fused else None
         if self.needs.colsums:
-            self.colsums = self._column_sums(q, keys, EXACT, None if found is None else found[1])
+            self.colsums = self._column_sums(q, keys, EXACT, None if with_lse is None else with_lse[1])
         for bits in sorted(self.needs.colsums_bits):
-            coarse = quantise_zero_point(keys, bits).dequantise(torch.float32)
-            self.colsums_q[bits] = self._column_sums(q, coarse, bits)
-        if found is not None:
-            return found[0][None]
-        leads = None if self.share is None else self.share(q, keys, scale)
+            quantised = quantise_zero_point(keys, bits).dequantise(torch.float32)
+            self.colsums_q[bits] = self._column_sums(q, quantised, bits)
+        if with_lse is not None:
+            return with_lse[0][None]
+        leads = None
+        if self.share is not None:
+            leads = self.share(q[:, :GROUPED_BY], keys[:, :GROUPED_BY], scale=scale)
         if leads is not None:
+            # each head attends by its leading head's query and key, over its own values
             keys, values = per_head(keys, len(q))[leads], per_head(values, len(q))
             q = q[leads]
         if self.plain or window is not None:
@@ -110,15 +114,15 @@ class PromptLayer(KvbenchLayer):
     def _column_sums(self, query: Tensor, keys: Tensor, bits: int, lse: Tensor | None = None) -> Tensor:
         synchronise(query.device)
         start = time.perf_counter()
-        found = column_sums(query, keys, self.scale, lse=lse)
+        sums = column_sums(query, keys, self.scale, lse=lse)
         synchronise(query.device)
         self.colsums_s[bits] = time.perf_counter() - start
-        return found
+        return sums
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """The dense keys and values [Hk, n, D], each alone in its storage; the layer forgets them."""
+        """Return the dense keys and values [Hk, n, D], each alone in its storage; the layer drops them."""
         assert self.keys is not None and self.values is not None
-        k, v = _own(self.keys[0]), _own(self.values[0])
+        k, v = _alone(self.keys[0]), _alone(self.values[0])
         self.keys = self.values = None
         return k, v
 
@@ -134,7 +138,7 @@ def observe(
     """Read ``input_ids`` [n] once and hand every finished layer to ``on_layer``.
 
     Returns the next token's logits [V] and the seconds that column sums took, by bit width of the keys. ``plain``
-    attends by fp32 softmax rows instead of PyTorch's fused attention. The prompt is computed as ``chain`` has it: its
+    attends by fp32 softmax rows instead of PyTorch's fused attention. The prompt is computed under ``chain``: its
     stages may read other keys and values than are stored, drop hidden states, or let heads share logits.
     """
     shape = from_config(model.config)
@@ -142,8 +146,10 @@ def observe(
     chain = chain or Chain()
     n = input_ids.shape[0]
     read = chain.read if any(type(s).read is not Stage.read for s in chain.stages) else None
-    layers = [PromptLayer(needs, plain, read, _share(chain, n, i, n_layers)) for i in range(n_layers)]
-    alive: list[Rows | None] = [None] * (n_layers + 1)
+    sharer = chain.sharer
+    shares = [partial(sharer.leads, n=n, layer=i, n_layers=n_layers) if sharer else None for i in range(n_layers)]
+    layers = [PromptLayer(needs, plain, read, share) for share in shares]
+    rows: list[Rows | None] = [None] * (n_layers + 1)  # tokens that each layer reads; None: all
     prompt = zlib.crc32(input_ids.to("cpu", torch.int64).numpy().tobytes())
 
     lifted = lifts(model)
@@ -158,7 +164,7 @@ def observe(
                 f"layer {index} caches keys {tuple(k.shape)} and values {tuple(v.shape)} where config.json says "
                 f"{wanted}: kvbench cannot run this model"
             )
-        here = alive[index]
+        own_rows = rows[index]
         observation = Observation(
             layer=index,
             n_layers=n_layers,
@@ -174,19 +180,19 @@ def observe(
             latents=(lifted[index].k.take(), lifted[index].v.take()) if lifted else None,
             inv_freq=inv_freq,
             length=n,
-            positions=None if here is None else here.positions,
+            positions=None if own_rows is None else own_rows.positions,
         )
         layer.last_q = layer.first_q = layer.colsums = layer.read_k = None
         layer.colsums_q = {}
         try:
-            alive[index + 1] = _next_rows(chain, observation, k)
+            rows[index + 1] = _next_rows(chain, observation, k)
             on_layer(observation, k, v)
         except Exception:
-            check_finite(chain, "keys or values", k, v)  # it is no stage's fault where these are no numbers
+            check_finite(chain, "keys or values", k, v)  # no stage is at fault where these are not finite
             raise
 
-    cutting = row_hooks(model, alive.__getitem__) if chain.hidden else nullcontext()
-    with torch.no_grad(), attached(model), layer_hooks(model, finished), cutting:
+    dropping = row_hooks(model, rows.__getitem__) if chain.hidden else nullcontext()
+    with torch.no_grad(), attached(model), layer_hooks(model, finished), dropping:
         out = model(
             input_ids=input_ids[None],
             position_ids=torch.arange(n, device=input_ids.device)[None],
@@ -198,32 +204,21 @@ def observe(
     return out.logits[0, -1].clone(), seconds
 
 
-def _share(chain: Chain, n: int, layer: int, n_layers: int) -> Share | None:
-    sharer = chain.sharer
-    if sharer is None:
-        return None
-
-    def share(q: Tensor, k: Tensor, scale: float) -> Tensor | None:
-        return sharer.leads(q[:, :CHOSEN_BY], k[:, :CHOSEN_BY], n, layer, n_layers, scale)
-
-    return share
-
-
 def _next_rows(chain: Chain, obs: Observation, keys: Tensor) -> Rows | None:
-    """What the layer after ``obs`` reads, by the attention in this one."""
+    """Return the tokens that the layer after ``obs`` reads, by the attention in this one; None: all."""
     if chain.hidden is None or obs.layer + 1 == obs.n_layers:
         return None
-    before = obs.where(keys.device)
-    if chain.rows(obs.prompt_tokens, obs.layer + 1, obs.n_layers) == obs.n:
-        return None if obs.positions is None else Rows(None, before)
-    places = chain.hidden.keep_hidden(keys if obs.read_k is None else obs.read_k, obs)
-    return Rows(places, before[places])
+    positions = obs.token_positions(keys.device)
+    if chain.tokens_read(obs.prompt_tokens, obs.layer + 1, obs.n_layers) == obs.n:
+        return None if obs.positions is None else Rows(None, positions)
+    index = chain.hidden.keep_hidden(keys if obs.read_k is None else obs.read_k, obs)
+    return Rows(index, positions[index])
 
 
 def prefill_chains(
     model: PreTrainedModel, input_ids: Tensor, chains: Sequence[Chain], plain: bool = False
 ) -> list[Cache]:
-    """One cache per chain, in order, from one pass over ``input_ids`` [n] per distinct ``prefill_key``."""
+    """Return one cache per chain, in order, from one pass over ``input_ids`` [n] per distinct ``prefill_key``."""
     ids = as_prompt(model, input_ids)
     check_window(model, ids.shape[0], chains)
     here = traits.of_model(model)
@@ -236,8 +231,8 @@ def prefill_chains(
         members = [i for i, chain in enumerate(chains) if chain.prefill_key == key]
         foreign = [chains[i].name for i in members if chains[i].foreign]
         with contained(", ".join(foreign), bool(foreign)), adapted(model, chains[members[0]]):
-            found = _shared_pass(model, ids, [chains[i] for i in members], plain)
-        caches.update(zip(members, found, strict=True))
+            shared = _shared_pass(model, ids, [chains[i] for i in members], plain)
+        caches.update(zip(members, shared, strict=True))
     return [caches[i] for i in range(len(chains))]
 
 
@@ -263,23 +258,23 @@ def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -
 
 
 def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], plain: bool) -> list[Cache]:
-    """Prefill once for chains that leave the prompt's computation alike."""
-    needs = Needs()
-    for chain in chains:
-        needs = needs | chain.needs(ids.shape[0])
-    layers = [Layers(chain) for chain in chains]
-    spent = [0.0] * (len(chains) + 1)  # of each chain, and of copies and checks
+    """Prefill once for chains under which the prompt is computed alike."""
+    n = ids.shape[0]
+    needs = Needs.union(chain.needs(n) for chain in chains)
+    layers = [CompressedLayers(chain) for chain in chains]
+    spent = [0.0] * (len(chains) + 1)  # seconds of each chain, and of copies and checks
     query_heads = int(model.config.num_attention_heads)
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
         def dense(heads: int) -> LayerCache:
-            where, length = obs.positions, obs.prompt_tokens
-            return ops.dense(k, v, heads=heads, query_heads=query_heads, positions=where, length=length)
+            positions, length = obs.positions, obs.prompt_tokens
+            return ops.dense(k, v, heads=heads, query_heads=query_heads, positions=positions, length=length)
 
         for i, chain in enumerate(chains):
             heads = chain.heads(k.shape[0], query_heads)
+            # the dense cache is shared by all chains, and counted for none of them
             with _clock(k.device, spent, -1):
-                shared = obs.once(("dense", heads), partial(dense, heads))
+                shared = obs.once((ops.dense, heads), partial(dense, heads))
                 handed = Handed(chain, shared, obs)
             with _clock(k.device, spent, i), contained(chain.name, chain.foreign):
                 layers[i].add(handed.cache, handed.obs)
@@ -292,14 +287,14 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
         # chains of one prefill key compute the prompt alike
         logits, colsums_s = observe(model, ids, needs, on_layer, plain, chains[0])
         check_finite(chains[0], "logits", logits)
-    n = ids.shape[0]
+    # the forward pass alone: without compression, checks and column sums, which chains pay for themselves
     forward = max(total[0] - sum(spent) - sum(colsums_s.values()), 0.0)
     owner = weakref.ref(model)
     caches = []
-    for chain, held, seconds in zip(chains, layers, spent[:-1], strict=True):
-        asked = chain.needs(n)
-        own = seconds + sum(colsums_s[b] for b in {*asked.colsums_bits, *([EXACT] if asked.colsums else [])})
-        caches.append(Cache(tuple(held.caches), logits, chain, n, forward, own, owner, held.strange))
+    for chain, compressed, seconds in zip(chains, layers, spent[:-1], strict=True):
+        own = chain.needs(n)
+        seconds += sum(colsums_s[bits] for bits in {*own.colsums_bits, *([EXACT] if own.colsums else [])})
+        caches.append(Cache(tuple(compressed.caches), logits, chain, n, forward, seconds, owner, compressed.mismatch))
     return caches
 
 
@@ -318,7 +313,7 @@ def observer(model: PreTrainedModel) -> Observe:
 
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
-    """One unpadded prompt as int64 [n] on the model's device; [1, n] is accepted, several prompts are not."""
+    """Return one unpadded prompt as int64 [n] on the model's device; [1, n] is accepted, several prompts are not."""
     ids = torch.as_tensor(input_ids)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UsageError(f"input_ids is {ids.dtype}: give whole numbers, the tokenizer's ids")
@@ -334,8 +329,8 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tens
     return ids.to(model.device, torch.int64)
 
 
-def _own(t: Tensor) -> Tensor:
-    """[H, n, D] contiguous and alone in its storage (fused projections hand out views of a larger one)."""
+def _alone(t: Tensor) -> Tensor:
+    """Return t [H, n, D] contiguous and alone in its storage (fused projections return views of a larger one)."""
     if t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes:
         return t
     return t.clone(memory_format=torch.contiguous_format)

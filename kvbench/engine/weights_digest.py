@@ -1,4 +1,4 @@
-"""Which model a calibration belongs to: a digest of its weights, read in slices."""
+"""The model that a calibration belongs to, by a digest of its weights, read in slices."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def check_calibrated(chain: Chain, model: PreTrainedModel) -> None:
             check_weights(stage.calibration, model, f"of {stage.id}")
 
 
-def check_weights(found: Calibration, model: PreTrainedModel, where: Path | str) -> None:
-    """Raise UsageError unless ``found`` was computed on this model's weights."""
-    if found.weights != weights_of(model):
+def check_weights(calibration: Calibration, model: PreTrainedModel, where: Path | str) -> None:
+    """Raise UsageError unless the calibration was computed on this model's weights."""
+    if calibration.weights != weights_of(model):
         raise UsageError(
             f"the calibration {where} was computed on other weights than this model's: delete it, or use the model "
             "that it was made with; python -m kvbench calibrate makes one for this model"
@@ -39,14 +39,14 @@ def check_weights(found: Calibration, model: PreTrainedModel, where: Path | str)
 
 
 def weights_of(model: PreTrainedModel) -> str:
-    """A digest of shapes and of slices of all parameters: models that differ in training differ in it."""
+    """Return a digest of shapes and of slices of all parameters: models that differ in training differ in it."""
     if model not in _digests:
-        found = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for name, p in model.named_parameters():
             flat = p.detach().reshape(-1)
             middle = flat.numel() // 2
             parts = torch.cat([flat[:SLICE], flat[middle : middle + SLICE]]).cpu().view(torch.uint8)
-            found.update(f"{name}:{p.dtype}:{tuple(p.shape)}\n".encode())
-            found.update(parts.numpy().tobytes())
-        _digests[model] = found.hexdigest()
+            sha256.update(f"{name}:{p.dtype}:{tuple(p.shape)}\n".encode())
+            sha256.update(parts.numpy().tobytes())
+        _digests[model] = sha256.hexdigest()
     return _digests[model]

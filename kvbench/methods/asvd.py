@@ -5,7 +5,7 @@ Defaults are those of the released code, https://github.com/hahnyuan/ASVD4LLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
-from kvbench.methods.recipe import Observe, Recipe
+from kvbench.methods.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import Factors, Spectrum, joined, nearest_rank, searched_ranks
 from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import ProjectionShape, linears
@@ -28,14 +28,16 @@ FRACTIONS = tuple(k / 10 for k in range(1, 10))  # of the rank kept, tried one p
 
 @dataclass(frozen=True, kw_only=True)
 class Asvd(LowRankStage):
-    """The weight W of a projection, all heads together, becomes U diag(s) V^T S^-1 truncated to rank r, where
-    W S = U diag(s) V^T and S is diagonal: (mean of |x|)^alpha of each input channel, at least 1e-6.
+    """The weight W of a projection, all heads together, becomes U diag(s) V^T S^-1, truncated to rank r.
+
+    Here W S = U diag(s) V^T, and S is diagonal: (mean of |x|)^alpha of each input channel x, at least 1e-6.
 
     alpha: weight of the activations; 0 is the plain SVD.
-    ranks_by: ``sensitivity`` tries every projection alone at a tenth, two tenths, ... of its rank on ``probes`` of the
-    calibration windows; each then takes the smallest rank whose loss is at most a threshold, and the threshold is the
-    smallest under which all ranks add up to the target (bisection). ``uniform`` gives every projection the same.
-    probes: windows that ranks are tried on, the first ones. multiple: see ratio; of a sixteenth of all heads' rank.
+    ranks_by: ``uniform`` gives every projection the same rank. ``sensitivity`` tries every projection alone at a tenth,
+    two tenths, ... of its rank; each then takes the smallest rank whose loss is at most a threshold. The threshold is
+    the smallest under which all ranks add up to the target (bisection).
+    probes: windows that ranks are tried on, the first of the calibration.
+    multiple: see ratio; null: a sixteenth of all heads' rank.
     """
 
     id: ClassVar[str] = "asvd"
@@ -48,7 +50,7 @@ class Asvd(LowRankStage):
     def check(self) -> None:
         super().check()
         self.require("alpha", self.alpha >= 0, "a number, 0 or more")
-        self.require("ranks_by", self.ranks_by in RANKS, " or ".join(RANKS))
+        self.require_one_of("ranks_by", RANKS)
         self.require(
             "probes", 1 <= self.probes <= self.samples, f"a whole number of windows, 1 to samples={self.samples}"
         )
@@ -59,28 +61,21 @@ class Asvd(LowRankStage):
             knobs.update(alpha=float(self.alpha), probes=self.probes, multiple=self.multiple)
         return Recipe("asvd", 1, self.samples, self.tokens, each=False, knobs=knobs, longest=LONGEST)
 
-    def calibrate(
-        self,
-        model: PreTrainedModel,
-        samples: Iterable[torch.Tensor],
-        recipe: Recipe,
-        tick: Callable[[], None],
-        observe: Observe,
-    ) -> dict[str, torch.Tensor]:
-        shape = ProjectionShape.of(model)
+    def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
+        shape = ProjectionShape.of(run.model)
         probes: list[torch.Tensor] = []
 
-        def remembered() -> Iterator[torch.Tensor]:
-            for window in samples:
+        def samples() -> Iterator[torch.Tensor]:
+            for window in run.samples:
                 if len(probes) < self.probes:
                     probes.append(window)
                 yield window
 
-        sizes = mean_sizes(model, remembered(), tick)
-        found = {"shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]), "mean_abs": sizes}
+        sizes = mean_sizes(run.model, samples(), run.tick)
+        tensors = {"shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]), "mean_abs": sizes}
         if self.ranks_by == "sensitivity":
-            found["loss"] = self._losses(model, sizes, probes)
-        return found
+            tensors["loss"] = self._losses(run.model, sizes, probes)
+        return tensors
 
     @property
     def full(self) -> int:
@@ -92,22 +87,23 @@ class Asvd(LowRankStage):
         layers, even = self.shape.layers, nearest_rank(self.full, self.ratio, self.multiple)
         flat = [even] * (2 * layers)
         if self.ranks_by == "sensitivity" and self.ratio > 0:
-            tried = self._tried(self.full)
-            flat = searched_ranks(self.tensor("loss").flatten(0, 1).tolist(), tried, self.full, even * 2 * layers)
+            losses, tried = self.tensor("loss").flatten(0, 1).tolist(), self._tried_ranks(self.full)
+            flat = searched_ranks(losses, tried, self.full, even * 2 * layers)
         return tuple(((flat[2 * i],), (flat[2 * i + 1],)) for i in range(layers))
 
     def factors(self, model: PreTrainedModel) -> Pairs:
-        found = []
+        pairs = []
         for spectra, ranks in zip(self._spectra(model, self.tensor("mean_abs")), self.ranks, strict=True):
             k, v = (joined([s.cut(r)]) for s, (r,) in zip(spectra, ranks, strict=True))
-            found.append((k, v))
-        return tuple(found)
+            pairs.append((k, v))
+        return tuple(pairs)
 
     def scale(self, sizes: torch.Tensor) -> torch.Tensor:
-        """The diagonal of S, fp64, by mean sizes [..., d]."""
+        """Return the diagonal of S, fp64, by mean sizes [..., d]."""
+        # S_ii = (mean of |x_i|)^alpha
         return sizes.double().pow(self.alpha).clamp(min=1e-6)
 
-    def _tried(self, full: int) -> list[int]:
+    def _tried_ranks(self, full: int) -> list[int]:
         return [nearest_rank(full, 1 - f, self.multiple) for f in FRACTIONS]
 
     def _spectra(self, model: PreTrainedModel, sizes: torch.Tensor) -> Iterator[tuple[Spectrum, Spectrum]]:
@@ -117,19 +113,19 @@ class Asvd(LowRankStage):
             yield Spectrum.of(k, self.scale(size)), Spectrum.of(v, self.scale(size))
 
     def _losses(self, model: PreTrainedModel, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
-        """Mean loss over the probes with one projection at each of the ranks tried [layers, 2, fractions]."""
+        """Return mean losses [layers, 2, fractions] over the probes, of one projection at each of the ranks tried."""
         shape = ProjectionShape.of(model)
         full = min(shape.heads * shape.head_dim, shape.hidden)
         exact = [
             tuple(Factors(w.detach(), (None,), (w.shape[0],)) for w, _ in linears(a, shape.heads))
             for a in attention_modules(model)
         ]
-        found = torch.zeros(shape.layers, 2, len(FRACTIONS))
+        losses = torch.zeros(shape.layers, 2, len(FRACTIONS))
         for i, spectra in enumerate(self._spectra(model, sizes)):
-            for which, spectrum in enumerate(spectra):
-                for j, rank in enumerate(self._tried(full)):
+            for which, spectrum in enumerate(spectra):  # 0: keys, 1: values
+                for j, rank in enumerate(self._tried_ranks(full)):
                     pair = list(exact[i])
                     pair[which] = joined([spectrum.cut(rank)])
                     layers = [(pair[0], pair[1]) if at == i else (k, v) for at, (k, v) in enumerate(exact)]
-                    found[i, which, j] = mean_loss(model, probes, layers)
-        return found
+                    losses[i, which, j] = mean_loss(model, probes, layers)
+        return losses

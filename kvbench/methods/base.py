@@ -1,12 +1,12 @@
 """Stages: a method is a short chain of frozen stages (methods.chain), each one formula with its knobs.
 
-A stage says what it needs to see, what it will keep (``expected``) and what that costs (``layout``); the audit holds
-it to both. Stages never see other prompts, other rows or the model.
+A stage says what it needs to see, what it will keep (``expected``) and what that costs (``layout``). The audit holds it
+to both. Stages never see other prompts, other rows or the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -22,8 +22,8 @@ from kvbench.methods.contract import Capacity as Capacity
 from kvbench.methods.contract import Expected as Expected
 from kvbench.methods.contract import protect as protect
 from kvbench.methods.foreign import code_of
-from kvbench.methods.knobs import Knobs, are_layers
-from kvbench.methods.recipe import Calibration, Observe, Recipe
+from kvbench.methods.knobs import Knobs
+from kvbench.methods.recipe import Calibration, CalibrationRun, Recipe
 from kvbench.methods.statistics import top_indices as top_indices
 from kvbench.storage.roles import Slots
 
@@ -38,7 +38,7 @@ DEFAULT_RATIO = 0.25
 class Stage(Knobs):
     """One step of a method. Subclasses are frozen dataclasses whose fields are the knobs that users type.
 
-    Fields marked with ``metadata={"knob": False}`` are not: a stage's calibration is bound to it, see ``recipe``.
+    Fields with ``metadata={"knob": False}`` are no knobs: a stage's calibration is bound to it, see ``recipe``.
     """
 
     role: ClassVar[Role]
@@ -46,45 +46,37 @@ class Stage(Knobs):
     rotates: ClassVar[bool] = False  # True: it rotates queries or keys to other positions
     rebalances: ClassVar[bool] = False  # True: budgets depend on all layers, see ``rebalance``
     adapts: ClassVar[bool] = False  # True: the model itself is changed, see ``adapt``
-    changes: ClassVar[str] = ""  # why keys or values that it stores exactly are not the prompt's: it merges them, say
+    changes: ClassVar[str] = ""  # why keys or values that it stores exactly are not the prompt's (it merges them, say)
 
     calibration: Calibration | None = field(default=None, repr=False, metadata={"knob": False})
 
     def adapt(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """The model changed as the stage needs it for prefill and decoding; restored on exit, whatever happens."""
+        """Change the model for prefill and decoding; on exit it is restored, whatever happens."""
         return nullcontext()
 
     def recipe(self) -> Recipe | None:
-        """What must be measured of a model, over a text, before the stage can run; None: nothing."""
+        """Return what must be measured of a model, over a text, before the stage can run; None: nothing."""
         return None
 
-    def calibrate(
-        self,
-        model: PreTrainedModel,
-        samples: Iterable[torch.Tensor],
-        recipe: Recipe,
-        tick: Callable[[], None],
-        observe: Observe,
-    ) -> dict[str, torch.Tensor]:
-        """Measure it: ``samples`` are windows [tokens] of ids, read once, ``tick`` is called after each;
-        ``observe`` reads one and hands over each layer as the model finishes it.
+    def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
+        """Measure what ``recipe`` names, and return it by name.
 
         Memory must not depend on the number of samples. Raises UsageError where ``recipe.check`` does.
         """
         raise TypeError(f"{type(self).__name__} does not say how it is calibrated")
 
     def calibration_bytes(self, model: PreTrainedModel) -> tuple[int, int]:
-        """Bytes that measuring takes in memory beside the model, and on disk; (0, 0) where that is next to nothing."""
+        """Return the bytes that measuring takes in memory beside the model, and on disk; (0, 0): next to nothing."""
         return 0, 0
 
     def calibrated(self, data: Calibration) -> Stage:
-        """The stage with what ``calibrate`` found bound to it."""
+        """Return the stage with the result of ``calibrate`` bound to it."""
         return replace(self, calibration=data)
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides what the stage computes; where it is not kvbench's own, its code, too.
+        """Return everything that decides the stage's results, with the hash of its code where that is not kvbench's.
 
-        Knobs that are not set are left out, so that a new optional knob leaves results of before valid.
+        Knobs that are not set are left out, so that a new optional knob leaves earlier results valid.
         """
         code = code_of(self)
         knobs = {k: v for k, v in self.knobs().items() if v is not None}
@@ -95,40 +87,43 @@ class Stage(Knobs):
         """Whether the stage needs a calibration and has none."""
         return self.recipe() is not None and self.calibration is None
 
+    def check_layers(self, n_layers: int) -> None:
+        """Raise UsageError for a model of ``n_layers`` if the knobs name other layers, or none for some of them."""
+
     def check_heads(self, stored: int, query_heads: int) -> None:
-        """Raise UsageError where the stage cannot run on a model of ``query_heads``, of which ``stored`` are kept."""
+        """Raise UsageError for a model of ``query_heads`` and ``stored`` heads that the stage cannot run on."""
 
     @property
     def prefill_key(self) -> str:
-        """'' if the prompt is computed exactly; else names all that changes it, ``read`` and ``adapt`` among it."""
+        """'' if the prompt is computed exactly; else names all that changes it, such as ``read`` and ``adapt``."""
         return ""
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the prompt's own attention reads in place of keys and values [Hk, n, D], stored all the same."""
+        """Return what the prompt's own attention reads in place of keys and values [Hk, n, D], stored all the same."""
         return k, v
 
     def needs(self, n: int) -> Needs:
-        """What the stage reads of each layer of a prompt of n tokens."""
+        """Return what the stage reads of each layer of a prompt of n tokens."""
         return Needs()
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
-        """Tokens held per stored head after prefill; None where the stage does not choose tokens."""
+        """Return the tokens per stored head after prefill; None where the stage does not choose tokens."""
         return None
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
-        """Tokens held after prefill over all layers and heads; None where each layer's own promise says all."""
+        """Return the tokens of all layers and heads after prefill; None where ``expected`` of each layer says all."""
         return None
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        """The segments that the stage makes of ``blocks``: the formula that the held bytes must equal."""
+        """Return the segments that the stage makes of ``blocks``: the formula that the bytes held must equal."""
         return blocks
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
-        """The cache of one finished layer after this stage."""
+        """Return the cache of one finished layer after this stage."""
         return cache
 
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
-        """Layers 0 .. len(caches) - 1 of ``n_layers``, trimmed to what they can still hope to keep.
+        """Trim layers 0 .. len(caches) - 1 of ``n_layers`` to the tokens that they can still hope to keep.
 
         Called as each layer is finished, so that none waits dense for the last; the last call decides. One call at the
         end must give the same.
@@ -142,7 +137,7 @@ class TokenSelector(Stage):
 
     frozen_layers: layers that keep everything.
 
-    Those that also evict while decoding are in methods.evicting.
+    Selectors that also evict while decoding are in methods.evicting.
     """
 
     role: ClassVar[Role] = "selector"
@@ -152,20 +147,17 @@ class TokenSelector(Stage):
     frozen_layers: tuple[int, ...] = ()
 
     def check(self) -> None:
-        self.require("frozen_layers", are_layers(self.frozen_layers), "a list of layer numbers")
-        object.__setattr__(self, "frozen_layers", tuple(sorted(set(self.frozen_layers))))
+        self.require_layers("frozen_layers")
 
     def check_layers(self, n_layers: int) -> None:
-        """Raise UsageError for frozen layers that a model of ``n_layers`` does not have."""
-        fits = all(i < n_layers for i in self.frozen_layers)
-        self.require("frozen_layers", fits, f"the model has layers 0 to {n_layers - 1}")
+        self.require_layers("frozen_layers", n_layers)
 
     def capacity(self, n: int) -> Capacity:
-        """The budget for a prompt of n tokens: all of it where the data alone decide what goes."""
+        """Return the budget for a prompt of n tokens: all of it where the data alone decide what goes."""
         return Capacity(n, 0, 0)
 
     def nominal(self, n: int) -> int | None:
-        """The budget asked for, in tokens of a prompt of n; None where there is none."""
+        """Return the budget that the user gave, in tokens of a prompt of n; None where there is none."""
         return None
 
     @property
@@ -178,8 +170,8 @@ class TokenSelector(Stage):
         """Whether cached keys take the positions of their slots instead of their own."""
         return False
 
-    def carry(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
-        """The running state that decoding goes on from, per prompt token: [heads, n, ...] each."""
+    def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
+        """Return the running state that decoding starts from, per prompt token: [heads, n, ...] each."""
         return {}
 
 
@@ -219,20 +211,20 @@ class Selector(TokenSelector):
         object.__setattr__(self, "kv_ratio", None)
 
     def sink_size(self) -> int:
-        """First tokens that are always kept."""
+        """Return how many first tokens are always kept."""
         return 0
 
     def window_size(self) -> int:
-        """Last tokens that are always kept."""
+        """Return how many last tokens are always kept."""
         return 0
 
     def capacity(self, n: int) -> Capacity:
-        """The budget for a prompt of n tokens. A fraction too small for sinks and window shrinks them."""
+        """Return the budget for a prompt of n tokens. A fraction too small for sinks and window shrinks them."""
         sinks, window = self.sink_size(), self.window_size()
         if self.kv_size is not None:
             return Capacity(min(self.kv_size, n), sinks, window)
-        asked = (self.kv_ratio or DEFAULT_RATIO) * n
-        tokens = max(2, round(asked) if self.kv_round else int(asked + 1e-9))
+        exact = (self.kv_ratio or DEFAULT_RATIO) * n
+        tokens = max(2, round(exact) if self.kv_round else int(exact + 1e-9))
         if tokens >= n:
             return Capacity(n, sinks, window)
         if tokens > sinks + window:
@@ -243,46 +235,47 @@ class Selector(TokenSelector):
         return self.capacity(n).tokens
 
     def budget(self, n: int, layer: int, n_layers: int) -> int:
-        """Tokens kept per head in this layer."""
+        """Return the tokens kept per head in this layer."""
         return n if layer in self.frozen_layers else self.capacity(n).tokens
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         return Expected.exactly(self.budget(n, layer, n_layers), heads)
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        """How much each prompt token matters, [heads, n] or [1, n] if ``shared``; larger is kept."""
+        """Return the score of each prompt token, [heads, n] or [1, n] if ``shared``; the largest are kept."""
         raise TypeError(f"{type(self).__name__} does not say how it scores tokens")
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         return self.choose(cache, obs, ())
 
     def choose(self, cache: LayerCache, obs: Observation, modifiers: Sequence[Modifier]) -> LayerCache:
-        """``compress`` with scores that ``modifiers`` change before the choice."""
-        state = dict(self.carry(cache, obs))
+        """Return ``compress`` under scores that ``modifiers`` change before the choice."""
+        state = dict(self.initial_state(cache, obs))
         for modifier in modifiers if self.evicts else ():
-            state.update(modifier.carry(cache))
+            state.update(modifier.initial_state(cache))
         if state:
-            whole = ops.only_segment(cache)
-            cache = replace(cache, segments=(replace(whole, state={**whole.state, **state}),))
-        budget = self.budget(obs.prompt_tokens, obs.layer, obs.n_layers)
+            cache = ops.with_state(cache, **state)
+        n = obs.prompt_tokens
+        budget = self.budget(n, obs.layer, obs.n_layers)
         if budget >= obs.n:
             return cache
-        capacity = protect(self.capacity(obs.prompt_tokens), sinks_of(modifiers), obs.prompt_tokens)
-        # authors may build scores on the CPU; where the keys live is the cache's matter
+        capacity = protect(self.capacity(n), sinks_of(modifiers), n)
+        # authors may build scores on the CPU; the device of the keys is the cache's matter
         scores = self.scores(cache, obs, capacity).to(cache.segments[0].k.device, torch.float32, copy=True)
         for modifier in modifiers:
             scores = modifier.modify(scores, cache, obs)
         if bool(scores.isnan().any()):
-            by = "+".join(s.id for s in (self, *modifiers))
+            names = "+".join(s.id for s in (self, *modifiers))
             raise Refused(
-                f"scores of {by} hold NaN in layer {obs.layer}: its formula divides by 0 or takes inf from inf"
+                f"scores of {names} hold NaN in layer {obs.layer}: its formula divides by 0 or takes inf from inf"
             )
+        # sinks and window always stay
         scores[:, : capacity.sinks] = torch.inf
         scores[:, obs.n - capacity.window :] = torch.inf
         return self.pick(cache, scores, budget)
 
     def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
-        """The cache with the ``budget`` best tokens of every head by scores [heads, n]; +inf stays."""
+        """Return the cache with the ``budget`` best tokens of every head by scores [heads, n]; +inf stays."""
         return ops.select(cache, top_indices(scores, budget))
 
 
@@ -290,60 +283,57 @@ class Selector(TokenSelector):
 class Modifier(Stage):
     """A stage that changes a selector's scores before they decide. It chooses nothing itself.
 
-    ``decorates`` names the selectors whose scores it understands. Where the selector evicts while decoding, ``carry``
-    and ``enter`` keep what ``reweigh`` reads, at ``slot_bytes`` a slot.
+    ``decorates`` names the selectors whose scores it understands. Where the selector evicts while decoding,
+    ``initial_state`` and ``new_token_state`` keep what ``reweigh`` reads, at ``slot_bytes`` a slot.
     """
 
     role: ClassVar[Role] = "modifier"
     decorates: ClassVar[tuple[str, ...]] = ()
 
     def sink_size(self) -> int:
-        """First tokens that are always kept, within the selector's budget."""
+        """Return how many first tokens are always kept, within the selector's budget."""
         return 0
 
     def modify(self, scores: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
-        """The selector's scores [heads, n] of the prompt's tokens, changed."""
+        """Change the selector's scores [heads, n] of the prompt's tokens."""
         return scores
 
     def slot_bytes(self, itemsize: int) -> int:
-        """Bytes of ``carry`` per slot, where values take ``itemsize`` bytes an element."""
+        """Return the bytes of state per slot, where values take ``itemsize`` bytes an element."""
         return 0
 
-    def carry(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
-        """State per prompt token [heads, n] that decoding needs."""
+    def initial_state(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
+        """Return the state per prompt token [heads, n] that decoding needs."""
         return {}
 
     def reweigh(self, scores: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """The selector's scores [B, H, S] of slots while decoding, changed; +inf stays."""
+        """Change the selector's scores [B, H, S] of slots while decoding; +inf stays."""
         return scores
 
-    def enter(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The state of ``carry`` of new tokens with exact values [B, H, T, D]: [B, H, T] each."""
+    def new_token_state(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Return the state of new tokens with exact values [B, H, T, D]: [B, H, T] each."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mask(Stage):
-    """A stage that stores everything and decides at each decode step what is attended: time at best, never bytes."""
+    """A stage that stores everything and decides at each decode step what is attended: it can save time, not bytes."""
 
     role: ClassVar[Role] = "mask"
 
-    def check_layers(self, n_layers: int) -> None:
-        """Raise UsageError for layers that a model of ``n_layers`` does not have."""
-
     def masks(self, layer: int) -> bool:
-        """Whether the layer is masked at all."""
+        """Tell whether the layer is masked at all."""
         return True
 
     def estimate(self, keys: torch.Tensor) -> torch.Tensor:
-        """Stand-ins for keys [..., D] that weights are estimated with."""
+        """Return approximate keys in place of keys [..., D], with which weights are estimated."""
         return keys
 
     def mask(self, weights: torch.Tensor) -> torch.Tensor:
-        """Which of the estimated attention weights [B, Hq, T, S] are attended: bool, at least one in every row."""
+        """Return which of the estimated attention weights [B, Hq, T, S] are attended: bool, at least one a row."""
         raise TypeError(f"{type(self).__name__} does not say what it masks")
 
 
 def sinks_of(modifiers: Sequence[Modifier]) -> int:
-    """The first tokens that modifiers keep."""
+    """Return how many first tokens the modifiers keep."""
     return max((m.sink_size() for m in modifiers), default=0)

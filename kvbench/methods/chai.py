@@ -5,9 +5,9 @@ The numbers of clusters are those of UNComp's released code (https://github.com/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -17,10 +17,7 @@ from kvbench.cache.segment import LayerCache
 from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.methods.prefill_changing import HeadSharer
-from kvbench.methods.recipe import Observe, Recipe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from kvbench.methods.recipe import CalibrationRun, Recipe
 
 OBSERVED = 5
 LONGEST = 64  # tokens of a calibration window: clusters see its first five
@@ -39,22 +36,23 @@ MEAN = sum(LISTS["llama2"]) / (32 * 32)
 class Chai(HeadSharer):
     """Heads are clustered by what the first five tokens attend to; a cluster's lowest head computes for all of it.
 
-    Distance of two query heads = 1 - cosine of their 5 x 5 softmax(q k' * scale) without a causal mask; clusters merge
-    by average linkage until c are left, the pair of lowest indices first among equals. A head takes the logits of the
-    lowest head of its cluster, in the whole prompt and while decoding, and reads its own values with them. Keys are
-    held of the kv heads that a leading head reads: under GQA that saves nothing unless no head of a group leads.
+    The distance of two query heads is 1 - cosine of their 5 x 5 softmax(q k' * scale), without a causal mask. Clusters
+    merge by average linkage until c are left, the pair of lowest indices first among equals. A head takes the logits of
+    the lowest head of its cluster, in the whole prompt and while decoding, and reads its own values with them. Keys are
+    stored only for kv heads that a leading head reads: under GQA this saves nothing unless no head of a group leads.
     Prompts of fewer than 6 tokens are left as they are.
 
-    clusters: c of each layer. [] is UNComp's list for the model's shape: llama2-13b for 40 layers of 40 heads; for 32
-    layers of 32 heads llama3 under GQA and else llama2; for any other shape llama2's mean, 794 / 1024 of the heads.
+    clusters: c of each layer. [] takes UNComp's list for the model's shape: llama2-13b for 40 layers of 40 heads; for
+    32 layers of 32 heads llama3 under GQA and else llama2; for any other shape llama2's mean, 794 / 1024 of the heads.
     like: instead, one of UNComp's lists by name: ``llama2`` (32 layers, 794 of 1024 heads; also run with Mistral),
     ``llama2-13b`` (40 layers, 1042 of 1600), ``llama3`` (32 layers, 900 of 1024).
     share: instead, the fraction of the query heads that lead in every layer, rounded; 1 changes nothing.
-    counts: ``listed`` is all of the above; with ``calibrated`` as many heads lead over all layers together, by
-    ``share`` or else 794 / 1024, and a layer whose heads are more alike has fewer: of the merges of all layers, those
-    at the smallest distances happen, in the mean over windows of text (our choice: CHAI reads its counts off the bend
-    of each layer's clustering error by eye).
-    samples: windows that are calibrated on. tokens: of each; only the first five are looked at.
+    counts: ``listed`` is all of the above. With ``calibrated``, ``share`` (or else 794 / 1024) is the fraction of heads
+    that lead over all layers together, and a layer whose heads are more alike has fewer: of the merges of all layers,
+    those at the smallest mean distances over windows of text happen. This is our choice: CHAI reads its counts off the
+    bend of each layer's clustering error by eye.
+    samples: windows of the calibration.
+    tokens: tokens of each window, of which only the first five are looked at.
     """
 
     id: ClassVar[str] = "chai"
@@ -74,51 +72,45 @@ class Chai(HeadSharer):
         self.require("like", self.like is None or self.like in LISTS, f"null, {', '.join(LISTS)}")
         ok = self.share is None or 0 < self.share <= 1
         self.require("share", ok, "a fraction of the heads, above 0 and at most 1")
-        given = [knob for knob in ("clusters", "like", "share") if getattr(self, knob) not in ((), None)]
-        if len(given) > 1:
-            self.require(given[0], False, f"{' and '.join(given[1:])} says how many heads lead, too: give one of them")
-        self.require("counts", self.counts in COUNTS, " or ".join(COUNTS))
+        counting = [knob for knob in ("clusters", "like", "share") if getattr(self, knob) not in ((), None)]
+        if len(counting) > 1:
+            others = " and ".join(counting[1:])
+            self.require(counting[0], False, f"{others} says how many heads lead, too: give one of them")
+        self.require_one_of("counts", COUNTS)
         free = self.counts == "listed" or not (self.clusters or self.like)
         self.require("counts", free, "calibrated only without clusters and like, which say how many heads lead")
-        self.at_least("samples", 1, "windows")
-        self.at_least("tokens", 1)
+        self.require_at_least("samples", 1, "windows")
+        self.require_at_least("tokens", 1)
 
     def recipe(self) -> Recipe | None:
         return Recipe("chai", 1, self.samples, self.tokens, longest=LONGEST) if self.counts == "calibrated" else None
 
-    def calibrate(
-        self,
-        model: PreTrainedModel,
-        samples: Iterable[torch.Tensor],
-        recipe: Recipe,
-        tick: Callable[[], None],
-        observe: Observe,
-    ) -> dict[str, torch.Tensor]:
-        recipe.check(OBSERVED, "the first tokens, by which heads are compared")
-        return {"distances": measure(model, samples, tick, observe)}
+    def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
+        run.recipe.check(OBSERVED, "the first tokens, by which heads are compared")
+        return {"distances": measure_distances(run)}
 
     def needs(self, n: int) -> Needs:
         return Needs(first_q=OBSERVED)
 
     def check_layers(self, n_layers: int) -> None:
-        given, knob = self.given()
-        self.require(knob, not given or len(given) == n_layers, f"the model has {n_layers} layers")
+        counts, knob = self.listed_clusters()
+        self.require(knob, not counts or len(counts) == n_layers, f"the model has {n_layers} layers")
 
     def check_heads(self, stored: int, query_heads: int) -> None:
-        given, knob = self.given()
-        self.require(knob, max(given, default=0) <= query_heads, f"the model has {query_heads} query heads")
+        counts, knob = self.listed_clusters()
+        self.require(knob, max(counts, default=0) <= query_heads, f"the model has {query_heads} query heads")
 
-    def given(self) -> tuple[Sequence[int], str]:
-        """The clusters of each layer, where a knob names them, and that knob."""
+    def listed_clusters(self) -> tuple[Sequence[int], str]:
+        """Return the clusters of each layer that a knob names, () if none does, and that knob."""
         return (LISTS[self.like], "like") if self.like else (self.clusters, "clusters")
 
-    def leading(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
+    def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
         if n <= OBSERVED:
             return query_heads
-        return self.leaders(n_layers, query_heads, kv_heads)[layer]
+        return self.cluster_counts(n_layers, query_heads, kv_heads)[layer]
 
-    def leaders(self, n_layers: int, query_heads: int, kv_heads: int) -> Sequence[int]:
-        """Clusters of each layer."""
+    def cluster_counts(self, n_layers: int, query_heads: int, kv_heads: int) -> Sequence[int]:
+        """Return the number of clusters of each layer."""
         share = MEAN if self.share is None else self.share
         if self.counts == "calibrated":
             if self.calibration is None:
@@ -127,11 +119,11 @@ class Chai(HeadSharer):
                     "follow from that: leave counts out where no model is read (match=, bench), or see "
                     "kvbench.calibrate"
                 )
-            return divided(self.calibration.tensors["distances"], share)
+            return divide_clusters(self.calibration.tensors["distances"], share)
         if self.clusters:
             return self.clusters
         name = self.like
-        if name is None and self.share is None:
+        if name is None and self.share is None:  # UNComp's list for a model of this shape
             like = {(32, 32): "llama2" if kv_heads == query_heads else "llama3", (40, 40): "llama2-13b"}
             name = like.get((n_layers, query_heads))
         if name is not None:
@@ -142,73 +134,73 @@ class Chai(HeadSharer):
         self, first_q: torch.Tensor, first_k: torch.Tensor, n: int, layer: int, n_layers: int, scale: float
     ) -> torch.Tensor | None:
         heads = first_q.shape[0]
-        count = self.leading(n, layer, n_layers, heads, first_k.shape[0])
+        count = self.leading_heads(n, layer, n_layers, heads, first_k.shape[0])
         return None if count == heads else lead_heads(first_q, first_k, scale, count)
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         if obs.first_q is None:
             raise ValueError("chai reads the first queries, which were not observed")
-        held = ops.only_segment(cache)
-        first_k = held.k[:, :OBSERVED]
+        first_k = ops.only_segment(cache).k[:, :OBSERVED]
         leads = self.leads(obs.first_q[:, :OBSERVED], first_k, obs.n, obs.layer, obs.n_layers, obs.scale)
         if leads is None:
             return cache
-        whole = ops.expand(cache)
-        return replace(whole, segments=(ops.share_keys(ops.only_segment(whole), leads),))
+        cache = ops.expand(cache)
+        return replace(cache, segments=(ops.share_keys(ops.only_segment(cache), leads),))
 
 
 def lead_heads(first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int) -> torch.Tensor:
-    """The lowest head of each head's cluster, of ``count`` clusters: first_q [Hq, m, D], first_k [Hk, m, D] -> [Hq]."""
-    return merged(first_q, first_k, scale, count)[0]
+    """Return the lowest head [Hq] of each head's cluster, of ``count``: first_q [Hq, m, D], first_k [Hk, m, D]."""
+    return merge_clusters(first_q, first_k, scale, count)[0]
 
 
-def merged(first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int) -> tuple[torch.Tensor, list[float]]:
-    """``lead_heads``, and the distances at which clusters merged, ascending [Hq - count].
+def merge_clusters(
+    first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int
+) -> tuple[torch.Tensor, list[float]]:
+    """Return ``lead_heads``, and the distances at which clusters merged, ascending [Hq - count].
 
-    In double precision on the CPU, so that it comes out alike wherever it is asked for.
+    Computed in double precision on the CPU, so that the result is the same on all devices.
     """
     q, k = (t.detach().to("cpu", torch.float64).contiguous() for t in (first_q, first_k))
     maps = (q @ k.repeat_interleave(len(q) // len(k), dim=0).transpose(1, 2) * scale).softmax(dim=-1).flatten(1)
     unit = maps / maps.norm(dim=1, keepdim=True)
+    # distance = 1 - cosine
     distance = (1 - unit @ unit.T).clamp(min=0).fill_diagonal_(torch.inf)
-    lead, passed = torch.arange(len(q)), []
+    lead, merges = torch.arange(len(q)), []
     for _ in range(len(q) - count):
         a, b = sorted(divmod(int(distance.argmin()), len(q)))
-        passed.append(float(distance[a, b]))
+        merges.append(float(distance[a, b]))
+        # average linkage: the mean distance over all pairs of heads; b joins a, the lower of the two
         sizes = [int((lead == x).sum()) for x in (a, b)]
         row = (sizes[0] * distance[a] + sizes[1] * distance[b]) / sum(sizes)
         row[[a, b]] = torch.inf
         distance[a], distance[:, a] = row, row
         distance[b], distance[:, b] = torch.inf, torch.inf
         lead[lead == b] = a
-    return lead.to(first_q.device), passed
+    return lead.to(first_q.device), merges
 
 
-def divided(distances: torch.Tensor, share: float) -> list[int]:
-    """Clusters of each layer, ``share`` of all heads together, by the ``distances`` [layers, Hq - 1] of its merges.
+def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
+    """Return the clusters of each layer, ``share`` of all heads together, by the ``distances`` [layers, Hq - 1].
 
-    Those are ascending in every layer, so that the smallest of all are the first merges of each.
+    Distances of merges ascend in every layer, so that the smallest of all are the first merges of each.
     """
     layers, heads = distances.shape[0], distances.shape[1] + 1
-    gone = min(layers * heads - round(share * layers * heads), distances.numel())
-    first = distances.flatten().sort(stable=True).indices[:gone] // (heads - 1) if heads > 1 else torch.tensor([])
-    return [heads - int((first == layer).sum()) for layer in range(layers)]
+    count = min(layers * heads - round(share * layers * heads), distances.numel())  # merges in all
+    merged = distances.flatten().sort(stable=True).indices[:count] // (heads - 1) if heads > 1 else torch.tensor([])
+    return [heads - int((merged == layer).sum()) for layer in range(layers)]
 
 
-def measure(
-    model: PreTrainedModel, samples: Iterable[torch.Tensor], tick: Callable[[], None], observe: Observe
-) -> torch.Tensor:
-    """Mean distance [layers, Hq - 1] of each layer's merges, in their order, over the beginnings of windows of ids."""
-    n_layers, heads = int(model.config.num_hidden_layers), int(model.config.num_attention_heads)
+def measure_distances(run: CalibrationRun) -> torch.Tensor:
+    """Return the mean distance [layers, Hq - 1] of each layer's merges, in their order, over the windows of a run."""
+    n_layers, heads = int(run.model.config.num_hidden_layers), int(run.model.config.num_attention_heads)
     total, count = torch.zeros(n_layers, heads - 1, dtype=torch.float64), 0
 
     def on_layer(obs: Observation, k: torch.Tensor, v: torch.Tensor) -> None:
         assert obs.first_q is not None
-        _, passed = merged(obs.first_q[:, :OBSERVED], k[:, :OBSERVED], obs.scale, 1)
-        total[obs.layer] += torch.tensor(passed, dtype=torch.float64)
+        _, merges = merge_clusters(obs.first_q[:, :OBSERVED], k[:, :OBSERVED], obs.scale, 1)
+        total[obs.layer] += torch.tensor(merges, dtype=torch.float64)
 
-    for window in samples:
-        observe(window, Needs(first_q=OBSERVED), on_layer)
+    for window in run.windows():
+        run.observe(window, Needs(first_q=OBSERVED), on_layer)
         count += 1
-        tick()
     return (total / count).float()

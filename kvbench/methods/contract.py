@@ -1,4 +1,4 @@
-"""What a stage promises about one prompt: tokens held, bytes of one head, the budget."""
+"""The contract of a stage about one prompt: tokens held, bytes of one head, the budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 class Expected:
     """Tokens per stored head that a layer must hold after prefill: between ``low`` and ``high``, ``total`` in sum.
 
-    Equal bounds are an exact promise. ``total`` is the sum over heads where only that is fixed.
+    Equal bounds are an exact promise. ``total`` is the sum over heads, also where the bounds leave single heads open.
     """
 
     low: tuple[int, ...]
@@ -18,10 +18,11 @@ class Expected:
 
     @classmethod
     def exactly(cls, tokens: int, heads: int) -> Expected:
+        """Return the promise of ``tokens`` in every head."""
         return cls((tokens,) * heads, (tokens,) * heads, tokens * heads)
 
     def within(self, rows: int) -> Expected:
-        """The same promise about a layer that reads only ``rows`` tokens."""
+        """Return the same promise about a layer that reads only ``rows`` tokens."""
         high = tuple(min(h, rows) for h in self.high)
         total = None if self.total is None else min(self.total, sum(high))
         if total == sum(high):
@@ -31,9 +32,9 @@ class Expected:
 
 @dataclass(frozen=True)
 class Block:
-    """What one stored head holds of one segment: slots, bytes of keys and of values in all, and overhead.
+    """One segment of one stored head: slots, bytes of all its keys and of all its values, and overhead.
 
-    ``fixed_overhead`` is per head (channel ids), ``slot_overhead`` per slot (state such as running scores); positions
+    ``fixed_overhead`` is per head (channel ids), ``slot_overhead`` per slot (state such as running scores). Positions
     are added by the audit.
     """
 
@@ -55,7 +56,7 @@ class Capacity:
 
 
 def protect(capacity: Capacity, first: int, n: int) -> Capacity:
-    """The capacity with the ``first`` tokens kept, at most half of it where there is no room."""
+    """Return the capacity with the ``first`` tokens always kept: at most half of it where there is no room."""
     sinks = max(capacity.sinks, first)
     if sinks == capacity.sinks:
         return capacity

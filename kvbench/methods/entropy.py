@@ -8,20 +8,20 @@ Rows are queries after RoPE (section 3.2).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvbench.cache.observation import Needs, Observation
-from kvbench.methods.recipe import Observe
+from kvbench.methods.recipe import CalibrationRun, Recipe
 
 EPSILON = 1.0
 
 
 def spectrum(rows: Tensor) -> Tensor:
-    """Eigenvalues [H, D] of Sigma of rows [H, n, D], largest first, in fp64. Rows at the mean count as zero."""
+    """Return the eigenvalues [H, D] of Sigma of rows [H, n, D], largest first, in fp64. Rows at the mean are zero."""
+    # Sigma = 1/n * sum over tokens of u u^T, with u = (x - mean) / ||x - mean||, eq. 1
     centred = rows.float() - rows.float().mean(dim=1, keepdim=True)
     unit = centred / centred.norm(dim=2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     sigma = unit.transpose(1, 2) @ unit / rows.shape[1]
@@ -29,30 +29,35 @@ def spectrum(rows: Tensor) -> Tensor:
 
 
 def entropy(eigenvalues: Tensor, top: int | None = None) -> Tensor:
-    """H_k [...] of eigenvalues [..., D], largest first; None: of all of them."""
+    """Return H_k [...] of eigenvalues [..., D], largest first; ``top`` is k, None: all."""
+    # H_k = -sum over the k largest s of s ln s, eq. 9
     return torch.special.entr(eigenvalues[..., :top]).sum(dim=-1)
 
 
 def ranks(values: Tensor) -> Tensor:
-    """Each head's rank by values [..., H]: H - 1 for the largest, 0 for the smallest; ties rank the lower head up."""
+    """Return the rank of each head by values [..., H], H - 1 for the largest; equal ones rank the lower head up."""
     order = values.sort(dim=-1, descending=True, stable=True).indices
-    places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
+    descending = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, descending)
 
 
-def measure(
-    model: PreTrainedModel, samples: Iterable[Tensor], top: int, tick: Callable[[], None], observe: Observe
-) -> dict[str, Tensor]:
-    """What UNComp groups by, over windows of token ids that are read one at a time.
+def entropy_recipe(top: int, samples: int, tokens: int | None) -> Recipe:
+    """Return the calibration by which UNComp groups heads and layers: H_k with k = ``top``."""
+    return Recipe("uncomp", 1, samples, tokens, knobs={"top": top})
+
+
+def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
+    """Measure what ``entropy_recipe`` names, over windows that are read one at a time.
 
     ``entropy`` [L, Hq], mean H_k of queries; ``counts`` [L, Hq], the samples in which a head was among the half of its
     layer with the largest H_k (appendix A.4); ``ranks`` [L, Hq], the sum of its ranks, for more than two groups;
     ``spectra`` [L, Hq, D], mean eigenvalues of queries; ``erank`` and ``erank_k`` [3, L], of queries, keys and values,
     means over heads, untruncated and truncated.
     """
-    n_layers, heads = int(model.config.num_hidden_layers), int(model.config.num_attention_heads)
+    c, top = run.model.config, int(run.recipe.knobs["top"])
+    run.recipe.check(int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads), "head_dim")
+    n_layers, heads = int(c.num_hidden_layers), int(c.num_attention_heads)
     sums: dict[str, Tensor] = {}
-    count = 0
 
     def add(name: str, index: tuple[int, ...], value: Tensor, shape: tuple[int, ...]) -> None:
         if name not in sums:
@@ -61,29 +66,32 @@ def measure(
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
         queries = spectrum(obs.queries(obs.n))
-        found = entropy(queries, top)
-        place = ranks(found)
-        at = (obs.layer,)
-        add("entropy", at, found, (n_layers,))
-        add("counts", at, place >= heads - heads // 2, (n_layers,))
-        add("ranks", at, place, (n_layers,))
-        add("spectra", at, queries, (n_layers,))
+        truncated = entropy(queries, top)
+        rank = ranks(truncated)
+        for name, value in (
+            ("entropy", truncated),
+            ("counts", rank >= heads - heads // 2),
+            ("ranks", rank),
+            ("spectra", queries),
+        ):
+            add(name, (obs.layer,), value, (n_layers,))
         for i, eigenvalues in enumerate((queries, spectrum(k), spectrum(v))):
+            # erank = exp(H), eq. 10
             add("erank", (i, obs.layer), entropy(eigenvalues).exp().mean(), (3, n_layers))
             add("erank_k", (i, obs.layer), entropy(eigenvalues, top).exp().mean(), (3, n_layers))
 
-    for window in samples:
-        observe(window, Needs(last_q=window.numel()), on_layer)
+    count = 0
+    for window in run.windows():
+        run.observe(window, Needs(last_q=window.numel()), on_layer)
         count += 1
-        tick()
     summed = ("counts", "ranks")
     return {name: t.float() if name in summed else (t / count).float() for name, t in sums.items()}
 
 
 def group_sizes(heads: int, groups: int) -> list[int]:
-    """Heads per group, equal but for the outer groups, which take what is left over two at a time (11, 10, 11).
+    """Return the heads of each group, equal but for the outer groups, which share the rest in pairs (11, 10, 11).
 
-    A last odd one goes to the middle group, or to the lower of the two in the middle.
+    A last odd head goes to the middle group, or to the lower of the two in the middle.
     """
     sizes = [heads // groups] * groups
     pairs, odd = divmod(heads % groups, 2)
@@ -96,23 +104,18 @@ def group_sizes(heads: int, groups: int) -> list[int]:
 
 
 def assign(scores: Tensor, groups: int) -> list[int]:
-    """The group of each head by scores [H], 0 for the largest; groups are filled in turn, ties with the lower head."""
+    """Return the group of each head by scores [H], 0 for the largest; groups fill in turn, the lower head first."""
     order = scores.sort(descending=True, stable=True).indices.tolist()
-    found = [0] * len(order)
-    start = 0
-    for group, size in enumerate(group_sizes(len(order), groups)):
-        for head in order[start : start + size]:
-            found[head] = group
-        start += size
-    return found
+    by_rank = [group for group, size in enumerate(group_sizes(len(order), groups)) for _ in range(size)]
+    return [group for _, group in sorted(zip(order, by_rank, strict=True))]
 
 
-def drops(eranks: Sequence[float], epsilon: float = EPSILON) -> list[int]:
-    """The layers whose effective rank lies more than ``epsilon`` below that of the layer before (equation 11)."""
+def erank_drops(eranks: Sequence[float], epsilon: float = EPSILON) -> list[int]:
+    """Return the layers whose effective rank is more than ``epsilon`` below that of the layer before (equation 11)."""
     return [i for i in range(1, len(eranks)) if eranks[i - 1] - eranks[i] > epsilon]
 
 
 def layer_groups(eranks: Sequence[float], epsilon: float = EPSILON) -> list[range]:
-    """Layers in groups, a new one at each drop."""
-    edges = [0, *drops(eranks, epsilon), len(eranks)]
+    """Return the groups of layers, a new one at each drop of the effective rank."""
+    edges = [0, *erank_drops(eranks, epsilon), len(eranks)]
     return [range(a, b) for a, b in itertools.pairwise(edges)]

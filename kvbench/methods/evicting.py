@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvbench.cache.segment import LayerCache
-from kvbench.methods.base import Modifier, Selector, sinks_of
+from kvbench.methods.base import Block, Modifier, Selector, sinks_of
 from kvbench.methods.contract import protect
 from kvbench.storage.roles import Packer, Slots
 
 POSITIONS = (None, "true", "rolled")
 SPARE_KNOBS = ("evict_after", "code_mask")
+NO_LIMIT = 2**31 - 1  # tokens, of a layer that keeps everything
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvictingSelector(Selector):
-    """A selector whose ``evicts`` may be True; it implements ``keep_scores`` and, with a running state, ``carry`` and
-    ``fold``. The knob common to all of them:
+    """A selector whose ``evicts`` may be True. It implements ``keep_scores`` and, with a running state,
+    ``initial_state``, ``state_bytes`` and ``fold``. The knob common to all of them:
 
     positions: ``true`` leaves cached keys at their own positions, and so does null; ``rolled`` gives them those of
     their slots and the query that of the last (for unbounded streams; needs rotary positions).
@@ -48,12 +49,24 @@ class EvictingSelector(Selector):
     def rolled(self) -> bool:
         return self.positions == "rolled"
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the running state per slot."""
+        return 0
+
+    def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
+        return [replace(b, slot_overhead=self.state_bytes) for b in blocks]
+
+    def generation_budget(self, n: int) -> int:
+        """Return the budget of a whole generation: ``kv_size`` itself, also after a prompt of fewer tokens n."""
+        return self.kv_size if self.kv_size is not None else super().capacity(n).tokens
+
     def decode_budget(self, n: int, layer: int) -> int:
-        """Tokens held per head while decoding after a prompt of n tokens."""
-        return 2**31 - 1 if layer in self.frozen_layers else self.competing(n) + self.spare
+        """Return the tokens held per head while decoding after a prompt of n tokens."""
+        return NO_LIMIT if layer in self.frozen_layers else self.competing(n) + self.spare
 
     def competing(self, n: int) -> int:
-        """Tokens per head that compete while decoding after a prompt of n tokens."""
+        """Return the tokens per head that compete while decoding after a prompt of n tokens."""
         return self.kv_size if self.kv_size is not None else self.capacity(n).tokens
 
     @property
@@ -61,46 +74,50 @@ class EvictingSelector(Selector):
         """Tokens stored beside the budget while decoding: 1 under a knob by which the newest competes one step late."""
         return int(any(getattr(self, knob, None) for knob in SPARE_KNOBS))
 
-    def at_once(self, n: int) -> int:
-        """Tokens that every head can take in one step after a prompt of n tokens."""
+    def max_chunk(self, n: int) -> int:
+        """Return how many tokens every head can take in one step after a prompt of n tokens."""
         return self.decode_budget(n, 0)
 
-    def hold(self, cache: LayerCache, layer: int) -> int:
-        """Tokens that go on being held per head of this layer, at most."""
+    def layer_budget(self, cache: LayerCache, layer: int) -> int:
+        """Return the most tokens that a head of this layer goes on holding."""
         return self.decode_budget(cache.prompt_tokens, layer)
 
-    def shares(self, cache: LayerCache, layer: int) -> Sequence[int]:
-        """Tokens that each stored head goes on holding; 0 for a head that is not stored and copies another's output."""
-        return [self.hold(cache, layer)] * cache.heads
+    def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
+        """Return the tokens that each stored head goes on holding; 0: it is not stored, and copies another's output."""
+        return [self.layer_budget(cache, layer)] * cache.heads
 
-    def row(self, n: int) -> Mapping[str, int]:
-        """Numbers that decoding needs and that depend on the prompt's length, for ``Slots.row``."""
+    def token_counts(self, n: int) -> Mapping[str, int]:
+        """Return numbers of tokens that ``keep_scores`` reads as ``Slots.counts``, after a prompt of n tokens."""
         return {}
 
+    def unattended(self, n: int) -> int | None:
+        """Return how many positions before a query the one token lies that it does not attend; None: it attends all."""
+        return None
+
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        """How much each slot matters while decoding [B, H, S]; the lowest go, +inf stays."""
+        """Return the score of each slot while decoding [B, H, S]; the lowest go, +inf stays."""
         raise TypeError(f"{type(self).__name__} does not say what it evicts while decoding")
 
     @property
     def packer(self) -> Packer | None:
-        """What packs every token while decoding; None: nothing does."""
+        """The packer of every token while decoding; None: tokens stay exact."""
         return None
 
-    def enter(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The state that new tokens with exact k, v [B, H, T, D] start from, where that is not 0."""
+    def new_token_state(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Return the state that new tokens with exact k, v [B, H, T, D] start from, where that is not 0."""
         return {}
 
     @property
     def estimates(self) -> bool:
-        """Whether ``fold`` reads the attention of what ``estimate`` makes of the keys."""
+        """Whether ``fold`` reads the attention over approximate keys, see ``estimate``."""
         return False
 
     def estimate(self, keys: torch.Tensor) -> torch.Tensor:
-        """Stand-ins in fp32 for keys [..., D]."""
+        """Return approximate keys in fp32 in place of keys [..., D]."""
         return keys
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The part of the running state that attention probs [B, Hq, T, S] changes; none by default."""
+        """Return the part of the running state that attention probs [B, Hq, T, S] change, after the change."""
         return {}
 
 
@@ -116,11 +133,15 @@ class Modified:
     def rolled(self) -> bool:
         return self.selector.rolled
 
-    def shares(self, cache: LayerCache, layer: int) -> Sequence[int]:
-        return self.selector.shares(cache, layer)
+    def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
+        return self.selector.head_budgets(cache, layer)
 
-    def row(self, n: int) -> Mapping[str, int]:
-        return {**self.selector.row(n), "sinks": protect(self.selector.capacity(n), sinks_of(self.modifiers), n).sinks}
+    def token_counts(self, n: int) -> Mapping[str, int]:
+        sinks = protect(self.selector.capacity(n), sinks_of(self.modifiers), n).sinks
+        return {**self.selector.token_counts(n), "sinks": sinks}
+
+    def unattended(self, n: int) -> int | None:
+        return self.selector.unattended(n)
 
     @property
     def estimates(self) -> bool:
@@ -129,17 +150,17 @@ class Modified:
     def estimate(self, keys: torch.Tensor) -> torch.Tensor:
         return self.selector.estimate(keys)
 
-    def enter(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        state = dict(self.selector.enter(k, v))
+    def new_token_state(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        state = dict(self.selector.new_token_state(k, v))
         for modifier in self.modifiers:
-            state.update(modifier.enter(v))
+            state.update(modifier.new_token_state(v))
         return state
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
         scores = self.selector.keep_scores(slots)
         for modifier in self.modifiers:
             scores = modifier.reweigh(scores, slots)
-        return scores.masked_fill(slots.positions < slots.row["sinks"], torch.inf)
+        return scores.masked_fill(slots.positions < slots.counts["sinks"], torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         return self.selector.fold(slots, probs)

@@ -1,4 +1,4 @@
-"""ExpectedAttention: keep what queries still to come are expected to attend to (arXiv 2510.00636, section 3)."""
+"""ExpectedAttention: keep the tokens that future queries are expected to attend to (arXiv 2510.00636, section 3)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from kvbench.storage.roles import Rotary
 class ExpectedAttention(Selector):
     """Score of token j = softmax over tokens of k_j's expected logit, times ||v_j||_2, as kvpress computes it.
 
-    Queries are taken as normal: the mean and covariance of the prompt's (after the sinks, their rotation undone), under
-    the average rotation of the positions to come, give E[exp(q.k)] as exp(mean.k + k' cov k / 2). Needs rotary
-    positions. Unlike kvpress, a bias of the query projection counts.
+    Future queries are taken as normally distributed. Their mean and covariance are those of the prompt's queries (after
+    the sinks, their rotation undone), under the average rotation of the positions to come. This gives E[exp(q.k)] as
+    exp(mean.k + k' cov k / 2). Needs rotary positions. Unlike in kvpress, a bias of the query projection counts.
+
     sinks: first tokens, always kept, whose queries and keys do not count.
     future: positions to come over which the rotation is averaged.
     covariance: use the covariance too, or the mean alone.
@@ -39,8 +40,8 @@ class ExpectedAttention(Selector):
     epsilon: float = 0.0
 
     def check(self) -> None:
-        self.at_least("sinks", 0, "tokens")
-        self.at_least("future", 1, "positions")
+        self.require_at_least("sinks", 0, "tokens")
+        self.require_at_least("future", 1, "positions")
         self.require("epsilon", self.epsilon >= 0, "a number, 0 or more")
         super().check()
 
@@ -54,6 +55,7 @@ class ExpectedAttention(Selector):
         segment, first = ops.only_segment(cache), capacity.sinks
         mean, cov = self._expected_query(obs, first)
         keys = per_head(segment.k[:, first:].float(), obs.queries(1).shape[0])
+        # log E[exp(q.k)] = mean.k + k^T cov k / 2, with scale * q in place of q
         logits = (keys @ mean[:, :, None])[..., 0] * obs.scale
         if self.covariance:
             logits += ((keys @ cov) * keys).sum(dim=-1) * (obs.scale**2 / 2)
@@ -63,17 +65,20 @@ class ExpectedAttention(Selector):
         return torch.nn.functional.pad(scores, (first, 0))
 
     def _expected_query(self, obs: Observation, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean [Hq, D] and covariance [Hq, D, D] of the queries to come."""
+        """Return the mean [Hq, D] and covariance [Hq, D, D] of future queries."""
         if obs.inv_freq is None:
             raise ValueError("expectedattention undoes rotations, which were not observed")
         rotary = Rotary(obs.inv_freq)
         q = obs.queries(obs.n)[:, first:].float()
-        plain = rotary.turn(q, obs.where(q.device)[first:], 0)
-        mean = plain.mean(dim=1)
-        centred = plain - mean[:, None]
+        # mean and covariance of the queries before rotation
+        unrotated = rotary.turn(q, obs.token_positions(q.device)[first:], 0)
+        mean = unrotated.mean(dim=1)
+        centred = unrotated - mean[:, None]
         cov = centred.transpose(1, 2) @ centred / centred.shape[1]
         n = obs.prompt_tokens
-        ahead = torch.arange(n, n + self.future, device=q.device)[:, None].expand(-1, q.shape[2])
+        future = torch.arange(n, n + self.future, device=q.device)[:, None].expand(-1, q.shape[2])
         unit = torch.eye(q.shape[2], device=q.device).expand(self.future, -1, -1)
-        turned = rotary.turn(unit, 0, ahead).mean(dim=0)  # row i is where the average rotation takes axis i
-        return mean @ turned, turned.T @ cov @ turned
+        # R, the average rotation of future positions: row i is where it takes axis i. Mean and covariance become
+        # mean R and R^T cov R
+        rotation = rotary.turn(unit, 0, future).mean(dim=0)
+        return mean @ rotation, rotation.T @ cov @ rotation

@@ -14,13 +14,14 @@ from kvbench.methods.quantiser import Quantiser
 
 @dataclass(frozen=True, kw_only=True)
 class FlexGen(Quantiser):
-    """Asymmetric min-max codes of ``group`` consecutive channels of a token, at most a head's; no residual.
+    """Asymmetric min-max codes of ``group`` consecutive channels of a token, at most a head's; no token stays exact.
 
     A token is packed after the step that made it, which reads it exactly. A group of one value stores scale 1.
 
-    bits: bits of a code, 2, 3, 4 or 8. group: channels that share a scale and a minimum.
+    bits: bits of a code, 2, 3, 4 or 8.
+    group: channels that share a scale and a minimum.
     code_prefill: the prompt's own attention reads all keys and values packed, too (longctx_bench's simulation, arXiv
-    2407.01527); scores come from what it read.
+    2407.01527), and selectors score by what it read.
     """
 
     id: ClassVar[str] = "flexgen"
@@ -34,7 +35,7 @@ class FlexGen(Quantiser):
     def check(self) -> None:
         super().check()
         self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
-        self.at_least("group", 1, "channels")
+        self.require_at_least("group", 1, "channels")
 
     @property
     def prefill_key(self) -> str:

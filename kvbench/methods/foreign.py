@@ -1,8 +1,7 @@
-"""Methods that are not kvbench's own: how they are told, their code as a part of what identifies a result, and the
-walls around them.
+"""Methods that are not kvbench's own: their code is part of the identity of a result, and they run behind walls.
 
-A method of one's own lies beside kvbench's (README) or anywhere else. Nobody raises its ``revision`` at every edit, and
-nobody ran the property tests on it: so its source says which results are its own, and it works on copies.
+Users' own methods lie beside kvbench's (README) or anywhere else. Their ``revision`` is not raised at every edit, and
+the property tests have not run on them. So their source identifies their results, and they work on copies.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import resolve_name
@@ -39,16 +38,11 @@ OWN = frozenset(
 """The modules of kvbench.methods that are kvbench's own."""
 
 
-def is_foreign(stages: Iterable[Knobs]) -> bool:
-    """Whether any of the stages is not kvbench's own."""
-    return any(code_of(s) is not None for s in stages)
-
-
 def code_of(stage: Knobs) -> str | None:
-    """A hash of a stage's source: the files of its classes with what they import that lies beside them; None: kvbench's
-    own.
+    """Return a hash of a stage's source; None for kvbench's own.
 
-    Code without a source, typed into an interpreter, is this process's alone: nothing is taken for its result.
+    The source is that of its classes' files, and of the files beside them that they import. Code without a source,
+    typed into an interpreter, gets a random hash: its results are this process's alone.
     """
     cls: Any = type(stage)  # mypy takes the hash of a dataclass's instances for that of the class
     return _code_of(cls)
@@ -59,19 +53,20 @@ def _code_of(cls: type[Knobs]) -> str | None:
     classes = [c for c in cls.__mro__ if issubclass(c, Knobs) and not _is_own(c.__module__)]
     if not classes:
         return None
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     modules: dict[str, bytes] = {}
     for c in classes:
         try:
+            # the class's file, with all that it imports from the folder beside it
             _follow(c.__module__, Path(inspect.getfile(c)).parent, modules)
         except (TypeError, OSError):
             try:
-                found.update(inspect.getsource(c).encode())
+                sha256.update(inspect.getsource(c).encode())
             except (TypeError, OSError):
-                found.update(secrets.token_bytes())
+                sha256.update(secrets.token_bytes())
     for name in sorted(modules):
-        found.update(name.encode() + b"\0" + modules[name])
-    return found.hexdigest()[:16]
+        sha256.update(name.encode() + b"\0" + modules[name])
+    return sha256.hexdigest()[:16]
 
 
 def _is_own(module: str) -> bool:
@@ -80,7 +75,7 @@ def _is_own(module: str) -> bool:
 
 
 def _follow(name: str, folder: Path, modules: dict[str, bytes]) -> None:
-    """Add the source of a module, and of what it imports that lies in ``folder`` beside it, to ``modules``."""
+    """Add to ``modules`` the source of a module, and of all that it imports from ``folder``."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if name in modules or _is_own(name) or file is None or Path(file).parent != folder:
@@ -99,8 +94,8 @@ def _follow(name: str, folder: Path, modules: dict[str, bytes]) -> None:
 
 @contextmanager
 def contained(name: str, foreign: bool = True) -> Iterator[None]:
-    """Around code of the method ``name`` that is not kvbench's own: it cannot end the program, and what it sets for all
-    of PyTorch is set back."""
+    """Run code of the method ``name`` that is not kvbench's own: it cannot end the program, and PyTorch's global
+    settings are restored after it."""
     if not foreign:
         yield
         return
@@ -111,7 +106,8 @@ def contained(name: str, foreign: bool = True) -> Iterator[None]:
         with torch.random.fork_rng(devices=()):
             yield
     except BaseException as error:
-        if isinstance(error, Exception) or _of_a_signal(error):
+        # SystemExit and the like of the method's code are its errors; those of the user's signals are not
+        if isinstance(error, Exception) or _raised_by_signal(error):
             raise
         raise KvbenchError(f"{name} would end the program: {type(error).__name__} {error}".rstrip()) from error
     finally:
@@ -123,8 +119,8 @@ def contained(name: str, foreign: bool = True) -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
 
 
-def _of_a_signal(error: BaseException) -> bool:
-    """Whether a signal's handler raised it, and so the user did."""
+def _raised_by_signal(error: BaseException) -> bool:
+    """Tell whether a signal's handler raised the error, and so the user did."""
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:
         return True

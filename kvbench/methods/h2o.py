@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,9 +11,9 @@ import torch
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.packed import quantise_zero_point
 from kvbench.cache.segment import LayerCache
-from kvbench.methods.base import Block, Capacity
+from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.statistics import group_mean, window_rows
+from kvbench.methods.statistics import group_mean, group_rows, recent_slots, window_rows
 from kvbench.storage.roles import Slots
 
 VARIANTS = ("all", "win", "orig", "uncomp")
@@ -26,22 +26,25 @@ UNCOMP_HEAVY, UNCOMP_RECENT, UNCOMP_TOTAL = 4, 508, 512
 class H2O(EvictingSelector):
     """Score of token j = attention it received, S[h, j] = sum over queries i >= j of A[h, i, j]; no pooling.
 
-    Under ``per=kv_head`` a group's query heads are averaged before the top-k. window: last tokens, always kept.
-    variant: ``all`` sums over all n queries and evicts once after the prompt; ``win`` sums over the last ``window``
-    queries only (SnapKV without pooling), as ThinK's and ReFreeKV's code does; ``orig`` is the paper's: all queries,
-    and after every step the new row is added and the budget held, half heavy hitters, half recent tokens; ``uncomp``
-    is UNComp's baseline (its released code, arXiv 2410.03090): ``orig`` with floor(4 C / 512) heavy hitters and
-    floor(508 C / 512) recent tokens of a budget of C, nearly a sliding window. C below 128 leaves no heavy hitter: a
-    kv_size is refused, a fraction of a short prompt keeps recent tokens alone.
+    Under ``per=kv_head`` a group's query heads are averaged before the top-k.
+
+    window: last tokens, always kept.
+    variant: ``all`` sums over all n queries and evicts once after the prompt. ``win`` sums over the last ``window``
+    queries only (SnapKV without pooling), as ThinK's and ReFreeKV's code does. ``orig`` is the paper's: it sums over
+    all queries, adds the new row after every step, and holds the budget while decoding, half heavy hitters and half
+    recent tokens. ``uncomp`` is UNComp's baseline (its released code, arXiv 2410.03090): ``orig`` with floor(4 C / 512)
+    heavy hitters and floor(508 C / 512) recent tokens of a budget of C, nearly a sliding window. C below 128 leaves no
+    heavy
+    hitter: a kv_size is refused, a fraction of a short prompt keeps recent tokens alone.
     heavy_ratio: with ``orig``, the heavy hitters as a fraction of the prompt, instead of half a budget.
-    recent_ratio: the recent tokens likewise; the two come together.
+    recent_ratio: the recent tokens likewise; given together with heavy_ratio.
     code_mask: with ``orig``, as FMInference's mask does: a token that leaves the recent ones is not attended for one
     step before it competes. It is stored meanwhile, one token more than the budget.
     evict_after: with ``orig``, a step attends the new token beside the whole budget and then evicts, as Q-Hitter's
     released baseline does: one token more is stored.
     positions: ``rolled`` with ``orig`` and ``uncomp`` only.
-    score_bits: the attention that decides is that over keys quantised to 8, 3 or 2 bits, per token and head, as
-    in Q-Hitter (MLSys 2024, table 1 and figure 2); stored keys and values stay exact.
+    score_bits: scores by attention over keys quantised to 8, 3 or 2 bits, per token and head, as in Q-Hitter (MLSys
+    2024, table 1 and figure 2); stored keys and values stay exact.
     """
 
     id: ClassVar[str] = "h2o"
@@ -56,8 +59,8 @@ class H2O(EvictingSelector):
     evict_after: bool | None = None
 
     def check(self) -> None:
-        self.at_least("window", 1, "tokens")
-        self.require("variant", self.variant in VARIANTS, " or ".join(VARIANTS))
+        self.require_at_least("window", 1, "tokens")
+        self.require_one_of("variant", VARIANTS)
         self.require("score_bits", self.score_bits in (None, *SCORE_BITS), "null, 8, 3 or 2")
         both = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", both, "given together with recent_ratio")
@@ -92,36 +95,38 @@ class H2O(EvictingSelector):
         if not self.evicts:
             return super().capacity(n)
         heavy, recent = self.parts(n)
-        missing = self.variant == "uncomp" and heavy == 0 and recent < n
-        return Capacity(min(heavy + recent, n), 0, min(recent, n), shrunk=missing)
+        no_heavy = self.variant == "uncomp" and heavy == 0 and recent < n
+        return Capacity(min(heavy + recent, n), 0, min(recent, n), shrunk=no_heavy)
 
     def parts(self, n: int) -> tuple[int, int]:
-        """(heavy hitters, recent tokens) held while decoding after a prompt of n tokens."""
+        """Return (heavy hitters, recent tokens) held while decoding after a prompt of n tokens."""
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             return int(self.heavy_ratio * n), max(1, int(self.recent_ratio * n))
-        total = self.kv_size if self.kv_size is not None else super().capacity(n).tokens
-        if self.variant == "uncomp":
+        total = self.generation_budget(n)
+        if self.variant == "uncomp":  # 4 / 512 heavy hitters beside 508 / 512 recent tokens
             return total * UNCOMP_HEAVY // UNCOMP_TOTAL, total * UNCOMP_RECENT // UNCOMP_TOTAL
         return total // 2, total - total // 2
 
     def competing(self, n: int) -> int:
         return sum(self.parts(n))
 
-    def carry(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
+    def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         if not self.evicts:
             return {}
         return {"mass": group_mean(self.received(cache, obs, obs.n), cache.heads)}
 
-    def row(self, n: int) -> Mapping[str, int]:
-        recent = self.parts(n)[1]
-        return {"recent": recent + self.spare, **({"blind": recent} if self.code_mask else {})}
+    def token_counts(self, n: int) -> Mapping[str, int]:
+        return {"recent": self.parts(n)[1] + self.spare}
 
-    def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        return [replace(b, slot_overhead=4) for b in blocks] if self.evicts else blocks
+    def unattended(self, n: int) -> int | None:
+        return self.parts(n)[1] if self.code_mask else None
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 if self.evicts else 0
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        young = slots.positions > slots.now - slots.row["recent"]
-        return slots.state["mass"].masked_fill(young, torch.inf)
+        return slots.state["mass"].masked_fill(recent_slots(slots, "recent"), torch.inf)
 
     @property
     def estimates(self) -> bool:
@@ -133,18 +138,17 @@ class H2O(EvictingSelector):
         return quantise_zero_point(keys, self.score_bits).dequantise(torch.float32)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        mass = slots.state["mass"]
-        b, heads, size = mass.shape
-        return {"mass": mass + probs.view(b, heads, -1, probs.shape[2], size).mean(dim=2).sum(dim=2)}
+        # S[h, j] += sum over the new queries i of A[h, i, j]
+        return {"mass": slots.state["mass"] + group_rows(probs, slots.positions.shape[1]).sum(dim=2)}
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         return group_mean(self.received(cache, obs, capacity.window), cache.heads)
 
     def received(self, cache: LayerCache, obs: Observation, window: int) -> torch.Tensor:
-        """Attention [Hq, n] that each token received from the queries that the variant counts."""
+        """Return the attention [Hq, n] that each token received from the queries that the variant counts."""
         if self.variant == "win":
             return window_rows(cache, obs, window, self.estimate).sum(dim=1)
-        found = obs.colsums if self.score_bits is None else obs.colsums_q.get(self.score_bits)
-        if found is None:
+        sums = obs.colsums if self.score_bits is None else obs.colsums_q.get(self.score_bits)
+        if sums is None:
             raise ValueError("h2o reads column sums that were not observed")
-        return found
+        return sums

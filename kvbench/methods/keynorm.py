@@ -27,12 +27,12 @@ class KeyNorm(Selector):
     protect_recent: int = 0
 
     def check(self) -> None:
-        self.at_least("protect_recent", 0, "tokens")
+        self.require_at_least("protect_recent", 0, "tokens")
         super().check()
 
     def window_size(self) -> int:
         return self.protect_recent
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        norms = obs.once("key norms", lambda: ops.only_segment(cache).k.float().norm(dim=-1))
+        norms = obs.once(KeyNorm, lambda: ops.only_segment(cache).k.float().norm(dim=-1))  # ||k_j||_2
         return at_heads(-norms, cache.heads)

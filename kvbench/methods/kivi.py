@@ -18,13 +18,14 @@ class Kivi(Quantiser):
 
     Codes are round((x - min) / scale) with scale = (max - min) / (2^bits - 1), both stored in fp16. Of N tokens the
     first R * floor(N / R) are packed as keys and the first N - R as values. While decoding, keys are packed R at a time
-    once R have gathered, values one at a time, in each case after the step that still read them exactly.
+    once R have gathered, and values one at a time, both after the step that still read them exactly.
 
-    Behind a pruner the newest ``recent`` tokens stay exact, too: the keys then wait until they have left these, and are
-    packed by groups.
+    Behind a pruner the newest ``recent`` tokens stay exact, too. Keys are then packed by groups, once they are no
+    longer among these.
 
-    bits: bits of a code, 2, 3, 4 or 8. group: elements that share a scale. residual: R, tokens that stay exact at
-    most (keys) or always (values); a multiple of ``group``.
+    bits: bits of a code, 2, 3, 4 or 8.
+    group: elements that share a scale.
+    residual: R, the tokens that stay exact, at most (keys) or always (values); a multiple of ``group``.
     """
 
     id: ClassVar[str] = "kivi"
@@ -37,9 +38,9 @@ class Kivi(Quantiser):
     def check(self) -> None:
         super().check()
         self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
-        self.at_least("group", 1, "elements")
-        whole = self.residual >= 1 and self.residual % self.group == 0
-        self.require("residual", whole, f"a multiple of group={self.group}, 1 or more")
+        self.require_at_least("group", 1, "elements")
+        fits = self.residual >= 1 and self.residual % self.group == 0
+        self.require("residual", fits, f"a multiple of group={self.group}, 1 or more")
 
     def residuals(self) -> tuple[Residual, Residual]:
         return Residual(0, self.residual, self.group), Residual(self.residual, 1, 1)

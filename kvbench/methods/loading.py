@@ -1,4 +1,4 @@
-"""A method's files, read and imported. What their author did wrong is told with file and line."""
+"""Read and import the files of a method. An error of their author is reported with file and line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvbench.errors import KvbenchError, UsageError
 if TYPE_CHECKING:
     from kvbench.methods.base import Stage
 
-MACHINERY = ("importlib", "dataclasses.py", "abc.py")  # what Python reads and makes classes with
+MACHINERY = ("importlib", "dataclasses.py", "abc.py")  # frames of Python itself, when it imports and makes classes
 
 
 def entry_of_class(path: Path, method: str) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
         (stage,) = (c for c in vars(module).values() if getattr(c, "id", None) == method and c.__module__ == name)
         plain = {f.name: getattr(stage(), f.name) for f in fields(stage) if is_knob(f)}
     except Exception as error:
-        raise UsageError(f"{path}: the method {method} cannot be read: {_told(error, str(path))}") from error
+        raise UsageError(f"{path}: the method {method} cannot be read: {_located(error, str(path))}") from error
     knobs = {knob: list(value) if isinstance(value, tuple) else value for knob, value in plain.items()}
     return {"_target_": f"{name}.{stage.__name__}", **knobs}
 
@@ -44,41 +44,45 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
 
     module, _, name = target.rpartition(".")
     line = next((i for i, text in enumerate(path.read_text("utf-8").splitlines(), 1) if "_target_" in text), 1)
-    named = f"{path}:{line}: _target_ {target}"
+    entry = f"{path}:{line}: _target_ {target}"
     try:
         with contained(target, module not in sys.modules):
             cls = getattr(importlib.import_module(module), name)
     except Exception as error:
-        raise UsageError(f"{named} cannot be imported: {_told(error, '')}") from error
+        raise UsageError(f"{entry} cannot be imported: {_located(error, '')}") from error
     if not (isinstance(cls, type) and issubclass(cls, Stage)):
-        raise UsageError(f"{named} is not a Stage (see kvbench/methods/base.py)")
-    for what, ok, remedy in (
+        raise UsageError(f"{entry} is not a Stage (see kvbench/methods/base.py)")
+    for attribute, ok, remedy in (
         ("id", getattr(cls, "id", None) == method, f"write id = {method!r}, as the file is called"),
         ("role", hasattr(cls, "role"), "derive it from Selector, or from what else kvbench/methods has"),
     ):
         if not ok:
-            raise UsageError(f"{_where(cls)}: class {name} has {what} {getattr(cls, what, None)!r}: {remedy}")
+            raise UsageError(
+                f"{_source_line(cls)}: class {name} has {attribute} {getattr(cls, attribute, None)!r}: {remedy}"
+            )
     try:
         return cls(**knobs)
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"{named}, with the knobs there, cannot be made: {_told(error, _where(cls))}") from error
+        raise UsageError(
+            f"{entry}, with the knobs there, cannot be made: {_located(error, _source_line(cls))}"
+        ) from error
 
 
-def _told(error: BaseException, place: str) -> str:
-    """An error with the file and line of the author's that it comes from, or ``place``."""
+def _located(error: BaseException, place: str) -> str:
+    """Describe an error with the author's file and line that it comes from, or with ``place``."""
     if isinstance(error, KvbenchError) and error.__cause__ is not None:
-        return _told(error.__cause__, place)
+        return _located(error.__cause__, place)
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename != __file__ and not any(m in f.filename for m in MACHINERY)]
-    place = f"{own[-1].filename}:{own[-1].lineno}" if own else place
+    frames = list(traceback.extract_tb(error.__traceback__))
+    frames = [f for f in frames if f.filename != __file__ and not any(m in f.filename for m in MACHINERY)]
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else place
     return f"{place}: {type(error).__name__}: {error}".removeprefix(": ")
 
 
-def _where(cls: type) -> str:
+def _source_line(cls: type) -> str:
     try:
         return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
     except (OSError, TypeError):

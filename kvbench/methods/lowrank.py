@@ -1,10 +1,10 @@
-"""Stages that replace the key and value projections by low-rank pairs and cache what lies between: Palu and ASVD."""
+"""Stages that replace the key and value projections by low-rank pairs and cache the latents between: Palu and ASVD."""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,21 +23,23 @@ if TYPE_CHECKING:
 
 Pairs = tuple[tuple[Factors, Factors], ...]
 LONGEST = 2048  # tokens of a window of calibration text, where the context allows
-KEPT = 4  # factorings of one model that are remembered: a singular value decomposition per prompt would be slow
+REMEMBERED = 4  # factorings of one model: a singular value decomposition per prompt would be slow
 _factored: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[object, Pairs]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankStage(Stage):
-    """Keys and values of a projection in latents, as they are before rotation: the model reads and decodes with the
-    low-rank pair, the cache holds the latents, and attention rebuilds keys from them, a block at a time. All heads of
-    a layer share its latents, and so its tokens: a selector beside it scores by what attention read (the rebuilt,
-    rotated keys) and decides for the layer as a whole, by the mean over its heads. The pairs are weights, not cache.
+    """A stage that caches latents of keys and of values, as they are before rotation.
 
-    ratio: fraction of the rank removed, 0 (exact) or more and below 1. multiple: ranks are multiples of it; null: a
-    sixteenth of the full rank, 32 of 512.
-    samples: windows of text that are calibrated on. tokens: length of each; null: 2048, as far as the context allows
-    (tiny: 1024).
+    The model reads and decodes with low-rank pairs of weights, the cache holds the latents, and attention rebuilds keys
+    from them, a block at a time. All heads of a layer share its latents, and so its tokens: a selector beside it scores
+    by the keys that attention read (rebuilt and rotated) and decides for the whole layer, by the mean over its heads.
+    The pairs count as weights, not as cache.
+
+    ratio: fraction of the rank removed, 0 (exact) or more and below 1.
+    multiple: ranks are multiples of it; null: a sixteenth of the full rank, 32 of 512.
+    samples: windows of text of the calibration.
+    tokens: tokens of each window; null: 2048, as far as the context allows (tiny: 1024).
     """
 
     role: ClassVar[Role] = "lowrank"
@@ -50,31 +52,31 @@ class LowRankStage(Stage):
 
     def check(self) -> None:
         self.require("ratio", 0 <= self.ratio < 1, "a fraction of the rank removed, 0 or more and below 1")
-        self.at_least("multiple", 1)
-        self.at_least("samples", 1, "windows")
-        self.at_least("tokens", 1)
+        self.require_at_least("multiple", 1)
+        self.require_at_least("samples", 1, "windows")
+        self.require_at_least("tokens", 1)
 
     @property
     def prefill_key(self) -> str:
-        found = "" if self.calibration is None else self.calibration.sha256[:16]
-        return f"{self.id}({self.knobs()}, {found})"
+        content = "" if self.calibration is None else self.calibration.sha256[:16]
+        return f"{self.id}({self.knobs()}, {content})"
 
     @property
     def shape(self) -> lowrank.ProjectionShape:
-        """That of the model that the stage was calibrated for."""
+        """The projections of the model that the stage was calibrated for."""
         return lowrank.ProjectionShape(*self.tensor("shape").tolist())
 
     @cached_property
     def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Per layer the ranks of the key and of the value projection, one for each group of heads."""
+        """The ranks of the key and of the value projection of each layer, one for each group of heads."""
         raise TypeError(f"{type(self).__name__} does not say which ranks it keeps")
 
     def factors(self, model: PreTrainedModel) -> Pairs:
-        """Per layer the factors of the key and of the value projection."""
+        """Return the factors of the key and of the value projection of each layer."""
         raise TypeError(f"{type(self).__name__} does not say how it factors")
 
     def tensor(self, name: str):  # type: ignore[no-untyped-def]
-        """One of the calibration's tensors."""
+        """Return one of the calibration's tensors. Raises UsageError without a calibration."""
         if self.calibration is None:
             raise UsageError(
                 f"method {self.id} was not calibrated, and its ranks, hence its bytes, follow from that: "
@@ -83,7 +85,7 @@ class LowRankStage(Stage):
         return self.calibration.tensors[name]
 
     def widths(self, layer: int) -> tuple[int, int]:
-        """Latents of a token in this layer, for keys and for values."""
+        """Return the number of latents of a token in this layer, for keys and for values."""
         k, v = self.ranks[layer]
         return sum(k), sum(v)
 
@@ -93,7 +95,7 @@ class LowRankStage(Stage):
         remembered, key = _factored.setdefault(model, OrderedDict()), (self, model.device, model.dtype)
         if key not in remembered:
             remembered[key] = self.factors(model)
-            while len(remembered) > KEPT:
+            while len(remembered) > REMEMBERED:
                 remembered.popitem(last=False)
         remembered.move_to_end(key)
         with lowrank.swapped(model, remembered[key]):
@@ -104,26 +106,3 @@ class LowRankStage(Stage):
             raise ValueError(f"{self.id} caches latents, and the prompt was read without low-rank projections")
         k, v = obs.latents
         return replace(cache, segments=(replace(ops.only_segment(cache), latents=(k[None], v[None])),))
-
-
-def check_lowrank(stages: Sequence[Stage], evicts: bool) -> None:
-    """Raise UsageError, with the reason, for what cannot stand beside a stage that caches latents."""
-    mine = next((s for s in stages if isinstance(s, LowRankStage)), None)
-    if mine is None:
-        return
-    written = "+".join(s.id for s in stages)
-    reasons = {
-        "prune": "removes channels of stored keys or values, and {} stores none: its latents have no channels to rank",
-        "quantise": "packs keys and values as attention reads them, and {} stores latents from before rotation",
-    }
-    for s in stages:
-        if s.role in reasons:
-            why = reasons[s.role].format(mine.id)
-            raise UsageError(f"method={written!r}: {s.id} {why}; leave out one of them")
-    if evicts:
-        selector = next(s for s in stages if s.role == "selector")
-        raise UsageError(
-            f"method={written!r}: {selector.id} evicts tokens while decoding as set here, from slots that hold each "
-            f"head's own keys, and the heads of a layer share the latents of {mine.id}; use a variant that evicts only "
-            "after the prompt"
-        )

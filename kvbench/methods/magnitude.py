@@ -25,6 +25,7 @@ class Magnitude(ChannelPruner):
     rounding: str = "paper"
 
     def channel_scores(self, keys: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
+        # ||K[:, j]||_p, eq. 1
         return torch.linalg.vector_norm(keys, ord=self.p, dim=1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
-from kvbench.methods.recipe import Observe, Recipe
+from kvbench.methods.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import (
     Factors,
     Spectrum,
@@ -33,17 +32,18 @@ RANKS = ("fisher", "fisher_uniform", "uniform")
 
 @dataclass(frozen=True, kw_only=True)
 class Palu(LowRankStage):
-    """The weight W of a group of heads becomes the best rank-r approximation of its outputs over calibration text:
-    with S S^T = sum of x x^T (Cholesky), W S = U diag(s) V^T is truncated to r, and sqrt(diag(s)) goes to both factors.
+    """The weight W of a group of heads becomes the best rank-r approximation of its outputs over calibration text.
 
+    With S S^T = sum of x x^T (Cholesky), W S = U diag(s) V^T is truncated to r, and sqrt(diag(s)) goes to both factors.
     Where the sum has no Cholesky factor, the least of 1e-10, 1e-9, ... of its mean diagonal that gives it one is added,
     and recorded in the calibration as ``damping`` per layer. All is computed in fp64.
 
-    ratio: T Table 12's 80 % is 0.8. group: heads that share latents, the largest divisor of the kv heads up to it.
-    ranks_by: ``fisher`` divides the rank left over all groups of all layers in proportion to sqrt(E[g^2]) of their
-    weights (mean over the group's entries, g the gradient of a window's mean loss), capped at the full rank;
-    ``fisher_uniform`` gives the groups of a projection their mean; ``uniform`` gives every group the same. The paper
-    takes Fisher information over 2048 samples, here it is that of the windows that are whitened with (our choice).
+    ratio: T Table 12's 80 % is 0.8.
+    group: heads that share latents, the largest divisor of the kv heads up to it.
+    ranks_by: ``fisher`` divides the remaining rank over all groups of all layers in proportion to sqrt(E[g^2]) of their
+    weights (mean over the group's entries, g the gradient of a window's mean loss), capped at the full rank.
+    ``fisher_uniform`` gives the groups of a projection their mean, ``uniform`` gives every group the same. The paper
+    takes Fisher information over 2048 samples; here it is over the windows of the whitening (our choice).
     """
 
     id: ClassVar[str] = "palu"
@@ -53,29 +53,21 @@ class Palu(LowRankStage):
 
     def check(self) -> None:
         super().check()
-        self.at_least("group", 1, "heads")
-        self.require("ranks_by", self.ranks_by in RANKS, " or ".join(RANKS))
+        self.require_at_least("group", 1, "heads")
+        self.require_one_of("ranks_by", RANKS)
 
     def recipe(self) -> Recipe | None:
-        fisher = self.ranks_by != "uniform"
-        knobs = {"fisher": fisher}
+        knobs = {"fisher": self.ranks_by != "uniform"}
         return Recipe("palu", 1, self.samples, self.tokens, each=False, knobs=knobs, longest=LONGEST)
 
-    def calibrate(
-        self,
-        model: PreTrainedModel,
-        samples: Iterable[torch.Tensor],
-        recipe: Recipe,
-        tick: Callable[[], None],
-        observe: Observe,
-    ) -> dict[str, torch.Tensor]:
-        shape = ProjectionShape.of(model)
-        recipe.check(shape.hidden, "the hidden size")
-        found, fisher = moments(model, samples, tick, self.ranks_by != "uniform")
+    def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
+        shape = ProjectionShape.of(run.model)
+        run.recipe.check(shape.hidden, "the hidden size")
+        sums, fisher = moments(run.model, run.samples, run.tick, self.ranks_by != "uniform")
         return {
             "shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]),
-            "moments": found,
-            "damping": torch.tensor([damping(m) for m in found], dtype=torch.float64),
+            "moments": sums,
+            "damping": torch.tensor([damping(m) for m in sums], dtype=torch.float64),
             **({} if fisher is None else {"fisher": fisher}),
         }
 
@@ -84,7 +76,7 @@ class Palu(LowRankStage):
 
     @property
     def heads(self) -> int:
-        """Heads of a group."""
+        """The number of heads in a group."""
         return group_size(self.shape.heads, self.group)
 
     @cached_property
@@ -105,12 +97,13 @@ class Palu(LowRankStage):
 
     def factors(self, model: PreTrainedModel) -> Pairs:
         shape, rows = self.shape, self.heads * self.shape.head_dim
-        found = []
+        pairs = []
         for i, attention in enumerate(attention_modules(model)):
+            # W S = U diag(s) V^T, truncated to r, with S S^T = sum of x x^T
             side = whitening(self.tensor("moments")[i].to(model.device), float(self.tensor("damping")[i]))
             pair: list[Factors] = []
             for (weight, _), ranks in zip(linears(attention, shape.heads), self.ranks[i], strict=True):
                 groups = weight.split(rows)
                 pair.append(joined([Spectrum.of(w, side).cut(r) for w, r in zip(groups, ranks, strict=True)]))
-            found.append((pair[0], pair[1]))
-        return tuple(found)
+            pairs.append((pair[0], pair[1]))
+        return tuple(pairs)

@@ -1,4 +1,4 @@
-"""The cache that one method kept of one prompt."""
+"""The cache of one prompt under one chain."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from kvbench.methods.chain import Chain
 
 @dataclass(frozen=True)
 class Cache:
-    """What one chain kept of one prompt, ready to generate from: the layers and the next token's logits [V].
+    """The compressed layers of one prompt and the next token's logits [V], ready to generate from.
 
-    ``prefill_s`` is the time of the prompt's forward pass without compression (shared by all chains of that pass);
-    ``compress_s`` is this chain's own, the statistics that it needs included. ``model`` is the model that made it.
-    Calling code never changes a cache: it can be used again.
+    ``prefill_s`` is the time of the prompt's forward pass without compression (shared by all chains of that pass).
+    ``compress_s`` is the time of this chain alone, with the statistics that it needs. ``model`` is the model that read
+    the prompt. ``mismatch`` says where the cache differs from the prompt, compared while that was at hand. No function
+    changes a cache: it can be used again.
     """
 
     layers: tuple[LayerCache, ...]
@@ -28,13 +29,13 @@ class Cache:
     prefill_s: float = 0.0
     compress_s: float = 0.0
     model: weakref.ref[Any] | None = field(default=None, compare=False, repr=False)
-    strange: str = ""  # what was found in it, while the prompt was at hand, that the prompt does not have there
+    mismatch: str = ""
 
     @property
     def seen(self) -> int:
-        """Tokens read so far, hence the position of the next one."""
+        """The number of tokens read so far, hence the position of the next one."""
         return self.layers[0].seen
 
     def nbytes(self) -> int:
-        """Bytes of the storages held for keys, values and their overhead, each storage once."""
+        """Return the bytes of the storages held for keys, values and their overhead, each storage once."""
         return storage_bytes(t for layer in self.layers for t in layer.tensors())

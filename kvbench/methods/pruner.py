@@ -1,4 +1,4 @@
-"""Stages that keep some channels of the older tokens: what is shared by ThinK, its value variant and magnitudes."""
+"""Stages that keep some channels of the older tokens: the base of ThinK, its value variant and magnitudes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ Channels = tuple[torch.Tensor | None, torch.Tensor | None]
 class ChannelPruner(Stage):
     """A stage that keeps T of D key channels of all tokens but the last ``recent``. Knobs:
 
-    ratio: fraction of channels removed, 0 <= ratio < 1. recent: last tokens whose keys stay whole.
+    ratio: fraction of channels removed, 0 <= ratio < 1.
+    recent: last tokens whose keys keep all channels.
     rounding: ``code`` keeps T = D - int(ratio * D) as released code does, ``paper`` floor((1 - ratio) * D).
 
-    In a chain with a quantiser it only says which channels the packed tokens keep; the exact tokens are then the
+    In a chain with a quantiser the pruner only chooses the channels of the packed tokens. The exact tokens are then the
     larger of ``recent`` and the quantiser's residual.
     """
 
@@ -35,56 +36,56 @@ class ChannelPruner(Stage):
 
     def check(self) -> None:
         self.require_ratio("ratio", "key")
-        self.at_least("recent", 0, "tokens")
+        self.require_at_least("recent", 0, "tokens")
         self.require("rounding", self.rounding in ("code", "paper"), "code or paper")
 
-    def require_ratio(self, knob: str, what: str) -> None:
+    def require_ratio(self, knob: str, kind: str) -> None:
         """Raise UsageError unless the knob is a fraction of channels that leaves some."""
         ok = 0 <= getattr(self, knob) < 1
-        self.require(knob, ok, f"a fraction of the {what} channels removed, at least 0 and below 1")
+        self.require(knob, ok, f"a fraction of the {kind} channels removed, at least 0 and below 1")
 
     def kept(self, ratio: float, head_dim: int) -> int:
-        """T, the channels that stay (at least one)."""
+        """Return T, the number of channels that stay (at least one)."""
         exact = (1 - ratio) * head_dim
         return max(1, int(exact + 1e-9) if self.rounding == "paper" else head_dim - int(ratio * head_dim))
 
     def kept_keys(self, head_dim: int) -> int:
-        """Key channels that stay."""
+        """Return the number of key channels that stay."""
         return self.kept(self.ratio, head_dim)
 
     def kept_values(self, head_dim: int) -> int:
-        """Value channels that stay: all, unless the method prunes values, too."""
+        """Return the number of value channels that stay: all, unless the method prunes values, too."""
         return head_dim
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        (whole,) = blocks
+        (block,) = blocks
         keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
-        if keys == values == head_dim or whole.slots <= self.recent:
+        if keys == values == head_dim or block.slots <= self.recent:
             return blocks
-        old = whole.slots - self.recent
+        old = block.slots - self.recent
         ids = self.id_bytes(head_dim)
-        thin = replace(whole, slots=old, key_bytes=old * keys * itemsize, value_bytes=old * values * itemsize)
+        pruned = replace(block, slots=old, key_bytes=old * keys * itemsize, value_bytes=old * values * itemsize)
         dense = self.recent * head_dim * itemsize
-        newer = replace(whole, slots=self.recent, key_bytes=dense, value_bytes=dense)
-        return [replace(thin, fixed_overhead=ids), *([newer] if self.recent else [])]
+        newer = replace(block, slots=self.recent, key_bytes=dense, value_bytes=dense)
+        return [replace(pruned, fixed_overhead=ids), *([newer] if self.recent else [])]
 
     def id_bytes(self, head_dim: int) -> int:
-        """Bytes of one head's channel ids, 2 each, where not all channels stay."""
+        """Return the bytes of one head's channel ids, 2 each, where not all channels stay."""
         counts = (self.kept_keys(head_dim), self.kept_values(head_dim))
-        return sum(2 * kept for kept in counts if kept < head_dim)
+        return sum(2 * count for count in counts if count < head_dim)
 
     def channel_scores(self, keys: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
-        """How much each key channel matters, [H, D]; keys [H, L, D] fp32 with zeros for tokens that do not count."""
+        """Return the score of each key channel [H, D]; keys [H, L, D] fp32 with zeros for tokens that do not count."""
         raise TypeError(f"{type(self).__name__} does not say how it scores channels")
 
     def value_scores(self, cache: LayerCache, obs: Observation, counted: torch.Tensor) -> torch.Tensor:
-        """How much each value channel matters, [H, D], over the tokens ``counted`` [H, L]."""
+        """Return the score of each value channel [H, D] over the tokens ``counted`` [H, L]."""
         raise TypeError(f"{type(self).__name__} does not say how it scores value channels")
 
-    def channels(self, cache: LayerCache, obs: Observation, packed: tuple[Sequence[int], Sequence[int]]) -> Channels:
-        """The channels [H, T] that keys and values keep, ascending; None: all.
+    def channels(self, cache: LayerCache, obs: Observation, scored: tuple[Sequence[int], Sequence[int]]) -> Channels:
+        """Return the channels [H, T] that keys and values keep, ascending; None: all.
 
-        ``packed`` says how many of each head's first tokens are scored, as keys and as values.
+        ``scored`` says how many of each head's first tokens are scored, as keys and as values.
         """
         segment = ops.only_segment(cache)
         head_dim = segment.k.shape[2]
@@ -94,14 +95,14 @@ class ChannelPruner(Stage):
         def counted(tokens: Sequence[int]) -> torch.Tensor:
             return slots < torch.tensor(tokens, device=slots.device)[:, None]
 
-        found: list[torch.Tensor | None] = [None, None]
+        key_channels = value_channels = None
         if keys < head_dim:
-            held = padded(segment.k, segment.lengths, cache.heads).float()
-            scores = self.channel_scores(held * counted(packed[0])[..., None], cache, obs)
-            found[0] = top_indices(scores, keys)
+            # tokens that are not scored become zeros, which add nothing to a norm
+            k = padded(segment.k, segment.lengths, cache.heads).float()
+            key_channels = top_indices(self.channel_scores(k * counted(scored[0])[..., None], cache, obs), keys)
         if values < head_dim:
-            found[1] = top_indices(self.value_scores(cache, obs, counted(packed[1])), values)
-        return found[0], found[1]
+            value_channels = top_indices(self.value_scores(cache, obs, counted(scored[1])), values)
+        return key_channels, value_channels
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         segment = ops.only_segment(cache)
@@ -113,11 +114,11 @@ class ChannelPruner(Stage):
 
 
 def head_lengths(cache: LayerCache) -> list[int]:
-    """Tokens of each head that a cache of one segment is going to be stored under."""
+    """Return the tokens of each head under which a cache of one segment will be stored."""
     s = ops.only_segment(cache)
     return [s.tokens] * cache.heads if s.lengths is None else s.counts
 
 
 def padded(t: torch.Tensor, lengths: torch.Tensor | None, heads: int) -> torch.Tensor:
-    """Keys, values or positions as [heads, L, ...], ragged heads padded with zeros."""
+    """Return keys, values or positions as [heads, L, ...], ragged heads padded with zeros."""
     return per_head(t, heads) if lengths is None else ops.by_head(t, lengths)

@@ -12,11 +12,12 @@ from kvbench.methods.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """SnapKV's scores under budgets that fall linearly from the first to the last layer that compresses.
 
-    Of C - w tokens on average, the last layer gets a share of 1 / beta and the first what makes the mean right; a
-    prompt shorter than twice C - w, and a model of one layer, get C everywhere.
-    beta: how steep the pyramid is; 1 is SnapKV.
-    exact_total: whole tokens are dealt out so that the mean over layers is exactly C. False is KVCache-Factory's
-    schedule, whose rounded step keeps more than C on average (2057.5 for C=2048, w=32 and 32 layers).
+    Of C - w tokens on average, the last layer gets a share of 1 / beta, and the first layer the number that makes the
+    mean right. A prompt shorter than twice C - w, and a model of one layer, get C everywhere.
+
+    beta: steepness of the pyramid; 1 is SnapKV.
+    exact_total: deal out whole tokens so that the mean over layers is exactly C. False is KVCache-Factory's schedule,
+    whose rounded step keeps more than C on average (2057.5 for C=2048, w=32 and 32 layers).
     """
 
     id: ClassVar[str] = "pyramidkv"
@@ -36,21 +37,22 @@ class PyramidKV(SnapKV):
         steps = n_layers - 1 - sum(i < n_layers for i in self.frozen_layers)
         if capacity.tokens >= n or n < 2 * chosen or steps == 0:
             return capacity.tokens
+        # from high in the first layer to low in the last, with high + low = 2 (C - w)
         low = chosen // self.beta
         high = min(2 * chosen - low, n - capacity.window)
         low = 2 * chosen - high
         rank = layer - sum(i < layer for i in self.frozen_layers)
         if self.exact_total:
-            return capacity.window + _share(high, low, rank, steps)
+            return capacity.window + _rounded_step(high, low, rank, steps)
         return capacity.window + high - rank * ((high - low) // steps)
 
 
-def _share(high: int, low: int, rank: int, steps: int) -> int:
-    """The whole number at ``rank`` of a line from ``high`` (rank 0) to ``low`` (rank ``steps``), its sum kept.
+def _rounded_step(high: int, low: int, rank: int, steps: int) -> int:
+    """Return the whole number at ``rank`` of a line from ``high`` (rank 0) to ``low`` (rank ``steps``), its sum kept.
 
-    All are rounded down, and what that loses goes to the largest fractions, the lower layer first among equals.
+    All are rounded down, and the rest goes to the largest fractions, the lower layer first among equals.
     """
     fractions = [(high * steps - i * (high - low)) % steps for i in range(steps + 1)]
     order = sorted(range(steps + 1), key=lambda i: -fractions[i])
-    more = order[: sum(fractions) // steps]
-    return (high * steps - rank * (high - low)) // steps + (rank in more)
+    rounded_up = order[: sum(fractions) // steps]
+    return (high * steps - rank * (high - low)) // steps + (rank in rounded_up)

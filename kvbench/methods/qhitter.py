@@ -18,7 +18,7 @@ from kvbench.cache.packed import BITS, Packed, quantise_zero_point, run_bytes
 from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Block, Capacity, Modifier
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.statistics import group_mean
+from kvbench.methods.statistics import group_mean, group_rows, recent_slots
 from kvbench.storage.evicting_rows import ranks
 from kvbench.storage.roles import Packer, Slots
 
@@ -29,23 +29,25 @@ PUBLISHED_HEAVY = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class QHitter(EvictingSelector):
-    """Score of token j = lam * attention it received + (1 - lam) * how little of it quantisation loses.
+    """Score of token j = lam * attention it received + (1 - lam) * its friendliness to quantisation.
 
-    Attention is H2O's accumulated sum S[h, j]; what is lost is e_K = ||k - Q(k)||_2 and e_V likewise, where Q packs
-    each token of a head alone, by an integer zero point (``quantise_zero_point``). All three are brought to 0 ... 1 by
-    their minimum and maximum, to 0 where these are equal (our choice). Every token is stored as Q(k) and Q(v), recent
-    ones included; a new token is packed before it is attended (the released code reads its key, not its value, exactly
-    in that one step). Evicted tokens never return, and the budget holds while decoding.
+    Attention is H2O's accumulated sum S[h, j]. The errors of quantisation are e_K = ||k - Q(k)||_2 and e_V likewise,
+    where Q packs each token of a head alone, by an integer zero point (``quantise_zero_point``). All three are brought
+    to 0 ... 1 by their minimum and maximum, to 0 where these are equal (our choice). Every token is stored as Q(k) and
+    Q(v), recent ones included. A new token is packed before it is attended (the released code reads its key, not its
+    value, exactly in that one step). Evicted tokens never return, and the budget holds while decoding.
 
+    bits: bits of a code, 8, 4, 3 or 2.
+    lam: the weight of attention, 0 to 1; 1 is H2O with quantised tokens.
     variant: ``code`` takes first the ``first_ratio`` tokens that received most attention, then the best by
-    lam * S + (1 - lam) * (2 - e_K - e_V) / 2, then recent tokens; S is normalised over what the layer holds at each
+    lam * S + (1 - lam) * (2 - e_K - e_V) / 2, then recent tokens. S is normalised over the tokens of the layer at each
     step, errors once: those of the prompt over its heads and tokens, those of a new token over its heads. ``paper``
-    takes the best by lam * S + (1 - lam) * (2 - e_K - e_V), all three normalised over what the layer holds at each step
-    (the scope is our choice), beside the recent tokens, without which decoding could not begin.
-    bits: bits of a code, 8, 4, 3 or 2. lam: the weight of attention, 0 to 1; 1 is H2O with quantised tokens.
+    takes the best by lam * S + (1 - lam) * (2 - e_K - e_V), all three normalised over the tokens of the layer at each
+    step (the scope is our choice), beside the recent tokens, without which decoding could not begin.
     heavy_ratio: tokens that are not recent, as a fraction of the prompt, instead of three quarters of a budget.
-    recent_ratio: recent tokens likewise; the two come together. Counts are rounded down one by one, as in the code.
-    first_ratio: tokens chosen by attention alone, as a fraction of the prompt; where a budget leaves fewer than 15 % to
+    recent_ratio: recent tokens likewise; given together with heavy_ratio. Counts are rounded down one by one, as in the
+    code.
+    first_ratio: tokens chosen by attention alone, as a fraction of the prompt. Where a budget leaves fewer than 15 % to
     heavy hitters, the same share of them as of 15 % (our choice). Only in ``code``.
     evict_after: a step attends the new token beside the whole budget and then evicts, as the code does: one token more
     is stored.
@@ -55,7 +57,7 @@ class QHitter(EvictingSelector):
 
     id: ClassVar[str] = "qhitter"
     packs: ClassVar[bool] = True
-    late: ClassVar[bool] = False
+    packs_after_step: ClassVar[bool] = False
 
     bits: int = 4
     lam: float = 0.5
@@ -69,9 +71,8 @@ class QHitter(EvictingSelector):
     def check(self) -> None:
         self.require("bits", self.bits in BITS and self.bits > 1, "8, 4, 3 or 2")
         self.require("lam", 0 <= self.lam <= 1, "a weight, 0 to 1")
-        self.require("variant", self.variant in VARIANTS, " or ".join(VARIANTS))
-        first = 0 <= self.first_ratio < 1
-        self.require("first_ratio", first, "a fraction of the prompt, 0 or more and below 1")
+        self.require_one_of("variant", VARIANTS)
+        self.require("first_ratio", 0 <= self.first_ratio < 1, "a fraction of the prompt, 0 or more and below 1")
         both = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", both, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
@@ -95,11 +96,11 @@ class QHitter(EvictingSelector):
         return self
 
     def pack_keys(self, x: torch.Tensor) -> Packed:
-        """Keys [..., L, D] packed, each token alone."""
+        """Pack keys [..., L, D], each token alone."""
         return quantise_zero_point(x, self.bits)
 
     def pack_values(self, x: torch.Tensor) -> Packed:
-        """Values [..., L, D] packed, each token alone."""
+        """Pack values [..., L, D], each token alone."""
         return quantise_zero_point(x, self.bits)
 
     def window_size(self) -> int:
@@ -113,99 +114,99 @@ class QHitter(EvictingSelector):
         return Capacity(min(first + second + recent, n), 0, min(recent, n))
 
     def parts(self, n: int) -> tuple[int, int, int]:
-        """Tokens by attention alone, tokens by score and recent tokens, held while decoding after a prompt of n."""
+        """Return the tokens held by attention alone, by score, and as recent ones, while decoding after n tokens."""
         share = self.first_ratio if self.variant == "code" else 0.0
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             return int(share * n), int((self.heavy_ratio - share) * n), max(1, int(self.recent_ratio * n))
-        total = self.kv_size if self.kv_size is not None else super().capacity(n).tokens
-        heavy = total * HEAVY // PARTS
+        total = self.generation_budget(n)
+        heavy = total * HEAVY // PARTS  # three quarters of the budget
         first = min(int(share * n), int(share / PUBLISHED_HEAVY * heavy), heavy)
         return first, heavy - first, total - heavy
 
     def competing(self, n: int) -> int:
         return sum(self.parts(n))
 
-    def row(self, n: int) -> Mapping[str, int]:
+    def token_counts(self, n: int) -> Mapping[str, int]:
         first, _, recent = self.parts(n)
         return {"first": first, "recent": recent + self.spare}
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        (whole,) = blocks
-        size = whole.slots * run_bytes(head_dim, self.bits, head_dim)
+        (block,) = blocks
+        size = block.slots * run_bytes(head_dim, self.bits, head_dim)
         numbers = 2 if self.variant == "code" else 3
-        return [replace(whole, key_bytes=size, value_bytes=size, slot_overhead=4 * numbers)]
+        return [replace(block, key_bytes=size, value_bytes=size, slot_overhead=4 * numbers)]
 
-    def carry(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
+    def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         if obs.colsums is None:
             raise ValueError("qhitter reads column sums that were not observed")
-        held = ops.only_segment(cache)
-        losses = self._losses(held.k, held.v)
-        if self.variant == "code":
-            losses = {"friendly": 1 - (_spread(losses["k_loss"], (0, 1)) + _spread(losses["v_loss"], (0, 1))) / 2}
+        segment = ops.only_segment(cache)
+        losses = self._token_state(segment.k, segment.v, (0, 1))
         return {
             "mass": group_mean(obs.colsums, cache.heads),
             **{name: per_head(t, cache.heads).clone() for name, t in losses.items()},
         }
 
-    def enter(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        losses = self._losses(k, v)
-        if self.variant == "paper":
-            return losses
-        return {"friendly": 1 - (_spread(losses["k_loss"], (1,)) + _spread(losses["v_loss"], (1,))) / 2}
+    def new_token_state(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return self._token_state(k, v, (1,))
 
     def choose(self, cache: LayerCache, obs: Observation, modifiers: tuple[Modifier, ...]) -> LayerCache:  # type: ignore[override]
-        kept = ops.expand(super().choose(cache, obs, modifiers))
-        s = ops.only_segment(kept)
-        return replace(kept, segments=(s.holding(self.pack_keys(s.k), self.pack_values(s.v)),))
+        cache = ops.expand(super().choose(cache, obs, modifiers))
+        s = ops.only_segment(cache)
+        return replace(cache, segments=(s.holding(self.pack_keys(s.k), self.pack_values(s.v)),))
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         state = {name: t[None] for name, t in ops.only_segment(cache).state.items()}
-        places = torch.arange(obs.n, device=state["mass"].device).expand_as(state["mass"])
-        old = places < obs.n - capacity.window
-        first = torch.tensor(min(self.parts(obs.prompt_tokens)[0], obs.n), device=places.device)
-        return self._scores(state, torch.ones_like(old), old, places, first)[0]
+        positions = torch.arange(obs.n, device=state["mass"].device).expand_as(state["mass"])
+        old = positions < obs.n - capacity.window
+        first = torch.tensor(min(self.parts(obs.prompt_tokens)[0], obs.n), device=positions.device)
+        return self._scores(state, torch.ones_like(old), old, positions, first)[0]
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        old = slots.positions <= slots.now - slots.row["recent"]
-        scores = self._scores(slots.state, slots.valid, old & slots.valid, slots.positions, slots.row["first"])
+        old = ~recent_slots(slots, "recent")
+        scores = self._scores(slots.state, slots.valid, old & slots.valid, slots.positions, slots.counts["first"])
         return scores.masked_fill(~old, torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        mass = slots.state["mass"]
-        b, heads, size = mass.shape
-        return {"mass": mass + probs.view(b, heads, -1, probs.shape[2], size).mean(dim=2).sum(dim=2)}
+        # S[h, j] += sum over the new queries i of A[h, i, j]
+        return {"mass": slots.state["mass"] + group_rows(probs, slots.positions.shape[1]).sum(dim=2)}
 
-    def _losses(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
-        """e_K and e_V of exact k, v [..., D] -> [...]."""
-        return {
-            name: torch.linalg.vector_norm(x.float() - pack(x).dequantise(torch.float32), dim=-1)
-            for name, x, pack in (("k_loss", k, self.pack_keys), ("v_loss", v, self.pack_values))
-        }
+    def _token_state(self, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """Return the state of tokens with exact k, v [..., D]; the code's errors are normalised over ``dims``."""
+        # e_K = ||k - Q(k)||_2, and e_V likewise
+        k_loss, v_loss = (
+            torch.linalg.vector_norm(x.float() - pack(x).dequantise(torch.float32), dim=-1)
+            for x, pack in ((k, self.pack_keys), (v, self.pack_values))
+        )
+        if self.variant == "paper":
+            return {"k_loss": k_loss, "v_loss": v_loss}
+        # (2 - e_K - e_V) / 2
+        return {"friendly": 1 - (_normalise(k_loss, dims) + _normalise(v_loss, dims)) / 2}
 
     def _scores(
         self,
         state: Mapping[str, torch.Tensor],
-        held: torch.Tensor,
+        valid: torch.Tensor,
         old: torch.Tensor,
         positions: torch.Tensor,
         first: torch.Tensor,
     ) -> torch.Tensor:
-        """Scores [B, H, S] of slots, of which those ``held`` set the scale and ``first`` of the ``old`` come first."""
+        """Return scores [B, H, S] of slots. ``valid`` ones set the scale; the ``first`` of the ``old`` are on top."""
         mass = state["mass"]
         if self.lam == 1:
             return mass
         layer = (1, 2)
-        attention = _spread(mass, layer, held)
+        attention = _normalise(mass, layer, valid)
         if self.variant == "paper":
-            friendly = 2 - _spread(state["k_loss"], layer, held) - _spread(state["v_loss"], layer, held)
+            # lam * S + (1 - lam) * (2 - e_K - e_V)
+            friendly = 2 - _normalise(state["k_loss"], layer, valid) - _normalise(state["v_loss"], layer, valid)
             return self.lam * attention + (1 - self.lam) * friendly
         scores = self.lam * attention + (1 - self.lam) * state["friendly"]
-        sure = old & (ranks(mass, positions, old) < first)
-        return torch.where(sure, 2 + attention, scores)
+        by_attention = old & (ranks(mass, positions, old) < first)
+        return torch.where(by_attention, 2 + attention, scores)
 
 
-def _spread(x: torch.Tensor, dims: tuple[int, ...], among: torch.Tensor | None = None) -> torch.Tensor:
-    """x between its minimum (0) and maximum (1) along ``dims``, of the entries ``among``; 0 where these are equal."""
+def _normalise(x: torch.Tensor, dims: tuple[int, ...], among: torch.Tensor | None = None) -> torch.Tensor:
+    """Bring x to 0 ... 1 by minimum and maximum along ``dims`` of the entries ``among``; 0 where they are equal."""
     low = (x if among is None else x.masked_fill(~among, torch.inf)).amin(dim=dims, keepdim=True)
     high = (x if among is None else x.masked_fill(~among, -torch.inf)).amax(dim=dims, keepdim=True)
     return torch.where(high > low, (x - low) / (high - low), 0.0)

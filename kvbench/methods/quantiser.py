@@ -1,4 +1,4 @@
-"""Stages that pack the older tokens into few bits: what is shared by KIVI and FlexGen."""
+"""Stages that pack the older tokens into few bits: the base of KIVI and FlexGen."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ HALVES = ("keys", "values")
 
 @dataclass(frozen=True)
 class Coder:
-    """A quantiser as decoding needs it: what it packs with, and how many of the newest tokens stay exact."""
+    """A quantiser as decoding needs it: its packing, and the rules of how many of the newest tokens stay exact."""
 
     quantiser: Quantiser
     keys: Residual
     values: Residual
 
     @property
-    def late(self) -> bool:
-        """A token is packed after the step that made it."""
+    def packs_after_step(self) -> bool:
+        """True: a token is packed after the step that made it, which reads it exactly."""
         return True
 
     def pack_keys(self, x: torch.Tensor) -> Packed:
@@ -58,27 +58,27 @@ class Quantiser(Stage):
         self.require("only", self.only in (None, *HALVES), " or ".join(HALVES))
 
     def residuals(self) -> tuple[Residual, Residual]:
-        """Which of the newest tokens stay exact, as keys and as values."""
+        """Return the rules of how many of the newest tokens stay exact, as keys and as values."""
         raise TypeError(f"{type(self).__name__} does not say what stays exact")
 
     def pack_keys(self, x: torch.Tensor) -> Packed:
-        """Keys [..., L, C] packed."""
+        """Pack keys [..., L, C]."""
         raise TypeError(f"{type(self).__name__} does not say how it packs keys")
 
     def pack_values(self, x: torch.Tensor) -> Packed:
-        """Values [..., L, C] packed."""
+        """Pack values [..., L, C]."""
         raise TypeError(f"{type(self).__name__} does not say how it packs values")
 
     def key_bytes(self, tokens: int, channels: int) -> int:
-        """Bytes of one head's packed keys."""
+        """Return the bytes of one head's packed keys."""
         raise TypeError(f"{type(self).__name__} does not say what packed keys cost")
 
     def value_bytes(self, tokens: int, channels: int) -> int:
-        """Bytes of one head's packed values."""
+        """Return the bytes of one head's packed values."""
         raise TypeError(f"{type(self).__name__} does not say what packed values cost")
 
     def coder(self, pruner: ChannelPruner | None) -> Coder:
-        """The quantiser with the residual that it shares with ``pruner``: the larger of both."""
+        """Return the quantiser with its residual and that of ``pruner``, whichever is larger."""
         keys, values = self.residuals()
         if pruner is not None:
             keys, values = keys.at_least(pruner.recent), values.at_least(pruner.recent)
@@ -91,19 +91,19 @@ class Quantiser(Stage):
     def packed_layout(
         self, blocks: list[Block], head_dim: int, itemsize: int, pruner: ChannelPruner | None
     ) -> list[Block]:
-        """The one block that ``blocks`` become."""
-        (whole,) = blocks
+        """Return the one block that ``blocks`` become."""
+        (block,) = blocks
         coder = self.coder(pruner)
-        keys, values = coder.keys.packed(whole.slots), coder.values.packed(whole.slots)
+        keys, values = coder.keys.packed(block.slots), coder.values.packed(block.slots)
         key_channels = pruner.kept_keys(head_dim) if pruner else head_dim
         value_channels = pruner.kept_values(head_dim) if pruner else head_dim
         dense = head_dim * itemsize
         return [
             replace(
-                whole,
-                key_bytes=self.key_bytes(keys, key_channels) + (whole.slots - keys) * dense,
-                value_bytes=self.value_bytes(values, value_channels) + (whole.slots - values) * dense,
-                fixed_overhead=whole.fixed_overhead + (pruner.id_bytes(head_dim) if pruner else 0),
+                block,
+                key_bytes=self.key_bytes(keys, key_channels) + (block.slots - keys) * dense,
+                value_bytes=self.value_bytes(values, value_channels) + (block.slots - values) * dense,
+                fixed_overhead=block.fixed_overhead + (pruner.id_bytes(head_dim) if pruner else 0),
             )
         ]
 
@@ -111,47 +111,43 @@ class Quantiser(Stage):
         return self.encode(cache, obs, None)
 
     def encode(self, cache: LayerCache, obs: Observation, pruner: ChannelPruner | None) -> LayerCache:
-        """The cache with its older tokens packed, of those only the channels that ``pruner`` keeps."""
+        """Return the cache with its older tokens packed, of those only the channels that ``pruner`` keeps."""
         cache = ops.expand(cache)
         s = ops.only_segment(cache)
-        coder, lengths = self.coder(pruner), s.counts
-        packed = [r.packed(max(lengths)) for r in (coder.keys, coder.values)]
+        coder = self.coder(pruner)
         key_channels = value_channels = None
         if pruner is not None:
             # a prompt too short to pack anything still settles the channels of what decoding will pack
-            scored = [[r.packed(m) or m for m in lengths] for r in (coder.keys, coder.values)]
+            scored = [[r.packed(m) or m for m in s.counts] for r in (coder.keys, coder.values)]
             key_channels, value_channels = pruner.channels(cache, obs, (scored[0], scored[1]))
-        if s.lengths is None:
-            k_codes, k = encode(s.k, self.pack_keys, packed[0], key_channels)
-            v_codes, v = encode(s.v, self.pack_values, packed[1], value_channels)
-            codes = Codes(k_codes, v_codes)
-        else:
-            k_codes, k_counts, k = self._ragged(s, s.k, self.pack_keys, coder.keys, key_channels)
-            v_codes, v_counts, v = self._ragged(s, s.v, self.pack_values, coder.values, value_channels)
-            codes = Codes(k_codes, v_codes, k_counts, v_counts)
+        k_codes, k_counts, k = self._pack(s, s.k, self.pack_keys, coder.keys, key_channels)
+        v_codes, v_counts, v = self._pack(s, s.v, self.pack_values, coder.values, value_channels)
         new = replace(
             s,
             k=k,
             v=v,
-            codes=codes,
+            codes=Codes(k_codes, v_codes, k_counts, v_counts),
             key_channels=None if key_channels is None else key_channels.to(torch.int16),
             value_channels=None if value_channels is None else value_channels.to(torch.int16),
         )
         return replace(cache, segments=(new,))
 
-    def _ragged(
+    def _pack(
         self,
         s: Segment,
         t: torch.Tensor,
         pack: Callable[[torch.Tensor], Packed],
         residual: Residual,
         channels: torch.Tensor | None,
-    ) -> tuple[Packed, torch.Tensor, torch.Tensor]:
-        """(codes, counts, exact tokens) of ragged heads, one after the other."""
-        assert s.lengths is not None
+    ) -> tuple[Packed, torch.Tensor | None, torch.Tensor]:
+        """Return (codes, packed tokens of each head where heads are ragged, exact tokens) of keys or values t."""
+        if s.lengths is None:
+            codes, exact = encode(t, pack, residual.packed(s.tokens), channels)
+            return codes, None, exact
+        # ragged heads are packed one by one, and stored one after the other
         parts = [
             encode(x, pack, residual.packed(x.shape[1]), None if channels is None else channels[h : h + 1])
             for h, x in enumerate(t.split(s.lengths.tolist(), dim=1))
         ]
-        codes, counts = side_by_side([p for p, _ in parts])
-        return codes, counts, torch.cat([rest for _, rest in parts], dim=1)
+        codes, counts = side_by_side([packed for packed, _ in parts])
+        return codes, counts, torch.cat([exact for _, exact in parts], dim=1)

@@ -20,8 +20,9 @@ from kvbench.methods.base import Capacity, Selector
 class Random(Selector):
     """Score = uniform noise per head and token: C tokens drawn without replacement, none protected.
 
-    The draw depends on (seed, prompt, layer) alone: equal between runs and devices, different between prompts and
-    layers; a larger budget keeps what a smaller one kept. Source: a control, see the module.
+    The draw depends on (seed, prompt, layer) alone. It is equal between runs and devices, and different between prompts
+    and layers; a larger budget keeps all tokens of a smaller one. Source: a control, see the module.
+
     seed: another seed is another draw.
     """
 
@@ -30,7 +31,7 @@ class Random(Selector):
     seed: int = 0
 
     def check(self) -> None:
-        self.at_least("seed", 0)
+        self.require_at_least("seed", 0)
         super().check()
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:

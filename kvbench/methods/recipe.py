@@ -1,31 +1,34 @@
-"""The records of calibration: what a stage wants measured, what that means for one model and text, what was found."""
+"""The records of calibration: what a stage wants measured, the request for one model and text, and its result."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from kvbench.cache.observation import Needs, Observation
 from kvbench.errors import UsageError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 LONGEST = 4096
 
 Observe = Callable[[Tensor, Needs, Callable[[Observation, Tensor, Tensor], None]], object]
-"""Reads a window of ids and hands over what is needed of each layer, with its keys and values [Hk, n, D]."""
+"""A function that reads a window of ids and hands over each layer as far as needed, with its k and v [Hk, n, D]."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a stage wants measured: everything that decides the result, but for the model and the text.
+    """The measurement that a stage wants: everything that decides its result, but for the model and the text.
 
-    ``kind`` names the statistics (stages that share them share files), ``revision`` is bumped when they change.
+    ``kind`` names the statistics (stages that share them share files), ``revision`` is raised when they change.
     ``samples`` windows of ``tokens`` tokens are read; None: up to ``longest``, as many as the model's context and the
-    text allow. Where ``each``, a single window must be enough for the statistic (see ``check``), else all windows
+    text allow. With ``each``, a single window must be enough for the statistic (see ``check``), else all windows
     together. ``knobs`` are the stage's own that decide the result.
     """
 
@@ -38,7 +41,7 @@ class Recipe:
     longest: int = LONGEST
 
     def settled(self, limit: int | None) -> Recipe:
-        """The recipe with its number of tokens, for windows of at most ``limit``; raises UsageError if it is more."""
+        """Return the recipe with its tokens, for windows of at most ``limit``. Raises UsageError if it wants more."""
         room = limit if limit is not None else self.longest
         if self.tokens is not None and self.tokens > room:
             raise UsageError(
@@ -47,21 +50,41 @@ class Recipe:
             )
         return replace(self, tokens=self.tokens if self.tokens is not None else min(self.longest, room))
 
-    def check(self, dimension: int, what: str) -> None:
-        """Raise UsageError for fewer tokens than the ``dimension`` (of ``what``) of the statistic."""
+    def check(self, dimension: int, name: str) -> None:
+        """Raise UsageError for fewer tokens than the ``dimension`` of the statistic, which ``name`` describes."""
         assert self.tokens is not None
-        found = self.tokens if self.each else self.tokens * self.samples
-        if found < dimension:
+        tokens = self.tokens if self.each else self.tokens * self.samples
+        if tokens < dimension:
             where = "a window has" if self.each else "all windows together have"
             raise UsageError(
                 f"tokens={self.tokens} samples={self.samples} is not possible: calibration of {self.kind} estimates "
-                f"{dimension} dimensions ({what}), and {where} only {found} tokens: give tokens={dimension} or more"
+                f"{dimension} dimensions ({name}), and {where} only {tokens} tokens: give tokens={dimension} or more"
             )
 
 
 @dataclass(frozen=True)
+class CalibrationRun:
+    """One calibration under way: a model, and the windows [tokens] of ids that it reads, once.
+
+    ``tick`` is called after each window. ``observe`` reads a window and hands over each layer as the model finishes it.
+    """
+
+    model: PreTrainedModel
+    samples: Iterable[Tensor]
+    recipe: Recipe
+    tick: Callable[[], None]
+    observe: Observe
+
+    def windows(self) -> Iterator[Tensor]:
+        """Yield the windows, with a tick after each."""
+        for window in self.samples:
+            yield window
+            self.tick()
+
+
+@dataclass(frozen=True)
 class Request:
-    """A recipe for one model and text, settled: it decides the result, and so it is part of a cell's identity.
+    """A recipe settled for one model and text. It decides the result, and so it is part of a cell's identity.
 
     ``model`` identifies checkpoint, dtype and whatever else changes what the model computes.
     """
@@ -72,7 +95,7 @@ class Request:
     text_sha256: str
 
     def identity(self) -> dict[str, Any]:
-        """What decides the result, without the model: a cell names that by itself."""
+        """Return all that decides the result but the model, which a cell names by itself."""
         r = self.recipe
         return {
             "kind": r.kind,
@@ -86,16 +109,16 @@ class Request:
 
     @property
     def key(self) -> str:
-        """A hash of all of it: the name of its file."""
+        """A hash of all of it, which names the file."""
         text = json.dumps({**self.identity(), "model": self.model}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What was found for one request, bound to a stage. ``sha256`` is of the tensors: two are equal if that is.
+    """The result of one request, bound to a stage. ``sha256`` is of the tensors, by which two are compared.
 
-    ``weights`` is the digest of the model that it was computed on: it is refused for any other. The tensors lie on the
+    ``weights`` is the digest of the model that it was computed on; it is refused for any other. The tensors lie on the
     CPU; ``meta`` is the record that stands in the file beside them.
     """
 
@@ -116,10 +139,10 @@ class Calibration:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and values."""
-    found = hashlib.sha256()
+    """Return the SHA-256 over names, types, shapes and values."""
+    sha256 = hashlib.sha256()
     for name in sorted(tensors):
         t = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name}:{t.dtype}:{tuple(t.shape)}\n".encode())
-        found.update(t.numpy().tobytes())
-    return found.hexdigest()
+        sha256.update(f"{name}:{t.dtype}:{tuple(t.shape)}\n".encode())
+        sha256.update(t.numpy().tobytes())
+    return sha256.hexdigest()

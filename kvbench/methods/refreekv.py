@@ -5,7 +5,7 @@ The published code settles what the paper leaves open, and is the default; the p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -24,18 +24,21 @@ RANKINGS = ("position", "attention")
 
 @dataclass(frozen=True, kw_only=True)
 class ReFreeKV(TokenSelector):
-    """Ranks tokens (the first m, then from the newest back) and keeps the shortest beginning of that ranking whose
-    share of the attention's norm falls short by no more than T. How many stay is the prompt's doing, layer by layer.
+    """Rank tokens, and keep the shortest beginning of the ranking that loses at most T of the attention's norm.
+
+    The first m tokens rank first, then the newest and so on back. The number of tokens kept depends on the prompt,
+    layer by layer.
 
     T: loss of norm that is tolerated; 0 keeps everything.
     m: first tokens of the ranking, the attention sinks.
     k: last queries whose attention is averaged, a whole number, or a fraction of the prompt below 1.
-    mode: ``code``: the first m always stay and count for nothing, the norms of all query heads are averaged, and one
-    cut holds for the layer; ``eq1``: the paper's equations, where they compete and the loss is strictly below T.
+    mode: with ``code``, the first m always stay and count for nothing, the norms of all query heads are averaged, and
+    one cut holds for the layer. ``eq1`` is the paper's equations: the first m compete, and the loss is strictly below
+    T.
     reduce: with ``eq1``, how heads agree: ``mean_heads`` on the mean attention, ``max_heads`` on the head that keeps
     most, ``per_head`` not at all (each stored head has its own count).
-    order: with ``eq1``, ``sinks_last`` sums the norm with the first m at its end and takes the (0-based) place where
-    it suffices as the count, which gives the n - m tokens of the paper's appendix B.
+    order: with ``eq1``, ``sinks_last`` sums the norm with the first m at its end, and the count is the (0-based) place
+    where it suffices. This gives the n - m tokens of the paper's appendix B.
     ranking: ``position``, or ``attention``: the tokens after the first m by the mean attention that they receive.
     frozen_layers: the default, layers 0 and 1, stands for as many of them as the model has.
     """
@@ -53,54 +56,53 @@ class ReFreeKV(TokenSelector):
 
     def check(self) -> None:
         self.require("T", 0 <= self.T < 1, "a tolerated loss, 0 or more and below 1 (0 keeps everything)")
-        self.at_least("m", 0, "tokens")
-        whole = isinstance(self.k, int) and self.k >= 1
-        share = isinstance(self.k, float) and 0 < self.k < 1
-        self.require("k", whole or share, "a whole number of queries, 1 or more, or a fraction of the prompt below 1")
-        self.require("mode", self.mode in MODES, " or ".join(MODES))
-        self.require("reduce", self.reduce in REDUCE, " or ".join(REDUCE))
+        self.require_at_least("m", 0, "tokens")
+        count = isinstance(self.k, int) and self.k >= 1
+        fraction = isinstance(self.k, float) and 0 < self.k < 1
+        allowed = "a whole number of queries, 1 or more, or a fraction of the prompt below 1"
+        self.require("k", count or fraction, allowed)
+        self.require_one_of("mode", MODES)
+        self.require_one_of("reduce", REDUCE)
         self.require("reduce", self.mode == "eq1" or self.reduce == "mean_heads", "a knob of mode=eq1 only")
-        self.require("order", self.order in ORDERS, " or ".join(ORDERS))
+        self.require_one_of("order", ORDERS)
         self.require("order", self.mode == "eq1" or self.order == "sinks_first", "a knob of mode=eq1 only")
-        self.require("ranking", self.ranking in RANKINGS, " or ".join(RANKINGS))
+        self.require_one_of("ranking", RANKINGS)
         super().check()
 
     def check_layers(self, n_layers: int) -> None:
         if self.frozen_layers != (0, 1):
             super().check_layers(n_layers)
 
-    def rows(self, n: int) -> int:
-        """Queries whose attention is averaged."""
+    def query_count(self, n: int) -> int:
+        """Return the number of queries whose attention is averaged."""
         return min(n, self.k) if isinstance(self.k, int) else max(1, int(self.k * n + 1e-9))
 
     def needs(self, n: int) -> Needs:
-        return Needs(last_q=self.rows(n), colsums=self.ranking == "attention")
+        return Needs(last_q=self.query_count(n), colsums=self.ranking == "attention")
 
-    def whole(self, n: int, layer: int) -> bool:
-        """Whether the layer keeps everything, whatever its data."""
+    def keeps_all(self, n: int, layer: int) -> bool:
+        """Tell whether the layer keeps everything, whatever its data."""
         return layer in self.frozen_layers or n <= self.m or self.T == 0
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
-        if self.whole(n, layer):
+        if self.keeps_all(n, layer):
             return Expected.exactly(n, heads)
         least = self.m + 1 if self.mode == "code" else 1
         return Expected((least,) * heads, (n,) * heads)
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
-        if self.whole(obs.n, obs.layer):
+        if self.keeps_all(obs.n, obs.layer):
             return cache
-        rows = self.rows(obs.n)
+        count = self.query_count(obs.n)
         order = self._order(obs, ops.only_segment(cache).k.device)
-        seen_by = torch.arange(obs.n, 0, -1, device=order.device).clamp(max=rows)
-        counts = self._counts((window_sums(cache, obs, rows) / seen_by)[:, order].double(), cache.heads)
-        chosen = order.expand(len(counts), -1).clone()
-        unkept = torch.arange(obs.n, device=order.device) >= counts[:, None]
-        index = chosen.masked_fill(unkept, obs.n).sort(dim=-1).values[:, : int(counts.max())]
-        kept = ops.select(cache, index.clamp(max=obs.n - 1), counts if len(counts) > 1 else None)
-        return replace(kept, decided=tuple(counts.expand(cache.heads).tolist()))
+        # mean over the queries that can see a token
+        seen_by = torch.arange(obs.n, 0, -1, device=order.device).clamp(max=count)
+        attention = window_sums(cache, obs, count) / seen_by
+        counts = self._counts(attention[:, order].double(), cache.heads)
+        return ops.select_first(cache, order.expand(len(counts), -1), counts)
 
     def _order(self, obs: Observation, device: torch.device) -> torch.Tensor:
-        """All positions [n] in the order in which they are kept."""
+        """Return all positions [n] in the order in which they are kept."""
         if self.ranking == "position":
             rest = torch.arange(obs.n - 1, self.m - 1, -1, device=device)
         else:
@@ -111,19 +113,21 @@ class ReFreeKV(TokenSelector):
         return torch.cat([torch.arange(self.m, device=device), rest])
 
     def _counts(self, attention: torch.Tensor, heads: int) -> torch.Tensor:
-        """Tokens kept, one count for the layer or one per stored head, by attention [Hq, n] in ranked order."""
+        """Return the tokens kept, one count for the layer or one per stored head, by attention [Hq, n] as ranked."""
         n = attention.shape[1]
         if self.mode == "code":
-            held = attention[:, self.m :].square().cumsum(dim=1).sqrt().mean(dim=0)
-            short = (held[-1] - held) / held[-1] > self.T
-            return self.m + 1 + short.sum()[None]
+            # ||a_1..i||_2 of the tokens after the first m; those are too few whose loss is above T
+            norms = attention[:, self.m :].square().cumsum(dim=1).sqrt().mean(dim=0)
+            too_few = (norms[-1] - norms) / norms[-1] > self.T
+            return self.m + 1 + too_few.sum()[None]
         if self.reduce == "mean_heads":
             attention = attention.mean(dim=0, keepdim=True)
         elif self.reduce == "per_head":
             attention = group_mean(attention, heads)
         if self.order == "sinks_last":
             attention = attention.roll(-self.m, dims=1)
-        held = attention.square().cumsum(dim=1)
-        place = (1 - (held / held[:, -1:]).sqrt() >= self.T).sum(dim=1)
+        # 1 - ||a_1..i||_2 / ||a||_2 < T, eq. 1
+        squares = attention.square().cumsum(dim=1)
+        place = (1 - (squares / squares[:, -1:]).sqrt() >= self.T).sum(dim=1)
         counts = (place if self.order == "sinks_last" else place + 1).clamp(1, n)
         return counts.amax(dim=0, keepdim=True) if self.reduce == "max_heads" else counts

@@ -6,7 +6,7 @@ No official code is at hand; the formula is that of VATP's paper (arXiv 2406.123
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,9 +14,17 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
-from kvbench.methods.base import Block, Capacity
+from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.statistics import group_mean, window_rows, window_sums
+from kvbench.methods.statistics import (
+    fold_ring,
+    group_mean,
+    group_rows,
+    recent_slots,
+    ring_of_rows,
+    window_rows,
+    window_sums,
+)
 from kvbench.storage.roles import Slots
 
 VARIANTS = ("code", "paper")
@@ -27,10 +35,12 @@ class Scissorhands(EvictingSelector):
     """Score of token j = attention that it received from the last ``window`` queries; the budget holds while decoding.
 
     The first tokens are not protected. Under ``per=kv_head`` a group's query heads are averaged.
-    window: queries w that count. recent: last tokens, always kept.
+
+    window: queries w that count.
+    recent: last tokens, always kept.
     variant: ``code`` is VATP's: the prompt's score is divided by w, even if the prompt is shorter, and every new row is
-    added whole, so that it weighs as much as w rows of the prompt and old rows never leave; ``paper`` slides: the last
-    w rows are kept with each token, at 4 w bytes a slot.
+    added undivided. A new row so weighs as much as w rows of the prompt, and old rows never leave. ``paper`` slides:
+    the last w rows are kept with each token, at 4 w bytes a slot.
     half_ratio: the budget as VATP's code computes it, 2 * floor(half_ratio * n), instead of kv_size or kv_ratio.
     """
 
@@ -42,9 +52,9 @@ class Scissorhands(EvictingSelector):
     half_ratio: float | None = None
 
     def check(self) -> None:
-        self.at_least("window", 1, "queries")
-        self.at_least("recent", 1, "tokens")
-        self.require("variant", self.variant in VARIANTS, " or ".join(VARIANTS))
+        self.require_at_least("window", 1, "queries")
+        self.require_at_least("recent", 1, "tokens")
+        self.require_one_of("variant", VARIANTS)
         if self.half_ratio is not None:
             self.require("half_ratio", 0 < self.half_ratio <= 0.5, "a fraction of the prompt, above 0 and at most 0.5")
         super().check()
@@ -58,47 +68,36 @@ class Scissorhands(EvictingSelector):
         return Needs(last_q=self.window)
 
     def capacity(self, n: int) -> Capacity:
-        if self.half_ratio is None:
-            found = super().capacity(n)
-            tokens = found.tokens
-        else:
+        tokens = super().capacity(n).tokens
+        if self.half_ratio is not None:
             tokens = max(2, 2 * int(self.half_ratio * n + 1e-9))
         window = self.recent if tokens > self.recent else tokens // 2
         return Capacity(min(tokens, n), 0, window, shrunk=tokens <= self.recent and tokens < n)
 
-    def row(self, n: int) -> Mapping[str, int]:
+    def token_counts(self, n: int) -> Mapping[str, int]:
         # a short prompt is no reason to protect fewer of a budget that the answer fills
         return {"recent": self.recent if self.kv_size is not None else self.capacity(n).window}
 
-    def carry(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
+    def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         if self.variant == "code":
             return {"mass": group_mean(window_sums(cache, obs, self.window), cache.heads) / self.window}
         rows = group_mean(window_rows(cache, obs, self.window), cache.heads)
-        seen = rows.shape[1]
-        ring = rows.new_zeros(rows.shape[0], obs.n, self.window)
-        # the ring counts rows, of which none may fall on another where the layer read fewer tokens than the prompt has
-        places = torch.arange(obs.prompt_tokens - seen, obs.prompt_tokens, device=rows.device) % self.window
-        ring[:, :, places] = rows.transpose(1, 2)
-        return {"ring": ring}
+        return {"ring": ring_of_rows(rows, obs.prompt_tokens, self.window)}
 
-    def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        return [replace(b, slot_overhead=4 * (1 if self.variant == "code" else self.window)) for b in blocks]
+    @property
+    def state_bytes(self) -> int:
+        return 4 if self.variant == "code" else 4 * self.window
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         return self._received(ops.only_segment(cache).state)
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        young = slots.positions > slots.now - slots.row["recent"]
-        return self._received(slots.state).masked_fill(young, torch.inf)
+        return self._received(slots.state).masked_fill(recent_slots(slots, "recent"), torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        b, heads, size = slots.positions.shape
-        rows = probs.view(b, heads, -1, probs.shape[2], size).mean(dim=2)
-        if self.variant == "code":
-            return {"mass": slots.state["mass"] + rows.sum(dim=2)}
-        rows = rows[:, :, -self.window :].transpose(2, 3)
-        places = (slots.now - torch.arange(rows.shape[3] - 1, -1, -1, device=rows.device)) % self.window
-        return {"ring": slots.state["ring"].scatter(3, places[:, :, None].expand_as(rows), rows)}
+        if self.variant == "paper":
+            return fold_ring(slots, probs, self.window)
+        return {"mass": slots.state["mass"] + group_rows(probs, slots.positions.shape[1]).sum(dim=2)}
 
     def _received(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return state["mass"] if self.variant == "code" else state["ring"].sum(dim=-1)

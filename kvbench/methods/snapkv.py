@@ -17,7 +17,9 @@ from kvbench.methods.statistics import group_mean, pool, window_rows
 class SnapKV(Selector):
     """Score = attention summed over the last ``window`` queries, pooled over ``kernel`` neighbours.
 
-    window: observation window w, always kept. kernel: pooling width, odd. pooling: max or avg.
+    window: observation window w, always kept.
+    kernel: pooling width, odd.
+    pooling: max or avg.
     """
 
     id: ClassVar[str] = "snapkv"
@@ -27,10 +29,9 @@ class SnapKV(Selector):
     pooling: str = "max"
 
     def check(self) -> None:
-        self.at_least("window", 1, "tokens")
-        odd = self.kernel >= 1 and self.kernel % 2 == 1
-        self.require("kernel", odd, "an odd whole number, 1 or more (1: no pooling)")
-        self.require("pooling", self.pooling in ("max", "avg"), "max or avg")
+        self.require_at_least("window", 1, "tokens")
+        self.require_odd("kernel")
+        self.require_one_of("pooling", ("max", "avg"))
         super().check()
 
     def window_size(self) -> int:
@@ -41,9 +42,10 @@ class SnapKV(Selector):
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         def pooled() -> torch.Tensor:
+            # C[j] = sum over the w window queries i of A[i, j], for the tokens before the window
             received = window_rows(cache, obs, capacity.window).sum(dim=1)[:, : obs.n - capacity.window]
             smooth = pool(group_mean(received, cache.heads), self.kernel, self.pooling)
             return torch.nn.functional.pad(smooth, (0, capacity.window))
 
         # the same for every budget
-        return obs.once(("snapkv", capacity.window, self.kernel, self.pooling, cache.heads), pooled)
+        return obs.once((SnapKV, capacity.window, self.kernel, self.pooling, cache.heads), pooled)

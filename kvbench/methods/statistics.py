@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from kvbench.cache import ops
 from kvbench.cache.exact_attention import causal_softmax
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache, per_head
+from kvbench.storage.roles import Slots
 
 
 def window_rows(
@@ -19,46 +20,53 @@ def window_rows(
     window: int,
     estimate: Callable[[torch.Tensor], torch.Tensor] = lambda keys: keys,
 ) -> torch.Tensor:
-    """Attention rows [Hq, w, n] of the last ``w = min(window, n)`` prompt tokens over ``estimate`` of the keys."""
+    """Return attention rows [Hq, w, n] of the last w = min(window, n) prompt tokens over ``estimate`` of the keys."""
     return causal_softmax(obs.queries(window), estimate(_keys(cache, obs)), obs.scale)
 
 
 def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 64) -> torch.Tensor:
-    """Attention [Hq, n] that each token received from the last ``window`` queries, ``block`` of them at a time."""
+    """Return the attention [Hq, n] that each token received from the last ``window`` queries, ``block`` at a time."""
     queries, keys = obs.queries(window), _keys(cache, obs)
     before = obs.n - queries.shape[1]
     sums = torch.zeros(queries.shape[0], obs.n, device=queries.device)
     for start in range(0, queries.shape[1], block):
         rows = queries[:, start : start + block]
         end = before + start + rows.shape[1]
+        # sum over the queries i of A[h, i, j]; keys past the last query of the block receive nothing
         sums[:, :end] += causal_softmax(rows, keys[:, :end], obs.scale).sum(dim=1)
     return sums
 
 
 def _keys(cache: LayerCache, obs: Observation) -> torch.Tensor:
-    """The keys [H, n, D] that the prompt's attention read."""
+    """Return the keys [H, n, D] that the prompt's attention read."""
     return ops.only_segment(cache).k if obs.read_k is None else obs.read_k
 
 
 def group_mean(scores: torch.Tensor, heads: int) -> torch.Tensor:
-    """[Hq, ...] -> [heads, ...]: the mean over the query heads that share a stored head, before pooling or top-k."""
+    """Average [Hq, ...] over the query heads that share a stored head -> [heads, ...], before pooling or top-k."""
     if scores.shape[0] == heads:
         return scores
     return scores.view(heads, scores.shape[0] // heads, *scores.shape[1:]).mean(dim=1)
 
 
+def group_rows(probs: torch.Tensor, heads: int) -> torch.Tensor:
+    """Average attention probs [B, Hq, T, S] over the query heads that share a stored head -> [B, heads, T, S]."""
+    b, _, t, size = probs.shape
+    return probs.view(b, heads, -1, t, size).mean(dim=2)
+
+
 def at_heads(scores: torch.Tensor, heads: int) -> torch.Tensor:
-    """[Hk, ...] -> [heads, ...]: repeated where more heads are stored, the mean where they share a stored head."""
+    """Bring [Hk, ...] to [heads, ...]: repeated where more heads are stored, averaged where fewer are."""
     return per_head(scores, heads) if scores.shape[0] <= heads else group_mean(scores, heads)
 
 
 def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices [H, k], ascending, of the k largest of scores [H, n]; ties go to the lower index."""
+    """Return the indices [H, k], ascending, of the k largest of scores [H, n]; ties go to the lower index."""
     heads, n = scores.shape
     if not scores.is_cuda and 0 < k < n:  # selecting is faster than sorting; on a GPU it would have to wait for counts
-        kept = scores >= scores.kthvalue(n - k + 1, dim=-1, keepdim=True).values
-        if bool((kept.sum(dim=-1) == k).all()):
-            return kept.nonzero()[:, 1].view(heads, k)
+        chosen = scores >= scores.kthvalue(n - k + 1, dim=-1, keepdim=True).values
+        if bool((chosen.sum(dim=-1) == k).all()):
+            return chosen.nonzero()[:, 1].view(heads, k)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
     return order.sort(dim=-1).values
 
@@ -70,3 +78,36 @@ def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
     if kind == "max":
         return F.max_pool1d(scores[:, None], kernel, stride=1, padding=kernel // 2)[:, 0]
     return F.avg_pool1d(scores[:, None], kernel, stride=1, padding=kernel // 2)[:, 0]
+
+
+def pool_slots(scores: torch.Tensor, slots: Slots, kernel: int, kind: str) -> torch.Tensor:
+    """Smooth scores [B, H, S] of slots over neighbouring positions, as ``pool`` does; free slots come last."""
+    order = ops.order_by_position(slots.positions, slots.valid)
+    ordered = scores.gather(2, order)
+    pooled = pool(ordered.flatten(0, 1), kernel, kind).view_as(ordered)
+    return torch.empty_like(pooled).scatter_(2, order, pooled)
+
+
+def recent_slots(slots: Slots, count: str) -> torch.Tensor:
+    """Return which slots [B, H, S] hold one of the last tokens, as many as ``Slots.counts[count]``."""
+    return slots.positions > slots.now - slots.counts[count]
+
+
+def ring_of_rows(rows: torch.Tensor, end: int, size: int) -> torch.Tensor:
+    """Return attention rows [H, w, n] as a ring [H, n, size]: the row of position i in column i mod size.
+
+    The last row is that of position ``end`` - 1, by which rows do not meet in one column even where the layer read
+    fewer tokens than the prompt has. A token's entries are what the last ``size`` queries attended of it.
+    """
+    heads, w, n = rows.shape
+    ring = rows.new_zeros(heads, n, size)
+    columns = torch.arange(end - w, end, device=rows.device) % size
+    ring[:, :, columns] = rows.transpose(1, 2)
+    return ring
+
+
+def fold_ring(slots: Slots, probs: torch.Tensor, size: int) -> Mapping[str, torch.Tensor]:
+    """Write the rows of attention probs [B, Hq, T, S] into the state ``ring`` [B, H, S, size], over the oldest ones."""
+    rows = group_rows(probs, slots.positions.shape[1])[:, :, -size:].transpose(2, 3)  # [B, H, S, T]
+    columns = (slots.now - torch.arange(rows.shape[3] - 1, -1, -1, device=rows.device)) % size
+    return {"ring": slots.state["ring"].scatter(3, columns[:, :, None].expand_as(rows), rows)}

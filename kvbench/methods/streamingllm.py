@@ -19,13 +19,13 @@ MODES = ("static", "mask", "rolled")
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(EvictingSelector):
-    """Keeps tokens {0 .. S-1} and the last C-S, the same in every head.
+    """Keep tokens {0 .. S-1} and the last C-S, the same in every head.
 
-    sinks: first tokens S that are always kept. mode: ``static`` evicts once after the prompt, keeps original positions
-    and lets the cache grow while decoding (as KVCache-Factory does); ``mask`` keeps C tokens at their original
-    positions while decoding, so that the recent ones slide (as VATP's code does); ``rolled`` does so with slot
-    indices as positions, the query at the last slot (the paper's own): ``mask`` with ``positions=rolled`` is another
-    way to write it.
+    sinks: first tokens S that are always kept.
+    mode: ``static`` evicts once after the prompt, keeps original positions and lets the cache grow while decoding (as
+    KVCache-Factory does). ``mask`` keeps C tokens at their original positions while decoding, so that the recent ones
+    slide (as VATP's code does). ``rolled`` does the same with slot indices as positions and the query at the last slot,
+    as the paper does; ``mask`` with ``positions=rolled`` is another way to write it.
     """
 
     id: ClassVar[str] = "streamingllm"
@@ -36,8 +36,8 @@ class StreamingLLM(EvictingSelector):
     mode: str = "static"
 
     def check(self) -> None:
-        self.at_least("sinks", 0, "tokens")
-        self.require("mode", self.mode in MODES, " or ".join(MODES))
+        self.require_at_least("sinks", 0, "tokens")
+        self.require_one_of("mode", MODES)
         contradiction = self.mode == "rolled" and str(self.positions).lower() == "true"
         self.require("positions", not contradiction, "mode=rolled is rolled positions, mode=mask keeps true ones")
         super().check()
@@ -57,10 +57,11 @@ class StreamingLLM(EvictingSelector):
         return self.sinks
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
+        # the score is the position: the most recent tokens are kept beside the sinks
         return torch.arange(obs.n, device=cache.segments[0].k.device)[None]
 
-    def row(self, n: int) -> Mapping[str, int]:
+    def token_counts(self, n: int) -> Mapping[str, int]:
         return {"first": self.sinks if self.kv_size is not None else self.capacity(n).sinks}
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        return slots.positions.double().masked_fill(slots.positions < slots.row["first"], torch.inf)
+        return slots.positions.double().masked_fill(slots.positions < slots.counts["first"], torch.inf)

@@ -16,8 +16,10 @@ from kvbench.methods.pruner import ChannelPruner
 class Think(ChannelPruner):
     """Score of channel j = norm of the last queries' j-th entries times norm of the retained keys' j-th entries.
 
-    That is the Frobenius norm of the channel's share of the logits (section 3.2). Under GQA the queries of a
-    group are stacked. observed: last queries that are read, the paper's S_obs.
+    This is the Frobenius norm of the channel's share of the logits (section 3.2). Under GQA the queries of a group are
+    stacked.
+
+    observed: last queries that are read, the paper's S_obs.
     """
 
     id: ClassVar[str] = "think"
@@ -26,12 +28,13 @@ class Think(ChannelPruner):
 
     def check(self) -> None:
         super().check()
-        self.at_least("observed", 1, "queries")
+        self.require_at_least("observed", 1, "queries")
 
     def needs(self, n: int) -> Needs:
         return Needs(last_q=self.observed)
 
     def channel_scores(self, keys: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
         q = obs.queries(self.observed).float()
-        stacked = q.reshape(cache.heads, -1, q.shape[-1])
+        stacked = q.reshape(cache.heads, -1, q.shape[-1])  # [H, group * w, D]
+        # ||Q[:, j] K[:, j]^T||_F = ||Q[:, j]||_2 ||K[:, j]||_2
         return stacked.norm(dim=1) * keys.norm(dim=1)

@@ -18,12 +18,13 @@ from kvbench.methods.think import Think
 class ThinkV(Think):
     """Keys as ThinK; score of value channel j = ||A V[:, j]||_2, its share of the last queries' outputs (eq. 3).
 
-    A are the attention rows of the last ``observed`` queries over the retained tokens that they see, with whole keys;
-    under GQA the rows of a group are stacked. No code was released: to select tokens first, to keep A causal and to
-    score only the values that a quantiser packs are our choices.
+    A holds the attention rows of the last ``observed`` queries over the retained tokens that they see, with all
+    channels of the keys; under GQA the rows of a group are stacked. No code was released: to select tokens first, to
+    keep A causal and to score only the values that a quantiser packs are our choices.
 
-    ratio: fraction of key channels removed, 0 <= ratio < 1. value_ratio: fraction of value channels removed, likewise.
-    recent: last tokens whose keys and values stay whole.
+    ratio: fraction of key channels removed, 0 <= ratio < 1.
+    value_ratio: fraction of value channels removed, likewise.
+    recent: last tokens whose keys and values keep all channels.
     """
 
     id: ClassVar[str] = "thinkv"
@@ -42,12 +43,14 @@ class ThinkV(Think):
         s = ops.only_segment(cache)
         heads, q = cache.heads, obs.queries(self.observed)
         keys, values, positions = (padded(t, s.lengths, heads) for t in (s.k, s.v, s.positions))
-        w, slots = q.shape[1], torch.arange(keys.shape[1], device=keys.device)
-        held = slots < torch.tensor(head_lengths(cache), device=keys.device)[:, None]
-        asked = obs.where(keys.device)[obs.n - w :]
-        seen = (positions[:, None] <= asked[:, None]) & held[:, None]  # [H, w, L]
+        slots = torch.arange(keys.shape[1], device=keys.device)
+        filled = slots < torch.tensor(head_lengths(cache), device=keys.device)[:, None]
+        query_positions = obs.token_positions(keys.device)[obs.n - q.shape[1] :]
+        visible = (positions[:, None] <= query_positions[:, None]) & filled[:, None]  # [H, w, L]
+        # A = softmax(q k^T) over the tokens seen
         logits = (q.float() * obs.scale).reshape(heads, -1, q.shape[2]) @ keys.float().transpose(1, 2)
-        probs = logits.view(heads, -1, *seen.shape[1:]).masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)
+        probs = logits.view(heads, -1, *visible.shape[1:]).masked_fill(~visible[:, None], -torch.inf).softmax(dim=-1)
         # also clears the rows of queries that see no retained token
-        probs = probs.masked_fill(~(seen & counted[:, None])[:, None], 0)
+        probs = probs.masked_fill(~(visible & counted[:, None])[:, None], 0)
+        # ||A V[:, j]||_2, eq. 3
         return (probs.flatten(1, 2) @ values.float()).norm(dim=1)

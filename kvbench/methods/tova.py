@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,9 +11,9 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
-from kvbench.methods.base import Block, Capacity
+from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.statistics import window_rows
+from kvbench.methods.statistics import group_rows, window_rows
 from kvbench.storage.roles import Slots
 
 
@@ -21,9 +21,10 @@ from kvbench.storage.roles import Slots
 class TOVA(EvictingSelector):
     """Score of token j = attention of the newest query to it; the lowest goes, after the prompt and at every step.
 
-    Attention is averaged over all heads of a layer, which keep the same tokens. The newest token always stays: the
-    paper lets it compete, which it practically always survives. The budget includes it, so that a step attends C
-    tokens. Nothing else is protected, neither the first tokens nor recent ones.
+    Attention is averaged over all heads of a layer, which keep the same tokens. The newest token always stays: in the
+    paper it competes, and practically always survives. The budget includes it, so that a step attends C tokens. No
+    other token is protected, neither the first nor recent ones.
+
     per_head: each stored head decides by its own attention (the mean over its query heads), the paper's ablation.
     """
 
@@ -37,25 +38,27 @@ class TOVA(EvictingSelector):
     def needs(self, n: int) -> Needs:
         return Needs(last_q=1)
 
-    def carry(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
-        return {"row": self._decisive(window_rows(cache, obs, 1)[None], cache.heads)[0]}
+    def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
+        return {"row": self._newest_row(window_rows(cache, obs, 1)[None], cache.heads)[0]}
 
-    def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        return [replace(b, slot_overhead=4) for b in blocks]
+    @property
+    def state_bytes(self) -> int:
+        return 4
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         return ops.only_segment(cache).state["row"]
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        held = slots.positions.masked_fill(~slots.valid, -1)
-        return slots.state["row"].masked_fill(held == held.amax(dim=-1, keepdim=True), torch.inf)
+        positions = slots.positions.masked_fill(~slots.valid, -1)
+        newest = positions == positions.amax(dim=-1, keepdim=True)
+        return slots.state["row"].masked_fill(newest, torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {"row": self._decisive(probs, slots.positions.shape[1])}
+        return {"row": self._newest_row(probs, slots.positions.shape[1])}
 
-    def _decisive(self, rows: torch.Tensor, heads: int) -> torch.Tensor:
-        """The last of attention rows [B, Hq, T, S] as stored heads see it, [B, heads, S]."""
-        last = rows[:, :, -1]
+    def _newest_row(self, rows: torch.Tensor, heads: int) -> torch.Tensor:
+        """Return the last of attention rows [B, Hq, T, S], averaged for each stored head, [B, heads, S]."""
+        last = rows[:, :, -1:]  # A[h, n, :], the row of the newest query
         if not self.per_head:
-            return last.mean(dim=1, keepdim=True).repeat(1, heads, 1)
-        return last.reshape(last.shape[0], heads, -1, last.shape[2]).mean(dim=2)
+            return last[:, :, 0].mean(dim=1, keepdim=True).repeat(1, heads, 1)
+        return group_rows(last, heads)[:, :, 0]

@@ -8,20 +8,20 @@ from typing import ClassVar
 import torch
 
 from kvbench.methods.base import Mask
-from kvbench.methods.knobs import are_layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Twilight(Mask):
-    """Per decode step and query head: the smallest set of tokens with mass >= p, exact attention over it.
+    """Attend, per decode step and query head, the smallest set of tokens with mass >= p, with exact attention over it.
 
-    Weights are estimated with keys quantised per token by minimum and maximum, then a softmax; equal weights go
-    together, so that ties are all kept. Saves no bytes: the cache is stored whole, and samples say how many tokens
-    were ``attended`` on average instead. No base selector goes before it, unless one is chained (``snapkv+twilight``).
-    Released code starts its threshold search at the first token's weight; here sets are minimal.
+    Weights are estimated with keys quantised per token by minimum and maximum, then a softmax. Equal weights go
+    together, so that all ties are kept. Twilight saves no bytes: the cache is stored whole, and samples record the mean
+    number of tokens that were ``attended``. No base selector goes before it, unless one is chained
+    (``snapkv+twilight``). Released code starts its threshold search at the first token's weight; here sets are minimal.
 
     p: mass that is kept, 0 < p <= 1; 1 attends every weight above 0. Released code sets 0.85; ReFreeKV compares with
-    0.85 on Mistral and 0.95 on LLaMA-3. bits: bits of the quantised keys.
+    0.85 on Mistral and 0.95 on LLaMA-3.
+    bits: bits of the quantised keys.
     exempt_layers: layers that attend everything; the paper's first two.
     """
 
@@ -34,18 +34,18 @@ class Twilight(Mask):
     def check(self) -> None:
         self.require("p", 0 < self.p <= 1, "a mass above 0 and at most 1")
         self.require("bits", 1 <= self.bits <= 8, "a whole number from 1 to 8")
-        self.require("exempt_layers", are_layers(self.exempt_layers), "a list of layer numbers")
-        object.__setattr__(self, "exempt_layers", tuple(sorted(set(self.exempt_layers))))
+        self.require_layers("exempt_layers")
 
     def check_layers(self, n_layers: int) -> None:
         # the default stands for as many of the first two layers as the model has
-        fits = self.exempt_layers == (0, 1) or all(i < n_layers for i in self.exempt_layers)
-        self.require("exempt_layers", fits, f"the model has layers 0 to {n_layers - 1}")
+        if self.exempt_layers != (0, 1):
+            self.require_layers("exempt_layers", n_layers)
 
     def masks(self, layer: int) -> bool:
         return layer not in self.exempt_layers
 
     def estimate(self, keys: torch.Tensor) -> torch.Tensor:
+        # codes = round((x - min) / step), step = (max - min) / (2^bits - 1), per token
         x = keys.float()
         low, high = x.aminmax(dim=-1, keepdim=True)
         step = (high - low) / (2**self.bits - 1)
@@ -55,6 +55,7 @@ class Twilight(Mask):
     def mask(self, weights: torch.Tensor) -> torch.Tensor:
         if self.p == 1:
             return weights > 0
+        # the smallest set of largest weights whose sum reaches p; the last of them is the threshold
         ordered = weights.sort(dim=-1, descending=True).values
-        enough = (ordered.cumsum(dim=-1) < self.p).sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
-        return (weights >= ordered.gather(-1, enough)) & (weights > 0)
+        last = (ordered.cumsum(dim=-1) < self.p).sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
+        return (weights >= ordered.gather(-1, last)) & (weights > 0)

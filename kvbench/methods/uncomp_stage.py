@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -14,13 +13,9 @@ from kvbench.cache.observation import Needs, Observation
 from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.methods.base import top_indices
-from kvbench.methods.entropy import drops
+from kvbench.methods.entropy import entropy_recipe, erank_drops, measure_entropy
 from kvbench.methods.prefill_changing import HiddenPruner
-from kvbench.methods.recipe import Observe, Recipe
-from kvbench.methods.uncomp import measure_uncomp, uncomp_recipe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from kvbench.methods.recipe import CalibrationRun, Recipe
 
 SCHEDULES = ("relative", "paper", "code")
 # appendix A.3: first layers of the groups between which the effective rank of the queries drops, by number of layers
@@ -32,22 +27,26 @@ class UncompStage(HiddenPruner):
     """Layer l reads the tokens of layer l - 1 that received most attention there: fewer in every group of layers.
 
     a[j] = attention of token j from the last ``window`` queries of layer l - 1, summed over heads; ties go to the lower
-    index. Layer 0 reads everything. The cache of a layer holds what it read, at the original positions; a selector
-    behind chooses among those, and its budget still refers to the whole prompt.
+    index. Layer 0 reads everything. The cache of a layer holds the tokens that it read, at their original positions. A
+    selector behind chooses among those, and its budget still refers to the whole prompt.
 
-    schedule: ``relative``: the groups share the layers evenly, and the tokens kept fall linearly from all n in the
-    first group to ``least`` * n in the last. ``paper`` and ``code``, for models of 32 and 40 layers: the groups of
-    appendix A.3, and absolute numbers that fall from ``most`` to ``least_size``; a shorter prompt is not pruned. They
+    schedule: with ``relative`` the groups share the layers evenly, and the tokens kept fall linearly from all n in the
+    first group to ``least`` * n in the last. ``paper`` and ``code`` are for models of 32 and 40 layers, with the groups
+    of appendix A.3 and absolute numbers that fall from ``most`` to ``least_size``; a shorter prompt is not pruned. They
     differ in where a step that is not whole is rounded (40 layers: 3731, 3366, ... or 3726, 3361, ...).
-    groups: with ``relative``, the number of groups, of equal sizes. starts: instead, their first layers, 0 first.
+    groups: with ``relative``, the number of groups, of equal sizes.
+    starts: instead, their first layers, 0 first.
     epsilon: instead, a new group begins where the effective rank of the queries (truncated, the mean over heads) falls
     by more than this from one layer to the next (equation 11; the paper's is 1), by the calibration of uncomp-group.
     least: with ``relative``, the fraction of the prompt that the last group keeps; 1 prunes nothing.
     most: with ``paper`` and ``code``, tokens of the first group: 4096; for LLaMA-3 8096 in the paper, 8192 in the code.
     least_size: with ``paper`` and ``code``, tokens of the last group, S_min: 1536; 512 in appendix E and table 3.
-    top: eigenvalues that count in that calibration. samples: its windows of text. tokens: of each, as in uncomp-group.
-    window: last queries that are observed. last: last tokens that always stay, 8 as UNComp's window; released code
-    forces none, but without the final token there is nothing to predict from.
+    window: last queries that are observed.
+    last: last tokens that always stay, 8 as UNComp's window. Released code forces none, but without the final token
+    there is nothing to predict from.
+    top: number of eigenvalues that count in the calibration.
+    samples: windows of text of the calibration.
+    tokens: tokens of each window, as in uncomp-group.
     """
 
     id: ClassVar[str] = "uncomp-stage"
@@ -66,7 +65,7 @@ class UncompStage(HiddenPruner):
     tokens: int | None = None
 
     def check(self) -> None:
-        self.require("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES))
+        self.require_one_of("schedule", SCHEDULES)
         ok = isinstance(self.starts, (list, tuple)) and all(is_whole(i) for i in self.starts)
         ok = ok and list(self.starts) == sorted(set(self.starts)) and (not self.starts or self.starts[0] == 0)
         self.require("starts", ok, "an ascending list of layers that starts with 0")
@@ -78,8 +77,8 @@ class UncompStage(HiddenPruner):
         self.require("epsilon", free, "a knob of schedule=relative, given instead of starts")
         self.require("least", 0 < self.least <= 1, "a fraction of the prompt kept, above 0 and at most 1")
         for knob in ("groups", "most", "least_size", "window", "last", "top", "samples"):
-            self.at_least(knob, 1)
-        self.at_least("tokens", 2)
+            self.require_at_least(knob, 1)
+        self.require_at_least("tokens", 2)
         self.require("least_size", self.least_size <= self.most, f"at most most={self.most}")
 
     def check_layers(self, n_layers: int) -> None:
@@ -91,23 +90,16 @@ class UncompStage(HiddenPruner):
             self.require("starts", self.starts[-1] < n_layers, f"the model has layers 0 to {n_layers - 1}")
 
     def recipe(self) -> Recipe | None:
-        return None if self.epsilon is None else uncomp_recipe(self.top, self.samples, self.tokens)
+        return None if self.epsilon is None else entropy_recipe(self.top, self.samples, self.tokens)
 
-    def calibrate(
-        self,
-        model: PreTrainedModel,
-        samples: Iterable[torch.Tensor],
-        recipe: Recipe,
-        tick: Callable[[], None],
-        observe: Observe,
-    ) -> dict[str, torch.Tensor]:
-        return measure_uncomp(model, samples, recipe, tick, observe)
+    def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
+        return measure_entropy(run)
 
     def needs(self, n: int) -> Needs:
         return Needs(last_q=self.window)
 
     def first_layers(self, n_layers: int) -> tuple[int, ...]:
-        """The first layer of each group."""
+        """Return the first layer of each group."""
         if self.schedule != "relative":
             return STARTS[n_layers]
         if self.starts:
@@ -119,16 +111,18 @@ class UncompStage(HiddenPruner):
                     "bytes, follow from that: leave epsilon out where no model is read (match=, bench), or see "
                     "kvbench.calibrate"
                 )
-            return (0, *drops(self.calibration.tensors["erank_k"][0].tolist(), self.epsilon))
-        groups = min(self.groups, n_layers)
+            return (0, *erank_drops(self.calibration.tensors["erank_k"][0].tolist(), self.epsilon))
+        groups = min(self.groups, n_layers)  # of equal sizes
         return tuple(-(-i * n_layers // groups) for i in range(groups))
 
-    def stages(self, n: int, groups: int) -> list[int]:
-        """The tokens that each of ``groups`` keeps of a prompt of n."""
+    def group_tokens(self, n: int, groups: int) -> list[int]:
+        """Return the tokens that each of ``groups`` keeps of a prompt of n."""
         if groups == 1:
             return [n if self.schedule == "relative" else self.most]
         if self.schedule == "relative":
+            # n * (1 - (1 - least) * i / (groups - 1)), from n down to least * n
             return [int(n * (1 - (1 - self.least) * i / (groups - 1)) + 1e-9) for i in range(groups)]
+        # paper: down from the first group by whole steps; code: up from the last
         step = (self.most - self.least_size) // (groups - 1)
         if self.schedule == "paper":
             return [*(self.most - i * step for i in range(groups - 1)), self.least_size]
@@ -136,13 +130,13 @@ class UncompStage(HiddenPruner):
 
     def sizes(self, n: int, n_layers: int) -> list[int]:
         starts = self.first_layers(n_layers)
-        wanted = self.stages(n, len(starts))
-        forced = min(n, self.last)
-        kept = [min(n, max(forced, wanted[bisect_right(starts, layer) - 1])) for layer in range(n_layers)]
-        return [n, *kept[1:]]
+        tokens = self.group_tokens(n, len(starts))
+        sizes = [min(n, max(self.last, tokens[bisect_right(starts, layer) - 1])) for layer in range(n_layers)]
+        return [n, *sizes[1:]]
 
     def keep_hidden(self, keys: torch.Tensor, obs: Observation) -> torch.Tensor:
         size = self.sizes(obs.prompt_tokens, obs.n_layers)[obs.layer + 1]
+        # a[j] = sum over heads and the last queries i of A[h, i, j]
         received = causal_softmax(obs.queries(self.window), keys, obs.scale).sum(dim=(0, 1))
         received[-self.last :] = torch.inf
         return top_indices(received[None], size)[0]

@@ -24,11 +24,12 @@ class Vatp(Modifier):
 
     Under GQA, which the paper leaves out, S is the group's mean and the norm that of the shared value (our choice).
     While decoding, the base's accumulated score is multiplied by the norm, which equals accumulating attention times
-    norm; the norms are kept beside the values at their precision, 1 / (2 D) of the payload. Decorates H2O and
-    Scissorhands as the paper does, and SnapKV after its pooling (our extension).
+    norm. The norms are kept beside the values at their precision, 1 / (2 D) of the payload. VATP decorates H2O and
+    Scissorhands as in the paper, and SnapKV after its pooling (our extension).
 
-    norm: l1 (the paper's choice), l2 or linf, its ablation. sinks: first tokens F that are always kept, within the
-    budget of heavy hitters; the paper keeps 20 with LLaMA-2-7B-chat and 40 with Vicuna-7B-16k.
+    norm: l1 (the paper's choice), l2 or linf, its ablation.
+    sinks: first tokens F that are always kept, within the budget of heavy hitters; the paper keeps 20 with
+    LLaMA-2-7B-chat and 40 with Vicuna-7B-16k.
     """
 
     id: ClassVar[str] = "vatp"
@@ -38,28 +39,29 @@ class Vatp(Modifier):
     sinks: int = 4
 
     def check(self) -> None:
-        self.require("norm", self.norm in NORMS, " or ".join(NORMS))
-        self.at_least("sinks", 0, "tokens")
+        self.require_one_of("norm", NORMS)
+        self.require_at_least("sinks", 0, "tokens")
 
     def sink_size(self) -> int:
         return self.sinks
 
     def norms(self, values: torch.Tensor) -> torch.Tensor:
-        """||v|| in fp32: values [..., D] -> [...]."""
+        """Return ||v|| in fp32: values [..., D] -> [...]."""
         return torch.linalg.vector_norm(values.float(), ord=NORMS[self.norm], dim=-1)
 
     def modify(self, scores: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
+        # I[h, j] = S[h, j] * ||v_j||, section 3
         return scores * at_heads(self.norms(ops.only_segment(cache).v), cache.heads)
 
     def slot_bytes(self, itemsize: int) -> int:
         return itemsize
 
-    def carry(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
+    def initial_state(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
         values = ops.only_segment(cache).v
         return {"norm": per_head(self.norms(values), cache.heads).to(values.dtype)}
 
     def reweigh(self, scores: torch.Tensor, slots: Slots) -> torch.Tensor:
         return torch.where(scores.isinf(), scores, scores * slots.state["norm"].float())
 
-    def enter(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def new_token_state(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         return {"norm": self.norms(values).to(values.dtype)}

@@ -23,19 +23,19 @@ Pairs = NDArray[np.float64]
 
 DRAWS = 10_000
 FEWEST = 8
-"""Examples below which a bootstrap says nothing: no interval is shown."""
+"""The fewest examples for a bootstrap: below, no interval is shown."""
 FLOOR = 0.03
-"""Least distance of a full cache's mean score, of 1, to that of silence or guessing for a share to say much."""
+"""The least distance of a full cache's mean score, of 1, to that of silence or guessing: nearer, no share is shown."""
 TINY = 1e-12
 STAKES = np.array([*np.geomspace(0.002, 0.8, 24), 1.0])
 WEIGHTS = np.array([0.75 / 24] * 24 + [0.25])
-"""Parts of the whole that bettors of ``p_above`` stake, and the share of the money that each begins with."""
+"""Parts of their wealth that the bettors of ``p_above`` stake, and the share of the money that each begins with."""
 _BLOCK = 2**22
 """Indices drawn at a time: bounds the memory of a bootstrap to some 50 MB whatever n is."""
 
 
 class Difference(NamedTuple):
-    """Mean of the differences and its interval; ``low`` and ``high`` are None where n < 2."""
+    """The mean of differences and its interval; ``low`` and ``high`` are None where n < 2."""
 
     mean: float
     low: float | None
@@ -49,7 +49,7 @@ def bootstrap_ci(
     level: float = 0.95,
     bounds: Bounds | None = (0.0, 1.0),
 ) -> tuple[float, float] | None:
-    """``(low, high)`` of the mean score, in the unit of the scores; None where n < 2: one example has no spread.
+    """Return the interval (low, high) of the mean score; None where n < 2: one example has no spread.
 
     ``bounds`` is the range of a score, used only where all scores are equal (``None``: unbounded, so no interval
     there). Raises ValueError for scores that are not finite: leave unscorable examples out before.
@@ -66,24 +66,16 @@ def bootstrap_ci(
     return float(low), float(high)
 
 
-def paired_difference(
-    scores: Scores,
-    baseline: Scores,
-    seed: int = 0,
-    resamples: int = DRAWS,
-    level: float = 0.95,
-    bounds: Bounds | None = (-1.0, 1.0),
-) -> Difference:
-    """Mean of ``scores - baseline`` over the same examples in the same order, with its interval.
+def paired_difference(scores: Scores, baseline: Scores) -> Difference:
+    """Return the mean of ``scores - baseline`` over the same examples in the same order, with its interval.
 
-    ``bounds`` is the range of a difference. Raises ValueError where the lengths differ or there is no example.
+    Scores lie between 0 and 1. Raises ValueError where the lengths differ or there is no example.
     """
-    ours, theirs = _finite(scores), _finite(baseline)
-    if len(ours) != len(theirs) or not len(ours):
-        raise ValueError(f"a paired difference needs the same examples twice, got {len(ours)} and {len(theirs)}")
-    differences = ours - theirs
-    interval = bootstrap_ci(differences, seed, resamples, level, bounds)
-    low, high = interval or (None, None)
+    a, b = _finite(scores), _finite(baseline)
+    if len(a) != len(b) or not len(a):
+        raise ValueError(f"a paired difference needs the same examples twice, got {len(a)} and {len(b)}")
+    differences = a - b
+    low, high = bootstrap_ci(differences, bounds=(-1.0, 1.0)) or (None, None)
     return Difference(float(differences.mean()), low, high)
 
 
@@ -101,47 +93,50 @@ class Share(NamedTuple):
 
 
 def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = False) -> Share:
-    """The mean score over tasks in per cent of the full cache's, pairs resampled within each task.
+    """Return the mean score over tasks in per cent of the full cache's, with pairs resampled within each task.
 
-    ``tasks``: pairs [n, 2] of each, a method's score and the full cache's. The ratio of the two means, or with
-    ``of_ratios`` the mean of the tasks' ratios. ``log_losses``: of one task, whose exponentials (perplexities) are
-    compared, the full cache's over the method's. No share where a full cache that is divided by scores 0.
+    ``tasks`` are pairs [n, 2] of each task: a method's score and the full cache's. The share is the ratio of the two
+    means, or with ``of_ratios`` the mean of the tasks' ratios. ``log_losses`` are of one task: their exponentials
+    (perplexities) are compared, the full cache's over the method's. There is no share where the full cache that would
+    be divided by scores 0.
     """
     if not tasks or not all(map(len, tasks)):
         return Share()
     if log_losses:
         (pairs,) = tasks
-        shown = stratified_ci([pairs], lambda means: 100 * np.exp(means[0][:, 1] - means[0][:, 0]), None)
-        return Share(100 * float(np.exp(pairs[:, 1].mean() - pairs[:, 0].mean())), *(shown or (None, None)))
-    wholes = [float(t[:, 1].mean()) for t in tasks]
-    if not (all(wholes) if of_ratios else any(wholes)):
+        # exp(full loss) / exp(loss)
+        interval = stratified_ci([pairs], lambda means: 100 * np.exp(means[0][:, 1] - means[0][:, 0]), None)
+        return Share(100 * float(np.exp(pairs[:, 1].mean() - pairs[:, 0].mean())), *(interval or (None, None)))
+    full_means = [float(t[:, 1].mean()) for t in tasks]
+    if not (all(full_means) if of_ratios else any(full_means)):
         return Share()
 
-    def of(means: Sequence[Pairs]) -> NDArray[np.float64]:
+    def percent(means: Sequence[Pairs]) -> NDArray[np.float64]:
         if of_ratios:
             return 100 * np.mean([m[:, 0] / np.maximum(m[:, 1], TINY) for m in means], axis=0)
-        ours, theirs = (np.mean([m[:, i] for m in means], axis=0) for i in (0, 1))
-        return np.asarray(100 * ours / np.maximum(theirs, TINY))
+        method, full = (np.mean([m[:, i] for m in means], axis=0) for i in (0, 1))
+        return np.asarray(100 * method / np.maximum(full, TINY))
 
-    most = 100 * float(np.mean([1 / w for w in wholes])) if of_ratios else 100 / float(np.mean(wholes))
-    point = float(of([t.mean(0, keepdims=True) for t in tasks])[0])
-    return Share(point, *(stratified_ci(tasks, of, most) or (None, None)))
+    # the share of a method that scores 1 everywhere
+    most = 100 * float(np.mean([1 / f for f in full_means])) if of_ratios else 100 / float(np.mean(full_means))
+    point = float(percent([t.mean(0, keepdims=True) for t in tasks])[0])
+    return Share(point, *(stratified_ci(tasks, percent, most) or (None, None)))
 
 
 def stratified_ci(
     strata: Sequence[NDArray[np.float64]],
-    of: Callable[[Sequence[NDArray[np.float64]]], NDArray[np.float64]],
+    statistic: Callable[[Sequence[NDArray[np.float64]]], NDArray[np.float64]],
     most: float | None,
 ) -> tuple[float, float] | None:
-    """95 % of what ``of`` makes of resampled means [DRAWS, ...], the examples of each stratum resampled within it.
+    """Return the 95 % interval of a statistic of means [DRAWS, ...], resampled within each stratum.
 
-    None where a stratum has fewer than FEWEST examples. Where every resample gives the same, what so many equal draws
-    cannot exclude: ``of`` lies between 0 and ``most`` (None: unbounded, so no interval there).
+    None where a stratum has fewer than FEWEST examples. Where every resample gives the same value, the interval is what
+    so many equal draws cannot exclude: the statistic lies between 0 and ``most`` (None: unbounded, so no interval).
     """
     if min(map(len, strata)) < FEWEST:
         return None
     means = [_resampled(values, seed, DRAWS) for seed, values in enumerate(strata)]
-    low, high = (float(x) for x in np.quantile(of(means), [0.025, 0.975]))
+    low, high = (float(x) for x in np.quantile(statistic(means), [0.025, 0.975]))
     if high - low > 1e-9:
         return low, high
     if most is None:
@@ -159,17 +154,18 @@ def at_floor(full: Scores, chance: float = 0.0) -> bool:
 
 
 def p_above(differences: Scores, least: float = 0.0) -> float:
-    """p of the null hypothesis that the mean of independent ``differences`` in [-1, 1] is not above ``least``.
+    """Return p of the null hypothesis that the mean of independent ``differences`` in [-1, 1] is at most ``least``.
 
-    A bettor against the null stakes the same part of what is left on each difference, ``1 + stake * (x - least)``. The
-    expected product is at most 1 under the null, whatever the differences' own distributions are: by the inequality of
-    the arithmetic and the geometric mean it is at most the n-th power of their mean factor. So is a mean over stakes,
-    and by Markov's inequality 1 / wealth is a p-value (betting: Waudby-Smith and Ramdas, arXiv 2010.09686, section 4).
+    A bettor against the null stakes the same part of his wealth on each difference x, which is multiplied by
+    ``1 + stake * (x - least)``. Under the null the expected product is at most 1, whatever the distributions of the
+    differences are: by the inequality of the arithmetic and the geometric mean it is at most the n-th power of the mean
+    factor. The same holds for a mean over stakes, and by Markov's inequality 1 / wealth is a p-value (betting:
+    Waudby-Smith and Ramdas, arXiv 2010.09686, section 4).
     """
     values = _finite(differences)
     if np.abs(values).max(initial=0.0) > 1 or not -1 < least < 1:
         raise ValueError(f"p_above: differences must lie within [-1, 1] and least {least} between them")
-    stakes = STAKES / (1 + least)  # at most all of it: a difference of -1 then leaves nothing
+    stakes = STAKES / (1 + least)  # the highest stake loses all its wealth on a difference of -1
     with np.errstate(divide="ignore"):
         logs = np.log1p(np.maximum(stakes[:, None] * (values - least), -1.0)).sum(1)
     wealth = float(np.average(np.exp(np.minimum(logs, 700.0)), weights=WEIGHTS))
@@ -177,7 +173,7 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
 
 
 def betting_ci(differences: Scores, level: float = 0.95) -> tuple[float, float]:
-    """Interval of the mean of independent ``differences`` in [-1, 1]: what ``p_above`` rejects in neither direction."""
+    """Return the interval of the mean of independent ``differences`` in [-1, 1] that ``p_above`` does not reject."""
     values = _finite(differences)
 
     def lowest(xs: NDArray[np.float64]) -> float:
@@ -192,23 +188,24 @@ def betting_ci(differences: Scores, level: float = 0.95) -> tuple[float, float]:
 
 
 def holm(ps: Mapping[str, float], family: int) -> dict[str, float]:
-    """p-values corrected for ``family`` of them (Holm's step-down); those that are not here count as larger."""
+    """Return p-values corrected for ``family`` of them (Holm's step-down); those not in ``ps`` count as larger."""
     corrected: dict[str, float] = {}
     largest = 0.0
     for rank, i in enumerate(sorted(ps, key=lambda i: ps[i])):
+        # the p-value of rank r is multiplied by family - r; none falls below an earlier one
         largest = max(largest, min(1.0, (family - rank) * ps[i]))
         corrected[i] = largest
     return corrected
 
 
 def by_example(ways: Mapping[str, Sequence[Sequence[float]]], width: int) -> NDArray[np.float64]:
-    """Scores [examples, width], each the mean over the ways in which one example was asked."""
-    means = [np.mean(one, axis=0) for one in ways.values()]
+    """Return scores [examples, width], each the mean over the ways in which one example was asked."""
+    means = [np.mean(scores, axis=0) for scores in ways.values()]
     return np.array(means, dtype=np.float64).reshape(-1, width)
 
 
 def _resampled(values: NDArray[np.float64], seed: int, resamples: int) -> NDArray[np.float64]:
-    """Means [resamples, ...] of as many examples as ``values`` [n, ...] has, drawn from them with replacement."""
+    """Return means [resamples, ...] of n examples each, drawn from ``values`` [n, ...] with replacement."""
     rng, rows = np.random.default_rng(seed), max(1, _BLOCK // values.size)
     sizes = (min(rows, resamples - at) for at in range(0, resamples, rows))
     return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in sizes])
@@ -219,8 +216,9 @@ def _constant(value: float, n: int, level: float, bounds: Bounds | None) -> tupl
         return None
     if not bounds[0] <= value <= bounds[1]:
         raise ValueError(f"bootstrap: score {value} is outside its bounds {bounds}")
-    alike = ((1 - level) / 2) ** (1 / n)
-    low, high = (alike * value + (1 - alike) * bound for bound in bounds)
+    # q = (alpha / 2)^(1 / n) of all examples have the value, the others lie at a bound
+    q = ((1 - level) / 2) ** (1 / n)
+    low, high = (q * value + (1 - q) * bound for bound in bounds)
     return low, high
 
 

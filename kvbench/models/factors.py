@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.apportion import shares, whole_shares
+from kvbench.cache.apportion import proportional_shares, round_shares
 
 JITTER = (0.0, *(10.0**-e for e in range(10, 1, -1)))
 STEPS = 16  # of a group's rank where ``multiple`` is not given: 32 of 512
@@ -112,7 +112,7 @@ def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: i
         return [full] * len(weights)
     room = -(-full // step)
     total = max(len(weights), math.floor((1 - ratio) * full * len(weights) / step + 0.5))
-    units = whole_shares(shares(weights, total, room), total)
+    units = round_shares(proportional_shares(weights, total, room), total)
     for i, count in enumerate(units):
         if count == 0:
             units[units.index(max(units))] -= 1

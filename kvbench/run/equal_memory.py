@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvbench.audit.accounting import HALF, declared, nominal
+from kvbench.audit.accounting import HALF, bytes_declared, nominal_payload
 from kvbench.cache.model_shape import Shape
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
@@ -199,9 +199,9 @@ def _text(own: float, reference: float) -> str:
 def _price(kind: str, shape: Shape, tokens: int) -> Price:
     def price(chain: Chain) -> float:
         if kind == "nominal":
-            found = nominal(chain, shape, tokens, HALF)
+            found = nominal_payload(chain, shape, tokens, HALF)
         else:
-            whole = declared(chain, shape, tokens, HALF)
+            whole = bytes_declared(chain, shape, tokens, HALF)
             found = None if whole is None else whole.payload
         if found is None:
             raise UsageError(

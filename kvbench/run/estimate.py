@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from kvbench.audit.accounting import declared
+from kvbench.audit.accounting import bytes_declared
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.observation import Needs
 from kvbench.example import Example
@@ -100,7 +100,7 @@ def estimate(
 def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
     """Bytes of a prompt's cache by the chain's formula; of the full cache where there is none, or none yet."""
     known = n and not any(s.unbound for s in chain.stages)
-    found = declared(chain, shape, n, itemsize) if known else None
+    found = bytes_declared(chain, shape, n, itemsize) if known else None
     # latents are stored as one head, and are as wide as all kv heads at most
     heads = max(shape.kv_heads, chain.heads(shape.kv_heads, shape.query_heads))
     return shape.full_bytes(n, itemsize, heads) if found is None else found.total

@@ -122,7 +122,7 @@ def _rounding(host: Host, groups: Sequence[Group]) -> dict[str, Any]:
     found = None
     with suppress(Exception):  # what is wrong with a prompt or the model is told where it is measured
         read = [host.encode(g.examples[0], g.task).ids for g in groups if g.examples][:ROUNDED]
-        found = precision.rounding(host.model, [torch.tensor(ids) for ids in read])
+        found = precision.compare_rounding(host.model, [torch.tensor(ids) for ids in read])
     return {} if found is None else {"rounding": found}
 
 
@@ -167,7 +167,7 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
         cfg.sampling,
         cfg.batch_rows,
         cfg.model.attention == "eager",
-        memory.limit(cfg.memory, memory.shares(model)),
+        memory.cache_limit(cfg.memory, memory.device_shares(model)),
     )
 
 
@@ -202,12 +202,12 @@ def _precision(prepared: RunPlan, records: Sequence[Mapping[str, Any]]) -> list[
     """What a reader must know of the dtype: a better one for this machine, what rounding alone changed."""
     asked, device = prepared.cfg.model.dtype, load.resolve_device(prepared.cfg.device)
     tiny = prepared.cfg.model.path == "embedded:tiny"
-    better = precision.matters(asked, prepared.dtype, device) and not (tiny and asked == "auto")
+    better = precision.has_better_dtype(asked, prepared.dtype, device) and not (tiny and asked == "auto")
     found = [p["rounding"] for r in records for p in r.get("provenance", []) if "rounding" in p]
     most = max(found, key=lambda f: f["prompts"], default=None)
     return [
-        *([f"Dtype {precision.choice(asked, prepared.dtype, device)}."] if better else []),
-        *([precision.told(most, prepared.dtype)] if most else []),
+        *([f"Dtype {precision.dtype_reason(asked, prepared.dtype, device)}."] if better else []),
+        *([precision.rounding_note(most, prepared.dtype)] if most else []),
     ]
 
 

@@ -126,7 +126,7 @@ def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
     for chain in chains:
         selector = chain.selector
         if isinstance(selector, EvictingSelector) and selector.evicts:
-            least = selector.at_once(int(meta["prefix"]))
+            least = selector.max_chunk(int(meta["prefix"]))
             if least < int(meta["chunk"]):
                 raise UsageError(
                     f"{task.id}: chunk={meta['chunk']} tokens at once do not fit into the budget of {least} that "

@@ -59,7 +59,7 @@ class RunPlan:
         ``seconds`` are by what is measured of a group, or, where that is nothing, ``rough``.
         """
         weights = load.weight_bytes(self.source)
-        free = memory.limit(self.cfg.memory, self.devices())
+        free = memory.cache_limit(self.cfg.memory, self.devices())
         room = free if self.cfg.memory is not None else max(0, free - int(memory.USED_SHARE * weights))
         planned: list[dict[str, Any]] = []
         for group, facts in zip(self.groups, self.todo(), strict=True):
@@ -79,7 +79,7 @@ class RunPlan:
         return {
             "memory": room,
             "device": str(load.resolve_device(self.cfg.device)),
-            "dtype": precision.choice(self.cfg.model.dtype, self.dtype, load.resolve_device(self.cfg.device)),
+            "dtype": precision.dtype_reason(self.cfg.model.dtype, self.dtype, load.resolve_device(self.cfg.device)),
             "groups": planned,
             "notes": self.advice(),
         }

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from kvbench.cache.ops import order_by_position
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.errors import UsageError
 from kvbench.storage.attend import rounded
@@ -36,7 +37,7 @@ class EvictingRows(Format):
         b, h = len(caches), first.heads
         device = first.positions.device
         self.evictor, self.rotary = evictor, rows[0].rotary if evictor.rolled else None
-        shares = [evictor.shares(row.cache, row.layer) for row in rows]
+        shares = [evictor.head_budgets(row.cache, row.layer) for row in rows]
         budgets = [[min(s, c.seen + room.tokens) for s in of] for of, c in zip(shares, caches, strict=True)]
         self.budget = torch.tensor(budgets, device=device)[:, :, None]
         self.most = torch.tensor([c.tokens for c in caches], device=device)
@@ -44,8 +45,12 @@ class EvictingRows(Format):
         size = max(int(self.budget.max()), *(c.tokens for c in caches))
         self.stand_ins = _stand_ins(caches, device)
         self.n = torch.tensor([c.prompt_tokens for c in caches], device=device)[:, None, None]
-        numbers = [evictor.row(c.prompt_tokens) for c in caches]
-        self.row = {name: torch.tensor([r[name] for r in numbers], device=device)[:, None, None] for name in numbers[0]}
+        counts = [evictor.token_counts(c.prompt_tokens) for c in caches]
+        self.counts = {
+            name: torch.tensor([c[name] for c in counts], device=device)[:, None, None] for name in counts[0]
+        }
+        gaps = [evictor.unattended(c.prompt_tokens) for c in caches]
+        self.unattended = None if None in gaps else torch.tensor(gaps, device=device)[:, None, None]
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
         self.valid = torch.zeros(b, h, size, dtype=torch.bool, device=device)
         self.state = {name: t.new_zeros(b, h, size, *t.shape[2:]) for name, t in first.state.items()}
@@ -90,7 +95,7 @@ class EvictingRows(Format):
 
     def view(self, now: Tensor) -> Slots:
         """The slots as a method sees them when the newest token is at ``now`` [B]."""
-        return Slots(self.positions, self.valid, self.state, now[:, None, None], self.n, self.row)
+        return Slots(self.positions, self.valid, self.state, now[:, None, None], self.n, self.counts)
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Make room for new tokens, then write them into free slots."""
@@ -108,7 +113,7 @@ class EvictingRows(Format):
         self.store.add(free, new_k, new_v, self.valid)
         self.positions.scatter_(2, free, positions[:, None].expand(b, h, t).to(torch.int32))
         self.valid.scatter_(2, free, stored.expand_as(free))
-        entered = self.evictor.enter(new_k, new_v)
+        entered = self.evictor.new_token_state(new_k, new_v)
         for name, s in self.state.items():
             index = free.reshape(*free.shape, *([1] * (s.dim() - 3))).expand(*free.shape, *s.shape[3:])
             begun = entered.get(name)
@@ -137,7 +142,7 @@ class EvictingRows(Format):
     def _rolled(self, query: Tensor, places: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
         """The query at the last slots, and what turns keys to theirs."""
         t = query.shape[2]
-        order = self.positions.masked_fill(~self.valid, torch.iinfo(torch.int32).max).argsort(dim=-1)
+        order = order_by_position(self.positions, self.valid)
         rank = torch.empty_like(order)
         rank.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
         # heads may hold different numbers, and each counts its own
@@ -152,8 +157,8 @@ class EvictingRows(Format):
         part = self.store.logits(query, scale, read).view(b, h, hq // h, t, -1)
         held, query_at = self.positions[:, :, None, None], places[:, None, None, :, None]
         hidden = ~self.valid[:, :, None, None] | (held > query_at)
-        if "blind" in self.row:
-            hidden |= held == query_at - self.row["blind"][..., None, None]
+        if self.unattended is not None:
+            hidden |= held == query_at - self.unattended[..., None, None]
         probs = part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1).float().softmax(dim=-1)
         # a head that is not stored attends nothing
         return probs if self.stand_ins is None else probs.nan_to_num(nan=0.0)
@@ -161,7 +166,8 @@ class EvictingRows(Format):
     def keep(self, at: Tensor) -> None:
         self.budget, self.n, self.most, self.newest = self.budget[at], self.n[at], self.most[at], self.newest[at]
         self.stand_ins = None if self.stand_ins is None else self.stand_ins[at]
-        self.row = {name: t[at] for name, t in self.row.items()}
+        self.counts = {name: t[at] for name, t in self.counts.items()}
+        self.unattended = None if self.unattended is None else self.unattended[at]
         self.store.keep(at)
         self.positions, self.valid = self.positions[at], self.valid[at]
         self.state = {name: s[at] for name, s in self.state.items()}
@@ -187,7 +193,7 @@ def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:
     """Each slot's place in the order of scores [..., S], best first; equal ones rank by position, and those not
     ``among`` come last."""
     scores = scores.masked_fill(~among, -torch.inf)
-    by_position = positions.masked_fill(~among, torch.iinfo(torch.int32).max).sort(dim=-1, stable=True).indices
+    by_position = order_by_position(positions, among)
     order = scores.gather(-1, by_position).sort(dim=-1, descending=True, stable=True).indices
     order = by_position.gather(-1, order)
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)

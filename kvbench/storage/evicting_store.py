@@ -50,7 +50,7 @@ class OneFormat:
         packer = self.packer
         write(self.k, slots, k if packer is None else packer.pack_keys(k))
         write(self.v, slots, v if packer is None else packer.pack_values(v))
-        self.fresh = (slots, k, v) if packer is not None and packer.late else None
+        self.fresh = (slots, k, v) if packer is not None and packer.packs_after_step else None
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
         """Scaled q.k [B, Hq, T, S] of query [B, Hq, T, D]; what a free slot has means nothing."""

@@ -30,11 +30,11 @@ class Masker(Protocol):
 
 
 class Packer(Protocol):
-    """How tokens are packed. One that is packed at once is read as packed from its own step on, or, if ``late``,
-    exactly in that step."""
+    """Pack tokens. A token that is packed at once is read as packed from its own step on; exactly in that step if the
+    packer ``packs_after_step``."""
 
     @property
-    def late(self) -> bool: ...
+    def packs_after_step(self) -> bool: ...
 
     def pack_keys(self, x: Tensor) -> Packed: ...
 
@@ -96,7 +96,7 @@ class Slots:
     state: Mapping[str, Tensor]  # each [B, H, S] or [B, H, S, ...]
     now: Tensor
     n: Tensor
-    row: Mapping[str, Tensor] = field(default_factory=dict)  # numbers of each prompt [B, 1, 1], as its method set them
+    counts: Mapping[str, Tensor] = field(default_factory=dict)  # [B, 1, 1] each, by name: see ``token_counts``
 
 
 class Evictor(Protocol):
@@ -112,22 +112,23 @@ class Evictor(Protocol):
         """Whether cached keys take the positions of their slots."""
         ...
 
-    def shares(self, cache: LayerCache, layer: int) -> Sequence[int]:
+    def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
         """Tokens that each stored head of this layer holds from now on; 0: the head is not stored."""
         ...
 
-    def row(self, n: int) -> Mapping[str, int]:
-        """Numbers that depend on the prompt's length n alone: asked once, so that no step loops over rows.
+    def token_counts(self, n: int) -> Mapping[str, int]:
+        """Return counts that depend on the prompt's length n alone, so that no step loops over rows."""
+        ...
 
-        Where ``blind`` is one of them, a query does not attend the token that is so many positions before it.
-        """
+    def unattended(self, n: int) -> int | None:
+        """Return how many positions before a query the one token lies that it does not attend; None: it attends all."""
         ...
 
     def keep_scores(self, slots: Slots) -> Tensor:
         """How much each slot matters [B, H, S], before the new tokens come; the lowest are evicted, +inf never."""
         ...
 
-    def enter(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
+    def new_token_state(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
         """The state that new tokens with exact k, v [B, H, T, D] start from, where that is not 0: [B, H, T, ...]."""
         ...
 

@@ -26,7 +26,7 @@ def test_layers_of_every_method_hold_what_the_formula_says(method, n, per):
     chain = chain_of(method, {"per": per})
     found = layers.measure(chain, SHAPE, n, torch.float16)
     assert found.agrees and found.off == 0
-    said = accounting.declared(chain, SHAPE, n, 2)
+    said = accounting.bytes_declared(chain, SHAPE, n, 2)
     if said is None:
         # where heads are grouped, the prompt decides in which groups one leads
         assert chain.name == "refreekv" or (chain.name, per) == ("chai", "kv_head")
@@ -46,7 +46,7 @@ def test_random_layers_hold_as_much_as_a_prompt_of_a_model(method):
     (cache,) = kvbench.prefill(model, prompt(200), [method])
     shape = from_config(model.config)
     measured = audit(cache, shape.kv_heads, shape.head_dim, torch.float32)
-    held = sum((accounting.held(layer) for layer in cache.layers), accounting.Held())
+    held = sum((accounting.bytes_held(layer) for layer in cache.layers), accounting.HeldBytes())
     assert (held.payload, held.overhead, held.total) == (measured.payload, measured.overhead, cache.nbytes())
     if method != "refreekv":
         random = layers.measure(chain_of(method), shape, 200, torch.float32).held
@@ -58,7 +58,7 @@ def test_a_layer_that_reads_no_more_than_its_budget_is_not_taken_for_one_that_ch
     entry = {"method": "uncomp-stage+snapkv", "least": 0.25, "kv_ratio": 0.25}
     (cache,) = kvbench.prefill(model, prompt(200), [entry])
     found = layers.measure(cache.chain, from_config(model.config), 200, torch.float32)
-    said = accounting.declared(cache.chain, from_config(model.config), 200, 4)
+    said = accounting.bytes_declared(cache.chain, from_config(model.config), 200, 4)
     # the last layer stores positions once for all heads
     assert [layer.segments[0].positions.shape[0] for layer in cache.layers] == [2, 2, 1]
     assert found.agrees and found.held.total == said.total == cache.nbytes()

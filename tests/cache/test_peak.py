@@ -85,16 +85,16 @@ class Hoards(StreamingLLM):
 
     id: ClassVar[str] = "hoards"
 
-    def hold(self, cache, layer):
-        return super().hold(cache, layer) + (layer == 1)
+    def layer_budget(self, cache, layer):
+        return super().layer_budget(cache, layer) + (layer == 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HoardsShare(Cake):
     id: ClassVar[str] = "hoardsshare"
 
-    def hold(self, cache, layer):
-        return super().hold(cache, layer) + (layer == 1)
+    def layer_budget(self, cache, layer):
+        return super().layer_budget(cache, layer) + (layer == 1)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 
 from kvbench.engine.prefill import observer
 from kvbench.methods import entropy
+from kvbench.methods.recipe import CalibrationRun
 
 
 def slow_spectrum(rows):
@@ -92,12 +93,17 @@ def captured(model, ids):
     return seen
 
 
+def measure(model, windows, top, tick=lambda: None):
+    recipe = entropy.entropy_recipe(top, samples=3, tokens=20)
+    return entropy.measure_entropy(CalibrationRun(model, windows, recipe, tick, observer(model)))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_measure_equals_a_slow_computation_over_captured_queries(family):
     model, top = build(family), 6
     windows = [prompt(24, seed) for seed in range(3)]
     ticks = []
-    found = entropy.measure(model, iter(windows), top, lambda: ticks.append(1), observer(model))
+    found = measure(model, iter(windows), top, lambda: ticks.append(1))
     assert len(ticks) == 3
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     h_mean, counts, ranks = (np.zeros((layers, heads)) for _ in range(3))
@@ -135,8 +141,8 @@ def test_measure_holds_one_window_at_a_time():
             gc.collect()
             assert sum(w() is not None for w in alive) <= 1
 
-    small = entropy.measure(build("llama"), windows(), 8, lambda: None, observer(build("llama")))
-    more = entropy.measure(build("llama"), iter([prompt(20)]), 8, lambda: None, observer(build("llama")))
+    small = measure(build("llama"), windows(), 8)
+    more = measure(build("llama"), iter([prompt(20)]), 8)
     assert {k: t.shape for k, t in small.items()} == {k: t.shape for k, t in more.items()}
 
 
@@ -166,7 +172,7 @@ def test_layers_are_cut_where_the_effective_rank_drops():
     for start, fall in ((2, 1.5), (15, 4.0), (26, 1.4), (31, 9.0)):
         eranks[start:] = [e - fall for e in eranks[start:]]
     eranks[8:] = [e - 0.3 - 0.9 for e in eranks[8:]]  # a fall that is not above epsilon
-    assert entropy.drops(eranks) == [2, 15, 26, 31]
+    assert entropy.erank_drops(eranks) == [2, 15, 26, 31]
     groups = [(g[0], g[-1]) for g in entropy.layer_groups(eranks)]
     assert groups == [(0, 1), (2, 14), (15, 25), (26, 30), (31, 31)]
     assert entropy.layer_groups([3.0, 3.0]) == [range(0, 2)]

@@ -117,7 +117,7 @@ def stage_of(method):
 
 
 def decorated(pair):
-    """Whether the modifier among two methods understands the other's scores."""
+    """Tell whether the modifier among two methods understands the other's scores."""
     (modifier,) = (m for m in pair if stage_of(m).role == "modifier")
     return set(pair) & set(stage_of(modifier).decorates)
 

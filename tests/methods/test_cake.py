@@ -13,9 +13,9 @@ from families import build, prompt
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.cache import ops
-from kvbench.cache.apportion import shares, whole_shares
+from kvbench.cache.apportion import proportional_shares, round_shares
 from kvbench.cache.exact_attention import causal_softmax
-from kvbench.engine.layer_by_layer import Layers
+from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.errors import UsageError
@@ -28,7 +28,7 @@ SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}
 
 
 def layers(shape, per="kv_head", data="random", n=N):
-    """(q, k, dense, obs) of every layer; queries grow with depth, so that layers attend ever more sharply."""
+    """Return (q, k, dense, obs) of every layer; queries grow with depth, so that layers attend ever more sharply."""
     hq, hk = SHAPES[shape]
     for i in range(LAYERS):
         q, k = ref.grid(hq, n, D, seed=i) * (i + 1) / 2, ref.grid(hk, n, D, seed=i + 50)
@@ -42,7 +42,7 @@ def chain_of(**knobs):
 
 
 def cascade(chain, made):
-    collected = Layers(chain)
+    collected = CompressedLayers(chain)
     for _, _, dense, obs in made:
         collected.add(dense, obs)
     return collected.caches
@@ -110,7 +110,7 @@ def test_the_cascade_equals_one_pass_at_the_end(shape, size):
 
 def test_layers_shrink_as_others_come_in_and_dense_ones_go_at_once():
     chain, collected, sizes = chain_of(), None, []
-    collected = Layers(chain)
+    collected = CompressedLayers(chain)
     for _, _, dense, obs in layers("gqa"):
         collected.add(dense, obs)
         sizes.append([c.tokens for c in collected.caches])
@@ -130,19 +130,19 @@ def test_budgets_add_up_and_their_bounds_only_fall(seed):
         weights[0] = 0.0
     room = int(torch.randint(1, 60, (), generator=draw))
     total = int(torch.randint(0, room * count + 1, (), generator=draw))
-    sizes = whole_shares(shares(weights, total, room), total)
+    sizes = round_shares(proportional_shares(weights, total, room), total)
     assert sum(sizes) == total and all(0 <= b <= room for b in sizes)
     for i in range(1, count + 1):
-        bounds = [min(room, math.ceil(x + 1e-6)) for x in shares(weights[:i], total, room)]
+        bounds = [min(room, math.ceil(x + 1e-6)) for x in proportional_shares(weights[:i], total, room)]
         assert all(b <= u for b, u in zip(sizes, bounds, strict=False))
 
 
 def test_shares_by_hand():
-    assert shares([1, 1, 2], 40, 100) == [10, 10, 20]
-    assert shares([1, 1, 8], 40, 20) == [10, 10, 20]
-    assert shares([0, 0, 0], 30, 20) == [10, 10, 10]
-    assert shares([0, 5], 30, 20) == [10, 20]
-    assert whole_shares([3.5, 3.5, 3.0], 10) == [4, 3, 3]
+    assert proportional_shares([1, 1, 2], 40, 100) == [10, 10, 20]
+    assert proportional_shares([1, 1, 8], 40, 20) == [10, 10, 20]
+    assert proportional_shares([0, 0, 0], 30, 20) == [10, 10, 10]
+    assert proportional_shares([0, 5], 30, 20) == [10, 20]
+    assert round_shares([3.5, 3.5, 3.0], 10) == [4, 3, 3]
 
 
 # spec 5, CAKE: equal P
@@ -242,7 +242,7 @@ def pooled_choice(held, now, count, w):
 
 
 def snapshot(slots):
-    """{position: attention of the last query} per row and head."""
+    """Return {position: attention of the last query} per row and head."""
     rows = zip(slots.positions.tolist(), slots.state["row"].tolist(), slots.valid.tolist(), strict=True)
     return [[{p: s for p, s, ok in zip(*head, strict=True) if ok} for head in zip(*row, strict=True)] for row in rows]
 

@@ -13,9 +13,9 @@ from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import weights_of
 from kvbench.errors import UsageError
-from kvbench.methods.chai import LISTS, Chai, divided, lead_heads
+from kvbench.methods.chai import LISTS, Chai, divide_clusters, lead_heads
 from kvbench.methods.chain import Chain
-from kvbench.methods.recipe import Calibration, digest
+from kvbench.methods.recipe import Calibration, CalibrationRun, digest
 from kvbench.methods.resolve import chain_of
 
 
@@ -26,8 +26,8 @@ from kvbench.methods.resolve import chain_of
 )
 def test_the_lists_are_uncomps(name, layers, heads, total):
     assert len(LISTS[name]) == layers and sum(LISTS[name]) == total
-    by_shape = Chai().leaders(layers, heads, 8 if name == "llama3" else heads)
-    assert tuple(by_shape) == LISTS[name] == tuple(Chai(like=name).leaders(layers, heads, 8))
+    by_shape = Chai().cluster_counts(layers, heads, 8 if name == "llama3" else heads)
+    assert tuple(by_shape) == LISTS[name] == tuple(Chai(like=name).cluster_counts(layers, heads, 8))
 
 
 def test_llama_2_holds_77_54_percent_of_the_keys():
@@ -36,10 +36,10 @@ def test_llama_2_holds_77_54_percent_of_the_keys():
 
 
 def test_other_models_have_llama_2s_mean_or_the_share_asked_for():
-    assert Chai().leaders(3, 16, 16) == [12] * 3
-    assert Chai(share=0.5).leaders(32, 32, 32) == [16] * 32
-    assert Chai(share=0.01).leaders(2, 4, 4) == [1] * 2
-    assert Chai(clusters=(3, 4)).leaders(2, 4, 4) == (3, 4)
+    assert Chai().cluster_counts(3, 16, 16) == [12] * 3
+    assert Chai(share=0.5).cluster_counts(32, 32, 32) == [16] * 32
+    assert Chai(share=0.01).cluster_counts(2, 4, 4) == [1] * 2
+    assert Chai(clusters=(3, 4)).cluster_counts(2, 4, 4) == (3, 4)
 
 
 def test_two_identical_heads_merge_first():
@@ -71,7 +71,7 @@ def test_clusters_are_those_of_average_linkage(seed, kv_heads, count):
 
 
 def slow_merges(maps):
-    """The distances at which clusters of maps [H][25] merge, by average linkage over all pairs of members."""
+    """Return the distances at which clusters of maps [H][25] merge, by average linkage over all pairs of members."""
     clusters, passed = [[h] for h in range(len(maps))], []
     unit = maps / maps.norm(dim=1, keepdim=True)
     while len(clusters) > 1:
@@ -110,28 +110,28 @@ def test_distances_are_the_mean_over_windows_of_slow_merges(family):
 
 
 def calibrated(model, windows, **knobs):
-    """The chain of CHAI with counts of these windows."""
+    """Return the chain of CHAI calibrated on these windows."""
     (stage,) = chain_of({"method": "chai", "counts": "calibrated", **knobs}).stages
     recipe = stage.recipe().settled(None)
-    tensors = stage.calibrate(model, iter(windows), recipe, lambda: None, observer(model))
+    tensors = stage.calibrate(CalibrationRun(model, iter(windows), recipe, lambda: None, observer(model)))
     return Chain((stage.calibrated(Calibration("chai", digest(tensors), weights_of(model), tensors)),))
 
 
 def test_layers_of_like_heads_have_fewer_clusters_and_the_sum_is_the_share():
     distances = torch.tensor([[0.1, 0.2, 0.9], [0.3, 0.4, 0.5], [0.6, 0.7, 0.8]])
-    assert divided(distances, 1.0) == [4, 4, 4]
-    assert divided(distances, 0.75) == [2, 3, 4]
-    assert divided(distances, 0.5) == [2, 1, 3]
-    assert divided(distances, 0.01) == [1, 1, 1]
+    assert divide_clusters(distances, 1.0) == [4, 4, 4]
+    assert divide_clusters(distances, 0.75) == [2, 3, 4]
+    assert divide_clusters(distances, 0.5) == [2, 1, 3]
+    assert divide_clusters(distances, 0.01) == [1, 1, 1]
     even = torch.full((2, 3), 0.5)
-    assert divided(even, 0.75) == [2, 4]  # equal merges: the lower layer's first
+    assert divide_clusters(even, 0.75) == [2, 4]  # equal merges: the lower layer's first
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_calibrated_counts_are_those_that_the_prompt_is_read_with(family):
     model = build(family)
     chain = calibrated(model, [prompt(12, 50 + i) for i in range(4)], share=0.6)
-    counts = divided(chain.stages[0].calibration.tensors["distances"], 0.6)
+    counts = divide_clusters(chain.stages[0].calibration.tensors["distances"], 0.6)
     assert sum(counts) == 7
     given, same = kvbench.prefill(model, prompt(40), [{"method": "chai", "clusters": counts}, chain])
     assert torch.equal(given.logits, same.logits) and same.nbytes() == given.nbytes()
@@ -141,10 +141,11 @@ def test_calibrated_counts_are_those_that_the_prompt_is_read_with(family):
 
 def test_calibrated_counts_are_not_guessed_and_need_five_tokens():
     with pytest.raises(UsageError, match=r"not calibrated.*counts=calibrated"):
-        Chai(counts="calibrated").leading(10, 0, 3, 4, 4)
+        Chai(counts="calibrated").leading_heads(10, 0, 3, 4, 4)
     stage = Chai(counts="calibrated", tokens=4)
+    run = CalibrationRun(build("llama"), iter([]), stage.recipe(), lambda: None, observer(build("llama")))
     with pytest.raises(UsageError, match="estimates 5 dimensions"):
-        stage.calibrate(build("llama"), iter([]), stage.recipe(), lambda: None, observer(build("llama")))
+        stage.calibrate(run)
     assert Chai().recipe() is None
 
 

@@ -47,7 +47,7 @@ rolling = pytest.mark.parametrize("name", [name for name in ENTRIES if name not 
 
 
 def entry(name, **more):
-    """The entry ``name``, with those of SMALL that its methods own and it does not set."""
+    """Return the entry ``name`` with the knobs of SMALL that its methods have and it does not set."""
     own = {f"{m}.{k}" for m in ENTRIES[name]["method"].split("+") for k in registry.knob_names(m)}
     small = {k: v for k, v in SMALL.items() if any(o.endswith(f".{k}") for o in own)}
     if ENTRIES[name].get("variant") == "uncomp":
@@ -56,12 +56,12 @@ def entry(name, **more):
 
 
 def prefill(model, ids, entries, per="kv_head"):
-    """``kvbench.prefill`` with random calibrations bound to the methods that need one."""
+    """Run ``kvbench.prefill`` with random calibrations bound to the methods that need one."""
     return kvbench.prefill(model, ids, [ready(model, e, per) for e in entries])
 
 
 def length(name):
-    """A prompt's length that the entry's budget cuts."""
+    """Return a prompt's length above the entry's budget."""
     return entry(name)["kv_size"] + 26
 
 

@@ -44,7 +44,7 @@ def test_long_values_count_more_only_if_asked():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
 def test_queries_turned_back_are_those_of_the_projection(family):
-    """In layer 0 of a model: its query projection of the embedded prompt, without any rotation."""
+    """Check layer 0 of a model: its query projection of the embedded prompt, without any rotation."""
     model, ids, observed, projected = build(family), prompt(20, 3), [], []
 
     class Watching(ExpectedAttention):

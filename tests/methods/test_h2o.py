@@ -22,7 +22,7 @@ from kvbench.models.interface import attached
 
 
 def layer_with_colsums(colsums, heads):
-    """A layer whose column sums are given instead of observed."""
+    """Return a layer whose column sums are given instead of observed."""
     hq, n = len(colsums), len(colsums[0])
     k = ref.grid(heads, n, 4)
     obs = Observation(layer=0, n_layers=1, n=n, scale=0.5, colsums=torch.tensor(colsums))

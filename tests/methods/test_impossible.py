@@ -18,7 +18,7 @@ PRUNERS = [m for m, s in STAGES.items() if s.role == "prune"]
 
 
 def smallest(method):
-    """The last size that leaves nothing to choose beside sinks and window."""
+    """Return the largest size that leaves nothing to choose beside sinks and window."""
     return STAGES[method].sink_size() + STAGES[method].window_size()
 
 

@@ -15,7 +15,7 @@ from kvbench.engine.prefill import observe
 
 
 def observed(family, n, needs, dtype=torch.float32):
-    """(observation, keys, values) of every layer of a prompt of n tokens."""
+    """Return (observation, keys, values) of every layer of a prompt of n tokens."""
     layers = []
     observe(build(family, dtype), prompt(n, 3), needs, lambda o, k, v: layers.append((o, k, v)))
     return layers

@@ -42,7 +42,7 @@ PARTNERS = {
 
 
 def chained(method):
-    """Whether the method is also tested beside another: not if it packs what it keeps, nor if it stands alone."""
+    """Tell whether the method is also tested beside another: not if it packs all tokens or stands alone."""
     return not getattr(STAGES[method], "packs", False) and STAGES[method].role != "share"
 
 
@@ -97,7 +97,7 @@ def neutral(chain):
 
 
 def uniform(chain):
-    """Whether the chain promises the same number of tokens in every layer and head."""
+    """Tell whether the chain promises the same number of tokens in every layer and head."""
     s = chain.selector
     return (
         not chain.hidden
@@ -113,7 +113,7 @@ def supported(chain, family):
 
 
 def prefill(model, ids, entries, per="kv_head"):
-    """``kvbench.prefill`` with random calibrations bound to the methods that need one."""
+    """Run ``kvbench.prefill`` with random calibrations bound to the methods that need one."""
     return kvbench.prefill(model, ids, [ready(model, e, per) for e in entries])
 
 
@@ -137,13 +137,13 @@ def full(family, n, seed):
 
 @cache
 def full_logits(family, n, seed):
-    """The full cache's after two tokens more."""
+    """Return the full cache's logits after two more tokens."""
     return kvbench.extend(build(family), full(family, n, seed)[0], prompt(2, 8)).logits
 
 
 @cache
 def together(family, per):
-    """All chains on all prompts: one prefill per prompt, one batch for all answers -> {(chain, prompt): ...}."""
+    """Run all chains on all prompts: one prefill per prompt, one batch for all answers -> {(chain, prompt): ...}."""
     model, caches = build(family), {}
     chains = [c for c in CHAINS if supported(c, family)]
     for p in PROMPTS:

@@ -32,7 +32,7 @@ def values(cache):
 
 
 def at(x, positions, heads):
-    """x [Hk, n, D] at each stored head's positions."""
+    """Return x [Hk, n, D] at each stored head's positions."""
     return torch.stack([x[h // (heads // len(x)), p] for h, p in enumerate(positions)])
 
 
@@ -67,8 +67,8 @@ def test_what_the_zero_point_loses():
     assert stage.pack_keys(torch.zeros(1, 1, 8)).dequantise(torch.float32).eq(0).all()
     for c in (3.0, -0.5):
         x = torch.full((1, 1, 1, 64), c)
-        assert float(stage.enter(x, x)["friendly"]) == 1  # alone, so that its normalised errors are 0
-        (loss,) = QHitter(variant="paper").enter(x, x)["k_loss"].flatten().tolist()
+        assert float(stage.new_token_state(x, x)["friendly"]) == 1  # alone, so that its normalised errors are 0
+        (loss,) = QHitter(variant="paper").new_token_state(x, x)["k_loss"].flatten().tolist()
         assert loss == pytest.approx(abs(c) * math.sqrt(64), rel=1e-3)
     back = stage.pack_values(torch.tensor([[[1.0, 1.5, 2.0]]])).dequantise(torch.float32)
     torch.testing.assert_close(back, torch.ones(1, 1, 3), atol=1e-3, rtol=1e-3)
@@ -196,10 +196,10 @@ def test_decoding_without_grouped_heads_equals_a_slow_simulation(family):
 @pytest.mark.parametrize("variant", ["code", "paper"])
 def test_new_tokens_that_come_together_start_as_if_they_came_alone(variant):
     stage, k, v = QHitter(variant=variant), ref.grid(2, 4, 3, 8, seed=1), ref.grid(2, 4, 3, 8, seed=2)
-    together = stage.enter(k, v)
+    together = stage.new_token_state(k, v)
     assert set(together) == ({"friendly"} if variant == "code" else {"k_loss", "v_loss"})
     for t in range(3):
-        alone = stage.enter(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        alone = stage.new_token_state(k[:, :, t : t + 1], v[:, :, t : t + 1])
         assert all(torch.equal(alone[name][..., 0], x[..., t]) for name, x in together.items())
 
 

@@ -129,7 +129,7 @@ def test_selectors_agree_with_the_attention_that_transformers_reports(method, kn
 
 
 def eager_attentions(model, ids):
-    """A[h][i][j] of every layer. A copy of the model reports them: transformers leaves its recording hooks on it."""
+    """Return A[h][i][j] of every layer, by a copy of the model: transformers leaves its recording hooks on it."""
     copied = copy.deepcopy(model)
     copied.set_attn_implementation("eager")
     with torch.inference_mode():

@@ -24,7 +24,7 @@ DEFAULTS["ranking"] = "position"
 
 
 def with_rows(*rows):
-    """A layer of one query head per row, all over one kv head, whose last query's attention is that row."""
+    """Return a layer of one query head per row, all over one kv head, whose last query's attention is that row."""
     hq, n = len(rows), len(rows[0])
     q, k = torch.zeros(hq, n, hq), torch.zeros(1, n, hq)
     for h, row in enumerate(rows):
@@ -136,8 +136,8 @@ def test_every_mode_keeps_the_tokens_of_its_reference(mode, ranking, data, hq, h
 
 
 def test_query_counts_by_hand():
-    assert [ReFreeKV(k=0.05).rows(n) for n in (10, 100, 219)] == [1, 5, 10]
-    assert [ReFreeKV(k=7).rows(n) for n in (3, 100)] == [3, 7]
+    assert [ReFreeKV(k=0.05).query_count(n) for n in (10, 100, 219)] == [1, 5, 10]
+    assert [ReFreeKV(k=7).query_count(n) for n in (3, 100)] == [3, 7]
     assert ReFreeKV(k=0.1, ranking="attention").needs(200) == Needs(last_q=20, colsums=True)
 
 

@@ -66,7 +66,7 @@ def view(state, now=20):
 
 def test_code_adds_new_rows_whole_to_a_prompt_that_was_divided():
     dense, obs = ref.make_layer(torch.zeros(2, 4, 4), torch.zeros(1, 4, 4))
-    state = Scissorhands(window=8, recent=1).carry(dense, obs)
+    state = Scissorhands(window=8, recent=1).initial_state(dense, obs)
     by_hand = [(1 + 1 / 2 + 1 / 3 + 1 / 4) / 8, (1 / 2 + 1 / 3 + 1 / 4) / 8, (1 / 3 + 1 / 4) / 8, 1 / 32]
     assert state["mass"][0].tolist() == pytest.approx(by_hand)
     probs = torch.tensor([[[0.1, 0.2, 0.3, 0.4]], [[0.3, 0.4, 0.3, 0.0]]])[None]
@@ -146,7 +146,7 @@ def test_the_newest_tokens_stay_for_the_whole_answer_whatever_the_prompts_length
     (cache,) = kvbench.prefill(model, prompt(n, 3), [entry])
     audit(cache, 2, 16, model.dtype)
     longer = kvbench.extend(model, cache, prompt(16, 4))
-    recent = stage.row(n)["recent"]
+    recent = stage.token_counts(n)["recent"]
     for layer in longer.layers:
         for positions in ref.kept(layer):
             assert len(positions) == min(stage.decode_budget(n, 0), n + 16)

@@ -12,7 +12,7 @@ N, W = 30, 4
 
 
 def attends_only(p):
-    """A layer whose last W queries put all their attention on token p."""
+    """Return a layer whose last W queries put all their attention on token p."""
     q, k = torch.zeros(2, N, 8), torch.zeros(2, N, 8)
     q[:, -W:, 0] = 20
     k[:, p, 0] = 20

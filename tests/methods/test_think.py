@@ -19,7 +19,7 @@ def layer(per="kv_head", hk=2):
 
 
 def outer_norms(q, k):
-    """The Frobenius norm of q_j k_j^T for every channel j: q [m, D], k [L, D] -> [D]."""
+    """Return the Frobenius norm of q_j k_j^T for every channel j: q [m, D], k [L, D] -> [D]."""
     return torch.stack([torch.outer(q[:, j], k[:, j]).norm() for j in range(q.shape[1])])
 
 

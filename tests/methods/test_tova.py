@@ -17,7 +17,7 @@ N = 30
 
 
 def attends(*targets):
-    """A layer of one head per target, whose last query puts nearly all its attention there."""
+    """Return a layer of one head per target, whose last query puts nearly all its attention there."""
     q, k = torch.zeros(len(targets), N, 8), torch.zeros(len(targets), N, 8)
     for h, target in enumerate(targets):
         q[h, -1, 0] = 20

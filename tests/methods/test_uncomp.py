@@ -65,7 +65,7 @@ def test_the_mean_over_heads_is_the_budget(mean, groups, heads):
     content = calibrations.uncomp(LAYERS, heads)
     (made,) = bound(Chain((stage(kv_size=mean, groups=groups),)), LAYERS, heads).stages
     for layer in range(LAYERS):
-        sizes = made.held(10_000, layer, heads)
+        sizes = made.head_sizes(10_000, layer, heads)
         assert sum(sizes) == mean * heads
         if groups == 2:
             high, low, _ = made.extremes(10_000)
@@ -75,26 +75,26 @@ def test_the_mean_over_heads_is_the_budget(mean, groups, heads):
 def test_groups_of_grouped_heads_follow_the_mean_entropy():
     content = calibrations.uncomp(LAYERS, 8)
     (made,) = bound(Chain((stage(high=90, low=30),)), LAYERS, 8).stages
-    assert made.held(1000, 1, 4) == slow_sizes(content, 1, 4, 2, 90, 30)
-    assert made.held(1000, 1, 8) == slow_sizes(content, 1, 8, 2, 90, 30)
+    assert made.head_sizes(1000, 1, 4) == slow_sizes(content, 1, 4, 2, 90, 30)
+    assert made.head_sizes(1000, 1, 8) == slow_sizes(content, 1, 8, 2, 90, 30)
     four = replace(made, groups=8)
-    assert four.held(1000, 0, 8) == slow_sizes(content, 0, 8, 8, 90, 30)
-    assert made.held(1000, 1, 1) == [60]
+    assert four.head_sizes(1000, 0, 8) == slow_sizes(content, 0, 8, 8, 90, 30)
+    assert made.head_sizes(1000, 1, 1) == [60]
 
 
 def test_reversed_turns_the_groups_and_random_needs_no_calibration():
     (made,) = bound(Chain((stage(kv_size=384),)), LAYERS, 8).stages
     turned = replace(made, grouping="reversed")
     for layer in range(LAYERS):
-        pairs = zip(made.held(9000, layer, 8), turned.held(9000, layer, 8), strict=True)
+        pairs = zip(made.head_sizes(9000, layer, 8), turned.head_sizes(9000, layer, 8), strict=True)
         assert {a + b for a, b in pairs} == {768}
     chance = stage(kv_size=384, grouping="random")
     assert chance.recipe() is None and not chance.unbound
-    drawn = [tuple(chance.held(9000, layer, 8)) for layer in range(12)]
+    drawn = [tuple(chance.head_sizes(9000, layer, 8)) for layer in range(12)]
     assert len(set(drawn)) > 6 and all(sorted(d) == [256] * 4 + [512] * 4 for d in drawn)
-    assert drawn == [tuple(stage(kv_size=384, grouping="random").held(9000, layer, 8)) for layer in range(12)]
+    assert drawn == [tuple(stage(kv_size=384, grouping="random").head_sizes(9000, layer, 8)) for layer in range(12)]
     other = stage(kv_size=384, grouping="random", seed=1)
-    assert drawn != [tuple(other.held(9000, layer, 8)) for layer in range(12)]
+    assert drawn != [tuple(other.head_sizes(9000, layer, 8)) for layer in range(12)]
 
 
 def slow_kept(attn, sizes, window, kernel):
@@ -125,7 +125,7 @@ def test_the_prompt_keeps_what_a_slow_reference_keeps(hq, hk, per, data):
 
 
 def slow_leaves(window, kernel, sizes_of, group):
-    """What leaves: the lowest of the held tokens by pooled sums of the last ``window`` rows, in order of position."""
+    """Return the token that leaves: the lowest by pooled sums of the last ``window`` rows, in order of position."""
 
     def leaves(attn, held, head, now):
         rows = [attn[h][i] for h in range(head * group, (head + 1) * group) for i in range(max(0, now - window), now)]
@@ -167,7 +167,7 @@ def test_decoding_equals_a_slow_simulation_with_masks(kernel, thin):
 
 
 def mha():
-    """A small Llama whose heads are not grouped."""
+    """Return a small Llama whose heads are not grouped."""
     torch.manual_seed(9)
     shape = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=4, head_dim=16)).eval()
@@ -335,5 +335,5 @@ def test_what_holds_before_calibration_is_the_sum_and_the_bounds():
     (made,) = bound(Chain((loose,)), LAYERS, 8).stages
     before, after = (s.expected(200, 1, LAYERS, 8) for s in (loose, made))
     assert (set(before.low), set(before.high), before.total) == ({30}, {90}, 480)
-    assert after.low == after.high == tuple(made.held(200, 1, 8)) and after.total == before.total
-    assert loose.at_once(200) == 30
+    assert after.low == after.high == tuple(made.head_sizes(200, 1, 8)) and after.total == before.total
+    assert loose.max_chunk(200) == 30

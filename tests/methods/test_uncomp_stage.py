@@ -47,9 +47,9 @@ def test_the_papers_sizes_of_32_layers():
 
 
 def test_the_papers_and_the_codes_sizes_of_llama_3():
-    paper = UncompStage(schedule="paper", most=8096).stages(8192, 5)
+    paper = UncompStage(schedule="paper", most=8096).group_tokens(8192, 5)
     assert paper == [8096, 6456, 4816, 3176, 1536]
-    assert UncompStage(schedule="code", most=8192).stages(8192, 5) == [8192, 6528, 4864, 3200, 1536]
+    assert UncompStage(schedule="code", most=8192).group_tokens(8192, 5) == [8192, 6528, 4864, 3200, 1536]
     assert {a - b for a, b in itertools.pairwise(paper)} == {1640}
 
 
@@ -58,7 +58,7 @@ def test_the_papers_and_the_codes_sizes_of_40_layers():
     layers = [1, 2, 12, 8, 8, 4, 2, 3]
     sizes = UncompStage(schedule="paper").sizes(4096, 40)
     assert sizes == [s for s, count in zip(printed, layers, strict=True) for _ in range(count)]
-    code = UncompStage(schedule="code").stages(4096, 8)
+    code = UncompStage(schedule="code").group_tokens(4096, 8)
     assert code == [4096, *(s - 5 for s in printed[1:7]), 1536]
 
 

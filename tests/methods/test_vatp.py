@@ -52,7 +52,7 @@ def norm(vector, kind):
 
 
 def base_scores(base, attn, heads):
-    """What the base scores every prompt token with, and its window."""
+    """Return the scores of the base for every prompt token, and its window."""
     if base == "h2o-orig":
         return ref.stored(ref.row_sums(attn, N), heads), SIZE - SIZE // 2
     scores = ref.stored(ref.row_sums(attn, {"h2o": N, "h2o-win": 4, "snapkv": 4}.get(base, 8)), heads)
@@ -192,7 +192,7 @@ def test_while_decoding_the_mass_is_weighed_by_the_norms_of_the_values_held(entr
 
 
 def snapshot(slots):
-    """{position: mass * norm of the value held} per row and head."""
+    """Return {position: mass * norm of the value held} per row and head."""
     norms = slots.store.v.abs().sum(dim=-1)
     torch.testing.assert_close(slots.state["norm"][slots.valid], norms[slots.valid])
     mass = slots.state["mass"] if "mass" in slots.state else slots.state["ring"].sum(dim=-1)

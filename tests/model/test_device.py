@@ -7,7 +7,7 @@ import torch
 from elsewhere import DEVICE, Elsewhere, moved, pretended
 from families import build as family
 
-from kvbench.audit.accounting import held
+from kvbench.audit.accounting import bytes_held
 from kvbench.bench.sampling import skip
 from kvbench.engine import cuda_graph
 from kvbench.engine.prefill import prefill_chains
@@ -44,7 +44,7 @@ def answered(model, chains):
     with torch.no_grad(), attached(model):
         read = [prefill_chains(model, ids[:n], chains) for n in (N, N - 15)]
         caches = [c for pair in zip(*read, strict=True) for c in pair]
-        assert all(held(layer).total > 0 for c in caches for layer in c.layers)
+        assert all(bytes_held(layer).total > 0 for c in caches for layer in c.layers)
         batch, found = build(model, caches, NEW), []
         starts = torch.tensor([[c.seen] for c in caches], device=model.device)
         token = torch.full_like(starts, 5)

@@ -32,19 +32,19 @@ ONE = ["dataset=tiny/needle,tiny/hop", "length=256", "limit=1", "method=snapkv"]
 )
 def test_the_dtype_is_explained_and_noted_where_another_is_better(units, asked, dtype, said, noted, monkeypatch):
     monkeypatch.setattr(precision, "bf16_units", lambda: units)
-    assert said in precision.choice(asked, dtype, CPU)
-    assert precision.matters(asked, dtype, CPU) == noted
+    assert said in precision.dtype_reason(asked, dtype, CPU)
+    assert precision.has_better_dtype(asked, dtype, CPU) == noted
 
 
 def test_a_gpu_is_left_as_it_is():
-    assert precision.choice("auto", "bfloat16", torch.device("cuda")) == "bfloat16: auto on a GPU"
-    assert not precision.matters("auto", "bfloat16", torch.device("cuda"))
+    assert precision.dtype_reason("auto", "bfloat16", torch.device("cuda")) == "bfloat16: auto on a GPU"
+    assert not precision.has_better_dtype("auto", "bfloat16", torch.device("cuda"))
 
 
 def test_rounding_is_that_of_the_same_weights_and_they_come_back_bit_for_bit():
     model, ids = build("llama", torch.bfloat16), [prompt(40), prompt(50, 1)]
     before = {name: p.clone() for name, p in model.named_parameters()}
-    found = precision.rounding(model, ids)
+    found = precision.compare_rounding(model, ids)
     assert all(torch.equal(p, before[name]) and p.dtype == torch.bfloat16 for name, p in model.named_parameters())
     with torch.no_grad():
         ours = [model(i[None]).logits[0, -1].float() for i in ids]
@@ -56,7 +56,7 @@ def test_rounding_is_that_of_the_same_weights_and_they_come_back_bit_for_bit():
     assert found["largest"] == pytest.approx(max(float((a - b).abs().max()) for a, b in pairs), rel=1e-3)
     assert found["largest"] > 0 and found["prompts"] == 2
     assert found["same"] == sum(bool(a.argmax() == b.argmax()) for a, b in pairs)
-    assert precision.rounding(build("llama"), ids) is None
+    assert precision.compare_rounding(build("llama"), ids) is None
 
 
 def test_a_run_in_bf16_prints_what_rounding_changed_then_and_later_and_one_in_fp32_nothing(tmp_path, capsys):

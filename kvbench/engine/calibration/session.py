@@ -21,7 +21,7 @@ from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import check_weights, weights_of
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
-from kvbench.methods.recipe import Request
+from kvbench.methods.recipe import CalibrationRun, Request
 from kvbench.progress import progress
 
 DEFAULT_FOLDER = "calibration"  # below the results folder
@@ -110,7 +110,8 @@ class Session:
             )
         label = f"calibrate {stage.id}"
         with nullcontext(_silent) if quiet else progress({label: recipe.samples}, unit="samples") as tick:
-            return stage.calibrate(model, windows, recipe, lambda: tick(label, 1), observer(model))
+            run = CalibrationRun(model, windows, recipe, lambda: tick(label, 1), observer(model))
+            return stage.calibrate(run)
 
 
 def _silent(label: str, n: int) -> None:

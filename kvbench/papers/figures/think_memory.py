@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.audit.accounting import declared
+from kvbench.audit.accounting import bytes_declared
 from kvbench.cache.model_shape import from_entry
 from kvbench.conf import entries
 from kvbench.methods.resolve import chain_of
@@ -42,7 +42,7 @@ def memory(_: MeasuredFigure) -> pd.DataFrame:
     values = presets.values("think", MODEL)
     rows = []
     for name, entry in METHODS.items():
-        held = declared(chain_of(entry, preset=values), shape, TOKENS, FP16)
+        held = bytes_declared(chain_of(entry, preset=values), shape, TOKENS, FP16)
         assert held is not None
         for batch in BATCHES:
             total = (FP16 * PARAMETERS + batch * held.total) / GIB

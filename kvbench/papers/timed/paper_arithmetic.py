@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvbench.audit.accounting import declared, nominal
+from kvbench.audit.accounting import bytes_declared, nominal_payload
 from kvbench.cache.model_shape import Shape
 from kvbench.errors import unknown
 from kvbench.methods.chain import Chain
@@ -117,7 +117,7 @@ def _think7() -> Figures:
         knobs: dict[str, Any] = dict(part.split("=") for part in setting.split(";"))
         size = int(knobs["kv_size"])
         chain = chain_of({"method": method, "kv_size": size, "per": "query_head"})
-        formula = nominal(chain, MISTRAL_7B, LONG, FP16)
+        formula = nominal_payload(chain, MISTRAL_7B, LONG, FP16)
         assert formula is not None
         what = f"{method} kv_size={size}" + (" ratio=0.4" if "ratio" in knobs else f", for {knobs['matched_to']}")
         yield what, THINK7, "MiB", 1, value, formula / MIB, _payload(chain, MISTRAL_7B) / MIB
@@ -199,7 +199,7 @@ FIGURES: dict[str, Callable[[], Figures]] = {
 
 
 def _payload(chain: Chain, shape: Shape, n: int = LONG) -> int:
-    found = declared(chain, shape, n, FP16)
+    found = bytes_declared(chain, shape, n, FP16)
     assert found is not None
     return found.payload
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from kvbench.audit.accounting import nominal
+from kvbench.audit.accounting import nominal_payload
 from kvbench.methods.resolve import chain_of
 from kvbench.papers.forensics.exact.base import Exact
 from kvbench.papers.spec.numbers import Number, exactly, mean, printed
@@ -114,7 +114,7 @@ def _expanded(method: str, settings: dict[str, str]) -> Number:
     knobs: dict[str, Any] = {"method": method, "kv_size": int(settings["kv_size"]), "per": "query_head"}
     if "ratio" in settings:
         knobs |= {"ratio": float(settings["ratio"]), "recent": 32}
-    found = nominal(chain_of(knobs), MISTRAL_7B, LONG, FP16)
+    found = nominal_payload(chain_of(knobs), MISTRAL_7B, LONG, FP16)
     assert found is not None
     return exactly(round(found, 6))
 
