@@ -292,6 +292,6 @@ def test_in_half_precision_too_the_batch_policy_stands_in_the_record(tmp_path, c
     experiment.measure(run, quiet=True)
     for group in run.groups:
         for cell in group.cells:
-            (facts,) = run.store.cell(cell.id)["provenance"]
+            (facts,) = run.store.cell(cell.id).provenance
             assert facts["batch"]["rows"] == 4 and "by example, then by cell" in facts["batch"]["order"]
-            assert all(1 <= s["timing"]["batch_rows"] <= 4 for s in run.store.samples(cell.id).values())
+            assert all(1 <= s["timing"]["batch_rows"] <= 4 for s in run.store.lines(cell.id).values())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.segment import LayerCache, storage_bytes
@@ -176,31 +175,6 @@ def _uneven(chain: Chain, expected: Expected, shape: Shape) -> int:
     """Segments of which heads that hold least and most have different numbers of tokens."""
     ends = [chain.layout(tokens, shape.head_dim, 1) for tokens in (min(expected.low), max(expected.high))]
     return sum(a is None or b is None or a.slots != b.slots for a, b in zip_longest(*ends))
-
-
-def at_16_bits(chain: Chain, line: Mapping[str, Any], itemsize: int) -> dict[str, float]:
-    """``payload16``, ``overhead16`` and ``full16`` of a stored line that lacks them, measured at ``itemsize`` bytes.
-
-    Codes, scales, positions and ids take the same bytes at any width, what is kept exact and the values that modifiers
-    carry shrink. Exact to the byte where heads keep the same number of tokens or nothing is packed, else by their mean.
-    """
-    slots, exact, coder, selector = round(line["kept"]), line["payload"], chain.coder, chain.selector
-    if selector is not None and selector.packs:
-        exact = 0
-    elif coder is not None:
-        group = round(line["payload_query_head"] / line["payload_kv_head"])
-        left = 2 * slots - coder.keys.packed(slots) - coder.values.packed(slots)
-        exact = chain.heads(1, group) * line["full_bytes"] * left / (2 * line["n"])
-    carried = sum(m.slot_bytes(itemsize) for m in chain.modifiers) if chain.evicts else 0
-    shrunk = 1.0
-    if carried:
-        each = POSITION_BYTES + chain.layout(slots, 128, itemsize)[0].slot_overhead
-        shrunk -= (carried - sum(m.slot_bytes(HALF) for m in chain.modifiers)) / each
-    return {
-        "payload16": line["payload"] - exact * (1 - HALF / itemsize),
-        "overhead16": line["overhead"] * shrunk,
-        "full16": line["full_bytes"] * HALF / itemsize,
-    }
 
 
 def nominal(chain: Chain, shape: Shape, n: int, itemsize: int) -> float | None:

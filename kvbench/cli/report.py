@@ -153,15 +153,16 @@ def _runs(results: Path) -> str:
     """Every cell of the store with what it was measured with."""
     from kvbench.cli import runs
     from kvbench.papers.report import page
+    from kvbench.run.labels import fields
     from kvbench.run.store import ResultStore
 
     store = ResultStore(results)
     kept, body = ("device", "torch", "transformers", "commit"), []
-    for r in runs.rows(store, {}):
-        record = store.cell(r["id"]) if r["status"] != runs.DAMAGED else None
-        facts = ((record or {}).get("provenance") or [{}])[-1]
-        method = f"{r['label']} {r['differs']}".strip()
-        body.append((method, r["dataset"], r["model"], r["dtype"], r["n"], *(facts.get(k) for k in kept), r["id"]))
+    for cell in runs.rows(store, {}):
+        facts = cell.record.provenance[-1] if cell.record.provenance else {}
+        method, dtype = f"{cell.label} {cell.differs}".strip(), fields(cell.record.identity)["dtype"]
+        told = (facts.get(k) for k in kept)
+        body.append((method, cell.record.column, cell.record.model, dtype, cell.status.n, *told, cell.id))
     head = ("method", "dataset", "model", "dtype", "n", *kept, "cell")
     title = f"<h3>Cells of the store: {len(body)}</h3>"
     return title + (page.rows(head, body) if body else "<p>None.</p>")

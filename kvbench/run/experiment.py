@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners, Status
 from kvbench.run.plan import Cell, Group
 from kvbench.run.provenance import local_changes, provenance
+from kvbench.run.results import CellRecord, CellSummary, Facts, Report
 from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
 from kvbench.run.run_plan import prepare as prepare
@@ -59,7 +60,7 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
     return list(records.values())
 
 
-def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
+def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> Report:
     """Measure what is missing, write each cell's metrics, and return the report of this run."""
     fill(prepared, quiet, listeners)
     return report(prepared)
@@ -80,7 +81,7 @@ def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] =
         told.close()
 
 
-def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
+def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> Report:
     """The report of what the shards of this run measured; each cell's metrics are written from all of it."""
     told = Listeners(listeners)
     try:
@@ -98,8 +99,8 @@ def _measure_groups(prepared: RunPlan, quiet: bool, told: Listeners, ended: set[
     Metrics of a group are written when all of it is measured.
     """
     cfg, groups = prepared.cfg, prepared.groups
-    host, facts = None, {}
-    if any(t["answers_to_do"] for t in prepared.todo()):
+    host, facts = None, dict[str, Any]()
+    if any(t.answers_to_do for t in prepared.todo()):
         threads = set_threads(cfg, prepared.source.config)
         model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
         host, facts = make_host(prepared, model), {**provenance(model, threads), "model": _model_name(cfg)}
@@ -115,7 +116,7 @@ def _measure_groups(prepared: RunPlan, quiet: bool, told: Listeners, ended: set[
         ended.update(c.id for c in group.cells)
 
 
-def _rounding(host: Host, groups: Sequence[Group]) -> dict[str, Any]:
+def _rounding(host: Host, groups: Sequence[Group]) -> Facts:
     """What rounding alone changes in half precision, for the record; nothing in fp32."""
     if host.model.dtype == torch.float32:
         return {}
@@ -126,7 +127,7 @@ def _rounding(host: Host, groups: Sequence[Group]) -> dict[str, Any]:
     return {} if found is None else {"rounding": found}
 
 
-def _run_part(prepared: RunPlan, host: Host, part: Group, facts: dict[str, Any], told: Listeners) -> Host:
+def _run_part(prepared: RunPlan, host: Host, part: Group, facts: Facts, told: Listeners) -> Host:
     """Measure one part; with the model read again, and without the methods that changed it, where some did."""
     cfg = prepared.cfg
     while True:
@@ -145,33 +146,32 @@ def _end(prepared: RunPlan, group: Group, told: Listeners, stopped: BaseExceptio
     left = {c.id for some in prepared.left(group).values() for c in some}
     for cell in group.cells:
         begun = stopped is None or cell.id in store.writers
-        metrics = _write_metrics(prepared, group, cell) if begun else None
+        summary = _write_metrics(prepared, group, cell) if begun else None
         found = store.status(cell.id)
         status: Status = "interrupted" if stopped is not None and cell.id in left else "partial"
         if found.status in ("complete", "refused", "failed", "interrupted"):
             status = cast(Status, found.status)
         reason = found.reason or (ending(stopped) if stopped is not None and status == "interrupted" else None)
-        told.ended(cell, status, metrics, reason)
+        told.ended(cell, status, summary, reason)
 
 
 def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
     """The loaded model with everything about prompts and answers that the run settled."""
     cfg = prepared.cfg
-    stop = stop_tokens(prepared)
     return Host(
-        model,
-        prepared.tokenizer,
-        cfg.prompt,
-        stop,
-        prepared.context,
-        cfg.sampling,
-        cfg.batch_rows,
-        cfg.model.attention == "eager",
-        memory.limit(cfg.memory, memory.shares(model)),
+        model=model,
+        tokenizer=prepared.tokenizer,
+        policy=cfg.prompt,
+        stop=stop_tokens(prepared),
+        context=prepared.context,
+        sampling=cfg.sampling,
+        batch_rows=cfg.batch_rows,
+        plain=cfg.model.attention == "eager",
+        memory=memory.limit(cfg.memory, memory.shares(model)),
     )
 
 
-def report(prepared: RunPlan) -> dict[str, Any]:
+def report(prepared: RunPlan) -> Report:
     """The report of what the store holds for this run's cells, measured now or before."""
     cfg = prepared.cfg
     records = prepared.records()
@@ -193,17 +193,23 @@ def report(prepared: RunPlan) -> dict[str, Any]:
         ]
     notes += [f"{m} for prompts no shorter than that." for m in prepared.matched]
     notes += filter(None, [local_changes(records)])
-    collected = collect(prepared.groups, prepared.store, notes)
-    matched = {"matched": [asdict(m) for m in prepared.matched]} if prepared.matched else {}
-    return {"model": cfg.model.path, "settings": settings(prepared), **matched, **collected}
+    collected = collect(prepared.groups, prepared.store)
+    of_tasks = dict.fromkeys(f"{g.task.note}." for g in prepared.groups if g.task.note)
+    return replace(
+        collected,
+        model=cfg.model.path,
+        settings=settings(prepared),
+        matched=tuple(prepared.matched),
+        notes=(*of_tasks, *collected.notes, *notes, *prepared.store.warnings),
+    )
 
 
-def _precision(prepared: RunPlan, records: Sequence[Mapping[str, Any]]) -> list[str]:
+def _precision(prepared: RunPlan, records: Sequence[CellRecord]) -> list[str]:
     """What a reader must know of the dtype: a better one for this machine, what rounding alone changed."""
     asked, device = prepared.cfg.model.dtype, load.resolve_device(prepared.cfg.device)
     tiny = prepared.cfg.model.path == "embedded:tiny"
     better = precision.matters(asked, prepared.dtype, device) and not (tiny and asked == "auto")
-    found = [p["rounding"] for r in records for p in r.get("provenance", []) if "rounding" in p]
+    found = [p["rounding"] for r in records for p in r.provenance if "rounding" in p]
     most = max(found, key=lambda f: f["prompts"], default=None)
     return [
         *([f"Dtype {precision.choice(asked, prepared.dtype, device)}."] if better else []),
@@ -238,26 +244,23 @@ def settings(prepared: RunPlan) -> str:
     return "; ".join(parts) + "."
 
 
-def _write_metrics(prepared: RunPlan, group: Group, cell: Cell) -> dict[str, Any] | None:
+def _write_metrics(prepared: RunPlan, group: Group, cell: Cell) -> CellSummary | None:
     """Write metrics.json of a cell from all its samples, atomically; None where there are none, or none to report."""
     samples = completed(cell, prepared.store.samples(cell.id).values())
     if not samples or prepared.store.refusal(cell.id) is not None:
         return None
-    metrics = summarise(samples, group.task.metric, len(group.task.examples))
-    status = "complete" if metrics["n"] == metrics["of"] else "partial"
-    prepared.store.write_metrics(cell.id, {"status": status, **metrics})
-    return metrics
+    summary = summarise(samples, group.task.metric, len(group.task.examples))
+    status = "complete" if summary.n == summary.of else "partial"
+    prepared.store.write_metrics(cell.id, {"status": status, **summary.record()})
+    return summary
 
 
 def stop_tokens(prepared: RunPlan) -> frozenset[int]:
-    """End-of-sequence ids of tokenizer and checkpoint, and the last token of each of the model's stop texts."""
-    found = load.end_tokens(prepared.cfg.model, prepared.source)
-    own = getattr(prepared.tokenizer, "eos_token_id", None)
-    if own is not None:
-        found.add(own)
-    for text in prepared.cfg.model.stop:
-        found.add(prepared.tokenizer.encode(text, add_special_tokens=False)[-1])
-    return frozenset(found)
+    """Return the end-of-sequence ids of tokenizer and checkpoint, and the last token of each stop text of the model."""
+    cfg, tokenizer = prepared.cfg.model, prepared.tokenizer
+    end = getattr(tokenizer, "eos_token_id", None)
+    last = {tokenizer.encode(text, add_special_tokens=False)[-1] for text in cfg.stop}
+    return frozenset(load.end_tokens(cfg, prepared.source) | last | ({end} if end is not None else set()))
 
 
 def set_threads(cfg: RunConfig, config: Any) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -50,6 +49,6 @@ class Host:
         room = None if self.context is None else self.context - example.max_new_tokens
         return encode(self.tokenizer, example, task, self.policy, room)
 
-    def batching(self) -> dict[str, Any]:
+    def batching(self) -> dict[str, object]:
         """The batch policy, which in half precision has a part in the numbers: each line says how many rows ran."""
         return {"rows": self.most_rows, "order": "by example, then by cell; rows enter as others leave"}

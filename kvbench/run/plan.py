@@ -62,6 +62,54 @@ class Group:
     examples: tuple[Example, ...]
 
 
+@dataclass(frozen=True)
+class GroupTodo:
+    """What is done and left of one group: prompts to read, and answers to decode.
+
+    ``methods`` and ``cells`` are labels and ids, ``examples`` of ``of`` those of this run, ``prefills_saved`` answers
+    that share another's prefill, ``calibrations`` what is computed before any answer, in words.
+    """
+
+    task: str
+    methods: list[str]
+    cells: list[str]
+    examples: int
+    of: int
+    answers_to_do: int
+    answers_done: int
+    prefills: int
+    prefills_saved: int
+    calibrations: list[str]
+
+
+@dataclass(frozen=True)
+class GroupPlan(GroupTodo):
+    """What is left of one group with what that takes.
+
+    ``prompt_tokens`` is the length of its longest prompt, ``bytes`` the most that its caches take; it runs in
+    ``parts`` (labels), of which ``too_large`` fit into no memory.
+    ``rough`` are ``seconds`` that nothing measured tells.
+    """
+
+    prompt_tokens: int
+    bytes: int
+    parts: list[list[str]]
+    too_large: list[str]
+    seconds: float
+    rough: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will measure, with the bytes of ``memory`` that it must fit into."""
+
+    memory: int
+    device: str
+    dtype: str
+    groups: list[GroupPlan]
+    notes: list[str]
+
+
 def build_groups(
     cfg: RunConfig,
     model_identity: Mapping[str, Any],

@@ -22,7 +22,8 @@ from kvbench.run.advice import about_prompts
 from kvbench.run.config import RunConfig
 from kvbench.run.estimate import Estimate, estimate
 from kvbench.run.host import ROWS_CPU, ROWS_GPU
-from kvbench.run.plan import Cell, Group, build_groups, pending
+from kvbench.run.plan import Cell, Group, GroupPlan, GroupTodo, Plan, build_groups, pending
+from kvbench.run.results import CellRecord
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.prompt import encode
@@ -46,42 +47,35 @@ class RunPlan:
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
         """Example id -> the cells that still need it."""
-        return pending(group, {c.id: list(self.store.samples(c.id)) for c in group.cells})
+        return pending(group, {c.id: list(self.store.lines(c.id)) for c in group.cells})
 
     def advice(self) -> list[str]:
         """What is known to be pointless or harmful about prompts and answers before anything is read."""
         return about_prompts(self.cfg.prompt, [g.task for g in self.groups], self.tokenizer)
 
-    def plan(self) -> dict[str, Any]:
-        """``todo`` with what each group takes, and the memory that it must fit into, before the model is loaded.
-
-        ``seconds`` are by what is measured of a group, or, where that is nothing, ``rough``.
-        """
-        weights = load.weight_bytes(self.source)
+    def plan(self) -> Plan:
+        """Return what is left with what each group takes, and the memory that it must fit into, before loading."""
         free = memory.limit(self.cfg.memory, self.devices())
-        room = free if self.cfg.memory is not None else max(0, free - int(memory.USED_SHARE * weights))
-        planned: list[dict[str, Any]] = []
-        for group, facts in zip(self.groups, self.todo(), strict=True):
-            found = self.estimate(group)
-            parts = found.parts(group, room)
-            takes = {
-                "prompt_tokens": found.prompt_tokens,
-                "bytes": max((found.bytes(p.cells, room) for p in parts), default=0),
-                "parts": [[c.label for c in p.cells] for p in parts],
-                "too_large": [c.label for p in parts for c in p.cells if found.alone(c) > room],
-            }
-            again = self._prefills(group, parts) - facts["prefills"]
-            saved = {"prefills": facts["prefills"] + again, "prefills_saved": facts["prefills_saved"] - again}
-            unknown = found.seconds is None
-            seconds = self._roughly(group, found, saved["prefills"]) if unknown else found.seconds
-            planned.append({**facts, **takes, **saved, "seconds": seconds, "rough": unknown})
-        return {
-            "memory": room,
-            "device": str(load.resolve_device(self.cfg.device)),
-            "dtype": precision.choice(self.cfg.model.dtype, self.dtype, load.resolve_device(self.cfg.device)),
-            "groups": planned,
-            "notes": self.advice(),
-        }
+        weights = int(memory.USED_SHARE * load.weight_bytes(self.source))
+        room = free if self.cfg.memory is not None else max(0, free - weights)
+        device, groups = load.resolve_device(self.cfg.device), []
+        for group, todo in zip(self.groups, self.todo(), strict=True):
+            takes = self.estimate(group)
+            parts = takes.parts(group, room)
+            again = self._prefills(group, parts) - todo.prefills
+            todo = replace(todo, prefills=todo.prefills + again, prefills_saved=todo.prefills_saved - again)
+            planned = GroupPlan(
+                **vars(todo),
+                prompt_tokens=takes.prompt_tokens,
+                bytes=max((takes.bytes(p.cells, room) for p in parts), default=0),
+                parts=[[c.label for c in p.cells] for p in parts],
+                too_large=[c.label for p in parts for c in p.cells if takes.alone(c) > room],
+                seconds=self._roughly(group, takes, todo.prefills) if takes.seconds is None else takes.seconds,
+                rough=takes.seconds is None,
+            )
+            groups.append(planned)
+        dtype = precision.choice(self.cfg.model.dtype, self.dtype, device)
+        return Plan(room, str(device), dtype, groups, self.advice())
 
     def devices(self) -> dict[torch.device, float]:
         """The devices that the model will be on, with the share of its layers on each: equal shares of all GPUs here
@@ -159,32 +153,32 @@ class RunPlan:
         shape, hidden = from_config(config), int(config.hidden_size)
         return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[CellRecord]:
         """The records of this run's cells that have an answer in the store."""
-        found = (self.store.cell(c.id) for g in self.groups for c in g.cells if self.store.answered(c.id))
-        return [record for record in found if record is not None]
+        ids = [c.id for g in self.groups for c in g.cells]
+        answered = [i for i in ids if any(p.stat().st_size for p in self.store.folder(i).glob("samples-*.jsonl"))]
+        return [record for i in answered if (record := self.store.cell(i)) is not None]
 
-    def todo(self) -> list[dict[str, Any]]:
+    def todo(self) -> list[GroupTodo]:
         """Per group: prompts to read and answers to decode, and what is done already."""
         plans = []
         for group in self.groups:
             left = self.left(group)
             answers = sum(len(cells) for cells in left.values())
-            prefills = sum(len({c.chain.prefill_key for c in cells}) for cells in left.values())
-            plans.append(
-                {
-                    "task": group.column,
-                    "methods": [c.label for c in group.cells],
-                    "cells": [c.id for c in group.cells],
-                    "examples": len(group.examples),
-                    "of": len(group.task.examples),
-                    "answers_to_do": answers,
-                    "answers_done": len(group.cells) * len(group.examples) - answers,
-                    "prefills": prefills,
-                    "prefills_saved": answers - prefills,
-                    "calibrations": self._uncalibrated(c for cells in left.values() for c in cells),
-                }
+            prefills = self._prefills(group, [group])
+            todo = GroupTodo(
+                task=group.column,
+                methods=[c.label for c in group.cells],
+                cells=[c.id for c in group.cells],
+                examples=len(group.examples),
+                of=len(group.task.examples),
+                answers_to_do=answers,
+                answers_done=len(group.cells) * len(group.examples) - answers,
+                prefills=prefills,
+                prefills_saved=answers - prefills,
+                calibrations=self._uncalibrated(c for cells in left.values() for c in cells),
             )
+            plans.append(todo)
         return plans
 
     def _uncalibrated(self, cells: Iterable[Cell]) -> list[str]:

@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.files import disk_error, lock, locked, read_lines
+from kvbench.files import disk_error, lock, read_lines
 from kvbench.run.store import ResultStore
 
 EMPTY = ("never", "failed", "interrupted")
@@ -41,7 +41,7 @@ def plan(store: ResultStore, cells: Collection[str], whole: bool) -> list[Remova
     """What to remove of ``cells``; all of them with their samples if ``whole``. Cells measured now are left out."""
     removals = []
     for cell in cells:
-        if not measuring(store, cell):
+        if not store.measuring(cell):
             removals += [_all_of(store, cell)] if whole else list(_waste(store, cell))
     return removals
 
@@ -51,12 +51,6 @@ def leftovers(store: ResultStore) -> list[Removal]:
     folder = store.root / "cells"
     left = sorted(p for p in folder.glob(".removed-*") if not p.is_symlink())
     return [Removal("cell", "", path, "half removed") for path in left]
-
-
-def measuring(store: ResultStore, cell: str) -> tuple[int, ...]:
-    """Shards of the cell that a process is measuring."""
-    folder = store.folder(cell)
-    return tuple(sorted(int(p.name.removeprefix("lock-")) for p in folder.glob("lock-*") if locked(p)))
 
 
 def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
@@ -72,7 +66,7 @@ def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
 
 def _all_of(store: ResultStore, cell: str) -> Removal:
     with suppress(UsageError):
-        n = len(store.samples(cell))
+        n = len(store.lines(cell))
         return Removal("cell", cell, store.folder(cell), f"{n} samples" if n else "nothing measured")
     return Removal("cell", cell, store.folder(cell), "unreadable")
 

@@ -21,6 +21,7 @@ from kvbench.metrics import metric
 from kvbench.run.config import BUDGETS, LoggerConfig
 from kvbench.run.listener import Listener
 from kvbench.run.plan import Cell, Group
+from kvbench.run.results import CellSummary, Sample
 from kvbench.run.run_plan import RunPlan
 from kvbench.tables.heatmap import Heat, draw, heat_map, points
 
@@ -60,11 +61,11 @@ class WandbLogger:
         self._events.put(lambda sender: sender.begin(prepared))
         self._thread.start()
 
-    def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
-        self._events.put(lambda sender: sender.stored(cell, line))
+    def stored(self, cell: Cell, sample: Sample) -> None:
+        self._events.put(lambda sender: sender.stored(cell, sample))
 
-    def ended(self, cell: Cell, status: str, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
-        self._events.put(lambda sender: sender.ended(cell, status, metrics, reason))
+    def ended(self, cell: Cell, status: str, means: CellSummary | None, reason: str | None) -> None:
+        self._events.put(lambda sender: sender.ended(cell, status, means, reason))
 
     def close(self) -> None:
         self._events.put(lambda sender: sender.close())
@@ -100,15 +101,15 @@ class _CellRun:
         self.run, self.group, self.cell = run, group, cell
         self.mine = {e.id for e in group.examples}
         self.lines: dict[str, tuple[float | None, float]] = {}
-        for line in prepared.store.samples(cell.id).values():
-            self.add(line)
+        for sample in prepared.store.samples(cell.id).values():
+            self.add(sample)
         self.last = -ROW_EVERY_S
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        self.lines[str(line["id"])] = (line["score"], 100 * line["kept"] / line["n"])
+    def add(self, sample: Sample) -> None:
+        self.lines[sample.id] = (sample.score, 100 * sample.kept / sample.n)
 
-    def stored(self, line: Mapping[str, Any]) -> None:
-        self.add(line)
+    def stored(self, sample: Sample) -> None:
+        self.add(sample)
         if time.monotonic() - self.last >= ROW_EVERY_S:
             self.last = time.monotonic()
             self.run.log(self.progress(), step=len(self.lines))
@@ -144,17 +145,19 @@ class _Sender:
         elif why := _unreachable(self.wandb.setup().settings.base_url):
             self._go_offline(why)
 
-    def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
-        self._run(cell).stored(line)
+    def stored(self, cell: Cell, sample: Sample) -> None:
+        self._run(cell).stored(sample)
 
-    def ended(self, cell: Cell, status: str, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
+    def ended(self, cell: Cell, status: str, means: CellSummary | None, reason: str | None) -> None:
         run = self._run(cell)
         samples = list(self._prepared.store.samples(cell.id).values())
         row = run.progress()
         if self.cfg.samples and samples:
             row["samples"] = self._table(run.group, samples[: self.cfg.samples])
         run.run.log(row, step=len(run.lines))
-        run.run.summary.update({"status": status, **({"reason": reason} if reason else {}), **summary(metrics or {})})
+        run.run.summary.update(
+            {"status": status, **({"reason": reason} if reason else {}), **(summary(means) if means else {})}
+        )
         del self.open[cell.id]
         run.run.finish(exit_code=0 if status in ("complete", "partial") else 1)
 
@@ -218,12 +221,12 @@ class _Sender:
         self.wandb.setup(self.wandb.Settings(**SETTINGS))
         self.warn(f"cannot be used ({why})")
 
-    def _table(self, group: Group, samples: Sequence[Mapping[str, Any]]) -> Any:
+    def _table(self, group: Group, samples: Sequence[Sample]) -> Any:
         table = self.wandb.Table(columns=["id", "prediction", "answers", "score", "kept %"])
         answers = {e.id: e.answers for e in group.task.examples}
         for s in samples:
-            references = "\n".join(map(str, s.get("answers", answers.get(s["id"], ()))))
-            table.add_data(s["id"], s["prediction"], references, s["score"], round(100 * s["kept"] / s["n"], 3))
+            references = "\n".join(answers.get(s.id, ()) if s.answers is None else s.answers)
+            table.add_data(s.id, s.prediction, references, s.score, round(100 * s.kept / s.n, 3))
         return table
 
     def _send_maps(self, maps: Mapping[str, Heat]) -> None:
@@ -251,12 +254,12 @@ def run_id(cell: Cell, shard: int, shards: int) -> str:
     return cell.id if shards == 1 else f"{cell.id}-{shard}of{shards}"
 
 
-def describe(prepared: RunPlan, cell: Cell) -> dict[str, Any]:
+def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
     """The config of a cell's W&B run: what a dashboard groups by, the cell's identity, and how it is run.
 
     Folders of this machine are left out.
     """
-    cfg = prepared.cfg
+    cfg, record = prepared.cfg, prepared.store.cell(cell.id)
     budgets = {k: v for s in cell.chain.stages for k in BUDGETS if (v := getattr(s, k, None)) is not None}
     named = cfg.model.name != "hf" or cfg.model.path.count("/") == 1
     model = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
@@ -272,22 +275,25 @@ def describe(prepared: RunPlan, cell: Cell) -> dict[str, Any]:
         "preset": cfg.preset,
         "identity": dict(cell.identity),
         "runtime": {k: getattr(cfg, k) for k in ("limit", "batch_rows", "threads", "device", "mix", "shard", "shards")},
-        "provenance": (prepared.store.cell(cell.id) or {}).get("provenance", []),
+        "provenance": [] if record is None else list(record.provenance),
     }
 
 
-def summary(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell's metrics under flat names, with intervals as two numbers, and tokens kept in per cent of the prompt's."""
-    flat: dict[str, Any] = {}
-    for key, value in metrics.items():
+def summary(means: CellSummary) -> dict[str, object]:
+    """A cell's means under flat names, with intervals as two numbers, and tokens kept in per cent of the prompt's."""
+    flat = {"kept_percent": 100 * means.kept / means.prompt_tokens} if means.full_bytes else {}
+    return flat | flat_names(means.record())
+
+
+def flat_names(values: Mapping[str, Any], above: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in values.items():
         if key == "ci" and value is not None:
-            flat["ci_low"], flat["ci_high"] = value
+            flat |= {f"{above}ci_low": value[0], f"{above}ci_high": value[1]}
         elif isinstance(value, Mapping):
-            flat.update({f"{key}/{k}": v for k, v in summary(value).items()})
+            flat |= flat_names(value, f"{above}{key}/")
         elif value is not None:
-            flat[key] = value
-    if metrics.get("full_bytes"):
-        flat["kept_percent"] = 100 * metrics["kept"] / metrics["prompt_tokens"]
+            flat[f"{above}{key}"] = value
     return flat
 
 

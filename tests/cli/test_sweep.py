@@ -36,7 +36,7 @@ def test_two_shards_give_the_metrics_of_one_process(launcher, tmp_path):
     done = subprocess.run(command(launcher, tmp_path / "two"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert {(c["n"], c["of"]) for r in report["rows"] for c in r["cells"]} == {(12, 12)}
+    assert {(c.summary.n, c.summary.of) for c in report.cells} == {(12, 12)}
     assert metrics_of(tmp_path / "two") == alone(tmp_path / "one")
     files = {p.name for p in (tmp_path / "two").glob("cells/*/samples-*.jsonl")}
     assert files == {"samples-0.jsonl", "samples-1.jsonl"}
@@ -88,11 +88,11 @@ def test_a_shard_that_fails_says_how_to_go_on_and_the_rest_follows(tmp_path, mon
         sweep.sweep(line, whole)
     assert not isinstance(caught.value, UsageError)
     monkeypatch.setattr(experiment, "measure", original)
-    done = sum(g["answers_done"] for g in whole.todo())
+    done = sum(g.answers_done for g in whole.todo())
     assert 0 < done < 72
     sweep.sweep(line, whole)
     report = experiment.settle(whole)
-    assert {(c["n"], c["of"]) for r in report["rows"] for c in r["cells"]} == {(12, 12)}
+    assert {(c.summary.n, c.summary.of) for c in report.cells} == {(12, 12)}
 
 
 def test_metrics_are_of_all_shards_whichever_wrote_them_last(tmp_path):

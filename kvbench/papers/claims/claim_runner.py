@@ -74,7 +74,7 @@ def _told(prepared: Mapping[str, Sequence[OurTable]]) -> list[str]:
     every = [ours for some in prepared.values() for ours in some]
     runs = [ours.run for ours in every if ours.run is not None]
     tasks = [f"{g.task.note}." for r in runs for g in r.groups if g.task.note and not g.task.id.startswith("tiny/")]
-    changed = local_changes({c["id"]: c for r in runs for c in r.records()}.values())
+    changed = local_changes({c.id: c for r in runs for c in r.records()}.values())
     notes = [*(note for ours in every for note in ours.notes), *tasks, changed]
     return [note for note in dict.fromkeys(notes) if note]
 

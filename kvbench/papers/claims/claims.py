@@ -245,7 +245,7 @@ def _floored(store: ResultStore, asked: Sequence[Asked]) -> bool:
     found = []
     for a in asked:
         samples = store.samples(next(c for c in a.group.cells if not c.chain.stages).id)
-        scores = [samples[e.id]["score"] for e in a.group.examples if e.id in samples]
+        scores = [samples[e.id].score for e in a.group.examples if e.id in samples]
         found.append(at_floor(a.group.task, [s for s in scores if s is not None]))
     return all(found)
 
@@ -268,7 +268,7 @@ def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
 
 def _scores(store: ResultStore, cell: Cell, group: Group) -> dict[str, float]:
     samples = store.samples(cell.id)
-    return {e.id: x for e in group.examples if e.id in samples and (x := samples[e.id]["score"]) is not None}
+    return {e.id: x for e in group.examples if e.id in samples and (x := samples[e.id].score) is not None}
 
 
 def decide(

@@ -20,6 +20,7 @@ from kvbench.papers.spec.workloads import FAMILIES
 from kvbench.papers.timed.row_matching import TimedCell as Timed
 from kvbench.run import presets
 from kvbench.run.advice import at_floor
+from kvbench.run.results import CellResult
 from kvbench.tasks.longbench import TASKS
 
 AVERAGE = Column("avg", SCORE)
@@ -96,8 +97,8 @@ class _Reading:
             self.known[what, cells] = read()
         return self.known[what, cells]
 
-    def value(self, line: TableLine, column: Column) -> dict[str, Any]:
-        found: dict[str, Any] = self.once("value", line, column, lambda: self.ours.value(line, column))
+    def value(self, line: TableLine, column: Column) -> CellResult:
+        found: CellResult = self.once("value", line, column, lambda: self.ours.value(line, column))
         return found
 
     def paired(self, line: TableLine, column: Column) -> stats.Pairs:
@@ -172,12 +173,12 @@ def _entry(reading: _Reading, line: TableLine, column: Column) -> CellView:
     printed = line.row.cells.get(column.name)
     budget = line.row.cells.get(Column(column.dataset, BUDGET).name) if column.what == SCORE else None
     whole = _printed_full(ours, line.row, column)
-    found: dict[str, Any] = {"status": "missing", "reason": line.skipped}
+    found = CellResult("", "", "missing", reason=line.skipped)
     if column.what == SCORE:
         found = reading.value(line, column)
     base = CellView(
-        status=found["status"] if printed is not None else "none",
-        reason=found.get("reason", ""),
+        status=found.status if printed is not None else "none",
+        reason=found.reason or "",
         published=printed.points if printed else None,
         published_relative=_share(printed, whole),
         mark=MARKS.get(printed.certainty, "") if printed else "",
@@ -186,24 +187,25 @@ def _entry(reading: _Reading, line: TableLine, column: Column) -> CellView:
         printed=printed.shown if printed else "",
         exact=_exact(reading.exact.get(printed)) if printed else "",
     )
-    if printed is None or found["status"] != "measured" or found["score"] is None:
+    means = found.summary
+    if printed is None or means is None or means.score is None:
         return base
     floor = reading.floored(line, column)
     share = stats.Share() if floor else reading.relative(line, column)
-    score, ci = (share.point, share.ci) if printed.metric == RATIO else (found["score"], found["ci"])
+    score, ci = (share.point, share.ci) if printed.metric == RATIO else (means.score, means.ci)
     return replace(
         base,
         ours=score,
-        ci=tuple(ci) if ci else None,
+        ci=ci,
         relative=share.point,
         relative_ci=share.ci,
         floor=floor,
         full=_whole(reading, line, column),
         unlike=() if ours.stand_in else tuple(_unlike(ours, line, column)),
-        n=found["n"],
-        of=found["of"],
-        cell=found["cell"],
-        budget=100 * found["kept"] / found["prompt_tokens"] if found["prompt_tokens"] else None,
+        n=means.n,
+        of=means.of,
+        cell=found.cell,
+        budget=100 * means.kept / means.prompt_tokens if means.prompt_tokens else None,
     )
 
 
@@ -341,6 +343,7 @@ def _pairs(ours: OurTable, line: TableLine, column: Column) -> stats.Pairs:
         wanted = {e.id for e in group.examples}
         a, b = (ours.run.store.samples(cell.id) for cell in (mine, whole))
         for e in sorted(wanted & a.keys() & b.keys()):
-            if a[e]["score"] is not None and b[e]["score"] is not None:
-                found.setdefault(e, []).append((a[e]["score"], b[e]["score"]))
+            x, y = a[e].score, b[e].score
+            if x is not None and y is not None:
+                found.setdefault(e, []).append((x, y))
     return stats.by_example(found, 2)

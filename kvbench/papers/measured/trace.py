@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from kvbench.errors import UsageError, unknown
 from kvbench.methods.chain import Chain
 from kvbench.papers.measured.cell_view import View, view
 from kvbench.papers.measured.our_table import OurTable, Parts, TableLine
 from kvbench.papers.spec.table_spec import MEANS, Column
+from kvbench.run.results import CellResult
 
 
 def trace(ours: OurTable, row: str, column: str) -> str:
@@ -51,8 +51,8 @@ def _lines(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
             if sample is None:
                 yield f"  {example.id}: not measured"
             else:
-                full = "" if other is None else f"(full {other['score']!s}) "
-                yield f"  {example.id}: {sample['score']!s:<8} {full}{str(sample['prediction'])[:60]!r}"
+                full = "" if other is None else f"(full {other.score!s}) "
+                yield f"  {example.id}: {sample.score!s:<8} {full}{sample.prediction[:60]!r}"
 
 
 def _place(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
@@ -72,10 +72,11 @@ def _named(cells: Parts) -> str:
     return ", ".join(f"cell {c.id}" for _, c in cells)
 
 
-def _mean(value: dict[str, Any]) -> str:
-    if value["status"] != "measured" or value["score"] is None:
-        return str(value["status"])
-    return f"{value['score']:.6g} ({value['metric']}, {value['n']} lines)"
+def _mean(value: CellResult) -> str:
+    found = value.summary
+    if found is None or found.score is None:
+        return value.status
+    return f"{found.score:.6g} ({found.metric}, {found.n} lines)"
 
 
 def _average(ours: OurTable, line: TableLine) -> Iterator[str]:
