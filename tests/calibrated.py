@@ -12,7 +12,7 @@ from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import weights_of
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
-from kvbench.methods.recipe import Calibration, digest
+from kvbench.methods.recipe import Calibration, CalibrationRun, digest
 
 SAMPLES, TOKENS = 5, 60
 
@@ -27,7 +27,6 @@ def measured(model: PreTrainedModel, stage: Stage) -> Stage:
     """The stage calibrated on the model."""
     recipe = stage.recipe()
     settled = replace(recipe, samples=SAMPLES, tokens=TOKENS)
-    tensors = stage.calibrate(
-        model, (prompt(TOKENS, 100 + i) for i in range(SAMPLES)), settled, lambda: None, observer(model)
-    )
+    windows = (prompt(TOKENS, 100 + i) for i in range(SAMPLES))
+    tensors = stage.calibrate(CalibrationRun(model, windows, settled, observer(model)))
     return stage.calibrated(Calibration(recipe.kind, digest(tensors), weights_of(model), tensors))

@@ -5,7 +5,7 @@ Defaults are those of the released code, https://github.com/hahnyuan/ASVD4LLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
-from kvbench.methods.recipe import Observe, Recipe
+from kvbench.methods.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import Factors, Spectrum, joined, nearest_rank, searched_ranks
 from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import ProjectionShape, linears
@@ -59,27 +59,20 @@ class Asvd(LowRankStage):
             knobs.update(alpha=float(self.alpha), probes=self.probes, multiple=self.multiple)
         return Recipe("asvd", 1, self.samples, self.tokens, each=False, knobs=knobs, longest=LONGEST)
 
-    def calibrate(
-        self,
-        model: PreTrainedModel,
-        samples: Iterable[torch.Tensor],
-        recipe: Recipe,
-        tick: Callable[[], None],
-        observe: Observe,
-    ) -> dict[str, torch.Tensor]:
-        shape = ProjectionShape.of(model)
+    def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
+        shape = ProjectionShape.of(run.model)
         probes: list[torch.Tensor] = []
 
         def remembered() -> Iterator[torch.Tensor]:
-            for window in samples:
+            for window in run.samples:
                 if len(probes) < self.probes:
                     probes.append(window)
                 yield window
 
-        sizes = mean_sizes(model, remembered(), tick)
+        sizes = mean_sizes(run.model, remembered(), run.tick)
         found = {"shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]), "mean_abs": sizes}
         if self.ranks_by == "sensitivity":
-            found["loss"] = self._losses(model, sizes, probes)
+            found["loss"] = self._losses(run.model, sizes, probes)
         return found
 
     @property

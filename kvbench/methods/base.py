@@ -6,7 +6,7 @@ it to both. Stages never see other prompts, other rows or the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -23,7 +23,7 @@ from kvbench.methods.contract import Expected as Expected
 from kvbench.methods.contract import protect as protect
 from kvbench.methods.foreign import code_of
 from kvbench.methods.knobs import Knobs, are_layers
-from kvbench.methods.recipe import Calibration, Observe, Recipe
+from kvbench.methods.recipe import Calibration, CalibrationRun, Recipe
 from kvbench.methods.statistics import top_indices as top_indices
 from kvbench.storage.evicting_rows import Slots
 
@@ -58,16 +58,8 @@ class Stage(Knobs):
         """What must be measured of a model, over a text, before the stage can run; None: nothing."""
         return None
 
-    def calibrate(
-        self,
-        model: PreTrainedModel,
-        samples: Iterable[torch.Tensor],
-        recipe: Recipe,
-        tick: Callable[[], None],
-        observe: Observe,
-    ) -> dict[str, torch.Tensor]:
-        """Measure it: ``samples`` are windows [tokens] of ids, read once, ``tick`` is called after each;
-        ``observe`` reads one and hands over each layer as the model finishes it.
+    def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
+        """Measure it over the run's samples, each of which is read once.
 
         Memory must not depend on the number of samples. Raises UsageError where ``recipe.check`` does.
         """

@@ -5,7 +5,7 @@ The numbers of clusters are those of UNComp's released code (https://github.com/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,10 +17,10 @@ from kvbench.cache.segment import LayerCache
 from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.methods.prefill_changing import HeadSharer
-from kvbench.methods.recipe import Observe, Recipe
+from kvbench.methods.recipe import CalibrationRun, Recipe
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 OBSERVED = 5
 LONGEST = 64  # tokens of a calibration window: clusters see its first five
@@ -86,16 +86,9 @@ class Chai(HeadSharer):
     def recipe(self) -> Recipe | None:
         return Recipe("chai", 1, self.samples, self.tokens, longest=LONGEST) if self.counts == "calibrated" else None
 
-    def calibrate(
-        self,
-        model: PreTrainedModel,
-        samples: Iterable[torch.Tensor],
-        recipe: Recipe,
-        tick: Callable[[], None],
-        observe: Observe,
-    ) -> dict[str, torch.Tensor]:
-        recipe.check(OBSERVED, "the first tokens, by which heads are compared")
-        return {"distances": measure(model, samples, tick, observe)}
+    def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
+        run.recipe.check(OBSERVED, "the first tokens, by which heads are compared")
+        return {"distances": measure(run)}
 
     def needs(self, n: int) -> Needs:
         return Needs(first_q=OBSERVED)
@@ -195,11 +188,10 @@ def divided(distances: torch.Tensor, share: float) -> list[int]:
     return [heads - int((first == layer).sum()) for layer in range(layers)]
 
 
-def measure(
-    model: PreTrainedModel, samples: Iterable[torch.Tensor], tick: Callable[[], None], observe: Observe
-) -> torch.Tensor:
+def measure(run: CalibrationRun) -> torch.Tensor:
     """Mean distance [layers, Hq - 1] of each layer's merges, in their order, over the beginnings of windows of ids."""
-    n_layers, heads = int(model.config.num_hidden_layers), int(model.config.num_attention_heads)
+    config = run.model.config
+    n_layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
     total, count = torch.zeros(n_layers, heads - 1, dtype=torch.float64), 0
 
     def on_layer(obs: Observation, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -207,8 +199,8 @@ def measure(
         _, passed = merged(obs.first_q[:, :OBSERVED], k[:, :OBSERVED], obs.scale, 1)
         total[obs.layer] += torch.tensor(passed, dtype=torch.float64)
 
-    for window in samples:
-        observe(window, Needs(first_q=OBSERVED), on_layer)
+    for window in run.samples:
+        run.observe(window, Needs(first_q=OBSERVED), on_layer)
         count += 1
-        tick()
+        run.tick()
     return (total / count).float()

@@ -8,14 +8,13 @@ Rows are queries after RoPE (section 3.2).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvbench.cache.observation import Needs, Observation
-from kvbench.methods.recipe import Observe
+from kvbench.methods.recipe import CalibrationRun
 
 EPSILON = 1.0
 
@@ -40,9 +39,7 @@ def ranks(values: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, places)
 
 
-def measure(
-    model: PreTrainedModel, samples: Iterable[Tensor], top: int, tick: Callable[[], None], observe: Observe
-) -> dict[str, Tensor]:
+def measure(run: CalibrationRun, top: int) -> dict[str, Tensor]:
     """What UNComp groups by, over windows of token ids that are read one at a time.
 
     ``entropy`` [L, Hq], mean H_k of queries; ``counts`` [L, Hq], the samples in which a head was among the half of its
@@ -50,7 +47,8 @@ def measure(
     ``spectra`` [L, Hq, D], mean eigenvalues of queries; ``erank`` and ``erank_k`` [3, L], of queries, keys and values,
     means over heads, untruncated and truncated.
     """
-    n_layers, heads = int(model.config.num_hidden_layers), int(model.config.num_attention_heads)
+    config = run.model.config
+    n_layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
     sums: dict[str, Tensor] = {}
     count = 0
 
@@ -72,10 +70,10 @@ def measure(
             add("erank", (i, obs.layer), entropy(eigenvalues).exp().mean(), (3, n_layers))
             add("erank_k", (i, obs.layer), entropy(eigenvalues, top).exp().mean(), (3, n_layers))
 
-    for window in samples:
-        observe(window, Needs(last_q=window.numel()), on_layer)
+    for window in run.samples:
+        run.observe(window, Needs(last_q=window.numel()), on_layer)
         count += 1
-        tick()
+        run.tick()
     summed = ("counts", "ranks")
     return {name: t.float() if name in summed else (t / count).float() for name, t in sums.items()}
 

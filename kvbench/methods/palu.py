@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
-from kvbench.methods.recipe import Observe, Recipe
+from kvbench.methods.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import (
     Factors,
     Spectrum,
@@ -61,17 +60,10 @@ class Palu(LowRankStage):
         knobs = {"fisher": fisher}
         return Recipe("palu", 1, self.samples, self.tokens, each=False, knobs=knobs, longest=LONGEST)
 
-    def calibrate(
-        self,
-        model: PreTrainedModel,
-        samples: Iterable[torch.Tensor],
-        recipe: Recipe,
-        tick: Callable[[], None],
-        observe: Observe,
-    ) -> dict[str, torch.Tensor]:
-        shape = ProjectionShape.of(model)
-        recipe.check(shape.hidden, "the hidden size")
-        found, fisher = moments(model, samples, tick, self.ranks_by != "uniform")
+    def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
+        shape = ProjectionShape.of(run.model)
+        run.recipe.check(shape.hidden, "the hidden size")
+        found, fisher = moments(run.model, run.samples, run.tick, self.ranks_by != "uniform")
         return {
             "shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]),
             "moments": found,

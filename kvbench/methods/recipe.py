@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvbench.cache.observation import Needs, Observation
 from kvbench.errors import UsageError
@@ -57,6 +58,20 @@ class Recipe:
                 f"tokens={self.tokens} samples={self.samples} is not possible: calibration of {self.kind} estimates "
                 f"{dimension} dimensions ({what}), and {where} only {found} tokens: give tokens={dimension} or more"
             )
+
+
+@dataclass(frozen=True)
+class CalibrationRun:
+    """What a calibration is handed: the model, the settled recipe, and the windows [tokens] of ids to read.
+
+    ``tick`` is called after each window; ``observe`` reads one and hands over each layer as the model finishes it.
+    """
+
+    model: PreTrainedModel
+    samples: Iterable[Tensor]
+    recipe: Recipe
+    observe: Observe
+    tick: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,12 +15,12 @@ from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Block, Capacity, Expected
 from kvbench.methods.entropy import assign, measure
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.recipe import Observe, Recipe
+from kvbench.methods.recipe import CalibrationRun, Recipe
 from kvbench.methods.statistics import group_mean, pool, window_rows
 from kvbench.storage.evicting_rows import Slots
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 GROUPINGS = ("calibrated", "random", "reversed")
 SIMILARITIES = ("paper", "code")
@@ -93,15 +93,8 @@ class UNCompGroup(EvictingSelector):
             return None
         return uncomp_recipe(self.top, self.samples, self.tokens)
 
-    def calibrate(
-        self,
-        model: PreTrainedModel,
-        samples: Iterable[torch.Tensor],
-        recipe: Recipe,
-        tick: Callable[[], None],
-        observe: Observe,
-    ) -> dict[str, torch.Tensor]:
-        return measure_uncomp(model, samples, recipe, tick, observe)
+    def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
+        return measure_uncomp(run)
 
     def window_size(self) -> int:
         return self.window
@@ -263,17 +256,11 @@ def uncomp_recipe(top: int, samples: int, tokens: int | None) -> Recipe:
     return Recipe("uncomp", 1, samples, tokens, knobs={"top": top})
 
 
-def measure_uncomp(
-    model: PreTrainedModel,
-    samples: Iterable[torch.Tensor],
-    recipe: Recipe,
-    tick: Callable[[], None],
-    observe: Observe,
-) -> dict[str, torch.Tensor]:
+def measure_uncomp(run: CalibrationRun) -> dict[str, torch.Tensor]:
     """What ``uncomp_recipe`` asks for."""
-    c = model.config
-    recipe.check(int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads), "head_dim")
-    return measure(model, samples, int(recipe.knobs["top"]), tick, observe)
+    c = run.model.config
+    run.recipe.check(int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads), "head_dim")
+    return measure(run, int(run.recipe.knobs["top"]))
 
 
 def interpolated(high: int, low: int, count: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,11 +15,11 @@ from kvbench.errors import UsageError
 from kvbench.methods.base import top_indices
 from kvbench.methods.entropy import drops
 from kvbench.methods.prefill_changing import HiddenPruner
-from kvbench.methods.recipe import Observe, Recipe
+from kvbench.methods.recipe import CalibrationRun, Recipe
 from kvbench.methods.uncomp import measure_uncomp, uncomp_recipe
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 SCHEDULES = ("relative", "paper", "code")
 # appendix A.3: first layers of the groups between which the effective rank of the queries drops, by number of layers
@@ -93,15 +92,8 @@ class UncompStage(HiddenPruner):
     def recipe(self) -> Recipe | None:
         return None if self.epsilon is None else uncomp_recipe(self.top, self.samples, self.tokens)
 
-    def calibrate(
-        self,
-        model: PreTrainedModel,
-        samples: Iterable[torch.Tensor],
-        recipe: Recipe,
-        tick: Callable[[], None],
-        observe: Observe,
-    ) -> dict[str, torch.Tensor]:
-        return measure_uncomp(model, samples, recipe, tick, observe)
+    def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
+        return measure_uncomp(run)
 
     def needs(self, n: int) -> Needs:
         return Needs(last_q=self.window)

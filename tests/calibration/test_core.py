@@ -33,13 +33,13 @@ class Frequent(Selector):
     def recipe(self):
         return Recipe("frequencies", self.revision_of_recipe, self.samples, self.tokens, knobs={"base": 2})
 
-    def calibrate(self, model, samples, recipe, tick, observe):
-        recipe.check(model.config.head_dim, "head_dim")
-        counts = torch.zeros(model.config.vocab_size)
-        for window in samples:
+    def calibrate(self, run):
+        run.recipe.check(run.model.config.head_dim, "head_dim")
+        counts = torch.zeros(run.model.config.vocab_size)
+        for window in run.samples:
             self.calls.append(len(window))
             counts += torch.bincount(window, minlength=len(counts))
-            tick()
+            run.tick()
         return {"counts": counts}
 
     def scores(self, cache, obs, capacity):

@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 
 from kvbench.engine.prefill import observer
 from kvbench.methods import entropy
+from kvbench.methods.recipe import CalibrationRun
 
 
 def slow_spectrum(rows):
@@ -97,7 +98,8 @@ def test_measure_equals_a_slow_computation_over_captured_queries(family):
     model, top = build(family), 6
     windows = [prompt(24, seed) for seed in range(3)]
     ticks = []
-    found = entropy.measure(model, iter(windows), top, lambda: ticks.append(1), observer(model))
+    run = CalibrationRun(model, iter(windows), None, observer(model), lambda: ticks.append(1))
+    found = entropy.measure(run, top)
     assert len(ticks) == 3
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     h_mean, counts, ranks = (np.zeros((layers, heads)) for _ in range(3))
@@ -135,8 +137,8 @@ def test_measure_holds_one_window_at_a_time():
             gc.collect()
             assert sum(w() is not None for w in alive) <= 1
 
-    small = entropy.measure(build("llama"), windows(), 8, lambda: None, observer(build("llama")))
-    more = entropy.measure(build("llama"), iter([prompt(20)]), 8, lambda: None, observer(build("llama")))
+    small = entropy.measure(CalibrationRun(build("llama"), windows(), None, observer(build("llama"))), 8)
+    more = entropy.measure(CalibrationRun(build("llama"), iter([prompt(20)]), None, observer(build("llama"))), 8)
     assert {k: t.shape for k, t in small.items()} == {k: t.shape for k, t in more.items()}
 
 

@@ -16,7 +16,7 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.chai import LISTS, Chai, divided, lead_heads
 from kvbench.methods.chain import Chain
-from kvbench.methods.recipe import Calibration, digest
+from kvbench.methods.recipe import Calibration, CalibrationRun, digest
 
 
 # spec 5: 794/1024; UNComp's other lists: 1042/1600 and 900/1024
@@ -113,7 +113,7 @@ def calibrated(model, windows, **knobs):
     """The chain of CHAI with counts of these windows."""
     (stage,) = registry.parse({"method": "chai", "counts": "calibrated", **knobs}).stages
     recipe = stage.recipe().settled(None)
-    tensors = stage.calibrate(model, iter(windows), recipe, lambda: None, observer(model))
+    tensors = stage.calibrate(CalibrationRun(model, iter(windows), recipe, observer(model)))
     return Chain((stage.calibrated(Calibration("chai", digest(tensors), weights_of(model), tensors)),))
 
 
@@ -144,7 +144,7 @@ def test_calibrated_counts_are_not_guessed_and_need_five_tokens():
         Chai(counts="calibrated").leading(10, 0, 3, 4, 4)
     stage = Chai(counts="calibrated", tokens=4)
     with pytest.raises(UsageError, match="estimates 5 dimensions"):
-        stage.calibrate(build("llama"), iter([]), stage.recipe(), lambda: None, observer(build("llama")))
+        stage.calibrate(CalibrationRun(build("llama"), iter([]), stage.recipe(), observer(build("llama"))))
     assert Chai().recipe() is None
 
 

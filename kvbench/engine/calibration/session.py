@@ -6,7 +6,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,7 @@ from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import check_weights, weights_of
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
-from kvbench.methods.recipe import Request
+from kvbench.methods.recipe import CalibrationRun, Request
 from kvbench.progress import progress
 
 DEFAULT_FOLDER = "calibration"  # below the results folder
@@ -109,9 +108,8 @@ class Session:
                 file=sys.stderr,
             )
         label = f"calibrate {stage.id}"
-        with nullcontext(_silent) if quiet else progress({label: recipe.samples}, unit="samples") as tick:
-            return stage.calibrate(model, windows, recipe, lambda: tick(label, 1), observer(model))
-
-
-def _silent(label: str, n: int) -> None:
-    """A tick that shows nothing."""
+        run = CalibrationRun(model, windows, recipe, observer(model))
+        if quiet:
+            return stage.calibrate(run)
+        with progress({label: recipe.samples}, unit="samples") as tick:
+            return stage.calibrate(replace(run, tick=lambda: tick(label, 1)))
