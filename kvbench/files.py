@@ -34,6 +34,11 @@ class Lines:
     damaged: tuple[int, ...]
     torn: int | None = None
 
+    @property
+    def unread(self) -> tuple[int, ...]:
+        """The numbers of all lines that cannot be read, the torn one too."""
+        return (*self.damaged, *((self.torn,) if self.torn else ()))
+
 
 def line_of(sample: Mapping[str, object]) -> str:
     """One JSON line that ends with the CRC-32 of everything before it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
@@ -20,9 +20,9 @@ from kvbench.run.config import RunConfig
 from kvbench.run.display import Display
 from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners, Status
-from kvbench.run.plan import Cell, Group
+from kvbench.run.plan import Group
 from kvbench.run.provenance import local_changes, provenance
-from kvbench.run.results import CellRecord, CellSummary, Facts, Report
+from kvbench.run.results import CellRecord, Facts, Report
 from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
 from kvbench.run.run_plan import prepare as prepare
@@ -35,7 +35,7 @@ ROUNDED = 4
 """Tasks by whose first prompts rounding is measured."""
 
 
-def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
+def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
     """Compute what the run's methods need of the model and is not there; the records of all of it.
 
     Raises UsageError if none of them needs anything.
@@ -50,7 +50,7 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
         raise UsageError(f"method={','.join(c.chain.name for c in cfg.chains)} needs no calibration")
     set_threads(cfg, source.config)
     model = load.load_weights(cfg.model, source, device)
-    records: dict[str, dict[str, Any]] = {}
+    records: dict[str, Facts] = {}
     for chain in chains:
         bound, asked = session.bind(chain, model, quiet), session.requests(chain)
         for stage in bound.stages:
@@ -68,14 +68,15 @@ def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener
 
 def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> None:
     """Measure what is missing and write each cell's metrics; groups may have different cells."""
-    told = Listeners([*([] if quiet else [Display()]), *listeners])
-    ended: set[str] = set()
+    told, left = Listeners([*([] if quiet else [Display()]), *listeners]), list(prepared.groups)
     try:
         told.begin(prepared)
-        _measure_groups(prepared, quiet, told, ended)
+        for group in _measured(prepared, quiet, told):
+            _end(prepared, group, told)
+            left.pop(0)
     except BaseException as error:
-        for group in prepared.groups:
-            _end(prepared, replace(group, cells=tuple(c for c in group.cells if c.id not in ended)), told, error)
+        for group in left:
+            _end(prepared, group, told, error)
         raise
     finally:
         told.close()
@@ -93,27 +94,22 @@ def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> Report:
     return report(prepared)
 
 
-def _measure_groups(prepared: RunPlan, quiet: bool, told: Listeners, ended: set[str]) -> None:
-    """Measure group after group, in parts that fit into memory; ``ended`` gets the cells that the run is through with.
-
-    Metrics of a group are written when all of it is measured.
-    """
+def _measured(prepared: RunPlan, quiet: bool, told: Listeners) -> Iterator[Group]:
+    """Measure group after group, in parts that fit into memory; yield each when all of it is measured."""
     cfg, groups = prepared.cfg, prepared.groups
-    host, facts = None, dict[str, Any]()
-    if any(t.answers_to_do for t in prepared.todo()):
-        threads = set_threads(cfg, prepared.source.config)
-        model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
-        host, facts = make_host(prepared, model), {**provenance(model, threads), "model": _model_name(cfg)}
-        facts |= _rounding(host, groups)
-        if not quiet and str(facts["commit"]).endswith("+"):
-            print(f"kvbench: the code has local changes (commit {facts['commit']}): cells say so", file=sys.stderr)
-        groups = prepared.bound(model, quiet)
-    for group in groups:
-        if host is not None:
-            for part in prepared.estimate(group).parts(group, host.memory):
-                host = _run_part(prepared, host, part, facts, told)
-        _end(prepared, group, told)
-        ended.update(c.id for c in group.cells)
+    if not any(t.answers_to_do for t in prepared.todo()):
+        yield from groups
+        return
+    threads = set_threads(cfg, prepared.source.config)
+    model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
+    host = make_host(prepared, model)
+    facts = {**provenance(model, threads), "model": _model_name(cfg), **_rounding(host, groups)}
+    if not quiet and str(facts["commit"]).endswith("+"):
+        print(f"kvbench: the code has local changes (commit {facts['commit']}): cells say so", file=sys.stderr)
+    for group in prepared.bound(model, quiet):
+        for part in prepared.estimate(group).parts(group, host.memory):
+            host = _run_part(prepared, host, part, facts, told)
+        yield group
 
 
 def _rounding(host: Host, groups: Sequence[Group]) -> Facts:
@@ -141,12 +137,19 @@ def _run_part(prepared: RunPlan, host: Host, part: Group, facts: Facts, told: Li
 
 
 def _end(prepared: RunPlan, group: Group, told: Listeners, stopped: BaseException | None = None) -> None:
-    """Write the metrics of a group's cells and say how each ended; ``stopped`` ended the run before its time."""
+    """Write the metrics of a group's cells and say how each ended; ``stopped`` ended the run before its time.
+
+    Of a cell without samples, or refused, there are no metrics.
+    """
     store = prepared.store
     left = {c.id for some in prepared.left(group).values() for c in some}
     for cell in group.cells:
+        summary, samples = None, list(store.samples(cell.id).values())
         begun = stopped is None or cell.id in store.writers
-        summary = _write_metrics(prepared, group, cell) if begun else None
+        if begun and samples and store.refusal(cell.id) is None:
+            summary = summarise(completed(cell, samples), group.task.metric, len(group.task.examples))
+            whole = "complete" if summary.n == summary.of else "partial"
+            store.write_metrics(cell.id, {"status": whole, **summary.record()})
         found = store.status(cell.id)
         status: Status = "interrupted" if stopped is not None and cell.id in left else "partial"
         if found.status in ("complete", "refused", "failed", "interrupted"):
@@ -242,17 +245,6 @@ def settings(prepared: RunPlan) -> str:
     if cfg.sampling.temperature:
         parts.append(f"temperature {cfg.sampling.temperature:g}, top_p {cfg.sampling.top_p:g}")
     return "; ".join(parts) + "."
-
-
-def _write_metrics(prepared: RunPlan, group: Group, cell: Cell) -> CellSummary | None:
-    """Write metrics.json of a cell from all its samples, atomically; None where there are none, or none to report."""
-    samples = completed(cell, prepared.store.samples(cell.id).values())
-    if not samples or prepared.store.refusal(cell.id) is not None:
-        return None
-    summary = summarise(samples, group.task.metric, len(group.task.examples))
-    status = "complete" if summary.n == summary.of else "partial"
-    prepared.store.write_metrics(cell.id, {"status": status, **summary.record()})
-    return summary
 
 
 def stop_tokens(prepared: RunPlan) -> frozenset[int]:

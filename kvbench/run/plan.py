@@ -16,7 +16,7 @@ from kvbench.methods.evicting import EvictingSelector
 from kvbench.metrics import metric
 from kvbench.run.config import ChainConfig, RunConfig
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
-from kvbench.tasks.prompt import PromptPolicy, check
+from kvbench.tasks.prompt import check
 
 SCHEMA = 1
 
@@ -129,13 +129,18 @@ def build_groups(
         tasks = load_tasks(dataset.name, dataset.knobs, dataset.tasks, tokenizer, cfg.data_root, chat)
         for task in tasks:
             column = f"{task.id} {dataset.label}".strip()
+            answering, reading = task.answering(), policy.identity(task, tokenizer)
+            likelihood = bool(task.examples[0].tokens)
+            if policy.min_new_tokens is not None:
+                answering["min_new_tokens"] = max(policy.min_new_tokens, task.min_new_tokens)
+            choosing = {**cfg.sampling.identity(), "model_stop": list(cfg.model.stop), **answering}
             base = {
                 "schema": SCHEMA,
                 "model": dict(model_identity),
                 "task": task.id,
                 "content": task.content_hash(),
-                "prompt": _reading(task, policy, tokenizer, context),
-                "decoding": {} if task.examples[0].tokens else _choosing(cfg, task, policy),
+                "prompt": reading if likelihood else {**reading, "context": context},
+                "decoding": {} if likelihood else choosing,
                 "metric": {"name": task.metric, "revision": metric(task.metric).revision},
             }
             cells = tuple(Cell({**base, "chain": identify(c.chain)}, c.chain, c.label, task, column) for c in chains)
@@ -179,22 +184,6 @@ def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
                     f"{task.id}: chunk={meta['chunk']} tokens at once do not fit into the budget of {least} that "
                     f"{chain.name} holds after a prefix of {meta['prefix']}: lower chunk="
                 )
-
-
-def _choosing(cfg: RunConfig, task: Task, policy: PromptPolicy) -> dict[str, Any]:
-    return {**cfg.sampling.identity(), "model_stop": list(cfg.model.stop), **_answering(task, policy)}
-
-
-def _reading(task: Task, policy: PromptPolicy, tokenizer: Tokenizer | None, context: int | None) -> dict[str, Any]:
-    identity = policy.identity(task, tokenizer)
-    return identity if task.examples[0].tokens else {**identity, "context": context}
-
-
-def _answering(task: Task, policy: PromptPolicy) -> dict[str, Any]:
-    answering = task.answering()
-    if policy.min_new_tokens is not None:
-        answering["min_new_tokens"] = max(policy.min_new_tokens, task.min_new_tokens)
-    return answering
 
 
 def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainConfig]:

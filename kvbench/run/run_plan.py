@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.model_shape import Shape, from_config
+from kvbench.cache.model_shape import from_config
 from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.example import Example
@@ -21,7 +21,7 @@ from kvbench.run import equal_memory, speed_model
 from kvbench.run.advice import about_prompts
 from kvbench.run.config import RunConfig
 from kvbench.run.estimate import Estimate, estimate
-from kvbench.run.host import ROWS_CPU, ROWS_GPU
+from kvbench.run.host import default_rows
 from kvbench.run.plan import Cell, Group, GroupPlan, GroupTodo, Plan, build_groups, pending
 from kvbench.run.results import CellRecord
 from kvbench.run.store import ResultStore
@@ -86,45 +86,39 @@ class RunPlan:
             return {torch.device("cuda", i): 1 / count for i in range(count)}
         return {device: 1.0}
 
-    def _roughly(self, group: Group, found: Estimate, prefills: int) -> float:
-        """Seconds that are left of a group of which nothing is measured."""
-        left = self.left(group)
+    def _roughly(self, group: Group, takes: Estimate, prefills: int) -> float:
+        """Seconds that are left of a group of which nothing is measured, at the speed that this device shows."""
+        left, config = self.left(group), self.source.config
         examples = [e for e in group.examples if e.id in left]
-        longest = max((len(e.tokens) or len(e.prompt) for e in examples), default=1)
-        prompts, rest = [], []
-        for e in examples:
-            n = min(found.prompt_tokens, found.prompt_tokens * (len(e.tokens) or len(e.prompt)) // longest)
-            first = min(n, int(e.meta["prefix"])) if e.tokens else n
-            prompts.append(first)
-            rest.append(n - first)
+        sizes = [len(e.tokens) or len(e.prompt) for e in examples]
+        tokens = [min(takes.prompt_tokens, takes.prompt_tokens * n // max(sizes)) for n in sizes]
+        prompts = [min(n, int(e.meta["prefix"])) if e.tokens else n for n, e in zip(tokens, examples, strict=True)]
+        rest = [n - first for n, first in zip(tokens, prompts, strict=True)]
         cells = {c.id: c for some in left.values() for c in some}
+        needs = [c.chain.needs(takes.prompt_tokens) for c in cells.values()]
         work = speed_model.Work(
-            prompts,
-            rest,
-            prefills,
-            sum(len(some) for some in left.values()),
-            0 if any(rest) else found.new_tokens,
-            found.rows,
+            prompts=prompts,
+            rest=rest,
+            prefills=prefills,
+            answers=sum(len(some) for some in left.values()),
+            new=0 if any(rest) else takes.new_tokens,
+            rows=takes.rows,
             # half of it is a copy that only the move into the batch needs
-            sum(found.cells.values()) / max(1, len(found.cells)) / 2,
-            len(cells),
-            any((needs := c.chain.needs(found.prompt_tokens)).colsums or needs.colsums_bits for c in cells.values()),
+            cell=sum(takes.cells.values()) / max(1, len(takes.cells)) / 2,
+            formats=len(cells),
+            sums=any(need.colsums or need.colsums_bits for need in needs),
         )
-        speed, size, shape = self._speed
-        return speed_model.seconds(work, speed, size, shape, getattr(torch, self.dtype).itemsize)
+        return speed_model.seconds(work, *self._speed, from_config(config), getattr(torch, self.dtype).itemsize)
 
     @cached_property
-    def _speed(self) -> tuple[speed_model.Speed, speed_model.Weights, Shape]:
-        """Of this device, with as many threads as the run has."""
-        config, dtype = self.source.config, getattr(torch, self.dtype)
-        shape, device, before = from_config(config), load.resolve_device(self.cfg.device), torch.get_num_threads()
+    def _speed(self) -> tuple[speed_model.Speed, tuple[int, int]]:
+        """The speed of this device with as many threads as the run has, and the size of the model."""
+        config, before = self.source.config, torch.get_num_threads()
         torch.set_num_threads(threads(self.cfg, config))
         try:
-            return (
-                speed_model.measure(shape, int(config.hidden_size), dtype, device),
-                speed_model.weights(config),
-                shape,
-            )
+            device, dtype = load.resolve_device(self.cfg.device), getattr(torch, self.dtype)
+            speed = speed_model.measure(from_config(config), int(config.hidden_size), dtype, device)
+            return speed, speed_model.weights(config)
         finally:
             torch.set_num_threads(before)
 
@@ -149,7 +143,7 @@ class RunPlan:
             return len(encode(self.tokenizer, example, group.task, self.cfg.prompt, room))
 
         samples = {c.id: self.store.samples(c.id) for c in group.cells}
-        rows = self.cfg.batch_rows or (ROWS_GPU if device.type == "cuda" else ROWS_CPU)
+        rows = self.cfg.batch_rows or default_rows(device)
         shape, hidden = from_config(config), int(config.hidden_size)
         return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
 
@@ -166,6 +160,8 @@ class RunPlan:
             left = self.left(group)
             answers = sum(len(cells) for cells in left.values())
             prefills = self._prefills(group, [group])
+            missing = {r.key: r for cells in left.values() for c in cells for r in self.session.missing(c.chain)}
+            computed = [(request.recipe, request.text) for request in missing.values()]
             todo = GroupTodo(
                 task=group.column,
                 methods=[c.label for c in group.cells],
@@ -176,18 +172,10 @@ class RunPlan:
                 answers_done=len(group.cells) * len(group.examples) - answers,
                 prefills=prefills,
                 prefills_saved=answers - prefills,
-                calibrations=self._uncalibrated(c for cells in left.values() for c in cells),
+                calibrations=[f"{r.kind} ({r.samples} samples of {r.tokens} tokens, {text})" for r, text in computed],
             )
             plans.append(todo)
         return plans
-
-    def _uncalibrated(self, cells: Iterable[Cell]) -> list[str]:
-        """What will be computed before any answer, in words."""
-        missing = {r.key: r for c in cells for r in self.session.missing(c.chain)}
-        return [
-            f"{r.recipe.kind} ({r.recipe.samples} samples of {r.recipe.tokens} tokens, {r.text})"
-            for r in missing.values()
-        ]
 
     def bound(self, model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
         """The groups with every chain bound to its calibration; what is missing of it is computed now."""
@@ -242,13 +230,13 @@ def context_of(cfg: RunConfig, source: load.ModelSource) -> int | None:
 
 def open_session(cfg: RunConfig, identity: Mapping[str, Any], tokenizer: Tokenizer, context: int | None) -> Session:
     return Session(
-        Path(cfg.calibration or Path(cfg.results) / DEFAULT_FOLDER).expanduser(),
-        identity,
-        tokenizer,
-        context,
-        cfg.model.path == "embedded:tiny",
-        cfg.calibration_text,
-        cfg.data_root,
+        folder=Path(cfg.calibration or Path(cfg.results) / DEFAULT_FOLDER).expanduser(),
+        identity=identity,
+        tokenizer=tokenizer,
+        context=context,
+        own_corpus=cfg.model.path == "embedded:tiny",
+        text=cfg.calibration_text,
+        data=cfg.data_root,
     )
 
 

@@ -34,7 +34,6 @@ class Removal:
     cell: str
     path: Path
     about: str
-    lines: tuple[int, ...] = ()
 
 
 def plan(store: ResultStore, cells: Collection[str], whole: bool) -> list[Removal]:
@@ -65,10 +64,12 @@ def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
 
 
 def _all_of(store: ResultStore, cell: str) -> Removal:
-    with suppress(UsageError):
+    try:
         n = len(store.lines(cell))
-        return Removal("cell", cell, store.folder(cell), f"{n} samples" if n else "nothing measured")
-    return Removal("cell", cell, store.folder(cell), "unreadable")
+        about = f"{n} samples" if n else "nothing measured"
+    except UsageError:
+        about = "unreadable"
+    return Removal("cell", cell, store.folder(cell), about)
 
 
 def _waste(store: ResultStore, cell: str) -> Iterator[Removal]:
@@ -88,13 +89,9 @@ def _waste(store: ResultStore, cell: str) -> Iterator[Removal]:
             if time.time() - path.stat().st_mtime > STALE_S:
                 yield Removal("temporary", cell, path, "half written")
     for path in sorted(folder.glob("samples-*.jsonl")):
-        lines = read_lines(path)
-        unread = (*lines.damaged, *((lines.torn,) if lines.torn else ()))
-        if unread:
-            aside = damaged_path(path).name
-            yield Removal(
-                "lines", cell, path, f"{len(unread)} unreadable line{'s' * (len(unread) > 1)}, moved to {aside}", unread
-            )
+        if unread := read_lines(path).unread:
+            count = f"{len(unread)} unreadable line{'s' * (len(unread) > 1)}"
+            yield Removal("lines", cell, path, f"{count}, moved to {damaged_path(path).name}")
     for path in sorted(folder.glob("lock*")):
         yield Removal("lock", cell, path, "held by nobody")
 
@@ -120,21 +117,16 @@ def _remove(store: ResultStore, removal: Removal) -> None:
 
 def _set_aside(path: Path) -> None:
     """Move the lines of a file of samples that cannot be read into the file beside it."""
-    lines = read_lines(path)
-    unread = {*lines.damaged, *((lines.torn,) if lines.torn else ())}
-    everything = path.read_bytes().split(b"\n")
-    bad = b"".join(everything[i - 1] + b"\n" for i in sorted(unread))
+    unread, everything = read_lines(path).unread, path.read_bytes().split(b"\n")
+    bad = b"".join(everything[i - 1] + b"\n" for i in unread)
     good = b"".join(line + b"\n" for i, line in enumerate(everything, 1) if line and i not in unread)
-    with damaged_path(path).open("ab") as out:
-        out.write(bad)
-        out.flush()
-        os.fsync(out.fileno())
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("xb") as out:
-            out.write(good)
-            out.flush()
-            os.fsync(out.fileno())
+        for target, mode, content in ((damaged_path(path), "ab", bad), (temporary, "xb", good)):
+            with target.open(mode) as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
