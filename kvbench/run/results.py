@@ -174,7 +174,7 @@ class MeanTiming:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketScore:
     """The mean score of the answers on prompts of one range of lengths."""
 
     n: int
@@ -201,7 +201,7 @@ class CellSummary(ScoreSummary):
     cut: int
     shrunk: int
     attended: float | None
-    buckets: Mapping[str, Bucket]
+    buckets: Mapping[str, BucketScore]
     timing: MeanTiming
 
 

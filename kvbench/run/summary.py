@@ -19,7 +19,7 @@ from kvbench.run.advice import about_floors, at_floor
 from kvbench.run.labels import fields
 from kvbench.run.plan import Cell, Group
 from kvbench.run.results import (
-    Bucket,
+    BucketScore,
     CellResult,
     CellSummary,
     Delta,
@@ -87,7 +87,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
         scores = [s.score for s in samples if s.meta.get("bucket") == bucket]
         known = [x for x in scores if x is not None]
         if scores:
-            buckets[bucket] = Bucket(len(scores), show(sum(known) / len(known)) if known else None)
+            buckets[bucket] = BucketScore(len(scores), show(sum(known) / len(known)) if known else None)
     return CellSummary(
         metric=name,
         n=len(samples),
