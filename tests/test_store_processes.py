@@ -99,7 +99,7 @@ def test_eight_shards_that_start_together_are_all_registered_and_lose_nothing(tm
     assert spawn(8, _own_shard, tmp_path) == [0] * 8
     store = ResultStore(tmp_path)
     assert (store.status(Cell().id).status, store.status(Cell().id).n) == ("complete", 80)
-    known = store.cell(Cell().id)["provenance"]
+    known = store.cell(Cell().id).provenance
     assert sorted(p["threads"] for p in known) == list(range(8))
     for found in store.lines(Cell().id).values():
         assert known[found["provenance"]]["threads"] == int(found["id"][1:]) // 10

@@ -146,8 +146,8 @@ def test_imported_cells_are_stored_once_and_shown_as_imported(capsys, tmp_path):
     assert not store.warnings
     task = by_dataset(result)["dureader"]
     record = store.cell(task["cell"])
-    assert (record["kind"], record["label"], record["column"]) == ("imported", "full", "longbench_zh/dureader")
-    assert record["identity"]["kind"] == "imported" and record["identity"]["model"] == "llama2-7b-chat"
+    assert (record.kind, record.label, record.column) == ("imported", "full", "longbench_zh/dureader")
+    assert record.identity["kind"] == "imported" and record.identity["model"] == "llama2-7b-chat"
     scores = [s["score"] for s in store.lines(task["cell"]).values()]
     assert len(scores) == task["n"] and mean(scores) == pytest.approx(task["score"], abs=0.00501)
     assert main(["list", "runs", "--results", str(tmp_path)]) == 0

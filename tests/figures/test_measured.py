@@ -155,8 +155,8 @@ def test_lines_and_words():
     data = invented(RESULTS["results/budget"])
     assert curves.series_of(data) == list(results.SELECTORS) and curves.tasks_of(data) == ["needle", "hop"]
     assert set(curves.whole(data)["task"]) == {MEAN}
-    assert curves.lines(data) == "n = 8 a task"
-    assert curves.lines(data[data["task"] == "hop"]) == "n = 8"
+    assert curves.samples(data) == "n = 8 a task"
+    assert curves.samples(data[data["task"] == "hop"]) == "n = 8"
 
 
 BAD = {
