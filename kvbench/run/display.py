@@ -26,10 +26,6 @@ class Count:
     said: int = 0
     line: TaskID | None = None
 
-    def add(self, sample: Sample) -> None:
-        self.done += 1
-        self.kept += sample.kept / max(1, sample.n)
-
     def text(self, now: float) -> str:
         """Rate, or what an answer takes where that is long, and mean tokens kept."""
         elapsed = max(now - (self.start or now), 1e-9)
@@ -64,7 +60,8 @@ class Display:
         if count is None:
             return
         self._come_to(cell.column)
-        count.add(sample)
+        count.done += 1
+        count.kept += sample.kept / max(1, sample.n)
         now = time.monotonic()
         if self.bars is not None and count.line is not None:
             self.bars.update(count.line, advance=1, rate=count.text(now))

@@ -64,7 +64,7 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupTodo:
-    """What is done and left of one group: prompts to read, and answers to decode.
+    """Prompts to read and answers to decode of one group, and answers that are there.
 
     ``methods`` and ``cells`` are labels and ids, ``examples`` of ``of`` those of this run, ``prefills_saved`` answers
     that share another's prefill, ``calibrations`` what is computed before any answer, in words.
@@ -84,11 +84,11 @@ class GroupTodo:
 
 @dataclass(frozen=True)
 class GroupPlan(GroupTodo):
-    """What is left of one group with what that takes.
+    """What is left of one group, with the memory and the time that it takes.
 
-    ``prompt_tokens`` is the length of its longest prompt, ``bytes`` the most that its caches take; it runs in
-    ``parts`` (labels), of which ``too_large`` fit into no memory.
-    ``rough`` are ``seconds`` that nothing measured tells.
+    ``prompt_tokens`` is the length of its longest prompt, ``bytes`` the most that its caches take. ``parts`` are the
+    labels of the cells that run together, ``too_large`` those of cells that do not fit into memory even alone. Where
+    nothing of the group is measured, ``seconds`` are those of the speed model, and it is ``rough``.
     """
 
     prompt_tokens: int

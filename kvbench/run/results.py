@@ -1,7 +1,7 @@
 """Results as records: a stored answer, the record and the summary of a cell, and the report of a run.
 
-``read`` takes the JSON that lies on disk, ``record`` gives it back. What older versions did not write is None, and what
-this one does not know stays in ``more``.
+``read`` takes the JSON that lies on disk, ``record`` returns the JSON to write. A field that an older version did not
+write is None or nan; fields that this version does not know are kept in ``more``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Self
 from kvbench.run.equal_memory import Matched
 
 Facts = Mapping[str, Any]
-"""What numbers were measured with, by name: versions, device, dtype, and what a method says of itself."""
+"""What numbers were measured with: versions, device, dtype and more by name, and what a method adds."""
 CELL_RECORD: Mapping[str, type] = {"label": str, "column": str, "of": int, "identity": dict, "provenance": list}
 
 
@@ -84,7 +84,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class CellRecord:
-    """What a cell is: its method and its task in words, its number of examples, its identity, what measured it.
+    """The record of a cell: method and task in words, number of examples, identity, and what it was measured with.
 
     ``kind`` is None of cells that kvbench measured, and "imported" of others.
     """
@@ -289,7 +289,7 @@ class ReportColumn:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a table of a run shows: the cells by method and task, what a reader must know, where the results lie."""
+    """Everything that a table of a run shows: cells by method and task, notes for the reader, the results folder."""
 
     model: str
     settings: str

@@ -128,7 +128,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def collect(groups: Sequence[Group], store: ResultStore) -> Report:
-    """Return the report of these groups, without what is told of the run: its model, its settings.
+    """Return the report of these groups, without the model and the settings of the run.
 
     Each cell counts only the examples of this run; a delta is the paired difference to the full cache over the examples
     that both have.
