@@ -6,8 +6,9 @@ write is None or nan; fields that this version does not know are kept in ``more`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from math import nan
 from typing import Any, Self
 
@@ -322,8 +323,9 @@ def share(payload16: float, overhead16: float, full16: float) -> float:
     return 100 * (payload16 + overhead16) / full16
 
 
-def _names(cls: type) -> Sequence[str]:
-    return [f.name for f in fields(cls) if f.name != "more"]
+@cache
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(cls) if f.name != "more")
 
 
 def _unknown(cls: type, record: Mapping[str, Any]) -> dict[str, object]:
