@@ -7,12 +7,14 @@ write is None or nan; fields that this version does not know are kept in ``more`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from dataclasses import asdict, dataclass, field
 from math import nan
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvbench.run.equal_memory import Matched
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Facts = Mapping[str, Any]
 """What numbers were measured with: versions, device, dtype and more by name, and what a method adds."""
@@ -323,12 +325,11 @@ def share(payload16: float, overhead16: float, full16: float) -> float:
     return 100 * (payload16 + overhead16) / full16
 
 
-@cache
-def _names(cls: type) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(cls) if f.name != "more")
+def _names(cls: type[DataclassInstance]) -> list[str]:
+    return [name for name in cls.__dataclass_fields__ if name != "more"]
 
 
-def _unknown(cls: type, record: Mapping[str, Any]) -> dict[str, object]:
+def _unknown(cls: type[DataclassInstance], record: Mapping[str, Any]) -> dict[str, object]:
     names = _names(cls)
     return {key: value for key, value in record.items() if key not in names}
 
