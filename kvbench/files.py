@@ -18,7 +18,8 @@ from typing import Any
 
 from kvbench.errors import KvbenchError, UsageError
 
-Sample = dict[str, Any]
+Line = dict[str, Any]
+"""One JSON object of a file."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 RETRY_S = 0.02
 
@@ -30,23 +31,28 @@ class Lines:
     ``torn`` is a last line without its newline that cannot be read: it is being written, or its process was killed.
     """
 
-    intact: tuple[tuple[bytes, Sample], ...]
+    intact: tuple[tuple[bytes, Line], ...]
     damaged: tuple[int, ...]
     torn: int | None = None
 
+    @property
+    def unread(self) -> tuple[int, ...]:
+        """The numbers of all lines that cannot be read, the torn one too."""
+        return (*self.damaged, *((self.torn,) if self.torn else ()))
+
 
 def sha256(path: Path) -> str:
-    """The checksum of a file's content."""
+    """Return the checksum of a file's content."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def line_of(sample: Mapping[str, Any]) -> str:
+def line_of(sample: Mapping[str, object]) -> str:
     """One JSON line that ends with the CRC-32 of everything before it."""
     return _checked(json.dumps(dict(sample), ensure_ascii=False)) + "\n"
 
 
-def parse_line(line: bytes) -> Sample | None:
+def parse_line(line: bytes) -> Line | None:
     """The sample of one line without its checksum; None if it is torn or damaged."""
     try:
         text = line.decode("utf-8")
@@ -136,7 +142,7 @@ class Appender:
                 os.close(self.fd)
 
 
-def write_json(path: Path, content: Mapping[str, Any], sync: bool = True) -> None:
+def write_json(path: Path, content: Mapping[str, object], sync: bool = True) -> None:
     """Write a JSON file in one step: readers see the old or the new one, never half.
 
     With ``sync`` that holds after a power cut, too. A file that says the same already is left alone.
@@ -160,7 +166,7 @@ def write_json(path: Path, content: Mapping[str, Any], sync: bool = True) -> Non
         raise disk_error(error, path) from None
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> Line | None:
     """A JSON file's content, None if it does not exist; raises UsageError if it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -88,9 +88,9 @@ def cost(ours: OurTable) -> str:
     for group in ours.run.groups:
         for cell in group.cells:
             for sample in ours.run.store.samples(cell.id).values():
-                timing = sample["timing"]
-                reads[group.task.id, group.cells[0].identity["content"], sample["id"]] = timing["prefill_s"]
-                rows += timing["compress_s"] + timing["decode_s"]
+                timing = sample.timing
+                reads[group.task.id, group.cells[0].identity["content"], sample.id] = timing.prefill_s
+                rows += timing.compress_s + timing.decode_s
     read = sum(reads.values())
     if not reads:
         return ""

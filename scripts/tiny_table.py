@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from kvbench.errors import KvbenchError
@@ -87,7 +88,7 @@ def prepare(table: str, results: str) -> RunPlan:
 
 def rendered(prepared: RunPlan, table: str) -> str:
     """The table as Markdown, with the command that makes it."""
-    content = {**experiment.report(prepared), "results": "results"}
+    content = replace(experiment.report(prepared), results="results")
     return f"# {table}\n\n`python -m kvbench run {' '.join(TABLES[table])}`\n\n{render.render(content, 'md')}"
 
 

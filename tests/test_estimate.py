@@ -7,6 +7,7 @@ from kvbench.example import Example
 from kvbench.methods.resolve import chain_of
 from kvbench.run.estimate import estimate
 from kvbench.run.plan import Cell, Group
+from kvbench.run.results import Timing
 
 SHAPE = Shape(layers=2, query_heads=4, kv_heads=2, head_dim=8)
 ITEM = 4
@@ -73,7 +74,7 @@ def test_cells_of_one_prefill_stay_together_where_they_fit():
 
 def test_time_is_that_of_the_samples_there_and_unknown_without():
     assert made("full")[1].seconds is None
-    timing = {"prefill_s": 2.0, "compress_s": 0.5, "decode_s": 1.5}
-    _, found = made("full", "think", samples={"0": {"x": {"timing": timing}}})
+    timing = SimpleNamespace(timing=Timing(prefill_s=2.0, compress_s=0.5, decode_s=1.5))
+    _, found = made("full", "think", samples={"0": {"x": timing}})
     # 4 prefills of 2 s; 8 answers of 0.5 + 1.5 s, those of the other method as long
     assert found.seconds == 4 * 2.0 + 8 * 2.0

@@ -46,7 +46,7 @@ def bench(tmp_path_factory):
         run_group(host, replace(group, cells=cells), store, {"device": "cpu", "torch": "2"})
         lines, reasons = {}, {}
         for cell in cells:
-            samples = store.samples(cell.id)
+            samples = store.lines(cell.id)
             status = store.status(cell.id)
             if status.reason:
                 reasons[cell.label] = status.reason
@@ -282,7 +282,7 @@ def test_a_model_that_a_method_changed_is_read_again_for_the_others(mode, bench,
     prepared = prepare(*asked, chains=(hostile, *chains))
     experiment.measure(prepared, quiet=True)
     cells = {c.label: c for c in prepared.groups[0].cells}
-    lines = {name: line for name, c in cells.items() for line in prepared.store.samples(c.id).values()}
+    lines = {name: line for name, c in cells.items() for line in prepared.store.lines(c.id).values()}
     assert {name: {k: v for k, v in line.items() if k != "timing"} for name, line in lines.items()} == bench.alone
     status = prepared.store.status(cells["hostile"].id)
     assert status.status == "refused" and status.reason.startswith("hostile changes the model")

@@ -77,7 +77,7 @@ def test_a_knob_of_two_stages_says_whose_it_is():
 @pytest.mark.parametrize("path", sorted(TABLES.glob("*.samples.jsonl.gz"))[:4], ids=lambda p: p.name.split(".")[0])
 def test_committed_cells_of_different_knobs_have_different_labels(path, tmp_path):
     store = ResultStore(tmp_path)
-    chains = [store.cell(c)["identity"]["chain"] for c in archive.unpack(path, store)]
+    chains = [store.cell(c).identity["chain"] for c in archive.unpack(path, store)]
     told = {json.dumps([[[s["id"], s["knobs"]] for s in c["stages"]], c["per"]]): label({"chain": c}) for c in chains}
     assert len(set(told.values())) == len(told) > 1
     assert not any(";" in text for text in told.values())
@@ -85,7 +85,7 @@ def test_committed_cells_of_different_knobs_have_different_labels(path, tmp_path
 
 def test_labels_of_other_tables_are_not_repeated(tmp_path, capsys):
     store = stored(tmp_path, identity(), identity(knobs={"kv_size": 64}))
-    assert [r["label"] for r in rows(store, {})] == ["snapkv kv_size=16 window=12", "snapkv kv_size=64 window=12"]
+    assert [r.label for r in rows(store, {})] == ["snapkv kv_size=16 window=12", "snapkv kv_size=64 window=12"]
     assert "block" not in called(store, capsys, "list", "runs")
     shown = called(store, capsys, "show", f"{0:016x}")
     assert shown.startswith("cell 0000000000000000: snapkv kv_size=16 window=12 on tiny/needle\n")
@@ -140,5 +140,5 @@ def test_a_run_says_what_its_cells_are(tmp_path, capsys):
     assert (ours["knobs"]["snapkv"]["kv_size"], ours["per"], ours["query_aware"]) == (64, "query_head", False)
     assert (ours["dtype"], ours["prompt"]["template"]) == ("float32", False)
     known = ResultStore(tmp_path).cell(ours["cell"])
-    assert known["label"] == report["rows"][1]["method"] == "snapkv kv_size=64 per=query_head"
-    assert fields(known["identity"]) == {k: ours[k] for k in ("knobs", "per", "prompt", "query_aware", "dtype")}
+    assert known.label == report["rows"][1]["method"] == "snapkv kv_size=64 per=query_head"
+    assert fields(known.identity) == {k: ours[k] for k in ("knobs", "per", "prompt", "query_aware", "dtype")}

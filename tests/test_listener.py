@@ -21,11 +21,11 @@ class Heard:
     def begin(self, prepared):
         self._hear("begin", len(prepared.groups))
 
-    def stored(self, cell, line):
-        self._hear("stored", cell.id, line["id"])
+    def stored(self, cell, sample):
+        self._hear("stored", cell.id, sample.id)
 
-    def ended(self, cell, status, metrics, reason):
-        self._hear("ended", cell.id, status, metrics and metrics["n"], reason)
+    def ended(self, cell, status, summary, reason):
+        self._hear("ended", cell.id, status, summary and summary.n, reason)
 
     def close(self):
         self._hear("close")

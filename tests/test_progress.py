@@ -20,7 +20,7 @@ def shown(monkeypatch, terminal):
     clock = Clock()
     monkeypatch.setattr(displays.time, "monotonic", clock.monotonic)
     monkeypatch.setattr(displays.sys.stderr, "isatty", lambda: terminal, raising=False)
-    todo = [{"task": t, "answers_to_do": n} for t, n in (("needle", 4), ("code", 2), ("done", 0))]
+    todo = [SimpleNamespace(task=t, answers_to_do=n) for t, n in (("needle", 4), ("code", 2), ("done", 0))]
     display = displays.Display()
     display.begin(SimpleNamespace(todo=lambda: todo, advice=list))
     return display, clock
@@ -33,12 +33,12 @@ def cell(name):
 def run(display, clock):
     for kept in (100, 50, 25, 25):
         clock.now += 10
-        display.stored(cell("needle"), {"kept": kept, "n": 100})
+        display.stored(cell("needle"), SimpleNamespace(kept=kept, n=100))
     display.ended(cell("needle"), "complete", None, None)
     display.ended(cell("needle"), "complete", None, None)
     for _ in range(2):
         clock.now += 4
-        display.stored(cell("code"), {"kept": 100, "n": 100})
+        display.stored(cell("code"), SimpleNamespace(kept=100, n=100))
 
 
 def test_plain_lines_tell_rate_tokens_kept_and_time_left(monkeypatch, capsys):
@@ -56,7 +56,7 @@ def test_plain_lines_tell_rate_tokens_kept_and_time_left(monkeypatch, capsys):
 def test_a_group_that_ends_early_says_how_far_it_came(monkeypatch, capsys):
     display, clock = shown(monkeypatch, terminal=False)
     clock.now += 10
-    display.stored(cell("needle"), {"kept": 50, "n": 100})
+    display.stored(cell("needle"), SimpleNamespace(kept=50, n=100))
     for status in ("failed", "complete"):
         display.ended(cell("needle"), status, None, None)
     display.close()

@@ -46,7 +46,7 @@ def test_both_byte_counts_stand_in_lines_metrics_and_table(tmp_path, capsys):
     one = 6 * 64 * 2 * 32 * 4
     for row, held in ((native, 4 * one), (expanded, 8 * one)):
         cell = row["cells"][0]
-        lines = ResultStore(tmp_path).samples(cell["cell"]).values()
+        lines = ResultStore(tmp_path).lines(cell["cell"]).values()
         for record in (row, cell, metrics_of(tmp_path)[cell["cell"]], *lines):
             assert record["payload"] == held
             assert (record["payload_kv_head"], record["payload_query_head"]) == (4 * one, 8 * one)
@@ -67,7 +67,7 @@ def test_a_nominal_budget_is_shown_where_it_is_not_what_was_kept_and_missing_whe
     assert pyramid["nominal_percent"] == 100 * 65 / 256 < pyramid["kept_percent"]
     for row in (free, mask):
         assert row["nominal_percent"] is None
-        assert all(s["nominal"] is None for s in ResultStore(tmp_path).samples(row["cells"][0]["cell"]).values())
+        assert all(s["nominal"] is None for s in ResultStore(tmp_path).lines(row["cells"][0]["cell"]).values())
     assert free["kept_percent"] < 100 == mask["kept_percent"]
     assert main(["show", *arguments, *methods]) == 0
     out = capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_what_masks_shows_what_it_attends_and_only_tables_with_such_a_method_hav
     full, *masked = report["rows"]
     assert full["attended_percent"] is None and full["cells"][0]["attended"] is None
     for row in masked:
-        lines = [s for c in row["cells"] for s in ResultStore(tmp_path).samples(c["cell"]).values()]
+        lines = [s for c in row["cells"] for s in ResultStore(tmp_path).lines(c["cell"]).values()]
         assert len(lines) == 6
         assert row["attended_percent"] == pytest.approx(100 * sum(s["attended"] for s in lines) / 6 / 256)
         assert 0 < row["attended_percent"] < row["kept_percent"]
@@ -98,12 +98,12 @@ def test_what_masks_shows_what_it_attends_and_only_tables_with_such_a_method_hav
 
 
 def test_a_difference_of_less_than_a_tenth_of_a_per_cent_is_shown():
-    assert _kept({"kept_percent": 25.04, "nominal_percent": 25.0}) == "25.04\nasked 25.00"
-    assert _kept({"kept_percent": 25.0, "nominal_percent": 25.0}) == "25.0"
+    assert _kept(25.04, 25.0, evicts=False) == "25.04\nasked 25.00"
+    assert _kept(25.0, 25.0, evicts=False) == "25.0"
 
 
 def test_heads_that_share_nothing_need_no_second_count():
-    assert _payload({"payload": 8.0, "payload_kv_head": 8.0, "payload_query_head": 8.0}) == "8 B"
+    assert _payload(8.0, 8.0, 8.0) == "8 B"
 
 
 def test_table_shows_scores_bytes_n_and_where_results_lie(tmp_path, capsys):
@@ -145,10 +145,10 @@ def test_broken_method_is_refused_in_the_table_and_others_go_on(tmp_path, capsys
         ),
     )
     report = experiment.measure(prepared, quiet=True)
-    status = {r["method"]: {c["status"] for c in r["cells"]} for r in report["rows"]}
+    status = {r.method: {c.status for c in r.cells} for r in report.rows}
     assert status == {"full": {"measured"}, "liar": {"refused"}, "snapkv kv_ratio=0.25": {"measured"}}
-    liar = next(r for r in report["rows"] if r["method"] == "liar")
-    assert "keeps 256 tokens per head of 256, but the method declares exactly 32" in liar["cells"][0]["reason"]
+    liar = next(r for r in report.rows if r.method == "liar")
+    assert "keeps 256 tokens per head of 256, but the method declares exactly 32" in liar.cells[0].reason
     text = render(report)
     assert "✗ refused" in text
     assert "declares exactly 32" in text.replace("\n", " ")
@@ -181,16 +181,16 @@ def test_a_method_that_holds_too_much_while_decoding_is_refused_and_others_tell_
     )
     prepared = prepare(*dataset, f"results={tmp_path / 'r'}", "baseline=false", chains=chains)
     report = experiment.measure(prepared, quiet=True)
-    full, hoards, stream = (r["cells"][0] for r in report["rows"])
-    assert hoards["status"] == "refused"
-    assert "layer 0 holds 41 tokens per head while decoding, declared are at most 40" in hoards["reason"]
+    full, hoards, stream = (r.cells[0] for r in report.rows)
+    assert hoards.status == "refused"
+    assert "layer 0 holds 41 tokens per head while decoding, declared are at most 40" in hoards.reason
     assert "✗ refused" in render(report)
-    assert (full["status"], stream["status"], stream["decode_peak"]) == ("measured", "measured", 40)
-    lines = prepared.store.samples(full["cell"]).values()
+    assert (full.status, stream.status, stream.summary.decode_peak) == ("measured", "measured", 40)
+    lines = prepared.store.lines(full.cell).values()
     assert {s["decode_peak"] - s["new_tokens"] for s in lines} == {prompt - 1}
     assert all(new in (None, s["new_tokens"]) for s in lines)
-    assert full["decode_peak"] == max(s["decode_peak"] for s in lines)
-    assert len(prepared.store.samples(hoards["cell"])) == 0
+    assert full.summary.decode_peak == max(s["decode_peak"] for s in lines)
+    assert len(prepared.store.lines(hoards.cell)) == 0
 
 
 def test_tiny_model_on_other_text_says_that_it_was_not_trained_on_it(tmp_path, capsys):

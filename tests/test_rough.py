@@ -13,7 +13,7 @@ from kvbench.cli.main import main
 from kvbench.run import speed_model
 
 SHAPE = Shape(layers=2, query_heads=4, kv_heads=2, head_dim=8)
-SIZE = speed_model.Weights(layers=1000, logits=200)
+SIZE = (1000, 200)
 NONE = speed_model.Speed(0, 0, 0, 0, 0, 0)
 # 6 prompts of 100 tokens on average are read, 10 rows answered 4 at a time: 3 batches of 7 steps
 WORK = speed_model.Work([50, 150], [0, 0], prefills=6, answers=10, new=7, rows=4, cell=320.0, formats=3, sums=False)
@@ -59,8 +59,8 @@ def test_weights_are_those_of_the_projections(family):
     size = speed_model.weights(model.config)
     linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
     head = model.get_output_embeddings().weight
-    assert size.logits == head.numel()
-    assert size.layers == sum(w.numel() for w in linear if w is not head) > 0
+    assert size[1] == head.numel()
+    assert size[0] == sum(w.numel() for w in linear if w is not head) > 0
 
 
 def test_every_speed_of_a_device_is_measured():

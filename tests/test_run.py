@@ -75,7 +75,7 @@ def test_torn_and_damaged_lines_are_measured_again(tmp_path, capsys):
     assert any("damaged" in note for note in after["notes"])
     scores = [[(c["score"], c["n"]) for c in r["cells"]] for r in (*before["rows"], *after["rows"])]
     assert scores[:2] == scores[2:]
-    assert len(ResultStore(tmp_path).samples(path.parent.name)) == 4
+    assert len(ResultStore(tmp_path).lines(path.parent.name)) == 4
 
 
 def test_line_with_every_kind_of_text_comes_back_and_any_flip_is_seen():
@@ -105,10 +105,10 @@ def test_full_disk_is_one_message_and_keeps_what_was_written(tmp_path, monkeypat
     with pytest.raises(KvbenchError, match="disk is full"):
         experiment.measure(prepared, quiet=True)
     monkeypatch.undo()
-    stored = sum(len(prepared.store.samples(c.id)) for g in prepared.groups for c in g.cells)
+    stored = sum(len(prepared.store.lines(c.id)) for g in prepared.groups for c in g.cells)
     assert stored == 3
     experiment.measure(prepared, quiet=True)
-    assert all(len(prepared.store.samples(c.id)) == 4 for g in prepared.groups for c in g.cells)
+    assert all(len(prepared.store.lines(c.id)) == 4 for g in prepared.groups for c in g.cells)
 
 
 def test_disk_full_error_of_the_system_becomes_the_message(tmp_path):
@@ -287,12 +287,12 @@ def test_a_refusal_outlives_other_shards_and_ends_only_when_its_example_passes(t
     for shard in shards:
         experiment.measure(shard, quiet=True)
     whole = prepare(*base, chains=chains)
-    (cell,) = experiment.report(whole)["rows"][0]["cells"]
-    assert cell["status"] == "refused"
-    assert bad.id in cell["reason"]
+    (cell,) = experiment.report(whole).rows[0].cells
+    assert cell.status == "refused"
+    assert bad.id in cell.reason
     LiesOnce.lies.clear()
-    (cell,) = experiment.measure(whole, quiet=True)["rows"][0]["cells"]
-    assert (cell["status"], cell["n"]) == ("measured", 8)
+    (cell,) = experiment.measure(whole, quiet=True).rows[0].cells
+    assert (cell.status, cell.summary.n) == ("measured", 8)
 
 
 def test_samples_say_what_they_were_measured_with(tmp_path, capsys):
@@ -305,8 +305,8 @@ def test_samples_say_what_they_were_measured_with(tmp_path, capsys):
     run_json(capsys, *arguments)
     store = ResultStore(tmp_path)
     (cell,) = store.cells()
-    assert sorted(s["provenance"] for s in store.samples(cell).values()) == [0, 1]
-    assert len(store.cell(cell)["provenance"]) == 2
+    assert sorted(s["provenance"] for s in store.lines(cell).values()) == [0, 1]
+    assert len(store.cell(cell).provenance) == 2
 
 
 def test_equal_budgets_are_one_cell_however_they_are_written(tmp_path):

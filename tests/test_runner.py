@@ -164,7 +164,7 @@ def test_a_prompt_or_an_answer_that_cannot_be_handled_costs_its_dataset_only(nam
 def test_a_launcher_that_ends_its_worker_leaves_a_reason_in_words(tmp_path, monkeypatch):
     prepared = prepare(*SMALL, "limit=1", f"results={tmp_path}", "method=snapkv")
 
-    def add(self, row, line, answer):
+    def add(self, *args):
         raise SystemExit(1)  # Ray's worker on SIGTERM
 
     monkeypatch.setattr(runner.GroupRun, "add", add)
@@ -180,8 +180,8 @@ def test_an_interrupt_marks_only_cells_that_have_something_left(tmp_path, capsys
     both = prepare(*arguments, "method=snapkv,h2o", "batch_rows=1")
     original, stored = runner.GroupRun.add, []
 
-    def add(self, row, line, answer):
-        original(self, row, line, answer)
+    def add(self, row, *rest):
+        original(self, row, *rest)
         stored.append(row.cell.label)
         if stored.count("full") == 3:
             raise KeyboardInterrupt("stopped by Ctrl-C")
@@ -292,6 +292,6 @@ def test_in_half_precision_too_the_batch_policy_stands_in_the_record(tmp_path, c
     experiment.measure(run, quiet=True)
     for group in run.groups:
         for cell in group.cells:
-            (facts,) = run.store.cell(cell.id)["provenance"]
+            (facts,) = run.store.cell(cell.id).provenance
             assert facts["batch"]["rows"] == 4 and "by example, then by cell" in facts["batch"]["order"]
-            assert all(1 <= s["timing"]["batch_rows"] <= 4 for s in run.store.samples(cell.id).values())
+            assert all(1 <= s["timing"]["batch_rows"] <= 4 for s in run.store.lines(cell.id).values())

@@ -8,8 +8,8 @@ import pytest
 from stored import FACTS, Cell, measure, sample
 
 from kvbench.errors import UsageError
+from kvbench.run.results import Status
 from kvbench.run.store import ResultStore
-from kvbench.run.store_cells import Status
 
 
 def test_a_cell_from_never_to_complete(tmp_path):
@@ -53,9 +53,9 @@ def test_a_mark_after_closing_and_one_of_a_cell_that_was_never_opened(tmp_path):
     assert [p.name for p in store.folder(opened.id).glob("state-*")] == ["state-3.json"]
     store.mark(other, "failed", "no memory")
     assert (store.status(other.id).status, store.status(other.id).reason) == ("failed", "no memory")
-    assert store.cell(other.id)["label"] == "h2o"
+    assert store.cell(other.id).label == "h2o"
     measure(store, other, [0])
-    assert store.cell(other.id)["provenance"] == [FACTS]
+    assert store.cell(other.id).provenance == (FACTS,)
     with pytest.raises(UsageError, match="'done'"):
         store.mark(other, "done")
 

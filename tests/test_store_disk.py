@@ -42,7 +42,7 @@ def test_a_full_disk_tears_one_line_and_loses_none(small_disk):
     store.write_metrics(cell.id, {"n": 1})
     with pytest.raises(KvbenchError, match=r"the disk is full.*Everything before is safe; free some space"):
         fill(writer)
-    written = len(store.samples(cell.id))
+    written = len(store.lines(cell.id))
     assert writer.out.path.read_bytes().count(b"\n") == written
     assert 20 < written < 200
     store.mark(cell, "failed", "the disk is full")
@@ -51,11 +51,11 @@ def test_a_full_disk_tears_one_line_and_loses_none(small_disk):
         store.write_metrics(cell.id, {"n": written, "long": "x" * 9000})
     assert read_json(store.folder(cell.id) / "metrics.json") == {"n": 1}
     assert not list(store.folder(cell.id).glob("*.tmp"))
-    assert len(ResultStore(store.root).samples(cell.id)) == written
+    assert len(ResultStore(store.root).lines(cell.id)) == written
     assert read_lines(store.folder(cell.id) / "samples-0.jsonl").torn == written + 1
     subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
     measure(store, cell, range(written, 200))
-    assert list(store.samples(cell.id).values()) == sorted(
+    assert list(store.lines(cell.id).values()) == sorted(
         ({**sample(i), "provenance": 0} for i in range(200)), key=lambda s: s["id"]
     )
     assert store.status(cell.id).status == "complete"
@@ -72,7 +72,7 @@ def test_a_device_that_is_always_full(tmp_path):
         writer.append(sample(1))
     writer.close()
     (store.folder(cell.id) / "samples-0.jsonl").unlink()
-    assert list(store.samples(cell.id)) == ["e0"]
+    assert list(store.lines(cell.id)) == ["e0"]
 
 
 def test_a_write_that_fails_in_the_middle_costs_its_own_line_only(tmp_path, monkeypatch):
@@ -94,7 +94,7 @@ def test_a_write_that_fails_in_the_middle_costs_its_own_line_only(tmp_path, monk
     monkeypatch.undo()
     writer.append(sample(3))
     writer.close()
-    assert list(store.samples(cell.id)) == ["e0", "e2", "e3"]
+    assert list(store.lines(cell.id)) == ["e0", "e2", "e3"]
     assert len(store.warnings) == 1
 
 
@@ -117,7 +117,7 @@ def test_a_limit_on_file_sizes(tmp_path):
     written, message = said.get(timeout=60)
     process.join()
     assert "File too large" in message
-    assert len(ResultStore(tmp_path).samples(Cell().id)) == written > 2
+    assert len(ResultStore(tmp_path).lines(Cell().id)) == written > 2
 
 
 def test_a_device_that_does_not_sync_is_said_and_the_lock_is_let_go(tmp_path, monkeypatch):
@@ -138,7 +138,7 @@ def test_a_device_that_does_not_sync_is_said_and_the_lock_is_let_go(tmp_path, mo
     monkeypatch.undo()
     assert store.status(cell.id).measuring == ()
     measure(store, cell, [1])
-    assert len(store.samples(cell.id)) == 2
+    assert len(store.lines(cell.id)) == 2
 
 
 def test_lines_are_synced_when_old_at_once_when_asked_and_on_closing(tmp_path, monkeypatch):
@@ -168,14 +168,14 @@ def test_a_folder_that_vanishes_is_said_and_one_that_moves_goes_on(tmp_path):
     writer.append(sample(0))
     (tmp_path / "a").rename(tmp_path / "b")
     writer.append(sample(1))
-    assert len(ResultStore(tmp_path / "b").samples(cell.id)) == 2
+    assert len(ResultStore(tmp_path / "b").lines(cell.id)) == 2
     shutil.rmtree(tmp_path / "b")
     with pytest.raises(KvbenchError, match="was removed while it was written: the answers in it are gone"):
         writer.append(sample(2))
     store.mark(cell, "failed", "gone")
     writer.close()
     measure(store, cell, [0])
-    assert len(store.samples(cell.id)) == 1
+    assert len(store.lines(cell.id)) == 1
 
 
 def test_a_read_only_folder_is_a_usage_error_before_anything_is_measured(tmp_path, capsys):

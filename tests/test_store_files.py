@@ -52,11 +52,11 @@ def pristine():
 
 def finished(store, cell):
     """Measure what is missing, as a resumed run does, and return the bytes of metrics.json."""
-    missing = [i for i in range(SIZE) if f"e{i}" not in store.samples(cell.id)]
+    missing = [i for i in range(SIZE) if f"e{i}" not in store.lines(cell.id)]
     if missing:
         measure(store, cell, missing)
     samples = list(store.samples(cell.id).values())
-    store.write_metrics(cell.id, summarise(samples, "f1", SIZE))
+    store.write_metrics(cell.id, summarise(samples, "f1", SIZE).record())
     return (store.folder(cell.id) / "metrics.json").read_bytes(), missing
 
 
@@ -97,11 +97,11 @@ def test_metrics_are_the_same_bytes_after_repair_and_after_cleaning(damage, tmp_
         assert metrics == expected
         assert bool(store.warnings) == bool(unread)
         assert store.status(cell.id).status == "complete"
-        before = store.samples(cell.id)
+        before = store.lines(cell.id)
         assert main(["clean", f"results={store.root}", "--yes"]) == 0
         after = ResultStore(store.root)
         assert finished(after, cell) == (expected, [])
-        assert after.samples(cell.id) == before
+        assert after.lines(cell.id) == before
         assert not after.warnings
         aside = path.with_name("damaged-0.jsonl")
         assert (aside.read_bytes().count(b"\n") if aside.exists() else 0) == unread
@@ -122,7 +122,7 @@ def test_metrics_do_not_depend_on_order_or_on_the_files(tmp_path):
         for line in chance.sample([*lines, again], SIZE + 1):
             with (folder / f"samples-{chance.randrange(12)}.jsonl").open("a") as out:
                 out.write(line)
-        assert list(store.samples(cell.id)) == sorted(f"e{i}" for i in range(SIZE))
+        assert list(store.lines(cell.id)) == sorted(f"e{i}" for i in range(SIZE))
         found.add(finished(store, cell)[0])
     assert len(found) == 1
 
@@ -131,7 +131,7 @@ def test_an_example_in_the_files_of_two_shards_counts_once(tmp_path):
     store, cell = ResultStore(tmp_path), Cell(size=4)
     measure(store, cell, [0, 1], shard=0)
     measure(store, cell, [1, 2], shard=1)
-    assert list(store.samples(cell.id)) == ["e0", "e1", "e2"]
+    assert list(store.lines(cell.id)) == ["e0", "e1", "e2"]
     assert (store.status(cell.id).n, store.status(cell.id).status) == (3, "partial")
 
 
@@ -140,9 +140,9 @@ def test_a_line_cut_at_its_newline_is_whole_and_the_next_starts_its_own(tmp_path
     measure(store, cell, [0, 1])
     path = store.folder(cell.id) / "samples-0.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
-    assert len(store.samples(cell.id)) == 2
+    assert len(store.lines(cell.id)) == 2
     measure(store, cell, [2])
-    assert len(store.samples(cell.id)) == 3
+    assert len(store.lines(cell.id)) == 3
     assert not store.warnings
 
 

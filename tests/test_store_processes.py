@@ -99,9 +99,9 @@ def test_eight_shards_that_start_together_are_all_registered_and_lose_nothing(tm
     assert spawn(8, _own_shard, tmp_path) == [0] * 8
     store = ResultStore(tmp_path)
     assert (store.status(Cell().id).status, store.status(Cell().id).n) == ("complete", 80)
-    known = store.cell(Cell().id)["provenance"]
+    known = store.cell(Cell().id).provenance
     assert sorted(p["threads"] for p in known) == list(range(8))
-    for found in store.samples(Cell().id).values():
+    for found in store.lines(Cell().id).values():
         assert known[found["provenance"]]["threads"] == int(found["id"][1:]) // 10
 
 
@@ -119,7 +119,7 @@ def _same_shard(i, root):
 def test_of_processes_that_start_together_on_one_shard_one_measures(tmp_path):
     ended = spawn(5, _same_shard, tmp_path)
     assert sorted(ended) == [0, 3, 3, 3, 3]
-    assert len(ResultStore(tmp_path).samples(Cell().id)) == 1
+    assert len(ResultStore(tmp_path).lines(Cell().id)) == 1
 
 
 def _look(i, root, until):

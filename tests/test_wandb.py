@@ -15,7 +15,7 @@ from runs import SMALL, metrics_of, prepare
 from kvbench.cli.main import main
 from kvbench.run import experiment
 from kvbench.run.config import LoggerConfig
-from kvbench.run.wandb_logger import listeners, run_id, summary
+from kvbench.run.wandb_logger import flat_names, listeners, run_id
 from kvbench.tables.heatmap import draw, heat_map
 
 OFFLINE = ("logger=wandb", "logger.mode=offline")
@@ -77,8 +77,8 @@ def test_each_cell_is_a_run_that_holds_its_metrics_and_goes_on_when_resumed(tmp_
         assert config["identity"] == json.loads(json.dumps(cell.identity))
         assert (config["method"], config["task"]) == (cell.chain.name, group.task.id)
         assert cell.chain.stages == () or (config["kv_ratio"], config["ratio"]) == (0.25, 0.4)
-        assert config["provenance"] == prepared.store.cell(cell_id)["provenance"]
-        samples = list(prepared.store.samples(cell_id).values())[:4]
+        assert config["provenance"] == list(prepared.store.cell(cell_id).provenance)
+        samples = list(prepared.store.lines(cell_id).values())[:4]
         shown = table(resumed, "samples")
         assert shown["columns"] == ["id", "prediction", "answers", "score", "kept %"]
         assert [row[:2] for row in shown["data"]] == [[s["id"], s["prediction"]] for s in samples]
@@ -105,7 +105,7 @@ def test_needle_runs_have_a_heat_map_over_all_lengths(tmp_path):
     for label, length, depth, score, n in rows:
         group = next(g for g in prepared.groups if g.task.id == f"needle/{length}")
         cell = next(c for c in group.cells if c.label == label)
-        scores = [s["score"] for s in prepared.store.samples(cell.id).values() if s["meta"]["depth"] == depth]
+        scores = [s["score"] for s in prepared.store.lines(cell.id).values() if s["meta"]["depth"] == depth]
         assert n == len(scores) == 2 and score == pytest.approx(100 * sum(scores) / 2)
     images = sorted((heat["folder"] / "files" / "media" / "images").rglob("*.png"))
     assert len(images) == 2 and all(p.stat().st_size > 1000 for p in images)
@@ -140,8 +140,8 @@ def test_shards_have_runs_of_their_own_and_the_whole_has_the_cells(tmp_path, cap
 def test_metrics_become_flat_names():
     metrics = {"score": 50.0, "ci": [40.0, 60.0], "attended": None, "buckets": {"0-4k": {"n": 3, "score": 1.0}}}
     flat = {"score": 50.0, "ci_low": 40.0, "ci_high": 60.0, "buckets/0-4k/n": 3, "buckets/0-4k/score": 1.0}
-    assert summary(metrics) == flat
-    assert summary({"ci": None}) == {}
+    assert flat_names(metrics) == flat
+    assert flat_names({"ci": None}) == {}
 
 
 def test_run_ids_are_cell_ids_except_for_shards():

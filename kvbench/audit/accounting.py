@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.segment import LayerCache, storage_bytes
@@ -187,34 +186,6 @@ def _ragged_segments(chain: Chain, expected: Expected, shape: Shape) -> int:
     """Count the segments in which the heads that hold least and most have different numbers of tokens."""
     ends = [chain.layout(tokens, shape.head_dim, 1) for tokens in (min(expected.low), max(expected.high))]
     return sum(a is None or b is None or a.slots != b.slots for a, b in zip_longest(*ends))
-
-
-def at_16_bits(chain: Chain, line: Mapping[str, Any], itemsize: int) -> dict[str, float]:
-    """Return ``payload16``, ``overhead16`` and ``full16`` of a stored line that lacks them, run at ``itemsize`` bytes.
-
-    Codes, scales, positions and ids take the same bytes at any width; exact keys and values and the state of modifiers
-    shrink. The numbers are exact to the byte where heads keep the same number of tokens or nothing is packed, else they
-    follow from the mean of the heads.
-    """
-    slots, exact, coder, selector = round(line["kept"]), line["payload"], chain.coder, chain.selector
-    if selector is not None and selector.packs:
-        exact = 0  # every token is packed
-    elif coder is not None:
-        group = round(line["payload_query_head"] / line["payload_kv_head"])
-        # the exact part of the payload: keys and values of tokens that the coder leaves unpacked
-        unpacked = 2 * slots - coder.keys.packed(slots) - coder.values.packed(slots)
-        exact = chain.heads(1, group) * line["full_bytes"] * unpacked / (2 * line["n"])
-    state = sum(m.slot_bytes(itemsize) for m in chain.modifiers) if chain.evicts else 0
-    shrunk = 1.0
-    if state:
-        # each slot's overhead loses the difference that modifiers' state makes at 16 bits
-        slot_overhead = POSITION_BYTES + chain.layout(slots, 128, itemsize)[0].slot_overhead
-        shrunk -= (state - sum(m.slot_bytes(HALF) for m in chain.modifiers)) / slot_overhead
-    return {
-        "payload16": line["payload"] - exact * (1 - HALF / itemsize),
-        "overhead16": line["overhead"] * shrunk,
-        "full16": line["full_bytes"] * HALF / itemsize,
-    }
 
 
 def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.run import words
@@ -32,9 +31,8 @@ def main(args: argparse.Namespace) -> int:
     overrides = [f"calibration_{o}" if o.startswith("text=") else o for o in args.overrides]
     from kvbench.run import config, experiment
 
-    records: list[dict[str, Any]] = []
-    for run in words.read(overrides).runs:
-        records += experiment.calibrate(config.parse(run), quiet=args.json)
+    cfgs = [config.parse(run) for run in words.read(overrides).runs]
+    records = [record for cfg in cfgs for record in experiment.calibrate(cfg, quiet=args.json)]
     if args.json:
         print(json.dumps(records, indent=1, ensure_ascii=False))
         return 0

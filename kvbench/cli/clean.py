@@ -41,17 +41,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Show what can go, and with --yes remove it."""
     from kvbench.cli.runs import given, rows
-    from kvbench.run.store import ResultStore
-    from kvbench.run.store_cells import LINK
-    from kvbench.run.store_clean import carry_out, leftovers, measuring, plan
+    from kvbench.run.store import LINK, ResultStore
+    from kvbench.run.store_clean import carry_out, leftovers, plan
 
     filters = given(args.overrides, KEYS)
     store = ResultStore(Path(filters.pop("results", "results")).expanduser())
     if not store.root.is_dir():
         raise UsageError(f"results={store.root} is not a folder: give results=FOLDER that runs were made in")
     whole = "cells" in filters or "status" in filters
-    cells = [r["id"] for r in rows(store, filters)]
-    busy = {cell: shards for cell in cells if (shards := measuring(store, cell))}
+    cells = [cell.id for cell in rows(store, filters)]
+    busy = {cell: shards for cell in cells if (shards := store.measuring(cell))}
     if busy and "cells" in filters:
         cell, shards = next(iter(busy.items()))
         raise KvbenchError(

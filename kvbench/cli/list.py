@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbench.conf import conf_dir
 from kvbench.errors import UsageError, unknown
 from kvbench.run import presets
+
+if TYPE_CHECKING:
+    from kvbench.cli.runs import StoredCell
 
 EXAMPLES = """examples:
   python -m kvbench list
@@ -52,7 +55,8 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"{next(iter(args.filters))}= chooses among runs: python -m kvbench list runs ...")
     found = {kind: _LISTS[kind](args) for kind in kinds}
     if args.json:
-        print(json.dumps(found, indent=1, ensure_ascii=False))
+        shown = {k: [cell.json() for cell in items] if k == "runs" else items for k, items in found.items()}
+        print(json.dumps(shown, indent=1, ensure_ascii=False))
         return 0
     for kind, items in found.items():
         if kind == "runs":
@@ -149,7 +153,7 @@ def _setting(setting: dict[str, Any]) -> str:
     return fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False)
 
 
-def _runs(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _runs(args: argparse.Namespace) -> list[StoredCell]:
     from kvbench.cli.runs import rows
     from kvbench.run.store import ResultStore
 
@@ -157,7 +161,7 @@ def _runs(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows(args.store, args.filters)
 
 
-def _table(args: argparse.Namespace, items: list[dict[str, Any]]) -> str:
+def _table(args: argparse.Namespace, items: list[StoredCell]) -> str:
     from kvbench.cli.runs import table
 
     if items:
@@ -172,7 +176,7 @@ def _short(value: Any) -> str:
     return "null" if value is None else json.dumps(value) if not isinstance(value, str) else value
 
 
-_LISTS = {
+_LISTS: dict[str, Callable[[argparse.Namespace], list[Any]]] = {
     "methods": _methods,
     "datasets": lambda args: _yaml("dataset"),
     "models": lambda args: _yaml("model"),

@@ -93,14 +93,20 @@ def _collect(given: dict[str, str], count: int) -> Report:
 def _runs(results: Path) -> list[dict[str, Any]]:
     """Every cell of the store with what it was measured with."""
     from kvbench.cli import runs
+    from kvbench.run.labels import fields
     from kvbench.run.store import ResultStore
 
-    store, found = ResultStore(results), []
-    for r in runs.rows(store, {}):
-        record = store.cell(r["id"]) if r["status"] != runs.DAMAGED else None
-        facts = ((record or {}).get("provenance") or [{}])[-1]
-        method = f"{r['label']} {r['differs']}".strip()
-        known = {key: r[key] for key in ("dataset", "model", "dtype", "n")}
-        made = {key: facts.get(key) for key in ("device", "torch", "transformers", "commit")}
-        found.append({"method": method, **known, **made, "cell": r["id"]})
-    return found
+    rows = []
+    for cell in runs.rows(ResultStore(results), {}):
+        facts = cell.record.provenance[-1] if cell.record.provenance else {}
+        row = {
+            "method": f"{cell.label} {cell.differs}".strip(),
+            "dataset": cell.record.column,
+            "model": cell.record.model,
+            "dtype": fields(cell.record.identity)["dtype"],
+            "n": cell.status.n,
+            **{key: facts.get(key) for key in ("device", "torch", "transformers", "commit")},
+            "cell": cell.id,
+        }
+        rows.append(row)
+    return rows

@@ -10,11 +10,11 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -23,6 +23,8 @@ from kvbench.run import words
 
 if TYPE_CHECKING:
     from kvbench.run.experiment import RunPlan
+    from kvbench.run.plan import GroupPlan, Plan
+    from kvbench.run.results import Report
 
 EXAMPLES = """examples:
   python -m kvbench run method=snapkv+think ratio=0.4
@@ -92,18 +94,19 @@ def main(args: argparse.Namespace) -> int:
     return print_reports(reports, args)
 
 
-def print_reports(reports: list[dict[str, Any]], args: argparse.Namespace) -> int:
+def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
     """Print reports as asked for; the status is 1 if any cell was refused or failed."""
     from kvbench.tables import render
 
     if args.json:
-        print(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1, ensure_ascii=False))
+        records = [r.record() for r in reports]
+        print(json.dumps(records[0] if len(records) == 1 else records, indent=1, ensure_ascii=False))
     else:
         for r in reports:
             if len(reports) > 1:
-                print(f"model {r['model']}\n")
+                print(f"model {r.model}\n")
             print(render.render(r, args.format), end="")
-    counts = Counter(c["status"] for r in reports for row in r["rows"] for c in row["cells"])
+    counts = Counter(cell.status for r in reports for cell in r.cells)
     for status, hint in (("refused", ""), ("failed", "; the same command tries them again")):
         if counts[status]:
             text = f"{counts[status]} of the cells {'were ' if status == 'refused' else ''}{status}"
@@ -138,7 +141,7 @@ def stopping(prepared: Sequence[RunPlan], asked: Sequence[str]) -> Iterator[Stop
     except KeyboardInterrupt:
         stop.status = 128 + (came[-1] if came else signal.SIGINT)
         todo = [t for p in prepared for t in p.todo()]
-        done, left = (sum(t[key] for t in todo) for key in ("answers_done", "answers_to_do"))
+        done, left = (sum(t.answers_done for t in todo), sum(t.answers_to_do for t in todo))
         command = shlex.join(["python", "-m", "kvbench", *asked])
         print(
             f"kvbench: interrupted. {done} of {done + left} answers are done and safe; to go on:\n  {command}",
@@ -151,79 +154,78 @@ def stopping(prepared: Sequence[RunPlan], asked: Sequence[str]) -> Iterator[Stop
 
 def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
     """Print what would be measured; nothing is."""
-    from kvbench.tables.render import size
-
-    plans = [
-        {
-            "model": p.cfg.model.path,
-            "preset": p.cfg.preset,
-            **p.plan(),
-            "matched": [{**asdict(m), "text": str(m)} for m in p.matched],
-        }
-        for p in prepared
-    ]
+    plans = [p.plan() for p in prepared]
     if as_json:
-        print(json.dumps(plans, indent=1, ensure_ascii=False))
+        shown = [
+            {"model": p.cfg.model.path, "preset": p.cfg.preset, **asdict(plan)}
+            | {"matched": [{**asdict(m), "text": str(m)} for m in p.matched]}
+            for p, plan in zip(prepared, plans, strict=True)
+        ]
+        print(json.dumps(shown, indent=1, ensure_ascii=False))
         return 0
-    for plan in plans:
-        print(f"model {plan['model']}" + (f", preset {plan['preset']}" if plan["preset"] else ""))
-        for m in plan["matched"]:
-            print(fill(m["text"], 100, initial_indent="  ", subsequent_indent="    "))
-        for g in plan["groups"]:
-            for text in _planned(g):
-                print(fill(text, 100, initial_indent="  ", subsequent_indent="    "))
-        sizes = f"memory for caches: {size(plan['memory'])} (memory=GiB sets it)"
-        for text in [f"dtype {plan['dtype']}", *_together(plan), sizes]:
+    for p, plan in zip(prepared, plans, strict=True):
+        print(f"model {p.cfg.model.path}" + (f", preset {p.cfg.preset}" if p.cfg.preset else ""))
+        for text in (*map(str, p.matched), *_plan_lines(plan)):
             print(fill(text, 100, initial_indent="  ", subsequent_indent="    "))
-        for text in plan["notes"]:
-            print(fill(text, 100, initial_indent="  ", subsequent_indent="    "))
-        for text in dict.fromkeys(c for g in plan["groups"] for c in g["calibrations"]):
-            print(fill(f"computed first: calibration of {text}", 100, initial_indent="  ", subsequent_indent="    "))
-        for method, cells in _methods(plan["groups"]).items():
-            print(
-                fill(f"method {method}: cells {', '.join(cells)}", 100, initial_indent="  ", subsequent_indent="    ")
-            )
     return 0
 
 
-def _planned(g: Mapping[str, Any]) -> Iterator[str]:
+def _plan_lines(plan: Plan) -> Iterator[str]:
+    """All that is told of a plan: each group, all together, memory, notes, calibrations, the cells of each method."""
+    from kvbench.tables.render import size
+
+    for group in plan.groups:
+        yield from _planned(group)
+    yield f"dtype {plan.dtype}"
+    yield from _together(plan)
+    yield f"memory for caches: {size(plan.memory)} (memory=GiB sets it)"
+    yield from plan.notes
+    yield from dict.fromkeys(f"computed first: calibration of {c}" for g in plan.groups for c in g.calibrations)
+    methods: dict[str, list[str]] = {}
+    for g in plan.groups:
+        for method, cell in zip(g.methods, g.cells, strict=True):
+            methods.setdefault(method, []).append(cell)
+    yield from (f"method {method}: cells {', '.join(cells)}" for method, cells in methods.items())
+
+
+def _planned(g: GroupPlan) -> Iterator[str]:
     """What is done and left of one group, what that takes, and in which parts it runs."""
     from kvbench.tables.render import size
 
     yield (
-        f"{g['task']}: {g['examples']} of {g['of']} examples x {len(g['methods'])} methods; "
-        f"{g['answers_done']} answers done, {g['answers_to_do']} to do in {g['prefills']} prefills "
-        f"({g['prefills_saved']} saved by sharing)"
+        f"{g.task}: {g.examples} of {g.of} examples x {len(g.methods)} methods; "
+        f"{g.answers_done} answers done, {g.answers_to_do} to do in {g.prefills} prefills "
+        f"({g.prefills_saved} saved by sharing)"
     )
-    if not g["answers_to_do"]:
+    if not g.answers_to_do:
         return
-    time = f"{'roughly' if g['rough'] else 'about'} {_duration(g['seconds'])}"
-    yield f"  prompts of at most {g['prompt_tokens']} tokens: caches of about {size(g['bytes'])}, {time}"
-    if len(g["parts"]) > 1:
-        named = "; ".join(", ".join(part) for part in g["parts"])
-        yield f"  in {len(g['parts'])} parts, of which each reads the prompts, to fit into memory: {named}"
-    if g["too_large"]:
+    time = f"{'roughly' if g.rough else 'about'} {_duration(g.seconds)}"
+    yield f"  prompts of at most {g.prompt_tokens} tokens: caches of about {size(g.bytes)}, {time}"
+    if len(g.parts) > 1:
+        named = "; ".join(", ".join(part) for part in g.parts)
+        yield f"  in {len(g.parts)} parts, of which each reads the prompts, to fit into memory: {named}"
+    if g.too_large:
         yield (
-            f"  not within the memory for caches, even alone, and run all the same: {', '.join(g['too_large'])}. Raise "
+            f"  not within the memory for caches, even alone, and run all the same: {', '.join(g.too_large)}. Raise "
             "memory=, or shorten the prompts (max_length=)"
         )
 
 
-def _together(plan: Mapping[str, Any]) -> Iterator[str]:
+def _together(plan: Plan) -> Iterator[str]:
     """All groups in one line, and where their times come from."""
-    left = [g for g in plan["groups"] if g["answers_to_do"]]
+    left = [g for g in plan.groups if g.answers_to_do]
     if not left:
         return
-    answers, prefills, saved = (sum(g[k] for g in left) for k in ("answers_to_do", "prefills", "prefills_saved"))
-    rough = any(g["rough"] for g in left)
+    rough = any(g.rough for g in left)
     yield (
-        f"together: {answers} answers in {prefills} prefills ({saved} saved by sharing), "
-        f"{'roughly' if rough else 'about'} {_duration(sum(g['seconds'] for g in left))}"
+        f"together: {sum(g.answers_to_do for g in left)} answers in {sum(g.prefills for g in left)} prefills "
+        f"({sum(g.prefills_saved for g in left)} saved by sharing), "
+        f"{'roughly' if rough else 'about'} {_duration(sum(g.seconds for g in left))}"
     )
     if rough:
         yield (
             f"roughly: nothing of it is measured yet, so from counts of operations and bytes at the speed that "
-            f"{plan['device']} shows here now, every answer as long as it may be; it may be a factor of three off"
+            f"{plan.device} shows here now, every answer as long as it may be; it may be a factor of three off"
         )
 
 
@@ -232,11 +234,3 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _methods(groups: list[dict[str, Any]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for g in groups:
-        for method, cell in zip(g["methods"], g["cells"], strict=True):
-            found.setdefault(method, []).append(cell)
-    return found

@@ -1,15 +1,17 @@
-"""Measured cells as lists show them: one dictionary each, filters by key=value, and a table."""
+"""Stored cells as lists show them: one record each, filters by key=value, and a table."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import Any
+from functools import partial
 
 from kvbench.errors import UsageError, unknown
 from kvbench.run.labels import differences, fields, label
+from kvbench.run.results import CellRecord, ScoreSummary, Status
 from kvbench.run.store import STATUSES, ResultStore
 from kvbench.run.words import split_list
 
@@ -35,80 +37,112 @@ def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def rows(store: ResultStore, filters: Mapping[str, str]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class StoredCell:
+    """What there is to know about one stored cell at a glance.
+
+    ``summary`` is of all its samples; None where there is none of so many. ``differs`` tells it from cells of the same
+    label, dataset and model.
+    """
+
+    id: str
+    folder: str
+    record: CellRecord
+    status: Status
+    summary: ScoreSummary | None = None
+    differs: str = ""
+
+    @property
+    def label(self) -> str:
+        """The method with its budgets and knobs."""
+        damaged = self.status.status == DAMAGED
+        return "" if damaged else label(self.record.identity, self.record.label)
+
+    @property
+    def changed(self) -> str | None:
+        """The time of the last write, in ISO format."""
+        time_s = self.status.changed
+        return None if time_s is None else datetime.fromtimestamp(time_s).astimezone().isoformat("T", "seconds")
+
+    def json(self) -> dict[str, object]:
+        """Return it as ``--json`` prints it."""
+        score = self.summary
+        return {
+            "id": self.id,
+            "label": self.label,
+            "dataset": self.record.column,
+            "model": self.record.model,
+            "folder": self.folder,
+            "imported": self.record.kind == "imported",
+            **fields(self.record.identity),
+            **asdict(self.status),
+            "changed": self.changed,
+            **({"metric": score.metric, "score": score.score, "ci": score.ci} if score is not None else {}),
+            "differs": self.differs,
+        }
+
+
+def rows(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCell]:
     """The cells of a store that pass all ``filters``, by dataset and label."""
     asked = filters.get("cells")
     names = store.folders() if asked is None else [store.find(name) for name in dict.fromkeys(split_list(asked))]
-    found = [r for r in (row(store, name) for name in names) if _passes(r, filters)]
-    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for r in found:
-        alike.setdefault((r["label"], r["dataset"], r["model"]), []).append(r)
-    for some in alike.values():
-        for r, words in zip(some, differences([r.pop("identity") for r in some]), strict=True):
-            r["differs"] = words
-    return sorted(found, key=lambda r: (r["dataset"], r["label"], r["differs"], r["id"]))
+    alike: dict[tuple[str, ...], list[StoredCell]] = {}
+    for cell in map(partial(row, store), names):
+        if _passes(cell, filters):
+            alike.setdefault((cell.label, cell.record.column, cell.record.model), []).append(cell)
+    told = [
+        replace(cell, differs=words)
+        for some in alike.values()
+        for cell, words in zip(some, differences([c.record.identity for c in some]), strict=True)
+    ]
+    return sorted(told, key=lambda c: (c.record.column, c.label, c.differs, c.id))
 
 
-def row(store: ResultStore, name: str) -> dict[str, Any]:
-    """What there is to know about one cell at a glance, and its identity."""
-    folder = store.folder(name)
-    empty = {"id": name, "label": "", "dataset": "", "model": "", "folder": str(folder), "imported": False}
+def row(store: ResultStore, name: str) -> StoredCell:
+    """What there is to know about one cell."""
+    folder = str(store.folder(name))
     try:
-        record, status = store.cell(name) or {}, store.status(name)
-        metrics = store.metrics(name)
-        identity = record.get("identity", {})
-        settings = {**fields(identity), "identity": identity}
-        empty["label"] = label(identity, record.get("label", ""))
+        record, status = store.cell(name) or CellRecord(), store.status(name)
+        summary = ScoreSummary.read(store.metrics(name))
+        label(record.identity, record.label)
     except UsageError as error:
-        empty |= {**fields({}), "identity": {}}
-        return {**empty, "status": DAMAGED, "n": 0, "of": None, "reason": str(error), "measuring": [], "changed": None}
-    current = metrics.get("n") == status.n
-    return {
-        **empty,
-        "dataset": record.get("column", ""),
-        "model": model_name(record),
-        **settings,
-        "imported": record.get("kind") == "imported",
-        "status": status.status,
-        "n": status.n,
-        "of": status.of,
-        "reason": status.reason,
-        "measuring": list(status.measuring),
-        "changed": status.changed and datetime.fromtimestamp(status.changed).astimezone().isoformat("T", "seconds"),
-        # of an interrupted cell, the means may be of fewer samples than there are
-        **({k: metrics.get(k) for k in ("metric", "score", "ci")} if current and status.status != "refused" else {}),
-    }
+        return StoredCell(name, folder, CellRecord(), Status(DAMAGED, 0, None, str(error)))
+    # of an interrupted cell, the means may be of fewer samples than there are
+    current = summary is not None and summary.n == status.n and status.status != "refused"
+    return StoredCell(name, folder, record, status, summary if current else None)
 
 
-def table(found: Sequence[Mapping[str, Any]], store: ResultStore) -> str:
+def table(found: Sequence[StoredCell], store: ResultStore) -> str:
     """The cells as text that fits 100 columns, with reasons and counts below."""
     from kvbench.tables.table import Table
     from kvbench.tables.writers import compose
 
     headers = ("status\nn of N", "method", "dataset\nmodel", "score\ninterval", "last change\ncell")
-    sheet = Table(headers, tuple(_texts(r) for r in found))
-    counts = Counter(str(r["status"]) for r in found)
+    sheet = Table(headers, tuple(_texts(cell) for cell in found))
+    counts = Counter(cell.status.status for cell in found)
     alike: dict[tuple[str, str], list[str]] = {}
-    for r in found:
-        if r["reason"]:
-            alike.setdefault((str(r["status"]), str(r["reason"])), []).append(str(r["id"]))
+    for cell in found:
+        if cell.status.reason:
+            alike.setdefault((cell.status.status, cell.status.reason), []).append(cell.id)
     notes = [f"{status} {', '.join(names)}: {reason}" for (status, reason), names in alike.items()]
-    busy = [(r["id"], ", ".join(map(str, r["measuring"]))) for r in found if r["measuring"]]
+    busy = [(cell.id, ", ".join(map(str, cell.status.measuring))) for cell in found if cell.status.measuring]
     notes += [f"{name} is being measured now, shard {shards}" for name, shards in busy]
     notes += store.warnings
     total = ", ".join(f"{counts[s]} {s}" for s in (*STATUSES, DAMAGED) if counts[s])
     return compose([sheet], [*notes, f"{len(found)} cells in {store.root}/cells/<cell>/: {total}."], "text")
 
 
-def _texts(r: Mapping[str, Any]) -> tuple[str, ...]:
-    score, ci = r.get("score"), r.get("ci")
-    name, _, knobs = str(r["label"]).partition(" ")
+def _texts(cell: StoredCell) -> tuple[str, ...]:
+    status, score = cell.status, cell.summary
+    ci = f"\n[{score.ci[0]:.0f}, {score.ci[1]:.0f}]" if score is not None and score.ci else ""
+    name, _, knobs = cell.label.partition(" ")
+    imported = ["imported"] if cell.record.kind == "imported" else []
     return (
-        f"{r['status']}\n{r['n']} of {'?' if r['of'] is None else r['of']}",
-        "\n".join([*_fold(name, "+"), *_fold(knobs, " "), *_fold(r["differs"], " ")]),
-        "\n".join([*_fold(r["dataset"], " "), *_fold(r["model"], "/"), *(["imported"] if r["imported"] else [])]),
-        "—" if score is None else f"{r['metric']} {score:.1f}" + (f"\n[{ci[0]:.0f}, {ci[1]:.0f}]" if ci else ""),
-        f"{_ago(r['changed'])}\n{r['id']}",
+        f"{status.status}\n{status.n} of {'?' if status.of is None else status.of}",
+        "\n".join([*_fold(name, "+"), *_fold(knobs, " "), *_fold(cell.differs, " ")]),
+        "\n".join([*_fold(cell.record.column, " "), *_fold(cell.record.model, "/"), *imported]),
+        "—" if score is None or score.score is None else f"{score.metric} {score.score:.1f}{ci}",
+        f"{_ago(status.changed)}\n{cell.id}",
     )
 
 
@@ -125,28 +159,21 @@ def _fold(text: str, at: str, width: int = 24) -> list[str]:
     return [line for line in lines if line]
 
 
-def _passes(r: Mapping[str, Any], filters: Mapping[str, str]) -> bool:
-    named = {k: split_list(v) for k, v in filters.items()}
-    dataset = str(r["dataset"]).partition(" ")[0]
-    return (
-        r["status"] in named.get("status", [r["status"]])
-        and str(r["label"]).partition(" ")[0] in named.get("method", [str(r["label"]).partition(" ")[0]])
-        and r["model"] in named.get("model", [r["model"]])
-        and bool({dataset, dataset.partition("/")[0]} & set(named.get("dataset", [dataset])))
-    )
+def _passes(cell: StoredCell, filters: Mapping[str, str]) -> bool:
+    dataset, method = cell.record.column.partition(" ")[0], cell.label.partition(" ")[0]
+    names = {
+        "status": {cell.status.status},
+        "method": {method},
+        "model": {cell.record.model},
+        "dataset": {dataset, dataset.partition("/")[0]},
+    }
+    return all(values & set(split_list(filters[key])) for key, values in names.items() if key in filters)
 
 
-def model_name(record: Mapping[str, Any]) -> str:
-    """The model's name as the last run gave it; of cells that were never told one, its fingerprint."""
-    names = [p["model"] for p in record.get("provenance", ()) if p.get("model")]
-    model = record.get("identity", {}).get("model", "")
-    return str(names[-1] if names else model.get("fingerprint", "") if isinstance(model, dict) else model)
-
-
-def _ago(changed: str | None) -> str:
-    if not changed:
+def _ago(changed: float | None) -> str:
+    if changed is None:
         return "—"
-    seconds = max(0.0, time.time() - datetime.fromisoformat(changed).timestamp())
+    seconds = max(0.0, time.time() - int(changed))
     for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
         count = int(seconds // size)
         if count:

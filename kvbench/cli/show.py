@@ -41,14 +41,13 @@ def main(args: argparse.Namespace) -> int:
     runs = words.read(args.overrides).runs
     prepared = [experiment.prepare(config.parse(o), reading=True) for o in runs]
     reports = [experiment.report(p) for p in prepared]
-    if not args.json and all(c["status"] == "missing" for r in reports for row in r["rows"] for c in row["cells"]):
-        print(f"nothing of this is measured yet in {reports[0]['results']}; run it: python -m kvbench run ...")
+    if not args.json and all(cell.status == "missing" for r in reports for cell in r.cells):
+        print(f"nothing of this is measured yet in {reports[0].results}; run it: python -m kvbench run ...")
         return 0
     return print_reports(reports, args)
 
 
 def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
-    from kvbench.cli.runs import model_name
     from kvbench.run.labels import fields, label
     from kvbench.run.store import ResultStore
     from kvbench.tables.render import size
@@ -57,11 +56,11 @@ def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
     record = store.cell(store.find(cell_id))
     if record is None:
         raise UsageError(f"cell {cell_id} was never started; it lies in {store.root}/cells")
-    samples = list(store.samples(cell_id).values())
-    identity = record.get("identity", {})
-    settings = {"label": label(identity, record.get("label", "")), "model": model_name(record), **fields(identity)}
+    samples = list(store.lines(cell_id).values())
+    identity = record.identity
+    settings = {"label": label(identity, record.label), "model": record.model, **fields(identity)}
     shown: dict[str, Any] = {
-        **record,
+        **record.record(),
         **settings,
         "refused": store.refusal(cell_id),
         "metrics": store.metrics(cell_id) or None,
@@ -71,14 +70,14 @@ def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
         print(json.dumps(shown, indent=1, ensure_ascii=False))
         return 0
     metrics = shown["metrics"] or {}
-    print(f"cell {cell_id}: {settings.pop('label')} on {record['column']}")
+    print(f"cell {cell_id}: {settings.pop('label')} on {record.column}")
     print(_wrapped(", ".join(f"{key} {_plain(value)}" for key, value in settings.items() if value not in (None, {}))))
     if shown["refused"]:
         print(f"refused: {shown['refused']}")
     if metrics.get("score") is not None:
         print(f"{metrics['metric']} {metrics['score']:.2f}, {metrics['n']} of {metrics['of']} examples")
-    imported = record.get("kind") == "imported"
-    for facts in record["provenance"]:
+    imported = record.kind == "imported"
+    for facts in record.provenance:
         told = ", ".join(f"{key} {_plain(value)}" for key, value in facts.items())
         print(_wrapped(f"{'imported from' if imported else 'measured with'} {told}"))
     for s in shown["samples"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvbench.metrics import metric, score, stats
@@ -45,13 +45,12 @@ def chance(task: Task) -> float:
     return max(silent, 1 / len(first.classes) if first.classes else 0.0)
 
 
-def about_floors(columns: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The note on columns marked ``floor``, if there are any."""
-    names = [c["task"] for c in columns if c["floor"]]
+def about_floors(names: Sequence[str], columns: int) -> list[str]:
+    """Return the note on the columns, by ``names``, in which the full cache's scores say nothing."""
     if not names:
         return []
     which = "that column shows" if len(names) == 1 else "those columns show"
-    counted = f" The mean counts {'it' if len(names) == 1 else 'them'}, too." if len(columns) > 1 else ""
+    counted = f" The mean counts {'it' if len(names) == 1 else 'them'}, too." if columns > 1 else ""
     return [
         f"{', '.join(names)}: the full cache itself scores next to nothing or no better than guessing, so {which} "
         f"nothing about compression.{counted}"

@@ -18,9 +18,10 @@ def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as out:
         for cell in sorted(set(cells)):
-            out.write(_line({"cell": store.cell(cell)}))
-            for sample in store.samples(cell).values():
-                out.write(_line({"of": cell, "sample": sample}))
+            record = store.cell(cell)
+            out.write(_line({"cell": None if record is None else record.record()}))
+            for line in store.lines(cell).values():
+                out.write(_line({"of": cell, "sample": line}))
 
 
 def unpack(path: Path, store: ResultStore) -> list[str]:
@@ -47,10 +48,10 @@ def restore(path: Path, store: ResultStore) -> int:
     with tempfile.TemporaryDirectory() as folder:
         packed = ResultStore(Path(folder))
         for cell in unpack(path, packed):
-            if store.cell(cell) is None:
-                write_json(store.folder(cell) / "cell.json", packed.cell(cell) or {})
-            known = store.samples(cell)
-            missing = [s for i, s in packed.samples(cell).items() if i not in known]
+            record, known = packed.cell(cell), store.lines(cell)
+            if record is not None and store.cell(cell) is None:
+                write_json(store.folder(cell) / "cell.json", record.record())
+            missing = [line for i, line in packed.lines(cell).items() if i not in known]
             if missing:
                 with (store.folder(cell) / "samples-0.jsonl").open("a", encoding="utf-8") as out:
                     out.writelines(map(line_of, missing))

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from rich.progress import (
-    Progress,
-    TaskID,
-)
+from rich.progress import Progress, TaskID
 
 from kvbench.progress import PLAIN_EVERY_S, bars_of, say
 from kvbench.run.plan import Cell
+from kvbench.run.results import CellSummary, Sample
 from kvbench.run.run_plan import RunPlan
 
 
@@ -29,10 +25,6 @@ class Count:
     last: float = 0.0
     said: int = 0
     line: TaskID | None = None
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        self.done += 1
-        self.kept += line["kept"] / max(1, line["n"])
 
     def text(self, now: float) -> str:
         """Rate, or what an answer takes where that is long, and mean tokens kept."""
@@ -52,7 +44,7 @@ class Display:
 
     def begin(self, prepared: RunPlan) -> None:
         todo = prepared.todo()
-        self.counts = {t["task"]: Count(t["answers_to_do"]) for t in todo if t["answers_to_do"]}
+        self.counts = {t.task: Count(t.answers_to_do) for t in todo if t.answers_to_do}
         for note in prepared.advice() if self.counts else ():
             say(note)
         if self.counts and sys.stderr.isatty():
@@ -63,12 +55,13 @@ class Display:
         for name in list(self.counts)[:1]:
             self._come_to(name)
 
-    def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
+    def stored(self, cell: Cell, sample: Sample) -> None:
         count = self.counts.get(cell.column)
         if count is None:
             return
         self._come_to(cell.column)
-        count.add(line)
+        count.done += 1
+        count.kept += sample.kept / max(1, sample.n)
         now = time.monotonic()
         if self.bars is not None and count.line is not None:
             self.bars.update(count.line, advance=1, rate=count.text(now))
@@ -76,7 +69,7 @@ class Display:
             count.last = now
             self._plain(cell.column, count, now)
 
-    def ended(self, cell: Cell, status: str, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
+    def ended(self, cell: Cell, status: str, summary: CellSummary | None, reason: str | None) -> None:
         count = self.counts.get(cell.column)
         if self.bars is None and count is not None and count.said < count.done:
             self._plain(cell.column, count, time.monotonic(), ended=True)

@@ -84,7 +84,8 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
             held, counted = ((p(best.chain), p(reference.chain)) for p in prices.values())
             found.append(Matched(cfg.match, reference.label, best.label, sizes[cfg.match], held, counted, sizes))
         chains.append(reference)
-    return replace(cfg, chains=_distinct(chains)), tuple(found)
+    distinct = {(c.chain.name, repr(c.chain.identity())): c for c in chains}
+    return replace(cfg, chains=tuple(distinct.values())), tuple(found)
 
 
 def nearest(template: ChainConfig, reference: ChainConfig, price: Price, kind: str) -> int:
@@ -151,10 +152,6 @@ def _templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
     return list(found.values())
 
 
-def _distinct(chains: Sequence[ChainConfig]) -> tuple[ChainConfig, ...]:
-    return tuple({(c.chain.name, repr(c.chain.identity())): c for c in chains}.values())
-
-
 def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
     """Raise UsageError for a reference whose bytes depend on prompts of unknown length, or on their text."""
     selector = chain.selector
@@ -166,19 +163,14 @@ def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
         )
 
 
-def _selector(chain: Chain, kind: str) -> Selector:
-    selector = chain.selector
+def _least(template: ChainConfig, kind: str) -> int:
+    """The smallest kv_size that the chain takes."""
+    chain, selector = template.chain, template.chain.selector
     if not isinstance(selector, Selector):
         raise UsageError(
             f"match={kind}: {chain.name} has no kv_size to set. Leave it out, or chain it with a method that selects "
             f"tokens, as in snapkv+{chain.name}"
         )
-    return selector
-
-
-def _least(template: ChainConfig, kind: str) -> int:
-    """The smallest kv_size that the chain takes."""
-    selector = _selector(template.chain, kind)
     size = selector.sink_size() + selector.window_size() + 1
     for more in range(FLOOR):
         try:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from kvbench.audit.accounting import bytes_declared
 from kvbench.cache.model_shape import Shape
 from kvbench.cache.observation import Needs
 from kvbench.example import Example
-from kvbench.files import Sample
 from kvbench.methods.chain import Chain
 from kvbench.run.plan import Cell, Group
+from kvbench.run.results import Sample
 
 LENGTHS_LOOKED_AT = 3
 
@@ -115,16 +114,12 @@ def _observed(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: in
 
 
 def _seconds(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapping[str, Sample]]) -> float | None:
-    timings = {i: [s["timing"] for s in found.values() if "timing" in s] for i, found in samples.items()}
-    per_answer = {i: fmean(_own(t) for t in found) for i, found in timings.items() if found}
+    timings = {i: [s.timing for s in found.values()] for i, found in samples.items()}
+    per_answer = {i: fmean(t.compress_s + t.decode_s for t in found) for i, found in timings.items() if found}
     if not per_answer:
         return None
-    prefill = fmean(t["prefill_s"] for found in timings.values() for t in found)
+    prefill = fmean(t.prefill_s for found in timings.values() for t in found)
     typical = fmean(per_answer.values())
     prefills = sum(len({c.chain.prefill_key for c in cells}) for cells in todo.values())
     answers = sum(per_answer.get(c.id, typical) for cells in todo.values() for c in cells)
     return prefills * prefill + answers
-
-
-def _own(timing: Mapping[str, Any]) -> float:
-    return float(timing["compress_s"]) + float(timing["decode_s"])

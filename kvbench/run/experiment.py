@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,8 +20,9 @@ from kvbench.run.config import RunConfig
 from kvbench.run.display import Display
 from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners, Status
-from kvbench.run.plan import Cell, Group
+from kvbench.run.plan import Group
 from kvbench.run.provenance import local_changes, provenance
+from kvbench.run.results import CellRecord, Facts, Report
 from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
 from kvbench.run.run_plan import prepare as prepare
@@ -34,7 +35,7 @@ ROUNDED = 4
 """Tasks by whose first prompts rounding is measured."""
 
 
-def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
+def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
     """Compute what the run's methods need of the model and is not there; the records of all of it.
 
     Raises UsageError if none of them needs anything.
@@ -49,7 +50,7 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
         raise UsageError(f"method={','.join(c.chain.name for c in cfg.chains)} needs no calibration")
     set_threads(cfg, source.config)
     model = load.load_weights(cfg.model, source, device)
-    records: dict[str, dict[str, Any]] = {}
+    records: dict[str, Facts] = {}
     for chain in chains:
         bound, asked = session.bind(chain, model, quiet), session.requests(chain)
         for stage in bound.stages:
@@ -59,7 +60,7 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[dict[str, Any]]:
     return list(records.values())
 
 
-def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
+def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> Report:
     """Measure what is missing, write each cell's metrics, and return the report of this run."""
     fill(prepared, quiet, listeners)
     return report(prepared)
@@ -67,20 +68,21 @@ def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener
 
 def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> None:
     """Measure what is missing and write each cell's metrics; groups may have different cells."""
-    told = Listeners([*([] if quiet else [Display()]), *listeners])
-    ended: set[str] = set()
+    told, left = Listeners([*([] if quiet else [Display()]), *listeners]), list(prepared.groups)
     try:
         told.begin(prepared)
-        _measure_groups(prepared, quiet, told, ended)
+        for group in _measured(prepared, quiet, told):
+            _end(prepared, group, told)
+            left.pop(0)
     except BaseException as error:
-        for group in prepared.groups:
-            _end(prepared, replace(group, cells=tuple(c for c in group.cells if c.id not in ended)), told, error)
+        for group in left:
+            _end(prepared, group, told, error)
         raise
     finally:
         told.close()
 
 
-def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> dict[str, Any]:
+def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> Report:
     """The report of what the shards of this run measured; each cell's metrics are written from all of it."""
     told = Listeners(listeners)
     try:
@@ -92,30 +94,25 @@ def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> dict[str, A
     return report(prepared)
 
 
-def _measure_groups(prepared: RunPlan, quiet: bool, told: Listeners, ended: set[str]) -> None:
-    """Measure group after group, in parts that fit into memory; ``ended`` gets the cells that the run is through with.
-
-    Metrics of a group are written when all of it is measured.
-    """
+def _measured(prepared: RunPlan, quiet: bool, told: Listeners) -> Iterator[Group]:
+    """Measure group after group, in parts that fit into memory; yield each when all of it is measured."""
     cfg, groups = prepared.cfg, prepared.groups
-    host, facts = None, {}
-    if any(t["answers_to_do"] for t in prepared.todo()):
-        threads = set_threads(cfg, prepared.source.config)
-        model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
-        host, facts = make_host(prepared, model), {**provenance(model, threads), "model": _model_name(cfg)}
-        facts |= _rounding(host, groups)
-        if not quiet and str(facts["commit"]).endswith("+"):
-            print(f"kvbench: the code has local changes (commit {facts['commit']}): cells say so", file=sys.stderr)
-        groups = prepared.bound(model, quiet)
-    for group in groups:
-        if host is not None:
-            for part in prepared.estimate(group).parts(group, host.memory):
-                host = _run_part(prepared, host, part, facts, told)
-        _end(prepared, group, told)
-        ended.update(c.id for c in group.cells)
+    if not any(t.answers_to_do for t in prepared.todo()):
+        yield from groups
+        return
+    threads = set_threads(cfg, prepared.source.config)
+    model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
+    host = make_host(prepared, model)
+    facts = {**provenance(model, threads), "model": _model_name(cfg), **_rounding(host, groups)}
+    if not quiet and str(facts["commit"]).endswith("+"):
+        print(f"kvbench: the code has local changes (commit {facts['commit']}): cells say so", file=sys.stderr)
+    for group in prepared.bound(model, quiet):
+        for part in prepared.estimate(group).parts(group, host.memory):
+            host = _run_part(prepared, host, part, facts, told)
+        yield group
 
 
-def _rounding(host: Host, groups: Sequence[Group]) -> dict[str, Any]:
+def _rounding(host: Host, groups: Sequence[Group]) -> Facts:
     """What rounding alone changes in half precision, for the record; nothing in fp32."""
     if host.model.dtype == torch.float32:
         return {}
@@ -126,7 +123,7 @@ def _rounding(host: Host, groups: Sequence[Group]) -> dict[str, Any]:
     return {} if found is None else {"rounding": found}
 
 
-def _run_part(prepared: RunPlan, host: Host, part: Group, facts: dict[str, Any], told: Listeners) -> Host:
+def _run_part(prepared: RunPlan, host: Host, part: Group, facts: Facts, told: Listeners) -> Host:
     """Measure one part; with the model read again, and without the methods that changed it, where some did."""
     cfg = prepared.cfg
     while True:
@@ -140,38 +137,44 @@ def _run_part(prepared: RunPlan, host: Host, part: Group, facts: dict[str, Any],
 
 
 def _end(prepared: RunPlan, group: Group, told: Listeners, stopped: BaseException | None = None) -> None:
-    """Write the metrics of a group's cells and say how each ended; ``stopped`` ended the run before its time."""
+    """Write the metrics of a group's cells and say how each ended; ``stopped`` ended the run before its time.
+
+    Of a cell without samples, or refused, there are no metrics.
+    """
     store = prepared.store
     left = {c.id for some in prepared.left(group).values() for c in some}
     for cell in group.cells:
+        summary, samples = None, list(store.samples(cell.id).values())
         begun = stopped is None or cell.id in store.writers
-        metrics = _write_metrics(prepared, group, cell) if begun else None
+        if begun and samples and store.refusal(cell.id) is None:
+            summary = summarise(completed(cell, samples), group.task.metric, len(group.task.examples))
+            whole = "complete" if summary.n == summary.of else "partial"
+            store.write_metrics(cell.id, {"status": whole, **summary.record()})
         found = store.status(cell.id)
         status: Status = "interrupted" if stopped is not None and cell.id in left else "partial"
         if found.status in ("complete", "refused", "failed", "interrupted"):
             status = cast(Status, found.status)
         reason = found.reason or (ending(stopped) if stopped is not None and status == "interrupted" else None)
-        told.ended(cell, status, metrics, reason)
+        told.ended(cell, status, summary, reason)
 
 
 def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
     """The loaded model with everything about prompts and answers that the run settled."""
     cfg = prepared.cfg
-    stop = stop_tokens(prepared)
     return Host(
-        model,
-        prepared.tokenizer,
-        cfg.prompt,
-        stop,
-        prepared.context,
-        cfg.sampling,
-        cfg.batch_rows,
-        cfg.model.attention == "eager",
-        memory.cache_limit(cfg.memory, memory.device_shares(model)),
+        model=model,
+        tokenizer=prepared.tokenizer,
+        policy=cfg.prompt,
+        stop=stop_tokens(prepared),
+        context=prepared.context,
+        sampling=cfg.sampling,
+        batch_rows=cfg.batch_rows,
+        plain=cfg.model.attention == "eager",
+        memory=memory.cache_limit(cfg.memory, memory.device_shares(model)),
     )
 
 
-def report(prepared: RunPlan) -> dict[str, Any]:
+def report(prepared: RunPlan) -> Report:
     """The report of what the store holds for this run's cells, measured now or before."""
     cfg = prepared.cfg
     records = prepared.records()
@@ -193,17 +196,23 @@ def report(prepared: RunPlan) -> dict[str, Any]:
         ]
     notes += [f"{m} for prompts no shorter than that." for m in prepared.matched]
     notes += filter(None, [local_changes(records)])
-    collected = collect(prepared.groups, prepared.store, notes)
-    matched = {"matched": [asdict(m) for m in prepared.matched]} if prepared.matched else {}
-    return {"model": cfg.model.path, "settings": settings(prepared), **matched, **collected}
+    collected = collect(prepared.groups, prepared.store)
+    of_tasks = dict.fromkeys(f"{g.task.note}." for g in prepared.groups if g.task.note)
+    return replace(
+        collected,
+        model=cfg.model.path,
+        settings=settings(prepared),
+        matched=tuple(prepared.matched),
+        notes=(*of_tasks, *collected.notes, *notes, *prepared.store.warnings),
+    )
 
 
-def _precision(prepared: RunPlan, records: Sequence[Mapping[str, Any]]) -> list[str]:
+def _precision(prepared: RunPlan, records: Sequence[CellRecord]) -> list[str]:
     """What a reader must know of the dtype: a better one for this machine, what rounding alone changed."""
     asked, device = prepared.cfg.model.dtype, load.resolve_device(prepared.cfg.device)
     tiny = prepared.cfg.model.path == "embedded:tiny"
     better = precision.has_better_dtype(asked, prepared.dtype, device) and not (tiny and asked == "auto")
-    found = [p["rounding"] for r in records for p in r.get("provenance", []) if "rounding" in p]
+    found = [p["rounding"] for r in records for p in r.provenance if "rounding" in p]
     most = max(found, key=lambda f: f["prompts"], default=None)
     return [
         *([f"Dtype {precision.dtype_reason(asked, prepared.dtype, device)}."] if better else []),
@@ -238,26 +247,12 @@ def settings(prepared: RunPlan) -> str:
     return "; ".join(parts) + "."
 
 
-def _write_metrics(prepared: RunPlan, group: Group, cell: Cell) -> dict[str, Any] | None:
-    """Write metrics.json of a cell from all its samples, atomically; None where there are none, or none to report."""
-    samples = completed(cell, prepared.store.samples(cell.id).values())
-    if not samples or prepared.store.refusal(cell.id) is not None:
-        return None
-    metrics = summarise(samples, group.task.metric, len(group.task.examples))
-    status = "complete" if metrics["n"] == metrics["of"] else "partial"
-    prepared.store.write_metrics(cell.id, {"status": status, **metrics})
-    return metrics
-
-
 def stop_tokens(prepared: RunPlan) -> frozenset[int]:
-    """End-of-sequence ids of tokenizer and checkpoint, and the last token of each of the model's stop texts."""
-    found = load.end_tokens(prepared.cfg.model, prepared.source)
-    own = getattr(prepared.tokenizer, "eos_token_id", None)
-    if own is not None:
-        found.add(own)
-    for text in prepared.cfg.model.stop:
-        found.add(prepared.tokenizer.encode(text, add_special_tokens=False)[-1])
-    return frozenset(found)
+    """Return the end-of-sequence ids of tokenizer and checkpoint, and the last token of each stop text of the model."""
+    cfg, tokenizer = prepared.cfg.model, prepared.tokenizer
+    end = getattr(tokenizer, "eos_token_id", None)
+    last = {tokenizer.encode(text, add_special_tokens=False)[-1] for text in cfg.stop}
+    return frozenset(load.end_tokens(cfg, prepared.source) | last | ({end} if end is not None else set()))
 
 
 def set_threads(cfg: RunConfig, config: Any) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +14,10 @@ from kvbench.run.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
 
-ROWS_CPU, ROWS_GPU = 96, 128
+
+def default_rows(device: torch.device) -> int:
+    """Rows that are decoded together on a device, at most, where nothing is asked for."""
+    return 128 if device.type == "cuda" else 96
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Host:
     @property
     def most_rows(self) -> int:
         """Rows decoded together, at most."""
-        return self.batch_rows or (ROWS_GPU if self.model.device.type == "cuda" else ROWS_CPU)
+        return self.batch_rows or default_rows(self.model.device)
 
     def encode(self, example: Example, task: Task) -> Encoded:
         """The example's prompt as the model reads it; of a text that is scored, its prefix."""
@@ -50,6 +52,6 @@ class Host:
         room = None if self.context is None else self.context - example.max_new_tokens
         return encode(self.tokenizer, example, task, self.policy, room)
 
-    def batching(self) -> dict[str, Any]:
+    def batching(self) -> dict[str, object]:
         """The batch policy, which in half precision has a part in the numbers: each line says how many rows ran."""
         return {"rows": self.most_rows, "order": "by example, then by cell; rows enter as others leave"}

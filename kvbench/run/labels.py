@@ -36,7 +36,7 @@ def label(identity: Identity, otherwise: str = "") -> str:
     return " ".join([*words, *([f"per={chain['per']}"] if chain["per"] != "kv_head" else [])])
 
 
-def fields(identity: Identity) -> dict[str, Any]:
+def fields(identity: Identity) -> dict[str, object]:
     """The settings of a cell by name, as ``--json`` prints them; None for what an imported cell does not say."""
     chain, prompt, model = (identity.get(k) for k in ("chain", "prompt", "model"))
     chain, read = chain if isinstance(chain, Mapping) else {}, prompt if isinstance(prompt, Mapping) else {}

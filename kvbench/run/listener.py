@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
 from kvbench.run.plan import Cell
+from kvbench.run.results import CellSummary, Sample
 from kvbench.run.run_plan import RunPlan
 
 Status = Literal["complete", "partial", "refused", "failed", "interrupted"]
@@ -18,11 +19,11 @@ class Listener(Protocol):
     def begin(self, prepared: RunPlan) -> None:
         """Everything was checked; called before the first prompt is read, also where nothing is left to do."""
 
-    def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
-        """``line`` is on disk: one new sample of ``cell``."""
+    def stored(self, cell: Cell, sample: Sample) -> None:
+        """``sample`` is on disk, a new one of ``cell``."""
 
-    def ended(self, cell: Cell, status: Status, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
-        """The run is through with ``cell``: once per cell of the run, with the metrics of all its samples."""
+    def ended(self, cell: Cell, status: Status, summary: CellSummary | None, reason: str | None) -> None:
+        """The run is through with ``cell``: once per cell of the run, with the summary of all its samples."""
 
     def close(self) -> None:
         """The run is over, also after an interrupt or an error. Called once."""
@@ -37,11 +38,11 @@ class Listeners:
     def begin(self, prepared: RunPlan) -> None:
         self._tell("begin", prepared)
 
-    def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
-        self._tell("stored", cell, line)
+    def stored(self, cell: Cell, sample: Sample) -> None:
+        self._tell("stored", cell, sample)
 
-    def ended(self, cell: Cell, status: Status, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
-        self._tell("ended", cell, status, metrics, reason)
+    def ended(self, cell: Cell, status: Status, summary: CellSummary | None, reason: str | None) -> None:
+        self._tell("ended", cell, status, summary, reason)
 
     def close(self) -> None:
         self._tell("close")

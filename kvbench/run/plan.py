@@ -17,7 +17,7 @@ from kvbench.methods.resolve import ChainConfig
 from kvbench.metrics import metric
 from kvbench.run.config import RunConfig
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
-from kvbench.tasks.prompt import PromptPolicy, check
+from kvbench.tasks.prompt import check
 
 SCHEMA = 1
 
@@ -63,6 +63,54 @@ class Group:
     examples: tuple[Example, ...]
 
 
+@dataclass(frozen=True)
+class GroupTodo:
+    """Prompts to read and answers to decode of one group, and answers that are there.
+
+    ``methods`` and ``cells`` are labels and ids, ``examples`` of ``of`` those of this run, ``prefills_saved`` answers
+    that share another's prefill, ``calibrations`` what is computed before any answer, in words.
+    """
+
+    task: str
+    methods: list[str]
+    cells: list[str]
+    examples: int
+    of: int
+    answers_to_do: int
+    answers_done: int
+    prefills: int
+    prefills_saved: int
+    calibrations: list[str]
+
+
+@dataclass(frozen=True)
+class GroupPlan(GroupTodo):
+    """What is left of one group, with the memory and the time that it takes.
+
+    ``prompt_tokens`` is the length of its longest prompt, ``bytes`` the most that its caches take. ``parts`` are the
+    labels of the cells that run together, ``too_large`` those of cells that do not fit into memory even alone. Where
+    nothing of the group is measured, ``seconds`` are those of the speed model, and it is ``rough``.
+    """
+
+    prompt_tokens: int
+    bytes: int
+    parts: list[list[str]]
+    too_large: list[str]
+    seconds: float
+    rough: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will measure, with the bytes of ``memory`` that it must fit into."""
+
+    memory: int
+    device: str
+    dtype: str
+    groups: list[GroupPlan]
+    notes: list[str]
+
+
 def build_groups(
     cfg: RunConfig,
     model_identity: Mapping[str, Any],
@@ -82,13 +130,18 @@ def build_groups(
         tasks = load_tasks(dataset.name, dataset.knobs, dataset.tasks, tokenizer, cfg.data_root, chat)
         for task in tasks:
             column = f"{task.id} {dataset.label}".strip()
+            answering, reading = task.answering(), policy.identity(task, tokenizer)
+            likelihood = bool(task.examples[0].tokens)
+            if policy.min_new_tokens is not None:
+                answering["min_new_tokens"] = max(policy.min_new_tokens, task.min_new_tokens)
+            choosing = {**cfg.sampling.identity(), "model_stop": list(cfg.model.stop), **answering}
             base = {
                 "schema": SCHEMA,
                 "model": dict(model_identity),
                 "task": task.id,
                 "content": task.content_hash(),
-                "prompt": _reading(task, policy, tokenizer, context),
-                "decoding": {} if task.examples[0].tokens else _choosing(cfg, task, policy),
+                "prompt": reading if likelihood else {**reading, "context": context},
+                "decoding": {} if likelihood else choosing,
                 "metric": {"name": task.metric, "revision": metric(task.metric).revision},
             }
             cells = tuple(Cell({**base, "chain": identify(c.chain)}, c.chain, c.label, task, column) for c in chains)
@@ -132,22 +185,6 @@ def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
                     f"{task.id}: chunk={meta['chunk']} tokens at once do not fit into the budget of {least} that "
                     f"{chain.name} holds after a prefix of {meta['prefix']}: lower chunk="
                 )
-
-
-def _choosing(cfg: RunConfig, task: Task, policy: PromptPolicy) -> dict[str, Any]:
-    return {**cfg.sampling.identity(), "model_stop": list(cfg.model.stop), **_answering(task, policy)}
-
-
-def _reading(task: Task, policy: PromptPolicy, tokenizer: Tokenizer | None, context: int | None) -> dict[str, Any]:
-    identity = policy.identity(task, tokenizer)
-    return identity if task.examples[0].tokens else {**identity, "context": context}
-
-
-def _answering(task: Task, policy: PromptPolicy) -> dict[str, Any]:
-    answering = task.answering()
-    if policy.min_new_tokens is not None:
-        answering["min_new_tokens"] = max(policy.min_new_tokens, task.min_new_tokens)
-    return answering
 
 
 def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainConfig]:

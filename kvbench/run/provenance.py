@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 import kvbench
+from kvbench.run.results import CellRecord, Facts
 from kvbench.storage import kernels
 
 
-def provenance(model: PreTrainedModel, threads: int) -> dict[str, Any]:
+def provenance(model: PreTrainedModel, threads: int) -> Facts:
     """What the numbers were measured with. ``torch`` is the minor version: patches do not change results."""
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
@@ -38,9 +38,9 @@ MEASURES = ("kvbench", "conf", "pyproject.toml", "constraints.txt")
 """The parts of a clone that decide the numbers."""
 
 
-def local_changes(records: Iterable[Mapping[str, Any]]) -> str:
+def local_changes(records: Iterable[CellRecord]) -> str:
     """Return the note on cells that no commit can make again; '' where all come from clean commits."""
-    commits = [[str(p.get("commit") or "") for p in r.get("provenance", ())] for r in records]
+    commits = [[str(p.get("commit") or "") for p in r.provenance] for r in records]
     changed = [c for some in commits for c in some if c.endswith("+")]
     if not changed:
         return ""

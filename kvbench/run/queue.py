@@ -75,7 +75,7 @@ class DecodeQueue:
 
     def takes(self, rows: int) -> bool:
         """Whether as many rows more, of the size of those there, keep to the limits; always, where there are none."""
-        there = [*self.waiting, *self.running, *self.apart]
+        there = [*self]
         cost = sum(r.cost for r in there)
         more = cost * rows // max(1, len(there))
         return not there or (len(there) + rows <= self.most_rows and cost + more <= self.most_bytes)
@@ -83,7 +83,13 @@ class DecodeQueue:
     def advance(self) -> list[Outcome]:
         """Decode until some rows have their answers, or have failed."""
         if self.apart:
-            return [self._alone(self.apart.pop(0))]
+            row = self.apart.pop(0)
+            batch: DecodeBatch[QueuedRow] = DecodeBatch(self.model)
+            batch.enter([(row, row.cache, row.ending)])
+            try:
+                return list(batch.advance())
+            except Exception as error:
+                return [(row, error)]
         self._admit()
         failure: Exception | None = None
         try:
@@ -102,7 +108,8 @@ class DecodeQueue:
         if short:
             self.most_rows = len(rows) // 2
             self.waiting = [*rows, *self.waiting]
-            _say(f"out of memory with {len(rows)} answers at once; going on with at most {self.most_rows}")
+            text = f"out of memory with {len(rows)} answers at once; going on with at most {self.most_rows}"
+            print(f"kvbench: {text}", file=sys.stderr, flush=True)
         else:
             self.apart = rows
         return []
@@ -127,15 +134,6 @@ class DecodeQueue:
             self.running += entering
             self.waiting = [r for r in self.waiting if r not in entering]
 
-    def _alone(self, row: QueuedRow) -> Outcome:
-        batch: DecodeBatch[QueuedRow] = DecodeBatch(self.model)
-        batch.enter([(row, row.cache, row.ending)])
-        try:
-            (outcome,) = batch.advance()
-        except Exception as error:
-            return row, error
-        return outcome
-
 
 def in_parts(
     items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Result]]
@@ -153,7 +151,3 @@ def in_parts(
     release()
     parts = [items[i : i + half] for i in range(0, len(items), half)]
     return [found for part in parts for found in in_parts(part, work)]
-
-
-def _say(text: str) -> None:
-    print(f"kvbench: {text}", file=sys.stderr, flush=True)

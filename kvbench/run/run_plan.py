@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.model_shape import Shape, from_config
+from kvbench.cache.model_shape import from_config
 from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.example import Example
@@ -20,8 +20,9 @@ from kvbench.run import equal_memory, speed_model
 from kvbench.run.advice import about_prompts
 from kvbench.run.config import RunConfig
 from kvbench.run.estimate import Estimate, estimate
-from kvbench.run.host import ROWS_CPU, ROWS_GPU
-from kvbench.run.plan import Cell, Group, build_groups, pending
+from kvbench.run.host import default_rows
+from kvbench.run.plan import Cell, Group, GroupPlan, GroupTodo, Plan, build_groups, pending
+from kvbench.run.results import CellRecord
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.prompt import encode
@@ -45,7 +46,7 @@ class RunPlan:
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
         """Example id -> the cells that still need it."""
-        return pending(group, {c.id: list(self.store.samples(c.id)) for c in group.cells})
+        return pending(group, {c.id: list(self.store.lines(c.id)) for c in group.cells})
 
     def advice(self) -> list[str]:
         """What is known to be untested, pointless or harmful before anything is read."""
@@ -53,36 +54,29 @@ class RunPlan:
         prompts = about_prompts(self.cfg.prompt, [g.task for g in self.groups], self.tokenizer)
         return [*([untested] if untested else []), *prompts]
 
-    def plan(self) -> dict[str, Any]:
-        """``todo`` with what each group takes, and the memory that it must fit into, before the model is loaded.
-
-        ``seconds`` are by what is measured of a group, or, where that is nothing, ``rough``.
-        """
-        weights = load.weight_bytes(self.source)
+    def plan(self) -> Plan:
+        """Return what is left with what each group takes, and the memory that it must fit into, before loading."""
         free = memory.cache_limit(self.cfg.memory, self.devices())
-        room = free if self.cfg.memory is not None else max(0, free - int(memory.USED_SHARE * weights))
-        planned: list[dict[str, Any]] = []
-        for group, facts in zip(self.groups, self.todo(), strict=True):
-            found = self.estimate(group)
-            parts = found.parts(group, room)
-            takes = {
-                "prompt_tokens": found.prompt_tokens,
-                "bytes": max((found.bytes(p.cells, room) for p in parts), default=0),
-                "parts": [[c.label for c in p.cells] for p in parts],
-                "too_large": [c.label for p in parts for c in p.cells if found.alone(c) > room],
-            }
-            again = self._prefills(group, parts) - facts["prefills"]
-            saved = {"prefills": facts["prefills"] + again, "prefills_saved": facts["prefills_saved"] - again}
-            unknown = found.seconds is None
-            seconds = self._roughly(group, found, saved["prefills"]) if unknown else found.seconds
-            planned.append({**facts, **takes, **saved, "seconds": seconds, "rough": unknown})
-        return {
-            "memory": room,
-            "device": str(load.resolve_device(self.cfg.device)),
-            "dtype": precision.dtype_reason(self.cfg.model.dtype, self.dtype, load.resolve_device(self.cfg.device)),
-            "groups": planned,
-            "notes": self.advice(),
-        }
+        weights = int(memory.USED_SHARE * load.weight_bytes(self.source))
+        room = free if self.cfg.memory is not None else max(0, free - weights)
+        device, groups = load.resolve_device(self.cfg.device), []
+        for group, todo in zip(self.groups, self.todo(), strict=True):
+            takes = self.estimate(group)
+            parts = takes.parts(group, room)
+            again = self._prefills(group, parts) - todo.prefills
+            todo = replace(todo, prefills=todo.prefills + again, prefills_saved=todo.prefills_saved - again)
+            planned = GroupPlan(
+                **vars(todo),
+                prompt_tokens=takes.prompt_tokens,
+                bytes=max((takes.bytes(p.cells, room) for p in parts), default=0),
+                parts=[[c.label for c in p.cells] for p in parts],
+                too_large=[c.label for p in parts for c in p.cells if takes.alone(c) > room],
+                seconds=self._roughly(group, takes, todo.prefills) if takes.seconds is None else takes.seconds,
+                rough=takes.seconds is None,
+            )
+            groups.append(planned)
+        dtype = precision.dtype_reason(self.cfg.model.dtype, self.dtype, device)
+        return Plan(room, str(device), dtype, groups, self.advice())
 
     def devices(self) -> dict[torch.device, float]:
         """The devices that the model will be on, with the share of its layers on each: equal shares of all GPUs here
@@ -93,45 +87,39 @@ class RunPlan:
             return {torch.device("cuda", i): 1 / count for i in range(count)}
         return {device: 1.0}
 
-    def _roughly(self, group: Group, found: Estimate, prefills: int) -> float:
-        """Seconds that are left of a group of which nothing is measured."""
-        left = self.left(group)
+    def _roughly(self, group: Group, takes: Estimate, prefills: int) -> float:
+        """Seconds that are left of a group of which nothing is measured, at the speed that this device shows."""
+        left, config = self.left(group), self.source.config
         examples = [e for e in group.examples if e.id in left]
-        longest = max((len(e.tokens) or len(e.prompt) for e in examples), default=1)
-        prompts, rest = [], []
-        for e in examples:
-            n = min(found.prompt_tokens, found.prompt_tokens * (len(e.tokens) or len(e.prompt)) // longest)
-            first = min(n, int(e.meta["prefix"])) if e.tokens else n
-            prompts.append(first)
-            rest.append(n - first)
+        sizes = [len(e.tokens) or len(e.prompt) for e in examples]
+        tokens = [min(takes.prompt_tokens, takes.prompt_tokens * n // max(sizes)) for n in sizes]
+        prompts = [min(n, int(e.meta["prefix"])) if e.tokens else n for n, e in zip(tokens, examples, strict=True)]
+        rest = [n - first for n, first in zip(tokens, prompts, strict=True)]
         cells = {c.id: c for some in left.values() for c in some}
+        needs = [c.chain.needs(takes.prompt_tokens) for c in cells.values()]
         work = speed_model.Work(
-            prompts,
-            rest,
-            prefills,
-            sum(len(some) for some in left.values()),
-            0 if any(rest) else found.new_tokens,
-            found.rows,
+            prompts=prompts,
+            rest=rest,
+            prefills=prefills,
+            answers=sum(len(some) for some in left.values()),
+            new=0 if any(rest) else takes.new_tokens,
+            rows=takes.rows,
             # half of it is a copy that only the move into the batch needs
-            sum(found.cells.values()) / max(1, len(found.cells)) / 2,
-            len(cells),
-            any((needs := c.chain.needs(found.prompt_tokens)).colsums or needs.colsums_bits for c in cells.values()),
+            cell=sum(takes.cells.values()) / max(1, len(takes.cells)) / 2,
+            formats=len(cells),
+            sums=any(need.colsums or need.colsums_bits for need in needs),
         )
-        speed, size, shape = self._speed
-        return speed_model.seconds(work, speed, size, shape, getattr(torch, self.dtype).itemsize)
+        return speed_model.seconds(work, *self._speed, from_config(config), getattr(torch, self.dtype).itemsize)
 
     @cached_property
-    def _speed(self) -> tuple[speed_model.Speed, speed_model.Weights, Shape]:
-        """Of this device, with as many threads as the run has."""
-        config, dtype = self.source.config, getattr(torch, self.dtype)
-        shape, device, before = from_config(config), load.resolve_device(self.cfg.device), torch.get_num_threads()
+    def _speed(self) -> tuple[speed_model.Speed, tuple[int, int]]:
+        """The speed of this device with as many threads as the run has, and the size of the model."""
+        config, before = self.source.config, torch.get_num_threads()
         torch.set_num_threads(threads(self.cfg, config))
         try:
-            return (
-                speed_model.measure(shape, int(config.hidden_size), dtype, device),
-                speed_model.weights(config),
-                shape,
-            )
+            device, dtype = load.resolve_device(self.cfg.device), getattr(torch, self.dtype)
+            speed = speed_model.measure(from_config(config), int(config.hidden_size), dtype, device)
+            return speed, speed_model.weights(config)
         finally:
             torch.set_num_threads(before)
 
@@ -156,45 +144,39 @@ class RunPlan:
             return len(encode(self.tokenizer, example, group.task, self.cfg.prompt, room))
 
         samples = {c.id: self.store.samples(c.id) for c in group.cells}
-        rows = self.cfg.batch_rows or (ROWS_GPU if device.type == "cuda" else ROWS_CPU)
+        rows = self.cfg.batch_rows or default_rows(device)
         shape, hidden = from_config(config), int(config.hidden_size)
         return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[CellRecord]:
         """The records of this run's cells that have an answer in the store."""
-        found = (self.store.cell(c.id) for g in self.groups for c in g.cells if self.store.answered(c.id))
-        return [record for record in found if record is not None]
+        ids = [c.id for g in self.groups for c in g.cells]
+        answered = [i for i in ids if any(p.stat().st_size for p in self.store.folder(i).glob("samples-*.jsonl"))]
+        return [record for i in answered if (record := self.store.cell(i)) is not None]
 
-    def todo(self) -> list[dict[str, Any]]:
+    def todo(self) -> list[GroupTodo]:
         """Per group: prompts to read and answers to decode, and what is done already."""
         plans = []
         for group in self.groups:
             left = self.left(group)
             answers = sum(len(cells) for cells in left.values())
-            prefills = sum(len({c.chain.prefill_key for c in cells}) for cells in left.values())
-            plans.append(
-                {
-                    "task": group.column,
-                    "methods": [c.label for c in group.cells],
-                    "cells": [c.id for c in group.cells],
-                    "examples": len(group.examples),
-                    "of": len(group.task.examples),
-                    "answers_to_do": answers,
-                    "answers_done": len(group.cells) * len(group.examples) - answers,
-                    "prefills": prefills,
-                    "prefills_saved": answers - prefills,
-                    "calibrations": self._uncalibrated(c for cells in left.values() for c in cells),
-                }
+            prefills = self._prefills(group, [group])
+            missing = {r.key: r for cells in left.values() for c in cells for r in self.session.missing(c.chain)}
+            computed = [(request.recipe, request.text) for request in missing.values()]
+            todo = GroupTodo(
+                task=group.column,
+                methods=[c.label for c in group.cells],
+                cells=[c.id for c in group.cells],
+                examples=len(group.examples),
+                of=len(group.task.examples),
+                answers_to_do=answers,
+                answers_done=len(group.cells) * len(group.examples) - answers,
+                prefills=prefills,
+                prefills_saved=answers - prefills,
+                calibrations=[f"{r.kind} ({r.samples} samples of {r.tokens} tokens, {text})" for r, text in computed],
             )
+            plans.append(todo)
         return plans
-
-    def _uncalibrated(self, cells: Iterable[Cell]) -> list[str]:
-        """What will be computed before any answer, in words."""
-        missing = {r.key: r for c in cells for r in self.session.missing(c.chain)}
-        return [
-            f"{r.recipe.kind} ({r.recipe.samples} samples of {r.recipe.tokens} tokens, {r.text})"
-            for r in missing.values()
-        ]
 
     def bound(self, model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
         """The groups with every chain bound to its calibration; what is missing of it is computed now."""
@@ -249,13 +231,13 @@ def context_of(cfg: RunConfig, source: load.ModelSource) -> int | None:
 
 def open_session(cfg: RunConfig, identity: Mapping[str, Any], tokenizer: Tokenizer, context: int | None) -> Session:
     return Session(
-        Path(cfg.calibration or Path(cfg.results) / DEFAULT_FOLDER).expanduser(),
-        identity,
-        tokenizer,
-        context,
-        cfg.model.path == "embedded:tiny",
-        cfg.calibration_text,
-        cfg.data_root,
+        folder=Path(cfg.calibration or Path(cfg.results) / DEFAULT_FOLDER).expanduser(),
+        identity=identity,
+        tokenizer=tokenizer,
+        context=context,
+        own_corpus=cfg.model.path == "embedded:tiny",
+        text=cfg.calibration_text,
+        data=cfg.data_root,
     )
 
 

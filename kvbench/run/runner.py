@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import isfinite
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -26,7 +26,6 @@ from kvbench.engine.model_state import state_of
 from kvbench.engine.prefill import check_capacity, check_window, prefill_chains
 from kvbench.errors import KvbenchError, Refused, UsageError, ending
 from kvbench.example import Example
-from kvbench.files import Sample
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
 from kvbench.metrics import score
@@ -35,6 +34,7 @@ from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
 from kvbench.run.plan import Cell, Group, pending
 from kvbench.run.queue import DecodeQueue, QueuedRow, in_parts
+from kvbench.run.results import Facts, Sample, Timing
 from kvbench.run.store import ResultStore, Writer
 
 REASON_LENGTH = 300
@@ -170,7 +170,7 @@ class GroupRun:
                 self.fail(row.cell, found, example)
                 continue
             value = found[0] / float(example.meta["divisor"])
-            self.add(row, {**self._line(row, found[1]), "prediction": "", "score": value}, found[1])
+            self.add(row, found[1], "", value)
 
     def finish(self) -> None:
         """Decode until some rows have ended; score and store those."""
@@ -181,15 +181,17 @@ class GroupRun:
             if isinstance(found, Exception):
                 self.fail(row.cell, found, row.example)
                 continue
+            ids = found.tokens[:-1] if found.tokens and found.tokens[-1] in row.ending.stop else found.tokens
             try:
-                line = self._sample(row, found)
+                text = self.host.tokenizer.decode(ids, skip_special_tokens=True)
+                value = score(row.cell.task.metric, row.cell.task.answer(text), row.example)
             except Exception as error:
                 self.fail(row.cell, error, row.example)
             else:
-                self.add(row, line, found)
+                self.add(row, found, text, value)
 
-    def add(self, row: QueuedRow, line: Sample, answer: Answer) -> None:
-        """Store the line of a row, or refuse its cell for what it held meanwhile."""
+    def add(self, row: QueuedRow, answer: Answer, text: str, value: float | None) -> None:
+        """Store the answer of a row with its score, or refuse its cell for what it held meanwhile."""
         cell, example = row.cell, row.example
         if cell.id in self.refused:
             return
@@ -198,15 +200,40 @@ class GroupRun:
                 raise no_answer(cell.chain, self.host.model.dtype)
             with contained(cell.chain.name, cell.chain.foreign):
                 cell.check_knobs()
-                line["decode_peak"] = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
+                decode_peak = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
                 if answer.stored is not None:
                     check_bytes(row.cache, answer.stored, *self.host.shape())
+            capacity = cell.chain.capacity(row.measured.n)
         except Refused as reason:
             self.refuse(cell, str(reason), example)
             return
+        except Exception as error:
+            self.fail(cell, error, example)
+            return
         self.store.clear_refusal(cell.id, example.id)
-        self.writers[cell.id].append(line)
-        self.listeners.stored(cell, line)
+        sample = Sample(
+            id=example.id,
+            **asdict(row.measured),
+            cut=row.cut,
+            shrunk=bool(capacity and capacity.shrunk),
+            new_tokens=len(answer.tokens),
+            meta=dict(example.meta),
+            timing=Timing(
+                prefill_s=round(row.cache.prefill_s, 6),
+                compress_s=round(row.cache.compress_s, 6),
+                decode_s=round(answer.seconds, 6),
+                batch_rows=answer.rows,
+                batch_factor=None if answer.factor is None else round(answer.factor, 3),
+            ),
+            prediction=text,
+            score=value,
+            answers=None if example.tokens else tuple(example.answers),
+            # of methods that mask: what they hold says nothing about how little they read
+            attended=None if example.tokens else answer.attended,
+            decode_peak=decode_peak,
+        )
+        self.writers[cell.id].append(sample.record())
+        self.listeners.stored(cell, sample)
 
     def check_model(self, ran: Sequence[Cell], example: Example) -> None:
         """Raise ModelChanged, and refuse the cells that ``ran`` and may have done it, unless the model is as it was."""
@@ -275,40 +302,12 @@ class GroupRun:
         """The last token of each text, as LongBench stops samsum at a newline."""
         return frozenset(self.host.tokenizer.encode(t, add_special_tokens=False)[-1] for t in texts)
 
-    def _sample(self, row: QueuedRow, answer: Answer) -> Sample:
-        tokens = answer.tokens
-        kept_ids = tokens[:-1] if tokens and tokens[-1] in row.ending.stop else tokens
-        text = self.host.tokenizer.decode(kept_ids, skip_special_tokens=True)
-        value = score(row.cell.task.metric, row.cell.task.answer(text), row.example)
-        line = {**self._line(row, answer), "prediction": text, "score": value, "answers": list(row.example.answers)}
-        # of methods that mask: what they hold says nothing about how little they read
-        return line if answer.attended is None else {**line, "attended": answer.attended}
-
-    def _line(self, row: QueuedRow, answer: Answer) -> Sample:
-        """What every stored line says, whatever the example was scored by."""
-        capacity = row.cell.chain.capacity(row.measured.n)
-        return {
-            "id": row.example.id,
-            **asdict(row.measured),
-            "cut": row.cut,
-            "shrunk": bool(capacity and capacity.shrunk),
-            "new_tokens": len(answer.tokens),
-            "meta": dict(row.example.meta),
-            "timing": {
-                "prefill_s": round(row.cache.prefill_s, 6),
-                "compress_s": round(row.cache.compress_s, 6),
-                "decode_s": round(answer.seconds, 6),
-                "batch_rows": answer.rows,
-                **({} if answer.factor is None else {"batch_factor": round(answer.factor, 3)}),
-            },
-        }
-
 
 def run_group(
     host: Host,
     group: Group,
     store: ResultStore,
-    provenance: dict[str, Any],
+    provenance: Facts,
     shard: int = 0,
     mix: bool = False,
     listeners: Listeners | None = None,
@@ -318,7 +317,7 @@ def run_group(
     Whatever ends it early (interrupt, full disk), finished examples stay and are not run again. A cell that fails is
     marked so in the store.
     """
-    todo = pending(group, {c.id: list(store.samples(c.id)) for c in group.cells})
+    todo = pending(group, {c.id: list(store.lines(c.id)) for c in group.cells})
     if not todo:
         return
     cells = [c for c in group.cells if any(c in some for some in todo.values())]
@@ -334,7 +333,7 @@ def run_group(
         try:
             run.run(group.examples, todo)
         except BaseException as error:
-            left = pending(group, {c.id: list(store.samples(c.id)) for c in cells})
+            left = pending(group, {c.id: list(store.lines(c.id)) for c in cells})
             for cell in run.active([c for c in cells if any(c in some for some in left.values())]):
                 store.mark(cell, "interrupted", ending(error))
             raise

@@ -3,8 +3,7 @@
 Counted are the projections and the attention of every prompt, the blockwise column sums where a method reads them, the
 compression of every cache as a few passes over the dense layer, and decoding as steps of full batches that read all
 weights and all caches, with every answer as long as it may be. What a step or a layer costs in calls is a constant
-(``LAYER_CALLS``, ...) times the time of the smallest call. Model and device differ from that by their details: a
-factor of two either way is usual, more on a machine that is busy, and answers that end early make it less.
+times the time of the smallest call. A factor of two either way is usual, more on a machine that is busy.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,8 +27,7 @@ from kvbench.models.interface import synchronise
 
 WIDEST = 2048
 """Matrices are measured up to this width: wider ones take no less per element."""
-TOKENS, ATTENDED = 512, 1024
-COPIED = 2**24
+TOKENS, ATTENDED, COPIED = 512, 1024, 2**24
 TRIES, ENOUGH_S = 20, 0.1
 """Of each quantity, so many tries at most, and no more once they took that long together; never fewer than two."""
 LAYER_CALLS, COMPRESS_CALLS, STEP_CALLS = 60, 60, 60
@@ -52,14 +51,6 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Elements that every token is multiplied with, in all layers (``layers``) and for its logits (``logits``)."""
-
-    layers: int
-    logits: int
-
-
-@dataclass(frozen=True)
 class Work:
     """What is left of a group. ``prompts`` and ``rest`` are tokens of each example, read at once and fed in chunks;
     ``prefills`` prompts are read, ``answers`` rows compressed and decoded for ``new`` tokens, ``rows`` of them at once.
@@ -79,13 +70,13 @@ class Work:
     sums: bool
 
 
-def weights(config: Any) -> Weights:
-    """Counted in a model without storage."""
+def weights(config: Any) -> tuple[int, int]:
+    """The elements that every token is multiplied with, in all layers and for its logits."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     logits = model.get_output_embeddings().weight
     layers = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not logits)
-    return Weights(layers, logits.numel())
+    return layers, logits.numel()
 
 
 def measure(shape: Shape, width: int, dtype: torch.dtype, device: torch.device) -> Speed:
@@ -93,7 +84,7 @@ def measure(shape: Shape, width: int, dtype: torch.dtype, device: torch.device) 
     made = partial(torch.randn, dtype=dtype, device=device)
     width, heads, dim = min(width, WIDEST), min(shape.query_heads, 2), shape.head_dim
     matrix, many, one = made(width, width), made(TOKENS, width), made(1, width)
-    q = made(1, heads, ATTENDED, dim)
+    q, pairs = made(1, heads, ATTENDED, dim), heads * dim * ATTENDED**2
     block, tiny = torch.empty(COPIED, dtype=torch.uint8, device=device), torch.zeros(1, device=device)
 
     def best(work: Callable[[], Any]) -> float:
@@ -107,35 +98,31 @@ def measure(shape: Shape, width: int, dtype: torch.dtype, device: torch.device) 
         return min(taken)
 
     with torch.inference_mode():
-        pairs = heads * dim * ATTENDED**2
         return Speed(
-            best(lambda: many @ matrix) / (TOKENS * width**2),
-            best(lambda: one @ matrix) / (width**2 * dtype.itemsize),
-            best(lambda: scaled_dot_product_attention(q, q, q, is_causal=True)) / pairs,
-            best(lambda: column_sums(q[0], q[0], 1.0)) / pairs,
-            best(block.clone) / COPIED,
-            best(lambda: [tiny.add(1) for _ in range(100)]) / 100,
+            product=best(lambda: many @ matrix) / (TOKENS * width**2),
+            weight_byte=best(lambda: one @ matrix) / (width**2 * dtype.itemsize),
+            attention=best(lambda: scaled_dot_product_attention(q, q, q, is_causal=True)) / pairs,
+            sums=best(lambda: column_sums(q[0], q[0], 1.0)) / pairs,
+            copy=best(block.clone) / COPIED,
+            call=best(lambda: [tiny.add(1) for _ in range(100)]) / 100,
         )
 
 
-def seconds(work: Work, speed: Speed, size: Weights, shape: Shape, itemsize: int) -> float:
-    """The time that the work takes."""
+def seconds(work: Work, speed: Speed, size: tuple[int, int], shape: Shape, itemsize: int) -> float:
+    """The time that the work takes with ``size`` weights in the layers and for logits."""
     if not work.answers:
         return 0.0
-    prompt = sum(_reading(n, work.sums, speed, size, shape) for n in work.prompts) / len(work.prompts)
-    dense = sum(shape.full_bytes(n, itemsize) for n in work.prompts) / len(work.prompts)
-    compress = shape.layers * COMPRESS_CALLS * speed.call + COMPRESS_PASSES * dense * speed.copy
-    fed = sum(work.rest) / len(work.rest) * (size.layers + size.logits) * speed.product
+    layers, every = size[0], sum(size)
+    calls = shape.layers * speed.call
+    # a prompt: its projections, and attention (with column sums) over the square of its tokens
+    pair = shape.layers * shape.query_heads * shape.head_dim * (speed.attention + speed.sums * work.sums)
+    prompt = fmean(n * layers * speed.product + n * n * pair for n in work.prompts) + LAYER_CALLS * calls
+    dense = fmean(shape.full_bytes(n, itemsize) for n in work.prompts)
+    compress = COMPRESS_CALLS * calls + COMPRESS_PASSES * dense * speed.copy
+    fed = fmean(work.rest) * every * speed.product
+    # a step: all weights, read once or multiplied with every row, and every cache
     rows = min(work.rows, work.answers)
-    read = (size.layers + size.logits) * itemsize * speed.weight_byte
-    step = max(read, rows * (size.layers + size.logits) * speed.product) + rows * work.cell * speed.copy
-    step += shape.layers * (LAYER_CALLS + min(work.formats, rows) * STEP_CALLS) * speed.call
+    step = max(every * itemsize * speed.weight_byte, rows * every * speed.product) + rows * work.cell * speed.copy
+    step += (LAYER_CALLS + min(work.formats, rows) * STEP_CALLS) * calls
     batches = math.ceil(work.answers / rows)
     return work.prefills * prompt + work.answers * (compress + fed) + batches * work.new * step
-
-
-def _reading(n: int, sums: bool, speed: Speed, size: Weights, shape: Shape) -> float:
-    """One prompt of n tokens through the model."""
-    pairs = shape.layers * shape.query_heads * shape.head_dim * n * n
-    attending = pairs * (speed.attention + (speed.sums if sums else 0.0))
-    return n * size.layers * speed.product + attending + shape.layers * LAYER_CALLS * speed.call

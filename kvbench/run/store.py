@@ -20,13 +20,14 @@ Why not every line: a sync takes hundreds of times as long as a write (results/b
 from __future__ import annotations
 
 import os
+import re
 import socket
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -34,7 +35,7 @@ from typing import Any, Literal, get_args
 from kvbench.errors import KvbenchError, UsageError, unknown
 from kvbench.files import (
     Appender,
-    Sample,
+    Line,
     disk_error,
     line_of,
     lock,
@@ -42,15 +43,18 @@ from kvbench.files import (
     read_json,
     read_lines,
     sync_folder,
+    unreadable,
     write_json,
 )
-from kvbench.run import labels, store_cells
+from kvbench.run import labels
 from kvbench.run.plan import Cell
-from kvbench.run.store_cells import LINK, Status
+from kvbench.run.results import CellRecord, Sample, Status
 
 SYNC_S = 10.0
 SHARD_WAIT_S = 0.3
 RECORD_WAIT_S = 60.0
+ID = re.compile("[0-9a-f]{16}")
+LINK = "is a symbolic link"
 Mark = Literal["started", "failed", "interrupted"]
 STATUSES = ("started", "complete", "partial", "refused", "failed", "interrupted", "never")
 
@@ -61,7 +65,7 @@ class Writer:
 
     out: Appender
     lock: int
-    state: Path
+    shard: int
     provenance: int
     written: Callable[[], None]
     ended: bool = False
@@ -70,12 +74,12 @@ class Writer:
     def path(self) -> Path:
         return self.out.path
 
-    def append(self, sample: Mapping[str, Any]) -> None:
+    def append(self, line: Mapping[str, object]) -> None:
         """Add one line, with the index of this process in the cell's provenance.
 
         A full disk is one clear error and loses nothing written before.
         """
-        self.out.append(line_of({**sample, "provenance": self.provenance}).encode())
+        self.out.append(line_of({**line, "provenance": self.provenance}).encode())
         self.written()
 
     def close(self) -> None:
@@ -84,7 +88,7 @@ class Writer:
             self.out.close()
             if not self.ended:
                 with suppress(OSError):
-                    self.state.unlink(missing_ok=True)
+                    self.path.with_name(f"state-{self.shard}.json").unlink(missing_ok=True)
         finally:
             with suppress(OSError):
                 os.close(self.lock)
@@ -96,10 +100,18 @@ class ResultStore:
 
     root: Path
     warnings: list[str] = field(default_factory=list)
-    writers: dict[str, tuple[int, Writer]] = field(default_factory=dict, repr=False)
+    writers: dict[str, Writer] = field(default_factory=dict, repr=False)
 
     def folder(self, cell_id: str) -> Path:
-        return store_cells.folder(self.root / "cells", cell_id)
+        """Where a cell lies; raises UsageError for all that is no cell's id, and for a link, which nothing follows."""
+        if not ID.fullmatch(cell_id):
+            raise UsageError(
+                f"{cell_id!r} is no cell's id: 16 digits from 0 to f, as python -m kvbench list runs prints them"
+            )
+        path = self.root / "cells" / cell_id
+        if path.is_symlink():
+            raise UsageError(f"{path} {LINK}: put the folder itself there, or give the results=FOLDER that it lies in")
+        return path
 
     def find(self, cell_id: str) -> str:
         """The id of a cell that is there, as a user gives it; raises UsageError for any other."""
@@ -147,15 +159,14 @@ class ResultStore:
                 raise
         except OSError as error:
             raise disk_error(error, folder) from None
-        writer = Writer(out, held, folder / f"state-{shard}.json", index, partial(self.sync, SYNC_S))
-        self.writers[cell.id] = (shard, writer)
+        writer = self.writers[cell.id] = Writer(out, held, shard, index, partial(self.sync, SYNC_S))
         self.mark(cell, "started")
         return writer
 
     def sync(self, age_s: float = 0.0) -> None:
         """Have every line on the device that was written ``age_s`` ago or before."""
         before = time.monotonic() - age_s
-        for _, writer in self.writers.values():
+        for writer in self.writers.values():
             if writer.out.unsynced is not None and writer.out.unsynced <= before:
                 writer.out.sync()
 
@@ -168,7 +179,7 @@ class ResultStore:
         """
         if status not in get_args(Mark):
             raise UsageError(f"a cell is marked {', '.join(get_args(Mark))}, not {status!r}")
-        shard, writer = self.writers.get(cell.id, (0, None))
+        writer = self.writers.get(cell.id)
         if writer is not None:
             writer.ended = status != "started"
         process = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -176,16 +187,15 @@ class ResultStore:
             if self.cell(cell.id) is None:
                 with self._record(cell):
                     pass
-            path = self.folder(cell.id) / f"state-{shard}.json"
+            path = self.folder(cell.id) / f"state-{writer.shard if writer is not None else 0}.json"
             write_json(path, {"status": status, "reason": reason, "time": time.time(), **process}, sync=False)
 
     def status(self, cell_id: str) -> Status:
         """What is known of a cell, from its files alone; raises UsageError if its record is damaged."""
-        folder = self.folder(cell_id)
-        record = self.cell(cell_id) or {}
-        n, of = len(self.samples(cell_id)), record.get("of", self.metrics(cell_id).get("of"))
-        before = self._marks(cell_id)
-        measuring = tuple(sorted(int(p.name.removeprefix("lock-")) for p in folder.glob("lock-*") if locked(p)))
+        record = self.cell(cell_id)
+        n, of = len(self.lines(cell_id)), record.of if record is not None else None
+        of = self.metrics(cell_id).get("of") if of is None else of
+        before, measuring = self._marks(cell_id), self.measuring(cell_id)
         # a mark that is there before and after is not one of a cell that is opened or closed meanwhile
         marks = [m for m in self._marks(cell_id) if m in before]
         failed = [m for m in marks if m.get("status") == "failed"]
@@ -203,17 +213,18 @@ class ResultStore:
             status, reason = "interrupted", "its process ended in the middle" if died else marks[-1].get("reason")
         else:
             status, reason = "partial" if n else "never", None
-        return Status(status, n, of, reason, measuring, self._changed(cell_id))
-
-    def _changed(self, cell_id: str) -> float | None:
-        """The time of the last write."""
         times, folder = [], self.folder(cell_id)
         for path in (*folder.glob("samples-*.jsonl"), *folder.glob("*.json")):
             with suppress(FileNotFoundError):
                 times.append(path.stat().st_mtime)
-        return max(times, default=None)
+        return Status(status, n, of, reason, measuring, max(times, default=None))
 
-    def _marks(self, cell_id: str) -> list[dict[str, Any]]:
+    def measuring(self, cell_id: str) -> tuple[int, ...]:
+        """Shards of the cell that a process is measuring."""
+        locks = self.folder(cell_id).glob("lock-*")
+        return tuple(sorted(int(p.name.removeprefix("lock-")) for p in locks if locked(p)))
+
+    def _marks(self, cell_id: str) -> list[Line]:
         """The marks of all shards, oldest first; one that cannot be read says nothing."""
         marks = []
         for path in sorted(self.folder(cell_id).glob("state-*.json")):
@@ -221,11 +232,16 @@ class ResultStore:
                 marks.append(read_json(path) or {})
         return sorted(filter(None, marks), key=lambda m: float(m.get("time") or 0))
 
-    def cell(self, cell_id: str) -> dict[str, Any] | None:
-        """The cell's record, or None if it was never started."""
-        return store_cells.record(self.folder(cell_id) / "cell.json")
+    def cell(self, cell_id: str) -> CellRecord | None:
+        """The cell's record, or None if it was never started; raises UsageError for a damaged one."""
+        path = self.folder(cell_id) / "cell.json"
+        record = read_json(path)
+        try:
+            return None if record is None else CellRecord.read(record)
+        except ValueError as error:
+            raise unreadable(path, error) from None
 
-    def metrics(self, cell_id: str) -> dict[str, Any]:
+    def metrics(self, cell_id: str) -> Line:
         """The means that the last run wrote; nothing before, and a warning where they are damaged."""
         path = self.folder(cell_id) / "metrics.json"
         try:
@@ -234,22 +250,22 @@ class ResultStore:
             self._warn(path, "cannot be read; the same run makes it again from the samples, which are safe")
             return {}
 
-    def answered(self, cell_id: str) -> bool:
-        """Tell whether a cell has lines of answers, without reading them."""
-        return any(path.stat().st_size for path in self.folder(cell_id).glob("samples-*.jsonl"))
-
     def samples(self, cell_id: str) -> dict[str, Sample]:
-        """The cell's intact samples by example id, in the order of their ids; damaged lines become warnings.
+        """The samples of a measured cell by example id: its ``lines``, read."""
+        return {name: Sample.read(line) for name, line in self.lines(cell_id).items()}
+
+    def lines(self, cell_id: str) -> dict[str, Line]:
+        """The cell's intact lines by example id, in the order of their ids; damaged lines become warnings.
 
         Of several lines about one example the same one counts, whatever order and files they are in.
         """
-        found: dict[str, tuple[bytes, Sample]] = {}
+        first: dict[str, tuple[bytes, Line]] = {}
         for path in sorted(self.folder(cell_id).glob("samples-*.jsonl")):
             lines = read_lines(path)
-            for line, sample in lines.intact:
-                name = str(sample["id"])
-                if name not in found or line < found[name][0]:
-                    found[name] = (line, sample)
+            for text, line in lines.intact:
+                name = str(line["id"])
+                if name not in first or text < first[name][0]:
+                    first[name] = (text, line)
             if lines.damaged:
                 many = len(lines.damaged)
                 self._warn(
@@ -257,48 +273,47 @@ class ResultStore:
                     f"{many} damaged line{'s do' if many > 1 else ' does'} not count (line "
                     f"{', '.join(map(str, lines.damaged))}); python -m kvbench clean sets them aside",
                 )
-        return {name: sample for name, (_, sample) in sorted(found.items())}
+        return {name: line for name, (_, line) in sorted(first.items())}
+
+    def _refused(self, cell_id: str, example: str) -> Path:
+        return self.folder(cell_id) / f"refused-{zlib.crc32(example.encode()):08x}.json"
 
     def refuse(self, cell: Cell, reason: str, example: str) -> None:
         """Record that the cell must not be reported, why, and the example that showed it."""
-        path = self.folder(cell.id) / f"refused-{zlib.crc32(example.encode()):08x}.json"
-        write_json(path, {"reason": reason, "example": example})
-
-    def refusals(self, cell_id: str) -> dict[str, str]:
-        """Reasons by example for which the cell was refused."""
-        records = [read_json(p) or {} for p in sorted(self.folder(cell_id).glob("refused-*.json"))]
-        return {str(r.get("example")): str(r.get("reason")) for r in records}
+        write_json(self._refused(cell.id, example), {"reason": reason, "example": example})
 
     def refusal(self, cell_id: str) -> str | None:
         """Why the cell must not be reported, or None."""
-        return next(iter(self.refusals(cell_id).values()), None)
+        first = next(iter(sorted(self.folder(cell_id).glob("refused-*.json"))), None)
+        return None if first is None else str((read_json(first) or {}).get("reason"))
 
     def clear_refusal(self, cell_id: str, example: str) -> None:
-        """The example that the cell was refused for has passed the audit."""
-        path = self.folder(cell_id) / f"refused-{zlib.crc32(example.encode()):08x}.json"
+        """Forget the refusal of the cell for an example, which has passed the audit now."""
+        path = self._refused(cell_id, example)
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise disk_error(error, path) from None
 
-    def write_metrics(self, cell_id: str, metrics: Mapping[str, Any]) -> None:
+    def write_metrics(self, cell_id: str, metrics: Mapping[str, object]) -> None:
         """Replace metrics.json in one step."""
         write_json(self.folder(cell_id) / "metrics.json", metrics)
 
     def folders(self) -> list[str]:
         """Ids of all cells, also of those that have no record yet; links become warnings."""
-        folders, links = store_cells.listed(self.root / "cells")
-        for path in links:
-            self._warn(path, f"{LINK} and is left alone")
-        return folders
+        named = sorted(p for p in (self.root / "cells").glob("*") if ID.fullmatch(p.name) and p.is_dir())
+        for path in named:
+            if path.is_symlink():
+                self._warn(path, f"{LINK} and is left alone")
+        return [path.name for path in named if not path.is_symlink()]
 
     def cells(self) -> list[str]:
         """Ids of all cells that were started."""
         return [name for name in self.folders() if (self.folder(name) / "cell.json").exists()]
 
     @contextmanager
-    def _record(self, cell: Cell) -> Iterator[dict[str, Any]]:
-        """The cell's record, to be extended by one process at a time; written when it is let go."""
+    def _record(self, cell: Cell) -> Iterator[list[Line]]:
+        """The provenance in the cell's record, to be extended by one process at a time; written when it is let go."""
         folder = self.folder(cell.id)
         held = lock(folder / "lock", RECORD_WAIT_S)
         if held is None:
@@ -306,31 +321,29 @@ class ResultStore:
         try:
             record = self.cell(cell.id)
             if record is None:
-                record = {"id": cell.id, "label": labels.label(cell.identity, cell.label), "column": cell.column}
-                record |= {"of": len(cell.task.examples), "identity": cell.identity, "provenance": []}
-            yield record
-            write_json(folder / "cell.json", record)
+                label = labels.label(cell.identity, cell.label)
+                record = CellRecord(cell.id, None, label, cell.column, len(cell.task.examples), cell.identity)
+            provenance = [dict(facts) for facts in record.provenance]
+            yield provenance
+            write_json(folder / "cell.json", replace(record, provenance=tuple(provenance)).record())
         finally:
             os.close(held)
 
     def _register(self, cell: Cell, provenance: Mapping[str, Any], mix: bool) -> int:
         """Write or extend the cell's record; returns this process's provenance index."""
-        with self._record(cell) as record:
-            known: list[dict[str, Any]] = record["provenance"]
-            if dict(provenance) not in known:
-                self._check_same(cell, known, provenance, mix)
-                known.append(dict(provenance))
-            return known.index(dict(provenance))
-
-    def _check_same(self, cell: Cell, before: Iterable[Mapping[str, Any]], now: Mapping[str, Any], mix: bool) -> None:
-        for old in before:
-            for key in ("device", "torch", "calibration"):
-                if old.get(key) != now.get(key) and not mix:
-                    raise UsageError(
-                        f"cell {cell.id} ({cell.label} on {cell.column}) was begun with {key} {old.get(key)}, this is "
-                        f"{now.get(key)}: its numbers could differ. Use the same {key}, another results=FOLDER, or "
-                        "mix=true to allow both"
-                    )
+        now = dict(provenance)
+        with self._record(cell) as known:
+            if now not in known:
+                for old in known:
+                    for key in ("device", "torch", "calibration"):
+                        if old.get(key) != now.get(key) and not mix:
+                            raise UsageError(
+                                f"cell {cell.id} ({cell.label} on {cell.column}) was begun with {key} {old.get(key)}, "
+                                f"this is {now.get(key)}: its numbers could differ. Use the same {key}, another "
+                                "results=FOLDER, or mix=true to allow both"
+                            )
+                known.append(now)
+            return known.index(now)
 
     def _warn(self, path: Path, text: str) -> None:
         """Of one file the last warning stands."""

@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.files import disk_error, lock, locked, read_lines
+from kvbench.files import disk_error, lock, read_lines
 from kvbench.run.store import ResultStore
 
 EMPTY = ("never", "failed", "interrupted")
@@ -34,14 +34,13 @@ class Removal:
     cell: str
     path: Path
     about: str
-    lines: tuple[int, ...] = ()
 
 
 def plan(store: ResultStore, cells: Collection[str], whole: bool) -> list[Removal]:
     """What to remove of ``cells``; all of them with their samples if ``whole``. Cells measured now are left out."""
     removals = []
     for cell in cells:
-        if not measuring(store, cell):
+        if not store.measuring(cell):
             removals += [_all_of(store, cell)] if whole else list(_waste(store, cell))
     return removals
 
@@ -51,12 +50,6 @@ def leftovers(store: ResultStore) -> list[Removal]:
     folder = store.root / "cells"
     left = sorted(p for p in folder.glob(".removed-*") if not p.is_symlink())
     return [Removal("cell", "", path, "half removed") for path in left]
-
-
-def measuring(store: ResultStore, cell: str) -> tuple[int, ...]:
-    """Shards of the cell that a process is measuring."""
-    folder = store.folder(cell)
-    return tuple(sorted(int(p.name.removeprefix("lock-")) for p in folder.glob("lock-*") if locked(p)))
 
 
 def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
@@ -71,10 +64,12 @@ def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
 
 
 def _all_of(store: ResultStore, cell: str) -> Removal:
-    with suppress(UsageError):
-        n = len(store.samples(cell))
-        return Removal("cell", cell, store.folder(cell), f"{n} samples" if n else "nothing measured")
-    return Removal("cell", cell, store.folder(cell), "unreadable")
+    try:
+        n = len(store.lines(cell))
+        about = f"{n} samples" if n else "nothing measured"
+    except UsageError:
+        about = "unreadable"
+    return Removal("cell", cell, store.folder(cell), about)
 
 
 def _waste(store: ResultStore, cell: str) -> Iterator[Removal]:
@@ -94,13 +89,9 @@ def _waste(store: ResultStore, cell: str) -> Iterator[Removal]:
             if time.time() - path.stat().st_mtime > STALE_S:
                 yield Removal("temporary", cell, path, "half written")
     for path in sorted(folder.glob("samples-*.jsonl")):
-        lines = read_lines(path)
-        unread = (*lines.damaged, *((lines.torn,) if lines.torn else ()))
-        if unread:
-            aside = damaged_path(path).name
-            yield Removal(
-                "lines", cell, path, f"{len(unread)} unreadable line{'s' * (len(unread) > 1)}, moved to {aside}", unread
-            )
+        if unread := read_lines(path).unread:
+            count = f"{len(unread)} unreadable line{'s' * (len(unread) > 1)}"
+            yield Removal("lines", cell, path, f"{count}, moved to {damaged_path(path).name}")
     for path in sorted(folder.glob("lock*")):
         yield Removal("lock", cell, path, "held by nobody")
 
@@ -126,21 +117,16 @@ def _remove(store: ResultStore, removal: Removal) -> None:
 
 def _set_aside(path: Path) -> None:
     """Move the lines of a file of samples that cannot be read into the file beside it."""
-    lines = read_lines(path)
-    unread = {*lines.damaged, *((lines.torn,) if lines.torn else ())}
-    everything = path.read_bytes().split(b"\n")
-    bad = b"".join(everything[i - 1] + b"\n" for i in sorted(unread))
+    unread, everything = read_lines(path).unread, path.read_bytes().split(b"\n")
+    bad = b"".join(everything[i - 1] + b"\n" for i in unread)
     good = b"".join(line + b"\n" for i, line in enumerate(everything, 1) if line and i not in unread)
-    with damaged_path(path).open("ab") as out:
-        out.write(bad)
-        out.flush()
-        os.fsync(out.fileno())
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("xb") as out:
-            out.write(good)
-            out.flush()
-            os.fsync(out.fileno())
+        for target, mode, content in ((damaged_path(path), "ab", bad), (temporary, "xb", good)):
+            with target.open(mode) as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

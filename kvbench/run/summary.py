@@ -1,221 +1,245 @@
-"""From stored samples to the rows of a table, as plain data: scores, paired differences, tokens, bytes and times."""
+"""From stored samples to a report: scores, paired differences, tokens, bytes and times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from math import isnan
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import torch
 
-from kvbench.audit.accounting import at_16_bits
-from kvbench.files import Sample
+from kvbench.audit.accounting import HALF, POSITION_BYTES
+from kvbench.audit.prompt_audit import MeasuredBytes
+from kvbench.methods.chain import Chain
 from kvbench.metrics import metric, stats
 from kvbench.metrics.stats import FEWEST
 from kvbench.run.advice import about_floors, at_floor
 from kvbench.run.labels import fields
 from kvbench.run.plan import Cell, Group
+from kvbench.run.results import (
+    BucketScore,
+    CellResult,
+    CellSummary,
+    Delta,
+    MeanTiming,
+    Report,
+    ReportColumn,
+    ReportRow,
+    RowMeans,
+    Sample,
+    share,
+)
 from kvbench.run.store import ResultStore
-from kvbench.tasks.longbench import by_bucket
-
-HALVES = ("payload16", "overhead16", "full16")
-"""Bytes at 16 bits, of which shares of the full cache are made."""
+from kvbench.tasks.longbench import BUCKETS
 
 
 def completed(cell: Cell, samples: Iterable[Sample]) -> list[Sample]:
-    """The samples, with bytes at 16 bits by formula where older lines have none."""
-    itemsize = getattr(torch, cell.identity["model"]["dtype"]).itemsize
-    return [s if HALVES[0] in s else {**s, **at_16_bits(cell.chain, s, itemsize)} for s in samples]
+    """Return the samples, with bytes at 16 bits by formula where older lines have none."""
+    itemsize, all_known = getattr(torch, cell.identity["model"]["dtype"]).itemsize, []
+    for sample in samples:
+        if isnan(sample.full16):
+            payload16, overhead16, full16 = at_16_bits(cell.chain, sample, itemsize)
+            sample = replace(sample, payload16=payload16, overhead16=overhead16, full16=full16)
+        all_known.append(sample)
+    return all_known
 
 
-def share(found: Mapping[str, Any]) -> float:
-    """Bytes held in per cent of the full cache's keys and values, both at 16 bits."""
-    return float(100 * (found["payload16"] + found["overhead16"]) / found["full16"])
+def at_16_bits(chain: Chain, sample: Sample | MeasuredBytes, itemsize: int) -> tuple[float, float, float]:
+    """Return the payload, the overhead and the full cache's bytes at 16 bits, of what was measured at ``itemsize``.
+
+    Codes, scales, positions and ids take the same bytes at any width, what is kept exact and the values that modifiers
+    carry shrink. Exact to the byte where heads keep the same number of tokens or nothing is packed, else by their mean.
+    """
+    slots, exact, coder, selector = round(sample.kept), float(sample.payload), chain.coder, chain.selector
+    if selector is not None and selector.packs:
+        exact = 0.0
+    elif coder is not None:
+        assert sample.payload_kv_head and sample.payload_query_head
+        group = round(sample.payload_query_head / sample.payload_kv_head)
+        left = 2 * slots - coder.keys.packed(slots) - coder.values.packed(slots)
+        exact = chain.heads(1, group) * sample.full_bytes * left / (2 * sample.n)
+    carried = sum(m.slot_bytes(itemsize) for m in chain.modifiers) if chain.evicts else 0
+    shrunk = 1.0
+    if carried:
+        each = POSITION_BYTES + chain.layout(slots, 128, itemsize)[0].slot_overhead
+        shrunk -= (carried - sum(m.slot_bytes(HALF) for m in chain.modifiers)) / each
+    payload16 = sample.payload - exact * (1 - HALF / itemsize)
+    return payload16, sample.overhead * shrunk, sample.full_bytes * HALF / itemsize
 
 
-def summarise(samples: Sequence[Sample], name: str, of: int) -> dict[str, Any]:
-    """The metrics of one cell: mean score in printed units, 95 % interval, tokens kept, bytes, and times apart."""
+def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
+    """Return the summary of one cell, whose answers are scored by the metric ``name``."""
     show = metric(name).show
-    scored = [float(s["score"]) for s in samples if s["score"] is not None]
+    scored = [float(s.score) for s in samples if s.score is not None]
     # an answer of one token attends nothing while decoding
-    attended = [s["attended"] for s in samples if "attended" in s]
-    interval = stats.bootstrap_ci(scored, bounds=_bounds(name)) if len(scored) >= FEWEST else None
-    halves = {key: fmean(s[key] for s in samples) for key in HALVES}
-    factors = [s["timing"]["batch_factor"] for s in samples if "batch_factor" in s["timing"]]
-    return {
-        "metric": name,
-        "n": len(samples),
-        "of": of,
-        "unscored": len(samples) - len(scored),
-        "score": show(fmean(scored)) if scored else None,
-        "ci": [show(x) for x in interval] if interval else None,
-        "prompt_tokens": fmean(s["n"] for s in samples),
-        "kept": fmean(s["kept"] for s in samples),
-        "nominal": _mean(samples, "nominal"),
-        "payload": fmean(s["payload"] for s in samples),
-        "overhead": fmean(s["overhead"] for s in samples),
-        "payload_kv_head": _mean(samples, "payload_kv_head"),
-        "payload_query_head": _mean(samples, "payload_query_head"),
-        "full_bytes": fmean(s["full_bytes"] for s in samples),
-        **halves,
-        "percent_of_full": share(halves),
-        "decode_peak": max((s["decode_peak"] for s in samples if "decode_peak" in s), default=None),
-        "cut": sum(s["cut"] > 0 for s in samples),
-        "shrunk": sum(bool(s["shrunk"]) for s in samples),
-        "attended": fmean(attended) if attended else None,
-        **by_bucket(samples, show),
-        "timing": {
-            "prefill_s": fmean(s["timing"]["prefill_s"] for s in samples),
-            "compress_s": fmean(s["timing"]["compress_s"] for s in samples),
-            "decode_s_per_token": sum(s["timing"]["decode_s"] for s in samples)
-            / max(1, sum(s["new_tokens"] for s in samples)),
-            "batch_factor": fmean(factors) if factors else None,
-        },
-    }
+    attended = [s.attended for s in samples if s.attended is not None]
+    # a likelihood has no bounds
+    bounds = None if metric(name).shown else (0.0, 1.0)
+    interval = stats.bootstrap_ci(scored, bounds=bounds) if len(scored) >= FEWEST else None
+    payload16, overhead16, full16 = (
+        fmean(values) for values in zip(*((s.payload16, s.overhead16, s.full16) for s in samples), strict=True)
+    )
+    factors = [s.timing.batch_factor for s in samples if s.timing.batch_factor is not None]
+    buckets = {}
+    for bucket, _ in BUCKETS:
+        scores = [s.score for s in samples if s.meta.get("bucket") == bucket]
+        known = [x for x in scores if x is not None]
+        if scores:
+            buckets[bucket] = BucketScore(len(scores), show(sum(known) / len(known)) if known else None)
+    return CellSummary(
+        metric=name,
+        n=len(samples),
+        of=of,
+        unscored=len(samples) - len(scored),
+        score=show(fmean(scored)) if scored else None,
+        ci=(show(interval[0]), show(interval[1])) if interval else None,
+        prompt_tokens=fmean(s.n for s in samples),
+        kept=fmean(s.kept for s in samples),
+        nominal=_mean([s.nominal for s in samples]),
+        payload=fmean(s.payload for s in samples),
+        overhead=fmean(s.overhead for s in samples),
+        payload_kv_head=_mean([s.payload_kv_head for s in samples]),
+        payload_query_head=_mean([s.payload_query_head for s in samples]),
+        full_bytes=fmean(s.full_bytes for s in samples),
+        payload16=payload16,
+        overhead16=overhead16,
+        full16=full16,
+        percent_of_full=share(payload16, overhead16, full16),
+        decode_peak=max((s.decode_peak for s in samples if s.decode_peak is not None), default=None),
+        cut=sum(s.cut > 0 for s in samples),
+        shrunk=sum(s.shrunk for s in samples),
+        attended=fmean(attended) if attended else None,
+        buckets=buckets,
+        timing=MeanTiming(
+            prefill_s=fmean(s.timing.prefill_s for s in samples),
+            compress_s=fmean(s.timing.compress_s for s in samples),
+            decode_s_per_token=sum(s.timing.decode_s for s in samples) / max(1, sum(s.new_tokens for s in samples)),
+            batch_factor=fmean(factors) if factors else None,
+        ),
+    )
 
 
-def _about_batches(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The note on memory that decode batches took beside the bytes of their rows' tokens."""
-    found = [c["timing"]["batch_factor"] for r in rows for c in r["cells"] if c.get("timing", {}).get("batch_factor")]
-    if not found or max(found) < 1.05:
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean; None where a value is missing."""
+    known = [x for x in values if x is not None]
+    return fmean(known) if len(known) == len(values) else None
+
+
+def collect(groups: Sequence[Group], store: ResultStore) -> Report:
+    """Return the report of these groups, without the model and the settings of the run.
+
+    Each cell counts only the examples of this run; a delta is the paired difference to the full cache over the examples
+    that both have.
+    """
+    rows = []
+    for label in dict.fromkeys(c.label for g in groups for c in g.cells):
+        cells = tuple(measured(g, next(c for c in g.cells if c.label == label), store) for g in groups)
+        summaries = [c.summary for c in cells if c.summary is not None]
+        rows.append(ReportRow(label, any(c.evicts for c in cells), cells, _means(summaries) if summaries else None))
+    columns = tuple(
+        ReportColumn(g.column, g.task.metric, g.task.category, any(bool(r.cells[i].floor) for r in rows))
+        for i, g in enumerate(groups)
+    )
+    notes = about_floors([c.task for c in columns if c.floor], len(columns)) if len(rows) > 1 else []
+    return Report("", "", columns, tuple(rows), (*notes, *_about_batches(rows)), str(store.root))
+
+
+def _about_batches(rows: Sequence[ReportRow]) -> list[str]:
+    """Return the note on memory that decode batches took beside the bytes of their rows' tokens."""
+    summaries = [c.summary for r in rows for c in r.cells if c.summary is not None]
+    factors = [s.timing.batch_factor for s in summaries if s.timing.batch_factor]
+    if not factors or max(factors) < 1.05:
         return []
     return [
-        f"While decoding, a batch took {min(found):.1f} to {max(found):.1f} times the key and value bytes of its rows "
-        "(padding, free slots, positions, room for the answer); bytes in tables are those of tokens."
+        f"While decoding, a batch took {min(factors):.1f} to {max(factors):.1f} times the key and value bytes of its "
+        "rows (padding, free slots, positions, room for the answer); bytes in tables are those of tokens."
     ]
 
 
-def _mean(samples: Sequence[Sample], key: str) -> float | None:
-    """The mean over samples; None where one has no such number."""
-    values = [s[key] for s in samples if s.get(key) is not None]
-    return fmean(values) if len(values) == len(samples) else None
-
-
-def collect(groups: Sequence[Group], store: ResultStore, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything that a table of these groups shows, as plain data: what ``--json`` prints.
-
-    Each cell counts only the examples of this run; ``delta`` is the paired difference to the full cache over the
-    examples that both have.
-    """
-    labels = list(dict.fromkeys(c.label for g in groups for c in g.cells))
-    rows = []
-    for label in labels:
-        cells = [measured(g, next(c for c in g.cells if c.label == label), store) for g in groups]
-        measures = _storage([c for c in cells if c["status"] == "measured"])
-        rows.append({"method": label, "evicts": any(c["evicts"] for c in cells), "cells": cells, **measures})
-    columns = [
-        {
-            "task": g.column,
-            "metric": g.task.metric,
-            "category": g.task.category,
-            "floor": any(r["cells"][i].get("floor", False) for r in rows),
-        }
-        for i, g in enumerate(groups)
-    ]
-    notes = [*(about_floors(columns) if len(rows) > 1 else ()), *_about_batches(rows), *notes]
-    return {
-        "columns": columns,
-        "rows": rows,
-        "notes": [*dict.fromkeys(f"{g.task.note}." for g in groups if g.task.note), *notes, *store.warnings],
-        "results": str(store.root),
-    }
-
-
-def measured(group: Group, cell: Cell, store: ResultStore) -> dict[str, Any]:
-    """What a table shows of one cell: its status, and its summary over this run's examples or why there is none."""
-    base = {"task": group.column, "cell": cell.id, "evicts": cell.chain.evicts, **fields(cell.identity)}
+def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
+    """Return what a table shows of one cell: its summary over this run's examples, or why there is none."""
+    result = CellResult(group.column, cell.id, "missing", cell.chain.evicts, fields(cell.identity))
     refusal = store.refusal(cell.id)
     if refusal is not None:
-        return {**base, "status": "refused", "reason": refusal}
-    mine = {e.id for e in group.examples}
-    samples = {i: s for i, s in store.samples(cell.id).items() if i in mine}
-    found = store.status(cell.id) if len(samples) < len(mine) else None
-    if found is not None and found.status == "failed":
-        return {**base, "status": "failed", "reason": found.reason}
+        return replace(result, status="refused", reason=refusal)
+    ids = {e.id for e in group.examples}
+    samples = {i: s for i, s in store.samples(cell.id).items() if i in ids}
+    status = store.status(cell.id) if len(samples) < len(ids) else None
+    if status is not None and status.status == "failed":
+        return replace(result, status="failed", reason=status.reason)
     if not samples:
-        return {**base, "status": "missing"}
-    summary = summarise(completed(cell, samples.values()), group.task.metric, len(group.task.examples))
+        return result
+    floor = None
     if not cell.chain.stages:
-        base["floor"] = at_floor(group.task, [s["score"] for s in samples.values() if s["score"] is not None])
-    return {**base, "status": "measured", **summary, **_difference(group, cell, samples, store)}
+        floor = at_floor(group.task, [s.score for s in samples.values() if s.score is not None])
+    summary = summarise(completed(cell, samples.values()), group.task.metric, len(group.task.examples))
+    delta = _delta(group, cell, samples, store)
+    return replace(result, status="measured", floor=floor, summary=summary, delta=delta)
 
 
-def _difference(group: Group, cell: Cell, samples: Mapping[str, Sample], store: ResultStore) -> dict[str, Any]:
-    """The paired difference to the full cache, in printed units; nothing for the full cache itself."""
+def _delta(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultStore) -> Delta | None:
+    """Return the paired difference to the full cache, in printed units; None for the full cache itself."""
     full = next((c for c in group.cells if not c.chain.stages), None)
     if full is None or not cell.chain.stages or store.refusal(full.id) is not None:
-        return {}
+        return None
     baseline = store.samples(full.id)
-    both = [
-        (float(s["score"]), float(baseline[i]["score"]))
-        for i, s in samples.items()
-        if i in baseline and s["score"] is not None and baseline[i]["score"] is not None
-    ]
+    pairs = [(s.score, baseline[i].score) for i, s in samples.items() if i in baseline]
+    both = [(float(a), float(b)) for a, b in pairs if a is not None and b is not None]
     if not both:
-        return {}
-    name = group.task.metric
-    if metric(name).shown is not None:
-        return _shown_difference(both, metric(name).show)
-    scale = metric(name).scale
+        return None
+    printed = metric(group.task.metric)
+    if printed.shown is not None:
+        return shown_delta(both, printed.show)
     difference = stats.paired_difference([a for a, _ in both], [b for _, b in both])
     low, high = (difference.low, difference.high) if len(both) >= FEWEST else (None, None)
-    interval = None if low is None or high is None else [scale * low, scale * high]
-    return {"delta": scale * difference.mean, "delta_ci": interval}
+    interval = None if low is None or high is None else (printed.scale * low, printed.scale * high)
+    return Delta(printed.scale * difference.mean, interval)
 
 
-def _shown_difference(both: Sequence[tuple[float, float]], show: Callable[[float], float]) -> dict[str, Any]:
-    """The difference of two shown means (perplexities), with pairs resampled: both means vary together."""
+def shown_delta(both: Sequence[tuple[float, float]], show: Callable[[float], float]) -> Delta:
+    """Return the difference of two shown means (perplexities), with pairs resampled: both means vary together."""
 
     def difference(means: Sequence[stats.Pairs]) -> stats.Pairs:
         return np.array([show(float(a)) - show(float(b)) for a, b in means[0]])
 
     pairs = np.array(both)
     interval = stats.stratified_ci([pairs], difference, None)
-    return {"delta": float(difference([pairs.mean(0, keepdims=True)])[0]), "delta_ci": interval and list(interval)}
+    return Delta(float(difference([pairs.mean(0, keepdims=True)])[0]), interval)
 
 
-def _bounds(name: str) -> tuple[float, float] | None:
-    """The range of a score; a likelihood has none."""
-    return None if metric(name).shown else (0.0, 1.0)
+def _means(cells: Sequence[CellSummary]) -> RowMeans:
+    """Return the means of one method over all its measured cells, each prompt of the same weight."""
+    total = sum(c.n for c in cells)
 
+    def mean(values: Sequence[float]) -> float:
+        return sum(value * c.n for value, c in zip(values, cells, strict=True)) / total
 
-def _storage(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Tokens, bytes and times of one method over all its measured cells, by mean over prompts."""
-    if not cells:
-        return {}
-    total = sum(c["n"] for c in cells)
+    def known(values: Sequence[float | None]) -> float | None:
+        present = [x for x in values if x is not None]
+        return mean(present) if len(present) == len(cells) else None
 
-    def mean(key: str, of: str = "") -> float:
-        return sum((c[of][key] if of else c[key]) * c["n"] for c in cells) / total
+    def percent(values: Sequence[float | None]) -> float | None:
+        value = known(values)
+        return None if value is None else 100 * value / prompt_tokens
 
-    def known(key: str) -> float | None:
-        return None if any(c[key] is None for c in cells) else mean(key)
-
-    def percent(key: str) -> float | None:
-        value = known(key)
-        return None if value is None else 100 * value / mean("prompt_tokens")
-
-    halves = {key: mean(key) for key in HALVES}
-    return {
-        "score_mean": _mean_score(cells),
-        "kept_percent": 100 * mean("kept") / mean("prompt_tokens"),
-        "nominal_percent": percent("nominal"),
-        "attended_percent": percent("attended"),
-        "payload": mean("payload"),
-        "overhead": mean("overhead"),
-        "payload_kv_head": known("payload_kv_head"),
-        "payload_query_head": known("payload_query_head"),
-        "percent_of_full": share(halves),
-        "payload_percent_of_full": 100 * halves["payload16"] / halves["full16"],
-        "prefill_ms": 1000 * mean("prefill_s", "timing"),
-        "compress_ms": 1000 * mean("compress_s", "timing"),
-        "decode_ms_per_token": 1000 * mean("decode_s_per_token", "timing"),
-    }
-
-
-def _mean_score(cells: Sequence[Mapping[str, Any]]) -> float | None:
-    """The mean over columns, where all are measured in the same unit."""
-    units = {metric(c["metric"]).shown for c in cells}
-    scores = [c["score"] for c in cells if c["score"] is not None]
-    return fmean(scores) if len(scores) == len(cells) and len(units) == 1 else None
+    prompt_tokens = mean([c.prompt_tokens for c in cells])
+    payload16, full16 = mean([c.payload16 for c in cells]), mean([c.full16 for c in cells])
+    scores = [c.score for c in cells if c.score is not None]
+    one_unit = len(scores) == len(cells) and len({metric(c.metric).shown for c in cells}) == 1
+    return RowMeans(
+        score_mean=fmean(scores) if one_unit else None,
+        kept_percent=100 * mean([c.kept for c in cells]) / prompt_tokens,
+        nominal_percent=percent([c.nominal for c in cells]),
+        attended_percent=percent([c.attended for c in cells]),
+        payload=mean([c.payload for c in cells]),
+        overhead=mean([c.overhead for c in cells]),
+        payload_kv_head=known([c.payload_kv_head for c in cells]),
+        payload_query_head=known([c.payload_query_head for c in cells]),
+        percent_of_full=share(payload16, mean([c.overhead16 for c in cells]), full16),
+        payload_percent_of_full=100 * payload16 / full16,
+        prefill_ms=1000 * mean([c.timing.prefill_s for c in cells]),
+        compress_ms=1000 * mean([c.timing.compress_s for c in cells]),
+        decode_ms_per_token=1000 * mean([c.timing.decode_s_per_token for c in cells]),
+    )

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
@@ -22,6 +23,7 @@ from kvbench.metrics import metric
 from kvbench.run.config import LoggerConfig
 from kvbench.run.listener import Listener
 from kvbench.run.plan import Cell, Group
+from kvbench.run.results import CellSummary, Sample
 from kvbench.run.run_plan import RunPlan
 from kvbench.tables.heatmap import Heat, draw, heat_map, points
 
@@ -61,11 +63,11 @@ class WandbLogger:
         self._events.put(lambda sender: sender.begin(prepared))
         self._thread.start()
 
-    def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
-        self._events.put(lambda sender: sender.stored(cell, line))
+    def stored(self, cell: Cell, sample: Sample) -> None:
+        self._events.put(lambda sender: sender.stored(cell, sample))
 
-    def ended(self, cell: Cell, status: str, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
-        self._events.put(lambda sender: sender.ended(cell, status, metrics, reason))
+    def ended(self, cell: Cell, status: str, means: CellSummary | None, reason: str | None) -> None:
+        self._events.put(lambda sender: sender.ended(cell, status, means, reason))
 
     def close(self) -> None:
         self._events.put(lambda sender: sender.close())
@@ -94,39 +96,31 @@ class WandbLogger:
                 )
 
 
+@dataclass
 class _CellRun:
     """The open W&B run of one cell. A step is a number of samples on disk, so steps go on where a resumed cell does."""
 
-    def __init__(self, run: Any, prepared: RunPlan, group: Group, cell: Cell) -> None:
-        self.run, self.group, self.cell = run, group, cell
-        self.mine = {e.id for e in group.examples}
-        self.lines: dict[str, tuple[float | None, float]] = {}
-        for line in prepared.store.samples(cell.id).values():
-            self.add(line)
-        self.last = -ROW_EVERY_S
+    run: Any
+    group: Group
+    samples: dict[str, Sample]
+    last: float = -ROW_EVERY_S
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        self.lines[str(line["id"])] = (line["score"], 100 * line["kept"] / line["n"])
-
-    def stored(self, line: Mapping[str, Any]) -> None:
-        self.add(line)
-        if time.monotonic() - self.last >= ROW_EVERY_S:
-            self.last = time.monotonic()
-            self.run.log(self.progress(), step=len(self.lines))
-
-    def progress(self) -> dict[str, float]:
+    def progress(self) -> dict[str, Any]:
         """Answers done of N, their mean score and how much is kept."""
-        scores = [score for score, _ in self.lines.values() if score is not None]
+        ids, samples = {e.id for e in self.group.examples}, self.samples.values()
+        scores = [s.score for s in samples if s.score is not None]
         return {
-            "progress/answers": len(self.mine & self.lines.keys()),
-            "progress/of": len(self.mine),
+            "progress/answers": len(ids & self.samples.keys()),
+            "progress/of": len(ids),
             **({"progress/score": metric(self.group.task.metric).show(fmean(scores))} if scores else {}),
-            **({"progress/kept_percent": fmean(kept for _, kept in self.lines.values())} if self.lines else {}),
+            **({"progress/kept_percent": fmean(100 * s.kept / s.n for s in samples)} if samples else {}),
         }
 
 
 class _Sender:
     """What runs in the thread: the only place that knows wandb."""
+
+    prepared: RunPlan
 
     def __init__(self, cfg: LoggerConfig, warn: Callable[[str], None]) -> None:
         import wandb
@@ -134,7 +128,6 @@ class _Sender:
         self.wandb, self.cfg, self.mode, self.warn = wandb, cfg, cfg.mode, warn
         wandb.setup(wandb.Settings(**SETTINGS))
         self.open: dict[str, _CellRun] = {}
-        self.prepared: RunPlan | None = None
 
     def begin(self, prepared: RunPlan) -> None:
         self.prepared = prepared
@@ -145,70 +138,85 @@ class _Sender:
         elif why := _unreachable(self.wandb.setup().settings.base_url):
             self._go_offline(why)
 
-    def stored(self, cell: Cell, line: Mapping[str, Any]) -> None:
-        self._run(cell).stored(line)
-
-    def ended(self, cell: Cell, status: str, metrics: Mapping[str, Any] | None, reason: str | None) -> None:
+    def stored(self, cell: Cell, sample: Sample) -> None:
         run = self._run(cell)
-        samples = list(self._prepared.store.samples(cell.id).values())
-        row = run.progress()
-        if self.cfg.samples and samples:
-            row["samples"] = self._table(run.group, samples[: self.cfg.samples])
-        run.run.log(row, step=len(run.lines))
-        run.run.summary.update({"status": status, **({"reason": reason} if reason else {}), **summary(metrics or {})})
+        run.samples[sample.id] = sample
+        if time.monotonic() - run.last >= ROW_EVERY_S:
+            run.last = time.monotonic()
+            run.run.log(run.progress(), step=len(run.samples))
+
+    def ended(self, cell: Cell, status: str, means: CellSummary | None, reason: str | None) -> None:
+        run = self._run(cell)
+        row, shown = run.progress(), list(self.prepared.store.samples(cell.id).values())[: self.cfg.samples]
+        if shown:
+            answers = {e.id: e.answers for e in run.group.task.examples}
+            row["samples"] = self.wandb.Table(columns=["id", "prediction", "answers", "score", "kept %"])
+            for s in shown:
+                references = "\n".join(answers.get(s.id, ()) if s.answers is None else s.answers)
+                row["samples"].add_data(s.id, s.prediction, references, s.score, round(100 * s.kept / s.n, 3))
+        run.run.log(row, step=len(run.samples))
+        ending = {"status": status, **({"reason": reason} if reason else {})}
+        run.run.summary.update(ending | (summary(means) if means else {}))
         del self.open[cell.id]
         run.run.finish(exit_code=0 if status in ("complete", "partial") else 1)
 
     def close(self) -> None:
         for run in self.open.values():
             run.run.finish(exit_code=1)
-        maps = _heat_maps(self._prepared)
-        if maps:
-            self._send_maps(maps)
-
-    @property
-    def _prepared(self) -> RunPlan:
-        assert self.prepared is not None
-        return self.prepared
+        maps = _heat_maps(self.prepared)
+        if not maps:
+            return
+        # one run for the needle maps of all methods: a map spans lengths, hence cells
+        groups = [g for g in self.prepared.groups if g.task.category == "needle"]
+        cells = sorted(c.id for g in groups for c in g.cells)
+        name = "needle-" + hashlib.sha256(" ".join(cells).encode()).hexdigest()[:9]
+        heat_run = self._init(name, groups[0].cells[0], "needle heat maps", "heatmap", {"cells": cells})
+        table = self.wandb.Table(columns=["method", "length", "depth", "score", "n"])
+        for label, heat in maps.items():
+            for row in heat.rows():
+                table.add_data(label, *row)
+        images = [self.wandb.Image(draw(heat, label), caption=label) for label, heat in maps.items()]
+        heat_run.log({"heatmap": images, "heatmap_values": table})
+        heat_run.finish()
 
     def _run(self, cell: Cell) -> _CellRun:
         if cell.id not in self.open:
-            group = next(g for g in self._prepared.groups if any(c.id == cell.id for c in g.cells))
-            run = self._init(
-                run_id(cell, self._prepared.cfg.shard, self._prepared.cfg.shards),
-                name=f"{cell.label} · {cell.column}",
-                group=self.cfg.group or _group(self._prepared, cell),
-                job_type="cell" if self._prepared.cfg.shards == 1 else "shard",
-                config=describe(self._prepared, cell),
-            )
-            self.open[cell.id] = _CellRun(run, self._prepared, group, cell)
+            cfg = self.prepared.cfg
+            group = next(g for g in self.prepared.groups if any(c.id == cell.id for c in g.cells))
+            name, kind = run_id(cell, cfg.shard, cfg.shards), "cell" if cfg.shards == 1 else "shard"
+            run = self._init(name, cell, f"{cell.label} · {cell.column}", kind, describe(self.prepared, cell))
+            self.open[cell.id] = _CellRun(run, group, self.prepared.store.samples(cell.id))
         return self.open[cell.id]
 
-    def _init(self, id: str, **facts: Any) -> Any:
+    def _init(self, id: str, cell: Cell, name: str, kind: str, config: dict[str, object]) -> Any:
         """A W&B run beside those that are open; where the service does not answer, one on disk."""
+        dataset, preset = cell.task.id.partition("/")[0], self.prepared.cfg.preset
+
+        def start() -> Any:
+            mode: Any = self.mode
+            return self.wandb.init(
+                id=id,
+                name=name,
+                group=self.cfg.group or (f"{preset}/{dataset}" if preset else dataset),
+                job_type=kind,
+                config=config,
+                project=self.cfg.project,
+                entity=self.cfg.entity,
+                mode=mode,
+                # files know no earlier run; of several with one id, `wandb sync` sends one after the other
+                resume="allow" if self.mode == "online" else None,
+                dir=str(self.prepared.store.root),
+                reinit="create_new",
+                settings=self.wandb.Settings(**SETTINGS),
+            )
+
         try:
-            return self._start(id, **facts)
+            return start()
         except Exception as error:
             if self.mode != "online":
                 raise
             self._go_offline(_short(error))
-            return self._start(id, **facts)
-
-    def _start(self, id: str, **facts: Any) -> Any:
-        # files know no earlier run; of several with one id, `wandb sync` sends one after the other
-        resume: Any = "allow" if self.mode == "online" else None
-        mode: Any = self.mode
-        return self.wandb.init(
-            id=id,
-            project=self.cfg.project,
-            entity=self.cfg.entity,
-            mode=mode,
-            resume=resume,
-            dir=str(self._prepared.store.root),
-            reinit="create_new",
-            settings=self.wandb.Settings(**SETTINGS),
-            **facts,
-        )
+            return start()
 
     def _go_offline(self, why: str) -> None:
         """From here on into files. A cell whose run was open goes on in one of the same id: all is in the store."""
@@ -219,45 +227,18 @@ class _Sender:
         self.wandb.setup(self.wandb.Settings(**SETTINGS))
         self.warn(f"cannot be used ({why})")
 
-    def _table(self, group: Group, samples: Sequence[Mapping[str, Any]]) -> Any:
-        table = self.wandb.Table(columns=["id", "prediction", "answers", "score", "kept %"])
-        answers = {e.id: e.answers for e in group.task.examples}
-        for s in samples:
-            references = "\n".join(map(str, s.get("answers", answers.get(s["id"], ()))))
-            table.add_data(s["id"], s["prediction"], references, s["score"], round(100 * s["kept"] / s["n"], 3))
-        return table
-
-    def _send_maps(self, maps: Mapping[str, Heat]) -> None:
-        """One run for the needle maps of all methods: a map spans lengths, hence cells."""
-        cells = sorted(c.id for g in self._prepared.groups if g.task.category == "needle" for c in g.cells)
-        group = next(g for g in self._prepared.groups if g.task.category == "needle")
-        run = self._init(
-            "needle-" + hashlib.sha256(" ".join(cells).encode()).hexdigest()[:9],
-            name="needle heat maps",
-            group=self.cfg.group or _group(self._prepared, group.cells[0]),
-            job_type="heatmap",
-            config={"cells": cells},
-        )
-        table = self.wandb.Table(columns=["method", "length", "depth", "score", "n"])
-        for label, heat in maps.items():
-            for length, depth, score, n in heat.rows():
-                table.add_data(label, length, depth, score, n)
-        images = [self.wandb.Image(draw(heat, label), caption=label) for label, heat in maps.items()]
-        run.log({"heatmap": images, "heatmap_values": table})
-        run.finish()
-
 
 def run_id(cell: Cell, shard: int, shards: int) -> str:
     """The id of a cell's W&B run: the cell's; two processes cannot write one run, so shards have their own."""
     return cell.id if shards == 1 else f"{cell.id}-{shard}of{shards}"
 
 
-def describe(prepared: RunPlan, cell: Cell) -> dict[str, Any]:
+def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
     """The config of a cell's W&B run: what a dashboard groups by, the cell's identity, and how it is run.
 
     Folders of this machine are left out.
     """
-    cfg = prepared.cfg
+    cfg, record = prepared.cfg, prepared.store.cell(cell.id)
     budgets = {k: v for s in cell.chain.stages for k in ALWAYS_NAMED if (v := getattr(s, k, None)) is not None}
     named = cfg.model.name != "hf" or cfg.model.path.count("/") == 1
     model = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
@@ -273,22 +254,25 @@ def describe(prepared: RunPlan, cell: Cell) -> dict[str, Any]:
         "preset": cfg.preset,
         "identity": dict(cell.identity),
         "runtime": {k: getattr(cfg, k) for k in ("limit", "batch_rows", "threads", "device", "mix", "shard", "shards")},
-        "provenance": (prepared.store.cell(cell.id) or {}).get("provenance", []),
+        "provenance": [] if record is None else list(record.provenance),
     }
 
 
-def summary(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell's metrics under flat names, with intervals as two numbers, and tokens kept in per cent of the prompt's."""
-    flat: dict[str, Any] = {}
-    for key, value in metrics.items():
+def summary(means: CellSummary) -> dict[str, object]:
+    """A cell's means under flat names, with intervals as two numbers, and tokens kept in per cent of the prompt's."""
+    flat = {"kept_percent": 100 * means.kept / means.prompt_tokens} if means.full_bytes else {}
+    return flat | flat_names(means.record())
+
+
+def flat_names(values: Mapping[str, Any], above: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in values.items():
         if key == "ci" and value is not None:
-            flat["ci_low"], flat["ci_high"] = value
+            flat |= {f"{above}ci_low": value[0], f"{above}ci_high": value[1]}
         elif isinstance(value, Mapping):
-            flat.update({f"{key}/{k}": v for k, v in summary(value).items()})
+            flat |= flat_names(value, f"{above}{key}/")
         elif value is not None:
-            flat[key] = value
-    if metrics.get("full_bytes"):
-        flat["kept_percent"] = 100 * metrics["kept"] / metrics["prompt_tokens"]
+            flat[f"{above}{key}"] = value
     return flat
 
 
@@ -303,11 +287,6 @@ def _heat_maps(prepared: RunPlan) -> dict[str, Heat]:
             if prepared.store.refusal(cell.id) is None:
                 found.setdefault(cell.label, []).extend(points(prepared.store.samples(cell.id).values(), show))
     return {label: heat_map(points) for label, points in found.items()}
-
-
-def _group(prepared: RunPlan, cell: Cell) -> str:
-    dataset = cell.task.id.partition("/")[0]
-    return f"{prepared.cfg.preset}/{dataset}" if prepared.cfg.preset else dataset
 
 
 def _unreachable(url: str) -> str | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from kvbench.run.results import Sample
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,9 @@ class Heat:
                     yield length, depth, float(self.scores[i, j]), int(self.counts[i, j])
 
 
-def points(samples: Iterable[Mapping[str, Any]], show: Callable[[float], float]) -> list[tuple[float, float, float]]:
+def points(samples: Iterable[Sample], show: Callable[[float], float]) -> list[tuple[float, float, float]]:
     """(length, depth, score in printed units) of stored samples of the needle dataset."""
-    return [(s["meta"]["length"], s["meta"]["depth"], show(s["score"])) for s in samples if s["score"] is not None]
+    return [(s.meta["length"], s.meta["depth"], show(s.score)) for s in samples if s.score is not None]
 
 
 def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:

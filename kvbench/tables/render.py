@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvbench.metrics.stats import FEWEST
 from kvbench.tables import writers
 from kvbench.tables.table import Table
+
+if TYPE_CHECKING:
+    from kvbench.run.results import CellResult, Report, RowMeans
 
 FORMATS = ("text", "md", "csv", "latex")
 BROKEN = ("refused", "failed")
@@ -29,26 +32,26 @@ SHARE = "% of\nfull at\n16 bits"
 STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", SHARE, "prefill\nms", "compress\nms", "ms/token")
 
 
-def sheets(report: Mapping[str, Any]) -> list[Table]:
-    """The tables of scores and of storage, each folded to fit 100 columns."""
-    columns, rows = report["columns"], report["rows"]
-    tasks = [c["task"] for c in columns]
+def sheets(report: Report) -> list[Table]:
+    """Return the tables of scores and of storage, each folded to fit 100 columns."""
+    columns, rows = report.columns, report.rows
+    tasks = [c.task for c in columns]
     prefix = tasks[0].partition("/")[0] + "/"
     short = [t.removeprefix(prefix) for t in tasks] if all(t.startswith(prefix) for t in tasks) else tasks
-    names = ("method", *(_wrap(r["method"]) for r in rows))
+    names = ("method", *(_wrap(r.method) for r in rows))
     table = [
-        (f"{name}\n{c['metric']}", *(_score_text(r["cells"][i]) for r in rows))
+        (f"{name}\n{c.metric}", *(_score_text(r.cells[i]) for r in rows))
         for i, (name, c) in enumerate(zip(short, columns, strict=True))
     ]
     if len(columns) > 1:
-        whole = [all(c["status"] == "measured" for c in r["cells"]) for r in rows]
-        table.append(("mean", *(_number(r["score_mean"]) if ok else "—" for r, ok in zip(rows, whole, strict=True))))
+        whole = [r.means if all(c.summary is not None for c in r.cells) else None for r in rows]
+        table.append(("mean", *("—" if means is None else _number(means.score_mean) for means in whole)))
     out = list(Table(*_turned(names, table), ruled=True).folded())
-    measured = [r for r in rows if "payload" in r]
-    storage = list(zip(STORAGE, *(_storage_text(r) for r in measured), strict=True))
+    measured = [(r, r.means) for r in rows if r.means is not None]
+    storage = list(zip(STORAGE, *(_storage_text(means, r.evicts) for r, means in measured), strict=True))
     if not _masks(report):
         storage = [c for c in storage if c[0] != ATTENDED]
-    names = ("method", *(_wrap(r["method"]) for r in measured))
+    names = ("method", *(_wrap(r.method) for r, _ in measured))
     return [*out, *Table(*_turned(names, storage)).folded()]
 
 
@@ -58,9 +61,9 @@ def _turned(names: tuple[str, ...], columns: Iterable[tuple[str, ...]]) -> tuple
     return header, tuple(body)
 
 
-def _masks(report: Mapping[str, Any]) -> bool:
+def _masks(report: Report) -> bool:
     """Whether any method attends less than it holds."""
-    return any(r.get("attended_percent") is not None for r in report["rows"])
+    return any(r.means is not None and r.means.attended_percent is not None for r in report.rows)
 
 
 def _wrap(label: str) -> str:
@@ -68,48 +71,47 @@ def _wrap(label: str) -> str:
     return label.replace(" ", "\n")
 
 
-def _score_text(cell: Mapping[str, Any]) -> str:
-    if cell["status"] in BROKEN:
-        return f"✗ {cell['status']}"
-    if cell["status"] == "missing" or cell.get("score") is None:
+def _score_text(cell: CellResult) -> str:
+    if cell.status in BROKEN:
+        return f"✗ {cell.status}"
+    summary = cell.summary
+    if summary is None or summary.score is None:
         return "—"
-    lines = [_number(cell["score"])]
-    if cell.get("ci"):
-        lines.append(f"[{cell['ci'][0]:.0f}, {cell['ci'][1]:.0f}]")
-    if "delta" in cell:
-        interval = cell["delta_ci"]
+    lines = [_number(summary.score)]
+    if summary.ci:
+        lines.append(f"[{summary.ci[0]:.0f}, {summary.ci[1]:.0f}]")
+    if cell.delta is not None:
+        interval = cell.delta.ci
         sure = "*" if interval and (interval[0] > 0 or interval[1] < 0) else ""
-        lines.append(f"Δ {_number(cell['delta'], sign=True)}{sure}")
-    lines += [f"{name} {_number(b['score'])}" for name, b in cell.get("buckets", {}).items()]
+        lines.append(f"Δ {_number(cell.delta.mean, sign=True)}{sure}")
+    lines += [f"{name} {_number(bucket.score)}" for name, bucket in summary.buckets.items()]
     return "\n".join(lines)
 
 
-def _storage_text(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _storage_text(row: RowMeans, evicts: bool) -> tuple[str, ...]:
     return (
-        _kept(row),
-        _number(row["attended_percent"]),
-        _payload(row),
-        size(row["overhead"]),
-        f"{row['percent_of_full']:.1f}",
-        f"{row['prefill_ms']:.1f}",
-        f"{row['compress_ms']:.1f}",
-        f"{row['decode_ms_per_token']:.2f}",
+        _kept(row.kept_percent, row.nominal_percent, evicts),
+        _number(row.attended_percent),
+        _payload(row.payload, row.payload_kv_head, row.payload_query_head),
+        size(row.overhead),
+        f"{row.percent_of_full:.1f}",
+        f"{row.prefill_ms:.1f}",
+        f"{row.compress_ms:.1f}",
+        f"{row.decode_ms_per_token:.2f}",
     )
 
 
-def _kept(row: Mapping[str, Any]) -> str:
+def _kept(kept: float, asked: float | None, evicts: bool) -> str:
     """Tokens kept in per cent, the budget asked for where it differs or there is none, and who goes on evicting."""
-    kept, asked = row["kept_percent"], row["nominal_percent"]
-    end = f"\n{EVICTS}" if row.get("evicts") else ""
+    end = f"\n{EVICTS}" if evicts else ""
     if asked is None:
         return f"{kept:.1f}\nasked —{end}"
     digits = next((d for d in (1, 2, 3) if f"{kept:.{d}f}" != f"{asked:.{d}f}"), None)
     return (f"{kept:.1f}" if digits is None else f"{kept:.{digits}f}\nasked {asked:.{digits}f}") + end
 
 
-def _payload(row: Mapping[str, Any]) -> str:
+def _payload(held: float, kv: float | None, query: float | None) -> str:
     """The payload held and, where it differs, what the other kind of heads would hold."""
-    held, kv, query = row["payload"], row["payload_kv_head"], row["payload_query_head"]
     if kv is None or query is None or kv == query:
         return size(held)
     return f"{size(held)}\nkv {size(kv)}" if held == query else f"{size(held)}\nq {size(query)}"
@@ -129,17 +131,19 @@ def size(n: float) -> str:
     return f"{n:.0f} B"
 
 
-def _by_chance(cells: Sequence[Mapping[str, Any]]) -> str:
+def _by_chance(cells: Sequence[CellResult]) -> str:
     """State the number of stars to expect if no difference were real."""
-    shown = sum(c.get("delta_ci") is not None for c in cells)
+    shown = sum(c.delta is not None and c.delta.ci is not None for c in cells)
     return f" (of {shown} about {math.ceil(0.05 * shown)} would by chance alone)" if shown >= 10 else ""
 
 
-def legend(report: Mapping[str, Any]) -> list[str]:
+def legend(report: Report) -> list[str]:
     """What the reader must know: n, intervals, refusals with reasons, caveats, where the results lie."""
-    cells = [c for r in report["rows"] for c in r["cells"]]
-    counts = list(dict.fromkeys((c["n"], c["of"]) for c in cells if c["status"] == "measured"))
-    lines = [report["settings"]] if report.get("settings") else []
+    cells = report.cells
+    summaries = [c.summary for c in cells if c.summary is not None]
+    means = [r.means for r in report.rows if r.means is not None]
+    counts = list(dict.fromkeys((s.n, s.of) for s in summaries))
+    lines = [report.settings] if report.settings else []
     if counts:
         n = "; ".join(f"{a} of {b}" if a < b else f"all {b}" for a, b in counts)
         lines.append(
@@ -153,37 +157,37 @@ def legend(report: Mapping[str, Any]) -> list[str]:
             "above 100. compress ms: what methods share is counted with the first of them. ms/token is a share of the "
             "decode batch that all methods ran in; speed claims come from `make bench-overhead`."
         )
-    if any("\n" in _payload(r) for r in report["rows"] if "payload" in r):
+    if any("\n" in _payload(m.payload, m.payload_kv_head, m.payload_query_head) for m in means):
         lines.append(
             "q, kv: payload of as many tokens under per=query_head or kv_head, by formula; % of full is of those held."
         )
-    if any(r.get("evicts") for r in report["rows"]):
+    if any(r.evicts for r in report.rows):
         lines.append(f"{EVICTS}: {EVICTING}")
     if _masks(report):
         lines.append("attended %: what a decode step attends where a method masks, new tokens too, against the prompt.")
-    for key, text in (
-        ("cut", "prompts of a task were cut in the middle to the length allowed"),
-        ("shrunk", "prompts of a task were too short for the window of a method and shrank it"),
+    for many, text in (
+        (max((s.cut for s in summaries), default=0), "cut in the middle to the length allowed"),
+        (max((s.shrunk for s in summaries), default=0), "too short for the window of a method and shrank it"),
     ):
-        many = max([c[key] for c in cells if c["status"] == "measured"] or [0])
         if many:
-            lines.append(f"Up to {many} {text}.")
-    lines += [f"✗ {c['task']}: {c['reason']}" for c in cells if c["status"] in BROKEN]
-    lines += [str(note) for note in report["notes"]]
-    lines.append(f"Samples and metrics: {report['results']}/cells/<cell>/ ({len(cells)} cells; ids with --json).")
+            lines.append(f"Up to {many} prompts of a task were {text}.")
+    lines += [f"✗ {c.task}: {c.reason}" for c in cells if c.status in BROKEN]
+    lines += report.notes
+    lines.append(f"Samples and metrics: {report.results}/cells/<cell>/ ({len(cells)} cells; ids with --json).")
     return lines
 
 
-def render(report: Mapping[str, Any], style: str = "text") -> str:
+def render(report: Report, style: str = "text") -> str:
     """The whole report in one of FORMATS."""
     if style == "csv":
         return writers.csv(CSV_FIELDS, _records(report))
     return writers.compose(sheets(report), legend(report), style)
 
 
-def _records(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _records(report: Report) -> Iterator[dict[str, Any]]:
     """Yield a record of each cell under the names of CSV_FIELDS, numbers as they are."""
-    for row in report["rows"]:
-        for cell in row["cells"]:
-            ends = {f"{k}_{end}": (cell.get(k) or [None, None])[i] for k in ("ci", "delta_ci") for i, end in ENDS}
-            yield {"method": row["method"], **cell, **ends}
+    for row in report.rows:
+        for cell in row.cells:
+            intervals = {"ci": cell.summary and cell.summary.ci, "delta_ci": cell.delta and cell.delta.ci}
+            ends = {f"{k}_{end}": ci[i] for k, ci in intervals.items() if ci for i, end in ENDS}
+            yield {"method": row.method, **cell.record(), **ends}

@@ -9,11 +9,10 @@ github.com/THUDM/LongBench (MIT).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from kvbench.errors import UsageError, unknown
 from kvbench.example import Example
@@ -217,14 +216,3 @@ def _length(row: FileRow) -> int:
     if not is_count(length):
         raise row.wrong(f"'length' must be a whole number from 1, got {kind(length)}")
     return int(length)
-
-
-def by_bucket(samples: Sequence[Mapping[str, Any]], show: Callable[[float], float]) -> dict[str, Any]:
-    """``buckets``: n and score, by ``show`` in printed units, of each range of length; empty but for LongBench-E."""
-    found: dict[str, Any] = {}
-    for name, _ in BUCKETS:
-        scores = [s["score"] for s in samples if s["meta"].get("bucket") == name]
-        known = [x for x in scores if x is not None]
-        if scores:
-            found[name] = {"n": len(scores), "score": show(sum(known) / len(known)) if known else None}
-    return {"buckets": found} if found else {}

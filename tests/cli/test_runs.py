@@ -28,7 +28,7 @@ def store(tmp_path):
         measure(store, cell, range(SIZE if name == "complete" else 4))
         if name in ("complete", "partial"):
             samples = list(store.samples(cell.id).values())
-            store.write_metrics(cell.id, summarise(samples, "f1", SIZE))
+            store.write_metrics(cell.id, summarise(samples, "f1", SIZE).record())
     store.refuse(Cell("refused"), LONG, "e1")
     for name in ("failed", "interrupted"):
         store.mark(Cell(name), name, f"because {name}")
@@ -134,7 +134,7 @@ def test_a_damaged_record_is_listed_and_left_alone(store, capsys):
     (store.folder(cell_id("partial")) / "cell.json").write_text("{")
     assert listed(capsys, store)["partial"]["status"] == "damaged"
     cleaned(capsys, store, "--yes")
-    assert len(store.samples(cell_id("partial"))) == 4
+    assert len(store.lines(cell_id("partial"))) == 4
     cleaned(capsys, store, cells("partial"), "--yes")
     assert not store.folder(cell_id("partial")).exists()
 
@@ -160,7 +160,7 @@ def test_clean_shows_first_and_then_keeps_every_intact_sample(store, capsys):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"x" + lines[1] + b"".join(lines[2:]) + lines[0][:40])
     before = {p: p.read_bytes() for p in sorted(store.root.rglob("*")) if p.is_file()}
-    samples = {c: store.samples(c) for c in store.folders()}
+    samples = {c: store.lines(c) for c in store.folders()}
     shown = cleaned(capsys, store)
     assert {p: p.read_bytes() for p in sorted(store.root.rglob("*")) if p.is_file()} == before
     kinds = {(i["kind"], i["cell"]) for i in shown["items"] if i["kind"] != "lock"}
@@ -174,7 +174,7 @@ def test_clean_shows_first_and_then_keeps_every_intact_sample(store, capsys):
     assert done["items"] == shown["items"]
     after = ResultStore(store.root)
     assert names(after) == {"complete", "partial", "refused", "failed", "interrupted"}
-    assert {c: after.samples(c) for c in after.folders()} == {c: s for c, s in samples.items() if s}
+    assert {c: after.lines(c) for c in after.folders()} == {c: s for c, s in samples.items() if s}
     assert (folder / "damaged-0.jsonl").read_bytes() == b"x" + lines[1] + lines[0][:40] + b"\n"
     assert not stale.exists()
     assert not list(store.root.rglob("traceback-*"))
@@ -184,7 +184,7 @@ def test_clean_shows_first_and_then_keeps_every_intact_sample(store, capsys):
     assert not after.warnings
     assert cleaned(capsys, store)["items"] == []
     measure(after, Cell("partial"), [1])
-    assert list(after.samples(cell_id("partial"))) == ["e0", "e1", "e2", "e3"]
+    assert list(after.lines(cell_id("partial"))) == ["e0", "e1", "e2", "e3"]
 
 
 def test_cells_that_are_named_go_with_their_samples(store, capsys):
@@ -224,7 +224,7 @@ def test_what_is_measured_now_is_left_alone_or_refused(store, capsys):
     assert f"left alone {cell_id('partial')}: it is being measured now" in capsys.readouterr().out
     writer.append(sample(9))
     writer.close()
-    assert len(store.samples(cell_id("partial"))) == 5
+    assert len(store.lines(cell_id("partial"))) == 5
 
 
 def test_a_cell_that_begins_to_be_measured_between_showing_and_removing_stays(store):
@@ -233,7 +233,7 @@ def test_a_cell_that_begins_to_be_measured_between_showing_and_removing_stays(st
     with pytest.raises(KvbenchError, match=f"{cell_id('partial')} is being measured now"):
         carry_out(store, found)
     writer.close()
-    assert len(store.samples(cell_id("partial"))) == 4
+    assert len(store.lines(cell_id("partial"))) == 4
     carry_out(store, found)
     assert not store.folder(cell_id("partial")).exists()
 
@@ -297,4 +297,4 @@ def test_a_record_of_another_shape_costs_its_cell_alone(store, capsys, record):
     assert "cell.json cannot be read" in found["partial"]["reason"]
     assert main(["show", cell_id("partial"), f"results={store.root}"]) == 2
     cleaned(capsys, store, "--yes")
-    assert len(store.samples(cell_id("partial"))) == 4
+    assert len(store.lines(cell_id("partial"))) == 4

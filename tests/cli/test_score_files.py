@@ -140,15 +140,15 @@ def test_imported_cells_are_stored_once_and_shown_as_imported(capsys, tmp_path):
     assert status == 0
     store = ResultStore(tmp_path)
     assert sorted(t["cell"] for t in result["tasks"]) == store.cells()
-    before = {c: (store.cell(c), store.samples(c)) for c in store.cells()}
+    before = {c: (store.cell(c), store.lines(c)) for c in store.cells()}
     run(capsys, PREDICTIONS, *given)
-    assert {c: (store.cell(c), store.samples(c)) for c in store.cells()} == before
+    assert {c: (store.cell(c), store.lines(c)) for c in store.cells()} == before
     assert not store.warnings
     task = by_dataset(result)["dureader"]
     record = store.cell(task["cell"])
-    assert (record["kind"], record["label"], record["column"]) == ("imported", "full", "longbench_zh/dureader")
-    assert record["identity"]["kind"] == "imported" and record["identity"]["model"] == "llama2-7b-chat"
-    scores = [s["score"] for s in store.samples(task["cell"]).values()]
+    assert (record.kind, record.label, record.column) == ("imported", "full", "longbench_zh/dureader")
+    assert record.identity["kind"] == "imported" and record.identity["model"] == "llama2-7b-chat"
+    scores = [s["score"] for s in store.lines(task["cell"]).values()]
     assert len(scores) == task["n"] and mean(scores) == pytest.approx(task["score"], abs=0.00501)
     assert main(["list", "runs", "--results", str(tmp_path)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -87,11 +87,11 @@ def test_a_shard_that_fails_says_how_to_go_on_and_the_rest_follows(tmp_path, mon
         sweep.sweep(line, whole)
     assert not isinstance(caught.value, UsageError)
     monkeypatch.setattr(experiment, "measure", original)
-    done = sum(g["answers_done"] for g in whole.todo())
+    done = sum(g.answers_done for g in whole.todo())
     assert 0 < done < 72
     sweep.sweep(line, whole)
     report = experiment.settle(whole)
-    assert {(c["n"], c["of"]) for r in report["rows"] for c in r["cells"]} == {(12, 12)}
+    assert {(c.summary.n, c.summary.of) for c in report.cells} == {(12, 12)}
 
 
 def test_metrics_are_of_all_shards_whichever_wrote_them_last(tmp_path):

@@ -76,9 +76,9 @@ def test_rows_are_what_the_store_holds(ran):
     for point, group, cell in mine.cells():
         at = (data["series"] == point.series) & (data["x"] == point.x)
         row = data[at & (data["task"] == group.task.id.partition("/")[2])].iloc[0]
-        samples = list(mine.run.store.samples(cell.id).values())
+        samples = list(mine.run.store.lines(cell.id).values())
         full = next(c for c in group.cells if not c.chain.stages)
-        whole = [s["score"] for s in mine.run.store.samples(full.id).values()]
+        whole = [s["score"] for s in mine.run.store.lines(full.id).values()]
         assert len(samples) == row["n"] == 3
         assert row["score"] == pytest.approx(100 * fmean(s["score"] for s in samples))
         assert row["relative"] == pytest.approx(100 * fmean(s["score"] for s in samples) / fmean(whole))
@@ -87,7 +87,7 @@ def test_rows_are_what_the_store_holds(ran):
         held += sum(s["overhead16"] for s in samples)
         assert row["bytes"] == pytest.approx(100 * held / all_of_it)
         assert np.isnan(row["low"]), "three examples say nothing about an interval"
-        assert row["score"] == summary.measured(group, cell, mine.run.store)["score"]
+        assert row["score"] == summary.measured(group, cell, mine.run.store).summary.score
     for (_, _), rows in data.groupby(["series", "x"]):
         each = rows[rows["task"] != MEAN]
         mean = rows[rows["task"] == MEAN].iloc[0]
@@ -105,7 +105,7 @@ def test_what_is_not_measured_is_left_out_and_said(ran, tmp_path):
     fewer = prepare(SMALL, ["length=128", "limit=2", f"results={mine.run.store.root}"])
     assert set(fewer.frame()["n"]) == {2, 4}, "the store holds more, the figure counts what it was asked for"
     more = prepare(SMALL, ["length=128", "limit=4", f"results={mine.run.store.root}"])
-    assert sum(t["answers_to_do"] for t in more.ran[0].run.todo()) == 10, "what is there is not measured again"
+    assert sum(t.answers_to_do for t in more.ran[0].run.todo()) == 10, "what is there is not measured again"
 
 
 def test_the_front_is_what_nothing_beats():
@@ -138,7 +138,7 @@ def test_needle_maps_are_means_of_fields(tmp_path):
     (mine,) = made.ran
     for point, group, cell in mine.cells():
         for depth in (0, 100):
-            scores = [s["score"] for s in mine.run.store.samples(cell.id).values() if s["meta"]["depth"] == depth]
+            scores = [s["score"] for s in mine.run.store.lines(cell.id).values() if s["meta"]["depth"] == depth]
             length = int(group.task.id.partition("/")[2])
             at = (data["series"] == point.series) & (data["length"] == length) & (data["depth"] == depth)
             assert data.loc[at, "score"].item() == pytest.approx(100 * fmean(scores))

@@ -48,7 +48,7 @@ def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, tmp_path):
     fresh = str(tmp_path / "fresh")
     paper_tables.restore([TABLE], of, fresh)
     run = paper_tables.prepare(TABLE, of, fresh).run
-    assert [t["answers_done"] for t in run.todo()] == [4] * 4
+    assert [t.answers_done for t in run.todo()] == [4] * 4
     assert archive.restore(of.samples(TABLE), ResultStore(tmp_path / "fresh")) == 0  # nothing twice
 
 
@@ -86,7 +86,7 @@ def test_tables_of_other_methods_are_measured_as_one(packed, tmp_path):
     shards.measure_shard((names, of.model, results, ()), 0, 1, 1)
     for name in names:
         run = paper_tables.prepare(*table_spec.find(name), of, results, "limit=1").run
-        assert sum(t["answers_to_do"] for t in run.todo()) == 0
+        assert sum(t.answers_to_do for t in run.todo()) == 0
 
 
 def test_processes_share_the_calibrations(packed, tmp_path):

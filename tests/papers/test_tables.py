@@ -150,8 +150,8 @@ def test_shares_are_paired_with_the_full_cache(store):
     column = ours.declared.scores[3]
     line, entries = view(ours).rows[0]
     ((_, cell),), ((_, whole),) = ours.cells(line, column), ours.full(line, column)
-    scores = [s["score"] for s in ours.run.store.samples(cell.id).values()]
-    full = [s["score"] for s in ours.run.store.samples(whole.id).values()]
+    scores = [s["score"] for s in ours.run.store.lines(cell.id).values()]
+    full = [s["score"] for s in ours.run.store.lines(whole.id).values()]
     assert entries[3].relative == pytest.approx(100 * sum(scores) / sum(full))
 
 

@@ -108,7 +108,7 @@ def test_a_dataset_that_is_not_there_leaves_its_column_out_and_says_what_it_need
     assert grid.absent(ours) == ["gpqa is not here: dataset=gpqa needs gpqa_main.csv, which is not there"]
     assert str(data) not in page.render(view(ours))
     column = next(c for c in ours.declared.scores if c.dataset == "gpqa")
-    assert not ours.cells(ours.lines[0], column) and ours.value(ours.lines[0], column)["status"] == "missing"
+    assert not ours.cells(ours.lines[0], column) and ours.value(ours.lines[0], column).status == "missing"
 
 
 def test_nothing_that_can_be_read_is_told_with_its_reasons(folder, tmp_path, capsys):

@@ -160,14 +160,14 @@ def test_rolled_h2o_streams_too(tmp_path, capsys):
 def test_the_interval_of_a_perplexity_difference_resamples_pairs():
     import numpy as np
 
-    from kvbench.run.summary import _shown_difference
+    from kvbench.run.summary import shown_delta
 
     rng = np.random.default_rng(3)
     theirs = rng.normal(3.0, 0.4, 40)
     ours = theirs + rng.normal(0.2, 0.02, 40)
-    found = _shown_difference(list(zip(ours, theirs, strict=True)), math.exp)
+    found = shown_delta(list(zip(ours, theirs, strict=True)), math.exp)
     draws = [rng.integers(40, size=40) for _ in range(4000)]
     slow = [math.exp(ours[d].mean()) - math.exp(theirs[d].mean()) for d in draws]
     low, high = np.quantile(slow, [0.025, 0.975])
-    assert found["delta"] == pytest.approx(math.exp(ours.mean()) - math.exp(theirs.mean()))
-    assert found["delta_ci"] == pytest.approx([low, high], rel=0.05)
+    assert found.mean == pytest.approx(math.exp(ours.mean()) - math.exp(theirs.mean()))
+    assert found.ci == pytest.approx([low, high], rel=0.05)

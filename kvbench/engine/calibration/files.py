@@ -26,11 +26,6 @@ def path_of(folder: Path, request: Request) -> Path:
     return folder / f"{request.recipe.kind}-{request.key}.json"
 
 
-def exists(folder: Path, request: Request) -> bool:
-    """Whether a request has been computed. It need not be sound: ``load`` tells."""
-    return path_of(folder, request).exists()
-
-
 def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights: str) -> Calibration:
     """Write what was found, tensors first and the record last, each in one step."""
     path = path_of(folder, request)
@@ -81,12 +76,9 @@ def load(folder: Path, request: Request) -> Calibration:
     try:
         tensors = load_file(data)
     except (OSError, safetensors.SafetensorError) as error:
-        raise UsageError(f"the calibration {data} is damaged ({_first_line(error)}): {again}") from None
+        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UsageError(f"the calibration {data} is damaged ({why}): {again}") from None
     found = digest(tensors)
     if found != meta.get("sha256"):
         raise UsageError(f"the calibration {data} is damaged (its checksum is another than {path.name} says): {again}")
     return Calibration(request.recipe.kind, found, str(meta.get("weights")), tensors, meta)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

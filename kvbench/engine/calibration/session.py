@@ -72,7 +72,7 @@ class Session:
 
     def missing(self, chain: Chain) -> list[Request]:
         """What would be computed at first use."""
-        return [r for r in self.requests(chain).values() if not files.exists(self.folder, r)]
+        return [r for r in self.requests(chain).values() if not self.path(r).exists()]
 
     def bind(self, chain: Chain, model: PreTrainedModel, quiet: bool = False) -> Chain:
         """The chain with every stage bound to its calibration, read from its file or computed now."""
@@ -89,14 +89,14 @@ class Session:
         request = self.request(stage)
         if request is None:
             return stage
-        if files.exists(self.folder, request):
+        if self.path(request).exists():
             found = files.load(self.folder, request)
         else:
             found = files.save(self.folder, request, self._compute(stage, request, model, quiet), weights_of(model))
-        check_weights(found, model, files.path_of(self.folder, request))
+        check_weights(found, model, self.path(request))
         return stage.calibrated(found)
 
-    def _compute(self, stage: Stage, request: Request, model: PreTrainedModel, quiet: bool) -> Mapping[str, Tensor]:
+    def _compute(self, stage: Stage, request: Request, model: PreTrainedModel, quiet: bool) -> dict[str, Tensor]:
         recipe = request.recipe
         assert recipe.tokens is not None
         windows = self.source.windows(self.tokenizer, recipe.samples, recipe.tokens)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,32 +25,13 @@ CORPUS_TOKENS = 1024
 CORPUS_LONGEST = 2048
 
 
-class CalibrationText(Protocol):
-    """A text that windows are drawn from. ``limit`` is the longest window that it offers by default."""
-
-    @property
-    def name(self) -> str:
-        """What it is: part of the identity of what is computed from it."""
-        ...
-
-    @property
-    def sha256(self) -> str:
-        """The hash of its content."""
-        ...
-
-    @property
-    def limit(self) -> int | None:
-        """The longest window that is read where the recipe says nothing; None: as long as the model's context."""
-        ...
-
-    def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
-        """``samples`` windows [tokens] of token ids, always the same ones."""
-        ...
-
-
 @dataclass(frozen=True)
 class FileText:
-    """A text of characters, from which windows are drawn at random places (they may overlap), BOS in front."""
+    """A text of characters, from which windows are drawn at random places (they may overlap), BOS in front.
+
+    ``name`` and ``sha256`` identify what is computed from it; ``limit`` is the longest window that is read where the
+    recipe says nothing (None: as long as the model's context).
+    """
 
     name: str
     content: str
@@ -61,7 +42,7 @@ class FileText:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
     def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
-        """See ``Text``; raises UsageError if the text is shorter than one window."""
+        """Yield ``samples`` windows [tokens] of ids, always the same; raises UsageError for a text of fewer tokens."""
         ids = torch.tensor(tokenizer.encode(self.content, add_special_tokens=False), dtype=torch.int64)
         first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         size = tokens - len(first)
@@ -89,13 +70,16 @@ class CorpusText:
         return hashlib.sha256(first.numpy().tobytes()).hexdigest()
 
     def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
-        """See ``Text``; its windows are at most 2048 tokens long, as those of training were."""
+        """Yield ``samples`` windows [tokens] of at most 2048 token ids, as those of training were, always the same."""
         if tokens > CORPUS_LONGEST:
             raise UsageError(f"tokens={tokens} is not possible: {self.name} has sequences of up to {CORPUS_LONGEST}")
         mix = dict.fromkeys(tiny_corpus.TASKS, 1.0)
         for i in range(samples):
             line = tiny_corpus.sequence(random.Random(f"{SEED}/{tokens}/{i}"), tokens - 1, mix, 0)
             yield torch.tensor(line.ids)
+
+
+CalibrationText = FileText | CorpusText
 
 
 def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationText:

@@ -61,7 +61,7 @@ def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, verdicts: Sequ
     dtypes = {str(c.identity["model"]["dtype"]) for r in runs for g in r.groups for c in g.cells}
     # data read in place of others, notes of tasks, and local changes
     tasks = [f"{g.task.note}." for r in runs for g in r.groups if g.task.note and not g.task.id.startswith("tiny/")]
-    changed = local_changes({c["id"]: c for r in runs for c in r.records()}.values())
+    changed = local_changes({c.id: c for r in runs for c in r.records()}.values())
     told = [*(note for ours in every for note in ours.notes), *tasks, changed]
     return {
         "model": model,

@@ -246,7 +246,7 @@ class Asked:
     def scores(self, store: ResultStore, cell: Cell) -> dict[str, float]:
         """The scores of the group's examples in a cell, by example."""
         samples = store.samples(cell.id)
-        return {e.id: x for e in self.group.examples if e.id in samples and (x := samples[e.id]["score"]) is not None}
+        return {e.id: x for e in self.group.examples if e.id in samples and (x := samples[e.id].score) is not None}
 
     def floored(self, store: ResultStore) -> bool:
         """Tell whether the full cache is at the floor."""

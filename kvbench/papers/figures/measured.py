@@ -25,6 +25,7 @@ from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.run import config, experiment, presets, summary, words
 from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Cell, Group
+from kvbench.run.results import CellSummary, share
 from kvbench.run.words import split_list
 
 MEAN = "mean"
@@ -102,7 +103,7 @@ class Ran:
         rows: list[dict[str, Any]] = []
         for point, mine in self._by_point():
             found = [(g, summary.measured(g, c, self.run.store), self._pairs(g, c)) for g, c in mine]
-            there = [f for f in found if f[1]["status"] == "measured"]
+            there = [(g, c.summary, pairs) for g, c, pairs in found if c.summary is not None]
             at = {"series": point.series, "x": point.x}
             for group, value, pairs in there:
                 name = group.task.id.partition("/")[2] if len(found) > 1 else group.task.id
@@ -124,7 +125,7 @@ class Ran:
         full = next((c for c in group.cells if not c.chain.stages), cell)
         ours, theirs = self.run.store.samples(cell.id), self.run.store.samples(full.id)
         ids = [e.id for e in group.examples if e.id in ours and e.id in theirs]
-        pairs = [(ours[i]["score"], theirs[i]["score"]) for i in ids]
+        pairs = [(ours[i].score, theirs[i].score) for i in ids]
         return np.array([p for p in pairs if None not in p], dtype=float).reshape(-1, 2)
 
     def left_out(self) -> list[str]:
@@ -233,31 +234,26 @@ def _chain(point: Point, values: Mapping[str, Any], small: row_knobs.StandIn | N
     return chain_of({"method": point.method, **knobs}, preset=values)
 
 
-def _cell(value: Mapping[str, Any]) -> dict[str, Any]:
-    low, high = value["ci"] or (None, None)
-    return {"metric": value["metric"], "score": value["score"], "low": low, "high": high, "n": value["n"]} | _held(
-        [value]
-    )
+def _cell(means: CellSummary) -> dict[str, Any]:
+    low, high = means.ci or (None, None)
+    return {"metric": means.metric, "score": means.score, "low": low, "high": high, "n": means.n} | _held([means])
 
 
-def _held(values: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _held(cells: Sequence[CellSummary]) -> dict[str, float]:
     """Tokens kept and, at 16 bits, bytes held in per cent of the prompts', over all of them."""
-
-    def total(key: str) -> float:
-        return float(sum(v["n"] * v[key] for v in values))
-
-    return {
-        "kept": 100 * total("kept") / total("prompt_tokens"),
-        "bytes": summary.share({key: total(key) for key in summary.HALVES}),
-    }
+    kept, prompts, *halves = (
+        float(sum(c.n * x for c, x in zip(cells, values, strict=True)))
+        for values in zip(*((c.kept, c.prompt_tokens, c.payload16, c.overhead16, c.full16) for c in cells), strict=True)
+    )
+    return {"kept": 100 * kept / prompts, "bytes": share(*halves)}
 
 
-def _mean(found: Sequence[tuple[Group, Mapping[str, Any], NDArray[np.float64]]]) -> dict[str, Any]:
+def _mean(found: Sequence[tuple[Group, CellSummary, NDArray[np.float64]]]) -> dict[str, Any]:
     """The mean over tasks, each of the same weight, where all are measured in the same unit."""
     values = [v for _, v, _ in found]
-    names = {v["metric"] for v in values}
-    base = {"metric": MEAN, "n": sum(v["n"] for v in values), **_held(values)}
-    if any(metric(n).shown for n in names) or any(v["score"] is None for v in values):
+    names = {v.metric for v in values}
+    base = {"metric": MEAN, "n": sum(v.n for v in values), **_held(values)}
+    if any(metric(n).shown for n in names) or any(v.score is None for v in values):
         return base
     name = next(iter(names))
     return {**base, **_scored([p for _, _, p in found], name), **_relative([p for _, _, p in found], name)}

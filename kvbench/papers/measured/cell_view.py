@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from kvbench.bench.records import NOT_RUN
 from kvbench.metrics import metric, stats
@@ -21,6 +20,7 @@ from kvbench.papers.spec.workloads import FAMILIES
 from kvbench.papers.timed.row_matching import TimedCell as Timed
 from kvbench.run import presets
 from kvbench.run.advice import at_floor
+from kvbench.run.results import CellResult
 from kvbench.tasks.longbench import TASKS
 
 AVERAGE = Column("avg", SCORE)
@@ -84,7 +84,7 @@ class View:
 class _Read:
     """What the store has of one number: its summary, its scores beside the full cache's [n, 2], and their share."""
 
-    value: Mapping[str, Any]
+    value: CellResult
     pairs: stats.Pairs
     floor: bool
     share: stats.Share
@@ -165,12 +165,12 @@ def _entry(
 ) -> CellView:
     printed = line.row.cells.get(column.name)
     if printed is None:
-        return CellView(reason=line.skipped if read is None else read.value.get("reason", ""))
+        return CellView(reason=(line.skipped if read is None else read.value.reason) or "")
     budget = line.row.cells.get(Column(column.dataset, BUDGET).name) if column.what == SCORE else None
-    found: Mapping[str, Any] = {"status": "missing", "reason": line.skipped} if read is None else read.value
+    found = CellResult("", "", "missing", reason=line.skipped) if read is None else read.value
     base = CellView(
-        status=found["status"],
-        reason=found.get("reason", ""),
+        status=found.status,
+        reason=found.reason or "",
         published=printed.points,
         published_relative=_share(printed, _printed_full(ours, line, column)),
         mark=MARKS.get(printed.certainty, ""),
@@ -179,22 +179,23 @@ def _entry(
         printed=printed.shown,
         exact=_exact(followed.get(printed)),
     )
-    if read is None or found["status"] != "measured" or found["score"] is None:
+    means = found.summary
+    if read is None or means is None or means.score is None:
         return base
-    score, ci = (read.share.point, read.share.ci) if printed.metric == RATIO else (found["score"], found["ci"])
+    score, ci = (read.share.point, read.share.ci) if printed.metric == RATIO else (means.score, means.ci)
     return replace(
         base,
         ours=score,
-        ci=tuple(ci) if ci else None,
+        ci=ci,
         relative=read.share.point,
         relative_ci=read.share.ci,
         floor=read.floor,
         full=read.full,
         unlike=() if ours.stand_in else tuple(_unlike(ours, line, column)),
-        n=found["n"],
-        of=found["of"],
-        cell=found["cell"],
-        budget=100 * found["kept"] / found["prompt_tokens"] if found["prompt_tokens"] else None,
+        n=means.n,
+        of=means.of,
+        cell=found.cell,
+        budget=100 * means.kept / means.prompt_tokens if means.prompt_tokens else None,
     )
 
 
@@ -315,6 +316,7 @@ def _pairs(ours: OurTable, line: TableLine, column: Column) -> stats.Pairs:
         wanted = {e.id for e in group.examples}
         a, b = (ours.run.store.samples(cell.id) for cell in (mine, whole))
         for e in sorted(wanted & a.keys() & b.keys()):
-            if a[e]["score"] is not None and b[e]["score"] is not None:
-                found.setdefault(e, []).append((a[e]["score"], b[e]["score"]))
+            x, y = a[e].score, b[e].score
+            if x is not None and y is not None:
+                found.setdefault(e, []).append((x, y))
     return stats.by_example(found, 2)

@@ -24,6 +24,7 @@ from kvbench.papers.timed.timings import Timings
 from kvbench.run import experiment, presets, summary
 from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Cell, Group
+from kvbench.run.results import CellResult
 from kvbench.run.run_plan import context_of
 from kvbench.tasks.base import Tokenizer
 
@@ -94,26 +95,23 @@ class OurTable:
         workload = line.reads.get(column.dataset)
         return self.absent.get(workload, "") if workload is not None else ""
 
-    def value(self, line: TableLine, column: Column) -> dict[str, Any]:
-        """What was measured of a line: ``status`` (measured, refused, missing) with numbers or the reason.
-
-        Over all tasks together where the dataset has several.
-        """
+    def value(self, line: TableLine, column: Column) -> CellResult:
+        """Return what was measured of a line, over all tasks together where the dataset has several."""
         if line.refused:
-            return {"status": "refused", "reason": line.refused}
+            return CellResult("", "", "refused", reason=line.refused)
         found = self.cells(line, column)
         if not found:
-            return {"status": "missing", "reason": line.skipped or self.why_absent(line, column)}
+            return CellResult("", "", "missing", reason=line.skipped or self.why_absent(line, column))
         assert self.run is not None
         store = self.run.store
         parts = [summary.measured(g, c, store) for g, c in found]
-        wrong = next((p for p in parts if p["status"] in ("refused", "failed")), None)
-        there = [(g, c) for (g, c), p in zip(found, parts, strict=True) if p["status"] == "measured"]
+        wrong = next((p for p in parts if p.status in ("refused", "failed")), None)
+        there = [(g, c) for (g, c), p in zip(found, parts, strict=True) if p.status == "measured"]
         if len(found) == 1 or wrong is not None or not there:
             return wrong or parts[0]
         samples = [store.samples(c.id)[e.id] for g, c in there for e in g.examples if e.id in store.samples(c.id)]
         whole = summary.summarise(samples, found[0][0].task.metric, sum(len(g.task.examples) for g, _ in found))
-        return {"status": "measured", "cell": " ".join(c.id for _, c in found), **whole}
+        return CellResult("", " ".join(c.id for _, c in found), "measured", summary=whole)
 
 
 def printed(declared: TableSpec, model: str, why: str) -> OurTable:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from kvbench.errors import UsageError, unknown
 from kvbench.methods.chain import Chain
 from kvbench.papers.measured.cell_view import CellView, view
 from kvbench.papers.measured.our_table import OurTable, Parts, TableLine
 from kvbench.papers.spec.table_spec import MEANS, Column
+from kvbench.run.results import CellResult
 
 
 def trace(ours: OurTable, row: str, column: str) -> str:
@@ -55,8 +55,8 @@ def _lines(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
             if sample is None:
                 yield f"  {example.id}: not measured"
             else:
-                full = "" if other is None else f"(full {other['score']!s}) "
-                yield f"  {example.id}: {sample['score']!s:<8} {full}{str(sample['prediction'])[:60]!r}"
+                full = "" if other is None else f"(full {other.score!s}) "
+                yield f"  {example.id}: {sample.score!s:<8} {full}{sample.prediction[:60]!r}"
 
 
 def _place(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
@@ -72,11 +72,11 @@ def _place(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
         yield f"  full cache: {_named(whole, ours.full(line, column))}"
 
 
-def _named(value: dict[str, Any], cells: Parts) -> str:
+def _named(value: CellResult, cells: Parts) -> str:
     """A number with its cells."""
-    mean = str(value["status"])
-    if mean == "measured" and value["score"] is not None:
-        mean = f"{value['score']:.6g} ({value['metric']}, {value['n']} lines)"
+    mean, means = value.status, value.summary
+    if means is not None and means.score is not None:
+        mean = f"{means.score:.6g} ({means.metric}, {means.n} lines)"
     return ", ".join([mean, *(f"cell {c.id}" for _, c in cells)])
 
 

@@ -48,8 +48,8 @@ def _example(host: Any, prepared: RunPlan, group: Group, example: Example) -> di
         methods.append(
             {
                 "label": cell.label,
-                "prediction": line["prediction"],
-                "score": line["score"],
+                "prediction": line.prediction,
+                "score": line.score,
                 "kept": "".join(map(str, shades(cache).tolist())) if cache is not None else "",
                 "cell": cell.id,
             }

@@ -71,7 +71,7 @@ def _of(seen: View, behind: MeasuredTable | None = None) -> ReportPart:
 
 def provenance(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
     """The values of FACTS over all ``cells``, each once."""
-    entries = [p for c in cells for p in (store.cell(c) or {}).get("provenance", [])]
+    entries = [p for c in cells if (record := store.cell(c)) is not None for p in record.provenance]
     return {key: ", ".join(dict.fromkeys(str(e[key]) for e in entries if e.get(key))) for key in FACTS}
 
 

@@ -1,0 +1,344 @@
+"""Results as records: a stored answer, the record and the summary of a cell, and the report of a run.
+
+``read`` takes the JSON that lies on disk, ``record`` returns the JSON to write. A field that an older version did not
+write is None or nan; fields that this version does not know are kept in ``more``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import nan
+from typing import TYPE_CHECKING, Any, Self
+
+from kvbench.run.equal_memory import Matched
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Facts = Mapping[str, Any]
+"""What numbers were measured with: versions, device, dtype and more by name, and what a method adds."""
+CELL_RECORD: Mapping[str, type] = {"label": str, "column": str, "of": int, "identity": dict, "provenance": list}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one answer, the rows decoded with it, and the bytes of that batch over those of its tokens."""
+
+    prefill_s: float
+    compress_s: float
+    decode_s: float
+    batch_rows: int | None = None
+    batch_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One stored answer: tokens and bytes of its cache as audited, seconds, the text, and its score.
+
+    ``score`` is None where the metric has none for the answer, ``nominal`` where the method has no budget. ``answers``
+    are the references. ``attended`` is the mean number of tokens that a method which masks has read, ``provenance`` the
+    index of what it was measured with in the cell's record. Bytes at 16 bits are nan in older lines.
+    """
+
+    id: str
+    n: int
+    kept: float
+    nominal: int | None
+    payload: float
+    overhead: float
+    full_bytes: float
+    payload_kv_head: float | None
+    payload_query_head: float | None
+    payload16: float
+    overhead16: float
+    full16: float
+    cut: int
+    shrunk: bool
+    new_tokens: int
+    meta: Mapping[str, Any]
+    timing: Timing
+    prediction: str
+    score: float | None
+    answers: tuple[str, ...] | None = None
+    attended: float | None = None
+    decode_peak: int | None = None
+    provenance: int | None = None
+    more: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, line: Mapping[str, Any]) -> Self:
+        """Return the sample of a stored line."""
+        known: dict[str, Any] = dict.fromkeys(("nominal", "payload_kv_head", "payload_query_head"))
+        known |= dict.fromkeys(("payload16", "overhead16", "full16"), nan)
+        known |= {name: line[name] for name in _names(cls) if name in line}
+        if "answers" in line:
+            known["answers"] = tuple(line["answers"])
+        timing = {key: line["timing"][key] for key in _names(Timing) if key in line["timing"]}
+        return cls(**known | {"timing": Timing(**timing), "more": _unknown(cls, line)})
+
+    def record(self) -> dict[str, object]:
+        """Return the line to store."""
+        known = {name: getattr(self, name) for name in _names(Sample)}
+        known["timing"] = {k: v for k, v in asdict(self.timing).items() if v is not None}
+        always = ("nominal", "score")
+        return {k: v for k, v in known.items() if k in always or (v is not None and v == v)} | dict(self.more)
+
+
+@dataclass(frozen=True)
+class CellRecord:
+    """The record of a cell: method and task in words, number of examples, identity, and what it was measured with.
+
+    ``kind`` is None of cells that kvbench measured, and "imported" of others.
+    """
+
+    id: str = ""
+    kind: str | None = None
+    label: str = ""
+    column: str = ""
+    of: int | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    provenance: tuple[Facts, ...] = ()
+    more: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> Self:
+        """Return the record of a cell.json; raises ValueError, naming what of it is damaged."""
+        wrong = [key for key, kind in CELL_RECORD.items() if not isinstance(record.get(key, kind()), kind)]
+        if not wrong and not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
+            wrong = ["provenance"]
+        if not wrong and not _whole_chain(record.get("identity", {}).get("chain", {"per": "", "stages": []})):
+            wrong = ["identity"]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} of it is damaged")
+        known = {name: record[name] for name in _names(cls) if name in record}
+        return cls(**known | {"provenance": tuple(record.get("provenance", ())), "more": _unknown(cls, record)})
+
+    def record(self) -> dict[str, object]:
+        """Return what cell.json holds."""
+        known = {name: getattr(self, name) for name in _names(CellRecord)}
+        return {k: v for k, v in known.items() if v is not None} | dict(self.more)
+
+    @property
+    def model(self) -> str:
+        """The model's name as the last run gave it; of cells that were never told one, its fingerprint."""
+        names = [facts["model"] for facts in self.provenance if facts.get("model")]
+        model = self.identity.get("model", "")
+        return str(names[-1] if names else model.get("fingerprint", "") if isinstance(model, dict) else model)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is known of a cell now.
+
+    ``status``: never, started (being measured now), partial, complete, refused, failed or interrupted. ``n`` of ``of``
+    examples are measured (``of`` None if unknown). ``measuring``: shards that a process is measuring. ``changed``: the
+    time of the last write, in seconds since the epoch.
+    """
+
+    status: str
+    n: int
+    of: int | None
+    reason: str | None = None
+    measuring: tuple[int, ...] = ()
+    changed: float | None = None
+
+
+@dataclass(frozen=True)
+class ScoreSummary:
+    """The mean score of ``n`` of ``of`` answers in printed units, with its 95 % interval."""
+
+    metric: str
+    n: int
+    of: int
+    unscored: int
+    score: float | None
+    ci: tuple[float, float] | None
+
+    @classmethod
+    def read(cls, metrics: Mapping[str, Any]) -> Self | None:
+        """Return the summary in a metrics.json; None where that has none."""
+        known: dict[str, Any] = {name: metrics.get(name) for name in _names(cls)}
+        return cls(**known) if "metric" in metrics else None
+
+    def record(self) -> dict[str, object]:
+        """Return what metrics.json holds, but for the status."""
+        return {k: v for k, v in asdict(self).items() if k != "buckets" or v}
+
+
+@dataclass(frozen=True)
+class MeanTiming:
+    """Mean seconds of a cell's answers."""
+
+    prefill_s: float
+    compress_s: float
+    decode_s_per_token: float
+    batch_factor: float | None
+
+
+@dataclass(frozen=True)
+class BucketScore:
+    """The mean score of the answers on prompts of one range of lengths."""
+
+    n: int
+    score: float | None
+
+
+@dataclass(frozen=True)
+class CellSummary(ScoreSummary):
+    """The means over a cell's samples; ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum."""
+
+    prompt_tokens: float
+    kept: float
+    nominal: float | None
+    payload: float
+    overhead: float
+    payload_kv_head: float | None
+    payload_query_head: float | None
+    full_bytes: float
+    payload16: float
+    overhead16: float
+    full16: float
+    percent_of_full: float
+    decode_peak: int | None
+    cut: int
+    shrunk: int
+    attended: float | None
+    buckets: Mapping[str, BucketScore]
+    timing: MeanTiming
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The paired difference to the full cache in printed units, with its 95 % interval."""
+
+    mean: float
+    ci: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What a table shows of one cell: a summary, or why there is none.
+
+    ``status``: measured, missing, refused or failed.
+    ``settings`` are those of ``labels.fields``; ``floor`` tells of a full cache whether its scores say nothing.
+    """
+
+    task: str
+    cell: str
+    status: str
+    evicts: bool = False
+    settings: Mapping[str, object] = field(default_factory=dict)
+    reason: str | None = None
+    floor: bool | None = None
+    summary: CellSummary | None = None
+    delta: Delta | None = None
+
+    def record(self) -> dict[str, object]:
+        """Return it as ``--json`` prints it."""
+        return {
+            **{"task": self.task, "cell": self.cell, "evicts": self.evicts, **self.settings},
+            **({} if self.floor is None else {"floor": self.floor}),
+            "status": self.status,
+            **({"reason": self.reason} if self.status in ("refused", "failed") else {}),
+            **({} if self.summary is None else self.summary.record()),
+            **({} if self.delta is None else {"delta": self.delta.mean, "delta_ci": self.delta.ci}),
+        }
+
+
+@dataclass(frozen=True)
+class RowMeans:
+    """Score, tokens, bytes and milliseconds of one method over all its measured cells, by mean over prompts."""
+
+    score_mean: float | None
+    kept_percent: float
+    nominal_percent: float | None
+    attended_percent: float | None
+    payload: float
+    overhead: float
+    payload_kv_head: float | None
+    payload_query_head: float | None
+    percent_of_full: float
+    payload_percent_of_full: float
+    prefill_ms: float
+    compress_ms: float
+    decode_ms_per_token: float
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One method of a report; ``means`` is None where none of its cells is measured."""
+
+    method: str
+    evicts: bool
+    cells: tuple[CellResult, ...]
+    means: RowMeans | None
+
+    def record(self) -> dict[str, object]:
+        """Return it as ``--json`` prints it."""
+        row = {"method": self.method, "evicts": self.evicts, "cells": [cell.record() for cell in self.cells]}
+        return row | (asdict(self.means) if self.means else {})
+
+
+@dataclass(frozen=True)
+class ReportColumn:
+    """One task of a report; ``floor`` where the full cache's own scores say nothing."""
+
+    task: str
+    metric: str
+    category: str
+    floor: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that a table of a run shows: cells by method and task, notes for the reader, the results folder."""
+
+    model: str
+    settings: str
+    columns: tuple[ReportColumn, ...]
+    rows: tuple[ReportRow, ...]
+    notes: tuple[str, ...]
+    results: str
+    matched: tuple[Matched, ...] = ()
+
+    @property
+    def cells(self) -> list[CellResult]:
+        """The cells of all rows."""
+        return [cell for row in self.rows for cell in row.cells]
+
+    def record(self) -> dict[str, object]:
+        """Return it as ``--json`` prints it."""
+        return {
+            "model": self.model,
+            "settings": self.settings,
+            **({"matched": [asdict(m) for m in self.matched]} if self.matched else {}),
+            "columns": [asdict(column) for column in self.columns],
+            "rows": [row.record() for row in self.rows],
+            "notes": list(self.notes),
+            "results": self.results,
+        }
+
+
+def share(payload16: float, overhead16: float, full16: float) -> float:
+    """Return the bytes held in per cent of the full cache's keys and values, both at 16 bits."""
+    return 100 * (payload16 + overhead16) / full16
+
+
+def _names(cls: type[DataclassInstance]) -> list[str]:
+    return [name for name in cls.__dataclass_fields__ if name != "more"]
+
+
+def _unknown(cls: type[DataclassInstance], record: Mapping[str, Any]) -> dict[str, object]:
+    names = _names(cls)
+    return {key: value for key, value in record.items() if key not in names}
+
+
+def _whole_chain(chain: object) -> bool:
+    """Tell whether the chain of an identity has all that a label is made from."""
+    if not isinstance(chain, dict) or "per" not in chain or not isinstance(chain.get("stages"), list):
+        return False
+    return all(
+        isinstance(s, dict) and {"id", "revision"} <= set(s) and isinstance(s.get("knobs"), dict)
+        for s in chain["stages"]
+    )
