@@ -164,8 +164,9 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
         chains = {"full": Chain(), **{c.label: c.chain for c in cfg.chains}}
         label, workload, device = request["label"], parse(request["workload"]), torch.device("cpu")
         # what is imported is not what a pass takes: a model without storage has everything imported
+        model_config = architecture.model_config(cfg.model)
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(architecture.model_config(cfg.model))
+            AutoModelForCausalLM.from_config(model_config)
         if request["what"] == "peak of a peer":
             for package in peers.find(label).packages:
                 import_module(package)

@@ -31,7 +31,7 @@ OWN = frozenset(
         r"\w+",
         """adakv asvd base cake chai chain contract entropy evicting expectedattention flexgen foreign h2o
         keynorm kivi knobs legal_sets loading lowrank magnitude palu prefill_changing prompt_cache pruner
-        pyramidkv qhitter quantiser random recipe refreekv registry scissorhands snapkv statistics
+        pyramidkv qhitter quantiser random recipe refreekv registry resolve scissorhands snapkv statistics
         streamingllm think thinkv tova twilight uncomp uncomp_stage vatp""",
     )
 )
