@@ -126,7 +126,7 @@ def test_slots_that_are_not_given_back_are_refused(monkeypatch):
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(33, 1), [{"method": "h2o", "variant": "orig", "kv_size": 12}])
     shares = EvictingSelector.head_budgets
-    monkeypatch.setattr(EvictingSelector, "shares", lambda *given: [x + 2 for x in shares(*given)])
+    monkeypatch.setattr(EvictingSelector, "head_budgets", lambda *given: [x + 2 for x in shares(*given)])
     (answer,) = generate_rows(model, [cache], [Ending(9)])
     with pytest.raises(Refused, match="layer 0 holds 14 tokens per head"):
         check_peak(cache, answer.held, 8)

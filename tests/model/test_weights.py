@@ -12,7 +12,7 @@ from kvbench.api import generate
 from kvbench.cli.main import main
 from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
-from kvbench.methods import registry
+from kvbench.methods.resolve import chain_of
 from kvbench.models import load
 from kvbench.models.config import ModelConfig
 
@@ -162,6 +162,6 @@ def test_llama3_scaled_rope_generates_as_transformers_does(folder):
     plain = build("llama").model.rotary_emb.inv_freq
     assert not torch.equal(model.model.rotary_emb.inv_freq, plain)
     ids = torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(0))
-    (cache,) = prefill_chains(model, ids, [registry.parse({"method": "full"})])
+    (cache,) = prefill_chains(model, ids, [chain_of("full")])
     expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 200:].tolist()
     assert generate(model, [cache], 12) == [expected]

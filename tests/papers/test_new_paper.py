@@ -5,17 +5,13 @@ import io
 import json
 
 import pytest
+import worked
 
 from kvbench.cli.main import main
 from kvbench.papers.spec import catalogue, published_cells, table_spec
-from kvbench.papers.spec.published import COLUMNS, load_table
+from kvbench.papers.spec.published import load_table
 
-PAGE = """title: "Caches: an example"
-source: a test
-tables:
-  "1": {title: Two selections at two sizes, kind: quality}
-"""
-SCORES = {"full": (40.0, 30.0), "snapkv kv_size=128": (38.0, 24.0), "h2o kv_size=64": (20.0, 21.0)}
+FOLDER = "kvbench/papers/data/example"
 
 
 @pytest.fixture
@@ -23,14 +19,8 @@ def own(tmp_path, monkeypatch):
     """The folder of a paper beside the package's."""
     published = tmp_path / "papers" / "example" / "published"
     published.mkdir(parents=True)
-    (published.parent / "paper.yaml").write_text(PAGE)
-    lines = [COLUMNS]
-    for row, (name, scores) in enumerate(SCORES.items(), 1):
-        method, _, setting = name.partition(" ")
-        cells = zip(("qasper", "hotpotqa", "avg"), (*scores, sum(scores) / 2), strict=True)
-        lines += [("example", 1, "llama-x", method, setting, d, "f1", s, "pct", row, "") for d, s in cells]
-    with (published / "table1.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(lines)
+    (published.parent / "paper.yaml").write_text(worked.block(f"{FOLDER}/paper.yaml"))
+    (published / "table1.csv").write_text(worked.block(f"{FOLDER}/published/table1.csv"))
     monkeypatch.setenv("KVBENCH_PAPERS_DATA", str(tmp_path / "papers"))
     caches = (published_cells.published, table_spec.load, load_table)
     for cached in caches:

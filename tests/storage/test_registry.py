@@ -2,58 +2,18 @@
 
 import pytest
 import torch
+import worked
 
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.engine.decode_layer import RowLayer, allocated
 from kvbench.storage import registry
-from kvbench.storage.attend import logits, masked_softmax, weigh
-from kvbench.storage.format import Format, Room, StoredRow
+from kvbench.storage.format import Room, StoredRow
 
 D, HQ, HK = 8, 4, 2
-HALF = object()  # stands for the method that asks for the format
-
-
-class HalfRows(Format):
-    """All tokens in half precision, read as single."""
-
-    moves = "it grows"
-
-    def __init__(self, rows, room):
-        self.kv = [[x.half() for x in (r.cache.segments[0].k, r.cache.segments[0].v)] for r in rows]
-
-    @classmethod
-    def takes(cls, row):
-        return row.coder is HALF
-
-    def add(self, k, v, positions):
-        self.kv = [
-            [torch.cat([old, new.half()], dim=1) for old, new in zip(held, more, strict=True)]
-            for held, more in zip(self.kv, zip(k, v, strict=True), strict=True)
-        ]
-
-    def attend(self, query, scale, window):
-        found = []
-        for q, (k, v) in zip(query.split(1), self.kv, strict=True):
-            numbers = (k.float()[None], v.float()[None])
-
-            def of(estimate, q=q, k=numbers[0]):
-                return logits(q, estimate(k), scale)
-
-            found.append(masked_softmax(of, lambda probs, v=numbers[1]: weigh(probs, v), q.dtype, None)[0])
-        return torch.cat(found)
-
-    def keep(self, at):
-        self.kv = [self.kv[i] for i in at.tolist()]
-
-    def tokens(self):
-        return torch.tensor([k.shape[1] for k, _ in self.kv])
-
-    def payload(self):
-        return [k.nbytes + v.nbytes for k, v in self.kv]
-
-    def segments(self, u, cache):
-        k, v = self.kv[u]
-        return (Segment(k, v, torch.arange(k.shape[1], dtype=torch.int32)[None]),)
+HALF = "half"  # what the method asks for
+example = {}
+exec(worked.block("kvbench/storage/half_rows.py"), example)
+HalfRows = example["HalfRows"]
 
 
 def random(*shape, seed):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import worked
 import yaml
 from tasks.shared import write_lines
 
@@ -15,21 +16,7 @@ from kvbench.errors import UsageError
 from kvbench.tasks.base import load_tasks
 
 ROOT = Path(__file__).parents[2]
-SQUAD = """# SQuAD-like rows: a passage, a question, and several references.
-squad:
-  file: squad_dev.jsonl   # below the data folder
-  max_new_tokens: 6       # longest answer
-  default_limit: null     # examples; null: all
-  _rows_:
-    title: SQuAD
-    category: single-document QA
-    metric: [squad_f1, exact_match]
-    id: id
-    prompt: "{context}\\n\\n"
-    question: "Question: {question}\\nAnswer:"
-    answers: texts
-    task: {first_line: true}
-"""
+SQUAD = worked.block("conf/dataset/squad.yaml")
 ROWS = [
     {"id": "a", "context": "Paris lies on the {Seine}.", "question": "Where?", "texts": ["the Seine", "Seine"] * 2},
     {"id": "b", "context": "Rome lies on the Tiber.", "question": "Where? ", "texts": ["the Tiber "]},
