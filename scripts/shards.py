@@ -73,7 +73,7 @@ def calibrate_shard(given: Shard, shard: int, shards: int) -> None:
 @cache
 def _runs(given: Shard, shard: int, shards: int) -> list[experiment.RunPlan]:
     """The runs of some tables, which read alike as one; a process needs them in every round."""
-    free = memory.limit(None, {torch.device("cpu"): 1.0}) / memory.GIB
+    free = memory.cache_limit(None, {torch.device("cpu"): 1.0}) / memory.GIB
     names, model, results, own = given
     more = (*own, f"shard={shard}", f"shards={shards}", "threads=1", f"memory={free / shards:.2f}")
     found = [prepare(t, model, results, *more).run for name in names for t in find(name, model)]

@@ -29,13 +29,12 @@ def block(marker):
     return found.group(1)
 
 
-def test_adding_the_readmes_method_takes_one_file_and_one_yaml(tmp_path):
+def test_adding_the_readmes_method_takes_one_file(tmp_path):
     shutil.copytree(ROOT / "kvbench", tmp_path / "kvbench", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
-    code, entry = block("`kvbench/methods/strided.py`"), block("`conf/method/strided.yaml`")
-    assert len(code.strip().splitlines()) + len(entry.strip().splitlines()) <= 26
+    code = block("`kvbench/methods/strided.py`")
+    assert len(code.strip().splitlines()) <= 25
     (tmp_path / "kvbench" / "methods" / "strided.py").write_text(code)
-    (tmp_path / "conf" / "method" / "strided.yaml").write_text(entry)
     command = [sys.executable, "-m", "kvbench", "run", "method=strided+think", "kv_ratio=0.5"]
     small = ["dataset=tiny/needle", "length=256", "limit=2", "--json"]
     done = subprocess.run([*command, *small], cwd=tmp_path, capture_output=True, text=True)

@@ -19,7 +19,6 @@ from families import FAMILIES, build, heads_of, hooks, prompt
 from passthrough import quantisers_pass_through
 
 import kvbench
-from kvbench.audit.accounting import at_16_bits
 from kvbench.audit.prompt_audit import audit
 from kvbench.conf import conf_dir
 from kvbench.methods import registry
@@ -27,6 +26,7 @@ from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 from kvbench.methods.knobs import is_knob
 from kvbench.methods.resolve import chain_of
+from kvbench.run.summary import at_16_bits
 
 METHODS = tuple(m for m in registry.available() if m != "full")
 STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in METHODS}
@@ -283,10 +283,10 @@ def test_bytes_at_16_bits_are_those_that_a_bf16_run_holds(chain, per):
         copies = sum(2 * one.query_heads for one in caches[0].layers if one.copy_from is not None)
         assert found == sum(a.numel() * b.element_size() for a, b in pairs) + (which == "overhead") * copies
     line = asdict(single)
-    derived = at_16_bits(caches[0].chain, line, 4)
+    derived = at_16_bits(caches[0].chain, single, 4)
     counts = {len(p) for layer in caches[0].layers for p in ref.kept(layer)}
     even = len(counts) == 1 or caches[0].chain.coder is None
-    for key, found in derived.items():
+    for key, found in zip(("payload16", "overhead16", "full16"), derived, strict=True):
         assert found == pytest.approx(line[key], rel=1e-9 if even else 0.15), key
 
 

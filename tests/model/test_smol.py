@@ -142,7 +142,7 @@ def test_full_answers_one_at_a_time_as_transformers_does_in_bf16(smol, loaded, t
     report = json.loads(capsys.readouterr().out)
     assert any("batch_rows=1 decodes full as model.generate does" in n for n in report["notes"])
     (cell,) = (r["cells"][0]["cell"] for r in report["rows"] if r["method"] == "full")
-    said = [s["prediction"] for s in ResultStore(tmp_path).samples(cell).values()]
+    said = [s.prediction for s in ResultStore(tmp_path).samples(cell).values()]
     for prompt, text in zip(prompts, said, strict=True):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
