@@ -25,7 +25,7 @@ from kvbench.methods.resolve import ChainConfig
 from kvbench.models import load
 from kvbench.run import config
 from kvbench.run.config import RunConfig
-from kvbench.run.words import Request, read, split_list
+from kvbench.run.words import RunRequest, read, split_list
 
 OWN = {
     "workloads": "128+16x4",
@@ -73,7 +73,9 @@ def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tu
     return [row for request in read(rest).runs for row in _one_model(request, own, path, plan, beside)], path
 
 
-def _one_model(request: Request, own: Mapping[str, str], path: Path, plan: bool, older: bool) -> list[dict[str, Any]]:
+def _one_model(
+    request: RunRequest, own: Mapping[str, str], path: Path, plan: bool, older: bool
+) -> list[dict[str, Any]]:
     """The rows asked for of one model, measured where they are missing."""
     cfg = config.parse(request)
     if cfg.threads is not None:

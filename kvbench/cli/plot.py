@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.conf import top_level
 from kvbench.errors import UsageError
 from kvbench.run import words
-from kvbench.run.words import Request, split_list
+from kvbench.run.words import RunRequest, split_list
 
 EXAMPLES = """examples:
   python -m kvbench plot list
@@ -143,7 +143,7 @@ def _of_results(figures: Sequence[Any], pairs: Sequence[str], quiet: bool, store
 
 
 def _of_activations(
-    figures: Sequence[Any], request: Request, keys: Sequence[str], own: dict[str, Any], quiet: bool
+    figures: Sequence[Any], request: RunRequest, keys: Sequence[str], own: dict[str, Any], quiet: bool
 ) -> list[dict[str, Any]]:
     """Figures of what a model computes while it reads."""
     from kvbench.papers.figures import source

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.errors import KvbenchError, UsageError
 
 if TYPE_CHECKING:
-    from kvbench.papers.report.page import Report
+    from kvbench.papers.report.page import ReportPage
 
 EXAMPLES = """examples:
   python -m kvbench report samples=1 output=report.html
@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _collect(given: dict[str, str], count: int) -> Report:
+def _collect(given: dict[str, str], count: int) -> ReportPage:
     from kvbench.papers.claims import claim_runner
     from kvbench.papers.figures.figure import folder
     from kvbench.papers.forensics import audit
@@ -79,7 +79,7 @@ def _collect(given: dict[str, str], count: int) -> Report:
         shown = samples.collect(experiment.prepare(config.parse(run)), count)
     own = [f"{k}={given[k]}" for k in ("data.root", "longbench") if k in given]
     committed = results / ("tiny" if model == stand_ins.MODEL else "tables")
-    return page.Report(
+    return page.ReportPage(
         model,
         tables.parts(model, str(results), committed, own),
         page.figures_of(folder(results, model)),

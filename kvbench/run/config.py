@@ -20,7 +20,7 @@ from kvbench.methods import registry
 from kvbench.methods.resolve import ChainConfig, entries_of, grids, resolve
 from kvbench.models.config import ModelConfig
 from kvbench.run import presets, words
-from kvbench.run.words import Request
+from kvbench.run.words import RunRequest
 from kvbench.tasks.prompt import TEMPLATES, PromptPolicy
 
 MAX_THREADS = 1024
@@ -134,7 +134,7 @@ def read(arguments: Sequence[str]) -> RunConfig:
     return parse(request)
 
 
-def parse(request: Request, composed: Mapping[str, Any] | None = None) -> RunConfig:
+def parse(request: RunRequest, composed: Mapping[str, Any] | None = None) -> RunConfig:
     """Return the typed run of a request; grids of knobs are expanded. Raises UsageError naming key and value.
 
     ``composed`` is what Hydra made of the request's ``group_overrides`` where it composed them itself.
@@ -157,14 +157,14 @@ def parse(request: Request, composed: Mapping[str, Any] | None = None) -> RunCon
     return RunConfig(model=model, chains=tuple(chains), datasets=tuple(_datasets(raw)), **rest)
 
 
-def group_overrides(request: Request) -> list[str]:
+def group_overrides(request: RunRequest) -> list[str]:
     """Return the Hydra overrides by which a request chooses from the groups of conf/."""
     datasets = dict.fromkeys(t.partition("/")[0] for t in request.tasks or whole_config()["tasks"])
     chosen = (f"{group}={entry}" for group, entry in request.groups.items())
     return [*chosen, f"dataset=[{','.join(datasets)}]", "method=[]"]
 
 
-def compose(request: Request, composed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return conf/ as the request chooses from it, with its values in their places and its methods' knobs by stage."""
     raw = copy.deepcopy(dict(composed)) if composed is not None else _composed(group_overrides(request))
     methods, preset = request.methods or tuple(whole_config()["chains"]), _preset(request)
@@ -190,7 +190,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
         raise UsageError(plain(error)) from None
 
 
-def _preset(request: Request) -> dict[str, Any]:
+def _preset(request: RunRequest) -> dict[str, Any]:
     return presets.values(request.preset, request.groups["model"]) if request.preset is not None else {}
 
 

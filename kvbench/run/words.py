@@ -28,7 +28,7 @@ NAMED = {"null": None, "true": True, "false": False, "inf": float("inf"), "-inf"
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """One run as it was asked for, before conf/ gives the rest.
 
     ``words`` ask for this run alone. ``groups`` are the entries chosen of model, prompt and logger, ``methods`` and
@@ -52,7 +52,7 @@ class Command:
     Under -m ``sweep`` holds the Hydra overrides that cut the run into shards and set up the launcher.
     """
 
-    runs: tuple[Request, ...]
+    runs: tuple[RunRequest, ...]
     sweep: tuple[str, ...] = ()
 
 
@@ -95,7 +95,7 @@ def read(arguments: Sequence[str], multirun: bool = False) -> Command:
     for wanted in models:
         entry, path = _model(wanted)
         paper = presets.values(preset, wanted) if preset is not None else {}
-        request = Request(
+        request = RunRequest(
             words=(*([f"model={wanted}"] if "model" in typed else ()), *words),
             groups={"model": entry, **({"prompt": paper["prompt"]} if "prompt" in paper else {}), **groups},
             methods=tuple(methods if "method" in typed else ()),

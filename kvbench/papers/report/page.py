@@ -31,7 +31,7 @@ VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportPage:
     """Everything that the page shows: tables on a model, figures, ledgers of claims, findings, samples and runs."""
 
     model: str
