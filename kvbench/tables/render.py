@@ -103,10 +103,10 @@ def _storage_text(row: RowMeans, evicts: bool) -> tuple[str, ...]:
 
 def _kept(kept_percent: float, asked_percent: float | None, evicts: bool) -> str:
     """Return the tokens kept in per cent, the budget asked for if it differs or is missing, and a mark if it evicts."""
-    # as few digits as tell the two numbers apart; None where they are equal to three
     end = f"\n{EVICTS}" if evicts else ""
     if asked_percent is None:
         return f"{kept_percent:.1f}\nasked —{end}"
+    # the fewest digits that tell the two apart; None where they are equal to three
     digits = next((d for d in (1, 2, 3) if f"{kept_percent:.{d}f}" != f"{asked_percent:.{d}f}"), None)
     if digits is None:
         return f"{kept_percent:.1f}{end}"
@@ -117,7 +117,8 @@ def _payload(held_payload: float, kv: float | None, query: float | None) -> str:
     """Return the payload held and, where it differs, the payload that the other kind of heads would hold."""
     if kv is None or query is None or kv == query:
         return size(held_payload)
-    return f"{size(held_payload)}\nkv {size(kv)}" if held_payload == query else f"{size(held_payload)}\nq {size(query)}"
+    other = f"kv {size(kv)}" if held_payload == query else f"q {size(query)}"
+    return f"{size(held_payload)}\n{other}"
 
 
 def _number(value: float | None, sign: bool = False) -> str:
