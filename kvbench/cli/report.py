@@ -31,7 +31,7 @@ METHODS = ("method=full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio=0.125")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="output=, samples=, results=, and run's keys")
     parser.add_argument("--json", action="store_true", help="print what the page shows as JSON on stdout")
 
