@@ -147,7 +147,7 @@ def _figures(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _setting(setting: dict[str, Any]) -> str:
-    """One value of a preset with its source, and the model that it is for."""
+    """Return one value of a preset with its source, and the model that it is for."""
     what = f"{setting['key'].removeprefix('method.')}={_short(setting['value'])}"
     text = f"{what:<30} {setting['source']}" + (f" ({setting['model']} only)" if setting["model"] else "")
     return fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False)

@@ -37,7 +37,7 @@ WIDTH = 100
 
 
 def folded(text: str) -> str:
-    """A help formatter whose lines fit WIDTH: paragraphs are filled anew, examples and indented lines stay."""
+    """Return help whose lines fit WIDTH: paragraphs are filled anew, examples and indented lines stay."""
     lines: list[str] = []
     filling = False
     for line in text.splitlines():

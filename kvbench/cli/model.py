@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _record(name: str, entry: dict[str, Any], full: bool) -> dict[str, Any]:
-    """A model's state: embedded, missing, here, damaged, or partly (in the hub's cache)."""
+    """Return a model's state: embedded, missing, here, damaged, or partly (in the hub's cache)."""
     from kvbench.models import fetch
     from kvbench.tasks import hub
 

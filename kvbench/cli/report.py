@@ -91,7 +91,7 @@ def _collect(given: dict[str, str], count: int) -> Report:
 
 
 def _runs(results: Path) -> list[dict[str, Any]]:
-    """Every cell of the store with what it was measured with."""
+    """Return every cell of the store with its provenance."""
     from kvbench.cli import runs
     from kvbench.run.labels import fields
     from kvbench.run.store import ResultStore

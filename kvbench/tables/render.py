@@ -136,7 +136,7 @@ def size(n: float) -> str:
 
 
 def _by_chance(cells: Sequence[CellResult]) -> str:
-    """State the number of stars to expect if no difference were real."""
+    """Return a note on the number of stars to expect if no difference were real."""
     shown = sum(c.delta is not None and c.delta.ci is not None for c in cells)
     return f" (of {shown} about {math.ceil(0.05 * shown)} would by chance alone)" if shown >= 10 else ""
 
