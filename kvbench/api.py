@@ -62,7 +62,7 @@ def prefill(
 def _chains(
     model: PreTrainedModel, methods: Sequence[Entry], preset: str | None, knobs: Mapping[str, Any]
 ) -> list[Chain]:
-    """The chain of each entry; those that are chains already stay."""
+    """Return the chain of each entry; chains are returned as they are."""
     values = presets.values(preset, _entry(model)) if preset is not None else {}
     try:
         named = iter(chains_of([m for m in methods if not isinstance(m, Chain)], knobs, values))
@@ -72,7 +72,7 @@ def _chains(
 
 
 def _entry(model: PreTrainedModel) -> str:
-    """The entry of conf/model with the model's hub id, or ''."""
+    """Return the entry of conf/model with the model's hub id, or ''."""
     path = str(getattr(model.config, "_name_or_path", ""))
     return next((name for name, entry in entries("model").items() if entry["path"] == path), "")
 
@@ -83,9 +83,9 @@ def generate(
     max_new_tokens: int,
     eos_token_id: int | Sequence[int] | Tensor | None = None,
 ) -> list[list[int]]:
-    """Greedy continuations, one list of token ids per cache, in order.
+    """Return greedy continuations, one list of token ids per cache, in order.
 
-    Each starts with the token that its prefill predicts and ends with an end-of-sequence token if one came up,
+    Each starts with the token that its prefill predicts and ends with an end-of-sequence token if it generates one,
     as ``model.generate`` does. Caches of chains that leave the model unchanged run as rows of one batch. The caches
     are not changed and can be used again.
     """
@@ -117,12 +117,12 @@ def calibrate(
     preset: str | None = None,
     **knobs: Any,
 ) -> Chain:
-    """The method ready to be used as an entry of ``prefill``: what it needs of this model, over a text, is bound to it.
+    """Return the method bound to its calibration of this model over a text, as an entry for ``prefill``.
 
-    Computed at the first call and kept in ``folder``; ``knobs`` are the method's, ``samples`` and ``tokens`` too.
-    ``text`` is a file of yours; without it WikiText-2's train split is read below the folder ``data`` (or the one that
-    KVBENCH_DATA names), and for the tiny model its own corpus. Raises UsageError if a file there is damaged or of
-    another model.
+    The calibration is computed at the first call and stored in ``folder``. ``knobs`` are the method's, and may include
+    ``samples`` and ``tokens``. ``text`` is your file. Without it WikiText-2's train split is read below the folder
+    ``data`` (or the one that KVBENCH_DATA names), and for the tiny model its own corpus. Raises UsageError if a stored
+    file is damaged or of another model.
     """
     (chain,) = _chains(model, [method], preset, {} if isinstance(method, Chain) else knobs)
     chain.check_model(traits.of_model(model))
@@ -140,8 +140,9 @@ def calibrate(
 
 
 def extend(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[int]) -> Cache:
-    """A new cache that has also read ``input_ids`` (a later question, say).
+    """Return a new cache that has also read ``input_ids``, for example a later question.
 
-    What is appended stays whole, but where the chain packs or evicts while decoding: there it is stored as an answer.
+    The appended tokens are kept exact, unless the chain packs or evicts while decoding: then they are stored as those
+    of an answer.
     """
     return decode.extend_cache(model, cache, input_ids)

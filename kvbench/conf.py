@@ -1,4 +1,4 @@
-"""Where ``conf/`` lies, the YAML entries of its groups, and what the records of a configuration are made with."""
+"""The folder ``conf/``, the YAML entries of its groups, and helpers for the records of a configuration."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import yaml
 from kvbench.errors import UsageError
 
 LISTED = {"model": "hf", "prompt": "plain", "logger": "wandb"}
-"""The groups that hold one entry's keys themselves, with the entry that has them all."""
+"""The config groups that hold the keys of one chosen entry, each with the entry that has all keys."""
 HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
 
 
 def conf_dir() -> Path:
-    """The folder of configurations: beside the package in a clone, inside it in an installed wheel."""
+    """Return the folder of configurations: beside the package in a clone, inside it in an installed wheel."""
     package = Path(__file__).resolve().parent
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; raises UsageError, with the line, where there is none."""
+    """Return the mapping in a YAML file. Raises UsageError with the line if there is none."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except UnicodeDecodeError as error:
@@ -40,7 +40,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """The entry of a method: ``_target_`` and its knobs; {} for ``full``."""
+    """Return the entry of a method: ``_target_`` and its knobs; {} for ``full``."""
     method = path.stem
     entry = read_yaml(path).get(method)
     if method == "full":
@@ -54,7 +54,7 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 @cache
 def whole_config() -> dict[str, Any]:
-    """Return what conf/config.yaml says, before its groups are read."""
+    """Return the mapping in conf/config.yaml, before its groups are read."""
     return read_yaml(conf_dir() / "config.yaml")
 
 
@@ -66,33 +66,33 @@ def top_level() -> dict[str, Any]:
 
 @cache
 def entries(group: str) -> dict[str, dict[str, Any]]:
-    """The YAML files of one config group by id (dataset entries without their outer key)."""
+    """Return the entries of one config group by id, those of datasets without their outer key."""
     return {path.stem: entry(group, path) for path in sorted((conf_dir() / group).glob("*.yaml"))}
 
 
 def entry(group: str, path: Path) -> dict[str, Any]:
-    """One YAML file of a config group; raises UsageError where it is none."""
+    """Return the entry in one YAML file of a config group. Raises UsageError if the file is malformed."""
     content = entry_of(path) if group == "method" else read_yaml(path)
     inner = content if group in (*LISTED, "method") else content.get(path.stem) or {}
     return {k: v for k, v in inner.items() if k not in ("default_limit", "hub")}
 
 
 def identity(**kwargs: Any) -> Any:
-    """A field that decides what is measured."""
+    """Return a dataclass field that decides the measured numbers and so is part of a result's identity."""
     return field(metadata={"role": "identity"}, **kwargs)
 
 
 def runtime(**kwargs: Any) -> Any:
-    """A field that only decides how it is measured."""
+    """Return a dataclass field that decides only how the numbers are measured."""
     return field(metadata={"role": "runtime"}, **kwargs)
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number; True and False are none."""
+    """Return True if a value is a whole number. True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check(key: str, value: Any, ok: bool, allowed: str) -> None:
-    """Raise UsageError naming the key, its value and what is allowed, unless ``ok``."""
+    """Raise UsageError naming the key, its value and the allowed values, unless ``ok``."""
     if not ok:
         raise UsageError(f"{key}={value!r} is not possible: {allowed} (see conf/config.yaml)")

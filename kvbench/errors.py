@@ -1,4 +1,4 @@
-"""The two errors that users meet, and what is said of them; everything else is a bug."""
+"""The errors that users meet, and their texts. Any other exception is a bug."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ class KvbenchError(Exception):
 
 
 class UsageError(KvbenchError, ValueError):
-    """A request that cannot be carried out as written: names the key, the value, what is allowed and what to do."""
+    """A request that cannot be carried out as written. Its message names key, value, allowed values and what to do."""
 
     status = 2
 
 
 class Refused(KvbenchError):
-    """A result that must not be reported: what was measured contradicts what was claimed, or is no number."""
+    """A result that must not be reported: the measurement contradicts the claim, or is not a number."""
 
 
 def ending(error: BaseException) -> str:
-    """Why a run ended before its time, in words."""
+    """Return in words why a run ended early."""
     if isinstance(error, SystemExit):
         return "its process was told to end"
     return str(error) or type(error).__name__
 
 
 def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "") -> UsageError:
-    """The error for a name that is not one of ``allowed``, with the nearest ones first."""
+    """Return the error for a name that is not one of ``allowed``, with the nearest ones first."""
     names = sorted(set(allowed))
     near = difflib.get_close_matches(str(value), names, n=3, cutoff=0.5)
     meant = f" Did you mean {' or '.join(near)}?" if near else ""

@@ -1,4 +1,4 @@
-"""Files that survive what ends a process: lines with a checksum, JSON replaced in one step, locks that end with it."""
+"""Files that survive a crash: lines with a checksum, JSON replaced atomically, locks that end with their process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ RETRY_S = 0.02
 
 @dataclass(frozen=True)
 class Lines:
-    """What a file of samples holds: its intact lines in order, and the numbers of the others, counted from 1.
+    """The lines of a file of samples: the intact ones in order, and the numbers of the damaged ones, counted from 1.
 
-    ``torn`` is a last line without its newline that cannot be read: it is being written, or its process was killed.
+    ``torn`` is the number of a last line without a newline that cannot be read. It is being written, or its process
+    was killed.
     """
 
     intact: tuple[tuple[bytes, Line], ...]
@@ -37,7 +38,7 @@ class Lines:
 
     @property
     def unread(self) -> tuple[int, ...]:
-        """The numbers of all lines that cannot be read, the torn one too."""
+        """Return the numbers of all lines that cannot be read, including the torn one."""
         return (*self.damaged, *((self.torn,) if self.torn else ()))
 
 
@@ -48,12 +49,12 @@ def sha256(path: Path) -> str:
 
 
 def line_of(sample: Mapping[str, object]) -> str:
-    """One JSON line that ends with the CRC-32 of everything before it."""
+    """Return one JSON line that ends with the CRC-32 of everything before it."""
     return _checked(json.dumps(dict(sample), ensure_ascii=False)) + "\n"
 
 
 def parse_line(line: bytes) -> Line | None:
-    """The sample of one line without its checksum; None if it is torn or damaged."""
+    """Return the sample of one line without its checksum, or None if it is torn or damaged."""
     try:
         text = line.decode("utf-8")
         body = text.rpartition(', "crc": ')[0] + "}"
@@ -70,7 +71,7 @@ def _checked(body: str) -> str:
 
 
 def read_lines(path: Path) -> Lines:
-    """The lines of a file of samples; raises UsageError if it cannot be read."""
+    """Read the lines of a file of samples. Raises UsageError if the file cannot be read."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -84,10 +85,10 @@ def read_lines(path: Path) -> Lines:
 
 @dataclass
 class Appender:
-    """A file that only grows, by whole lines, in the hands of one process.
+    """A file to which one process appends whole lines.
 
-    ``torn``: the file does not end with a newline, so the next line starts with one. ``unsynced``: the monotonic
-    time of the oldest line that the device may not have yet.
+    ``torn`` is True if the file does not end with a newline, so that the next line starts with one. ``unsynced`` is the
+    monotonic time of the oldest line that is not synced yet.
     """
 
     path: Path
@@ -97,18 +98,19 @@ class Appender:
 
     @classmethod
     def open(cls, path: Path) -> Appender:
-        """Open for appending, and create."""
+        """Open a file for appending, and create it if it does not exist."""
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         size = os.fstat(fd).st_size
         return cls(path, fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n")
 
     def append(self, line: bytes) -> None:
-        """Add one line that ends with a newline; raises KvbenchError, and loses nothing before, if it cannot."""
-        left = b"\n" + line if self.torn else line
+        """Append one line that ends with a newline. Raises KvbenchError, with earlier lines safe, if that fails."""
+        remaining = b"\n" + line if self.torn else line
         self.torn = True
         try:
-            while left:
-                left = left[os.write(self.fd, left) :]
+            while remaining:
+                remaining = remaining[os.write(self.fd, remaining) :]
+            # no link: the file was deleted while it was open, and writes to it vanish
             if not os.fstat(self.fd).st_nlink:
                 raise KvbenchError(
                     f"{self.path} was removed while it was written: the answers in it are gone. Run the same command "
@@ -120,7 +122,7 @@ class Appender:
         self.unsynced = time.monotonic() if self.unsynced is None else self.unsynced
 
     def sync(self) -> None:
-        """Have everything on the device; raises KvbenchError if the device will not take it."""
+        """Sync all lines to the device. Raises KvbenchError if the device fails."""
         if self.unsynced is None:
             return
         try:
@@ -133,7 +135,7 @@ class Appender:
         self.unsynced = None
 
     def close(self) -> None:
-        """Sync and close; the file is closed also where the sync fails."""
+        """Sync and close the file. It is closed even if the sync fails."""
         try:
             self.sync()
         finally:
@@ -143,9 +145,9 @@ class Appender:
 
 
 def write_json(path: Path, content: Mapping[str, object], sync: bool = True) -> None:
-    """Write a JSON file in one step: readers see the old or the new one, never half.
+    """Write a JSON file atomically: readers see the old or the new content, never a part.
 
-    With ``sync`` that holds after a power cut, too. A file that says the same already is left alone.
+    With ``sync`` that holds after a power cut, too. A file with the same content is not written again.
     """
     data = json.dumps(content, indent=1, ensure_ascii=False, default=str).encode()
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
@@ -167,7 +169,7 @@ def write_json(path: Path, content: Mapping[str, object], sync: bool = True) -> 
 
 
 def read_json(path: Path) -> Line | None:
-    """A JSON file's content, None if it does not exist; raises UsageError if it is damaged."""
+    """Return the content of a JSON file, or None if it does not exist. Raises UsageError if it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -180,15 +182,15 @@ def read_json(path: Path) -> Line | None:
 
 
 def unreadable(path: Path, why: object) -> UsageError:
-    """What to tell of a damaged JSON file."""
+    """Return the error for a damaged JSON file."""
     return UsageError(f"{path} cannot be read ({why}); move its folder away to measure this cell again")
 
 
 def lock(path: Path, wait_s: float) -> int | None:
-    """An exclusive lock on a file, which is created, as a descriptor to close; None if another holds it for ``wait_s``.
+    """Take an exclusive lock on a file, which is created. Return a descriptor to close, or None after ``wait_s``.
 
-    It ends with the process, however that ends. Whoever only looks whether a lock is held takes it for a moment, so
-    ``wait_s`` should not be 0.
+    None means that another process held the lock all the time. The lock ends with the process, however that ends.
+    ``locked`` takes it for a moment, so ``wait_s`` should not be 0.
     """
     end = time.monotonic() + wait_s
     while True:
@@ -204,7 +206,7 @@ def lock(path: Path, wait_s: float) -> int | None:
 
 
 def locked(path: Path) -> bool:
-    """Whether a process holds the lock now."""
+    """Return True if a process holds the lock now."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -216,7 +218,7 @@ def locked(path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the device, where the file system can do that."""
+    """Sync the names in a folder to the device, if the file system supports it."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -228,7 +230,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def disk_error(error: OSError, path: Path) -> KvbenchError:
-    """What to tell of a failed write."""
+    """Return the error for a failed write."""
     if error.errno in FULL:
         return KvbenchError(
             f"the disk is full: {path} could not be written. Everything before is safe; free some space and run the "
@@ -238,6 +240,7 @@ def disk_error(error: OSError, path: Path) -> KvbenchError:
 
 
 def _take(fd: int, kind: int, path: Path) -> bool:
+    """Take a lock without waiting; return False if another process holds it. Raises UsageError without locks."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -251,6 +254,7 @@ def _take(fd: int, kind: int, path: Path) -> bool:
 
 
 def _names(path: Path, fd: int) -> bool:
+    """Return True if the path still names the open file."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:

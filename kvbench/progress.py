@@ -1,4 +1,4 @@
-"""Progress of any long work on stderr: bars with an ETA on a terminal, else a plain line now and then."""
+"""The progress of long work on stderr: bars with an ETA on a terminal, else a plain line now and then."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Tick = Callable[[str, int], None]
 
 @contextmanager
 def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answers") -> Iterator[Tick]:
-    """A function to call with (name, number done); ``totals`` are those still to do by name.
+    """Yield a function to call with (name, number done). ``totals`` are the numbers still to do by name.
 
-    ``unit`` is what is counted, for the plain lines.
+    ``unit`` names the things counted in the plain lines.
     """
     if quiet or not sum(totals.values()):
         yield lambda name, n: None
@@ -42,36 +42,36 @@ def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answer
 
 
 class Left(ProgressColumn):
-    """Time left at the mean rate so far: rich's own estimate takes the burst in which a batch ends for the rate."""
+    """The time left at the mean rate so far. rich's own estimate takes the burst in which a batch ends for the rate."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: dict[TaskID, tuple[float, float]] = {}  # done, and when it came to that
+        self._last: dict[TaskID, tuple[float, float]] = {}  # (completed, elapsed when it came to that)
 
     def render(self, task: Task) -> Text:
         if not task.completed or task.total is None or task.elapsed is None:
             return Text("-:--:--", style="progress.remaining")
         if self._last.get(task.id, (0.0, 0.0))[0] != task.completed:
             self._last[task.id] = task.completed, task.elapsed
-        done, at = self._last[task.id]
-        left = max(0.0, at / done * (task.total - done) - (task.elapsed - at))
-        return Text(str(timedelta(seconds=round(left))), style="progress.remaining")
+        completed, elapsed = self._last[task.id]
+        seconds_left = max(0.0, elapsed / completed * (task.total - completed) - (task.elapsed - elapsed))
+        return Text(str(timedelta(seconds=round(seconds_left))), style="progress.remaining")
 
 
 def bars_of(more: str) -> Progress:
-    """Bars with a column ``more``, for a terminal."""
+    """Return bars for a terminal, with an added column of the text ``more``."""
     bar = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(more)]
     times = [TimeElapsedColumn(), TextColumn("ETA"), Left()]
     return Progress(*bar, *times, console=Console(stderr=True), transient=True)
 
 
 def say(text: str) -> None:
-    """Print a line of kvbench's to stderr."""
+    """Print a line to stderr with kvbench's name."""
     print(f"kvbench: {text}", file=sys.stderr, flush=True)
 
 
 class _Plain:
-    """One line every PLAIN_EVERY_S seconds, and one at the end."""
+    """A plain line every PLAIN_EVERY_S seconds, and one at the end."""
 
     def __init__(self, total: int, unit: str) -> None:
         self.total, self.done, self.unit = total, 0, unit
@@ -84,5 +84,5 @@ class _Plain:
             return
         self.last = now
         elapsed = now - self.start
-        left = elapsed / self.done * (self.total - self.done)
-        say(f"{self.done} of {self.total} {self.unit}, {elapsed:.0f} s, about {left:.0f} s left")
+        seconds_left = elapsed / self.done * (self.total - self.done)
+        say(f"{self.done} of {self.total} {self.unit}, {elapsed:.0f} s, about {seconds_left:.0f} s left")

@@ -1,4 +1,4 @@
-"""Bytes of a cache: those held, by purpose, and those that a chain declares, without any cache."""
+"""The bytes of a cache: those held, by purpose, and those that a chain declares, computed without a cache."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvbench.methods.pruner import ChannelPruner
 POSITION_BYTES = COUNT_BYTES = 4
 HEAD_ID_BYTES = 2
 HALF = 2
-"""Bytes of an element at 16 bits. Shares are of the full cache at this width, also where a run held another: codes of
-few bits are half the share of an fp32 cache that they are of the caches that models run with."""
+"""The bytes of an element at 16 bits. Shares are of the full cache at this width, also if a run used another: of an
+fp32 cache, codes of few bits are only half the share that they are of the caches that models run with."""
 
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes of storages by purpose.
+    """The bytes of storages by purpose.
 
-    Payload: ``exact`` keys and values as the model made them, packed ``codes`` and their ``scales`` (and minima).
-    Overhead: ``positions`` (and lengths of ragged heads), ``ids`` of channels and of leading heads, ``state`` that
-    decoding goes on from.
+    The payload is ``exact`` keys and values as the model made them, packed ``codes`` and their ``scales`` (and minima).
+    The overhead is ``positions`` (and lengths of ragged heads), ``ids`` of channels and of leading heads, and the
+    ``state`` that decoding continues from.
     """
 
     exact: int = 0
@@ -52,7 +52,7 @@ class HeldBytes:
         return HeldBytes(*(a + b for a, b in zip(self.parts(), other.parts(), strict=True)))
 
     def times(self, layers: int) -> HeldBytes:
-        """Return the bytes of as many layers that hold the same."""
+        """Return the bytes of ``layers`` layers that each hold these."""
         return HeldBytes(*(layers * part for part in self.parts()))
 
     def parts(self) -> tuple[int, ...]:
@@ -84,8 +84,8 @@ def bytes_held(layer: LayerCache) -> HeldBytes:
 class DeclaredBytes:
     """The bytes that a chain declares after a prompt, over all layers. ``tokens`` is the mean per stored head.
 
-    ``even``: the data decide how tokens are spread over heads or layers, and are taken as spread evenly. This changes
-    no sum where every token costs the same.
+    ``even`` is True if the data decide how tokens are spread over heads or layers; they are then taken as spread
+    evenly. This changes no sum if every token costs the same.
     """
 
     tokens: float
@@ -99,7 +99,7 @@ class DeclaredBytes:
 
 
 def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> DeclaredBytes | None:
-    """Return the formula's bytes for a prompt of n tokens; None where only the prompt decides how many tokens stay."""
+    """Return the formula's bytes for a prompt of n tokens, or None if its text decides how many tokens stay."""
     counts = layer_counts(chain, shape, n)
     if counts is None:
         return None
@@ -130,7 +130,7 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
 def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, tuple[int, ...], int]] | None:
     """Count the layers by their promise, the tokens that their heads keep, and the tokens that they read.
 
-    None where only the prompt decides.
+    Returns None if the prompt's text decides.
     """
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     promises = [chain.expected(n, i, shape.layers, heads) for i in range(shape.layers)]
@@ -151,7 +151,7 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, 
 
 
 def heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
-    """Return by layer the stored heads without keys, where query heads share logits; None: only the prompt decides."""
+    """Return by layer the number of stored heads without keys, under shared logits; None if the text decides."""
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     leading = [chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads) for i in range(shape.layers)]
     if heads < shape.query_heads and min(leading) < shape.query_heads:
@@ -165,16 +165,17 @@ def spread_evenly(total: int, parts: int) -> list[int]:
 
 
 def payload_bytes(blocks: Iterable[Iterable[Block]]) -> int:
-    """Return the payload of heads with these blocks."""
+    """Return the payload bytes of heads with these blocks."""
     return sum(b.key_bytes + b.value_bytes for head in blocks for b in head)
 
 
 def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensors: int, named_heads: int = 0) -> int:
     """Return the overhead of a layer whose heads have these blocks: positions, counts, head and channel ids, state.
 
-    Positions take 4 bytes a slot, once where they are ``shared`` by all heads. ``count_tensors`` hold one number of 4
-    bytes a head: lengths of ragged segments, and their packed keys and values. ``named_heads`` are ids of 2 bytes, of
-    heads whose logits or output others take. Fixed overhead is that of the head with most blocks, in every head.
+    Positions take 4 bytes a slot, and are stored once if ``shared`` by all heads. Each of ``count_tensors`` holds 4
+    bytes a head: lengths of ragged segments, and counts of their packed keys and values. ``named_heads`` is the number
+    of ids, of 2 bytes, of heads whose logits or output others take. Every head has the fixed overhead of the head with
+    most blocks.
     """
     positions = sum(POSITION_BYTES * b.slots for head in (blocks[:1] if shared else blocks) for b in head)
     state = sum(b.slot_overhead * b.slots for head in blocks for b in head)
@@ -183,7 +184,7 @@ def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensor
 
 
 def _ragged_segments(chain: Chain, expected: Expected, shape: Shape) -> int:
-    """Count the segments in which the heads that hold least and most have different numbers of tokens."""
+    """Count the segments in which the head that holds least and the one that holds most differ in tokens."""
     ends = [chain.layout(tokens, shape.head_dim, 1) for tokens in (min(expected.low), max(expected.high))]
     return sum(a is None or b is None or a.slots != b.slots for a, b in zip_longest(*ends))
 
@@ -191,7 +192,7 @@ def _ragged_segments(chain: Chain, expected: Expected, shape: Shape) -> int:
 def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float | None:
     """Return the payload as ThinK's paper counts it (arXiv 2407.21018, table 7): (1 - ratio) D channels, not rounded.
 
-    Channel masks and positions are left out, as there. Without a pruning stage it is that of ``bytes_declared``.
+    Channel masks and positions are left out, as there. Without a pruning stage it equals that of ``bytes_declared``.
     """
     counts = layer_counts(chain, shape, n)
     if counts is None:
@@ -219,9 +220,9 @@ def _nominal_head(chain: Chain, slots: int, head_dim: int, itemsize: int) -> flo
 def bytes_after_decoding(
     chain: Chain, layer: LayerCache, index: int, new: int, kv_heads: int, head_dim: int, itemsize: int
 ) -> tuple[int, int]:
-    """Return the least and the most payload bytes of a layer's tokens after ``new`` more than ``layer`` have come.
+    """Return the least and the most payload bytes of ``layer`` after ``new`` more tokens.
 
-    They are the same but for tokens without some channels: the data decide how many of those eviction leaves.
+    They differ only for tokens without some channels, since the data decide how many of those eviction leaves.
     """
     counts = [len(p) for p in layer.kept_positions()]
 

@@ -1,4 +1,4 @@
-"""What a cache held while decoding, in tokens and in bytes, against what its chain declares."""
+"""Audit the tokens and bytes that a cache held while decoding against those that its chain declares."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvbench.methods.prompt_cache import Cache
 
 @dataclass(frozen=True)
 class Stored:
-    """Payload bytes behind one row's tokens in each layer, when it had read ``fed`` tokens more than its cache."""
+    """The payload bytes of one row's tokens in each layer, once it had read ``fed`` tokens more than its cache."""
 
     fed: int
     payload: Sequence[int]
 
 
 def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
-    """The most tokens that a head of any layer held while decoding; raises Refused with the reason if too many.
+    """Return the most tokens that a head of any layer held while decoding. Raises Refused if they are too many.
 
     ``cache`` is as it was before ``fed`` new tokens, ``held`` the most that a head of each layer held since. A cache
-    that grows holds what it held before and the new tokens; one that evicts never more than its selector's
-    ``decode_budget``, which is a sum over layers where the method divides its budget among them by the data.
+    that grows may hold its earlier tokens and the new ones. One that evicts may hold its selector's ``decode_budget``;
+    that is a sum over layers if the method divides its budget among them by the data.
     """
     chain, total = cache.chain, None
     limits = [layer.tokens + fed for layer in cache.layers]
@@ -53,13 +53,13 @@ def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
 
 
 def check_bytes(cache: Cache, stored: Stored, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Raise Refused, with the reason, unless storage held what the chain declares of ``cache`` and its new tokens."""
-    for i, found in enumerate(stored.payload):
+    """Raise Refused, with the reason, unless storage held the bytes declared for ``cache`` and its new tokens."""
+    for i, payload in enumerate(stored.payload):
         layer = cache.layers[i]
         low, high = bytes_after_decoding(cache.chain, layer, i, stored.fed, kv_heads, head_dim, dtype.itemsize)
-        if not low <= found <= high:
+        if not low <= payload <= high:
             declared = f"{low}" if low == high else f"{low} to {high}"
             raise Refused(
-                f"{cache.chain.name}: layer {i} holds {found} payload bytes after {stored.fed} new tokens, "
+                f"{cache.chain.name}: layer {i} holds {payload} payload bytes after {stored.fed} new tokens, "
                 f"the formula says {declared}"
             )

@@ -1,4 +1,4 @@
-"""Hold the bytes and tokens of a cache to those that its chain declares. A cache that fails is refused."""
+"""Audit the bytes and tokens of a cache against those that its chain declares. A cache that fails is refused."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvbench.methods.prompt_cache import Cache
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """One audited cache. Bytes are those of the storages held; ``full_bytes`` are those of the prompt's full cache.
+    """The measurements of one audited cache. Bytes are those of storages; ``full_bytes`` is the prompt's full cache.
 
-    ``kept`` is the mean of tokens held over layers and heads; ``nominal`` is the budget that the user gave, None for a
-    method without one.
-    ``payload_kv_head`` and ``payload_query_head`` are the payload under both kinds of ``per``: measured for the heads
-    stored, else by formula, the mean bytes of a stored head times the heads of the other kind. Latents are those of all
-    heads under either. ``payload16``, ``overhead16`` and ``full16``: the same tokens at 16 bits, by formula.
+    ``kept`` is the mean of tokens held over layers and heads. ``nominal`` is the budget that the user gave, None for a
+    method without one. ``payload_kv_head`` and ``payload_query_head`` are the payload under both kinds of ``per``:
+    measured for the heads stored, and for the other kind by formula, as the mean bytes of a stored head times the heads
+    of that kind. Latents are those of all heads under either. ``payload16``, ``overhead16`` and ``full16`` are the same
+    tokens at 16 bits, by formula.
     """
 
     n: int
@@ -41,11 +41,11 @@ class MeasuredBytes:
 
 
 def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> MeasuredBytes:
-    """Measure a freshly compressed cache and hold it to its chain's promises. Raises Refused with the reason.
+    """Measure a freshly compressed cache and check it against its chain's promises. Raises Refused with the reason.
 
-    Checked per layer and head: tokens kept (those recorded, where the data decide), their positions, payload bytes and
-    overhead bytes against the formula, that every tensor owns its storage, and the comparison with the prompt that was
-    made while it was at hand (see cache.content).
+    The audit checks for each layer and head the tokens kept (against those recorded, if the data decide), their
+    positions, the payload and overhead bytes against the formula, and that every tensor owns its storage. It also
+    refuses a cache that differed from the prompt when it was compressed (see cache.content).
     """
     chain, n, n_layers, itemsize = cache.chain, cache.prompt_tokens, len(cache.layers), dtype.itemsize
     tokens = payload = overhead = payload16 = overhead16 = head_count = query_heads = 0
@@ -57,25 +57,25 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         check_storages(chain.name, layer, i, storages)
         check_sharing(chain, layer, i, n_layers, kv_heads, heads)
         # the bytes behind keys and values, and all others, against the formula for as many tokens
-        held = storage_bytes(t for s in layer.segments for t in s.payload())
-        held_beside = layer.nbytes() - held
+        payload_held = storage_bytes(t for s in layer.segments for t in s.payload())
+        overhead_held = layer.nbytes() - payload_held
         blocks = _blocks(chain, counts, head_dim, itemsize, i)
-        if held != payload_formula(layer, blocks):
+        if payload_held != payload_formula(layer, blocks):
             raise Refused(
-                f"{chain.name}: layer {i} holds {held} payload bytes for {_list(counts)} tokens per head, "
+                f"{chain.name}: layer {i} holds {payload_held} payload bytes for {_list(counts)} tokens per head, "
                 f"the formula says {payload_formula(layer, blocks):g}"
             )
-        if held_beside != overhead_formula(layer, blocks):
+        if overhead_held != overhead_formula(layer, blocks):
             raise Refused(
-                f"{chain.name}: layer {i} holds {held_beside} overhead bytes, declared "
+                f"{chain.name}: layer {i} holds {overhead_held} overhead bytes, declared "
                 f"{overhead_formula(layer, blocks)}"
             )
         # the same tokens at 16 bits
         blocks16 = _blocks(chain, counts, head_dim, HALF, i)
         payload16 += payload_formula(layer, blocks16)
         overhead16 += overhead_formula(layer, blocks16)
-        payload += held
-        overhead += held_beside
+        payload += payload_held
+        overhead += overhead_held
         tokens += sum(counts)
         head_count += heads
         query_heads += layer.query_heads
@@ -161,7 +161,7 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
 
 
 def _in_order(positions: torch.Tensor, n: int) -> bool:
-    """Tell whether each row of positions [H, m] ascends within 0..n-1."""
+    """Return True if each row of positions [H, m] ascends within 0..n-1."""
     ascending = bool((positions[:, 1:] > positions[:, :-1]).all())
     return ascending and int(positions[:, 0].min()) >= 0 and int(positions[:, -1].max()) < n
 
@@ -185,7 +185,7 @@ def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv
 def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> None:
     """Raise Refused if a tensor keeps more memory alive than its own, or shares it with another of the cache.
 
-    ``seen`` collects the storages of the layers before.
+    ``seen`` collects the storages of earlier layers.
     """
     for what, t in _described(layer):
         storage = t.untyped_storage()
@@ -210,7 +210,7 @@ def _described(layer: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def payload_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
-    """Return the bytes of keys and values of heads with these blocks; under shared logits, only keys that are read."""
+    """Return the bytes of keys and values of heads with these blocks; with shared logits, only of keys in use."""
     leads = layer.segments[0].leads
     with_keys = len(blocks) if leads is None else len(key_heads(leads, len(blocks)))
     values = sum(b.value_bytes for head in blocks for b in head)

@@ -15,9 +15,9 @@ from kvbench.models.config import ModelConfig
 
 
 def model_config(cfg: ModelConfig) -> PretrainedConfig:
-    """The Hugging Face configuration of the model: its checkpoint's, or with ``weights=random`` the entry's own.
+    """Return the Hugging Face configuration: the checkpoint's, or with ``weights=random`` that of the model's entry.
 
-    Raises UsageError for a model that is not there, or that neither has a checkpoint nor states its architecture.
+    Raises UsageError for a missing model, or one that has no checkpoint and states no architecture.
     """
     if cfg.weights != "random" or cfg.architecture is None or cfg.shape is None:
         return load.locate(cfg).config
@@ -38,9 +38,9 @@ def model_config(cfg: ModelConfig) -> PretrainedConfig:
 
 
 def build(cfg: ModelConfig, device: torch.device, layers: int | None = None) -> PreTrainedModel:
-    """The model in eval mode on ``device``; random weights are drawn there. ``layers``: only so many of its layers.
+    """Return the model in eval mode on ``device``, where random weights are drawn, with its first ``layers`` alone.
 
-    Raises UsageError where a checkpoint's layers are to be cut, KvbenchError for a model that does not fit.
+    Raises UsageError if a checkpoint's layers are to be cut, KvbenchError for a model that does not fit.
     """
     if cfg.weights != "random":
         if layers is not None:
@@ -62,15 +62,15 @@ def build(cfg: ModelConfig, device: torch.device, layers: int | None = None) -> 
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the model's parameters and buffers, tied ones once."""
+    """Return the bytes of the model's parameters and buffers; tied ones count once."""
     tensors = {t.untyped_storage().data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     return sum(tensors.values())
 
 
 def step_weight_bytes(model: PreTrainedModel, batch: int) -> int:
-    """Bytes of the weights that one decode step of ``batch`` rows reads: all, but of an embedding only its rows.
+    """Return the bytes of weights that a decode step of ``batch`` rows reads: all, but only ``batch`` embedding rows.
 
-    A table that is also the output layer is read whole.
+    An embedding that is also the output layer is read whole.
     """
     total = weight_bytes(model)
     output = model.get_output_embeddings()

@@ -1,4 +1,4 @@
-"""Time on a device: CUDA events on a GPU, which do not hold it up, and the processor's clock elsewhere."""
+"""Measure time on a device: by CUDA events on a GPU, which do not delay it, and by the processor's clock elsewhere."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Mark = Any
 
 @dataclass
 class Clock:
-    """Moments of one pass, and the spans of attention in it."""
+    """The clock of one pass, with the spans of attention in it."""
 
     device: torch.device
     attention: list[tuple[Mark, Mark]] = field(default_factory=list)
 
     def mark(self) -> Mark:
-        """This moment in the device's work."""
+        """Return the current moment in the device's work."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -33,31 +33,31 @@ class Clock:
         return event
 
     def wait(self) -> None:
-        """Until the device has done all that it was given; spans can be read then."""
+        """Wait until the device has finished all queued work, so that spans can be read."""
         synchronise(self.device)
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """Between two moments; ``wait`` first."""
+        """Return the seconds between two moments; call ``wait`` first."""
         return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
     def attention_seconds(self) -> float:
-        """Spent in attention since the last call; ``wait`` first."""
+        """Return the seconds in attention since the last call; call ``wait`` first."""
         spans, self.attention = self.attention, []
         return sum(self.seconds(*span) for span in spans)
 
 
 @contextmanager
 def timed_attention(name: str, clock: Clock) -> Iterator[None]:
-    """Take down every call of the attention function registered as ``name``; the plain one comes back on exit."""
+    """Time every call of the attention function registered as ``name``, and restore the plain one on exit."""
     plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = clock.mark()
-        found = plain(*args, **kwargs)
+        output = plain(*args, **kwargs)
         clock.attention.append((start, clock.mark()))
-        return found
+        return output
 
-    # not by register, which a wrapper that others have put there would hide
+    # set directly, since a wrapper installed by others would hide one set by register
     ALL_ATTENTION_FUNCTIONS[name] = timed
     try:
         yield

@@ -1,10 +1,10 @@
-"""Time of one decode step's attention by storage format, as a ratio to the full cache, measured in one run.
+"""Compare the time of one decode step's attention by storage format with the full cache's, in one run.
 
     python -m kvbench.bench.decode [--tokens 1024 4096 16384] [--batch 1 8] [--heads 8] [--query-heads 32]
 
-One layer of the given shape holds random keys and values, compressed by the real stages; each format's steps are
-interleaved with the full cache's, and medians are compared. Attention only: the projections of a model cost all formats
-the same, so whole-step ratios lie between these and 1.
+One layer of the given shape holds random keys and values, compressed by the real stages. Each format's steps are
+interleaved with the full cache's, and medians are compared. Only attention is timed: the projections of a model cost
+all formats the same, so ratios of whole steps lie between these and 1.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def step_times(
     repeats: int,
     now: Callable[[], float],
 ) -> dict[str, float]:
-    """Median seconds of one step's attention by format; shape (batch, query heads, kv heads, head dimension)."""
+    """Return median seconds of a step's attention by format; shape is (batch, query heads, kv heads, head dim)."""
     b, hq, hk, d = shape
     device = next(iter(batches.values())).next.device
-    spent: dict[str, list[float]] = {name: [] for name in batches}
+    seconds: dict[str, list[float]] = {name: [] for name in batches}
     for _ in range(repeats):
         q, k, v = (torch.randn(b, h, 1, d, dtype=dtype, device=device) for h in (hq, hk, hk))
         for name, batch in batches.items():
@@ -78,14 +78,15 @@ def step_times(
             batch.add(k, v)
             batch.attend(q, d**-0.5, None)
             synchronise(device)
-            spent[name].append(now() - start)
-    return {name: median(times[2:]) for name, times in spent.items()}
+            seconds[name].append(now() - start)
+    # the first two steps warm up
+    return {name: median(times[2:]) for name, times in seconds.items()}
 
 
 def measure(
     names: Sequence[str], n: int, b: int, args: argparse.Namespace, device: torch.device
 ) -> tuple[float, dict[str, float]]:
-    """(full cache's seconds a step, ratio to it by format) at n tokens and batch b."""
+    """Return (full cache's seconds a step, ratio to it by format) at n tokens and batch b."""
     dtype = getattr(torch, args.dtype)
     shape = (b, args.query_heads, args.heads, args.head_dim)
     ratios = {}
@@ -93,20 +94,20 @@ def measure(
     full = layer(Chain(), n, args.heads, args.query_heads, args.head_dim, dtype, device)
     for name in names:
         chain = chain_of(FORMATS[name])
-        held = layer(chain, n, args.heads, args.query_heads, args.head_dim, dtype, device)
+        compressed = layer(chain, n, args.heads, args.query_heads, args.head_dim, dtype, device)
         room = Room(tokens=args.repeats + 2)
         batches = {
             "full": RowLayer([StoredRow(cache=full)] * b, room),
-            name: RowLayer([StoredRow(cache=held, coder=chain.coder)] * b, room),
+            name: RowLayer([StoredRow(cache=compressed, coder=chain.coder)] * b, room),
         }
-        found = step_times(batches, shape, dtype, room.tokens, CLOCKS[args.clock])
-        seconds = found.pop("full")
-        ratios.update({named: time / seconds for named, time in found.items()})
+        times = step_times(batches, shape, dtype, room.tokens, CLOCKS[args.clock])
+        seconds = times.pop("full")
+        ratios.update({named: time / seconds for named, time in times.items()})
     return seconds, ratios
 
 
 def limit(name: str, n: int, b: int, device: torch.device) -> float:
-    """The most that a format's ratio may be, by its name in the table."""
+    """Return the largest allowed ratio of a format, by its name in the table."""
     if device.type == "cuda":
         return 1.0 if (n, b) == (16384, 8) else math.inf
     return LIMITS.get((name, n, b), math.inf)
@@ -126,7 +127,7 @@ def step_options(doc: str | None, repeats: int, formats: Sequence[str], dtype: s
 
 
 def main() -> int:
-    """Print the ratios; the status is 1 if one misses its limit."""
+    """Print the ratios. Return exit status 1 if one misses its limit, else 0."""
     parser = step_options(__doc__, 15, list(FORMATS), None)
     parser.add_argument(
         "--clock", choices=tuple(CLOCKS), default="wall", help="cpu: of one thread, for a machine that others use too"

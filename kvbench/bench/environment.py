@@ -1,4 +1,4 @@
-"""Where and with what times were measured."""
+"""The machine, clocks and versions with which times were measured."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PACKAGES = ("transformers", "triton", "accelerate", "optimum-quanto", "hqq", "kv
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Device, clocks where they can be read, threads and versions."""
+    """Return device, threads, versions and, on a GPU, the clocks if they can be read."""
     cuda = device.type == "cuda"
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if cuda else f"cpu {platform.machine()}",
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -36,33 +36,33 @@ def facts(device: torch.device) -> dict[str, Any]:
         "versions": {p: v for p in PACKAGES if (v := _version(p))},
     }
     if cuda:
-        found |= {"memory": torch.cuda.get_device_properties(device).total_memory, "cuda": torch.version.cuda}
-        found |= {"clocks": clocks(device)}
-    return found
+        result |= {"memory": torch.cuda.get_device_properties(device).total_memory, "cuda": torch.version.cuda}
+        result |= {"clocks": clocks(device)}
+    return result
 
 
 def under_load(device: torch.device) -> dict[str, Any]:
-    """A GPU's clocks right after it has worked, which those of an idle one do not tell; nothing elsewhere."""
+    """Return a GPU's clocks right after work, since those of an idle one differ; {} on a CPU."""
     return {"clocks_after": clocks(device)} if device.type == "cuda" else {}
 
 
 def paths(device: torch.device) -> str:
-    """What decode attention runs on: kernels on a GPU where they serve, else plain PyTorch."""
+    """Return the path of decode attention: kernels on a GPU that they serve, else plain PyTorch."""
     return "kernels" if device.type != "cpu" and kernels.serves(device) else "plain"
 
 
 def clocks(device: torch.device) -> dict[str, str]:
-    """What nvidia-smi says of the device's clocks now; empty where it cannot be asked."""
+    """Return the device's clocks from nvidia-smi, or {} if it cannot be run."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    # by its own name: the number that PyTorch has for it depends on CUDA_VISIBLE_DEVICES
+    # by its UUID, since PyTorch's number for it depends on CUDA_VISIBLE_DEVICES
     card = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-    asked = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader", card]
+    command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader", card]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(GPU_FACTS, (part.strip() for part in done.stdout.split(",")), strict=False))
+    return dict(zip(GPU_FACTS, (part.strip() for part in result.stdout.split(",")), strict=False))
 
 
 def _processor() -> str:

@@ -1,7 +1,7 @@
-"""One pass of a method over a workload: prompts read one by one, compressed, and answered as one decode batch.
+"""Run one pass of a method over a workload: read prompts one by one, compress, and answer them as one decode batch.
 
-It goes through the same prefill and the same decode batch as runs do. Random weights know no end of an answer, so every
-row generates all of its tokens.
+A pass uses the same prefill and the same decode batch as runs do. Random weights never end an answer, so every row
+generates all of its tokens.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kvbench.models.interface import NAME, attached
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass took: seconds, and bytes over all rows.
+    """The cost of one pass: seconds, and bytes over all rows.
 
-    ttft: until every row has its first token and the decode batch stands (prefill, compress and build together).
-    total: by a clock of its own around everything; with ``sampled`` decoding, what it would have been.
-    steps: seconds of the decode steps that ran, each by its own marks. tpot: of one step, the mean over the generation.
-    attention: None where it cannot be told apart. cache_bytes: held after the prompts, payload and overhead.
-    read_bytes: payload that a step finds, on the way.
+    ``ttft`` is the time until every row has its first token and the decode batch is built (prefill, compress and build
+    together). ``total`` is measured around everything; with ``sampled`` decoding it is an estimate. ``steps`` are the
+    seconds of the decode steps that ran, each by its own marks. ``tpot`` is the mean of one step over the generation.
+    ``attention`` is None if it cannot be timed apart. ``cache_bytes`` are held after the prompts, payload and overhead.
+    ``read_bytes`` is the payload that a step reads, on average.
     """
 
     ttft: float
@@ -55,7 +55,7 @@ class Pass:
 
     @property
     def integrated(self) -> bool:
-        """Whether most steps were not run but interpolated."""
+        """Return True if most steps were not run but interpolated."""
         return self.sampled is not None
 
 
@@ -70,9 +70,9 @@ def run(
 ) -> Pass:
     """Read ``ids`` [B, n] and generate ``new`` tokens a row under ``chain``.
 
-    ``sample``: run only so many steps at each of several cache lengths, where the method allows it, and interpolate.
-    ``graph``: decode by one recorded step; recording it counts as build, and attention in it is not timed. Out of
-    memory is raised as PyTorch does; KvbenchError where there is no such graph.
+    With ``sample``, only so many steps run at each of several cache lengths, if the method allows it; the others are
+    interpolated. With ``graph``, one recorded step decodes; recording it counts as build, and its attention is not
+    timed. Running out of memory raises PyTorch's error. Raises KvbenchError if the step cannot be recorded.
     """
     clock = Clock(model.device)
     clock.wait()
@@ -90,20 +90,20 @@ def run(
             start = time.perf_counter()
             seen = caches[0].seen
             batch = build(model, given_up(caches), new - 1)
-            take = Graph(model, batch).step if graph else partial(step, model, batch)
+            next_logits = Graph(model, batch).step if graph else partial(step, model, batch)
             clock.wait()
             ready = time.perf_counter()
             reads = [_payload(batch)]
-            # counting bytes is no part of the work
-            aside = start - began - prompts + time.perf_counter() - ready
+            # the time of counting bytes, subtracted from the total
+            counting_s = start - began - prompts + time.perf_counter() - ready
             token, tokens, spans = first, [first], []
-            for at in stretches or [0]:
-                skip(model, batch, at - batch[0].used)
+            for offset in stretches or [0]:
+                skip(model, batch, offset - batch[0].used)
                 for _ in range(new - 1 if stretches is None else sample or 0):
                     mark = clock.mark()
                     positions = torch.full_like(token, seen + batch[0].used)
-                    # fed on where it is, without a copy to the processor
-                    token = take(token, positions)[:, -1].argmax(dim=-1)[:, None]
+                    # the next token stays on the device, without a copy to the processor
+                    token = next_logits(token, positions)[:, -1].argmax(dim=-1)[:, None]
                     spans.append((mark, clock.mark()))
                     tokens.append(token)
             clock.wait()
@@ -111,8 +111,8 @@ def run(
             reads.append(_payload(batch))
     steps = tuple(clock.seconds(*s) for s in spans)
     attention, ttft = clock.attention_seconds(), prompts + ready - start
-    found = None if stretches is None else sampled(new - 1, stretches, steps)
-    decode = found.seconds if found is not None else sum(steps)
+    interpolated = None if stretches is None else sampled(new - 1, stretches, steps)
+    decode = interpolated.seconds if interpolated is not None else sum(steps)
     return Pass(
         ttft=ttft,
         prefill=prefill,
@@ -121,11 +121,11 @@ def run(
         decode=decode,
         tpot=decode / (new - 1),
         attention=None if graph else reading + attention * decode / sum(steps),
-        total=ttft + decode if found is not None else ended - began - aside,
+        total=ttft + decode if interpolated is not None else ended - began - counting_s,
         steps=steps,
         cache_bytes=cache_bytes,
         read_bytes=sum(reads) / len(reads),
-        sampled=found,
+        sampled=interpolated,
         tokens=torch.cat(tokens, dim=1).cpu() if keep_tokens else None,
     )
 

@@ -1,9 +1,9 @@
-"""Time of a decode step's attention by Triton kernels, over plain PyTorch's and over dense SDPA's, in one run on a GPU.
+"""Compare the time of a decode step's attention by Triton kernels, by plain PyTorch and by dense SDPA, on a GPU.
 
     python -m kvbench.bench.kernels [--tokens 1024 4096 16384] [--batch 1 8] [--dtype bfloat16]
 
 One layer of the given shape holds random keys and values, compressed by the real stages. Steps by kernels, by plain
-PyTorch and by SDPA over the whole cache are interleaved and timed by CUDA events; before each the GPU's cache is
+PyTorch and by SDPA over the whole cache are interleaved and timed by CUDA events. Before each the GPU's cache is
 flushed, in which time launches queue up. ``reached`` is the time that the bytes a format holds need at the measured
 bandwidth of a large copy, over the kernels' time. Attention and, in packed formats, the packing of new tokens are
 timed, and nothing else of a model.
@@ -43,7 +43,7 @@ Timer = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class KernelShape:
-    """What is measured: tokens held, rows, heads and numbers."""
+    """The shape of one measurement: tokens held, rows of the batch, heads, head dimension and dtype."""
 
     tokens: int
     batch: int
@@ -55,7 +55,10 @@ class KernelShape:
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One format: median seconds of a step by kernels, by plain PyTorch and by SDPA; bytes held of all rows."""
+    """The median seconds of a step in one format by kernels, by plain PyTorch and by SDPA over the whole cache.
+
+    ``moved`` is the bytes held of all rows, which a step reads.
+    """
 
     kernel: float
     plain: float
@@ -69,41 +72,41 @@ class KernelRow:
 
 @contextmanager
 def switched(state: str) -> Iterator[None]:
-    """KVBENCH_KERNELS=``state``; as it was on exit."""
-    before = os.environ.get(SWITCH)
+    """Set the environment variable KVBENCH_KERNELS to ``state`` and restore it on exit."""
+    previous = os.environ.get(SWITCH)
     os.environ[SWITCH] = state
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[SWITCH]
         else:
-            os.environ[SWITCH] = before
+            os.environ[SWITCH] = previous
 
 
 def measure(name: str, shape: KernelShape, repeats: int, device: torch.device, timer: Timer) -> KernelRow:
-    """The format ``name`` of FORMATS, or the whole cache, at one shape."""
+    """Time the format ``name`` of FORMATS, or the whole cache, at one shape."""
     chain = Chain() if name == FULL else chain_of(FORMATS[name])
-    held = layer(chain, shape.tokens, shape.heads, shape.query_heads, shape.head_dim, shape.dtype, device)
-    room, b = repeats + WARM_UP, shape.batch
+    cache = layer(chain, shape.tokens, shape.heads, shape.query_heads, shape.head_dim, shape.dtype, device)
+    room, rows = repeats + WARM_UP, shape.batch
     batches = {}
     for state in ("on", "off"):
         with switched(state):
-            batches[state] = RowLayer([StoredRow(cache=held, coder=chain.coder)] * b, Room(tokens=room))
+            batches[state] = RowLayer([StoredRow(cache=cache, coder=chain.coder)] * rows, Room(tokens=room))
     moved = sum(batches["on"].payload())
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
-        return torch.randn(b, heads, tokens, shape.head_dim, dtype=shape.dtype, device=device)
+        return torch.randn(rows, heads, tokens, shape.head_dim, dtype=shape.dtype, device=device)
 
     dense = draw(shape.heads, shape.tokens + 1), draw(shape.heads, shape.tokens + 1)
-    spent: dict[str, list[float]] = {"on": [], "off": [], "sdpa": []}
+    seconds: dict[str, list[float]] = {"on": [], "off": [], "sdpa": []}
     for _ in range(room):
         q, k, v = draw(shape.query_heads, 1), draw(shape.heads, 1), draw(shape.heads, 1)
         for state, batch in batches.items():
             with switched(state):
-                spent[state].append(timer(partial(_step, batch, q, k, v)))
-        spent["sdpa"].append(timer(partial(F.scaled_dot_product_attention, q, *dense, enable_gqa=True)))
-    kernel, plain, sdpa = (median(times[WARM_UP:]) for times in spent.values())
+                seconds[state].append(timer(partial(_step, batch, q, k, v)))
+        seconds["sdpa"].append(timer(partial(F.scaled_dot_product_attention, q, *dense, enable_gqa=True)))
+    kernel, plain, sdpa = (median(times[WARM_UP:]) for times in seconds.values())
     return KernelRow(kernel, plain, sdpa, moved)
 
 
@@ -113,7 +116,7 @@ def _step(batch: RowLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 
 
 def cuda_timer(device: torch.device) -> Timer:
-    """Seconds on the GPU, its cache flushed before."""
+    """Return a timer of one call's seconds on the GPU, with the GPU's cache flushed before each call."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def timed(call: Callable[[], object]) -> float:
@@ -123,13 +126,13 @@ def cuda_timer(device: torch.device) -> Timer:
         call()
         end.record()
         torch.cuda.synchronize(device)
-        return start.elapsed_time(end) / 1000
+        return start.elapsed_time(end) / 1000  # ms to s
 
     return timed
 
 
 def table(rows: Mapping[str, KernelRow], shape: KernelShape, bandwidth: float) -> str:
-    """One shape's lines."""
+    """Return the table of one shape: a line of times and ratios for each format."""
     lines = [
         f"{shape.tokens} tokens x {shape.batch}",
         f"{'':<22}{'kernel':>11}{'plain':>11}{'SDPA':>11}{'of plain':>10}{'of SDPA':>10}{'reached':>10}",
@@ -142,7 +145,7 @@ def table(rows: Mapping[str, KernelRow], shape: KernelShape, bandwidth: float) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print times, ratios and the fraction of the bandwidth; the status is 2 where there is no GPU."""
+    """Print times, ratios and the fraction of the bandwidth reached. Return exit status 2 without a GPU, else 0."""
     parser = step_options(__doc__, 30, [FULL, *FORMATS], "bfloat16")
     args = parser.parse_args(argv)
     with switched("on"):
@@ -155,9 +158,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu = f"{torch.cuda.get_device_name(device)}, copies at {bandwidth / 1e9:.0f} GB/s"
     print(f"{gpu}; {args.dtype}, {args.query_heads}")
     print(f"query heads on {args.heads} kv heads of {args.head_dim}; one step's attention, median of {args.repeats}")
-    for n in args.tokens:
-        for b in args.batch:
-            shape = KernelShape(n, b, args.heads, args.query_heads, args.head_dim, getattr(torch, args.dtype))
+    dtype = getattr(torch, args.dtype)
+    for tokens in args.tokens:
+        for batch in args.batch:
+            shape = KernelShape(tokens, batch, args.heads, args.query_heads, args.head_dim, dtype)
             rows = {name: measure(name, shape, args.repeats, device, timer) for name in args.formats}
             print(f"\n{table(rows, shape, bandwidth)}", flush=True)
     return 0

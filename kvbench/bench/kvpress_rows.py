@@ -20,20 +20,20 @@ THINK = 0.4
 
 
 def presses(budgets: list[float]) -> dict[str, Any]:
-    """A press by row; None for the full cache."""
+    """Return the press of each row; None for the full cache."""
     import kvpress
 
-    made: dict[str, Any] = {"full": None}
+    result: dict[str, Any] = {"full": None}
     for budget in budgets:
         removed = 1 - budget
         think = kvpress.ThinKPress(key_channel_compression_ratio=THINK, window_size=32)
-        made[f"streamingllm {budget}"] = kvpress.StreamingLLMPress(removed, n_sink=4)
-        made[f"snapkv {budget}"] = kvpress.SnapKVPress(removed, window_size=32, kernel_size=7)
-        made[f"keynorm {budget}"] = kvpress.KnormPress(removed)
-        made[f"h2o {budget}"] = kvpress.ObservedAttentionPress(removed)
+        result[f"streamingllm {budget}"] = kvpress.StreamingLLMPress(removed, n_sink=4)
+        result[f"snapkv {budget}"] = kvpress.SnapKVPress(removed, window_size=32, kernel_size=7)
+        result[f"keynorm {budget}"] = kvpress.KnormPress(removed)
+        result[f"h2o {budget}"] = kvpress.ObservedAttentionPress(removed)
         snapkv = kvpress.SnapKVPress(removed, window_size=32, kernel_size=7)
-        made[f"snapkv+think {budget}"] = kvpress.ComposedPress([snapkv, think])
-    return made
+        result[f"snapkv+think {budget}"] = kvpress.ComposedPress([snapkv, think])
+    return result
 
 
 def answer(model: Any, press: Any, ids: torch.Tensor, new: int) -> None:
@@ -44,8 +44,8 @@ def answer(model: Any, press: Any, ids: torch.Tensor, new: int) -> None:
     cache = DynamicCache()
     with torch.no_grad():
         with press(model) if press is not None else nullcontext():
-            how = {"output_attentions": True} if eager else {}
-            out = model(ids[None], past_key_values=cache, logits_to_keep=1, **how)
+            options = {"output_attentions": True} if eager else {}
+            out = model(ids[None], past_key_values=cache, logits_to_keep=1, **options)
         token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
         del out
         for i in range(new - 1):
@@ -66,11 +66,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
     texts = [json.loads(line)["prompt"] for line in (args.folder / "prompts.jsonl").read_text().splitlines()]
     prompts = [torch.tensor(tokenizer.encode(text)[: args.n]) for text in texts]
-    spent = {
+    seconds_by_row = {
         row: sum(seconds(partial(answer, model, press, ids, args.new)) for ids in prompts)
         for row, press in presses(args.budgets).items()
     }
-    print(json.dumps(spent))
+    print(json.dumps(seconds_by_row))
 
 
 if __name__ == "__main__":

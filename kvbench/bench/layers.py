@@ -1,4 +1,4 @@
-"""Layers of any shape made of random numbers and compressed by the real stages: what a chain holds, without a model."""
+"""Build layers of any shape from random numbers and compress them by the real stages, without a model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvbench.methods.chain import Chain
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """What was held over all layers, and what the formulas say for the tokens that were kept.
+    """The bytes held over all layers, and those of the formulas for the tokens kept.
 
-    ``made`` is the number of layers that were built: the others promise the same and count as their equals.
-    ``total16`` are the bytes by formula at 16 bits.
+    ``made`` is the number of layers that were built; each other layer promises the same as one of them and counts as
+    it. ``total16`` is the bytes by formula at 16 bits.
     """
 
     held: HeldBytes
@@ -35,7 +35,7 @@ class MeasuredLayers:
 
     @property
     def off(self) -> int:
-        """Bytes held beyond the formulas."""
+        """Return the bytes held beyond the formulas."""
         return self.held.total - self.payload_formula - self.overhead_formula
 
     @property
@@ -46,11 +46,11 @@ class MeasuredLayers:
 def random_layer(
     chain: Chain, shape: Shape, n: int, dtype: torch.dtype, index: int = 0, device: torch.device | None = None
 ) -> tuple[Observation, LayerCache]:
-    """Return all that the chain reads of a prompt of n tokens in a layer, and its dense, normal keys and values."""
+    """Return a layer's random observation of a prompt of n tokens, and its dense, normal keys and values."""
     g = torch.Generator().manual_seed(index)
     needs, length = chain.needs(n), n
     n = chain.tokens_read(length, index, shape.layers)
-    # which tokens a layer reads does not matter here: the last ones
+    # a layer that reads fewer tokens reads the last ones: which do not matter here
     where = None if n == length else torch.arange(length - n, length, device=device)
 
     def normal(*size: int) -> torch.Tensor:
@@ -82,7 +82,7 @@ def random_layer(
 
 @lru_cache(maxsize=1)
 def _dense(heads: int, n: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [heads, n, head_dim], the same for every layer, to be copied."""
+    """Return keys and values [heads, n, head_dim], the same for every layer, to be copied."""
     g = torch.Generator().manual_seed(0)
     k, v = (torch.randn(heads, n, head_dim, generator=g).to(dtype) for _ in range(2))
     return k, v
@@ -98,9 +98,9 @@ def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[L
 
 
 def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[LayerCache, int]]:
-    """Layers under the chain, each with how many layers of the model promise the same.
+    """Return layers under the chain, each with the number of layers of the model that promise the same.
 
-    A chain that divides one budget over all layers gets all of them.
+    If the chain divides one budget over all layers, all of them are built.
     """
     if chain.rebalancer is not None:
         return [(layer, 1) for layer in all_layers(chain, shape, n, dtype)]
@@ -110,35 +110,35 @@ def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[t
         leading = chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads)
         rows = chain.tokens_read(n, i, shape.layers)
         alike.setdefault((chain.expected(n, i, shape.layers, heads), rows, leading), []).append(i)
-    made = []
+    built = []
     for members in alike.values():
         obs, dense = random_layer(chain, shape, n, dtype, members[0])
-        made.append((chain.compress(dense, obs), len(members)))
+        built.append((chain.compress(dense, obs), len(members)))
         del dense
-    return made
+    return built
 
 
 def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredLayers:
-    """Bytes of real caches beside the formulas; raises Refused for layers whose positions or storages are not sound."""
+    """Measure the bytes of real caches beside the formulas. Raises Refused for unsound positions or storages."""
     layers = compressed(chain, shape, n, dtype)
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     total, payload, overhead, tokens, total16 = HeldBytes(), 0, 0, 0, 0
     storages: set[int] = set()
-    for i, (layer, many) in enumerate(layers):
-        kept = check_positions(chain.name, layer, i, n, heads)
+    for i, (layer, count) in enumerate(layers):
+        counts = check_positions(chain.name, layer, i, n, heads)
         check_storages(chain.name, layer, i, storages)
-        blocks = [chain.layout(k, shape.head_dim, dtype.itemsize) for k in kept]
-        total += bytes_held(layer).times(many)
-        payload += many * payload_formula(layer, blocks)
-        overhead += many * overhead_formula(layer, blocks)
-        blocks = [chain.layout(k, shape.head_dim, HALF) for k in kept]
-        total16 += many * (payload_formula(layer, blocks) + overhead_formula(layer, blocks))
-        tokens += many * sum(kept)
+        blocks = [chain.layout(k, shape.head_dim, dtype.itemsize) for k in counts]
+        total += bytes_held(layer).times(count)
+        payload += count * payload_formula(layer, blocks)
+        overhead += count * overhead_formula(layer, blocks)
+        blocks = [chain.layout(k, shape.head_dim, HALF) for k in counts]
+        total16 += count * (payload_formula(layer, blocks) + overhead_formula(layer, blocks))
+        tokens += count * sum(counts)
     return MeasuredLayers(total, payload, overhead, tokens / (heads * shape.layers), len(layers), total16)
 
 
 def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
-    """About what building a layer takes: keys, values, their fp32 copies, scores of the observed queries, results."""
+    """Estimate the bytes to build a layer: keys, values, their fp32 copies, scores of observed queries and results."""
     heads, d = chain.heads(shape.kv_heads, shape.query_heads), shape.head_dim
     dense = 2 * shape.kv_heads * n * d * (itemsize + 4) + 4 * heads * n * d * 4
     rows = 3 * 4 * shape.query_heads * n * min(chain.needs(n).last_q, 512)

@@ -1,10 +1,10 @@
-"""Memory while a long prompt is read and while many tokens are generated, each in a process of its own.
+"""Measure memory while a long prompt is read and while many tokens are generated, each in its own process.
 
     python -m kvbench.bench.memory prefill [--tokens 16384]     peak of H2O's prefill over SnapKV's (at most 1.30x)
     python -m kvbench.bench.memory decode [--new 2000]          tokens and memory over a long answer (at most 2 MiB
                                                                 more, and the budget, where tokens are evicted)
 
-Peaks are what a process grows by above its loaded model: CUDA's allocator on a GPU, resident memory on a CPU.
+Peaks are the growth of a process above its loaded model: CUDA's allocator on a GPU, resident memory on a CPU.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def prompt(tokens: int) -> torch.Tensor:
 
 
 def in_use() -> int:
-    """Return the bytes in use now, scratch memory given back."""
+    """Return the bytes in use now, after scratch memory is released."""
     gc.collect()
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
@@ -75,35 +75,35 @@ def in_use() -> int:
 
 
 def prefill_peak(method: str, tokens: int) -> dict[str, float]:
-    """Return the bytes that reading ``tokens`` for one method grows this process by at most, and those of its cache."""
+    """Return the peak growth in bytes of this process while it reads ``tokens``, and the bytes of the cache."""
     torch.set_num_threads(2)
-    m = model()
-    api.prefill(m, prompt(512), [method])
-    before = in_use()
+    llama = model()
+    api.prefill(llama, prompt(512), [method])
+    loaded = in_use()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")
-    (cache,) = api.prefill(m, prompt(tokens), [method], kv_size=512)
-    most = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else process_memory("VmHWM")
-    return {"peak": most - before, "cache": cache.nbytes()}
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of resident memory
+    (cache,) = api.prefill(llama, prompt(tokens), [method], kv_size=512)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else process_memory("VmHWM")
+    return {"peak": peak - loaded, "cache": cache.nbytes()}
 
 
 def decode_growth(name: str, new: int) -> dict[str, float]:
     """Return the bytes in use after a tenth of ``new`` tokens and after all, and the tokens held at the end, per head.
 
-    ``tokens`` is the mean over layers and heads; ``excess`` is by how much the worst head exceeds its layer's promise.
+    ``tokens`` is the mean over layers and heads, ``excess`` the tokens by which the worst head exceeds its promise.
     """
     torch.set_num_threads(1)
-    m = model()
+    llama = model()
     entry = DECODE[name] if name == "full" else {**DECODE[name], "kv_size": SIZE}
-    (cache,) = api.prefill(m, prompt(PROMPT), [entry])
-    batch = build(m, [cache], new)
-    token = torch.tensor([[5]], device=m.device)
+    (cache,) = api.prefill(llama, prompt(PROMPT), [entry])
+    batch = build(llama, [cache], new)
+    token = torch.tensor([[5]], device=llama.device)
     early = 0
-    with torch.no_grad(), attached(m):
+    with torch.no_grad(), attached(llama):
         for t in range(new):
-            logits = step(m, batch, token, torch.tensor([[PROMPT + t]], device=m.device))
+            logits = step(llama, batch, token, torch.tensor([[PROMPT + t]], device=llama.device))
             token = logits[:, -1].argmax(dim=-1)[:, None]
             if t == new // 10:
                 early = in_use()
@@ -118,18 +118,18 @@ def decode_growth(name: str, new: int) -> dict[str, float]:
 
 
 def prefill_report(tokens: int) -> int:
-    """Print the peaks of reading ``tokens``; 1 if H2O's is too far above SnapKV's."""
+    """Print the peaks of reading ``tokens``. Return exit status 1 if H2O's is too far above SnapKV's."""
     peaks = {method: in_process("memory", "one", "prefill", method, tokens) for method in PREFILL}
     print(f"prefill of {tokens} tokens, 2 layers, 8 query and 4 kv heads of dimension 64, fp32")
     for method, p in peaks.items():
-        kept = f"cache kept {p['cache'] / MIB:6.1f} MiB"
-        print(f"  {method:<14} peak above the model {p['peak'] / MIB:8.1f} MiB, {kept}")
+        cache = f"cache kept {p['cache'] / MIB:6.1f} MiB"
+        print(f"  {method:<14} peak above the model {p['peak'] / MIB:8.1f} MiB, {cache}")
     ratio = peaks["h2o"]["peak"] / peaks["snapkv"]["peak"]
     return 0 if verdict("h2o / snapkv", ratio, ratio <= LIMIT, f"at most {LIMIT:.2f}x") else 1
 
 
 def decode_report(new: int) -> int:
-    """Print what each method holds and grows by over ``new`` tokens; 1 if one that evicts grows or holds too much."""
+    """Print each method's tokens and growth over ``new`` tokens. Return 1 if an evicting one exceeds a limit."""
     limit = f"at most {SIZE} tokens and {GROWTH_LIMIT / MIB:.0f} MiB"
     print(f"{new} new tokens after a prompt of {PROMPT}, kv_size={SIZE}; evicting methods: {limit}")
     status = 0
@@ -138,14 +138,16 @@ def decode_report(new: int) -> int:
         grown = growth["late"] - growth["early"]
         missed = name != "full" and (growth["tokens"] > SIZE or growth["excess"] > 0 or grown > GROWTH_LIMIT)
         status |= missed
-        mark = "" if name == "full" else "  MISSED" if missed else "  ok"
+        mark = "  MISSED" if missed else "  ok"
+        if name == "full":
+            mark = ""
         memory = f"memory over the last 90 %: {grown / MIB:+7.2f} MiB"
         print(f"  {name:<20} {growth['tokens']:7.1f} tokens held per head at the end, {memory}{mark}")
     return status
 
 
 def main() -> int:
-    """Print the measurements; the status is 1 if one is above its limit."""
+    """Print the measurements. Return exit status 1 if one is above its limit, else 0."""
     parser = options(__doc__)
     parser.add_argument("what", choices=("prefill", "decode", "one"))
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)

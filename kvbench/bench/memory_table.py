@@ -1,4 +1,4 @@
-"""Bytes of methods at prompt sizes, measured beside their formulas: what ``bench memory`` prints."""
+"""The table of ``bench memory``: bytes of methods at prompt sizes, measured beside their formulas."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ LAYERWISE = "a layer would need about {need:.1f} GiB"
 
 @dataclass(frozen=True)
 class Account:
-    """One chain at one prompt size. ``measured`` is None where nothing was built, ``formula`` where only data decide.
+    """The bytes of one chain at one prompt size.
 
-    ``formula`` is (tokens per stored head, payload, overhead) without any cache; ``percent`` its bytes at 16 bits in
-    per cent of the full cache's; ``why`` says what the reader must know of a row that is not both.
+    ``measured`` is None if nothing was built. ``formula`` is (tokens per stored head, payload, overhead), computed
+    without a cache, and None if only data decide. ``percent`` is its bytes at 16 bits in per cent of the full cache's.
+    ``why`` explains a row that lacks one of the two.
     """
 
     method: str
@@ -49,7 +50,7 @@ class Account:
 
     @property
     def sums(self) -> tuple[float, int, int] | None:
-        """(tokens per stored head, payload, overhead), measured where that was done."""
+        """Return (tokens per stored head, payload, overhead), measured if a cache was built, else by formula."""
         if self.measured is None:
             return self.formula
         return self.measured.tokens, self.measured.held.payload, self.measured.held.overhead
@@ -76,9 +77,9 @@ class Account:
 
 
 def default_methods() -> list[str]:
-    """Every registered method by itself, or on the first that it decorates, and a few chains.
+    """Return every registered method, alone or on the first method that it decorates, and a few chains.
 
-    Without those that need a calibration: what they hold is decided by a model's weights.
+    Methods that need a calibration are left out, since a model's weights decide their bytes.
     """
     names = []
     for method in registry.available():
@@ -93,9 +94,9 @@ def default_methods() -> list[str]:
 
 
 def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: bool = True) -> Account:
-    """One chain at a prompt of n tokens; built where ``build`` and memory allow."""
-    said = bytes_declared(c.chain, shape, n, dtype.itemsize)
-    formula = None if said is None else (said.tokens, said.payload, said.overhead)
+    """Return the account of one chain at a prompt of n tokens, built if ``build`` and memory allow it."""
+    declared = bytes_declared(c.chain, shape, n, dtype.itemsize)
+    formula = None if declared is None else (declared.tokens, declared.payload, declared.overhead)
     full = shape.full_bytes(n, dtype.itemsize)
     need, measured, why = working_bytes(c.chain, shape, n, dtype.itemsize), None, ""
     if build and need > room():
@@ -107,19 +108,19 @@ def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: boo
             why = str(error)
     if formula is None and measured is None:
         why = f"only a prompt decides what is kept; {why}".rstrip("; ")
-    said16 = bytes_declared(c.chain, shape, n, HALF)
-    total16 = measured.total16 if measured is not None else said16.total if said16 is not None else None
+    declared16 = bytes_declared(c.chain, shape, n, HALF)
+    total16 = measured.total16 if measured is not None else declared16.total if declared16 is not None else None
     percent = None if total16 is None else 100 * total16 / shape.full_bytes(n, HALF)
-    return Account(c.label, n, full, measured, formula, percent, said is not None and said.even, why)
+    return Account(c.label, n, full, measured, formula, percent, declared is not None and declared.even, why)
 
 
 def room() -> float:
-    """Bytes that a layer may take: half of the memory that is free."""
+    """Return the bytes that a layer may take: half of the free memory."""
     return free_bytes(torch.device("cpu")) / 2
 
 
 def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
-    """Return one table of rows with the same n, without the parts that nobody holds, and notes on how it came about."""
+    """Return one table of rows with the same n, without columns that are all empty, and notes below it."""
     unit, size = next((u, s) for u, s in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)) if rows[0].full < 1e4 * s)
     lines = [_row(r, size) for r in rows]
     used = [name for name in HEAD if name not in OPTIONAL or any(line[name].strip("—0") for line in lines)]
@@ -159,5 +160,5 @@ def _notes(rows: Sequence[Account]) -> Iterator[str]:
 
 
 def _number(x: float) -> str:
-    """At most five characters."""
+    """Return a number in at most five characters."""
     return "0" if x == 0 else f"{x:.{max(0, 3 - len(str(int(x))) + (x < 1))}f}"

@@ -75,26 +75,26 @@ def by_generate(host: Host, run: RunPlan) -> float:
 
 
 def main() -> int:
-    """Print medians, spreads and ratios; the status is 1 if a ratio is above its limit."""
+    """Print medians, spreads and ratios. Return exit status 1 if a ratio is above its limit, else 0."""
     parser = options(__doc__, repeats=5, threads=1)
     parser.add_argument("--examples", type=int, default=16, help="prompts per task (two tasks)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     # one task with short answers and one with long ones
     shared = ["baseline=false", "dataset=tiny/needle,tiny/listing", f"limit={args.examples}"]
-    alone, both = (planned(f"method={method}", *shared) for method in ("full", "full,snapkv+think"))
+    alone, together = (planned(f"method={method}", *shared) for method in ("full", "full,snapkv+think"))
     host = loaded(alone)
     variants: dict[str, Callable[[], float]] = {
         BARE: partial(by_generate, host, alone),
         FULL: partial(through_kvbench, host, alone),
-        TOGETHER: partial(through_kvbench, host, both),
+        TOGETHER: partial(through_kvbench, host, together),
     }
     in_turns(variants, 1)
     times = in_turns(variants, args.repeats)
     prompts = sum(len(g.examples) for g in alone.groups)
     print(f"{prompts} prompts of 1024 tokens, {args.repeats} repeats, {host.model.device}, {args.threads} thread(s)")
-    for name, spent in times.items():
-        print(f"  {name:<32} median {median(spent):.3f} s  [{min(spent):.3f}, {max(spent):.3f}]")
+    for name, seconds in times.items():
+        print(f"  {name:<32} median {median(seconds):.3f} s  [{min(seconds):.3f}, {max(seconds):.3f}]")
     ok = True
     for name, (above, below, most) in LIMITS.items():
         ratio = median_ratio(times[above], times[below])

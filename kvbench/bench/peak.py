@@ -1,7 +1,8 @@
-"""The most memory that a pass takes, and the largest batch that fits.
+"""Measure the peak memory of a pass, and find the largest batch that fits.
 
-On a GPU by PyTorch's allocator. On a CPU in a process of its own, by the most that was resident: ``allocated`` is what
-the process grew by above a Python with everything imported (weights included, as on a GPU), ``reserved`` all of it.
+On a GPU peaks come from PyTorch's allocator. On a CPU they are the peak resident memory of a child process:
+``allocated`` is its growth above a Python with everything imported (weights included, as on a GPU), ``reserved`` all
+of it.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes: see above."""
+    """The peak bytes of a pass, as the module defines them."""
 
     allocated: int
     reserved: int
 
 
 def watched(run: Callable[[], T], device: torch.device) -> tuple[T, Peak | None]:
-    """What ``run`` returns, and the most memory meanwhile; None on a CPU (``ask`` is for that)."""
+    """Return the result of ``run`` and its peak memory, which is None on a CPU (``ask`` measures it there)."""
     release()
     if device.type != "cuda":
         return run(), None
     torch.cuda.reset_peak_memory_stats(device)
-    found = run()
-    return found, Peak(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+    result = run()
+    return result, Peak(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
 
 
 def largest(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
-    """The largest batch that fits, by doubling and then halving the gap; 0 if not even one row does."""
+    """Return the largest batch that fits, by doubling and then bisection; 0 if not even one row does."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
@@ -70,7 +71,7 @@ def largest(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
 
 
 def fits(model: PreTrainedModel, chain: Chain, workload: Workload, seed: int) -> bool:
-    """Whether ``workload`` runs in the memory there is: its caches, one more prompt being read, its last steps."""
+    """Return True if ``workload`` fits into memory: its caches, the read of one more prompt, its last step."""
     try:
         _fill(model, chain, workload, prompts(workload.sized(1), int(model.config.vocab_size), seed)[0])
         fitting = True
@@ -78,14 +79,14 @@ def fits(model: PreTrainedModel, chain: Chain, workload: Workload, seed: int) ->
         if not is_out_of_memory(error):
             raise
         fitting = False
-    # only now nobody holds what the failed attempt had
+    # outside the except block, so that no traceback keeps the failed attempt's tensors alive
     release()
     return fitting
 
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tensor) -> None:
-    """Hold what ``workload`` holds: ``prompt`` [n] is read once, and its cache copied for each other row."""
+    """Allocate the memory of ``workload``. ``prompt`` [n] is read twice, and its cache copied for the other rows."""
     assert workload.batch is not None
     (cache,) = prefill_chains(model, prompt, [chain])
     caches = [replace(cache, layers=copy.deepcopy(cache.layers)) for _ in range(workload.batch - 1)]
@@ -102,30 +103,30 @@ def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tens
 
 @contextmanager
 def limited(limit: float | None, device: torch.device) -> Iterator[None]:
-    """At most ``limit`` GiB for this process on a GPU, weights included; lifted on exit. On a CPU: of the process."""
+    """Limit this process to ``limit`` GiB, until exit: on a GPU with weights, on a CPU in growth of its data."""
     if limit is None:
         yield
     elif device.type == "cuda":
-        whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit * GIB / whole), device)
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit * GIB / total_bytes), device)
         try:
             yield
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
     else:
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (int(process_memory("VmData") + limit * GIB), before[1]))
+        previous = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (int(process_memory("VmData") + limit * GIB), previous[1]))
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
+            resource.setrlimit(resource.RLIMIT_DATA, previous)
 
 
 def ask(what: str, overrides: Sequence[str], label: str, workload: str, **options: Any) -> dict[str, Any]:
-    """Return the answer of a process of its own to ``what`` (peak, largest, peak of a peer) for one chain or peer.
+    """Return a child process's answer to ``what`` (peak, largest, peak of a peer) for one chain or peer.
 
-    The process is forked from one that has imported everything, and may die of what it tries: then the answer is
-    ``{"oom": True}``. Raises KvbenchError where it failed otherwise.
+    The process is forked from one that has imported everything. If it dies for want of memory, the answer is
+    ``{"oom": True}``. Raises KvbenchError if it fails otherwise.
     """
     server = get_context("forkserver")
     server.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
@@ -171,7 +172,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
             for package in peers.find(label).packages:
                 import_module(package)
         release()
-        before = process_memory("VmRSS")
+        imported = process_memory("VmRSS")
         with limited(request["limit"], device):
             model = architecture.build(cfg.model, device, request["layers"])
             if request["what"] == "largest":
@@ -180,12 +181,12 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
                 }
             ids = prompts(workload, int(model.config.vocab_size), request["seed"])
             if request["what"] == "peak":
-                how = {"sample": request["sample"], "graph": request["graph"]}
-                generation_pass.run(model, chains[label], ids, workload.new, **how)
+                decoding = {"sample": request["sample"], "graph": request["graph"]}
+                generation_pass.run(model, chains[label], ids, workload.new, **decoding)
             else:
                 peers.run(model, peers.find(label), ids, workload.new)
             high = process_memory("VmHWM")
-            return asdict(Peak(high - before, high))
+            return asdict(Peak(high - imported, high))
     except KvbenchError as error:
         return {"error": str(error)}
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What else generates: transformers' own caches and other systems, in the same run where they are installed."""
+"""Other ways to generate, timed in the same run where installed: transformers' own caches and other systems."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ WHOLE = "the whole cache is made exact again in every step"
 class Peer:
     """Another way to generate.
 
-    packages: all that it needs. cache: given to ``generate``, of (model, tokens of prompt and answer). context: entered
-    around it, untimed; what it yields generates. marks: what a reader of its row must know, ``cpu_marks`` on a CPU.
-    compiled: the steps are compiled on a GPU, so that attention in them cannot be timed. never: why it is only
-    declared here.
+    ``packages`` are those that it needs. ``cache`` makes the cache for ``generate`` from (model, tokens of prompt and
+    answer). ``context`` is entered around it, untimed, and yields the model that generates. ``marks`` are remarks for
+    its row, ``cpu_marks`` those on a CPU. ``compiled`` is True if its steps are compiled on a GPU, so that attention in
+    them cannot be timed. ``never`` is why it is only declared here.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Peer:
     never: str = ""
 
     def missing(self) -> str:
-        """Return why it cannot run here; '' if it can."""
+        """Return why the peer cannot run here, or '' if it can."""
         absent = [p.replace(".", "-") for p in self.packages if not _installed(p)]
         return f"needs {' and '.join(absent)}, which is not installed" if absent else self.never
 
@@ -75,24 +75,27 @@ def _quantised(backend: str) -> Callable[[PreTrainedModel, int], Any]:
 
 @contextmanager
 def _pressed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """kvpress compresses what ``model`` reads. It wraps all attention functions for good when it is imported: here for
-    as long as it is used, since its wrapper reads the shape of keys, which kvbench's layers do not have."""
-    before = dict(ALL_ATTENTION_FUNCTIONS)
+    """Let kvpress compress the prompts that ``model`` reads, and yield the model.
+
+    On import kvpress wraps all attention functions for good. They are restored on exit, since its wrapper reads the
+    shape of keys, which kvbench's layers do not have.
+    """
+    previous = dict(ALL_ATTENTION_FUNCTIONS)
     try:
         kvpress = import_module("kvpress")
-        if dict(ALL_ATTENTION_FUNCTIONS) == before:
+        if dict(ALL_ATTENTION_FUNCTIONS) == previous:
             kvpress.patch_attention_functions()
         with kvpress.SnapKVPress(compression_ratio=RATIO)(model):
             yield model
     finally:
-        for name, plain in before.items():
+        for name, plain in previous.items():
             if ALL_ATTENTION_FUNCTIONS[name] is not plain:
                 del ALL_ATTENTION_FUNCTIONS[name]
 
 
 @contextmanager
 def _offloaded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Weights in the processor's memory, or on a CPU on disk, brought to the device layer by layer."""
+    """Hold the weights in the processor's memory, or on disk on a CPU; layers are brought to the device one by one."""
     accelerate, device = import_module("accelerate"), model.device
     with tempfile.TemporaryDirectory() as folder:
         if device.type == "cuda":
@@ -108,13 +111,13 @@ def _offloaded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             if device.type != "cuda":
                 for p in model.parameters():
                     p.data = p.data.clone()
-            # each module got weights of its own back
+            # the hooks gave each module its own copy of tied weights
             model.tie_weights()
 
 
 @contextmanager
 def _dispatched(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Accelerate's hooks around every layer, with all weights on the device."""
+    """Put accelerate's hooks around every layer, with all weights on the device."""
     import_module("accelerate").dispatch_model(model, device_map={"": model.device}, force_hooks=True)
     try:
         yield model
@@ -124,8 +127,10 @@ def _dispatched(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 @contextmanager
 def _deepspeed(model: PreTrainedModel) -> Iterator[Any]:
-    """DeepSpeed's engine around ``model``. Its kernels would replace the model's layers for good, and all other rows
-    run on this model."""
+    """Yield DeepSpeed's engine around ``model``, without its kernels.
+
+    The kernels would replace the model's layers for good, and all other rows run on this model.
+    """
     # it logs on standard output, which is for tables and JSON
     with redirect_stdout(sys.stderr):
         engine = import_module("deepspeed").init_inference(model, dtype=model.dtype, replace_with_kernel_inject=False)
@@ -177,14 +182,14 @@ PEERS = {peer.name: peer for peer in _PEERS}
 
 
 def find(name: str) -> Peer:
-    """By name; UsageError naming those there are."""
+    """Return a peer by name. Raises UsageError with the known names for any other."""
     if name not in PEERS:
         raise unknown("peer", name, (*PEERS, "all", "none"))
     return PEERS[name]
 
 
 class _Marks(StoppingCriteria):
-    """Never stops: takes down the moments at which each token ends and the next begins, and the first cache's bytes."""
+    """A criterion that never stops, and records when each token ends and the next begins, and the cache's bytes."""
 
     def __init__(self, clock: Clock, cache: Any) -> None:
         self.clock, self.cache = clock, cache
@@ -194,7 +199,7 @@ class _Marks(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         ended = self.clock.mark()
         if not self.marks:
-            # counting bytes is no part of the work
+            # counting bytes is subtracted from the time of the work
             start = time.perf_counter()
             self.held = cache_bytes(self.cache)
             self.aside = time.perf_counter() - start
@@ -203,9 +208,9 @@ class _Marks(StoppingCriteria):
 
 
 def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int, keep_tokens: bool = False) -> Pass:
-    """``new`` tokens of each row of ``ids`` [B, n] by transformers' generate under ``peer``; prompts read together.
+    """Generate ``new`` tokens for each row of ``ids`` [B, n] by transformers' generate under ``peer``; return the pass.
 
-    Raises KvbenchError where the peer did not do so.
+    The prompts are read together. Raises KvbenchError if the peer generates another number of tokens.
     """
     device, n = model.device, ids.shape[1]
     clock, ids, cache = Clock(device), ids.to(device), peer.cache(model, n + new)
@@ -251,19 +256,19 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int, keep_tokens: 
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of the storages that a transformers cache holds, what quantisers packed and their scales among them."""
+    """Return the bytes of the storages of a transformers cache, including packed codes and their scales."""
     names = ("keys", "values", "_quantized_keys", "_quantized_values")
-    found = {
+    storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for layer in cache.layers
         for name in names
         for t in _tensors(getattr(layer, name, None))
     }
-    return sum(found.values())
+    return sum(storages.values())
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors of which ``x`` is made: of a pair, a mapping, or a tensor that wraps others."""
+    """Yield the plain tensors in ``x``: a tensor, a pair, a mapping, or a tensor that wraps others."""
     parts: Iterable[Any] = ()
     if isinstance(x, Tensor) and hasattr(x, "__tensor_flatten__"):
         parts = (getattr(x, name) for name in x.__tensor_flatten__()[0])

@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, variants timed in turns, ratios with a verdict, and processes of their own.
+"""Tools of all benchmarks: options, variants timed in turns, ratios with a verdict, and child processes.
 
 Times of one run are compared with each other, never with those of another run: machines differ and drift.
 """
@@ -45,13 +45,13 @@ def in_turns(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     """Return the median over repeats of above / below.
 
-    What one repeat measured lies close together in time, so that slow drifts of the machine cancel.
+    The times of one repeat lie close together, so that slow drifts of the machine cancel.
     """
     return median(a / b for a, b in zip(above, below, strict=True))
 
 
 def verdict(what: str, ratio: float, ok: bool, terms: str) -> bool:
-    """Print a ratio, its ``terms`` and whether it keeps to them; return ``ok``."""
+    """Print a ratio with its ``terms`` and the verdict, and return ``ok``."""
     print(f"  {what}: {ratio:.2f}x ({terms}: {'ok' if ok else 'MISSED'})", flush=True)
     return ok
 
@@ -61,11 +61,11 @@ def in_process(
 ) -> Any:
     """Return what the benchmark ``module`` prints last, as JSON, when run with ``arguments`` in a process of its own.
 
-    Raises subprocess.CalledProcessError if it fails, and passes on what it said on standard error.
+    Raises subprocess.CalledProcessError if it fails, and passes on its standard error.
     """
     command = [python, "-m", f"kvbench.bench.{module}", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **(env or {})})
-    if done.returncode:
-        print(done.stderr, end="", file=sys.stderr)
-        done.check_returncode()
-    return json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **(env or {})})
+    if result.returncode:
+        print(result.stderr, end="", file=sys.stderr)
+        result.check_returncode()
+    return json.loads(result.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Measured rows on disk: one JSON object a line, appended and never changed, so that what was finished stays."""
+"""Measured rows on disk: one JSON object a line, appended and never changed, so that finished rows stay."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from kvbench.errors import KvbenchError
 
 MEASURED, OOM, REFUSED, FAILED, NOT_RUN = "measured", "OOM", "refused", "failed", "not run"
 FINISHED = (MEASURED, OOM, REFUSED)
-"""What need not be tried again."""
+"""The statuses of rows that are not measured again."""
 FULL = "full"
 
 Row = dict[str, Any]
 
 
 def key(identity: Mapping[str, Any]) -> str:
-    """Of what decides a row's numbers."""
+    """Return the hash of the facts that decide a row's numbers."""
     text = json.dumps(identity, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def read(path: Path) -> list[Row]:
-    """All rows in order; a last line that was cut off is left out, any other damage is a KvbenchError."""
+    """Read all rows in order, without a torn last line. Raises KvbenchError for any other damage."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -46,15 +46,15 @@ def read(path: Path) -> list[Row]:
 
 
 def append(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows behind what is there, and see them onto the disk. A line that was cut off is ended first."""
+    """Append rows to the file and sync it. A torn last line is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as f:
         size = f.seek(0, os.SEEK_END)
         if size:
             f.seek(size - 1)
             if f.read(1) != b"\n":
-                kept = path.read_bytes().rpartition(b"\n")
-                f.truncate(len(kept[0]) + len(kept[1]))
+                intact = path.read_bytes().rpartition(b"\n")
+                f.truncate(len(intact[0]) + len(intact[1]))
         for row in rows:
             f.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
         f.flush()
@@ -62,32 +62,32 @@ def append(path: Path, rows: Sequence[Row]) -> None:
 
 
 def latest(rows: Sequence[Row]) -> dict[str, Row]:
-    """The last row of each key."""
+    """Return the last row of each key."""
     return {row["key"]: row for row in rows}
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median and quartiles of one quantity; of fewer than two values the quartiles are the value."""
+    """Return median and quartiles of one quantity. The quartiles of a single value are that value."""
     low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
     return {"median": median(values), "q1": low, "q3": high, "n": len(values)}
 
 
 def value(row: Mapping[str, Any], quantity: str) -> float | None:
-    """The median of a quantity of a row, None where it has none."""
-    found = row.get("quantities", {}).get(quantity)
-    return None if found is None else float(found["median"])
+    """Return the median of a quantity of a row, or None if it has none."""
+    statistics = row.get("quantities", {}).get(quantity)
+    return None if statistics is None else float(statistics["median"])
 
 
 def base(row: Mapping[str, Any], rows: Sequence[Row], method: str = FULL) -> Row | None:
-    """The row of ``method`` that was measured beside ``row``: the same session, model and workload."""
-    for other in reversed(rows):
-        alike = all(other.get(k) == row.get(k) for k in ("session", "model", "workload"))
-        if alike and other["method"] == method:
-            return other
+    """Return the row of ``method`` of the same session, model and workload as ``row``."""
+    for candidate in reversed(rows):
+        alike = all(candidate.get(k) == row.get(k) for k in ("session", "model", "workload"))
+        if alike and candidate["method"] == method:
+            return candidate
     return None
 
 
 def ratio(row: Mapping[str, Any], to: Mapping[str, Any] | None, quantity: str) -> float | None:
-    """The quantity over that of ``to``; None where one of them has none."""
-    mine, theirs = value(row, quantity), None if to is None else value(to, quantity)
-    return mine / theirs if mine is not None and theirs else None
+    """Return the ratio of the row's quantity to that of ``to``, or None if one of them has none."""
+    numerator, denominator = value(row, quantity), None if to is None else value(to, quantity)
+    return numerator / denominator if numerator is not None and denominator else None

@@ -1,4 +1,4 @@
-"""Requests of ``bench time``, read and measured: seconds, tokens a second and peaks, end to end."""
+"""Read and measure the requests of ``bench time``: seconds, tokens a second and peaks, end to end."""
 
 from __future__ import annotations
 
@@ -51,51 +51,55 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 def options(words: Sequence[str]) -> dict[str, str]:
     """Return the value of each of bench time's own keys."""
-    given = dict(w.partition("=")[::2] for w in words)
-    return {key: given.get(key, default) for key, default in OWN.items()}
+    arguments = dict(w.partition("=")[::2] for w in words)
+    return {key: arguments.get(key, default) for key, default in OWN.items()}
 
 
 def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tuple[list[dict[str, Any]], Path]:
-    """Measure what is missing of ``bench time``'s words: all rows asked for, and the file that they are kept in.
+    """Measure the missing rows of ``bench time``'s words. Return all rows asked for, and the file that stores them.
 
-    ``plan``: only print what would be measured. ``beside``: with each older row the full cache of its own session.
+    With ``plan`` only print the rows that would be measured. With ``beside`` each older row comes with the full cache
+    of its own session.
     """
-    given, own = dict(w.partition("=")[::2] for w in words), options(words)
-    refuse_keys("time", given, OTHERS, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
-    if not own["name"] or "/" in own["name"] or own["name"].startswith("."):
-        raise UsageError(f"name={own['name']} is not possible: the name of a file in folder=, as in name=think")
-    rest = [alias(o) for o in words if o.partition("=")[0] not in OWN]
-    if "method" not in given:
-        rest.append(f"method={METHODS}")
-    if not {"weights", "model.weights"} & set(given):
-        rest.append("weights=random")
-    path = Path(own["folder"]) / f"{own['name']}.jsonl"
-    return [row for request in read(rest).runs for row in _one_model(request, own, path, plan, beside)], path
+    arguments, settings = dict(w.partition("=")[::2] for w in words), options(words)
+    refuse_keys("time", arguments, OTHERS, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
+    if not settings["name"] or "/" in settings["name"] or settings["name"].startswith("."):
+        raise UsageError(f"name={settings['name']} is not possible: the name of a file in folder=, as in name=think")
+    run_words = [alias(o) for o in words if o.partition("=")[0] not in OWN]
+    if "method" not in arguments:
+        run_words.append(f"method={METHODS}")
+    if not {"weights", "model.weights"} & set(arguments):
+        run_words.append("weights=random")
+    path = Path(settings["folder"]) / f"{settings['name']}.jsonl"
+    return [row for request in read(run_words).runs for row in _one_model(request, settings, path, plan, beside)], path
 
 
 def _one_model(
-    request: RunRequest, own: Mapping[str, str], path: Path, plan: bool, older: bool
+    request: RunRequest, options: Mapping[str, str], path: Path, plan: bool, older: bool
 ) -> list[dict[str, Any]]:
-    """The rows asked for of one model, measured where they are missing."""
+    """Measure the missing rows of one model and return all rows asked for."""
     cfg = config.parse(request)
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     device = load.resolve_device(cfg.device)
-    workloads, entrants = [parse(w) for w in split_list(own["workloads"])], _entrants(cfg, own["peers"], own["step"])
-    if own["over"] not in [e.name for e in entrants]:
-        raise unknown("value of over", own["over"], [e.name for e in entrants])
-    beside = (records.FULL, own["over"])
-    settings = _settings(cfg, request.words, own, device)
-    asked = [(w, e, row_key(e, w, settings)) for w in workloads for e in entrants]
-    known = {} if _flag(own, "again") else records.latest(records.read(path))
-    there = {key for w, e, key in asked if settled(known.get(key), e, w, settings)}
+    workloads, entrants = (
+        [parse(w) for w in split_list(options["workloads"])],
+        _entrants(cfg, options["peers"], options["step"]),
+    )
+    if options["over"] not in [e.name for e in entrants]:
+        raise unknown("value of over", options["over"], [e.name for e in entrants])
+    beside = (records.FULL, options["over"])
+    settings = _settings(cfg, request.words, options, device)
+    requested = [(w, e, row_key(e, w, settings)) for w in workloads for e in entrants]
+    known = {} if _flag(options, "again") else records.latest(records.read(path))
+    finished = {key for w, e, key in requested if settled(known.get(key), e, w, settings)}
     if plan:
-        _plan(asked, {key for key in there if known[key]["status"] != NOT_RUN}, settings, path)
+        _plan(requested, {key for key in finished if known[key]["status"] != NOT_RUN}, settings, path)
         return []
     model: PreTrainedModel | None = None
     for workload in workloads:
-        keys = {e.name: key for w, e, key in asked if w == workload}
-        missing = [name for name, key in keys.items() if key not in there]
+        keys = {e.name: key for w, e, key in requested if w == workload}
+        missing = [name for name, key in keys.items() if key not in finished]
         if not missing:
             continue
         if model is None:
@@ -105,13 +109,13 @@ def _one_model(
         rows = timing.measure(model, chosen, workload, settings, _say)
         records.append(path, [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows])
     known = records.latest(records.read(path))
-    wanted = [known[key] for *_, key in asked if key in known]
+    wanted = [known[key] for *_, key in requested if key in known]
     if not older:
         return wanted
-    # rows that were measured before stand beside the full cache of their own session
+    # rows of earlier sessions come with the full cache of their own session
     shown, sessions = {(r["session"], r["key"]) for r in wanted}, {r["session"] for r in wanted}
-    before = [r for r in records.read(path) if r["session"] in sessions and r["method"] in beside]
-    return [*wanted, *(r for r in before if (r["session"], r["key"]) not in shown)]
+    session_rows = [r for r in records.read(path) if r["session"] in sessions and r["method"] in beside]
+    return [*wanted, *(r for r in session_rows if (r["session"], r["key"]) not in shown)]
 
 
 def _say(text: str) -> None:
@@ -119,7 +123,7 @@ def _say(text: str) -> None:
 
 
 def _entrants(cfg: RunConfig, peers: str, step: str) -> list[Entrant]:
-    """The full cache first, then the methods, each as ``step`` says, then the peers."""
+    """Return the full cache, then the methods, each in the ways of ``step``, then the peers."""
     full = ChainConfig(Chain(), "full")
     chains = [full, *(c for c in cfg.chains if c.chain.stages)]
     names = {"all": list(PEERS), "none": []}.get(peers, split_list(peers))
@@ -135,9 +139,9 @@ def _entrants(cfg: RunConfig, peers: str, step: str) -> list[Entrant]:
     ]
 
 
-def _settings(cfg: RunConfig, overrides: Sequence[str], own: Mapping[str, str], device: torch.device) -> Settings:
-    if own["generate"] not in ("full", "sampled"):
-        raise unknown("value of generate", own["generate"], ("full", "sampled"))
+def _settings(cfg: RunConfig, overrides: Sequence[str], options: Mapping[str, str], device: torch.device) -> Settings:
+    if options["generate"] not in ("full", "sampled"):
+        raise unknown("value of generate", options["generate"], ("full", "sampled"))
     dtype = load.resolve_dtype(cfg.model, device, architecture.model_config(cfg.model))
     name = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
     facts = {
@@ -149,41 +153,44 @@ def _settings(cfg: RunConfig, overrides: Sequence[str], own: Mapping[str, str], 
     return Settings(
         tuple(overrides),
         facts,
-        repeats=_count(own, "repeats", 1),
-        warmup=_count(own, "warmup", 0),
-        sample=_count(own, "steps", 1) if own["generate"] == "sampled" else None,
-        check=_flag(own, "check"),
-        seed=_count(own, "seed", 0),
-        limit=_gib(own["memory_limit"]),
-        layers=None if own["layers"] == "null" else _count(own, "layers", 1),
+        repeats=_count(options, "repeats", 1),
+        warmup=_count(options, "warmup", 0),
+        sample=_count(options, "steps", 1) if options["generate"] == "sampled" else None,
+        check=_flag(options, "check"),
+        seed=_count(options, "seed", 0),
+        limit=_gib(options["memory_limit"]),
+        layers=None if options["layers"] == "null" else _count(options, "layers", 1),
     )
 
 
 def _plan(
-    asked: Sequence[tuple[Workload, Entrant, str]],
+    requested: Sequence[tuple[Workload, Entrant, str]],
     measured: Collection[str],
     settings: Settings,
     path: Path,
 ) -> None:
-    wide = max(len(w.name) for w, *_ in asked), max(len(e.name) for _, e, _ in asked)
-    for w, e, key in asked:
-        missing = why_not(e, w)
+    widths = (
+        max(len(workload.name) for workload, *_ in requested),
+        max(len(entrant.name) for _, entrant, _ in requested),
+    )
+    for workload, entrant, key in requested:
+        missing = why_not(entrant, workload)
         state = "there" if key in measured else f"not run: {missing}" if missing else "to measure"
-        line = f"{settings.facts['model']}  {w.name:<{wide[0]}}  {e.name:<{wide[1]}}  {state}"
+        line = f"{settings.facts['model']}  {workload.name:<{widths[0]}}  {entrant.name:<{widths[1]}}  {state}"
         print(textwrap.fill(line, 100, subsequent_indent="    ", drop_whitespace=True))
     print(f"Rows: {path}")
 
 
-def _count(own: Mapping[str, str], key: str, least: int) -> int:
-    if not own[key].isdigit() or int(own[key]) < least:
-        raise UsageError(f"{key}={own[key]} is not possible: a whole number, {least} or more")
-    return int(own[key])
+def _count(options: Mapping[str, str], key: str, least: int) -> int:
+    if not options[key].isdigit() or int(options[key]) < least:
+        raise UsageError(f"{key}={options[key]} is not possible: a whole number, {least} or more")
+    return int(options[key])
 
 
-def _flag(own: Mapping[str, str], key: str) -> bool:
-    if own[key] not in ("true", "false"):
-        raise UsageError(f"{key}={own[key]} is not possible: true or false")
-    return own[key] == "true"
+def _flag(options: Mapping[str, str], key: str) -> bool:
+    if options[key] not in ("true", "false"):
+        raise UsageError(f"{key}={options[key]} is not possible: true or false")
+    return options[key] == "true"
 
 
 def _gib(text: str) -> float | None:
@@ -196,20 +203,20 @@ def _gib(text: str) -> float | None:
 
 
 def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: Sequence[str]) -> None:
-    """Raise UsageError for keys that belong to runs: nothing is read, scored or stored here."""
+    """Raise UsageError for keys that only runs use: a benchmark reads, scores and stores no answers."""
     for key in given:
         if key.partition(".")[0] in ("dataset", "prompt") or (key in top_level() and key not in top):
             raise unknown(f"key of bench {what}", key, allowed)
 
 
 def shape_of(cfg: RunConfig) -> Shape:
-    """The shape in conf/model, else the checkpoint's."""
+    """Return the shape in conf/model, or else the checkpoint's."""
     if cfg.model.shape is not None:
         return from_entry(cfg.model.shape)
     return from_config(load.locate(cfg.model).config)
 
 
 def alias(override: str) -> str:
-    """An override whose dtype may be written short: fp16, bf16, fp32."""
+    """Return an override with a short dtype (fp16, bf16, fp32) written in full."""
     key, sign, value = override.partition("=")
     return f"{key}={DTYPES.get(value, value)}" if sign and key in ("dtype", "model.dtype") else override

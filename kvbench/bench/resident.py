@@ -64,19 +64,19 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "0", 
 
 
 def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE) -> dict[str, float]:
-    """Bytes that this process grows by while it holds so many caches, and the bytes accounted for them."""
+    """Return the bytes that this process grows by while it holds so many caches, and those accounted for them."""
     build = partial(all_layers, chain_of(METHODS[name]), shape, tokens, torch.float16)
     # the first ones load code and leave the allocator's free lists as all later ones find them
     first = [build() for _ in range(WARM)]
-    before = in_use()
-    kept = [build() for _ in range(caches)]
-    grown = in_use() - before
+    baseline = in_use()
+    held_caches = [build() for _ in range(caches)]
+    grown = in_use() - baseline
     assert len(first) == WARM
-    return {"grown": grown, "accounted": sum(bytes_held(layer).total for cache in kept for layer in cache)}
+    return {"grown": grown, "accounted": sum(bytes_held(layer).total for cache in held_caches for layer in cache)}
 
 
 def report(found: Iterable[tuple[str, dict[str, float]]], judged: bool = True) -> int:
-    """Print the ratios to ``full``, which comes first, as they come; 1 if one ``judged`` is off by more than LIMIT."""
+    """Print ratios to ``full``, the first, as results come. Return 1 if one ``judged`` is off by more than LIMIT."""
     full, status = None, 0
     print(f"{'':26}{'resident':>12}{'accounted':>12}{'measured':>10}{'accounted':>11}{'off':>8}")
     print(f"{'':26}{'MiB':>12}{'MiB':>12}{': full':>10}{': full':>11}{'%':>8}")
@@ -87,20 +87,22 @@ def report(found: Iterable[tuple[str, dict[str, float]]], judged: bool = True) -
         # the full cache is what the others are compared with, so its own bytes must be right
         missed = abs(f["grown"] / f["accounted"] - 1 if name == "full" else off) > LIMIT
         status |= missed and judged
-        verdict = ("  MISSED" if missed else "  ok") if judged else ""
+        verdict = "  MISSED" if missed else "  ok"
+        if not judged:
+            verdict = ""
         row = f"{f['grown'] / MIB:12.1f}{f['accounted'] / MIB:12.1f}{measured:10.4f}{accounted:11.4f}"
         print(f"{name:26}{row}{100 * off:+8.1f}{verdict}", flush=True)
     return int(status)
 
 
 def _at_once(caches: int, tokens: int, shape: Shape) -> int:
-    """How many processes fit beside each other: each may hold as many full caches, and scratch memory for one more."""
+    """Return the number of processes that fit at once, each with full caches and 1 GiB of scratch memory."""
     most = (caches + WARM) * shape.full_bytes(tokens, 2) + 2**30
     return max(1, min(len(os.sched_getaffinity(0)), int(free_bytes(torch.device("cpu")) // most)))
 
 
 def main() -> int:
-    """Measure and print; the status is 1 if resident memory is not what was accounted."""
+    """Measure and print. Return exit status 1 if resident memory differs from the accounts, else 0."""
     parser = options(__doc__)
     parser.add_argument("--caches", type=int, default=64, help="caches held at once (default 64)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each prompt (default 4096)")

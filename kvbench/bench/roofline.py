@@ -1,4 +1,4 @@
-"""What a decode step must move, and how near it comes to the time that the device's memory needs for that."""
+"""The bytes that a decode step must move, and its time over the least that the device's memory needs for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPEATS = 7
 
 
 def of(model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float, step: float) -> dict[str, float]:
-    """Return what a mean decode step of ``step`` seconds moves, with ``batch`` rows over ``cache_bytes`` stored.
+    """Return the bytes that a mean decode step of ``step`` seconds moves, for ``batch`` rows over ``cache_bytes``.
 
     It reads ``weights`` and ``cache`` and writes each row's new token as it is (``written``), all in bytes. ``bound``
     is the seconds of that at ``bandwidth`` (bytes a second, read and written, of a large copy); ``fraction`` is bound
@@ -33,20 +33,20 @@ def of(model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float,
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
-    """Bytes a second, read and written, of the device's own copy of ``size`` bytes: the median of several."""
-    asked = size or COPIED.get(device.type, COPIED["cpu"])
+    """Measure the bytes a second, read and written, of the device's own copy of ``size`` bytes, as a median."""
+    copied = size or COPIED.get(device.type, COPIED["cpu"])
     if device.type == "cuda":
-        # what others have given up is still PyTorch's, and no free memory
+        # freed tensors stay in PyTorch's pool and do not count as free memory until released
         release()
         # a quarter of what is free, so that it fits beside a large model
-        asked = min(asked, torch.cuda.mem_get_info(device)[0] // 4)
-    source = torch.zeros(asked, dtype=torch.uint8, device=device)
+        copied = min(copied, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.zeros(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    spent = []
+    seconds = []
     for _ in range(REPEATS):
         synchronise(device)
         start = time.perf_counter()
         target.copy_(source)
         synchronise(device)
-        spent.append(time.perf_counter() - start)
-    return 2 * asked / median(spent[1:])
+        seconds.append(time.perf_counter() - start)
+    return 2 * copied / median(seconds[1:])

@@ -1,4 +1,4 @@
-"""Long generations by a few stretches of steps: at several cache lengths, and interpolated between them."""
+"""Estimate long generations from a few stretches of steps at several cache lengths, by interpolation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sampled:
 
     @property
     def seconds(self) -> float:
-        """Of the whole generation: straight lines between the stretches' middles, and on beyond the outer ones."""
+        """Return the seconds of all steps, by straight lines between the stretches' middles, extended at both ends."""
         middles = [s + (self.width - 1) / 2 for s in self.starts]
         total = 0.0
         for t in range(self.steps):
@@ -45,24 +45,24 @@ class Sampled:
 
 
 def sampled(steps: int, starts: Sequence[int], spans: Sequence[float]) -> Sampled:
-    """By the seconds of all steps that ran, in order. Means, not medians: packing comes every so many steps."""
+    """Build the sample from the seconds of all steps that ran, in order. Means count, as packing is periodic."""
     width = len(spans) // len(starts)
     times = (fmean(spans[i * width : (i + 1) * width]) for i in range(len(starts)))
     return Sampled(steps, width, tuple(starts), tuple(times))
 
 
 def windows(steps: int, width: int) -> list[int] | None:
-    """Where LENGTHS stretches of ``width`` steps begin, evenly from the first step to the last; None if all run."""
+    """Return the starts of LENGTHS stretches of ``width`` steps, spread evenly; None if all steps are to run."""
     if steps <= LENGTHS * width:
         return None
     return [round(i * (steps - width) / (LENGTHS - 1)) for i in range(LENGTHS)]
 
 
 def moves(caches: Sequence[Cache]) -> bool:
-    """Whether the decode batch of ``caches`` can be brought to a later length without the model.
+    """Return True if the decode batch of ``caches`` can be brought to a later length without the model.
 
-    Caches that grow take random tokens. Those that evict while decoding choose by attention, which only a step has:
-    they can be sampled where they hold their budget already, so that their size stands still. Latents cannot.
+    Caches that grow take random tokens. Those that evict while decoding choose by attention, which only a step
+    computes. They can be sampled if they hold their budget already, so that their size is constant. Latents cannot.
     """
     for cache in caches:
         evictor = cache.chain.evictor
@@ -70,14 +70,14 @@ def moves(caches: Sequence[Cache]) -> bool:
             return False
         for i, layer in enumerate(cache.layers if evictor is not None else ()):
             assert evictor is not None
-            held = map(sum, zip(*(s.counts for s in layer.segments), strict=True))
-            if any(h < share for h, share in zip(held, evictor.head_budgets(layer, i), strict=True)):
+            counts = map(sum, zip(*(s.counts for s in layer.segments), strict=True))
+            if any(h < share for h, share in zip(counts, evictor.head_budgets(layer, i), strict=True)):
                 return False
     return True
 
 
 def skip(model: PreTrainedModel, batch: Sequence[RowLayer], tokens: int) -> None:
-    """Let every row of ``batch`` hold ``tokens`` more, random ones, without the model."""
+    """Add ``tokens`` random tokens to every row of ``batch``, without the model."""
     size = from_config(model.config)
     for layer in batch:
         stored = [rows for _, rows in layer.formats]

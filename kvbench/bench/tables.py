@@ -91,8 +91,8 @@ def table_against_rows(host: Host, run: RunPlan, repeats: int) -> bool:
     row(host, run, rows[0])
     # at once at both ends and in the middle: a machine that grows busier or calmer shifts both sides alike
     steps = ["at once", *rows[: len(rows) // 2], "at once ", *rows[len(rows) // 2 :], "at once  "]
-    whole = partial(through_kvbench, host, run)
-    times = in_turns({name: partial(row, host, run, name) if name in rows else whole for name in steps}, repeats)
+    all_rows = partial(through_kvbench, host, run)
+    times = in_turns({name: partial(row, host, run, name) if name in rows else all_rows for name in steps}, repeats)
     one_by_one = [sum(times[label][i] for label in rows) for i in range(repeats)]
     together = [statistics.fmean(times[name][i] for name in steps if name not in rows) for i in range(repeats)]
     print(f"  {len(rows)} rows x {sum(len(g.examples) for g in run.groups)} prompts")
@@ -113,7 +113,7 @@ def against_peers(host: Host, run: RunPlan, folder: Path, python: str, repeats: 
             return False
         theirs.append(sum(by_row.values()))
         others.append(sum(s for label, s in by_row.items() if not label.startswith("h2o")))
-    print(f"  kvpress by row, s: {', '.join(f'{label} {spent:.1f}' for label, spent in by_row.items())}")
+    print(f"  kvpress by row, s: {', '.join(f'{label} {time:.1f}' for label, time in by_row.items())}")
     ok = compare(f"kvpress / at once, {len(by_row)} rows", theirs, ours, OVER_PEERS)
     compare("kvpress without its h2o rows, which materialise attention / all our rows", others, ours, OVER_PEERS)
     return ok
@@ -141,7 +141,7 @@ def memory(threads: int) -> bool:
 
 
 def main() -> int:
-    """Print the ratios; the status is 1 if one misses its limit."""
+    """Print the ratios. Return exit status 1 if one misses its limit, else 0."""
     parser = options(__doc__, repeats=2, threads=2)
     parts = ("a", "b", "peers", "memory")
     parser.add_argument("--part", nargs="+", choices=parts, default=parts, help="peers: of (b), over kvpress alone")

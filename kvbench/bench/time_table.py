@@ -1,4 +1,4 @@
-"""Timed rows on the page: times with their quartiles, ratios to the row that was measured beside them."""
+"""Render timed rows: times with their quartiles, and ratios to the base row of the same session."""
 
 from __future__ import annotations
 
@@ -15,74 +15,75 @@ BYTES = (("peak_allocated", "peak"), ("peak_reserved", "reserved"), ("cache_byte
 
 
 def render(rows: Sequence[Row], style: str = "text", over: str = FULL) -> str:
-    """One block of sheets per model and workload, ratios to the row of ``over``, and what the reader must know."""
+    """Return one block of sheets per model and workload, with ratios to the row of ``over``, and notes."""
     blocks = dict.fromkeys((r["model"], r["workload"]) for r in rows)
     parts = []
     for model, workload in blocks:
-        mine = [r for r in rows if (r["model"], r["workload"]) == (model, workload)]
+        block_rows = [r for r in rows if (r["model"], r["workload"]) == (model, workload)]
         parts.append(
-            f"{model}: prompt + new tokens x rows {workload}\n\n" + compose(list(_sheets(mine, rows, over)), [], style)
+            f"{model}: prompt + new tokens x rows {workload}\n\n"
+            + compose(list(_sheets(block_rows, rows, over)), [], style)
         )
     return "\n".join([*parts, compose([], list(_notes(rows, over)), style)])
 
 
-def _sheets(mine: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[Table]:
-    bases = [(r, base(r, rows, over)) for r in mine if r["status"] != NOT_RUN]
+def _sheets(block_rows: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[Table]:
+    bases = [(r, base(r, rows, over)) for r in block_rows if r["status"] != NOT_RUN]
     body = []
-    for r, to in bases:
+    for r, base_row in bases:
         ended = r["status"] != MEASURED
-        cells = [str(r["status"]), *[""] * len(TIMES)] if ended else [_time(r, q, to) for q, _ in TIMES]
-        speed = [] if ended else [_cell(r, "throughput", to, lambda speed: f"{speed:.1f}")]
+        cells = [str(r["status"]), *[""] * len(TIMES)] if ended else [_time(r, q, base_row) for q, _ in TIMES]
+        speed = [] if ended else [_cell(r, "throughput", base_row, lambda speed: f"{speed:.1f}")]
         body.append((_label(r), str(r["batch"] or "max"), *cells, *speed))
     yield Table(("method", "batch", *(name for _, name in TIMES), "tokens/s"), tuple(body))
-    done = [(r, to) for r, to in bases if r["status"] == MEASURED]
-    if not done:
+    measured = [(r, base_row) for r, base_row in bases if r["status"] == MEASURED]
+    if not measured:
         return
-    parts = tuple((_label(r), *(_time(r, q, to) for q, _ in PARTS)) for r, to in done)
+    parts = tuple((_label(r), *(_time(r, q, base_row) for q, _ in PARTS)) for r, base_row in measured)
     yield Table(("method", *(name for _, name in PARTS)), parts)
     lines = []
-    for r, to in done:
-        roof, sizes = r["roofline"], [_cell(r, q, to, _bytes) for q, _ in BYTES]
+    for r, base_row in measured:
+        roof, sizes = r["roofline"], [_cell(r, q, base_row, _bytes) for q, _ in BYTES]
         bound = (_bytes(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %")
         lines.append((_label(r), *sizes, *bound))
     yield Table(("method", *(name for _, name in BYTES), "step\nmoves", "bound", "reached"), tuple(lines))
 
 
 def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:
-    done = [r for r in rows if r["status"] == MEASURED]
-    if done:
-        repeats = sorted({r["quantities"]["total"]["n"] for r in done})
+    measured = [r for r in rows if r["status"] == MEASURED]
+    if measured:
+        repeats = sorted({r["quantities"]["total"]["n"] for r in measured})
         yield (
             f"Medians of {', '.join(map(str, repeats))} repeats in shuffled order, [quartiles]; N.NNx: over {over} in "
             "the same session. TTFT: all rows have their first token and the decode batch stands. TPOT: one step of "
             "all rows. tokens/s: new tokens of all rows over the total."
         )
-        facts = done[-1]["facts"]
+        facts = measured[-1]["facts"]
         on_cpu = str(facts["device"]).startswith("cpu")
         yield (
             "peak, reserved: the most that a process of its own grew by above its imports, and held in all."
             if on_cpu
             else "peak, reserved: the most that PyTorch's allocator gave out, and held."
         )
-        speed = sorted({round(r["roofline"]["bandwidth"] / 1e9, 1) for r in done})
+        speed = sorted({round(r["roofline"]["bandwidth"] / 1e9, 1) for r in measured})
         yield (
             "moves: weights, stored keys and values, and the new ones, of a mean step; bound: their time at the "
             f"bandwidth of a copy ({', '.join(map(str, speed))} GB/s here); reached: bound over TPOT."
         )
         yield (
-            f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}, {done[-1]['dtype']}, weights "
-            f"{done[-1]['weights']}, decode attention {facts.get('paths', 'plain')}."
+            f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}, {measured[-1]['dtype']}, weights "
+            f"{measured[-1]['weights']}, decode attention {facts.get('paths', 'plain')}."
         )
-    if len({r["session"] for r in done}) > 1:
+    if len({r["session"] for r in measured}) > 1:
         yield f"Rows are of several sessions: each has its own row of {over}, and ratios are to that."
-    if any("integrated" in r["marks"] for r in done):
-        checks = [f"{r['method']} {value(r, 'check'):.3f}" for r in done if value(r, "check") is not None]
+    if any("integrated" in r["marks"] for r in measured):
+        checks = [f"{r['method']} {value(r, 'check'):.3f}" for r in measured if value(r, "check") is not None]
         yield "∫ integrated: steps were run at a few cache lengths and interpolated between them." + (
             f" Over a full generation: {', '.join(checks)}." if checks else ""
         )
-    marks = dict.fromkeys(mark for r in done for mark in r["marks"] if mark != "integrated")
+    marks = dict.fromkeys(mark for r in measured for mark in r["marks"] if mark != "integrated")
     for mark in marks:
-        yield f"{', '.join(dict.fromkeys(r['method'] for r in done if mark in r['marks']))}: {mark}."
+        yield f"{', '.join(dict.fromkeys(r['method'] for r in measured if mark in r['marks']))}: {mark}."
     for r in rows:
         if r["status"] != MEASURED:
             yield f"{r['status']}: {r['method']} at {r['workload']}{': ' if r['reason'] else ''}{r['reason']}"
@@ -107,12 +108,14 @@ def _time(row: Row, quantity: str, to: Row | None) -> str:
 
 
 def _seconds(s: float) -> str:
-    return f"{s:.2f} s" if s >= 1 else f"{1000 * s:.3g} ms" if s < 0.1 else f"{1000 * s:.0f} ms"
+    return f"{_plain(s)} {'s' if s >= 1 else 'ms'}"
 
 
 def _plain(s: float) -> str:
-    """In the unit that ``_seconds`` has for about as much."""
-    return f"{s:.2f}" if s >= 1 else f"{1000 * s:.3g}" if s < 0.1 else f"{1000 * s:.0f}"
+    """Return the number alone, in the unit of ``_seconds``: seconds from 1 s on, else milliseconds."""
+    if s >= 1:
+        return f"{s:.2f}"
+    return f"{1000 * s:.3g}" if s < 0.1 else f"{1000 * s:.0f}"
 
 
 def _bytes(n: float) -> str:
@@ -123,11 +126,11 @@ def _bytes(n: float) -> str:
 
 
 def as_json(rows: Sequence[Row], over: str = FULL) -> list[dict[str, Any]]:
-    """Rows with their ratios to the row of ``over``, a method or a peer, in the same session."""
+    """Return the rows with their ratios to the row of ``over``, a method or a peer, in the same session."""
 
     def ratios(row: Mapping[str, Any]) -> dict[str, float]:
-        to = base(row, rows, over)
-        found = {q: ratio(row, to, q) for q in row["quantities"]}
-        return {q: r for q, r in found.items() if r is not None}
+        base_row = base(row, rows, over)
+        quotients = {q: ratio(row, base_row, q) for q in row["quantities"]}
+        return {q: r for q, r in quotients.items() if r is not None}
 
     return [{**r, "ratios": ratios(r)} for r in rows]

@@ -1,4 +1,4 @@
-"""Methods and peers timed in turns on one workload: warm-up, repeats in shuffled order, medians with quartiles."""
+"""Time methods and peers in turns on one workload: warm-up, repeats in shuffled order, medians with quartiles."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a session measures.
+    """The settings of a session.
 
-    overrides: of the run that the chains come from, for processes of their own. sample: steps at each cache length, or
-    None to run all. check: one full generation beside the sampled ones. limit: GiB for the whole process.
+    ``overrides`` are those of the run that the chains come from, for child processes. ``sample`` is the number of steps
+    at each cache length, or None to run all. ``check`` adds one full generation beside the sampled ones. ``limit`` is
+    in GiB, for the whole process.
     """
 
     overrides: tuple[str, ...]
@@ -48,13 +49,13 @@ class Settings:
     layers: int | None = None
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides a row's numbers beside who is measured on what."""
+        """Return the settings that decide a row's numbers, besides its entrant and workload."""
         return {k: getattr(self, k) for k in ("sample", "limit", "layers", "seed")}
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """What is timed: a chain of kvbench, its decode steps plain or by a recorded graph, or a peer."""
+    """One entrant to be timed: a chain of kvbench, its decode steps plain or by a recorded graph, or a peer."""
 
     name: str
     chain: ChainConfig | None = None
@@ -62,14 +63,14 @@ class Entrant:
     graph: bool = False
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides its numbers beside model, workload and settings."""
+        """Return the facts that decide its numbers, besides model, workload and settings."""
         if self.chain is None:
             return {"peer": self.name}
         by = {"step": "graph"} if self.graph else {}
         return {"method": self.chain.chain.name, **self.chain.chain.identity(), **by}
 
     def marks(self, device: torch.device) -> tuple[str, ...]:
-        """Return what a reader of its row must know."""
+        """Return the remarks that belong beside its row."""
         on_cpu = device.type == "cpu"
         if self.peer is not None:
             return (TOGETHER, *self.peer.marks, *(self.peer.cpu_marks if on_cpu else ()))
@@ -77,13 +78,13 @@ class Entrant:
 
 
 def row_key(entrant: Entrant, workload: Workload, settings: Settings) -> str:
-    """Return the key of a row's identity: who, on what, how and where."""
+    """Return the key of a row's identity: entrant, workload, settings and machine."""
     where = {k: settings.facts.get(k) for k in ("model", "weights", "dtype", "device", "threads", "paths")}
     return key({"who": entrant.identity(), "workload": workload.name, **settings.identity(), **where})
 
 
 def why_not(entrant: Entrant, workload: Workload) -> str:
-    """Return why a peer does not run here; '' if it does, and for kvbench's own methods."""
+    """Return why a peer does not run here, or '' if it does and for kvbench's own methods."""
     if entrant.peer is None:
         return ""
     searched = "the largest batch is searched for kvbench's methods alone" if workload.batch is None else ""
@@ -92,7 +93,7 @@ def why_not(entrant: Entrant, workload: Workload) -> str:
 
 @dataclass
 class Trial:
-    """One entrant on one workload, and what has come of it so far."""
+    """The trial of one entrant on one workload, with its passes so far."""
 
     model: PreTrainedModel
     entrant: Entrant
@@ -107,15 +108,15 @@ class Trial:
 
     @property
     def going(self) -> bool:
-        """Whether nothing has ended it."""
+        """Return True unless something has ended the trial."""
         return self.status == MEASURED
 
     def tell(self, text: str) -> None:
-        """Say what is done for it now."""
+        """Report the progress of the trial."""
         self.say(f"{self.workload.name} {self.entrant.name}: {text}")
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Return what ``run`` returns; None, with status and reason noted, if it fails."""
+        """Return the result of ``run``. If it fails, note status and reason and return None."""
         try:
             return run()
         except KvbenchError as error:
@@ -128,13 +129,13 @@ class Trial:
         return None
 
     def ask(self, what: str) -> dict[str, Any]:
-        """Return the answer of a process of its own."""
+        """Measure in a child process and return its answer."""
         label = self.entrant.name if self.entrant.chain is None else self.entrant.chain.label
-        how = {**self.settings.identity(), "graph": self.entrant.graph}
-        return peak.ask(what, self.settings.overrides, label, self.workload.name, **how)
+        options = {**self.settings.identity(), "graph": self.entrant.graph}
+        return peak.ask(what, self.settings.overrides, label, self.workload.name, **options)
 
     def enter(self) -> None:
-        """Settle the batch and get ready."""
+        """Determine the batch and run the warm-up."""
         if why := why_not(self.entrant, self.workload):
             self.status, self.reason = NOT_RUN, why
             return
@@ -215,7 +216,7 @@ class Trial:
             return row
         assert batch is not None
         seconds = {name: [getattr(p, name) for p in self.passes] for name in SECONDS}
-        values: dict[str, list[float]] = {name: taken for name, taken in seconds.items() if None not in taken}
+        values: dict[str, list[float]] = {name: samples for name, samples in seconds.items() if None not in samples}
         values["throughput"] = [batch * new / p.total for p in self.passes]
         values["decode_throughput"] = [batch / p.tpot for p in self.passes]
         values["cache_bytes"] = [float(p.cache_bytes) for p in self.passes]
@@ -249,7 +250,7 @@ def measure(
     """
     session, order = f"{time.strftime('%Y%m%dT%H%M%S')}-{random.randrange(16**4):04x}", random.Random(settings.seed)
     trials = [Trial(model, entrant, workload, settings, say) for entrant in entrants]
-    # on a CPU the limit is that of the processes in which peaks are measured
+    # on a CPU the limit holds in the child processes that measure peaks
     limit = settings.limit if model.device.type == "cuda" else None
     with peak.limited(limit, model.device):
         for trial in trials:
@@ -262,8 +263,8 @@ def measure(
             orders.append([trial.entrant.name for trial in going])
             for trial in going:
                 trial.tell(f"{i + 1} of {settings.repeats}")
-                done = trial.attempt(trial.watched_pass)
-                trial.passes += [] if done is None else [done]
+                result = trial.attempt(trial.watched_pass)
+                trial.passes += [] if result is None else [result]
         for trial in trials:
             if settings.check and trial.going and any(p.integrated for p in trial.passes):
                 trial.tell("all steps, to check")
@@ -274,9 +275,9 @@ def measure(
 
 
 def settled(row: Row | None, entrant: Entrant, workload: Workload, settings: Settings) -> bool:
-    """Return whether a row need not be tried again: it ended, or is of a peer that still cannot run.
+    """Return True if a row need not be measured again: it is finished, or its peer still cannot run.
 
-    A row of fewer repeats than are asked for, or without the check that is, has not ended.
+    A row is not finished with fewer repeats than asked for, or without a check that is asked for.
     """
     if row is None or row["status"] == NOT_RUN:
         return row is not None and row["reason"] == why_not(entrant, workload)

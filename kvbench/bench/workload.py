@@ -1,4 +1,4 @@
-"""What is timed: so many rows that read a prompt of random tokens and generate so many more."""
+"""The workloads that are timed: rows that read a prompt of random tokens and generate more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORM = "prompt+new or prompt+newxbatch, whole numbers, at least 2 new tokens, as
 
 @dataclass(frozen=True)
 class Workload:
-    """``batch`` rows of ``prompt`` tokens that generate ``new`` more each; batch None: as many as fit."""
+    """A batch of rows of ``prompt`` tokens that generate ``new`` more each; ``batch`` None means as many as fit."""
 
     prompt: int
     new: int
@@ -24,25 +24,25 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """As it is written on the command line."""
+        """Return the workload as it is written on the command line."""
         return f"{self.prompt}+{self.new}x{'max' if self.batch is None else self.batch}"
 
     def sized(self, batch: int) -> Workload:
-        """The same text for ``batch`` rows."""
+        """Return the same workload for ``batch`` rows."""
         return Workload(self.prompt, self.new, batch)
 
 
 def parse(text: str) -> Workload:
-    """A workload as written (FORM); raises UsageError naming what is not possible."""
-    found = WRITTEN.fullmatch(text.strip())
-    if not found or int(found[1]) < 1 or int(found[2]) < 2 or found[3] == "0":
+    """Parse a workload written as FORM says. Raises UsageError naming a malformed one."""
+    match = WRITTEN.fullmatch(text.strip())
+    if not match or int(match[1]) < 1 or int(match[2]) < 2 or match[3] == "0":
         raise UsageError(f"workloads={text} is not possible: {FORM}")
-    batch = found[3] or "1"
-    return Workload(int(found[1]), int(found[2]), None if batch == "max" else int(batch))
+    batch = match[3] or "1"
+    return Workload(int(match[1]), int(match[2]), None if batch == "max" else int(batch))
 
 
 def prompts(workload: Workload, vocabulary: int, seed: int) -> Tensor:
-    """Random token ids [batch, prompt], another prompt for each row, the same for every method."""
+    """Return random token ids [batch, prompt], another prompt for each row, the same for every method."""
     assert workload.batch is not None
     g = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocabulary, (workload.batch, workload.prompt), generator=g)

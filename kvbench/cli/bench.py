@@ -46,7 +46,7 @@ make bench-resident)."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("what", choices=("memory", "time"), help="what to measure")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="which methods, models and sizes")
     parser.add_argument("--formula", action="store_true", help="memory: build nothing, print the formulas alone")
@@ -55,7 +55,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print what was asked for; the status is 1 if bytes differ from their formula, or a timed row failed."""
+    """Print the benchmark asked for. Return exit status 1 if bytes differ from their formula or a timed row failed."""
     if args.what == "memory":
         return bench_memory.main(args)
     from kvbench.bench import request, time_table

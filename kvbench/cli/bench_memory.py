@@ -19,26 +19,26 @@ KEYS = ("per", "match", "reference", "threads")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the tables; the status is 1 if bytes held differ from a formula."""
-    given = dict(o.partition("=")[::2] for o in args.overrides)
-    if "paper" in given:
-        return _paper(given, args.json)
-    sizes = [_size(n) for n in split_list(given.get("n", SIZES))]
+    """Print the tables. Return exit status 1 if bytes held differ from a formula."""
+    options = dict(o.partition("=")[::2] for o in args.overrides)
+    if "paper" in options:
+        return _paper(options, args.json)
+    sizes = [_size(n) for n in split_list(options.get("n", SIZES))]
     from kvbench.bench import memory_table, request
     from kvbench.run import config
 
-    rest = [request.alias(o) for o in args.overrides if o.partition("=")[0] != "n"]
-    if "method" not in given:
-        rest.append(f"method={','.join(memory_table.default_methods())}")
-    request.refuse_keys("memory", given, KEYS, ("model", "method", "n", "paper", "preset", "dtype", *KEYS))
-    results = [_measure(config.parse(run), sizes, not args.formula, args.json) for run in words.read(rest).runs]
+    run_words = [request.alias(o) for o in args.overrides if o.partition("=")[0] != "n"]
+    if "method" not in options:
+        run_words.append(f"method={','.join(memory_table.default_methods())}")
+    request.refuse_keys("memory", options, KEYS, ("model", "method", "n", "paper", "preset", "dtype", *KEYS))
+    results = [_measure(config.parse(run), sizes, not args.formula, args.json) for run in words.read(run_words).runs]
     if args.json:
         print(json.dumps(results[0] if len(results) == 1 else results, indent=1, ensure_ascii=False))
     return 0 if all(row["agrees"] in (True, None) for r in results for row in r["rows"]) else 1
 
 
 def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict[str, Any]:
-    """The rows of one model at all prompt sizes, printed as they are ready unless ``quiet``."""
+    """Measure the rows of one model at all prompt sizes. Print each table once it is ready, unless ``quiet``."""
     import torch
 
     from kvbench.bench import memory_table, request
@@ -46,22 +46,24 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
 
     shape = request.shape_of(cfg)
     tiny = cfg.model.path == "embedded:tiny"
-    name = cfg.model.dtype if cfg.model.dtype != "auto" else "float32" if tiny else "float16"
+    name = cfg.model.dtype
+    if name == "auto":
+        name = "float32" if tiny else "float16"
     dtype = getattr(torch, name)
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     label = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
     if not quiet:
         print(f"{label}: {shape}; {name}\n")
-    rows, found = [], []
+    rows, matches = [], []
     for n in sizes:
-        settled, matched = equal_memory.settle(cfg, shape, n)
-        mine = [memory_table.account(c, shape, n, dtype, build) for c in settled.chains]
-        rows += [r.as_json() for r in mine]
-        found += [{"n": n, **asdict(m)} for m in matched]
+        matched_cfg, matched = equal_memory.settle(cfg, shape, n)
+        accounts = [memory_table.account(c, shape, n, dtype, build) for c in matched_cfg.chains]
+        rows += [r.as_json() for r in accounts]
+        matches += [{"n": n, **asdict(m)} for m in matched]
         if not quiet:
-            print(memory_table.render(mine, [str(m) for m in matched]))
-    return {"model": label, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": found}
+            print(memory_table.render(accounts, [str(m) for m in matched]))
+    return {"model": label, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": matches}
 
 
 def _paper(given: dict[str, str], as_json: bool) -> int:

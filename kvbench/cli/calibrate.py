@@ -19,13 +19,13 @@ is kept in calibration=FOLDER, by default results/calibration, and used by every
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="method, model, and how to calibrate")
     parser.add_argument("--json", action="store_true", help="print the records as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Compute what is missing and print what there is."""
+    """Compute missing calibrations and print all."""
     if not any(o.startswith("method=") for o in args.overrides):
         raise UsageError("calibrate needs a method, as in: python -m kvbench calibrate method=uncomp-group")
     overrides = [f"calibration_{o}" if o.startswith("text=") else o for o in args.overrides]

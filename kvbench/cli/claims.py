@@ -23,7 +23,7 @@ says. What else you give goes to `run`. The ledger is also written to claims/<mo
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("paper", nargs="?", default="all", help="a paper, or all (default)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--format", choices=("text", "md", "latex"), default="text", help="of the ledger")

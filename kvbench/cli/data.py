@@ -26,21 +26,21 @@ WIDTH = 100
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("action", choices=ACTIONS, help="status: what is there; fetch: download datasets")
     parser.add_argument("overrides", nargs="*", metavar="id | data.root=FOLDER", help="datasets, and the data folder")
     parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Show or fetch; the status is 1 if a file has changed or a download failed."""
+    """Show or fetch datasets. Return exit status 1 if a file has changed or a download failed."""
     ids = [o for o in args.overrides if "=" not in o]
-    given = dict(o.split("=", 1) for o in args.overrides if "=" in o)
-    for key in given:
+    options = dict(o.split("=", 1) for o in args.overrides if "=" in o)
+    for key in options:
         if key != "data.root":
             raise UsageError(f"data takes data.root=FOLDER, not {key}=")
-    folder = given.get("data.root")
-    if "data.root" in given and not folder:
+    folder = options.get("data.root")
+    if "data.root" in options and not folder:
         raise UsageError("data.root= is empty: give a folder")
     return _fetch(ids, folder, args.json) if args.action == "fetch" else _status(ids, folder, args.json)
 
@@ -130,8 +130,9 @@ def _print(report: list[dict[str, Any]], root: Path | None) -> None:
         print(f"  {r['dataset']:<14} {r['state']}")
         if r["licence"] is None:
             continue
-        at = ", ".join(c[:12] for c in r["commits"])
-        where = f"{r['repo']} at {r['revision']}{f' (fetched: {at})' if at else ''}" if r["repo"] else "own address"
+        commits = ", ".join(c[:12] for c in r["commits"])
+        fetched = f" (fetched: {commits})" if commits else ""
+        where = f"{r['repo']} at {r['revision']}{fetched}" if r["repo"] else "own address"
         _detail(f"{where}; {'verified' if r['verified'] else 'not verified'}; licence: {r['licence']}")
         missing = [f for f, s in r["files"].items() if s == "missing"]
         if missing and len(missing) < len(r["files"]):

@@ -13,11 +13,11 @@ LAUNCHERS = {
     "submitit_local": ("hydra_plugins.hydra_submitit_launcher", "slurm"),
     "submitit_slurm": ("hydra_plugins.hydra_submitit_launcher", "slurm"),
 }
-"""Launchers, the module that each needs, and kvbench's extra that brings it."""
+"""The launchers, each with the module that it needs and kvbench's extra that installs it."""
 
 
 def named(command: Command) -> str:
-    """The launcher that a command names, or Hydra's own."""
+    """Return the launcher that a command names, or Hydra's own."""
     return next((o.partition("=")[2] for o in command.sweep if o.startswith("hydra/launcher=")), "basic")
 
 
@@ -35,7 +35,7 @@ def check(command: Command) -> None:
 
 
 def installed(module: str) -> bool:
-    """Whether a module can be imported, without doing so."""
+    """Return True if a module can be imported, without importing it."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:

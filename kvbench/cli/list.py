@@ -26,11 +26,11 @@ EXAMPLES = """examples:
   python -m kvbench list runs method=snapkv dataset=tiny/needle --json"""
 KINDS = ("methods", "datasets", "models", "metrics", "presets", "figures", "tables", "runs")
 ASKED = ("tables", "runs")
-"""Kinds that are only listed when they are named."""
+"""The kinds that are listed only if they are named."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument(
         "kind",
         nargs="*",
@@ -53,12 +53,12 @@ def main(args: argparse.Namespace) -> int:
             raise unknown("kind of list", kind, KINDS)
     if args.filters and "runs" not in kinds:
         raise UsageError(f"{next(iter(args.filters))}= chooses among runs: python -m kvbench list runs ...")
-    found = {kind: _LISTS[kind](args) for kind in kinds}
+    lists = {kind: _LISTS[kind](args) for kind in kinds}
     if args.json:
-        shown = {k: [cell.json() for cell in items] if k == "runs" else items for k, items in found.items()}
+        shown = {k: [cell.json() for cell in items] if k == "runs" else items for k, items in lists.items()}
         print(json.dumps(shown, indent=1, ensure_ascii=False))
         return 0
-    for kind, items in found.items():
+    for kind, items in lists.items():
         if kind == "runs":
             print(_table(args, items), end="")
             continue
@@ -80,12 +80,12 @@ def _yaml(group: str) -> list[dict[str, Any]]:
     items = []
     for path in sorted((conf_dir() / group).glob("*.yaml")):
         try:
-            found = entry(group, path)
+            knobs = entry(group, path)
         except UsageError as error:
             items.append({"id": path.stem, "about": f"cannot be used: {error}", "knobs": {}})
             continue
         first = path.read_text(encoding="utf-8").splitlines()[0]
-        items.append({"id": path.stem, "about": first.lstrip("# "), "knobs": _knobs(found)})
+        items.append({"id": path.stem, "about": first.lstrip("# "), "knobs": _knobs(knobs)})
     return items
 
 
@@ -147,7 +147,7 @@ def _figures(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _setting(setting: dict[str, Any]) -> str:
-    """One value of a preset with its source, and the model that it is for."""
+    """Return one value of a preset with its source, and the model that it is for."""
     what = f"{setting['key'].removeprefix('method.')}={_short(setting['value'])}"
     text = f"{what:<30} {setting['source']}" + (f" ({setting['model']} only)" if setting["model"] else "")
     return fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False)

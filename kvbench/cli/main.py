@@ -33,11 +33,11 @@ VERBS = {
 
 
 WIDTH = 100
-"""Characters of a line of help, as of tables."""
+"""The number of characters in a line of help, as in tables."""
 
 
 def folded(text: str) -> str:
-    """Help whose lines fit WIDTH: paragraphs are filled anew, examples and what is indented stay."""
+    """Return help whose lines fit WIDTH: paragraphs are filled anew, examples and indented lines stay."""
     lines: list[str] = []
     filling = False
     for line in text.splitlines():
@@ -51,7 +51,7 @@ def folded(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit status: 0 done, 1 failed, 2 a request that cannot be carried out."""
+    """Run one verb. Return the exit status: 0 done, 1 failed, 2 a request that cannot be carried out."""
     parser = argparse.ArgumentParser(
         prog="python -m kvbench",
         description="Measure KV-cache compression on real models, with the bytes really held.",

@@ -30,7 +30,7 @@ ACTIONS = ("fetch", "status", "list")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("action", choices=ACTIONS, help="list and status: what is there; fetch: download a model")
     parser.add_argument("overrides", nargs="*", metavar="model | from=FILE", help="entries of conf/model")
     parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _record(name: str, entry: dict[str, Any], full: bool) -> dict[str, Any]:
-    """A model's state: embedded, missing, here, damaged, or partly (in the hub's cache)."""
+    """Return a model's state: embedded, missing, here, damaged, or partly (in the hub's cache)."""
     from kvbench.models import fetch
     from kvbench.tasks import hub
 

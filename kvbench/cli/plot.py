@@ -48,7 +48,7 @@ OTHERS = ("method", "preset", "match", "reference", "per")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="figures, model, and what it reads")
     parser.add_argument("--from-csv", metavar="FILE", help="draw again from a figure's CSV, without a model")
     parser.add_argument("--stored", action="store_true", help="measure nothing, draw what is in the store")
@@ -60,30 +60,30 @@ def main(args: argparse.Namespace) -> int:
     names = [o for o in args.overrides if "=" not in o]
     pairs = [o for o in args.overrides if "=" in o]
     if args.from_csv is not None:
-        made = [_redraw(Path(args.from_csv), names, pairs)]
+        records = [_redraw(Path(args.from_csv), names, pairs)]
     elif names == ["list"] and not pairs:
-        made = []
+        records = []
         _print_list(args.json)
     elif not names:
         raise UsageError("plot needs a figure, as in: python -m kvbench plot uncomp/fig1 (all: plot list)")
     else:
-        made = _plot(names, pairs, args.json, args.stored)
-    if args.json and made:
-        print(json.dumps(made, indent=1, ensure_ascii=False))
-    elif made:
-        print("\n\n".join(_written(m) for m in made))
+        records = _plot(names, pairs, args.json, args.stored)
+    if args.json and records:
+        print(json.dumps(records, indent=1, ensure_ascii=False))
+    elif records:
+        print("\n\n".join(_written(m) for m in records))
     return 0
 
 
 def _plot(names: list[str], pairs: list[str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
     keys = [p.partition("=")[0] for p in pairs]
-    own = {k: _own(k, v) for k, _, v in (p.partition("=") for p in pairs) if k in (*WHOLE, *LISTS, "text")}
+    figure_keys = {k: _own(k, v) for k, _, v in (p.partition("=") for p in pairs) if k in (*WHOLE, *LISTS, "text")}
     for key in keys:
         if keys.count(key) > 1:
             raise UsageError(f"{key}= is given {keys.count(key)} times: give it once")
         if key in OTHERS or (key in top_level() and key not in TAKES):
             raise UsageError(f"{key}= is not possible: a figure says itself what is read and run, it takes no {key}=")
-    if "text" in own and "dataset" in keys:
+    if "text" in figure_keys and "dataset" in keys:
         raise UsageError("text= and dataset= are two ways to say what is read: give one of them")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.papers.figures import registry
@@ -92,60 +92,61 @@ def _plot(names: list[str], pairs: list[str], quiet: bool, stored: bool) -> list
     figures = registry.of(names)
     of_results = [f for f in figures if isinstance(f, ResultFigure)]
     of_activations = [f for f in figures if not isinstance(f, ResultFigure)]
-    for key in own:
+    for key in figure_keys:
         takers = [f.id for f in registry.FIGURES.values() if _takes(f, key)]
         if not any(_takes(f, key) for f in figures):
             raise UsageError(
                 f"{key}= is not possible with {', '.join(f.id for f in figures)}: {', '.join(takers)} take it"
             )
-    one = [f.id for f in figures if len(f.knobs.get("bits") or ()) == 1]
-    if one and len(own.get("bits", ())) > 1:
-        raise UsageError(f"bits={','.join(map(str, own['bits']))} is not possible: {one[0]} shows one width, as bits=4")
+    single_width = [f.id for f in figures if len(f.knobs.get("bits") or ()) == 1]
+    if single_width and len(figure_keys.get("bits", ())) > 1:
+        bits = ",".join(map(str, figure_keys["bits"]))
+        raise UsageError(f"bits={bits} is not possible: {single_width[0]} shows one width, as bits=4")
     if stored and not of_results:
         raise UsageError(f"--stored is not possible with {names[0]}: its data are not in the store, they are computed")
-    plain = [p for p in pairs if p.partition("=")[0] not in own]
+    plain = [p for p in pairs if p.partition("=")[0] not in figure_keys]
     models = split_list(dict(p.partition("=")[::2] for p in plain).get("model", ""))
     if len(models) > 1:
         raise UsageError(f"plot draws one model at a time, not {len(models)}: give model= one name")
-    made = []
+    records = []
     if of_activations:
-        made = _of_activations(of_activations, words.read([*plain, "method=full"]).runs[0], keys, own, quiet)
-    return made + _of_results(of_results, plain, quiet, stored)
+        records = _of_activations(of_activations, words.read([*plain, "method=full"]).runs[0], keys, figure_keys, quiet)
+    return records + _of_results(of_results, plain, quiet, stored)
 
 
 def _takes(figure: Any, key: str) -> bool:
-    """Whether a key that is not a run's says something to the figure."""
+    """Return True if the figure uses a key that is not a run's."""
     from kvbench.papers.figures.measured import ResultFigure
 
     return key in figure.knobs or (key in ("text", "samples") and not isinstance(figure, ResultFigure))
 
 
 def _of_results(figures: Sequence[Any], pairs: Sequence[str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
-    """Figures of measured cells; what is missing is measured unless ``stored``."""
+    """Draw figures of measured cells. Missing cells are measured first, unless ``stored``."""
     from kvbench.papers.figures import measured
     from kvbench.papers.figures.figure import folder
     from kvbench.papers.spec import stand_ins
 
-    given = dict(p.partition("=")[::2] for p in pairs)
-    results = given.get("results", str(top_level()["results"]))
+    options = dict(p.partition("=")[::2] for p in pairs)
+    results = options.get("results", str(top_level()["results"]))
     ready = [(figure, measured.prepare(figure, pairs)) for figure in figures]
-    made = []
+    records = []
     for figure, source in ready:
         if not stored:
             source.measure(quiet)
         data = figure.compute(source)
         if data.empty:
             raise UsageError(f"{figure.id}: nothing of it is in {results}; leave out --stored to measure it")
-        model = given.get("model", stand_ins.MODEL) if figure.sweeps else ""
+        model = options.get("model", stand_ins.MODEL) if figure.sweeps else ""
         paths, finding = figure.write(data, source.facts(), folder(results, model))
-        made.append(_record(figure, paths, finding))
-    return made
+        records.append(_record(figure, paths, finding))
+    return records
 
 
 def _of_activations(
     figures: Sequence[Any], request: RunRequest, keys: Sequence[str], own: dict[str, Any], quiet: bool
 ) -> list[dict[str, Any]]:
-    """Figures of what a model computes while it reads."""
+    """Draw figures of a model's activations while it reads."""
     from kvbench.papers.figures import source
     from kvbench.papers.figures.figure import folder
     from kvbench.papers.figures.reading import Reading
@@ -154,7 +155,7 @@ def _of_activations(
 
     cfg = config.parse(request)
     origin = source.locate(cfg, "dataset" in keys, own.get("text"), own.get("samples"), own.get("tokens"))
-    made = []
+    records = []
     for figure in figures:
         prompts = origin.prompts(figure)
         knobs = source.knob_values(figure, own)
@@ -167,12 +168,12 @@ def _of_activations(
                 lambda tick=tick, name=figure.id: tick(name, 1),  # type: ignore[misc]
             )
             data = figure.compute(reading)
-        said = {k: ",".join(map(str, v)) if isinstance(v, tuple) else v for k, v in knobs.items() if v is not None}
+        texts = {k: ",".join(map(str, v)) if isinstance(v, tuple) else v for k, v in knobs.items() if v is not None}
         paths, finding = figure.write(
-            data, {**origin.facts(prompts, knobs.get("tokens")), **said}, folder(cfg.results, cfg.model.name)
+            data, {**origin.facts(prompts, knobs.get("tokens")), **texts}, folder(cfg.results, cfg.model.name)
         )
-        made.append(_record(figure, paths, finding))
-    return made
+        records.append(_record(figure, paths, finding))
+    return records
 
 
 def _redraw(path: Path, names: list[str], pairs: list[str]) -> dict[str, Any]:
@@ -191,7 +192,7 @@ def _redraw(path: Path, names: list[str], pairs: list[str]) -> dict[str, Any]:
 
 
 def _own(key: str, value: str) -> Any:
-    """The value of a key that is not a run's."""
+    """Parse the value of a key that is not a run's."""
     if key == "text":
         if not value:
             raise UsageError("text= is empty: give a text file")
@@ -209,7 +210,7 @@ def _own(key: str, value: str) -> Any:
 
 
 def listing() -> list[dict[str, Any]]:
-    """Every figure: id, what it shows, what the paper finds there, and its knobs."""
+    """Return every figure: its id, content, the paper's finding, and its knobs."""
     from kvbench.papers.figures.registry import FIGURES
 
     return [

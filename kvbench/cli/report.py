@@ -31,7 +31,7 @@ METHODS = ("method=full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio=0.125")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="output=, samples=, results=, and run's keys")
     parser.add_argument("--json", action="store_true", help="print what the page shows as JSON on stdout")
 
@@ -91,7 +91,7 @@ def _collect(given: dict[str, str], count: int) -> ReportPage:
 
 
 def _runs(results: Path) -> list[dict[str, Any]]:
-    """Every cell of the store with what it was measured with."""
+    """Return every cell of the store with its provenance."""
     from kvbench.cli import runs
     from kvbench.run.labels import fields
     from kvbench.run.store import ResultStore

@@ -49,7 +49,7 @@ of a channel; match=true is what preset= says, or bytes. The report states every
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to measure, and how")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
     parser.add_argument("--config", action="store_true", help="print the composed configuration, and stop")
@@ -58,13 +58,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def output_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a report is printed."""
+    """Add the options for printing a report."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
     parser.add_argument("--format", choices=("text", "md", "csv", "latex"), default="text", help="of the table")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure and print; cells that were refused or failed make the exit status 1."""
+    """Measure and print. Return exit status 1 if a cell was refused or failed."""
     command = words.read(args.overrides, args.multirun)
     launchers.check(command)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
-    """Print reports as asked for; the status is 1 if any cell was refused or failed."""
+    """Print reports as the options say. Return exit status 1 if any cell was refused or failed."""
     from kvbench.tables import render
 
     if args.json:
@@ -116,44 +116,44 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
 
 @dataclass
 class Stop:
-    """The exit status of a run that a signal ended; None for one that came to its end."""
+    """The exit status of a run that a signal ended, or None for one that finished."""
 
     status: int | None = None
 
 
 @contextmanager
 def stopping(prepared: Sequence[RunPlan], asked: Sequence[str]) -> Iterator[Stop]:
-    """End on SIGINT or SIGTERM as soon as what is measured is safe; say what is done and how to go on.
+    """End on SIGINT or SIGTERM once measured answers are safe; print the progress and the command to go on.
 
     ``asked`` are the verb and its arguments.
     """
-    stop, came = Stop(), []
+    stop, signals = Stop(), []
 
     def interrupt(number: int, frame: object) -> None:
-        came.append(number)
+        signals.append(number)
         raise KeyboardInterrupt(f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}")
 
-    before = {}
+    previous_handlers = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous_handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     except KeyboardInterrupt:
-        stop.status = 128 + (came[-1] if came else signal.SIGINT)
+        stop.status = 128 + (signals[-1] if signals else signal.SIGINT)
         todo = [t for p in prepared for t in p.todo()]
-        done, left = (sum(t.answers_done for t in todo), sum(t.answers_to_do for t in todo))
+        answered, left = (sum(t.answers_done for t in todo), sum(t.answers_to_do for t in todo))
         command = shlex.join(["python", "-m", "kvbench", *asked])
         print(
-            f"kvbench: interrupted. {done} of {done + left} answers are done and safe; to go on:\n  {command}",
+            f"kvbench: interrupted. {answered} of {answered + left} answers are done and safe; to go on:\n  {command}",
             file=sys.stderr,
         )
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
-    """Print what would be measured; nothing is."""
+    """Print what would be measured, and measure nothing."""
     plans = [p.plan() for p in prepared]
     if as_json:
         shown = [
@@ -171,7 +171,7 @@ def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
 
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
-    """All that is told of a plan: each group, all together, memory, notes, calibrations, the cells of each method."""
+    """Yield the lines of a plan: each group, the sum, memory, notes, calibrations, the cells of each method."""
     from kvbench.tables.render import size
 
     for group in plan.groups:
@@ -189,7 +189,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def _planned(g: GroupPlan) -> Iterator[str]:
-    """What is done and left of one group, what that takes, and in which parts it runs."""
+    """Yield the lines of one group: answers done and left, memory and time, and the parts in which it runs."""
     from kvbench.tables.render import size
 
     yield (
@@ -212,15 +212,15 @@ def _planned(g: GroupPlan) -> Iterator[str]:
 
 
 def _together(plan: Plan) -> Iterator[str]:
-    """All groups in one line, and where their times come from."""
-    left = [g for g in plan.groups if g.answers_to_do]
-    if not left:
+    """Yield the sum of all groups, and the source of rough times."""
+    todo = [g for g in plan.groups if g.answers_to_do]
+    if not todo:
         return
-    rough = any(g.rough for g in left)
+    rough = any(g.rough for g in todo)
     yield (
-        f"together: {sum(g.answers_to_do for g in left)} answers in {sum(g.prefills for g in left)} prefills "
-        f"({sum(g.prefills_saved for g in left)} saved by sharing), "
-        f"{'roughly' if rough else 'about'} {_duration(sum(g.seconds for g in left))}"
+        f"together: {sum(g.answers_to_do for g in todo)} answers in {sum(g.prefills for g in todo)} prefills "
+        f"({sum(g.prefills_saved for g in todo)} saved by sharing), "
+        f"{'roughly' if rough else 'about'} {_duration(sum(g.seconds for g in todo))}"
     )
     if rough:
         yield (

@@ -1,4 +1,4 @@
-"""Stored cells as lists show them: one record each, filters by key=value, and a table."""
+"""List stored cells: a record for each, filters by key=value, and a table."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ DAMAGED = "damaged"
 
 
 def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-    """The ``key=value`` arguments; raises UsageError for one not in ``keys``, given twice or without a value."""
-    found: dict[str, str] = {}
+    """Parse ``key=value`` arguments. Raises UsageError for one not in ``keys``, given twice or without a value."""
+    values: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or key not in keys:
             raise unknown("argument", argument, [f"{k}=" for k in keys])
-        if key in found:
-            raise UsageError(f"{key}= is given 2 times: list the values with commas, {key}={found[key]},{value}")
+        if key in values:
+            raise UsageError(f"{key}= is given 2 times: list the values with commas, {key}={values[key]},{value}")
         if "" in split_list(value):
             raise UsageError(f"{argument}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
-        found[key] = value
-    for status in split_list(found["status"]) if "status" in found else ():
+        values[key] = value
+    for status in split_list(values["status"]) if "status" in values else ():
         if status not in (*STATUSES, DAMAGED):
             raise unknown("status", status, (*STATUSES, DAMAGED))
-    return found
+    return values
 
 
 @dataclass(frozen=True)
 class StoredCell:
-    """What there is to know about one stored cell at a glance.
+    """The summary of one stored cell in a list.
 
-    ``summary`` is of all its samples; None where there is none of so many. ``differs`` tells it from cells of the same
-    label, dataset and model.
+    ``summary`` is of all its samples; None if there is no current one. ``differs`` states the settings that tell it
+    from cells of the same label, dataset and model.
     """
 
     id: str
@@ -54,13 +54,13 @@ class StoredCell:
 
     @property
     def label(self) -> str:
-        """The method with its budgets and knobs."""
+        """Return the method with its budgets and knobs."""
         damaged = self.status.status == DAMAGED
         return "" if damaged else label(self.record.identity, self.record.label)
 
     @property
     def changed(self) -> str | None:
-        """The time of the last write, in ISO format."""
+        """Return the time of the last write, in ISO format."""
         time_s = self.status.changed
         return None if time_s is None else datetime.fromtimestamp(time_s).astimezone().isoformat("T", "seconds")
 
@@ -83,23 +83,23 @@ class StoredCell:
 
 
 def rows(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCell]:
-    """The cells of a store that pass all ``filters``, by dataset and label."""
-    asked = filters.get("cells")
-    names = store.folders() if asked is None else [store.find(name) for name in dict.fromkeys(split_list(asked))]
+    """Return the cells of a store that pass all ``filters``, sorted by dataset and label."""
+    chosen = filters.get("cells")
+    names = store.folders() if chosen is None else [store.find(name) for name in dict.fromkeys(split_list(chosen))]
     alike: dict[tuple[str, ...], list[StoredCell]] = {}
     for cell in map(partial(row, store), names):
         if _passes(cell, filters):
             alike.setdefault((cell.label, cell.record.column, cell.record.model), []).append(cell)
-    told = [
+    labelled = [
         replace(cell, differs=words)
         for some in alike.values()
         for cell, words in zip(some, differences([c.record.identity for c in some]), strict=True)
     ]
-    return sorted(told, key=lambda c: (c.record.column, c.label, c.differs, c.id))
+    return sorted(labelled, key=lambda c: (c.record.column, c.label, c.differs, c.id))
 
 
 def row(store: ResultStore, name: str) -> StoredCell:
-    """What there is to know about one cell."""
+    """Return the summary of one cell; a damaged one gets the status DAMAGED."""
     folder = str(store.folder(name))
     try:
         record, status = store.cell(name) or CellRecord(), store.status(name)
@@ -107,13 +107,13 @@ def row(store: ResultStore, name: str) -> StoredCell:
         label(record.identity, record.label)
     except UsageError as error:
         return StoredCell(name, folder, CellRecord(), Status(DAMAGED, 0, None, str(error)))
-    # of an interrupted cell, the means may be of fewer samples than there are
+    # the means of an interrupted cell may be of fewer samples than it has now
     current = summary is not None and summary.n == status.n and status.status != "refused"
     return StoredCell(name, folder, record, status, summary if current else None)
 
 
 def table(found: Sequence[StoredCell], store: ResultStore) -> str:
-    """The cells as text that fits 100 columns, with reasons and counts below."""
+    """Return the cells as text that fits 100 columns, with reasons and counts below."""
     from kvbench.tables.table import Table
     from kvbench.tables.writers import compose
 
@@ -147,7 +147,7 @@ def _texts(cell: StoredCell) -> tuple[str, ...]:
 
 
 def _fold(text: str, at: str, width: int = 24) -> list[str]:
-    """The text in lines of at most ``width`` characters, broken behind ``at``, or anywhere where there is none."""
+    """Break the text into lines of at most ``width`` characters, behind ``at``, or anywhere without one."""
     lines = [""]
     for i, part in enumerate(text.split(at) if text else ()):
         piece = f"{lines[-1]}{at}{part}" if i else part

@@ -40,7 +40,7 @@ SPLITS = ("auto", "standard", "e")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("path", metavar="PATH", help="folder of predictions, or one file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="how to score, and what made the answers")
     parser.add_argument("--model", help="model that made the answers, the same as model=")
@@ -51,38 +51,38 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Score and print; the status is 1 if a file could not be scored, 2 if there is nothing to score."""
+    """Score and print. Return exit status 1 if a file could not be scored, 2 if there is nothing to score."""
     start = time.perf_counter()
-    given = _given(args)
+    options = _given(args)
     from kvbench import imports, metrics
     from kvbench.imports import scoring, stored, table, verdict
     from kvbench.run.store import ResultStore
     from kvbench.tables import writers
     from kvbench.tasks import longbench
 
-    longbench.metric_name("lcc", given["code_sim"])
-    if given["metric"] is not None:
-        metrics.metric(given["metric"])
-    source = verdict.PredictionSource(given["model"], given["method"], given["setting"], given["prompt"])
+    longbench.metric_name("lcc", options["code_sim"])
+    if options["metric"] is not None:
+        metrics.metric(options["metric"])
+    source = verdict.PredictionSource(options["model"], options["method"], options["setting"], options["prompt"])
     if args.store and not (source.model and source.method):
         raise UsageError("--store needs model=NAME method=NAME: what made these answers")
-    files, errors = _read(imports.find(Path(args.path)), given)
-    read = time.perf_counter()
+    files, errors = _read(imports.find(Path(args.path)), options)
+    read_at = time.perf_counter()
     scored = scoring.score_all(files)
-    done = time.perf_counter()
-    verdicts = verdict.beside(source, scored, given["code_sim"])
+    scored_at = time.perf_counter()
+    verdicts = verdict.beside(source, scored, options["code_sim"])
     records, means = table.tasks(scored, verdicts), verdict.means(source, scored)
     cells = []
     if args.store and scored:
-        store = ResultStore(Path(given["results"]).expanduser())
+        store = ResultStore(Path(options["results"]).expanduser())
         cells = stored.store_cells(store, source, scored)
         for record, cell in zip(records, cells, strict=True):
             record["cell"] = cell
-    timing = {"read_s": round(read - start, 2), "score_s": round(done - read, 2)}
+    timing = {"read_s": round(read_at - start, 2), "score_s": round(scored_at - read_at, 2)}
     if args.json:
         result = {
             "path": args.path,
-            "code_sim": given["code_sim"],
+            "code_sim": options["code_sim"],
             "tasks": records,
             "mean": table.average(records),
             "published_means": [{"paper": p, "table": t, **m} for (p, t), m in means.items()],
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
     elif scored:
         notes = table.notes(records, verdicts)
         if cells:
-            notes.append(f"Imported as {len(cells)} cells of {given['results']}/cells (python -m kvbench list runs).")
+            notes.append(f"Imported as {len(cells)} cells of {options['results']}/cells (python -m kvbench list runs).")
         print(writers.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
     _report_time(records, timing, time.perf_counter() - start)
     for error in errors:
@@ -104,47 +104,47 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """The keys with their defaults; raises UsageError for an unknown or repeated one."""
-    given = dict(KEYS)
-    seen = [(k, v) for k, v in (("model", args.model), ("method", args.method)) if v is not None]
+    """Return the keys with their defaults. Raises UsageError for an unknown or repeated one."""
+    options = dict(KEYS)
+    pairs = [(k, v) for k, v in (("model", args.model), ("method", args.method)) if v is not None]
     for argument in args.overrides:
         key, sign, value = argument.partition("=")
         if not sign:
             raise UsageError(f"{argument!r} is not key=value, as in code_sim=difflib")
         if key not in KEYS:
             raise unknown("key of score", key, KEYS)
-        seen.append((key, value))
-    for key, value in seen:
-        if [k for k, _ in seen].count(key) > 1:
+        pairs.append((key, value))
+    for key, value in pairs:
+        if [k for k, _ in pairs].count(key) > 1:
             raise UsageError(f"{key}= is given twice")
         if not value:
             raise UsageError(f"{key}= is empty")
-        given[key] = value
-    if given["split"] not in SPLITS:
-        raise unknown("split", given["split"], SPLITS)
-    return given
+        options[key] = value
+    if options["split"] not in SPLITS:
+        raise unknown("split", options["split"], SPLITS)
+    return options
 
 
 def _read(paths: list[Path], given: dict[str, Any]) -> tuple[list[tuple[Any, str]], list[dict[str, str]]]:
-    """What can be scored with its metric, and for each other file what is wrong with it."""
+    """Return the predictions that can be scored, each with its metric, and the errors of other files."""
     from kvbench import imports
     from kvbench.imports import layouts, scoring
     from kvbench.tasks import longbench
 
-    found, errors = [], []
+    answers, errors = [], []
     for path in paths:
         if len(paths) > 1 and layouts.unrelated(path):
             print(f"kvbench: skipped {path}: a CSV without the column predicted_answer", file=sys.stderr)
             continue
         try:
-            found.append((path, imports.read(path)))
+            answers.append((path, imports.read(path)))
         except UsageError as error:
             errors.append({"file": str(path), "error": str(error)})
-    if not found and not errors:
+    if not answers and not errors:
         raise UsageError(f"{paths[0].parent} holds no predictions ({imports.LAYOUTS})")
-    settled = imports.settle_split([p for _, every in found for p in every], given["split"])
+    predictions_by_split = imports.settle_split([p for _, every in answers for p in every], given["split"])
     files = []
-    for predictions in settled:
+    for predictions in predictions_by_split:
         try:
             name = scoring.choose_metric(predictions, given["code_sim"], given["metric"])
             scoring.check(predictions, name)

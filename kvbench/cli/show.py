@@ -19,7 +19,7 @@ EXAMPLES = """examples:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="CELL | key=value", help="a cell's id, or a run's overrides")
     parser.add_argument("--samples", type=int, default=3, help="answers to show of a cell (default 3)")
     parser.add_argument("--results", default="results", help="folder of results, for a cell (default results)")
@@ -89,12 +89,12 @@ def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
 
 
 def _wrapped(text: str) -> str:
-    """The text in lines of at most 100 columns."""
+    """Return the text in lines of at most 100 columns."""
     return fill(text, 100, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _plain(value: Any) -> str:
-    """A fact as a reader wants it: without the braces and quotes of JSON."""
+    """Return a fact in words, without the braces and quotes of JSON."""
     if isinstance(value, dict):
         return "(" + ", ".join(f"{k} {_plain(v)}" for k, v in value.items()) + ")"
     return str(value)

@@ -30,7 +30,7 @@ def job(cfg: DictConfig) -> None:
 
 
 def sweep(command: Command, prepared: RunPlan) -> None:
-    """Run every shard of the command's only run through Hydra's launcher; raises KvbenchError if one did not end.
+    """Run every shard of the command's only run through Hydra's launcher. Raises KvbenchError if one did not end.
 
     ``prepared`` is the whole run, as this machine sees it.
     """
@@ -60,13 +60,13 @@ def sweep(command: Command, prepared: RunPlan) -> None:
 
 
 def _quoted(text: str) -> str:
-    """A text that Hydra reads as it is."""
+    """Return a text quoted so that Hydra reads it unchanged."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
     return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
 
 
 def _check_dtype(command: Command, prepared: RunPlan) -> None:
-    """Raise UsageError where workers with GPUs would choose another precision, hence other cells, than this machine."""
+    """Raise UsageError if workers with GPUs would choose another precision, and so other cells, than this machine."""
     gpus = next((o for o in command.sweep if "gpu" in o.partition("=")[0] and o.partition("=")[2] != "0"), None)
     if gpus and prepared.cfg.model.dtype == "auto" and not torch.cuda.is_available():
         raise UsageError(
@@ -76,7 +76,7 @@ def _check_dtype(command: Command, prepared: RunPlan) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """What ended the job, as its launcher says it: in its first line, or the last of a worker's traceback from Ray."""
+    """Return the cause of a job's end: the first line of its error, or the last of a worker's traceback from Ray."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

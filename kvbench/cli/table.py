@@ -43,7 +43,7 @@ FIXED = ("method", "dataset", "preset", "match", "reference", "tasks")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument("table", help="paper/number, a paper, or all")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
@@ -57,7 +57,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure what is missing and print; refused rows make the exit status 1."""
+    """Measure missing cells and print. Return exit status 1 if rows were refused."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.errors import unknown
     from kvbench.papers.measured import grid, page
@@ -67,11 +67,11 @@ def main(args: argparse.Namespace) -> int:
     for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
         if value not in allowed:
             raise unknown(f"value of {name}", value, allowed)
-    given = dict(o.partition("=")[::2] for o in args.overrides)
-    fixed = next((k for k in given if k in FIXED), None)
+    options = dict(o.partition("=")[::2] for o in args.overrides)
+    fixed = next((k for k in options if k in FIXED), None)
     if fixed:
-        raise UsageError(f"{fixed}={given[fixed]} is not possible here: the paper's table says it. Use `run` instead")
-    model = given.pop("model", "")
+        raise UsageError(f"{fixed}={options[fixed]} is not possible here: the paper's table says it. Use `run` instead")
+    model = options.pop("model", "")
     tables = table_spec.find(args.table)
     if args.trace and len(tables) > 1:
         raise UsageError(f"--trace needs one table, as in think/2, not {args.table}")
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     for i, table in enumerate(tables):
         if i and args.format == "text" and not args.json:
             print()
-        overrides = [f"{k}={v}" for k, v in given.items()]
+        overrides = [f"{k}={v}" for k, v in options.items()]
         if table.kind == timings.KIND:
             # of several tables each takes what is its own; of one, a key that is not is an error
             mine = [o for o in overrides if len(tables) == 1 or timings.allowed(o.partition("=")[0])]

@@ -1,4 +1,4 @@
-"""What a reader of scores must be told about prompts, answers and columns that show nothing."""
+"""Notes for readers of scores: on prompts, on answers, and on columns that show nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy
 
 SHORT_ANSWER = 16
-"""New tokens in which a chat model may not have come to its answer: it begins with words of the question."""
+"""Answers of fewer new tokens may end early: a chat model begins with words of the question."""
 
 
 def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
-    """What of the prompt policy the tokenizer or the tasks make pointless or harmful, known before anything is read."""
+    """Return notes on prompt settings that the tokenizer or the tasks make pointless or harmful."""
     answered = [t for t in tasks if not t.examples[0].tokens]
     templated = [t for t in answered if policy.templated(t)]
     notes = []
@@ -32,12 +32,12 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
 
 
 def at_floor(task: Task, full: stats.Scores) -> bool:
-    """Tell whether the full cache's scores of a task say nothing (``stats.at_floor``); never of a likelihood."""
+    """Return True if the full cache's scores of a task say nothing (``stats.at_floor``); never for a likelihood."""
     return metric(task.metric).shown is None and stats.at_floor(full, chance(task))
 
 
 def chance(task: Task) -> float:
-    """What empty answers or guessing score of 1; 0 of a likelihood."""
+    """Return the score, of at most 1, of empty answers or of guessing; 0 for a likelihood."""
     first = task.examples[0]
     if first.tokens:
         return 0.0

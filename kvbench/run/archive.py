@@ -1,4 +1,4 @@
-"""Samples behind a committed table, in one small file: what a reader needs to make the table again."""
+"""The samples behind a committed table in one small file, from which a reader can make the table again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench.run.store import ResultStore
 
 
 def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
-    """Write the records and samples of ``cells`` as gzipped JSON lines; equal content gives equal bytes."""
+    """Write the records and samples of ``cells`` as gzipped JSON lines. Equal content gives equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as out:
         for cell in sorted(set(cells)):
@@ -25,7 +25,7 @@ def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
 
 
 def unpack(path: Path, store: ResultStore) -> list[str]:
-    """Write what ``path`` holds into an empty store; returns the ids of its cells."""
+    """Write the records and samples in ``path`` into an empty store and return the ids of its cells."""
     cells = []
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
@@ -43,8 +43,8 @@ def unpack(path: Path, store: ResultStore) -> list[str]:
 
 
 def restore(path: Path, store: ResultStore) -> int:
-    """Put into ``store`` what it lacks of ``path``, so that a run goes on from there; returns how many answers came."""
-    came = 0
+    """Add to ``store`` the samples of ``path`` that it lacks, so that a run goes on there. Return their number."""
+    count = 0
     with tempfile.TemporaryDirectory() as folder:
         packed = ResultStore(Path(folder))
         for cell in unpack(path, packed):
@@ -55,8 +55,8 @@ def restore(path: Path, store: ResultStore) -> int:
             if missing:
                 with (store.folder(cell) / "samples-0.jsonl").open("a", encoding="utf-8") as out:
                     out.writelines(map(line_of, missing))
-            came += len(missing)
-    return came
+            count += len(missing)
+    return count
 
 
 def _line(entry: object) -> bytes:

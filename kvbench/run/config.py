@@ -1,4 +1,4 @@
-"""The composed configuration as typed, frozen records. Every field says whether it is part of a result's identity."""
+"""The composed configuration as typed, frozen records. Every field is marked as identity or runtime of a result."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kvbench.run.words import RunRequest
 from kvbench.tasks.prompt import TEMPLATES, PromptPolicy
 
 MAX_THREADS = 1024
-"""More than any processor has; a million would take the machine down before PyTorch says no."""
+"""The largest ``threads``. A million would take the machine down before PyTorch refused it."""
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """One dataset entry with its knobs settled, and which of its tasks are wanted (none named: all)."""
+    """One dataset entry with its final knobs and the tasks chosen of it; an empty ``tasks`` means all."""
 
     name: str = identity()
     knobs: Mapping[str, Any] = identity()
@@ -40,7 +40,7 @@ class DatasetConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen: greedily at temperature 0, else drawn, seeded per example and independent of batches."""
+    """The choice of tokens: greedy at temperature 0, else drawn with a seed per example, independent of batches."""
 
     temperature: float = identity(default=0.0)
     top_p: float = identity(default=1.0)
@@ -53,7 +53,7 @@ class Sampling:
         check("sample_seed", self.sample_seed, is_whole(self.sample_seed), "a whole number")
 
     def identity(self) -> dict[str, Any]:
-        """What of it decides the numbers."""
+        """Return the settings that decide the numbers; ``top_p`` and the seed do not if decoding is greedy."""
         if not self.temperature:
             return {"greedy": True}
         return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.sample_seed}
@@ -61,7 +61,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    """Where a run is followed besides its results folder: nowhere, or Weights & Biases."""
+    """The service that a run is sent to besides its results folder: none, or Weights & Biases."""
 
     name: str = runtime(default="none")
     mode: str = runtime(default="disabled")
@@ -82,7 +82,7 @@ class LoggerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run: a model, its chains and datasets, and how to go about it."""
+    """One run: a model, its chains and datasets, and the settings of prompts, decoding and resources."""
 
     model: ModelConfig = identity()
     chains: tuple[ChainConfig, ...] = identity()
@@ -119,8 +119,8 @@ class RunConfig:
         number = isinstance(self.memory, (int, float)) and not isinstance(self.memory, bool) and self.memory > 0
         check("memory", self.memory, self.memory is None or number, "auto, or GiB that caches may take, above 0")
         check("shards", self.shards, is_whole(self.shards) and self.shards >= 1, "a whole number, 1 or more")
-        whole = is_whole(self.shard) and 0 <= self.shard < self.shards
-        check("shard", self.shard, whole, f"0 to {self.shards - 1}, since shards={self.shards}")
+        in_range = is_whole(self.shard) and 0 <= self.shard < self.shards
+        check("shard", self.shard, in_range, f"0 to {self.shards - 1}, since shards={self.shards}")
         check("results", self.results, bool(self.results), "a folder")
         check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
         for name in ("calibration", "calibration_text"):
@@ -129,15 +129,15 @@ class RunConfig:
 
 
 def read(arguments: Sequence[str]) -> RunConfig:
-    """Return the one run that ``key=value`` arguments ask for; raises UsageError naming key and value."""
+    """Return the one run that ``key=value`` arguments ask for. Raises UsageError naming key and value."""
     (request,) = words.read(arguments).runs
     return parse(request)
 
 
 def parse(request: RunRequest, composed: Mapping[str, Any] | None = None) -> RunConfig:
-    """Return the typed run of a request; grids of knobs are expanded. Raises UsageError naming key and value.
+    """Return the typed run of a request, with grids of knobs expanded. Raises UsageError naming key and value.
 
-    ``composed`` is what Hydra made of the request's ``group_overrides`` where it composed them itself.
+    ``composed`` is Hydra's composition of the request's ``group_overrides``, where it was composed already.
     """
     raw = compose(request, composed)
     model = ModelConfig(**raw["model"])
@@ -165,7 +165,7 @@ def group_overrides(request: RunRequest) -> list[str]:
 
 
 def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return conf/ as the request chooses from it, with its values in their places and its methods' knobs by stage."""
+    """Return the part of conf/ that the request chooses, with its values set and its methods' knobs by stage."""
     raw = copy.deepcopy(dict(composed)) if composed is not None else _composed(group_overrides(request))
     methods, preset = request.methods or tuple(whole_config()["chains"]), _preset(request)
     raw |= {"chains": list(methods), "preset": {"name": request.preset}, "per": preset.get("per", raw["per"])}
@@ -181,7 +181,7 @@ def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> d
 
 
 def _composed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Hydra's composition of conf/; its errors come as UsageError."""
+    """Return Hydra's composition of conf/. Raises UsageError in place of Hydra's errors."""
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
             cfg = hydra_compose(config_name="config", overrides=list(overrides))
@@ -195,7 +195,7 @@ def _preset(request: RunRequest) -> dict[str, Any]:
 
 
 def _put(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value by its full key; raises UsageError where there is no such key."""
+    """Set a value by its full key. Raises UsageError if there is no such key."""
     *path, last = key.split(".")
     place = raw
     for part in path:
@@ -206,36 +206,36 @@ def _put(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _limit_names() -> set[str]:
-    """The papers for which some model of conf/model states a prompt limit."""
+    """Return the papers for which some model of conf/model states a prompt limit."""
     return {name for entry in entries("model").values() for name in entry["prompt_limits"]}
 
 
 def _prompt(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
-    """The prompt policy with the model's limit for the paper that it names; ``max_length`` wins over it.
+    """Return the prompt policy with the model's limit for the paper that it names; ``max_length`` overrides that.
 
-    Where a preset's script treated this model otherwise, the model entry says so: off, on, skip, or a template's text.
+    If a preset's script treated this model in its own way, the model entry holds it: off, on, skip, or a template.
     """
-    given = dict(raw["prompt"])
-    own = model.prompt_templates.get(given["name"])
-    if own in TEMPLATES:
-        given["template"] = own
-    elif own is not None and model.chat_template is None:  # a template that the user gave wins
-        fits = "messages" in own and not given["system"]
-        key = f"model.prompt_templates.{given['name']}"
-        check(key, own, fits, "off, on, skip, or Jinja of messages without system=")
-        given["frame"] = own
-    limits = given.pop("limits")
+    policy = dict(raw["prompt"])
+    template = model.prompt_templates.get(policy["name"])
+    if template in TEMPLATES:
+        policy["template"] = template
+    elif template is not None and model.chat_template is None:  # a template that the user gave wins
+        fits = "messages" in template and not policy["system"]
+        key = f"model.prompt_templates.{policy['name']}"
+        check(key, template, fits, "off, on, skip, or Jinja of messages without system=")
+        policy["frame"] = template
+    limits = policy.pop("limits")
     if limits is not None and limits not in _limit_names():
         raise unknown("name of a prompt limit, prompt.limits", limits, _limit_names())
     limit = model.prompt_limits.get(limits) if limits else None
-    return PromptPolicy(**{**given, "max_length": raw["max_length"] if raw["max_length"] is not None else limit})
+    return PromptPolicy(**{**policy, "max_length": raw["max_length"] if raw["max_length"] is not None else limit})
 
 
 def _datasets(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
     for name, entry in raw["dataset"].items():
         wanted = [str(t).partition("/") for t in raw["tasks"]]
-        mine = [task for owner, _, task in wanted if owner == name]
-        tasks = () if "" in mine else tuple(dict.fromkeys(mine))
+        named = [task for owner, _, task in wanted if owner == name]
+        tasks = () if "" in named else tuple(dict.fromkeys(named))
         axes = list(grids(entry, entries("dataset").get(name, {})))
         for chosen in itertools.product(*(v for _, v in axes)):
             knobs = {**entry, **{k: v for (k, _), v in zip(axes, chosen, strict=True)}}
@@ -245,7 +245,7 @@ def _datasets(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
 
 
 def plain(error: Exception) -> str:
-    """Hydra's message without its internals."""
+    """Return Hydra's message without its internals."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__
     if cause is not None and str(cause) and str(cause) not in str(error):

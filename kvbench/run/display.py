@@ -1,4 +1,4 @@
-"""Progress of a run on stderr: a line per group with rate, tokens kept and ETA on a terminal, else plain lines."""
+"""The progress of a run on stderr: on a terminal a bar per group with rate, tokens kept and ETA, else plain lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.run.run_plan import RunPlan
 
 @dataclass
 class Count:
-    """Answers of one group. ``start`` is when the run came to it, ``kept`` the sum of fractions of prompts kept."""
+    """The answers of one group so far. ``start`` is when it began, ``kept`` the sum of fractions of prompts kept."""
 
     total: int
     done: int = 0
@@ -27,7 +27,7 @@ class Count:
     line: TaskID | None = None
 
     def text(self, now: float) -> str:
-        """Rate, or what an answer takes where that is long, and mean tokens kept."""
+        """Return the rate, or the time per answer if that is long, and the mean share of tokens kept."""
         elapsed = max(now - (self.start or now), 1e-9)
         rate = self.done / elapsed
         pace = f"{rate:.1f} answers/s" if rate >= 0.05 or not self.done else f"{1 / rate:.0f} s per answer"
@@ -35,7 +35,7 @@ class Count:
 
 
 class Display:
-    """A listener that shows how far the groups of a run are."""
+    """A listener that shows the progress of a run's groups."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Count] = {}
@@ -91,7 +91,7 @@ class Display:
                 self.bars.start_task(count.line)
 
     def _plain(self, name: str, count: Count, now: float, ended: bool = False) -> None:
-        left = (now - (count.start or now)) / count.done * (count.total - count.done)
+        seconds_left = (now - (count.start or now)) / count.done * (count.total - count.done)
         count.said = count.done
-        rest = "" if ended else f", about {left:.0f} s left"
-        say(f"{name}: {count.done} of {count.total} answers, {count.text(now)}{rest}")
+        remaining = "" if ended else f", about {seconds_left:.0f} s left"
+        say(f"{name}: {count.done} of {count.total} answers, {count.text(now)}{remaining}")

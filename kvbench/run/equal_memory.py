@@ -1,4 +1,4 @@
-"""Equal memory: the kv_size at which a chain holds as many bytes as a reference, before anything is measured.
+"""Equal memory: find the kv_size at which a chain holds as many bytes as a reference, before anything is measured.
 
     method=h2o,h2o+think kv_size=128 match=bytes     h2o runs with kv_size=109
 
@@ -24,16 +24,16 @@ KINDS = ("bytes", "nominal")
 LONG = 2**20
 TOLERANCE = 0.05
 CLOSE = 0.005
-FLOOR = 4096  # how far above its window and sinks a chain's least kv_size may lie
+FLOOR = 4096  # a chain's least kv_size is searched at most this far above its window and sinks
 Price = Callable[[Chain], float]
 
 
 @dataclass(frozen=True)
 class Matched:
-    """One chain whose ``kv_size`` was set by a reference, over all layers and prompts that fill both budgets.
+    """One chain with its ``kv_size`` matched to a reference, over all layers and prompts that fill both budgets.
 
-    ``bytes`` and ``nominal`` are (its own, the reference's) payload under either count, ``sizes`` the kv_size that each
-    count gives.
+    ``bytes`` and ``nominal`` are pairs of payloads (the chain's, the reference's), one pair for each count. ``sizes``
+    holds the kv_size that each count gives.
     """
 
     by: str
@@ -54,11 +54,11 @@ class Matched:
 
 
 def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[RunConfig, tuple[Matched, ...]]:
-    """The run with every chain but the reference at the kv_size whose bytes come nearest, and what was found.
+    """Return the run with every chain but the reference at the kv_size nearest in bytes, and the matches.
 
     Each setting of the reference gives every other chain a kv_size of its own; the full cache stays as it is.
-    ``tokens`` is the prompt length; without one prompts are longer than any budget, so that a reference must have a
-    kv_size. Raises UsageError naming the chain that cannot be matched, and what to do.
+    ``tokens`` is the prompt length. Without it prompts are taken to be longer than any budget, so the reference must
+    have a kv_size. Raises UsageError naming the chain that cannot be matched, and what to do.
     """
     if cfg.match is None:
         return cfg, ()
@@ -70,7 +70,7 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
             f"match={cfg.match} sets the kv_size of other methods by {name}, and this run has none: "
             f"name one beside it, as in method=snapkv,{name}"
         )
-    found: list[Matched] = []
+    matches: list[Matched] = []
     chains = [c for c in cfg.chains if not c.chain.stages]
     prices = {kind: _price(kind, shape, tokens or LONG) for kind in KINDS}
     for reference in references:
@@ -81,75 +81,81 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
             sizes = {k: nearest(other, reference, price, k) for k, price in prices.items()}
             best = with_size(other, sizes[cfg.match])
             chains.append(best)
-            held, counted = ((p(best.chain), p(reference.chain)) for p in prices.values())
-            found.append(Matched(cfg.match, reference.label, best.label, sizes[cfg.match], held, counted, sizes))
+            stored, nominal = ((p(best.chain), p(reference.chain)) for p in prices.values())
+            matches.append(Matched(cfg.match, reference.label, best.label, sizes[cfg.match], stored, nominal, sizes))
         chains.append(reference)
     distinct = {(c.chain.name, repr(c.chain.identity())): c for c in chains}
-    return replace(cfg, chains=tuple(distinct.values())), tuple(found)
+    return replace(cfg, chains=tuple(distinct.values())), tuple(matches)
 
 
 def nearest(template: ChainConfig, reference: ChainConfig, price: Price, kind: str) -> int:
-    """The kv_size at which the chain's price comes nearest to the reference's; ties go to the smaller size.
+    """Return the kv_size at which the chain's price comes nearest to the reference's; ties go to the smaller size.
 
-    Packing in blocks makes bytes fall now and then as tokens are added: a chain with a quantiser takes the largest size
-    within CLOSE of the reference, where there is one. Raises UsageError where the nearest is off by over TOLERANCE.
+    Packing in blocks makes bytes fall now and then as tokens are added. So a chain with a quantiser takes the largest
+    size within CLOSE of the reference, if there is one. Raises UsageError where the nearest is off by over TOLERANCE.
     """
     target, least = price(reference.chain), _least(template, kind)
 
-    def at(size: int) -> float:
+    def price_at(size: int) -> float:
         return price(with_size(template, size).chain)
 
     high = least
-    while at(high) < target and high < LONG:
+    # double the size until its price reaches the target, then bisect
+    while price_at(high) < target and high < LONG:
         high *= 2
     low = max(least, high // 2)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if at(middle) < target else (low, middle)
+        low, high = (middle, high) if price_at(middle) < target else (low, middle)
+    # the price is not monotone within a block of the quantiser: every size a few blocks around is tried
     coder = template.chain.coder
     reach = 2 if coder is None else 8 * (coder.keys.block + coder.values.block)
-    off = {size: abs(at(size) - target) for size in range(max(least, low - reach), high + reach + 1)}
-    best = min(off, key=lambda size: (off[size], size))
+    distance = {size: abs(price_at(size) - target) for size in range(max(least, low - reach), high + reach + 1)}
+    best = min(distance, key=lambda size: (distance[size], size))
     if coder is not None:
-        best = max((size for size in off if off[size] <= CLOSE * target), default=best)
-    if abs(at(best) - target) > TOLERANCE * target:
+        best = max((size for size in distance if distance[size] <= CLOSE * target), default=best)
+    if abs(price_at(best) - target) > TOLERANCE * target:
         raise UsageError(
             f"match={kind}: {template.chain.name} cannot hold as many bytes as {reference.label}: "
-            f"{_text(at(best), target)} at the nearest, kv_size={best}. Give the reference another budget, or leave "
-            "one of them out"
+            f"{_text(price_at(best), target)} at the nearest, kv_size={best}. Give the reference another budget, or "
+            "leave one of them out"
         )
     return best
 
 
 def with_size(template: ChainConfig, size: int) -> ChainConfig:
-    """The chain with that kv_size as its only budget, and whatever its knobs make of it."""
+    """Return the chain with ``size`` as its only budget; its other knobs apply to that."""
     owner = next(s.id for s in template.chain.stages if isinstance(s, Selector))
     entry = overlay(template.entries[owner], {"kv_size": size})
     return chain_config({**template.entries, owner: entry}, template.chain.per, written=template.written)
 
 
 def _reference(cfg: RunConfig) -> str:
-    """The canonical name of the chain that the others are matched to."""
+    """Return the canonical name of the chain that the others are matched to: ``reference=``, else the last one named.
+
+    The last is the default since the chain under test is commonly named after the method that it extends, as in
+    method=h2o,h2o+think kv_size=128: its setting stays as written, and the method before it gets the same bytes.
+    """
     names = list(dict.fromkeys(c.chain.name for c in cfg.chains if c.chain.stages))
     if cfg.reference is None:
         if not names:
             raise UsageError(f"match={cfg.match} compares methods, and this run has only full: name one with method=")
         return names[-1]
-    asked = sorted(registry.split(cfg.reference))
-    found = next((name for name in names if sorted(name.split("+")) == asked), None)
-    if found is None:
+    stages = sorted(registry.split(cfg.reference))
+    match = next((name for name in names if sorted(name.split("+")) == stages), None)
+    if match is None:
         raise unknown("reference: no method of this run is", cfg.reference, names, "Name it in method= too.")
-    return found
+    return match
 
 
 def _templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
-    """Chains that differ in more than their budget, one of each."""
-    found: dict[str, ChainConfig] = {}
-    for c in chains:
-        budget = (*registry.BUDGET_KNOBS, *BUDGET_PARTS)
-        rest = {m: {k: v for k, v in e.items() if k not in budget} for m, e in c.entries.items()}
-        found.setdefault(repr((c.chain.name, c.chain.per, sorted(rest.items()))), c)
-    return list(found.values())
+    """Return one chain of each kind, where chains of a kind differ in their budget alone."""
+    distinct: dict[str, ChainConfig] = {}
+    for config in chains:
+        budget_keys = (*registry.BUDGET_KNOBS, *BUDGET_PARTS)
+        rest = {m: {k: v for k, v in e.items() if k not in budget_keys} for m, e in config.entries.items()}
+        distinct.setdefault(repr((config.chain.name, config.chain.per, sorted(rest.items()))), config)
+    return list(distinct.values())
 
 
 def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
@@ -164,7 +170,7 @@ def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
 
 
 def _least(template: ChainConfig, kind: str) -> int:
-    """The smallest kv_size that the chain takes."""
+    """Return the smallest kv_size that the chain accepts. Raises UsageError where it takes none."""
     chain, selector = template.chain, template.chain.selector
     if not isinstance(selector, Selector):
         raise UsageError(
@@ -181,24 +187,26 @@ def _least(template: ChainConfig, kind: str) -> int:
     raise UsageError(f"match={kind}: {template.label} takes no kv_size; leave it out")
 
 
-def _text(own: float, reference: float) -> str:
-    """Two numbers of bytes in one unit, and how far apart they are."""
-    far = round(100 * (own / reference - 1), 2) + 0.0
-    unit, size = ("MiB", 2**20) if reference >= 10 * 2**20 else ("KiB", 2**10)
-    return f"{own / size:.2f} and {reference / size:.2f} {unit} ({far:+.2f} %)".replace("-", "−")
+def _text(chain_bytes: float, reference_bytes: float) -> str:
+    """Return two numbers of bytes in one unit, and their relative difference in per cent."""
+    percent = round(100 * (chain_bytes / reference_bytes - 1), 2) + 0.0
+    unit, size = ("MiB", 2**20) if reference_bytes >= 10 * 2**20 else ("KiB", 2**10)
+    return f"{chain_bytes / size:.2f} and {reference_bytes / size:.2f} {unit} ({percent:+.2f} %)".replace("-", "−")
 
 
 def _price(kind: str, shape: Shape, tokens: int) -> Price:
+    """Return the function that counts a chain's payload in bytes as ``kind`` does, after a prompt of ``tokens``."""
+
     def price(chain: Chain) -> float:
         if kind == "nominal":
-            found = nominal_payload(chain, shape, tokens, HALF)
+            payload = nominal_payload(chain, shape, tokens, HALF)
         else:
-            whole = bytes_declared(chain, shape, tokens, HALF)
-            found = None if whole is None else whole.payload
-        if found is None:
+            declared = bytes_declared(chain, shape, tokens, HALF)
+            payload = None if declared is None else declared.payload
+        if payload is None:
             raise UsageError(
                 f"match={kind}: how many tokens {chain.name} keeps is decided by the prompt alone: leave it out"
             )
-        return found
+        return payload
 
     return price

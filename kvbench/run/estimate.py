@@ -1,4 +1,4 @@
-"""What a group will take, before anything of it runs: bytes by the formulas of accounting, time by what is measured."""
+"""Estimate a group before it runs: bytes by the formulas of accounting, time from the answers measured so far."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ LENGTHS_LOOKED_AT = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """``cells``: bytes of one prompt while it is decoded, by id of the cells that still need some; ``layer``: those of
-    one dense layer with what is observed of it; ``rows`` of all cells are decoded at once, at most.
+    """The memory and time that the work left of a group takes.
 
-    ``seconds``: time left by the samples of this group that are there; None: there are none.
+    ``cells`` holds the bytes of one prompt while it is decoded, by id of the cells that still need some. ``layer`` is
+    the bytes of one dense layer with its observations. At most ``rows`` of all cells are decoded at once. ``seconds``
+    is the time left, from the stored samples of this group; None if there are none.
     """
 
     prompt_tokens: int
@@ -33,17 +34,17 @@ class Estimate:
     seconds: float | None
 
     def bytes(self, cells: Sequence[Cell], memory: int) -> int:
-        """The most that caches and observations take: as many prompts at once as ``rows`` allow, within ``memory``."""
-        each = sum(self.cells[c.id] for c in cells)
+        """Return the peak bytes of caches and observations, with as many prompts as ``rows`` and ``memory`` allow."""
+        per_prompt = sum(self.cells[c.id] for c in cells)
         prompts = max(1, self.rows // max(1, len(cells)))
-        return self.layer + max(each, min(prompts * each, memory))
+        return self.layer + max(per_prompt, min(prompts * per_prompt, memory))
 
     def alone(self, cell: Cell) -> int:
-        """The least that one prompt of the cell takes: no part of a group can be smaller."""
+        """Return the bytes that one prompt of the cell takes. No part of a group can be smaller."""
         return self.layer + self.cells.get(cell.id, 0)
 
     def parts(self, group: Group, memory: int) -> list[Group]:
-        """The group, or parts of it that each fit into ``memory`` with one prompt: one cell too large is a part alone.
+        """Return the parts of the group that each fit into ``memory`` with one prompt; too large a cell is one alone.
 
         Cells that share a prefill stay together where they can, since each further part reads the prompts again.
         """
@@ -76,9 +77,10 @@ def estimate(
     rows: int,
     prompt_tokens: Callable[[Example], int],
 ) -> Estimate:
-    """What is left of a group takes; ``todo`` are the cells by example that need it, ``samples`` those there by cell.
+    """Return the estimate of the work left of a group.
 
-    The longest prompts count, and a chain of which only the prompt decides what stays counts as the full cache.
+    ``todo`` holds the cells that need each example, ``samples`` the stored samples by cell. The longest prompts count.
+    A chain whose size depends on the prompt's text counts as the full cache.
     """
     examples = [e for e in group.examples if e.id in todo]
     longest = sorted(examples, key=lambda e: len(e.tokens) or len(e.prompt), reverse=True)[:LENGTHS_LOOKED_AT]
@@ -89,6 +91,7 @@ def estimate(
     for cell in cells.values():
         needs = needs | cell.chain.needs(n)
     tail = shape.full_bytes(new, itemsize)
+    # twice: the cache and its copy in the decode batch
     costs = {i: 2 * cache_bytes(c.chain, shape, n, itemsize) + tail for i, c in cells.items()}
     seen = _observed(needs, shape, n, itemsize, hidden_size)
     layer = shape.full_bytes(n, itemsize) // shape.layers + seen
@@ -97,16 +100,16 @@ def estimate(
 
 
 def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
-    """Bytes of a prompt's cache by the chain's formula; of the full cache where there is none, or none yet."""
+    """Return the bytes of a prompt's cache by the chain's formula, or the full cache's if it has none or none yet."""
     known = n and not any(s.unbound for s in chain.stages)
-    found = bytes_declared(chain, shape, n, itemsize) if known else None
+    declared = bytes_declared(chain, shape, n, itemsize) if known else None
     # latents are stored as one head, and are as wide as all kv heads at most
     heads = max(shape.kv_heads, chain.heads(shape.kv_heads, shape.query_heads))
-    return shape.full_bytes(n, itemsize, heads) if found is None else found.total
+    return shape.full_bytes(n, itemsize, heads) if declared is None else declared.total
 
 
 def _observed(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: int) -> int:
-    """Bytes of what is observed of one layer."""
+    """Return the bytes of the observations of one layer: queries, column sums in fp32 and hidden states."""
     queries = min(needs.last_q, n) + min(needs.first_q, n)
     sums = int(needs.colsums) + len(needs.colsums_bits)
     seen = shape.query_heads * (queries * shape.head_dim * itemsize + sums * n * 4)
@@ -114,11 +117,12 @@ def _observed(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: in
 
 
 def _seconds(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapping[str, Sample]]) -> float | None:
-    timings = {i: [s.timing for s in found.values()] for i, found in samples.items()}
-    per_answer = {i: fmean(t.compress_s + t.decode_s for t in found) for i, found in timings.items() if found}
+    """Return the seconds left, from the mean times of the stored samples; None without samples."""
+    timings = {i: [s.timing for s in of_cell.values()] for i, of_cell in samples.items()}
+    per_answer = {i: fmean(t.compress_s + t.decode_s for t in times) for i, times in timings.items() if times}
     if not per_answer:
         return None
-    prefill = fmean(t.prefill_s for found in timings.values() for t in found)
+    prefill = fmean(t.prefill_s for times in timings.values() for t in times)
     typical = fmean(per_answer.values())
     prefills = sum(len({c.chain.prefill_key for c in cells}) for cells in todo.values())
     answers = sum(per_answer.get(c.id, typical) for cells in todo.values() for c in cells)

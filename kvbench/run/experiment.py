@@ -1,4 +1,4 @@
-"""A run from what ``prepared`` found good to its report: the model is loaded, then group after group is measured."""
+"""Carry out a prepared run: load the model, measure group after group, and report."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.spread import left_out
 
 ROUNDED = 4
-"""Tasks by whose first prompts rounding is measured."""
+"""The number of tasks whose first prompts are read to measure rounding."""
 
 
 def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
-    """Compute what the run's methods need of the model and is not there; the records of all of it.
+    """Compute the calibrations that the run's methods lack, and return the records of all that they use.
 
-    Raises UsageError if none of them needs anything.
+    Raises UsageError if no method needs any.
     """
     device = load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
@@ -52,50 +52,50 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
     model = load.load_weights(cfg.model, source, device)
     records: dict[str, Facts] = {}
     for chain in chains:
-        bound, asked = session.bind(chain, model, quiet), session.requests(chain)
+        bound, requests = session.bind(chain, model, quiet), session.requests(chain)
         for stage in bound.stages:
             if stage.calibration is not None:
-                file = str(session.path(asked[stage.id]))
+                file = str(session.path(requests[stage.id]))
                 records[file] = {"method": stage.id, "file": file, **stage.calibration.meta}
     return list(records.values())
 
 
 def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> Report:
-    """Measure what is missing, write each cell's metrics, and return the report of this run."""
+    """Measure all missing answers, write each cell's metrics, and return the report of this run."""
     fill(prepared, quiet, listeners)
     return report(prepared)
 
 
 def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> None:
-    """Measure what is missing and write each cell's metrics; groups may have different cells."""
-    told, left = Listeners([*([] if quiet else [Display()]), *listeners]), list(prepared.groups)
+    """Measure all missing answers and write each cell's metrics. Groups may have different cells."""
+    broadcast, unfinished = Listeners([*([] if quiet else [Display()]), *listeners]), list(prepared.groups)
     try:
-        told.begin(prepared)
-        for group in _measured(prepared, quiet, told):
-            _end(prepared, group, told)
-            left.pop(0)
+        broadcast.begin(prepared)
+        for group in _measured(prepared, quiet, broadcast):
+            _end(prepared, group, broadcast)
+            unfinished.pop(0)
     except BaseException as error:
-        for group in left:
-            _end(prepared, group, told, error)
+        for group in unfinished:
+            _end(prepared, group, broadcast, error)
         raise
     finally:
-        told.close()
+        broadcast.close()
 
 
 def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> Report:
-    """The report of what the shards of this run measured; each cell's metrics are written from all of it."""
-    told = Listeners(listeners)
+    """Write each cell's metrics from the samples of all shards of this run, and return its report."""
+    broadcast = Listeners(listeners)
     try:
-        told.begin(prepared)
+        broadcast.begin(prepared)
         for group in prepared.groups:
-            _end(prepared, group, told)
+            _end(prepared, group, broadcast)
     finally:
-        told.close()
+        broadcast.close()
     return report(prepared)
 
 
-def _measured(prepared: RunPlan, quiet: bool, told: Listeners) -> Iterator[Group]:
-    """Measure group after group, in parts that fit into memory; yield each when all of it is measured."""
+def _measured(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Iterator[Group]:
+    """Measure group after group, in parts that fit into memory. Yield each group once it is measured."""
     cfg, groups = prepared.cfg, prepared.groups
     if not any(t.answers_to_do for t in prepared.todo()):
         yield from groups
@@ -108,27 +108,27 @@ def _measured(prepared: RunPlan, quiet: bool, told: Listeners) -> Iterator[Group
         print(f"kvbench: the code has local changes (commit {facts['commit']}): cells say so", file=sys.stderr)
     for group in prepared.bound(model, quiet):
         for part in prepared.estimate(group).parts(group, host.memory):
-            host = _run_part(prepared, host, part, facts, told)
+            host = _run_part(prepared, host, part, facts, broadcast)
         yield group
 
 
 def _rounding(host: Host, groups: Sequence[Group]) -> Facts:
-    """What rounding alone changes in half precision, for the record; nothing in fp32."""
+    """Return the effect of rounding alone in half precision, for the provenance; {} in fp32."""
     if host.model.dtype == torch.float32:
         return {}
-    found = None
-    with suppress(Exception):  # what is wrong with a prompt or the model is told where it is measured
-        read = [host.encode(g.examples[0], g.task).ids for g in groups if g.examples][:ROUNDED]
-        found = precision.compare_rounding(host.model, [torch.tensor(ids) for ids in read])
-    return {} if found is None else {"rounding": found}
+    comparison = None
+    with suppress(Exception):  # measuring reports any error of a prompt or of the model
+        prompts = [host.encode(g.examples[0], g.task).ids for g in groups if g.examples][:ROUNDED]
+        comparison = precision.compare_rounding(host.model, [torch.tensor(ids) for ids in prompts])
+    return {} if comparison is None else {"rounding": comparison}
 
 
-def _run_part(prepared: RunPlan, host: Host, part: Group, facts: Facts, told: Listeners) -> Host:
-    """Measure one part; with the model read again, and without the methods that changed it, where some did."""
+def _run_part(prepared: RunPlan, host: Host, part: Group, facts: Facts, broadcast: Listeners) -> Host:
+    """Measure one part and return the host. If methods change the model, load it again and go on without them."""
     cfg = prepared.cfg
     while True:
         try:
-            run_group(host, part, prepared.store, facts, cfg.shard, cfg.mix, told)
+            run_group(host, part, prepared.store, facts, cfg.shard, cfg.mix, broadcast)
             return host
         except ModelChanged as changed:
             part = replace(part, cells=tuple(c for c in part.cells if c.id not in changed.cells))
@@ -136,30 +136,30 @@ def _run_part(prepared: RunPlan, host: Host, part: Group, facts: Facts, told: Li
         host = make_host(prepared, load.load_weights(cfg.model, prepared.source, host.model.device))
 
 
-def _end(prepared: RunPlan, group: Group, told: Listeners, stopped: BaseException | None = None) -> None:
-    """Write the metrics of a group's cells and say how each ended; ``stopped`` ended the run before its time.
+def _end(prepared: RunPlan, group: Group, broadcast: Listeners, error: BaseException | None = None) -> None:
+    """Write the metrics of a group's cells and report how each ended. ``error`` is what ended the run early, if any.
 
-    Of a cell without samples, or refused, there are no metrics.
+    A cell without samples, or refused, gets no metrics.
     """
     store = prepared.store
-    left = {c.id for some in prepared.left(group).values() for c in some}
+    unfinished = {c.id for some in prepared.left(group).values() for c in some}
     for cell in group.cells:
         summary, samples = None, list(store.samples(cell.id).values())
-        begun = stopped is None or cell.id in store.writers
+        begun = error is None or cell.id in store.writers
         if begun and samples and store.refusal(cell.id) is None:
             summary = summarise(completed(cell, samples), group.task.metric, len(group.task.examples))
-            whole = "complete" if summary.n == summary.of else "partial"
-            store.write_metrics(cell.id, {"status": whole, **summary.record()})
-        found = store.status(cell.id)
-        status: Status = "interrupted" if stopped is not None and cell.id in left else "partial"
-        if found.status in ("complete", "refused", "failed", "interrupted"):
-            status = cast(Status, found.status)
-        reason = found.reason or (ending(stopped) if stopped is not None and status == "interrupted" else None)
-        told.ended(cell, status, summary, reason)
+            completeness = "complete" if summary.n == summary.of else "partial"
+            store.write_metrics(cell.id, {"status": completeness, **summary.record()})
+        stored = store.status(cell.id)
+        status: Status = "interrupted" if error is not None and cell.id in unfinished else "partial"
+        if stored.status in ("complete", "refused", "failed", "interrupted"):
+            status = cast(Status, stored.status)
+        reason = stored.reason or (ending(error) if error is not None and status == "interrupted" else None)
+        broadcast.ended(cell, status, summary, reason)
 
 
 def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
-    """The loaded model with everything about prompts and answers that the run settled."""
+    """Return the host of this run: the loaded model with its settings for prompts and answers."""
     cfg = prepared.cfg
     return Host(
         model=model,
@@ -175,7 +175,7 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
 
 
 def report(prepared: RunPlan) -> Report:
-    """The report of what the store holds for this run's cells, measured now or before."""
+    """Return the report of all samples in the store for this run's cells, from this run or earlier ones."""
     cfg = prepared.cfg
     records = prepared.records()
     notes = [*prepared.advice(), *_precision(prepared, records)]
@@ -208,15 +208,15 @@ def report(prepared: RunPlan) -> Report:
 
 
 def _precision(prepared: RunPlan, records: Sequence[CellRecord]) -> list[str]:
-    """What a reader must know of the dtype: a better one for this machine, what rounding alone changed."""
-    asked, device = prepared.cfg.model.dtype, load.resolve_device(prepared.cfg.device)
+    """Return notes on the dtype: a better one for this machine, and the effect of rounding alone."""
+    configured, device = prepared.cfg.model.dtype, load.resolve_device(prepared.cfg.device)
     tiny = prepared.cfg.model.path == "embedded:tiny"
-    better = precision.has_better_dtype(asked, prepared.dtype, device) and not (tiny and asked == "auto")
-    found = [p["rounding"] for r in records for p in r.provenance if "rounding" in p]
-    most = max(found, key=lambda f: f["prompts"], default=None)
+    better = precision.has_better_dtype(configured, prepared.dtype, device) and not (tiny and configured == "auto")
+    comparisons = [p["rounding"] for r in records for p in r.provenance if "rounding" in p]
+    largest = max(comparisons, key=lambda f: f["prompts"], default=None)
     return [
-        *([f"Dtype {precision.dtype_reason(asked, prepared.dtype, device)}."] if better else []),
-        *([precision.rounding_note(most, prepared.dtype)] if most else []),
+        *([f"Dtype {precision.dtype_reason(configured, prepared.dtype, device)}."] if better else []),
+        *([precision.rounding_note(largest, prepared.dtype)] if largest else []),
     ]
 
 
@@ -225,7 +225,7 @@ def _model_name(cfg: RunConfig) -> str:
 
 
 def settings(prepared: RunPlan) -> str:
-    """One line that tells apart two tables with the same rows and columns."""
+    """Return the settings of the run in one line, which tells apart tables with the same rows and columns."""
     cfg, plain = prepared.cfg, entries("dataset")
     parts = [f"Model {_model_name(cfg)}, {prepared.dtype}"]
     if cfg.preset:
@@ -256,6 +256,6 @@ def stop_tokens(prepared: RunPlan) -> frozenset[int]:
 
 
 def set_threads(cfg: RunConfig, config: Any) -> int:
-    """Take as many threads as the run is to have; how many those are."""
+    """Set PyTorch's number of threads for the run and return it."""
     torch.set_num_threads(threads(cfg, config))
     return torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""What answers: a loaded model with everything about prompts and answers that a run settled."""
+"""The host of a run: a loaded model with the run's settings for prompts and answers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
 
 
 def default_rows(device: torch.device) -> int:
-    """Rows that are decoded together on a device, at most, where nothing is asked for."""
+    """Return the default number of rows decoded together on a device, at most."""
     return 128 if device.type == "cuda" else 96
 
 
 @dataclass(frozen=True)
 class Host:
-    """A loaded model, how prompts reach it, and how it answers. ``context`` is its longest text in tokens, ``memory``
-    the bytes that the caches of a decode batch may take."""
+    """A loaded model with its tokenizer and its settings for prompts and answers.
+
+    ``context`` is its longest text in tokens, ``memory`` the bytes that the caches of a decode batch may take.
+    """
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -36,22 +38,22 @@ class Host:
     memory: int = 2 * GIB
 
     def shape(self) -> tuple[int, int, torch.dtype]:
-        """(kv heads, head dimension, dtype) of the model's cache."""
-        found = from_config(self.model.config)
-        return found.kv_heads, found.head_dim, self.model.dtype
+        """Return (kv heads, head dimension, dtype) of the model's cache."""
+        shape = from_config(self.model.config)
+        return shape.kv_heads, shape.head_dim, self.model.dtype
 
     @property
     def most_rows(self) -> int:
-        """Rows decoded together, at most."""
+        """Return the most rows decoded together."""
         return self.batch_rows or default_rows(self.model.device)
 
     def encode(self, example: Example, task: Task) -> Encoded:
-        """The example's prompt as the model reads it; of a text that is scored, its prefix."""
+        """Return the example's prompt as the model reads it, or the prefix of a text to be scored."""
         if example.tokens:
             return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
         room = None if self.context is None else self.context - example.max_new_tokens
         return encode(self.tokenizer, example, task, self.policy, room)
 
     def batching(self) -> dict[str, object]:
-        """The batch policy, which in half precision has a part in the numbers: each line says how many rows ran."""
+        """Return the batch policy, which affects numbers in half precision. Each sample states its number of rows."""
         return {"rows": self.most_rows, "order": "by example, then by cell; rows enter as others leave"}

@@ -1,4 +1,4 @@
-"""What a cell is, from its identity alone: its label, its settings as fields, and what tells it from others."""
+"""Describe a cell from its identity alone: its label, its settings as fields, and its differences from others."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Identity = Mapping[str, Any]
 
 
 def label(identity: Identity, otherwise: str = "") -> str:
-    """The method with its budgets and every knob that differs from the plain defaults, as a run's table names it.
+    """Return the label in a run's table: the method, its budgets and every knob that differs from the plain defaults.
 
-    ``otherwise`` is for cells without a chain: imported ones.
+    ``otherwise`` is the label of a cell without a chain, which was imported.
     """
     chain = identity.get("chain")
     if not isinstance(chain, Mapping):
@@ -37,7 +37,7 @@ def label(identity: Identity, otherwise: str = "") -> str:
 
 
 def fields(identity: Identity) -> dict[str, object]:
-    """The settings of a cell by name, as ``--json`` prints them; None for what an imported cell does not say."""
+    """Return the settings of a cell by name, as ``--json`` prints them; None for those that an imported cell lacks."""
     chain, prompt, model = (identity.get(k) for k in ("chain", "prompt", "model"))
     chain, read = chain if isinstance(chain, Mapping) else {}, prompt if isinstance(prompt, Mapping) else {}
     return {
@@ -50,7 +50,7 @@ def fields(identity: Identity) -> dict[str, object]:
 
 
 def differences(identities: Sequence[Identity]) -> list[str]:
-    """For each of several cells the settings in which they differ, in words: ``template=off query_aware=true``."""
+    """Return for each of several cells the settings in which they differ, as ``template=off query_aware=true``."""
     flat = [dict(_leaves(i)) for i in identities]
     keys = list(dict.fromkeys(k for f in flat for k in f))
     differing = [k for k in keys if len({json.dumps(f.get(k), sort_keys=True, default=str) for f in flat}) > 1]
@@ -68,7 +68,7 @@ def _leaves(identity: Identity, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _short(key: str, value: Any) -> str:
-    """A setting in a word; of a template and of what is known by its hash, the beginning of that."""
+    """Return a setting as one word; a template or a hash is cut to its first 8 characters."""
     if key == "prompt.template" and not value:
         return "off"
     return _text(value)[:8] if key in ("prompt.template", "content", "model.fingerprint") else _text(value)
@@ -83,13 +83,13 @@ def _text(value: Any) -> str:
 
 
 def _same(value: Any) -> Any:
-    """The value as JSON gives it back."""
+    """Return the value after a round trip through JSON."""
     return json.loads(json.dumps(value, default=str))
 
 
 @cache
 def _plain(method: str) -> dict[str, Any]:
-    """The knobs of a method as they are where nobody sets them, in their order; none of one that is no more."""
+    """Return the default knobs of a method in their order; {} for a method that exists no more."""
     try:
         stage = registry.make_stage(method, by_size(registry.defaults(method)))
     except UsageError:

@@ -1,4 +1,4 @@
-"""What follows a run while it measures: a progress display, a logger. A run does not depend on any of them."""
+"""Listeners that follow a run while it measures: a progress display, a logger. A run depends on none of them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ Status = Literal["complete", "partial", "refused", "failed", "interrupted"]
 
 
 class Listener(Protocol):
-    """Told what happens, in this order. What it raises is reported once and it is told nothing more."""
+    """The events of a run, called in this order. A listener that raises is reported once and called no more."""
 
     def begin(self, prepared: RunPlan) -> None:
-        """Everything was checked; called before the first prompt is read, also where nothing is left to do."""
+        """Handle the start: everything was checked. Called before the first prompt is read, even if no work is left."""
 
     def stored(self, cell: Cell, sample: Sample) -> None:
-        """``sample`` is on disk, a new one of ``cell``."""
+        """Handle a new ``sample`` of ``cell``, which is on disk now."""
 
     def ended(self, cell: Cell, status: Status, summary: CellSummary | None, reason: str | None) -> None:
-        """The run is through with ``cell``: once per cell of the run, with the summary of all its samples."""
+        """Handle the end of ``cell``. Called once per cell of the run, with the summary of all its samples."""
 
     def close(self) -> None:
-        """The run is over, also after an interrupt or an error. Called once."""
+        """Handle the end of the run, also after an interrupt or an error. Called once."""
 
 
 class Listeners:
-    """Several as one. A listener that fails is warned about on stderr and dropped: it never costs a sample."""
+    """Several listeners as one. One that fails is dropped with a warning on stderr and never costs a sample."""
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self._listeners = list(listeners)
@@ -47,10 +47,10 @@ class Listeners:
     def close(self) -> None:
         self._tell("close")
 
-    def _tell(self, what: str, *args: Any) -> None:
+    def _tell(self, event: str, *args: Any) -> None:
         for listener in list(self._listeners):
             try:
-                getattr(listener, what)(*args)
+                getattr(listener, event)(*args)
             except Exception as error:
                 self._listeners.remove(listener)
                 print(

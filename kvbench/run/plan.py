@@ -1,4 +1,4 @@
-"""From a run's configuration to cells, and from cells to groups that share prefills."""
+"""Build the cells of a run's configuration, and the groups of cells that share prefills."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table: a model, a chain and a task, with everything that decides what is measured.
+    """One number of a table: a model, a chain and a task, with everything that decides the number.
 
-    ``id`` is a hash over the identity alone: equal ids mean that samples may be put together.
+    ``id`` is a hash of the identity alone: samples of equal ids may be pooled.
     """
 
     identity: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Cell:
         return _hash(self.identity)
 
     def check_knobs(self) -> None:
-        """Raise Refused where a stage that is not kvbench's own has become another than the one that was asked for."""
+        """Raise Refused if a stage that is not kvbench's own has changed its knobs since the run began."""
         now = {**self.identity, "chain": {**self.identity["chain"], **self.chain.identity()}}
         if self.chain.foreign and _hash(now) != self.id:
             raise Refused(f"{self.chain.name} changes its own knobs while it runs")
@@ -65,10 +65,10 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupTodo:
-    """Prompts to read and answers to decode of one group, and answers that are there.
+    """The prompts to read and the answers to decode of one group, and the answers already stored.
 
-    ``methods`` and ``cells`` are labels and ids, ``examples`` of ``of`` those of this run, ``prefills_saved`` answers
-    that share another's prefill, ``calibrations`` what is computed before any answer, in words.
+    ``methods`` and ``cells`` are labels and ids. This run has ``examples`` of the task's ``of``. ``prefills_saved``
+    counts the answers that share another's prefill. ``calibrations`` describes what is computed before any answer.
     """
 
     task: str
@@ -85,11 +85,11 @@ class GroupTodo:
 
 @dataclass(frozen=True)
 class GroupPlan(GroupTodo):
-    """What is left of one group, with the memory and the time that it takes.
+    """The work left of one group, with the memory and the time that it takes.
 
     ``prompt_tokens`` is the length of its longest prompt, ``bytes`` the most that its caches take. ``parts`` are the
-    labels of the cells that run together, ``too_large`` those of cells that do not fit into memory even alone. Where
-    nothing of the group is measured, ``seconds`` are those of the speed model, and it is ``rough``.
+    labels of the cells that run together, ``too_large`` those of cells that do not fit into memory even alone. If no
+    answer of the group is measured yet, ``seconds`` comes from the speed model and ``rough`` is True.
     """
 
     prompt_tokens: int
@@ -102,7 +102,7 @@ class GroupPlan(GroupTodo):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will measure, with the bytes of ``memory`` that it must fit into."""
+    """The groups that a run will measure, with the bytes of ``memory`` that it must fit into."""
 
     memory: int
     device: str
@@ -118,9 +118,10 @@ def build_groups(
     context: int | None,
     identify: Callable[[Chain], Mapping[str, Any]] = Chain.identity,
 ) -> list[Group]:
-    """All groups of a run, full-cache baseline first in each unless ``baseline=false``. ``context`` is the model's.
+    """Build all groups of a run, each with the full-cache baseline first unless ``baseline=false``.
 
-    ``identify`` says what decides a chain's results: its own identity, with what it is calibrated by where it is.
+    ``context`` is the model's. ``identify`` returns all that decides a chain's results: its own identity, and that of
+    its calibration if it has one.
     """
     policy = cfg.prompt
     chains = with_baseline(cfg.chains, cfg.baseline)
@@ -130,18 +131,18 @@ def build_groups(
         tasks = load_tasks(dataset.name, dataset.knobs, dataset.tasks, tokenizer, cfg.data_root, chat)
         for task in tasks:
             column = f"{task.id} {dataset.label}".strip()
-            answering, reading = task.answering(), policy.identity(task, tokenizer)
+            answer_rules, prompt_identity = task.answering(), policy.identity(task, tokenizer)
             likelihood = bool(task.examples[0].tokens)
             if policy.min_new_tokens is not None:
-                answering["min_new_tokens"] = max(policy.min_new_tokens, task.min_new_tokens)
-            choosing = {**cfg.sampling.identity(), "model_stop": list(cfg.model.stop), **answering}
+                answer_rules["min_new_tokens"] = max(policy.min_new_tokens, task.min_new_tokens)
+            decoding = {**cfg.sampling.identity(), "model_stop": list(cfg.model.stop), **answer_rules}
             base = {
                 "schema": SCHEMA,
                 "model": dict(model_identity),
                 "task": task.id,
                 "content": task.content_hash(),
-                "prompt": reading if likelihood else {**reading, "context": context},
-                "decoding": {} if likelihood else choosing,
+                "prompt": prompt_identity if likelihood else {**prompt_identity, "context": context},
+                "decoding": {} if likelihood else decoding,
                 "metric": {"name": task.metric, "revision": metric(task.metric).revision},
             }
             cells = tuple(Cell({**base, "chain": identify(c.chain)}, c.chain, c.label, task, column) for c in chains)
@@ -149,7 +150,7 @@ def build_groups(
             _check_answers(task, context)
             _check_chunks(task, [c.chain for c in chains])
             limit = cfg.limit if cfg.limit is not None else dataset.default_limit
-            groups.append(Group(task, column, cells, _mine(task.taken(limit), cfg)))
+            groups.append(Group(task, column, cells, _of_shard(task.taken(limit), cfg)))
     if not any(g.examples for g in groups) and cfg.shards == 1:
         raise UsageError("nothing to measure: the datasets have no examples")
     return groups
@@ -157,17 +158,17 @@ def build_groups(
 
 def _check_answers(task: Task, context: int | None) -> None:
     """Raise UsageError for an example whose answer alone fills the model's context."""
-    for e in task.examples:
-        length = e.meta.get("length", 0) if task.category == "needle" else 0
-        if context is not None and length and length + e.max_new_tokens > context:
+    for example in task.examples:
+        length = example.meta.get("length", 0) if task.category == "needle" else 0
+        if context is not None and length and length + example.max_new_tokens > context:
             raise UsageError(
-                f"{task.id}: {length} tokens and an answer of {e.max_new_tokens} exceed the model's context of "
+                f"{task.id}: {length} tokens and an answer of {example.max_new_tokens} exceed the model's context of "
                 f"{context}; cutting the middle could cut the needle: lower lengths="
             )
-        if context is not None and not e.tokens and e.max_new_tokens >= context:
+        if context is not None and not example.tokens and example.max_new_tokens >= context:
             raise UsageError(
-                f"{task.id}, example {e.id}: max_new_tokens={e.max_new_tokens} leaves no room for a prompt in the "
-                f"model's context of {context} tokens"
+                f"{task.id}, example {example.id}: max_new_tokens={example.max_new_tokens} leaves no room for a prompt "
+                f"in the model's context of {context} tokens"
             )
 
 
@@ -188,7 +189,7 @@ def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
 
 
 def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainConfig]:
-    """The chains with the full cache in front, once."""
+    """Return the chains with the full cache once in front. It is added only with ``baseline``."""
     full = [c for c in chains if not c.chain.stages]
     rest = [c for c in chains if c.chain.stages]
     if not full and baseline:
@@ -197,7 +198,7 @@ def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainCo
 
 
 def pending(group: Group, done: Mapping[str, Sequence[str]]) -> dict[str, list[Cell]]:
-    """Example id -> the cells that still need it, given ``done`` example ids by cell id."""
+    """Return by example id the cells that still need it. ``done`` holds the finished example ids by cell id."""
     finished = {c.id: set(done.get(c.id, ())) for c in group.cells}
     todo = {}
     for example in group.examples:
@@ -207,8 +208,8 @@ def pending(group: Group, done: Mapping[str, Sequence[str]]) -> dict[str, list[C
     return todo
 
 
-def _mine(examples: Sequence[Example], cfg: RunConfig) -> tuple[Example, ...]:
-    """This shard's part: by hash of the example id, so that it does not depend on order or limits."""
+def _of_shard(examples: Sequence[Example], cfg: RunConfig) -> tuple[Example, ...]:
+    """Return this shard's examples, chosen by a hash of their ids and so independent of order and limits."""
     if cfg.shards == 1:
         return tuple(examples)
     return tuple(e for e in examples if int(hashlib.sha256(e.id.encode()).hexdigest(), 16) % cfg.shards == cfg.shard)

@@ -1,8 +1,8 @@
-"""Presets: what reproduces a paper's tables, beside the plain defaults. The YAML files in conf/preset, one per paper.
+"""Presets: the settings that reproduce a paper's tables, in YAML files in conf/preset, one per paper.
 
-Keys are ``prompt`` (a policy of conf/prompt), ``per``, ``match`` (the kind of equal memory, where one is asked for) and
-knobs below ``method``; those below ``models`` hold for one
-entry of conf/model only. Every value stands on a line of its own, with its source behind it.
+Keys are ``prompt`` (a policy of conf/prompt), ``per``, ``match`` (the kind of equal memory, if a run asks for it) and
+knobs below ``method``. Those below ``models`` hold for one entry of conf/model only. Every value stands on a line of
+its own, with its source behind it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvbench.errors import UsageError, unknown
 
 @dataclass(frozen=True)
 class Setting:
-    """One value of a preset: its full key (``method.snapkv.window``), where it comes from, and for which model."""
+    """One value of a preset, with its full key (``method.snapkv.window``), its source and its model."""
 
     key: str
     value: Any
@@ -31,21 +31,21 @@ class Setting:
 
 @cache
 def available() -> tuple[str, ...]:
-    """The names of all presets."""
+    """Return the names of all presets."""
     return tuple(sorted(p.stem for p in (conf_dir() / "preset").glob("*.yaml")))
 
 
 def about(name: str) -> str:
-    """What a preset is: the comment at the head of its file."""
+    """Return the description of a preset: the comment at the head of its file."""
     return " ".join(line[1:].strip() for line in takewhile(lambda x: x.startswith("#"), _text(name).splitlines()))
 
 
 @cache
 def settings(name: str) -> tuple[Setting, ...]:
-    """Every value of a preset as written; raises UsageError for a name that is not one."""
+    """Return every value of a preset as written. Raises UsageError for an unknown name."""
     text = _text(name)
     lines = text.splitlines()
-    found = []
+    result = []
     root = yaml.compose(text, yaml.SafeLoader)
     for path, node in _leaves(root) if root else ():
         if path[:1] == ("models",):
@@ -53,24 +53,24 @@ def settings(name: str) -> tuple[Setting, ...]:
         else:
             model, key = "", ".".join(path)
         source = lines[node.end_mark.line].partition(" #")[2].strip()
-        found.append(Setting(key, yaml.safe_load(text[node.start_mark.index : node.end_mark.index]), source, model))
-    return tuple(found)
+        result.append(Setting(key, yaml.safe_load(text[node.start_mark.index : node.end_mark.index]), source, model))
+    return tuple(result)
 
 
 def values(name: str, model: str = "") -> dict[str, Any]:
-    """The values of a preset by full key, for the model of that entry of conf/model; '' is any other model."""
+    """Return the values of a preset by full key, for one entry of conf/model; '' stands for any other model."""
     written = settings(name)
     return {s.key: s.value for of in ("", model) for s in written if s.model == of}
 
 
 def untouched(name: str, model: str, methods: Iterable[str]) -> list[str]:
-    """Those of ``methods`` of which the preset sets nothing: they run with their plain defaults."""
+    """Return the ``methods`` of which the preset sets no knob: they run with their plain defaults."""
     keys = values(name, model)
     return [m for m in dict.fromkeys(methods) if not any(k.startswith(f"method.{m}.") for k in keys)]
 
 
 def explain(error: UsageError, name: str | None) -> UsageError:
-    """The error, with where the value comes from if it is about a knob that the preset sets."""
+    """Return the error; if it is about a knob that the preset sets, it names the preset as the source."""
     if name is None or not any(s.key.startswith("method.") and f"{s.key}=" in str(error) for s in settings(name)):
         return error
     return UsageError(f"{error}; preset={name} sets it (python -m kvbench list presets), and what you type wins")
@@ -83,7 +83,7 @@ def _text(name: str) -> str:
 
 
 def _leaves(node: yaml.Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], yaml.Node]]:
-    """(path, node) of every value; a mapping written in braces is a value."""
+    """Yield (path, node) of every value. A mapping written in braces is a value."""
     if not isinstance(node, yaml.MappingNode) or node.flow_style:
         yield path, node
         return

@@ -1,4 +1,4 @@
-"""What numbers were measured with."""
+"""The provenance of numbers: versions, device, threads and commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvbench.storage import kernels
 
 
 def provenance(model: PreTrainedModel, threads: int) -> Facts:
-    """What the numbers were measured with. ``torch`` is the minor version: patches do not change results."""
+    """Return the provenance of a run. ``torch`` is the minor version, since patches do not change results."""
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
     return {
@@ -39,7 +39,7 @@ MEASURES = ("kvbench", "conf", "pyproject.toml", "constraints.txt")
 
 
 def local_changes(records: Iterable[CellRecord]) -> str:
-    """Return the note on cells that no commit can make again; '' where all come from clean commits."""
+    """Return the note on cells measured with uncommitted changes, or '' if all come from clean commits."""
     commits = [[str(p.get("commit") or "") for p in r.provenance] for r in records]
     changed = [c for some in commits for c in some if c.endswith("+")]
     if not changed:
@@ -53,15 +53,15 @@ def local_changes(records: Iterable[CellRecord]) -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of the clone that the package runs from, with ``+`` if what measures has local changes; else None."""
+    """Return the commit of the clone that the package runs from, with ``+`` if MEASURES changed; None without one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:
         git = ["git", "-C", os.fspath(root)]
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10)
-        asked = [*git, "status", "--porcelain", "--", *MEASURES]
-        dirty = subprocess.run(asked, capture_output=True, text=True, timeout=10)
+        status_command = [*git, "status", "--porcelain", "--", *MEASURES]
+        dirty = subprocess.run(status_command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     if commit.returncode:

@@ -1,4 +1,4 @@
-"""Rows on their way through the decode batch of a group: what waits, what runs, and what to do when a step fails."""
+"""The queue of a group's rows before and in its decode batch, and the recovery when a step fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvbench.methods.prompt_cache import Cache
 from kvbench.run.plan import Cell
 
 ENTER_SHARE = 0.5
-"""Rows enter a running batch once it has shrunk to this share of its limits: few groups, well filled."""
+"""Rows enter a running batch once it has shrunk to this share of its limits, so that groups are few and large."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class QueuedRow:
-    """One prompt under one method, ready to be answered."""
+    """One prompt's cache under one method, ready to be decoded."""
 
     cell: Cell
     example: Example
@@ -37,9 +37,9 @@ class QueuedRow:
 
     @property
     def cost(self) -> int:
-        """Bytes that decoding takes: the cache, its copy in the batch, and the dense tail."""
-        held = self.measured.payload + self.measured.overhead
-        return 2 * held + self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
+        """Return the bytes that decoding takes: the cache, its copy in the batch, and the dense tail."""
+        cache_bytes = self.measured.payload + self.measured.overhead
+        return 2 * cache_bytes + self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
 
 
 Outcome = tuple[QueuedRow, Answer | Exception]
@@ -56,7 +56,7 @@ class DecodeQueue:
         self.model, self.most_rows, self.most_bytes = model, most_rows, most_bytes
         self.waiting: list[QueuedRow] = []
         self.running: list[QueuedRow] = []
-        self.apart: list[QueuedRow] = []  # of a batch that failed: which one it was shows when each runs alone
+        self.apart: list[QueuedRow] = []  # rows of a failed batch, run one by one to show which fails
         self._batch: DecodeBatch[QueuedRow] = DecodeBatch(model)
 
     def __len__(self) -> int:
@@ -74,14 +74,14 @@ class DecodeQueue:
         self.apart = [r for r in self.apart if r.cell.id != cell_id]
 
     def takes(self, rows: int) -> bool:
-        """Whether as many rows more, of the size of those there, keep to the limits; always, where there are none."""
-        there = [*self]
-        cost = sum(r.cost for r in there)
-        more = cost * rows // max(1, len(there))
-        return not there or (len(there) + rows <= self.most_rows and cost + more <= self.most_bytes)
+        """Return True if ``rows`` more rows of the mean size keep to the limits, or if the queue is empty."""
+        queued = [*self]
+        cost = sum(r.cost for r in queued)
+        more = cost * rows // max(1, len(queued))
+        return not queued or (len(queued) + rows <= self.most_rows and cost + more <= self.most_bytes)
 
     def advance(self) -> list[Outcome]:
-        """Decode until some rows have their answers, or have failed."""
+        """Decode until some rows have answers or have failed, and return those with their outcomes."""
         if self.apart:
             row = self.apart.pop(0)
             batch: DecodeBatch[QueuedRow] = DecodeBatch(self.model)
@@ -97,15 +97,15 @@ class DecodeQueue:
         except Exception as error:
             failure = error
         if failure is None:
-            over = {row for row, _ in answers}
-            self.running = [r for r in self.running if r not in over]
+            ended = {row for row, _ in answers}
+            self.running = [r for r in self.running if r not in ended]
             return list(answers)
         rows, self.running, self._batch = self.running, [], DecodeBatch(self.model)
         if len(rows) == 1:
             return [(rows[0], failure)]
-        short, failure = is_out_of_memory(failure), None  # its traceback would keep the batch alive
+        out_of_memory, failure = is_out_of_memory(failure), None  # its traceback would keep the batch alive
         release()
-        if short:
+        if out_of_memory:
             self.most_rows = len(rows) // 2
             self.waiting = [*rows, *self.waiting]
             text = f"out of memory with {len(rows)} answers at once; going on with at most {self.most_rows}"
@@ -115,7 +115,7 @@ class DecodeQueue:
         return []
 
     def _admit(self) -> None:
-        """Let waiting rows into the batch, where it has room and the model is adapted alike for them."""
+        """Move waiting rows into the batch while it has room, if the model is adapted alike for them."""
         cost = sum(r.cost for r in self.running)
         if not self.waiting or not self._batch.open:
             return
@@ -138,9 +138,9 @@ class DecodeQueue:
 def in_parts(
     items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Result]]
 ) -> list[tuple[Item, Result | Exception]]:
-    """``work`` on all items at once; where that fails, on ever fewer, so that only those that fail alone have failed.
+    """Call ``work`` on all items at once. If that fails, call it on fewer, until only items that fail alone fail.
 
-    Out of memory halves them, any other exception sets each apart.
+    Running out of memory halves the parts. Any other exception tries the items one by one.
     """
     try:
         return list(zip(items, work(items), strict=True))
@@ -150,4 +150,4 @@ def in_parts(
         half = (len(items) + 1) // 2 if is_out_of_memory(error) else 1
     release()
     parts = [items[i : i + half] for i in range(0, len(items), half)]
-    return [found for part in parts for found in in_parts(part, work)]
+    return [outcome for part in parts for outcome in in_parts(part, work)]

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Facts = Mapping[str, Any]
-"""What numbers were measured with: versions, device, dtype and more by name, and what a method adds."""
+"""The provenance of numbers by name: versions, device, dtype and more, and facts that a method adds."""
 CELL_RECORD: Mapping[str, type] = {"label": str, "column": str, "of": int, "identity": dict, "provenance": list}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one answer, the rows decoded with it, and the bytes of that batch over those of its tokens."""
+    """The seconds of one answer, the rows decoded with it, and the bytes of that batch over those of its tokens."""
 
     prefill_s: float
     compress_s: float
@@ -36,9 +36,9 @@ class Timing:
 class Sample:
     """One stored answer: tokens and bytes of its cache as audited, seconds, the text, and its score.
 
-    ``score`` is None where the metric has none for the answer, ``nominal`` where the method has no budget. ``answers``
-    are the references. ``attended`` is the mean number of tokens that a method which masks has read, ``provenance`` the
-    index of what it was measured with in the cell's record. Bytes at 16 bits are nan in older lines.
+    ``score`` is None if the metric has none for the answer, ``nominal`` if the method has no budget. ``answers`` are
+    the references. ``attended`` is the mean number of tokens that a masking method reads. ``provenance`` is an index
+    into the provenance of the cell's record. Bytes at 16 bits are nan in older lines.
     """
 
     id: str
@@ -87,9 +87,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class CellRecord:
-    """The record of a cell: method and task in words, number of examples, identity, and what it was measured with.
+    """The record of a cell: method and task in words, number of examples, identity and provenance.
 
-    ``kind`` is None of cells that kvbench measured, and "imported" of others.
+    ``kind`` is None for cells that kvbench measured, and "imported" for others.
     """
 
     id: str = ""
@@ -103,7 +103,7 @@ class CellRecord:
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Self:
-        """Return the record of a cell.json; raises ValueError, naming what of it is damaged."""
+        """Return the record in a cell.json. Raises ValueError naming its damaged fields."""
         wrong = [key for key, kind in CELL_RECORD.items() if not isinstance(record.get(key, kind()), kind)]
         if not wrong and not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
             wrong = ["provenance"]
@@ -115,25 +115,27 @@ class CellRecord:
         return cls(**known | {"provenance": tuple(record.get("provenance", ())), "more": _unknown(cls, record)})
 
     def record(self) -> dict[str, object]:
-        """Return what cell.json holds."""
+        """Return the JSON of cell.json."""
         known = {name: getattr(self, name) for name in _names(CellRecord)}
         return {k: v for k, v in known.items() if v is not None} | dict(self.more)
 
     @property
     def model(self) -> str:
-        """The model's name as the last run gave it; of cells that were never told one, its fingerprint."""
+        """Return the model's name as the last run gave it, or its fingerprint if no run did."""
         names = [facts["model"] for facts in self.provenance if facts.get("model")]
+        if names:
+            return str(names[-1])
         model = self.identity.get("model", "")
-        return str(names[-1] if names else model.get("fingerprint", "") if isinstance(model, dict) else model)
+        return str(model.get("fingerprint", "") if isinstance(model, dict) else model)
 
 
 @dataclass(frozen=True)
 class Status:
-    """What is known of a cell now.
+    """The current status of a cell.
 
-    ``status``: never, started (being measured now), partial, complete, refused, failed or interrupted. ``n`` of ``of``
-    examples are measured (``of`` None if unknown). ``measuring``: shards that a process is measuring. ``changed``: the
-    time of the last write, in seconds since the epoch.
+    ``status`` is never, started (being measured now), partial, complete, refused, failed or interrupted. ``n`` of
+    ``of`` examples are measured (``of`` is None if unknown). ``measuring`` holds the shards that a process is measuring
+    now. ``changed`` is the time of the last write, in seconds since the epoch.
     """
 
     status: str
@@ -157,12 +159,12 @@ class ScoreSummary:
 
     @classmethod
     def read(cls, metrics: Mapping[str, Any]) -> Self | None:
-        """Return the summary in a metrics.json; None where that has none."""
+        """Return the summary in a metrics.json, or None if it has none."""
         known: dict[str, Any] = {name: metrics.get(name) for name in _names(cls)}
         return cls(**known) if "metric" in metrics else None
 
     def record(self) -> dict[str, object]:
-        """Return what metrics.json holds, but for the status."""
+        """Return the JSON of metrics.json, without the status."""
         return {k: v for k, v in asdict(self).items() if k != "buckets" or v}
 
 
@@ -218,10 +220,10 @@ class Delta:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What a table shows of one cell: a summary, or why there is none.
+    """The entry of one cell in a table: a summary, or the reason why there is none.
 
-    ``status``: measured, missing, refused or failed.
-    ``settings`` are those of ``labels.fields``; ``floor`` tells of a full cache whether its scores say nothing.
+    ``status`` is measured, missing, refused or failed. ``settings`` are those of ``labels.fields``. ``floor`` is True
+    for a full cache whose scores say nothing.
     """
 
     task: str
@@ -267,7 +269,7 @@ class RowMeans:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One method of a report; ``means`` is None where none of its cells is measured."""
+    """One method of a report; ``means`` is None if none of its cells is measured."""
 
     method: str
     evicts: bool
@@ -282,7 +284,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class ReportColumn:
-    """One task of a report; ``floor`` where the full cache's own scores say nothing."""
+    """One task of a report; ``floor`` is True if the full cache's own scores say nothing."""
 
     task: str
     metric: str
@@ -292,7 +294,7 @@ class ReportColumn:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a table of a run shows: cells by method and task, notes for the reader, the results folder."""
+    """The content of a run's table: cells by method and task, notes for the reader, the results folder."""
 
     model: str
     settings: str
@@ -304,7 +306,7 @@ class Report:
 
     @property
     def cells(self) -> list[CellResult]:
-        """The cells of all rows."""
+        """Return the cells of all rows."""
         return [cell for row in self.rows for cell in row.cells]
 
     def record(self) -> dict[str, object]:
@@ -335,7 +337,7 @@ def _unknown(cls: type[DataclassInstance], record: Mapping[str, Any]) -> dict[st
 
 
 def _whole_chain(chain: object) -> bool:
-    """Tell whether the chain of an identity has all that a label is made from."""
+    """Return True if the chain of an identity has every field that a label needs."""
     if not isinstance(chain, dict) or "per" not in chain or not isinstance(chain.get("stages"), list):
         return False
     return all(

@@ -1,4 +1,4 @@
-"""A run checked as far as that goes without weights: what is left of it, and what that takes."""
+"""A run that was checked without loading weights, with the work that is left of it and the memory and time for that."""
 
 from __future__ import annotations
 
@@ -45,42 +45,44 @@ class RunPlan:
     matched: tuple[equal_memory.Matched, ...] = ()
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
-        """Example id -> the cells that still need it."""
+        """Return the cells that still need each example, by example id."""
         return pending(group, {c.id: list(self.store.lines(c.id)) for c in group.cells})
 
     def advice(self) -> list[str]:
-        """What is known to be untested, pointless or harmful before anything is read."""
+        """Return notes on settings known to be untested, pointless or harmful, before any prompt is read."""
         untested = traits.of_config(self.source.config).note
         prompts = about_prompts(self.cfg.prompt, [g.task for g in self.groups], self.tokenizer)
         return [*([untested] if untested else []), *prompts]
 
     def plan(self) -> Plan:
-        """Return what is left with what each group takes, and the memory that it must fit into, before loading."""
+        """Return the work left, with the memory and time of each group and the memory limit; loads no weights."""
         free = memory.cache_limit(self.cfg.memory, self.devices())
         weights = int(memory.USED_SHARE * load.weight_bytes(self.source))
         room = free if self.cfg.memory is not None else max(0, free - weights)
         device, groups = load.resolve_device(self.cfg.device), []
         for group, todo in zip(self.groups, self.todo(), strict=True):
-            takes = self.estimate(group)
-            parts = takes.parts(group, room)
-            again = self._prefills(group, parts) - todo.prefills
-            todo = replace(todo, prefills=todo.prefills + again, prefills_saved=todo.prefills_saved - again)
+            needed = self.estimate(group)
+            parts = needed.parts(group, room)
+            extra = self._prefills(group, parts) - todo.prefills
+            todo = replace(todo, prefills=todo.prefills + extra, prefills_saved=todo.prefills_saved - extra)
             planned = GroupPlan(
                 **vars(todo),
-                prompt_tokens=takes.prompt_tokens,
-                bytes=max((takes.bytes(p.cells, room) for p in parts), default=0),
+                prompt_tokens=needed.prompt_tokens,
+                bytes=max((needed.bytes(p.cells, room) for p in parts), default=0),
                 parts=[[c.label for c in p.cells] for p in parts],
-                too_large=[c.label for p in parts for c in p.cells if takes.alone(c) > room],
-                seconds=self._roughly(group, takes, todo.prefills) if takes.seconds is None else takes.seconds,
-                rough=takes.seconds is None,
+                too_large=[c.label for p in parts for c in p.cells if needed.alone(c) > room],
+                seconds=self._roughly(group, needed, todo.prefills) if needed.seconds is None else needed.seconds,
+                rough=needed.seconds is None,
             )
             groups.append(planned)
         dtype = precision.dtype_reason(self.cfg.model.dtype, self.dtype, device)
         return Plan(room, str(device), dtype, groups, self.advice())
 
     def devices(self) -> dict[torch.device, float]:
-        """The devices that the model will be on, with the share of its layers on each: equal shares of all GPUs here
-        where ``device_map`` is to decide."""
+        """Return the devices that will hold the model, each with its share of the layers.
+
+        Where ``device_map`` decides, all GPUs of this machine get equal shares.
+        """
         device = load.resolve_device(self.cfg.device)
         if self.cfg.model.device_map and device.type == "cuda":
             count = torch.cuda.device_count()
@@ -88,23 +90,24 @@ class RunPlan:
         return {device: 1.0}
 
     def _roughly(self, group: Group, takes: Estimate, prefills: int) -> float:
-        """Seconds that are left of a group of which nothing is measured, at the speed that this device shows."""
-        left, config = self.left(group), self.source.config
-        examples = [e for e in group.examples if e.id in left]
-        sizes = [len(e.tokens) or len(e.prompt) for e in examples]
-        tokens = [min(takes.prompt_tokens, takes.prompt_tokens * n // max(sizes)) for n in sizes]
+        """Estimate the seconds left for a group without any measured answer, from the measured speed of this device."""
+        remaining, config = self.left(group), self.source.config
+        examples = [e for e in group.examples if e.id in remaining]
+        lengths = [len(e.tokens) or len(e.prompt) for e in examples]
+        # lengths are tokens or characters: scaled so that the longest has the estimate's prompt_tokens
+        tokens = [min(takes.prompt_tokens, takes.prompt_tokens * n // max(lengths)) for n in lengths]
         prompts = [min(n, int(e.meta["prefix"])) if e.tokens else n for n, e in zip(tokens, examples, strict=True)]
         rest = [n - first for n, first in zip(tokens, prompts, strict=True)]
-        cells = {c.id: c for some in left.values() for c in some}
+        cells = {c.id: c for some in remaining.values() for c in some}
         needs = [c.chain.needs(takes.prompt_tokens) for c in cells.values()]
         work = speed_model.Work(
             prompts=prompts,
             rest=rest,
             prefills=prefills,
-            answers=sum(len(some) for some in left.values()),
+            answers=sum(len(some) for some in remaining.values()),
             new=0 if any(rest) else takes.new_tokens,
             rows=takes.rows,
-            # half of it is a copy that only the move into the batch needs
+            # half of an estimate's cell is a copy that only the move into the batch needs
             cell=sum(takes.cells.values()) / max(1, len(takes.cells)) / 2,
             formats=len(cells),
             sums=any(need.colsums or need.colsums_bits for need in needs),
@@ -113,27 +116,30 @@ class RunPlan:
 
     @cached_property
     def _speed(self) -> tuple[speed_model.Speed, tuple[int, int]]:
-        """The speed of this device with as many threads as the run has, and the size of the model."""
-        config, before = self.source.config, torch.get_num_threads()
+        """Measure this device's speed with the threads of the run; return it with the model's numbers of weights.
+
+        The weights are counted apart for the layers and for the logits. The thread count of the process is restored.
+        """
+        config, previous_threads = self.source.config, torch.get_num_threads()
         torch.set_num_threads(threads(self.cfg, config))
         try:
             device, dtype = load.resolve_device(self.cfg.device), getattr(torch, self.dtype)
             speed = speed_model.measure(from_config(config), int(config.hidden_size), dtype, device)
             return speed, speed_model.weights(config)
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(previous_threads)
 
     def _prefills(self, group: Group, parts: Sequence[Group]) -> int:
-        """Prompts read where the group runs in ``parts``."""
-        mine = [{c.id for c in p.cells} for p in parts]
+        """Return the number of prompts to read where the group runs in ``parts``."""
+        part_ids = [{c.id for c in p.cells} for p in parts]
         return sum(
             len({c.chain.prefill_key for c in cells if c.id in ids})
             for cells in self.left(group).values()
-            for ids in mine
+            for ids in part_ids
         )
 
     def estimate(self, group: Group) -> Estimate:
-        """What is left of a group takes."""
+        """Return the estimate of the memory and time that the work left of a group takes."""
         config, dtype = self.source.config, getattr(torch, self.dtype)
         device = load.resolve_device(self.cfg.device)
 
@@ -149,19 +155,19 @@ class RunPlan:
         return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
 
     def records(self) -> list[CellRecord]:
-        """The records of this run's cells that have an answer in the store."""
+        """Return the records of this run's cells that have an answer in the store."""
         ids = [c.id for g in self.groups for c in g.cells]
         answered = [i for i in ids if any(p.stat().st_size for p in self.store.folder(i).glob("samples-*.jsonl"))]
         return [record for i in answered if (record := self.store.cell(i)) is not None]
 
     def todo(self) -> list[GroupTodo]:
-        """Per group: prompts to read and answers to decode, and what is done already."""
+        """Return for each group the prompts to read, the answers to decode and the answers already stored."""
         plans = []
         for group in self.groups:
-            left = self.left(group)
-            answers = sum(len(cells) for cells in left.values())
+            remaining = self.left(group)
+            answers = sum(len(cells) for cells in remaining.values())
             prefills = self._prefills(group, [group])
-            missing = {r.key: r for cells in left.values() for c in cells for r in self.session.missing(c.chain)}
+            missing = {r.key: r for cells in remaining.values() for c in cells for r in self.session.missing(c.chain)}
             computed = [(request.recipe, request.text) for request in missing.values()]
             todo = GroupTodo(
                 task=group.column,
@@ -179,16 +185,16 @@ class RunPlan:
         return plans
 
     def bound(self, model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
-        """The groups with every chain bound to its calibration; what is missing of it is computed now."""
+        """Return the groups with every chain bound to its calibration; missing calibrations are computed now."""
         chains = list(dict.fromkeys(c.chain for g in self.groups for c in g.cells))
         ready = {chain: self.session.bind(chain, model, quiet) for chain in chains}
         return tuple(replace(g, cells=tuple(replace(c, chain=ready[c.chain]) for c in g.cells)) for g in self.groups)
 
 
 def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
-    """Check all that can be checked before weights are loaded; raises UsageError naming key and value.
+    """Check all that can be checked before weights are loaded. Raises UsageError naming key and value.
 
-    ``reading``: nothing will be written, so the results folder need not be writable.
+    With ``reading`` nothing will be written, so the results folder need not be writable.
     """
     store = ResultStore(Path(cfg.results).expanduser())
     if not reading:
@@ -203,7 +209,7 @@ def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
     groups = build_groups(cfg, identity, tokenizer, context, session.chain_identity)
     if not reading:
         for cell in (c for g in groups for c in g.cells):
-            store.cell(cell.id)  # a damaged record is told before hours of measuring, not after
+            store.cell(cell.id)  # raises for a damaged record before hours of measuring, not after
     return RunPlan(cfg, source, tokenizer, tuple(groups), context, identity["dtype"], store, session, matched)
 
 
@@ -215,7 +221,7 @@ def check_model(cfg: RunConfig, source: load.ModelSource) -> None:
 
 
 def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> dict[str, Any]:
-    """What identifies the model in a cell."""
+    """Return the facts that identify the model in a cell."""
     return {
         "fingerprint": source.fingerprint,
         "weights": cfg.model.weights,
@@ -242,6 +248,9 @@ def open_session(cfg: RunConfig, identity: Mapping[str, Any], tokenizer: Tokeniz
 
 
 def threads(cfg: RunConfig, config: Any) -> int:
-    """Threads as asked; a model of tiny matrices runs faster on one, since threads mostly wait for each other."""
+    """Return the number of threads configured, or one for a model narrower than SMALL_MODEL, or PyTorch's default.
+
+    A model of tiny matrices runs faster on one thread, since several mostly wait for each other.
+    """
     small = int(getattr(config, "hidden_size", SMALL_MODEL)) < SMALL_MODEL
     return cfg.threads or (1 if small else torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""One group of cells: read each prompt once, compress by every method, audit, decode together, score, store."""
+"""Measure one group of cells: read each prompt once, compress by every method, audit, decode, score and store."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ Result = TypeVar("Result")
 
 
 class ModelChanged(KvbenchError):
-    """A method changed the model itself: what is measured after that says nothing. Its cells, by id, are refused."""
+    """The error for a method that changed the model itself, which makes all later measurements meaningless.
+
+    ``cells`` are the ids of the cells to refuse.
+    """
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         names = " or ".join(dict.fromkeys(c.chain.name for c in cells))
@@ -70,7 +73,7 @@ class GroupRun:
         self.queue = DecodeQueue(self.host.model, self.host.most_rows, self.host.memory)
 
     def run(self, examples: Sequence[Example], todo: Mapping[str, Sequence[Cell]]) -> None:
-        """Answer every example for its cells. What one cell does wrong costs only that cell."""
+        """Answer every example for its cells. An error of one cell takes only that cell out of the run."""
         for example in examples:
             cells = self.active(todo.get(example.id, ()))
             while not self.queue.takes(len(cells)):
@@ -85,7 +88,7 @@ class GroupRun:
         return [c for c in cells if c.id not in self.refused and c.id not in self.failed]
 
     def read(self, example: Example, cells: Sequence[Cell]) -> None:
-        """Prefill one prompt for the cells that need it, audit what each kept, and let it wait to be decoded."""
+        """Prefill one prompt for the cells that need it, audit their caches and queue them to be decoded."""
         try:
             encoded = self.host.encode(example, cells[0].task)
             ids = torch.tensor(encoded.ids)
@@ -114,14 +117,14 @@ class GroupRun:
         if example.tokens:
             self.force(example, rows)
         else:
-            # while room was made for one of these, another's cell may have failed
-            kept = self.active([r.cell for r in rows])
+            # rows decoded to make room for one cache may have failed the cell of another
+            active = self.active([r.cell for r in rows])
             for row in rows:
-                if row.cell in kept:
+                if row.cell in active:
                     self.queue.add(row)
 
     def _with_room(self, work: Callable[[], Result]) -> Result:
-        """``work``; once more where memory ran out while rows held some, which are decoded first."""
+        """Return the result of ``work``. If memory runs out with rows queued, decode them and call it once more."""
         try:
             return work()
         except Exception as error:
@@ -133,7 +136,7 @@ class GroupRun:
         return work()
 
     def _prefill(self, ids: torch.Tensor, cells: Sequence[Cell]) -> list[tuple[Cell, Cache | Exception]]:
-        """The cells' caches, or why there is none."""
+        """Return each cell with its cache, or with the exception that left it without one."""
 
         def together(some: Sequence[Cell]) -> list[Cache]:
             chains = [c.chain for c in some]
@@ -146,7 +149,7 @@ class GroupRun:
 
         most = self.most_cells or max(1, len(cells))
         parts = [cells[i : i + most] for i in range(0, len(cells), most)]
-        return [found for part in parts for found in in_parts(part, together)]
+        return [outcome for part in parts for outcome in in_parts(part, together)]
 
     def force(self, example: Example, rows: Sequence[QueuedRow]) -> None:
         """Score the rest of a text under every cache, and store one line each."""
@@ -159,39 +162,39 @@ class GroupRun:
             synchronise(self.host.model.device)
             seconds = (time.perf_counter() - start) / len(some)
             return [
-                (loss, Answer(rest.tolist(), f.held, None, seconds, len(some), f.stored, isfinite(loss)))
-                for f, loss in ((f, float(f.losses.sum())) for f in forced)
+                (loss, Answer(rest.tolist(), result.held, None, seconds, len(some), result.stored, isfinite(loss)))
+                for result, loss in ((result, float(result.losses.sum())) for result in forced)
             ]
 
         outcomes = in_parts(rows, together) if rows else []
         self.check_model([r.cell for r in rows], example)
-        for row, found in outcomes:
-            if isinstance(found, Exception):
-                self.fail(row.cell, found, example)
+        for row, outcome in outcomes:
+            if isinstance(outcome, Exception):
+                self.fail(row.cell, outcome, example)
                 continue
-            value = found[0] / float(example.meta["divisor"])
-            self.add(row, found[1], "", value)
+            value = outcome[0] / float(example.meta["divisor"])
+            self.add(row, outcome[1], "", value)
 
     def finish(self) -> None:
-        """Decode until some rows have ended; score and store those."""
+        """Decode until some rows have ended, and score and store those."""
         first = next(iter(self.queue))
         outcomes = self.queue.advance()
         self.check_model([r.cell for r in (*self.queue.running, *(r for r, _ in outcomes))], first.example)
-        for row, found in outcomes:
-            if isinstance(found, Exception):
-                self.fail(row.cell, found, row.example)
+        for row, outcome in outcomes:
+            if isinstance(outcome, Exception):
+                self.fail(row.cell, outcome, row.example)
                 continue
-            ids = found.tokens[:-1] if found.tokens and found.tokens[-1] in row.ending.stop else found.tokens
+            ids = outcome.tokens[:-1] if outcome.tokens and outcome.tokens[-1] in row.ending.stop else outcome.tokens
             try:
                 text = self.host.tokenizer.decode(ids, skip_special_tokens=True)
                 value = score(row.cell.task.metric, row.cell.task.answer(text), row.example)
             except Exception as error:
                 self.fail(row.cell, error, row.example)
             else:
-                self.add(row, found, text, value)
+                self.add(row, outcome, text, value)
 
     def add(self, row: QueuedRow, answer: Answer, text: str, value: float | None) -> None:
-        """Store the answer of a row with its score, or refuse its cell for what it held meanwhile."""
+        """Store the answer of a row with its score, or refuse its cell if the audit of decoding fails."""
         cell, example = row.cell, row.example
         if cell.id in self.refused:
             return
@@ -228,7 +231,7 @@ class GroupRun:
             prediction=text,
             score=value,
             answers=None if example.tokens else tuple(example.answers),
-            # of methods that mask: what they hold says nothing about how little they read
+            # methods that mask attend fewer tokens than they hold
             attended=None if example.tokens else answer.attended,
             decode_peak=decode_peak,
         )
@@ -236,7 +239,7 @@ class GroupRun:
         self.listeners.stored(cell, sample)
 
     def check_model(self, ran: Sequence[Cell], example: Example) -> None:
-        """Raise ModelChanged, and refuse the cells that ``ran`` and may have done it, unless the model is as it was."""
+        """Refuse the foreign cells among ``ran`` and raise ModelChanged, if the model is not as it was at the start."""
         if self.model_before is None or state_of(self.host.model) == self.model_before:
             return
         changed = ModelChanged([c for c in ran if c in self.foreign] or self.foreign)
@@ -246,13 +249,14 @@ class GroupRun:
         raise changed
 
     def refuse(self, cell: Cell, reason: str, example: Example) -> None:
-        """Take the cell out of the run and record why; its rows that wait are dropped."""
-        self.refused[cell.id] = f"{reason} (example {example.id})"
-        self.store.refuse(cell, self.refused[cell.id], example.id)
+        """Take the cell out of the run and out of all reports, record the reason and drop its waiting rows."""
+        recorded = f"{reason} (example {example.id})"
+        self.refused[cell.id] = recorded
+        self.store.refuse(cell, recorded, example.id)
         self.queue.drop(cell.id)
 
     def fail(self, cell: Cell, error: Exception, example: Example) -> None:
-        """Take the cell out of this run and record why: what it has stays, and the next run tries the rest again."""
+        """Take the cell out of this run and record why. Its samples stay, and the next run tries the rest again."""
         if cell.id in self.failed:
             return
         text = " ".join(str(error).split())[:REASON_LENGTH]
@@ -266,16 +270,18 @@ class GroupRun:
         self.queue.drop(cell.id)
 
     def _fitting(self, cells: Sequence[Cell], tokens: int, example: Example) -> list[Cell]:
-        """The cells that can run a text of ``tokens``.
+        """Return the cells that can run a text of ``tokens``, and refuse the others.
 
-        Beyond a sliding window only the full cache can, and beyond the model's context only rolled positions.
+        Beyond a sliding window only the full cache can run. Beyond the model's context, texts to be scored
+        (``example.tokens``) need rolled positions; prompts to be answered were cut to the context already.
         """
         fitting = []
         context = self.host.context
+        beyond = bool(example.tokens) and context is not None and tokens > context
         for cell in cells:
             selector = cell.chain.selector
             try:
-                if example.tokens and context is not None and tokens > context and not (selector and selector.rolled):
+                if beyond and not (selector and selector.rolled):
                     raise UsageError(
                         f"a text of {tokens} tokens exceeds the model's context of {context}: lower length=, or stream "
                         "it with positions that roll (method=streamingllm mode=rolled)"
@@ -287,6 +293,7 @@ class GroupRun:
         return fitting
 
     def _ending(self, cell: Cell, example: Example) -> Ending:
+        """Return the rules by which the tokens of an answer are drawn and end, seeded by the example."""
         task, sampling = cell.task, self.host.sampling
         return Ending(
             example.max_new_tokens,
@@ -299,7 +306,7 @@ class GroupRun:
         )
 
     def _last_tokens(self, texts: Sequence[str]) -> frozenset[int]:
-        """The last token of each text, as LongBench stops samsum at a newline."""
+        """Return the last token of each text, as LongBench stops samsum at a newline."""
         return frozenset(self.host.tokenizer.encode(t, add_special_tokens=False)[-1] for t in texts)
 
 
@@ -312,10 +319,10 @@ def run_group(
     mix: bool = False,
     listeners: Listeners | None = None,
 ) -> None:
-    """Measure what is missing of one group.
+    """Measure the examples of one group that have no answer yet.
 
-    Whatever ends it early (interrupt, full disk), finished examples stay and are not run again. A cell that fails is
-    marked so in the store.
+    Whatever ends it early (an interrupt, a full disk), finished examples stay and are not run again. A cell that fails
+    is marked as failed in the store.
     """
     todo = pending(group, {c.id: list(store.lines(c.id)) for c in group.cells})
     if not todo:
@@ -333,7 +340,7 @@ def run_group(
         try:
             run.run(group.examples, todo)
         except BaseException as error:
-            left = pending(group, {c.id: list(store.lines(c.id)) for c in cells})
-            for cell in run.active([c for c in cells if any(c in some for some in left.values())]):
+            unfinished = pending(group, {c.id: list(store.lines(c.id)) for c in cells})
+            for cell in run.active([c for c in cells if any(c in some for some in unfinished.values())]):
                 store.mark(cell, "interrupted", ending(error))
             raise

@@ -7,14 +7,14 @@
     state-<shard>.json   there while a shard is measured, and after it failed or was interrupted
     lock, lock-<shard>   locks that end with the process holding them
 
-What is promised. Nothing that was measured is ever rewritten. A torn or damaged line is reported, and its example is
-measured again; an example in several files counts once. Whatever ends the process (kill -9, a full disk), every line
-written before is still there. After a power cut every line is there that was synced: all lines older than SYNC_S are
-synced when the next line of any open cell is written, all lines of a cell when it is closed, and all when ``sync`` is
-called. Records and metrics are synced before they replace the old ones. metrics.json depends on the samples alone, not
-on their order or on the files they are in.
+The store gives these guarantees. Nothing that was measured is ever rewritten. A torn or damaged line is reported, and
+its example is measured again. An example in several files counts once. Whatever ends the process (kill -9, a full
+disk), every line written earlier is still there. After a power cut every synced line is there: all lines older than
+SYNC_S are synced when the next line of any open cell is written, all lines of a cell when it is closed, and all when
+``sync`` is called. Records and metrics are synced before they replace the old ones. metrics.json depends on the samples
+alone, not on their order or on the files they are in.
 
-Why not every line: a sync takes hundreds of times as long as a write (results/benchmarks/sync.txt).
+Lines are not synced one by one, since a sync takes hundreds of times as long as a write (results/benchmarks/sync.txt).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ STATUSES = ("started", "complete", "partial", "refused", "failed", "interrupted"
 
 @dataclass
 class Writer:
-    """An open cell: appends samples to this shard's own file, under a lock that ends with the process."""
+    """An open cell that appends samples to this shard's file, under a lock that ends with the process."""
 
     out: Appender
     lock: int
@@ -75,15 +75,15 @@ class Writer:
         return self.out.path
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Add one line, with the index of this process in the cell's provenance.
+        """Append one line, with the index of this process in the cell's provenance.
 
-        A full disk is one clear error and loses nothing written before.
+        A full disk raises one clear error and loses no earlier line.
         """
         self.out.append(line_of({**line, "provenance": self.provenance}).encode())
         self.written()
 
     def close(self) -> None:
-        """Sync, and let go of the lock. What was marked failed or interrupted stays marked."""
+        """Sync the file and release the lock. A mark as failed or interrupted stays."""
         try:
             self.out.close()
             if not self.ended:
@@ -96,14 +96,14 @@ class Writer:
 
 @dataclass
 class ResultStore:
-    """All cells below one results folder. ``warnings`` collects what was found damaged."""
+    """All cells below one results folder. ``warnings`` lists the damaged files found so far."""
 
     root: Path
     warnings: list[str] = field(default_factory=list)
     writers: dict[str, Writer] = field(default_factory=dict, repr=False)
 
     def folder(self, cell_id: str) -> Path:
-        """Where a cell lies; raises UsageError for all that is no cell's id, and for a link, which nothing follows."""
+        """Return the folder of a cell. Raises UsageError for a malformed id, and for a symbolic link."""
         if not ID.fullmatch(cell_id):
             raise UsageError(
                 f"{cell_id!r} is no cell's id: 16 digits from 0 to f, as python -m kvbench list runs prints them"
@@ -114,7 +114,7 @@ class ResultStore:
         return path
 
     def find(self, cell_id: str) -> str:
-        """The id of a cell that is there, as a user gives it; raises UsageError for any other."""
+        """Return ``cell_id`` as a user gave it, if that cell exists. Raises UsageError for any other."""
         if not self.folder(cell_id).is_dir():
             raise unknown("cell", cell_id, self.folders(), f"They lie in {self.root}/cells.")
         return cell_id
@@ -132,16 +132,16 @@ class ResultStore:
             ) from None
 
     def open(self, cell: Cell, provenance: Mapping[str, Any], shard: int, mix: bool) -> Writer:
-        """Start or resume a cell and mark it started.
+        """Start or resume a cell, mark it started and return its writer.
 
-        Refuses a shard that another process measures, and another device or torch version than the cell's samples
-        have, unless ``mix``.
+        Raises KvbenchError for a shard that another process measures. Raises UsageError for another device, torch
+        version or calibration than the cell's samples have, unless ``mix`` is set.
         """
         folder = self.folder(cell.id)
         try:
             index = self._register(cell, provenance, mix)
-            held = lock(folder / f"lock-{shard}", SHARD_WAIT_S)
-            if held is None:
+            shard_lock = lock(folder / f"lock-{shard}", SHARD_WAIT_S)
+            if shard_lock is None:
                 raise KvbenchError(
                     f"another process is measuring {cell.label} on {cell.column} (cell {cell.id}, shard {shard}); "
                     "wait for it. For two processes at once give one shard=0 shards=2 and the other shard=1 shards=2"
@@ -149,33 +149,33 @@ class ResultStore:
             try:
                 path = folder / f"samples-{shard}.jsonl"
                 new = not path.exists()
-                out = Appender.open(path)
+                appender = Appender.open(path)
                 if new:
                     # lines that are synced are lost all the same if the names of their file and folder are not
                     sync_folder(folder)
                     sync_folder(folder.parent)
             except OSError:
-                os.close(held)
+                os.close(shard_lock)
                 raise
         except OSError as error:
             raise disk_error(error, folder) from None
-        writer = self.writers[cell.id] = Writer(out, held, shard, index, partial(self.sync, SYNC_S))
+        writer = self.writers[cell.id] = Writer(appender, shard_lock, shard, index, partial(self.sync, SYNC_S))
         self.mark(cell, "started")
         return writer
 
     def sync(self, age_s: float = 0.0) -> None:
-        """Have every line on the device that was written ``age_s`` ago or before."""
-        before = time.monotonic() - age_s
+        """Sync the files of all open cells whose oldest unsynced line was written at least ``age_s`` seconds ago."""
+        deadline = time.monotonic() - age_s
         for writer in self.writers.values():
-            if writer.out.unsynced is not None and writer.out.unsynced <= before:
+            if writer.out.unsynced is not None and writer.out.unsynced <= deadline:
                 writer.out.sync()
 
     def mark(self, cell: Cell, status: Mark, reason: str | None = None) -> None:
         """Record that measuring the cell has started, failed or was interrupted, for the shard that is open here.
 
-        ``open`` marks started, and closing ends that; what is marked failed or interrupted stays so until that shard
+        ``open`` marks started, and closing removes that mark. A mark as failed or interrupted stays until that shard
         is opened again or the cell is complete. A cell left started by a process that is gone counts as interrupted.
-        A mark that cannot be written is left out: it is not worth another error than the one that it tells of.
+        A mark that cannot be written is skipped, so that its error does not hide the one that it records.
         """
         if status not in get_args(Mark):
             raise UsageError(f"a cell is marked {', '.join(get_args(Mark))}, not {status!r}")
@@ -191,13 +191,13 @@ class ResultStore:
             write_json(path, {"status": status, "reason": reason, "time": time.time(), **process}, sync=False)
 
     def status(self, cell_id: str) -> Status:
-        """What is known of a cell, from its files alone; raises UsageError if its record is damaged."""
+        """Return the status of a cell, read from its files alone. Raises UsageError if its record is damaged."""
         record = self.cell(cell_id)
         n, of = len(self.lines(cell_id)), record.of if record is not None else None
         of = self.metrics(cell_id).get("of") if of is None else of
-        before, measuring = self._marks(cell_id), self.measuring(cell_id)
-        # a mark that is there before and after is not one of a cell that is opened or closed meanwhile
-        marks = [m for m in self._marks(cell_id) if m in before]
+        earlier_marks, measuring = self._marks(cell_id), self.measuring(cell_id)
+        # read twice: only a mark seen on both sides of the locks is not of a cell being opened or closed meanwhile
+        marks = [m for m in self._marks(cell_id) if m in earlier_marks]
         failed = [m for m in marks if m.get("status") == "failed"]
         refusal = self.refusal(cell_id)
         if refusal is not None:
@@ -220,12 +220,12 @@ class ResultStore:
         return Status(status, n, of, reason, measuring, max(times, default=None))
 
     def measuring(self, cell_id: str) -> tuple[int, ...]:
-        """Shards of the cell that a process is measuring."""
+        """Return the shards of the cell that some process is measuring."""
         locks = self.folder(cell_id).glob("lock-*")
         return tuple(sorted(int(p.name.removeprefix("lock-")) for p in locks if locked(p)))
 
     def _marks(self, cell_id: str) -> list[Line]:
-        """The marks of all shards, oldest first; one that cannot be read says nothing."""
+        """Return the marks of all shards, oldest first, without those that cannot be read."""
         marks = []
         for path in sorted(self.folder(cell_id).glob("state-*.json")):
             with suppress(UsageError):
@@ -233,7 +233,7 @@ class ResultStore:
         return sorted(filter(None, marks), key=lambda m: float(m.get("time") or 0))
 
     def cell(self, cell_id: str) -> CellRecord | None:
-        """The cell's record, or None if it was never started; raises UsageError for a damaged one."""
+        """Return the cell's record, or None if it was never started. Raises UsageError for a damaged one."""
         path = self.folder(cell_id) / "cell.json"
         record = read_json(path)
         try:
@@ -242,7 +242,7 @@ class ResultStore:
             raise unreadable(path, error) from None
 
     def metrics(self, cell_id: str) -> Line:
-        """The means that the last run wrote; nothing before, and a warning where they are damaged."""
+        """Return the means that the last run wrote, or {} where there are none. Damaged ones also give a warning."""
         path = self.folder(cell_id) / "metrics.json"
         try:
             return read_json(path) or {}
@@ -251,21 +251,22 @@ class ResultStore:
             return {}
 
     def samples(self, cell_id: str) -> dict[str, Sample]:
-        """The samples of a measured cell by example id: its ``lines``, read."""
+        """Return the samples of a cell by example id, parsed from its ``lines``."""
         return {name: Sample.read(line) for name, line in self.lines(cell_id).items()}
 
     def lines(self, cell_id: str) -> dict[str, Line]:
-        """The cell's intact lines by example id, in the order of their ids; damaged lines become warnings.
+        """Return the cell's intact lines by example id, sorted by id. Damaged lines become warnings.
 
-        Of several lines about one example the same one counts, whatever order and files they are in.
+        Of several lines about one example the one least in bytes counts, in whatever order or files they lie.
         """
-        first: dict[str, tuple[bytes, Line]] = {}
+        least: dict[str, tuple[bytes, Line]] = {}
         for path in sorted(self.folder(cell_id).glob("samples-*.jsonl")):
             lines = read_lines(path)
             for text, line in lines.intact:
-                name = str(line["id"])
-                if name not in first or text < first[name][0]:
-                    first[name] = (text, line)
+                example_id = str(line["id"])
+                # any order that depends on the text alone would do; it must not depend on file or position
+                if example_id not in least or text < least[example_id][0]:
+                    least[example_id] = (text, line)
             if lines.damaged:
                 many = len(lines.damaged)
                 self._warn(
@@ -273,9 +274,10 @@ class ResultStore:
                     f"{many} damaged line{'s do' if many > 1 else ' does'} not count (line "
                     f"{', '.join(map(str, lines.damaged))}); python -m kvbench clean sets them aside",
                 )
-        return {name: line for name, (_, line) in sorted(first.items())}
+        return {example_id: line for example_id, (_, line) in sorted(least.items())}
 
     def _refused(self, cell_id: str, example: str) -> Path:
+        """Return the file of a refusal. Its name is a hash, since an example's id may be no file name."""
         return self.folder(cell_id) / f"refused-{zlib.crc32(example.encode()):08x}.json"
 
     def refuse(self, cell: Cell, reason: str, example: str) -> None:
@@ -283,12 +285,12 @@ class ResultStore:
         write_json(self._refused(cell.id, example), {"reason": reason, "example": example})
 
     def refusal(self, cell_id: str) -> str | None:
-        """Why the cell must not be reported, or None."""
+        """Return the reason why the cell must not be reported, or None."""
         first = next(iter(sorted(self.folder(cell_id).glob("refused-*.json"))), None)
         return None if first is None else str((read_json(first) or {}).get("reason"))
 
     def clear_refusal(self, cell_id: str, example: str) -> None:
-        """Forget the refusal of the cell for an example, which has passed the audit now."""
+        """Remove the refusal of the cell for an example that has passed the audit now."""
         path = self._refused(cell_id, example)
         try:
             path.unlink(missing_ok=True)
@@ -296,11 +298,11 @@ class ResultStore:
             raise disk_error(error, path) from None
 
     def write_metrics(self, cell_id: str, metrics: Mapping[str, object]) -> None:
-        """Replace metrics.json in one step."""
+        """Replace metrics.json atomically."""
         write_json(self.folder(cell_id) / "metrics.json", metrics)
 
     def folders(self) -> list[str]:
-        """Ids of all cells, also of those that have no record yet; links become warnings."""
+        """Return the ids of all cells, also of those without a record yet. Links become warnings."""
         named = sorted(p for p in (self.root / "cells").glob("*") if ID.fullmatch(p.name) and p.is_dir())
         for path in named:
             if path.is_symlink():
@@ -308,15 +310,15 @@ class ResultStore:
         return [path.name for path in named if not path.is_symlink()]
 
     def cells(self) -> list[str]:
-        """Ids of all cells that were started."""
+        """Return the ids of all cells that were started."""
         return [name for name in self.folders() if (self.folder(name) / "cell.json").exists()]
 
     @contextmanager
     def _record(self, cell: Cell) -> Iterator[list[Line]]:
-        """The provenance in the cell's record, to be extended by one process at a time; written when it is let go."""
+        """Yield the provenance in the cell's record, locked for this process, and write the record on exit."""
         folder = self.folder(cell.id)
-        held = lock(folder / "lock", RECORD_WAIT_S)
-        if held is None:
+        record_lock = lock(folder / "lock", RECORD_WAIT_S)
+        if record_lock is None:
             raise KvbenchError(f"{folder / 'lock'} has been held by another process for {RECORD_WAIT_S:g} s")
         try:
             record = self.cell(cell.id)
@@ -327,10 +329,10 @@ class ResultStore:
             yield provenance
             write_json(folder / "cell.json", replace(record, provenance=tuple(provenance)).record())
         finally:
-            os.close(held)
+            os.close(record_lock)
 
     def _register(self, cell: Cell, provenance: Mapping[str, Any], mix: bool) -> int:
-        """Write or extend the cell's record; returns this process's provenance index."""
+        """Write or extend the cell's record and return this process's index in its provenance."""
         now = dict(provenance)
         with self._record(cell) as known:
             if now not in known:
@@ -346,5 +348,5 @@ class ResultStore:
             return known.index(now)
 
     def _warn(self, path: Path, text: str) -> None:
-        """Of one file the last warning stands."""
+        """Add a warning about a file in place of the last one about it."""
         self.warnings[:] = [w for w in self.warnings if not w.startswith(f"{path}: ")] + [f"{path}: {text}"]

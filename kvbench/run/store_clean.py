@@ -1,6 +1,6 @@
-"""What of a store can go: cells without an answer, what killed processes left behind, and lines that nobody can read.
+"""Remove waste from a store: cells without an answer, remains of killed processes, and unreadable lines.
 
-Intact samples stay, unless their cell is named. A cell that is measured now is left alone.
+Intact samples stay, unless their cell is named. A cell that is being measured is not touched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOCK_WAIT_S = 0.3
 
 @dataclass(frozen=True)
 class Removal:
-    """One thing to remove. ``kind``: cell, mark, lock, temporary, or lines (moved into a file beside)."""
+    """One thing to remove. ``kind`` is cell, mark, lock, temporary, or lines (moved into a file beside theirs)."""
 
     kind: str
     cell: str
@@ -37,7 +37,7 @@ class Removal:
 
 
 def plan(store: ResultStore, cells: Collection[str], whole: bool) -> list[Removal]:
-    """What to remove of ``cells``; all of them with their samples if ``whole``. Cells measured now are left out."""
+    """Return the removals for ``cells``: all of each with its samples if ``whole``. Skips cells being measured."""
     removals = []
     for cell in cells:
         if not store.measuring(cell):
@@ -46,14 +46,14 @@ def plan(store: ResultStore, cells: Collection[str], whole: bool) -> list[Remova
 
 
 def leftovers(store: ResultStore) -> list[Removal]:
-    """Cells that an earlier cleaning had taken out, and did not come to delete."""
+    """Return the folders that an earlier cleaning renamed, but did not live to delete."""
     folder = store.root / "cells"
-    left = sorted(p for p in folder.glob(".removed-*") if not p.is_symlink())
-    return [Removal("cell", "", path, "half removed") for path in left]
+    paths = sorted(p for p in folder.glob(".removed-*") if not p.is_symlink())
+    return [Removal("cell", "", path, "half removed") for path in paths]
 
 
 def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
-    """Remove, each cell under its locks; raises KvbenchError if one began to be measured meanwhile."""
+    """Carry out the removals, each cell's under its locks. Raises KvbenchError if a process began to measure one."""
     for cell, group in groupby(removals, key=attrgetter("cell")):
         with _alone(store, cell) if cell else nullcontext():
             for removal in group:
@@ -97,7 +97,7 @@ def _waste(store: ResultStore, cell: str) -> Iterator[Removal]:
 
 
 def damaged_path(samples: Path) -> Path:
-    """Where the unreadable lines of a file of samples are moved."""
+    """Return the path that the unreadable lines of a file of samples are moved to."""
     return samples.with_name(samples.name.replace("samples-", "damaged-", 1))
 
 
@@ -105,10 +105,10 @@ def _remove(store: ResultStore, removal: Removal) -> None:
     if not removal.cell:
         shutil.rmtree(removal.path)
     elif removal.kind == "cell":
-        # out of the way in one step: a cell is there or not, never half
-        gone = store.root / "cells" / f".removed-{removal.cell}-{secrets.token_hex(4)}"
-        removal.path.rename(gone)
-        shutil.rmtree(gone)
+        # renamed in one step, so that a cell is never half there
+        renamed = store.root / "cells" / f".removed-{removal.cell}-{secrets.token_hex(4)}"
+        removal.path.rename(renamed)
+        shutil.rmtree(renamed)
     elif removal.kind == "lines":
         _set_aside(removal.path)
     else:
@@ -117,12 +117,12 @@ def _remove(store: ResultStore, removal: Removal) -> None:
 
 def _set_aside(path: Path) -> None:
     """Move the lines of a file of samples that cannot be read into the file beside it."""
-    unread, everything = read_lines(path).unread, path.read_bytes().split(b"\n")
-    bad = b"".join(everything[i - 1] + b"\n" for i in unread)
-    good = b"".join(line + b"\n" for i, line in enumerate(everything, 1) if line and i not in unread)
+    unread_numbers, all_lines = read_lines(path).unread, path.read_bytes().split(b"\n")
+    unreadable = b"".join(all_lines[i - 1] + b"\n" for i in unread_numbers)
+    readable = b"".join(line + b"\n" for i, line in enumerate(all_lines, 1) if line and i not in unread_numbers)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        for target, mode, content in ((damaged_path(path), "ab", bad), (temporary, "xb", good)):
+        for target, mode, content in ((damaged_path(path), "ab", unreadable), (temporary, "xb", readable)):
             with target.open(mode) as out:
                 out.write(content)
                 out.flush()
@@ -140,10 +140,10 @@ def _alone(store: ResultStore, cell: str) -> Iterator[None]:
         names = ["lock", *sorted(p.name for p in folder.glob("lock-*") if re.fullmatch(r"lock-\d+", p.name))]
         for name in names:
             try:
-                held = lock(folder / name, LOCK_WAIT_S)
+                lock_handle = lock(folder / name, LOCK_WAIT_S)
             except OSError as error:
                 raise disk_error(error, folder / name) from None
-            if held is None:
+            if lock_handle is None:
                 raise KvbenchError(f"cell {cell} is being measured now; wait for it, or stop it first")
-            stack.callback(os.close, held)
+            stack.callback(os.close, lock_handle)
         yield

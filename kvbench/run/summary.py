@@ -1,4 +1,4 @@
-"""From stored samples to a report: scores, paired differences, tokens, bytes and times."""
+"""Summarise stored samples into a report: scores, paired differences, tokens, bytes and times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kvbench.tasks.longbench import BUCKETS
 
 
 def completed(cell: Cell, samples: Iterable[Sample]) -> list[Sample]:
-    """Return the samples, with bytes at 16 bits by formula where older lines have none."""
+    """Return the samples. Older ones without bytes at 16 bits get them by formula."""
     itemsize, all_known = getattr(torch, cell.identity["model"]["dtype"]).itemsize, []
     for sample in samples:
         if isnan(sample.full16):
@@ -47,10 +47,11 @@ def completed(cell: Cell, samples: Iterable[Sample]) -> list[Sample]:
 
 
 def at_16_bits(chain: Chain, sample: Sample | MeasuredBytes, itemsize: int) -> tuple[float, float, float]:
-    """Return the payload, the overhead and the full cache's bytes at 16 bits, of what was measured at ``itemsize``.
+    """Return payload, overhead and full cache's bytes at 16 bits of a sample measured at ``itemsize`` bytes a number.
 
-    Codes, scales, positions and ids take the same bytes at any width, what is kept exact and the values that modifiers
-    carry shrink. Exact to the byte where heads keep the same number of tokens or nothing is packed, else by their mean.
+    Codes, scales, positions and ids take the same bytes at any width. Exact entries and the values that modifiers carry
+    shrink. The result is exact to the byte if all heads keep as many tokens or nothing is packed; otherwise it is
+    computed from their mean.
     """
     slots, exact, coder, selector = round(sample.kept), float(sample.payload), chain.coder, chain.selector
     if selector is not None and selector.packs:
@@ -58,15 +59,16 @@ def at_16_bits(chain: Chain, sample: Sample | MeasuredBytes, itemsize: int) -> t
     elif coder is not None:
         assert sample.payload_kv_head and sample.payload_query_head
         group = round(sample.payload_query_head / sample.payload_kv_head)
-        left = 2 * slots - coder.keys.packed(slots) - coder.values.packed(slots)
-        exact = chain.heads(1, group) * sample.full_bytes * left / (2 * sample.n)
+        # keys and values not packed; full_bytes / (2 n) are the bytes of one entry in all layers and kv heads
+        exact_entries = 2 * slots - coder.keys.packed(slots) - coder.values.packed(slots)
+        exact = chain.heads(1, group) * sample.full_bytes * exact_entries / (2 * sample.n)
     carried = sum(m.slot_bytes(itemsize) for m in chain.modifiers) if chain.evicts else 0
-    shrunk = 1.0
+    overhead_factor = 1.0
     if carried:
-        each = POSITION_BYTES + chain.layout(slots, 128, itemsize)[0].slot_overhead
-        shrunk -= (carried - sum(m.slot_bytes(HALF) for m in chain.modifiers)) / each
+        slot_bytes = POSITION_BYTES + chain.layout(slots, 128, itemsize)[0].slot_overhead
+        overhead_factor -= (carried - sum(m.slot_bytes(HALF) for m in chain.modifiers)) / slot_bytes
     payload16 = sample.payload - exact * (1 - HALF / itemsize)
-    return payload16, sample.overhead * shrunk, sample.full_bytes * HALF / itemsize
+    return payload16, sample.overhead * overhead_factor, sample.full_bytes * HALF / itemsize
 
 
 def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
@@ -147,7 +149,7 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
 
 
 def _about_batches(rows: Sequence[ReportRow]) -> list[str]:
-    """Return the note on memory that decode batches took beside the bytes of their rows' tokens."""
+    """Return the note on memory that decode batches took beyond the bytes of their rows' tokens."""
     summaries = [c.summary for r in rows for c in r.cells if c.summary is not None]
     factors = [s.timing.batch_factor for s in summaries if s.timing.batch_factor]
     if not factors or max(factors) < 1.05:
@@ -159,7 +161,7 @@ def _about_batches(rows: Sequence[ReportRow]) -> list[str]:
 
 
 def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
-    """Return what a table shows of one cell: its summary over this run's examples, or why there is none."""
+    """Return the table entry of one cell: its summary over this run's examples, or the reason why there is none."""
     result = CellResult(group.column, cell.id, "missing", cell.chain.evicts, fields(cell.identity))
     refusal = store.refusal(cell.id)
     if refusal is not None:
@@ -186,25 +188,25 @@ def _delta(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultSt
         return None
     baseline = store.samples(full.id)
     pairs = [(s.score, baseline[i].score) for i, s in samples.items() if i in baseline]
-    both = [(float(a), float(b)) for a, b in pairs if a is not None and b is not None]
-    if not both:
+    scores = [(float(a), float(b)) for a, b in pairs if a is not None and b is not None]
+    if not scores:
         return None
     printed = metric(group.task.metric)
     if printed.shown is not None:
-        return shown_delta(both, printed.show)
-    difference = stats.paired_difference([a for a, _ in both], [b for _, b in both])
-    low, high = (difference.low, difference.high) if len(both) >= FEWEST else (None, None)
+        return shown_delta(scores, printed.show)
+    difference = stats.paired_difference([a for a, _ in scores], [b for _, b in scores])
+    low, high = (difference.low, difference.high) if len(scores) >= FEWEST else (None, None)
     interval = None if low is None or high is None else (printed.scale * low, printed.scale * high)
     return Delta(printed.scale * difference.mean, interval)
 
 
-def shown_delta(both: Sequence[tuple[float, float]], show: Callable[[float], float]) -> Delta:
-    """Return the difference of two shown means (perplexities), with pairs resampled: both means vary together."""
+def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], float]) -> Delta:
+    """Return the difference of two shown means (perplexities). Pairs are resampled, so both means vary together."""
 
     def difference(means: Sequence[stats.Pairs]) -> stats.Pairs:
         return np.array([show(float(a)) - show(float(b)) for a, b in means[0]])
 
-    pairs = np.array(both)
+    pairs = np.array(scores)
     interval = stats.stratified_ci([pairs], difference, None)
     return Delta(float(difference([pairs.mean(0, keepdims=True)])[0]), interval)
 

@@ -1,7 +1,7 @@
 """A run on Weights & Biases: one W&B run per cell, whose id is the cell's, so that a resumed cell goes on in its own.
 
-All of it happens in a thread beside the run. wandb is not imported, and nothing leaves the machine, without
-logger=wandb; where the service cannot be reached the runs are kept below the results folder instead.
+Logging runs in a thread beside the run. Without logger=wandb, wandb is not imported and nothing leaves the machine.
+If the service cannot be reached, the runs are kept below the results folder instead.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ SETTINGS: dict[str, Any] = {
     "init_timeout": CONNECT_S,
     "finish_timeout": FINISH_S,
 }
-"""Of the machine nothing is sent but what a cell records; a service that does not answer is not waited for long."""
+"""Nothing about the machine is sent but the facts that a cell records, and a silent service costs a few seconds."""
 
 
 def listeners(cfg: LoggerConfig) -> tuple[Listener, ...]:
-    """What follows a run as the configuration asks: nothing, or W&B."""
+    """Return the listeners that the configuration asks for: none, or W&B's."""
     return () if cfg.mode == "disabled" else (WandbLogger(cfg),)
 
 
 class WandbLogger:
-    """The listener: hands what happens to a thread of its own, so that the run never waits, but at its end."""
+    """The listener, which hands events to its own thread, so that the run waits only at its end."""
 
     def __init__(self, cfg: LoggerConfig) -> None:
         self._cfg = cfg
@@ -84,21 +84,21 @@ class WandbLogger:
         except Exception as error:
             self._warn(f"failed ({_short(error)}) and is left out from here on")
 
-    def _warn(self, what: str) -> None:
-        """Say once what is wrong; the first cause is the one that counts."""
+    def _warn(self, problem: str) -> None:
+        """Print a warning, once: the first cause is the one that counts."""
         if not self._warned:
             self._warned = True
             with suppress(OSError, ValueError):
                 print(
-                    f"kvbench: W&B {what}. Measuring goes on, and the results are in {self._folder} as ever; what W&B "
-                    f"has not got lies in {self._folder}/wandb, and `wandb sync` sends it",
+                    f"kvbench: W&B {problem}. Measuring goes on, and the results are in {self._folder} as ever; what "
+                    f"W&B has not got lies in {self._folder}/wandb, and `wandb sync` sends it",
                     file=sys.stderr,
                 )
 
 
 @dataclass
 class _CellRun:
-    """The open W&B run of one cell. A step is a number of samples on disk, so steps go on where a resumed cell does."""
+    """The open W&B run of one cell. A step is the number of samples on disk, so a resumed cell continues its steps."""
 
     run: Any
     group: Group
@@ -106,7 +106,7 @@ class _CellRun:
     last: float = -ROW_EVERY_S
 
     def progress(self) -> dict[str, Any]:
-        """Answers done of N, their mean score and how much is kept."""
+        """Return the number of answers, their mean score and the mean share of tokens kept."""
         ids, samples = {e.id for e in self.group.examples}, self.samples.values()
         scores = [s.score for s in samples if s.score is not None]
         return {
@@ -118,7 +118,7 @@ class _CellRun:
 
 
 class _Sender:
-    """What runs in the thread: the only place that knows wandb."""
+    """The worker in the thread, the only place that uses wandb."""
 
     prepared: RunPlan
 
@@ -189,7 +189,7 @@ class _Sender:
         return self.open[cell.id]
 
     def _init(self, id: str, cell: Cell, name: str, kind: str, config: dict[str, object]) -> Any:
-        """A W&B run beside those that are open; where the service does not answer, one on disk."""
+        """Start a W&B run beside the open ones and return it; if the service does not answer, start one on disk."""
         dataset, preset = cell.task.id.partition("/")[0], self.prepared.cfg.preset
 
         def start() -> Any:
@@ -219,7 +219,7 @@ class _Sender:
             return start()
 
     def _go_offline(self, why: str) -> None:
-        """From here on into files. A cell whose run was open goes on in one of the same id: all is in the store."""
+        """Write to files from now on. A cell with an open run continues in one of the same id, from the store."""
         self.mode = "offline"
         self.open.clear()
         # a run that could not be started keeps its id until the service ends
@@ -229,12 +229,12 @@ class _Sender:
 
 
 def run_id(cell: Cell, shard: int, shards: int) -> str:
-    """The id of a cell's W&B run: the cell's; two processes cannot write one run, so shards have their own."""
+    """Return the id of a cell's W&B run. Two processes cannot write one run, so each shard has its own."""
     return cell.id if shards == 1 else f"{cell.id}-{shard}of{shards}"
 
 
 def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
-    """The config of a cell's W&B run: what a dashboard groups by, the cell's identity, and how it is run.
+    """Return the config of a cell's W&B run: the keys to group by, the cell's identity and its runtime settings.
 
     Folders of this machine are left out.
     """
@@ -259,7 +259,7 @@ def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
 
 
 def summary(means: CellSummary) -> dict[str, object]:
-    """A cell's means under flat names, with intervals as two numbers, and tokens kept in per cent of the prompt's."""
+    """Return a cell's means under flat names, with intervals as two numbers and tokens kept in per cent."""
     flat = {"kept_percent": 100 * means.kept / means.prompt_tokens} if means.full_bytes else {}
     return flat | flat_names(means.record())
 
@@ -277,20 +277,20 @@ def flat_names(values: Mapping[str, Any], above: str = "") -> dict[str, object]:
 
 
 def _heat_maps(prepared: RunPlan) -> dict[str, Heat]:
-    """Score by length and depth of every method of the run on the needle dataset, as far as it is measured."""
-    found: dict[str, list[tuple[float, float, float]]] = {}
+    """Return the scores by length and depth of every method on the needle dataset, as far as they are measured."""
+    scores: dict[str, list[tuple[float, float, float]]] = {}
     for group in prepared.groups:
         if group.task.category != "needle":
             continue
         show = metric(group.task.metric).show
         for cell in group.cells:
             if prepared.store.refusal(cell.id) is None:
-                found.setdefault(cell.label, []).extend(points(prepared.store.samples(cell.id).values(), show))
-    return {label: heat_map(points) for label, points in found.items()}
+                scores.setdefault(cell.label, []).extend(points(prepared.store.samples(cell.id).values(), show))
+    return {label: heat_map(heat_points) for label, heat_points in scores.items()}
 
 
 def _unreachable(url: str) -> str | None:
-    """Why a service does not answer, found sooner than by starting a run there; None where it does."""
+    """Return why a service does not answer, or None if it does. This is quicker than starting a run there."""
     import requests
 
     try:

@@ -1,4 +1,4 @@
-"""The command line -> what it asks for. The one place that knows the shorthand; golden tests pin it.
+"""Parse the command line into requests. This alone knows the shorthand, which golden tests pin.
 
 method=full,snapkv+think kv_size=64,128   ->  methods full, snapkv+think; method.snapkv.kv_size [64, 128]
 model=../my/checkpoint                    ->  model hf, model.path '../my/checkpoint'
@@ -29,10 +29,10 @@ NAMED = {"null": None, "true": True, "false": False, "inf": float("inf"), "-inf"
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run as it was asked for, before conf/ gives the rest.
+    """One run as it was asked for, before conf/ supplies the rest.
 
-    ``words`` ask for this run alone. ``groups`` are the entries chosen of model, prompt and logger, ``methods`` and
-    ``tasks`` as typed, or empty. ``knobs`` are those of methods by key (``kv_size``, ``method.snapkv.window``),
+    ``words`` are the arguments of this run alone. ``groups`` are the entries of model, prompt and logger. ``methods``
+    and ``tasks`` are as typed, or empty. ``knobs`` are those of methods by key (``kv_size``, ``method.snapkv.window``),
     ``values`` all others by full key (``limit``, ``model.dtype``).
     """
 
@@ -47,9 +47,9 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class Command:
-    """What a command line asks for: one request per model.
+    """A parsed command line: one request per model.
 
-    Under -m ``sweep`` holds the Hydra overrides that cut the run into shards and set up the launcher.
+    Under -m, ``sweep`` holds the Hydra overrides that cut the run into shards and set up the launcher.
     """
 
     runs: tuple[RunRequest, ...]
@@ -57,7 +57,7 @@ class Command:
 
 
 def read(arguments: Sequence[str], multirun: bool = False) -> Command:
-    """Return what ``key=value`` arguments ask for; raises UsageError naming key, value and what is allowed."""
+    """Parse ``key=value`` arguments. Raises UsageError naming key, value and the allowed values."""
     pairs = [_split(a) for a in arguments]
     _refuse_twice(pairs)
     typed = dict(pairs)
@@ -127,7 +127,7 @@ def split_list(value: str) -> list[str]:
 
 
 def value_of(text: str) -> Any:
-    """Return the value that a word says: null, true, a number, [a, list], {a: mapping}, else the text as it is."""
+    """Return the value of a word: null, true, a number, [a, list], {a: mapping}, or else the text itself."""
     if text.lower() in NAMED:
         return NAMED[text.lower()]
     if WHOLE.fullmatch(text):
@@ -169,46 +169,49 @@ def _datasets(tasks: Sequence[str]) -> list[str]:
 
 
 def _model(wanted: str) -> tuple[str, dict[str, Any]]:
-    """The entry of conf/model, and the path where ``wanted`` is a checkpoint folder or hub id."""
+    """Return the entry of conf/model, and the path if ``wanted`` is a checkpoint folder or hub id."""
     return (wanted, {}) if wanted in entries("model") else ("hf", {"model.path": wanted})
 
 
 def _match(typed: Mapping[str, str], preset: Mapping[str, Any]) -> dict[str, Any]:
-    """The kind of equal memory asked for: as typed, or the preset's, else bytes, for match=true or reference= alone."""
-    asked = typed.get("match", "true" if "reference" in typed else "null")
-    if asked in ("null", "false"):
+    """Return the kind of equal memory asked for, {} without one.
+
+    A typed kind counts; match=true, or reference= alone, takes the preset's kind or else bytes.
+    """
+    kind = typed.get("match", "true" if "reference" in typed else "null")
+    if kind in ("null", "false"):
         return {}
     ratio = next((k for k in typed if k.rpartition(".")[2] == "kv_ratio"), None)
     if ratio is not None:
         raise UsageError(
-            f"{ratio}={typed[ratio]} is not possible with match={asked}: a fraction of each prompt is no fixed number "
+            f"{ratio}={typed[ratio]} is not possible with match={kind}: a fraction of each prompt is no fixed number "
             "of bytes. Give the reference a kv_size, as in kv_size=128; that of the others is found"
         )
-    return {"match": preset.get("match", "bytes") if asked == "true" else value_of(asked)}
+    return {"match": preset.get("match", "bytes") if kind == "true" else value_of(kind)}
 
 
 def _sweep(typed: Mapping[str, str]) -> list[str]:
-    """The overrides that sweep all shards: ``shard=0,1,2,3`` says how many there are, ``shards=4`` which."""
+    """Return the overrides that sweep all shards: ``shard=0,1,2,3`` sets their number, ``shards=4`` their indices."""
     count = typed.get("shards")
     if count is not None and not (count.isdigit() and int(count) >= 1):
         raise UsageError(f"shards={count} is not possible: a whole number, 1 or more")
     value = typed.get("shard", ",".join(map(str, range(int(count or 0)))))
     parts = split_list(value)
-    whole = all(p.isdigit() for p in parts) and sorted(map(int, parts)) == list(range(len(parts)))
-    if not whole or (count is not None and int(count) != len(parts)):
+    consecutive = all(p.isdigit() for p in parts) and sorted(map(int, parts)) == list(range(len(parts)))
+    if not consecutive or (count is not None and int(count) != len(parts)):
         of = f" of shards={count}" if count else ""
         raise UsageError(f"shard={value}{of} is not possible: all shards from 0 on, as in -m shard=0,1,2,3")
     return [f"shard={','.join(parts)}", f"shards={len(parts)}"]
 
 
 def _launcher(key: str, value: str) -> str:
-    """A launcher's option: its schema lists only some, so that the others would need Hydra's ``+``."""
+    """Return the override of a launcher's option, with ``++`` since its schema lists only some of them."""
     bare = key.lstrip("+")
     return f"++{bare}={value}" if bare.startswith("hydra.launcher.") else f"{key}={value}"
 
 
 def _values(key: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
-    """The values by full key of one argument; ``method.*.window`` is a bare knob of methods."""
+    """Return the values of one argument by full key; ``method.*.window`` is a bare knob of methods."""
     bare = key.lstrip("+")
     if "${" in value:
         raise UsageError(f"{key}={value} is not possible: write the value itself, interpolations are not read here")
@@ -253,7 +256,7 @@ def _full_key(group: str, rest: str, value: str, methods: Sequence[str], dataset
 
 
 def _bare(knob: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
-    """The values of a knob whose owners are not named: those of one group, whichever has it."""
+    """Return the values of a knob without an owner: for all owners in the one group that has it."""
     stages = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
     holders = {
         **{f"dataset.{d}": entries("dataset")[d] for d in datasets},
@@ -274,13 +277,13 @@ def _bare(knob: str, value: str, methods: Sequence[str], datasets: Sequence[str]
         names = {k for known in holders.values() for k in known if not k.startswith("_")}
         written = ", ".join("+".join(registry.split(m)) for m in methods)
         raise unknown("knob", knob, sorted({"preset", *names, *top_level()}), f"No method of {written} owns it.")
-    # which stages have a knob of methods, and whether they may, is for resolve to say
+    # resolve decides which stages take a knob of methods
     shared = ["method.*"] if owners[0].startswith("method.") else owners
     return {f"{o}.{knob}": _grid(value, holders[owners[0]][knob]) for o in shared}
 
 
 def _grid(value: str, default: Any) -> Any:
-    """The value of a word: a comma list is a list-typed knob's own value, and any other knob's grid."""
+    """Return the value of a word. A comma list is the value of a list-typed knob, and the grid of any other."""
     parts = split_list(value)
     if isinstance(default, list):
         return value_of(value) if value.startswith("[") and len(parts) == 1 else [value_of(p) for p in parts]

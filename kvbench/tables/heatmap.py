@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Heat:
-    """Mean scores [depths, lengths] (nan where nothing was measured) and the numbers of samples behind them."""
+    """The mean scores [depths, lengths] (nan without a measurement) and the numbers of samples behind them."""
 
     lengths: tuple[float, ...]
     depths: tuple[float, ...]
@@ -22,7 +22,7 @@ class Heat:
     counts: np.ndarray
 
     def rows(self) -> Iterator[tuple[float, float, float, int]]:
-        """(length, depth, score, n) of everything that was measured."""
+        """Return (length, depth, score, n) of every measured point."""
         for i, depth in enumerate(self.depths):
             for j, length in enumerate(self.lengths):
                 if self.counts[i, j]:
@@ -30,12 +30,12 @@ class Heat:
 
 
 def points(samples: Iterable[Sample], show: Callable[[float], float]) -> list[tuple[float, float, float]]:
-    """(length, depth, score in printed units) of stored samples of the needle dataset."""
+    """Return (length, depth, score in printed units) of stored samples of the needle dataset."""
     return [(s.meta["length"], s.meta["depth"], show(s.score)) for s in samples if s.score is not None]
 
 
 def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
-    """The map of (length, depth, score) points."""
+    """Build the map of (length, depth, score) points."""
     lengths = sorted({length for length, _, _ in points})
     depths = sorted({depth for _, depth, _ in points})
     sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)), int)
@@ -48,7 +48,7 @@ def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
 
 
 def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A picture of the map, [height, width, 3]: lengths to the right, depths downwards, dark 0 to light 100."""
+    """Draw the map as a picture [height, width, 3]: lengths to the right, depths downwards, dark 0 to light 100."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     from kvbench.tables import style

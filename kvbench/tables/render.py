@@ -1,4 +1,4 @@
-"""A report on the page: its tables and what the reader must know, as text, Markdown, CSV or LaTeX."""
+"""Render a report, its tables and its legend, as text, Markdown, CSV or LaTeX."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ def sheets(report: Report) -> list[Table]:
         for i, (name, c) in enumerate(zip(short, columns, strict=True))
     ]
     if len(columns) > 1:
-        whole = [r.means if all(c.summary is not None for c in r.cells) else None for r in rows]
-        table.append(("mean", *("—" if means is None else _number(means.score_mean) for means in whole)))
-    out = list(Table(*_turned(names, table), ruled=True).folded())
+        complete = [r.means if all(c.summary is not None for c in r.cells) else None for r in rows]
+        table.append(("mean", *("—" if means is None else _number(means.score_mean) for means in complete)))
+    out = list(Table(*_transposed(names, table), ruled=True).folded())
     measured = [(r, r.means) for r in rows if r.means is not None]
     storage = list(zip(STORAGE, *(_storage_text(means, r.evicts) for r, means in measured), strict=True))
     if not _masks(report):
         storage = [c for c in storage if c[0] != ATTENDED]
     names = ("method", *(_wrap(r.method) for r, _ in measured))
-    return [*out, *Table(*_turned(names, storage)).folded()]
+    return [*out, *Table(*_transposed(names, storage)).folded()]
 
 
-def _turned(names: tuple[str, ...], columns: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """The heads and the rows of columns that stand beside the rows' names."""
+def _transposed(names: tuple[str, ...], columns: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Transpose columns, each a head above its cells, into (heads, rows) with the rows' names in front."""
     header, *body = zip(names, *columns, strict=True)
     return header, tuple(body)
 
 
 def _masks(report: Report) -> bool:
-    """Whether any method attends less than it holds."""
+    """Return True if any method attends fewer tokens than it holds."""
     return any(r.means is not None and r.means.attended_percent is not None for r in report.rows)
 
 
 def _wrap(label: str) -> str:
-    """Method on the first line, its knobs below."""
+    """Break a label into lines: the method on the first, one knob on each below."""
     return label.replace(" ", "\n")
 
 
@@ -101,20 +101,24 @@ def _storage_text(row: RowMeans, evicts: bool) -> tuple[str, ...]:
     )
 
 
-def _kept(kept: float, asked: float | None, evicts: bool) -> str:
-    """Tokens kept in per cent, the budget asked for where it differs or there is none, and who goes on evicting."""
+def _kept(kept_percent: float, asked_percent: float | None, evicts: bool) -> str:
+    """Return the tokens kept in per cent, the budget asked for if it differs or is missing, and a mark if it evicts."""
     end = f"\n{EVICTS}" if evicts else ""
-    if asked is None:
-        return f"{kept:.1f}\nasked —{end}"
-    digits = next((d for d in (1, 2, 3) if f"{kept:.{d}f}" != f"{asked:.{d}f}"), None)
-    return (f"{kept:.1f}" if digits is None else f"{kept:.{digits}f}\nasked {asked:.{digits}f}") + end
+    if asked_percent is None:
+        return f"{kept_percent:.1f}\nasked —{end}"
+    # the fewest digits that tell the two apart; None where they are equal to three
+    digits = next((d for d in (1, 2, 3) if f"{kept_percent:.{d}f}" != f"{asked_percent:.{d}f}"), None)
+    if digits is None:
+        return f"{kept_percent:.1f}{end}"
+    return f"{kept_percent:.{digits}f}\nasked {asked_percent:.{digits}f}{end}"
 
 
-def _payload(held: float, kv: float | None, query: float | None) -> str:
-    """The payload held and, where it differs, what the other kind of heads would hold."""
+def _payload(held_payload: float, kv: float | None, query: float | None) -> str:
+    """Return the payload held and, where it differs, the payload that the other kind of heads would hold."""
     if kv is None or query is None or kv == query:
-        return size(held)
-    return f"{size(held)}\nkv {size(kv)}" if held == query else f"{size(held)}\nq {size(query)}"
+        return size(held_payload)
+    other = f"kv {size(kv)}" if held_payload == query else f"q {size(query)}"
+    return f"{size(held_payload)}\n{other}"
 
 
 def _number(value: float | None, sign: bool = False) -> str:
@@ -132,20 +136,20 @@ def size(n: float) -> str:
 
 
 def _by_chance(cells: Sequence[CellResult]) -> str:
-    """State the number of stars to expect if no difference were real."""
+    """Return a note on the number of stars to expect if no difference were real."""
     shown = sum(c.delta is not None and c.delta.ci is not None for c in cells)
     return f" (of {shown} about {math.ceil(0.05 * shown)} would by chance alone)" if shown >= 10 else ""
 
 
 def legend(report: Report) -> list[str]:
-    """What the reader must know: n, intervals, refusals with reasons, caveats, where the results lie."""
+    """Return the lines below the tables: n, intervals, refusals with reasons, caveats and the results folder."""
     cells = report.cells
     summaries = [c.summary for c in cells if c.summary is not None]
     means = [r.means for r in report.rows if r.means is not None]
     counts = list(dict.fromkeys((s.n, s.of) for s in summaries))
     lines = [report.settings] if report.settings else []
     if counts:
-        n = "; ".join(f"{a} of {b}" if a < b else f"all {b}" for a, b in counts)
+        n = "; ".join(f"{n_cell} of {of_cell}" if n_cell < of_cell else f"all {of_cell}" for n_cell, of_cell in counts)
         lines.append(
             f"n = {n} examples per cell. [a, b]: 95 % bootstrap interval. Δ: paired difference to full; "
             f"* its 95 % interval excludes 0{_by_chance(cells)}."
@@ -165,12 +169,12 @@ def legend(report: Report) -> list[str]:
         lines.append(f"{EVICTS}: {EVICTING}")
     if _masks(report):
         lines.append("attended %: what a decode step attends where a method masks, new tokens too, against the prompt.")
-    for many, text in (
+    for count, text in (
         (max((s.cut for s in summaries), default=0), "cut in the middle to the length allowed"),
         (max((s.shrunk for s in summaries), default=0), "too short for the window of a method and shrank it"),
     ):
-        if many:
-            lines.append(f"Up to {many} prompts of a task were {text}.")
+        if count:
+            lines.append(f"Up to {count} prompts of a task were {text}.")
     lines += [f"✗ {c.task}: {c.reason}" for c in cells if c.status in BROKEN]
     lines += report.notes
     lines.append(f"Samples and metrics: {report.results}/cells/<cell>/ ({len(cells)} cells; ids with --json).")
@@ -178,7 +182,7 @@ def legend(report: Report) -> list[str]:
 
 
 def render(report: Report, style: str = "text") -> str:
-    """The whole report in one of FORMATS."""
+    """Return the whole report in one of FORMATS."""
     if style == "csv":
         return writers.csv(CSV_FIELDS, _records(report))
     return writers.compose(sheets(report), legend(report), style)

@@ -1,4 +1,4 @@
-"""The one look of all figures: sizes of a two-column page, colours that colour-blind readers can tell apart.
+"""The style of all figures: sizes of a two-column page, colours that colour-blind readers can tell apart.
 
 Series differ in marker and line as well as in colour, and maps grow evenly in lightness, so that all of it can be read
 in grey. Figures are made without pyplot: nothing global changes, and equal data give equal bytes.
@@ -60,26 +60,26 @@ RC: dict[str, Any] = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """matplotlib's defaults with ours on top, whatever the user's own settings are."""
+    """Return matplotlib's defaults with ours on top, independent of the user's settings."""
     plain: dict[Any, Any] = {k: v for k, v in mpl.rcParamsDefault.items() if k != "backend"}
     with mpl.rc_context(plain | RC):
         yield
 
 
 def canvas(width: float, height: float) -> Canvas:
-    """An empty figure of so many inches."""
+    """Return an empty figure of the given inches."""
     return Canvas(figsize=(width, height), layout="constrained")
 
 
 def tighten(fig: Canvas) -> None:
-    """No space between panels above each other but for their titles and labels."""
+    """Leave between panels above each other only the space of their titles and labels."""
     engine = fig.get_layout_engine()
     assert engine is not None
     engine.set(hspace=0.0, h_pad=0.01)  # type: ignore[call-arg]
 
 
 def series(i: int, points: int = 0) -> dict[str, Any]:
-    """How the i-th line of a plot looks: colour, line and marker (on about eight of its ``points``).
+    """Return the look of the i-th line of a plot: colour, line and marker (on about eight of its ``points``).
 
     Markers are hollow once the colours are used up.
     """
@@ -89,19 +89,19 @@ def series(i: int, points: int = 0) -> dict[str, Any]:
 
 
 def shades(count: int) -> list[Any]:
-    """``count`` colours from dark to light for things that have an order, such as layers."""
+    """Return ``count`` colours from dark to light for ordered things, such as layers."""
     return [mpl.colormaps[MAP](x) for x in np.linspace(0.0, 0.88, count)]
 
 
 def integer_ticks(labels: Sequence[Any], most: int = 8) -> tuple[list[int], list[str]]:
-    """Places and names of at most ``most`` evenly spaced ticks on an axis with one step per label."""
+    """Return places and names of at most ``most`` evenly spaced ticks on an axis with one step per label."""
     step = max(1, -(-len(labels) // most))
     places = list(range(0, len(labels), step))
     return places, [str(labels[i]) for i in places]
 
 
 def token_ticks(ax: Axes, starts: Sequence[int], most: int = 8) -> None:
-    """Ticks at round numbers of tokens on the rows of a map, each a run of tokens from its start on."""
+    """Set ticks at round numbers of tokens on the rows of a map, each of which covers tokens from its start on."""
     run = starts[1] - starts[0] if len(starts) > 1 else 1
     end = starts[-1] + run
     round_ = (m * 10**e for e in range(9) for m in (1, 2, 5))
@@ -117,7 +117,7 @@ def heat(
     numbers: str = "",
     **kwargs: Any,
 ) -> Any:
-    """A map of values [rows, columns] with a tick per row and column; cells are printed by the format ``numbers``."""
+    """Draw a map of values [rows, columns] with a tick per row and column; the format ``numbers`` prints cells."""
     values = np.asarray(values, dtype=float)
     image = ax.imshow(values, aspect="auto", **kwargs)
     ax.set_yticks(*integer_ticks(rows))

@@ -1,4 +1,4 @@
-"""The one model of a table: texts in cells, heads, blocks of rows and groups of columns; ``writers`` writes it."""
+"""The model of a table: texts in cells, heads, blocks of rows and groups of columns. ``writers`` writes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 WIDTH = 100
-"""Characters of a line of text."""
+"""The number of characters in a line of text."""
 
 
 class Bold(str):
@@ -19,9 +19,9 @@ class Bold(str):
 class Table:
     """A table of texts. Lines of a cell, or of a head, are separated by newlines.
 
-    left: columns of text, from the first on; those behind them are numbers. ruled: text has a line between rows.
-    breaks: lines of a cell stay lines in every format, and text breaks long heads. groups: a name over neighbouring
-    columns, '' for none. headings: the heading of each block of rows by the block's first row.
+    The first ``left`` columns are text, the others numbers. ``ruled`` puts a line between rows in text. With ``breaks``
+    lines of a cell stay lines in every format, and text breaks long heads. ``groups`` are names over neighbouring
+    columns, '' for none. ``headings`` holds the heading of each block of rows by the block's first row.
     """
 
     headers: tuple[str, ...]
@@ -34,28 +34,28 @@ class Table:
 
     @property
     def blocks(self) -> list[tuple[str, tuple[tuple[str, ...], ...]]]:
-        """Each block's heading with its rows."""
+        """Return each block's heading with its rows."""
         starts = sorted(self.headings)
         ends = [*starts[1:], len(self.rows)]
         return [(self.headings[a], self.rows[a:b]) for a, b in zip(starts, ends, strict=True)]
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The heads as text has them: a long one over several lines, where it has a place to break."""
+        """Return the heads for text: a long one is broken into several lines at _, / or -."""
         if not self.breaks:
             return self.headers
         return tuple(re.sub(r"([_/-])(?=\w{2})", r"\1\n", h) if len(h) > 10 else h for h in self.headers)
 
     def width(self, column: int) -> int:
-        """Characters of a column's widest line."""
+        """Return the number of characters in a column's widest line."""
         return max(len(line) for text in (self.heads[column], *(r[column] for r in self.rows)) for line in lines(text))
 
     def spans(self) -> list[tuple[str, int]]:
-        """The groups of neighbouring columns: each name, and how many columns it has; none where no group has one."""
+        """Return (name, number of columns) of each group of neighbouring columns; [] if no group has a name."""
         return [(name, len(list(some))) for name, some in groupby(self.groups)] if any(self.groups) else []
 
     def folded(self) -> Iterator[Table]:
-        """The table in pieces of columns that fit WIDTH, each with the first column."""
+        """Yield the table in pieces of columns that fit WIDTH, each with the first column."""
         headings = max(len(part) + 4 for heading in self.headings.values() for part in heading.split(", "))
         first = max(self.width(0) + 2, headings)
         part, used = [0], first
@@ -76,5 +76,5 @@ class Table:
 
 
 def lines(text: str) -> list[str]:
-    """The lines of a cell, at least one."""
+    """Return the lines of a cell, at least one."""
     return text.split("\n")
