@@ -16,7 +16,7 @@ LAYOUTS = "<dataset>.jsonl of LongBench, predictions.csv of kvpress, samples_*.j
 
 
 def find(path: Path) -> list[Path]:
-    """The prediction files of a folder, else of the folders in it; or the file itself. UsageError if there is none."""
+    """Return a folder's prediction files, else those of the folders in it, or the file itself; UsageError if none."""
     if path.is_file():
         if not _is_known(path):
             raise UsageError(f"{path} is not a file of predictions ({LAYOUTS})")

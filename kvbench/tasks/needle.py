@@ -30,7 +30,7 @@ _LONGEST_TOKEN = 1000
 
 
 def _question(template: str, prompt: str, question: str) -> str:
-    """The end of ``prompt`` from its last part that does not depend on the context: '' if the question comes first."""
+    """Return the end of ``prompt`` after the context if it holds the question, else '' (the question comes first)."""
     ending = template.partition("{context}")[2].replace("{question}", question)
     return ending if question in ending and prompt.endswith(ending) else ""
 
@@ -150,9 +150,9 @@ def _examples(
 
 
 def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
-    """The text of a file, or of a folder's .txt and .md files in the order of their names, and where it came from.
+    """Return the text of a file, or of a folder's .txt and .md files in the order of their names, and what to call it.
 
-    Without ``haystack`` it is the folder of essays below the data folder.
+    Without ``haystack`` it reads the folder of essays below the data folder.
     """
     dataset = files.dataset
     remedy = (
@@ -238,7 +238,7 @@ class Window:
         self.ends = [m.end() for m in _SENTENCE_END.finditer(self.text)]
 
     def _nearest_end(self, cut: int, depth: float) -> int:
-        """The start of the text or the sentence end up to ``cut`` that is nearest to ``depth`` per cent of it."""
+        """Return the text's start or the sentence end up to ``cut`` that is nearest to ``depth`` per cent of it."""
         target = cut * depth / 100
         i = bisect_left(self.ends, target)
         candidates = [0, *(end for end in self.ends[max(0, i - 1) : i + 1] if end <= cut)]
@@ -262,7 +262,7 @@ def _cut(tokens: Callable[[int], int], length: int, guess: int, most: int, chars
         if not low < cut < high:
             cut = (low + high) // 2
     around = range(max(0, low - 8), min(low + 8, most) + 1)
-    return next((cut_nearby for cut_nearby in around if tokens(cut_nearby) == length), low)
+    return next((nearby for nearby in around if tokens(nearby) == length), low)
 
 
 def _phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:

@@ -162,7 +162,7 @@ def needle_question(city: str) -> str:
 
 
 def needle_pair(index: int) -> tuple[str, str, str]:
-    """Deterministic ``(sentence, question, answer)`` to hide in real text; seeds are disjoint from training."""
+    """Return the ``(sentence, question, answer)`` of an index, to hide in real text; its seed is not training's."""
     rng = random.Random(f"eval/needle-pair/{index}")
     city, number = rng.choice(CITIES), _digits(rng)
     return needle_sentence(city, number), needle_question(city), number
