@@ -16,7 +16,7 @@ LAYOUTS = "<dataset>.jsonl of LongBench, predictions.csv of kvpress, samples_*.j
 
 
 def find(path: Path) -> list[Path]:
-    """The prediction files of a folder, else of the folders in it; or the file itself. UsageError if there is none."""
+    """Return a folder's prediction files, else those of the folders in it, or the file itself; UsageError if none."""
     if path.is_file():
         if not _is_known(path):
             raise UsageError(f"{path} is not a file of predictions ({LAYOUTS})")
@@ -24,55 +24,55 @@ def find(path: Path) -> list[Path]:
     if not path.is_dir():
         raise UsageError(f"there is no folder or file {path}")
     try:
-        found = _matching(path) or [
+        paths = _matching(path) or [
             f for folder in sorted(path.iterdir()) if folder.is_dir() for f in _matching(folder)
         ]
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    if not found:
+    if not paths:
         raise UsageError(f"{path} holds no predictions ({LAYOUTS})")
-    return found
+    return paths
 
 
 def read(path: Path) -> list[Predictions]:
-    """All predictions of one file that ``find`` named; UsageError naming file, line and reason if it cannot be read."""
+    """Read all predictions of one file that ``find`` named; UsageError naming file, line and reason if that fails."""
     layout = next(x for x in layouts.LAYOUTS if x.matches(path))
     try:
         digest = sha256(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    found: dict[str, list[ImportedAnswer]] = {}
+    answers_by_task: dict[str, list[ImportedAnswer]] = {}
     for task, answer in layout.answers(path):
-        found.setdefault(task, []).append(answer)
-    if not found:
+        answers_by_task.setdefault(task, []).append(answer)
+    if not answers_by_task:
         raise UsageError(f"{path} is empty: it must hold at least one answer")
     # LongBench's script writes LongBench-E to pred_e/<model>/
     of_e = layout is layouts.LONGBENCH and path.parent.parent.name == "pred_e"
     return [
         Predictions(dataset, extended or of_e, path, layout.name, tuple(answers), digest)
-        for task, answers in found.items()
+        for task, answers in answers_by_task.items()
         for dataset, extended in (dataset_of(task),)
     ]
 
 
-def settle_split(found: Sequence[Predictions], split: str) -> list[Predictions]:
-    """Which are of LongBench-E: what ``split`` says (standard, e), or under ``auto`` what the files tell.
+def settle_split(predictions: Sequence[Predictions], split: str) -> list[Predictions]:
+    """Return the predictions with ``extended`` set by ``split`` (standard, e), or under ``auto`` by the files.
 
     Tasks that LongBench-E lacks are always of the standard split. A folder is also of LongBench-E where one of its
     files has more answers than the standard split has examples, and all have lengths.
     """
 
-    def larger(p: Predictions) -> bool:
+    def outgrows_standard(p: Predictions) -> bool:
         spec = TASKS.get(p.dataset)
         return spec is not None and spec.extended and len(p.answers) > spec.size
 
-    folders = {p.path.parent for p in found if larger(p)}
-    settled = []
-    for p in found:
-        could = p.dataset in TASKS and TASKS[p.dataset].extended
-        told = p.extended or (p.path.parent in folders and all(a.length is not None for a in p.answers))
-        settled.append(replace(p, extended=could and (told if split == "auto" else split == "e")))
-    return settled
+    extended_folders = {p.path.parent for p in predictions if outgrows_standard(p)}
+    results = []
+    for p in predictions:
+        has_extended = p.dataset in TASKS and TASKS[p.dataset].extended
+        extended = p.extended or (p.path.parent in extended_folders and all(a.length is not None for a in p.answers))
+        results.append(replace(p, extended=has_extended and (extended if split == "auto" else split == "e")))
+    return results
 
 
 def _matching(folder: Path) -> list[Path]:

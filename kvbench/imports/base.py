@@ -41,14 +41,14 @@ class Predictions:
 
 
 def dataset_of(name: str) -> tuple[str, bool]:
-    """LongBench's name of a task and whether it is of LongBench-E: ``longbench_qasper_e`` -> (qasper, True)."""
+    """Return LongBench's task name, and whether it is of LongBench-E: ``longbench_qasper_e`` -> (qasper, True)."""
     short = name.removeprefix("longbench_")
     base = re.sub(r"[_-]e$", "", short)
     return (base, True) if base != short and base in TASKS else (short, False)
 
 
 def text(row: FileRow, key: str) -> str:
-    """Text that may be empty, and may hold anything."""
+    """Return text, which may be empty and may hold anything."""
     value = row.value(key)
     if not isinstance(value, str):
         raise row.wrong(f"{key!r} must be text, got {kind(value)}")
@@ -56,7 +56,10 @@ def text(row: FileRow, key: str) -> str:
 
 
 def texts(row: FileRow, key: str) -> tuple[str, ...]:
-    """Text or number, or a list of them, which may be empty; a list that Python or numpy printed is read as one."""
+    """Return text or number, or a list of them, as a tuple, maybe empty.
+
+    A list that Python or numpy printed is read as one.
+    """
     value = row.value(key)
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
         value = _printed_list(row, key, value)
@@ -68,14 +71,14 @@ def texts(row: FileRow, key: str) -> tuple[str, ...]:
 
 
 def classes(row: FileRow, key: str = "all_classes") -> tuple[str, ...] | None:
-    """The label list, empty where there is none, None where the key is absent."""
+    """Return the label list, empty where there is none, None where the key is absent."""
     if key not in row.values:
         return None
     return () if row.values[key] in (None, "", "None") else texts(row, key)
 
 
 def length(row: FileRow, key: str = "length") -> int | None:
-    """The stored length, None where there is none."""
+    """Return the stored length, None where there is none."""
     value = row.values.get(key)
     if value in (None, ""):
         return None

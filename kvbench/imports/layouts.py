@@ -42,13 +42,13 @@ class Layout:
 
 
 def longbench(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
-    """The answers of a file of LongBench's own."""
+    """Yield the answers of a file of LongBench's own."""
     for row in read_lines(path):
         yield path.stem, _answer(row, text(row, "pred"), texts(row, "answers"))
 
 
 def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
-    """The answers of a file of lm-evaluation-harness."""
+    """Yield the answers of a file of lm-evaluation-harness."""
     match = _SAMPLES.fullmatch(path.stem)
     chosen = None
     for row in read_lines(path):
@@ -70,7 +70,10 @@ def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
 
 
 def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
-    """The answers of a file of kvpress, whose folder is ``dataset__task__model__press__ratio`` where no column says."""
+    """Yield the answers of a kvpress file.
+
+    Its folder is named ``dataset__task__model__press__ratio``, which gives the task where no column does.
+    """
     parts = path.parent.name.split("__")
     folder_task = parts[1] if len(parts) > 3 else path.stem
     for row in _json(path) if path.suffix == ".json" else _csv(path):
@@ -91,7 +94,7 @@ LAYOUTS = (
 
 
 def unrelated(path: Path) -> bool:
-    """Whether a ``.csv`` of another name than kvpress's has no column of answers."""
+    """Return True for a ``.csv`` of another name than kvpress's that has no column of answers."""
     if path.suffix != ".csv" or path.stem.startswith("predictions"):
         return False
     try:

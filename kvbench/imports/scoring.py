@@ -52,7 +52,7 @@ class Bucket:
 
 
 def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None) -> str:
-    """The metric of a file's dataset, else ``fallback``; UsageError naming the file where that leaves none."""
+    """Return the metric of a file's dataset, else ``fallback``; UsageError naming the file where that leaves none."""
     dataset = predictions.dataset
     if dataset in longbench.TASKS:
         return longbench.metric_name(dataset, code_sim)
@@ -81,30 +81,30 @@ def score_all(files: Sequence[tuple[Predictions, str]], workers: int | None = No
     with ExitStack() as stack:
         pool = stack.enter_context(_pool(workers)) if workers > 1 else None
         chunk = max(1, len(items) // (32 * workers))  # small enough that no process waits long for another
-        done = iter(list(pool.map(_score, items, chunksize=chunk) if pool else map(_score, items)))
-        scored = [list(islice(done, len(p.answers))) for p, _ in files]
-        flat = [tuple(value for value, _ in of_file) for of_file in scored]
-        groups = [_buckets(p, s) for (p, _), s in zip(files, flat, strict=True)]
-        wanted = [*flat, *(s for by_name in groups for s in by_name.values())]
-        intervals = iter(list(pool.map(_interval, wanted) if pool else map(_interval, wanted)))
-        whole = [next(intervals) for _ in files]
+        results = iter(list(pool.map(_score, items, chunksize=chunk) if pool else map(_score, items)))
+        scored = [list(islice(results, len(p.answers))) for p, _ in files]
+        file_scores = [tuple(value for value, _ in of_file) for of_file in scored]
+        groups = [_buckets(p, s) for (p, _), s in zip(files, file_scores, strict=True)]
+        samples = [*file_scores, *(s for by_name in groups for s in by_name.values())]
+        intervals = iter(list(pool.map(_interval, samples) if pool else map(_interval, samples)))
+        file_intervals = [next(intervals) for _ in files]
         ranges = [tuple(Bucket(n, s, next(intervals)) for n, s in by_name.items()) for by_name in groups]
     seconds = [sum((took for _, took in of_file), 0.0) for of_file in scored]
-    columns = zip(files, flat, whole, ranges, seconds, strict=True)
+    columns = zip(files, file_scores, file_intervals, ranges, seconds, strict=True)
     return [Scored(p, name, values, ci, parts, took) for (p, name), values, ci, parts, took in columns]
 
 
 def printed(name: str, scores: Sequence[Score]) -> Score:
-    """The mean in printed units over those that are not None; None of none.
+    """Return the mean in printed units over the scores that are not None; None if there are none.
 
-    Added, scaled and divided in the order of LongBench's evaluator, so that the second digit rounds as there.
+    It is added, scaled and divided in the order of LongBench's evaluator, so that the second digit rounds as there.
     """
     known = [s for s in scores if s is not None]
     return metric(name).scale * sum(known) / len(known) if known else None
 
 
 def _score(item: Item) -> tuple[Score, float]:
-    """An answer's score, and the seconds that it took."""
+    """Return an answer's score, and the seconds that it took."""
     start = time.perf_counter()
     dataset, name, answer = item
     text = answer.prediction
@@ -121,14 +121,14 @@ def _interval(scores: Sequence[Score]) -> tuple[float, float] | None:
 def _buckets(predictions: Predictions, scores: Sequence[Score]) -> dict[str, tuple[Score, ...]]:
     if not predictions.extended:
         return {}
-    found: dict[str, list[Score]] = {name: [] for name, _ in longbench.BUCKETS}
+    scores_by_range: dict[str, list[Score]] = {name: [] for name, _ in longbench.BUCKETS}
     for answer, value in zip(predictions.answers, scores, strict=True):
-        found[longbench.bucket(answer.length or 0)].append(value)
-    return {name: tuple(values) for name, values in found.items()}
+        scores_by_range[longbench.bucket(answer.length or 0)].append(value)
+    return {name: tuple(values) for name, values in scores_by_range.items()}
 
 
 def _size(item: Item) -> int:
-    """Characters to compare, those of slow metrics several times."""
+    """Return the characters to compare, those of slow metrics four times."""
     _, name, answer = item
     return (len(answer.prediction) + sum(map(len, answer.references))) * (4 if name in SLOW_METRICS else 1)
 

@@ -24,7 +24,7 @@ KIND = "imported"
 
 
 def store_cells(store: ResultStore, source: PredictionSource, scored: list[Scored]) -> list[str]:
-    """One cell per dataset, written whole; importing the same answers again changes nothing. Returns the cells' ids.
+    """Write one cell per dataset and return the cells' ids; importing the same answers again changes nothing.
 
     Raises UsageError without model and method, or where two files answer one dataset.
     """
@@ -40,7 +40,7 @@ def store_cells(store: ResultStore, source: PredictionSource, scored: list[Score
 
 
 def column(scored: Scored) -> str:
-    """The task's id in tables, as the dataset configuration names it: ``longbench_zh/dureader``."""
+    """Return the task's id in tables, as the dataset configuration names it: ``longbench_zh/dureader``."""
     name, extended = scored.predictions.dataset, scored.predictions.extended
     spec = TASKS.get(name)
     if spec is None:
@@ -49,7 +49,7 @@ def column(scored: Scored) -> str:
 
 
 def identity(source: PredictionSource, scored: Scored) -> dict[str, Any]:
-    """Everything that decides what the imported number is."""
+    """Return everything that decides what the imported number is."""
     answers = scored.predictions.answers
     references = json.dumps([[a.references, a.classes, a.length] for a in answers])
     return {
@@ -110,5 +110,5 @@ def _store(store: ResultStore, source: PredictionSource, scored: Scored) -> str:
 
 
 def _unicode(text: str) -> str:
-    """Without halves of surrogate pairs, which JSON may spell and no file can hold."""
+    """Replace halves of surrogate pairs, which JSON may spell and no file can hold."""
     return text.encode("utf-8", errors="replace").decode("utf-8")

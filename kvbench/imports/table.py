@@ -26,7 +26,7 @@ Means = Mapping[tuple[str, str], Mapping[str, float | None]]
 
 
 def tasks(scored: Sequence[Scored], verdicts: Verdicts) -> list[dict[str, Any]]:
-    """One record per file and dataset, scores and intervals in printed units, rounded to two digits as LongBench's."""
+    """Return a record per file and dataset, with scores and intervals in printed units, rounded to two digits."""
     return [
         {
             "dataset": s.predictions.dataset,
@@ -44,7 +44,7 @@ def tasks(scored: Sequence[Scored], verdicts: Verdicts) -> list[dict[str, Any]]:
 
 
 def average(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """The mean score over LongBench's 16 English tasks, as papers print it; None unless each is there exactly once."""
+    """Return the mean score over LongBench's 16 English tasks; None unless each is there exactly once."""
     scores = {r["dataset"]: r["score"] for r in records if r["split"] == "standard" and r["dataset"] in names("en")}
     once = sorted(r["dataset"] for r in records) == sorted({r["dataset"] for r in records})
     if not once or len(scores) < len(names("en")) or None in scores.values():
@@ -53,7 +53,7 @@ def average(records: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """One line per dataset, range of length and published value: ``kind`` says which; numbers as they are."""
+    """Return one line per dataset, range of length and published value, told apart by ``kind``; numbers as they are."""
     out = io.StringIO()
     writer = csv.DictWriter(out, CSV_FIELDS, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -70,7 +70,7 @@ def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Means, times: bool = False) -> list[Table]:
-    """The scores, and where a paper has the row a second table with its values."""
+    """Return the table of scores, and where a paper has the row a second table with its values."""
     labels = _labels(records)
     ranges = [name for name, _ in BUCKETS] if any("buckets" in r for r in records) else []
     headers = ("dataset", "metric", "score", "95 % interval", "n", "unscored", *ranges, *(["s"] if times else []))
@@ -78,10 +78,10 @@ def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Mean
     for label, r in zip(labels, records, strict=True):
         buckets = [_number(r.get("buckets", {}).get(name, {}).get("score")) for name in ranges]
         body.append((label, *_score_cells(r), *buckets, *([f"{r['seconds']:.2f}"] if times else [])))
-    whole = average(records)
-    if whole is not None:
-        body.append(("mean of the 16", "", f"{whole:.2f}", *[""] * (len(headers) - 3)))
-    found = [Table(headers, tuple(body))]
+    mean = average(records)
+    if mean is not None:
+        body.append(("mean of the 16", "", f"{mean:.2f}", *[""] * (len(headers) - 3)))
+    tables = [Table(headers, tuple(body))]
     if verdicts:
         titles = [f"{catalogue.paper(paper).called} table {table}" for paper, table in verdicts]
         rows = [
@@ -89,14 +89,14 @@ def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Mean
             for i, (label, r) in enumerate(zip(labels, records, strict=True))
             if any(i in judged for judged in verdicts.values())
         ]
-        if whole is not None:
-            rows.append(("mean of the 16", f"{whole:.2f}", *(_mean_text(means[key]) for key in verdicts)))
-        found.append(Table(("dataset", "score", *titles), tuple(rows)))
-    return found
+        if mean is not None:
+            rows.append(("mean of the 16", f"{mean:.2f}", *(_mean_text(means[key]) for key in verdicts)))
+        tables.append(Table(("dataset", "score", *titles), tuple(rows)))
+    return tables
 
 
 def notes(records: Sequence[Mapping[str, Any]], verdicts: Verdicts) -> list[str]:
-    """What the reader must know of these tables."""
+    """Return the sentences that a reader of these tables must know."""
     lines = ["[a, b]: 95 % bootstrap interval over examples. unscored: answers whose references cannot be scored."]
     sizes = [TASKS[r["dataset"]].size if r["split"] == "standard" else r["n"] for r in records]
     odd = [f"{r['dataset']} {r['n']} of {size}" for r, size in zip(records, sizes, strict=True) if r["n"] != size]
@@ -151,7 +151,7 @@ def _score_cells(record: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The dataset, with its file where two files have one."""
+    """Return the dataset of each record, with its file where two records have the same dataset."""
     plain = [f"{r['dataset']}{' (E)' if r['split'] == 'e' else ''}" for r in records]
     return [
         name if plain.count(name) == 1 else f"{name}\n{_tail(r['file'])}"

@@ -39,37 +39,38 @@ class PredictionSource:
 def beside(
     source: PredictionSource, scored: list[Scored], code_sim: str
 ) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
-    """(paper, table) -> index of a scored file -> the published value and its verdict, as plain data.
+    """Return (paper, table) -> index of a scored file -> the published value and its verdict, as plain data.
 
-    Of each paper the one row of that model and method which shares most datasets; none where the source is not said.
+    Of each paper it is the one row of that model and method which shares most datasets; none where the source is not
+    said.
     """
-    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    judgements: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for paper, (table, cells) in _rows(source, scored).items():
         matching = _matching(paper, source)
         for i, s in enumerate(scored):
             cell = cells.get(s.predictions.dataset)
             if cell is not None and s.predictions.dataset in TASKS:
                 judged = _judge(cell, s, source, code_sim)
-                found.setdefault((paper, table), {})[i] = {**judged, "matching": matching}
-    return found
+                judgements.setdefault((paper, table), {})[i] = {**judged, "matching": matching}
+    return judgements
 
 
 def means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str], dict[str, float | None]]:
-    """(paper, table) -> the mean over LongBench's 16 English tasks as ``stated`` there, and that ``of_cells``.
+    """Return (paper, table) -> the mean over LongBench's 16 English tasks as ``stated`` there, and that ``of_cells``.
 
     Some printed averages do not follow from their cells. Either is None where the table does not have it.
     """
-    found = {}
+    by_table = {}
     for paper, (table, cells) in _rows(source, scored).items():
         values = [cells[name].value for name in names("en") if name in cells]
         known = [v for v in values if v is not None]
         of_cells = round(sum(known) / len(known), 2) if len(known) == len(names("en")) else None
-        found[paper, table] = {"stated": cells["avg"].value if "avg" in cells else None, "of_cells": of_cells}
-    return found
+        by_table[paper, table] = {"stated": cells["avg"].value if "avg" in cells else None, "of_cells": of_cells}
+    return by_table
 
 
 def _rows(source: PredictionSource, scored: list[Scored]) -> dict[str, tuple[str, dict[str, Published]]]:
-    """Of each paper the table and row of that model and method which share most datasets with ``scored``."""
+    """Return each paper's table and row of that model and method which share most datasets with ``scored``."""
     if source.model is None or source.method is None:
         return {}
     best: dict[str, tuple[str, dict[str, Published]]] = {}
@@ -81,7 +82,7 @@ def _rows(source: PredictionSource, scored: list[Scored]) -> dict[str, tuple[str
 
 
 def _matching(paper: str, source: PredictionSource) -> int:
-    """How many rows of a paper are of that model and method and hold the setting that was given."""
+    """Count the rows of a paper that are of that model and method and hold the setting that was given."""
     every = published.rows(source.model or "", source.method or "", source.setting)
     return sum(name == paper for name, _, _ in every)
 
@@ -106,7 +107,7 @@ def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: 
 
 
 def _differences(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> list[str]:
-    """Why the published value was not measured as this score was."""
+    """Return the reasons why the published value was not measured as this score was."""
     prompt, dataset = catalogue.paper(cell.paper).prompt, scored.predictions.dataset
     reasons = []
     if not prompt or source.prompt is None:
@@ -127,7 +128,7 @@ def _differences(cell: Published, scored: Scored, source: PredictionSource, code
 
 @cache
 def _policy(name: str, model: str | None) -> tuple[tuple[str, Any], ...]:
-    """What a prompt policy means for a model: presets of other names can agree."""
+    """Return the settings of a prompt policy for a model: presets of other names can agree."""
     policy = {k: v for k, v in entries("prompt")[name].items() if k != "name"}
     known = {published.model_id(m): entry.get("prompt_limits") or {} for m, entry in entries("model").items()}
     limits = known.get(published.model_id(model or ""), {})
@@ -136,7 +137,7 @@ def _policy(name: str, model: str | None) -> tuple[tuple[str, Any], ...]:
 
 
 def mark(judged: Mapping[str, Any]) -> str:
-    """A published value with its verdict as tables show it: ``20.99 inside*``, ``31.77? outside``."""
+    """Return a published value with its verdict as tables show it: ``20.99 inside*``, ``31.77? outside``."""
     value = "—" if judged["value"] is None else f"{judged['value']:.2f}"
     verdict = judged["verdict"] or "no interval"
     return f"{value}{MARKS.get(judged['certainty'], '')} {verdict}{'*' if judged['indicative'] else ''}"

@@ -1,4 +1,4 @@
-"""The model that a run asks for."""
+"""The configuration of the model in a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from kvbench.errors import unknown
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, in which precision, from where."""
+    """A model to load: its path or hub id and revision, its precision, and the knobs of conf/model.
+
+    Fields marked ``identity`` are part of a cell's identity, since they change results; those marked ``runtime`` are
+    not.
+    """
 
     name: str = identity()
     path: str = identity()
@@ -43,11 +47,11 @@ class ModelConfig:
             raise unknown("value of model.attention", self.attention, ("sdpa", "eager"))
         object.__setattr__(self, "stop", tuple(self.stop))
         scaling = self.rope_scaling
-        mapping = scaling is None or (isinstance(scaling, Mapping) and "rope_type" in scaling)
+        is_scaling = scaling is None or (isinstance(scaling, Mapping) and "rope_type" in scaling)
         check(
             "model.rope_scaling",
             scaling,
-            mapping,
+            is_scaling,
             "null or a mapping with rope_type, as {rope_type: linear, factor: 4}",
         )
         context = self.context

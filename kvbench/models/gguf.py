@@ -46,7 +46,7 @@ CONTROL = 3
 
 
 def check_package() -> None:
-    """UsageError that says what to install where the package that reads GGUF is missing."""
+    """Raise UsageError with what to install where the package that reads GGUF is missing."""
     if find_spec("gguf") is None:
         raise UsageError("converting a GGUF file needs the package gguf: pip install gguf")
 
@@ -78,16 +78,16 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
-    """The JSON files by name."""
+    """Return the contents of the JSON files by name."""
     if fields.get("general.architecture") != "llama":
         raise ValueError(f"its architecture is {fields.get('general.architecture')!r}, not 'llama'")
     if fields["tokenizer.ggml.model"] != "gpt2" or fields["tokenizer.ggml.pre"] not in PRE_TOKENIZERS:
         raise ValueError(f"its tokenizer is of an unknown kind, {fields['tokenizer.ggml.pre']!r}")
-    ends = {
+    special_ids = {
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
     }
-    ends["pad_token_id"] = fields.get("tokenizer.ggml.padding_token_id", ends["eos_token_id"])
+    special_ids["pad_token_id"] = fields.get("tokenizer.ggml.padding_token_id", special_ids["eos_token_id"])
     tokens = fields["tokenizer.ggml.tokens"]
     heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
     config = {
@@ -108,9 +108,9 @@ def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         "vocab_size": len(tokens),
         "dtype": "float32",
-        **ends,
+        **special_ids,
     }
-    special = [
+    special_tokens = [
         {"id": i, "content": t, "single_word": False, "lstrip": False, "rstrip": False}
         | {"normalized": False, "special": True}
         for i, (t, kind) in enumerate(zip(tokens, fields["tokenizer.ggml.token_type"], strict=True))
@@ -120,7 +120,7 @@ def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": special,
+        "added_tokens": special_tokens,
         "normalizer": None,
         "pre_tokenizer": PRE_TOKENIZERS[fields["tokenizer.ggml.pre"]],
         "post_processor": None,
@@ -138,31 +138,31 @@ def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
         },
     }
     # GPT2Tokenizer, as the original's file says, would put its own pre-tokenizer in the place of this one
-    about = {
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": fields["llama.context_length"],
         "clean_up_tokenization_spaces": False,
-        "bos_token": tokens[ends["bos_token_id"]],
-        "eos_token": tokens[ends["eos_token_id"]],
-        "pad_token": tokens[ends["pad_token_id"]],
+        "bos_token": tokens[special_ids["bos_token_id"]],
+        "eos_token": tokens[special_ids["eos_token_id"]],
+        "pad_token": tokens[special_ids["pad_token_id"]],
         "unk_token": tokens[fields.get("tokenizer.ggml.unknown_token_id", 0)],
         "chat_template": fields["tokenizer.chat_template"],
     }
     return {
         "config.json": config,
-        "generation_config.json": ends,
+        "generation_config.json": special_ids,
         "tokenizer.json": tokenizer,
-        "tokenizer_config.json": about,
+        "tokenizer_config.json": tokenizer_config,
     }
 
 
 def _short(value: float) -> float:
-    """The shortest decimal that means this float32, as 1e-05 for 9.999999747e-06."""
+    """Return the shortest decimal that means this float32, as 1e-05 for 9.999999747e-06."""
     return float(str(np.float32(value)))
 
 
 def _values(tensor: Any, fields: Mapping[str, Any]) -> Any:
-    """A tensor's values as float32 in the order of transformers."""
+    """Return a tensor's values as float32, query and key rows in the order of transformers."""
     from gguf import dequantize
 
     values = dequantize(tensor.data, tensor.tensor_type)
@@ -170,12 +170,13 @@ def _values(tensor: Any, fields: Mapping[str, Any]) -> Any:
     if part in ("attn_q", "attn_k"):
         heads = fields["llama.attention.head_count" + ("_kv" if part == "attn_k" else "")]
         rows, columns = values.shape
+        # llama.cpp stores a head's rotation pairs side by side, row 2i + j; transformers by halves, row j * D / 2 + i
         values = values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
     return values
 
 
 def _name(name: str) -> str:
-    """The name in transformers of a tensor's name in GGUF."""
+    """Return the name in transformers of a tensor's name in GGUF."""
     *layer, part, kind = name.split(".")
     if kind == "weight" and not layer and part in _OUTSIDE:
         return f"{_OUTSIDE[part]}.weight"

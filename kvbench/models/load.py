@@ -49,7 +49,7 @@ WHOLE_HASH_LIMIT = 256 * 2**20
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A checkpoint that was found: where it lies, its config, and what identifies its weights."""
+    """A checkpoint: where it lies, its config, and what identifies its weights."""
 
     location: str
     revision: str | None
@@ -78,7 +78,7 @@ def locate(cfg: ModelConfig) -> ModelSource:
 
 
 def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer."""
+    """Load the checkpoint's tokenizer."""
     _quiet()
     try:
         options = {"local_files_only": not cfg.download, **_options(source)}
@@ -91,8 +91,12 @@ def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizer
 
 
 def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
-    """End-of-sequence ids of the checkpoint's config and generation config, as ``model.generate`` stops on them."""
-    found: set[int] = set()
+    """Return the end-of-sequence ids at which ``model.generate`` stops.
+
+    They are those of the checkpoint's config and of its generation config, which may be absent; either may name one id
+    or several.
+    """
+    token_ids: set[int] = set()
     try:
         generation = GenerationConfig.from_pretrained(
             source.location, local_files_only=not cfg.download, **_options(source)
@@ -100,13 +104,13 @@ def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
     except (OSError, ValueError):
         generation = None
     for holder in (source.config, generation):
-        value = getattr(holder, "eos_token_id", None)
-        found |= {value} if isinstance(value, int) else set(value or ())
-    return found
+        eos = getattr(holder, "eos_token_id", None)
+        token_ids |= {eos} if isinstance(eos, int) else set(eos or ())
+    return token_ids
 
 
 def weight_bytes(source: ModelSource) -> int:
-    """Bytes of a checkpoint's weights as they lie on disk; 0 where it is not a folder."""
+    """Return the bytes of a checkpoint's weights as they lie on disk; 0 where it is not a folder."""
     return sum(p.stat().st_size for p in Path(source.location).glob("*.safetensors"))
 
 
@@ -168,7 +172,7 @@ def _check_device_map(cfg: ModelConfig) -> None:
 def load_model(
     name: str, device: str = "auto", dtype: str | torch.dtype = "auto", **knobs: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer: ``tiny``, one that `model fetch` converted, a folder, or a hub id.
+    """Load a model and its tokenizer: ``tiny``, one that `model fetch` converted, a folder, or a hub id.
 
     ``download=True`` fetches a hub id that is not in the local cache.
     """
@@ -179,20 +183,20 @@ def load_model(
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is the first CUDA device if there is one, else the CPU; an absent device is an error."""
+    """Return a device by name; ``auto`` is the first CUDA device, else the CPU. UsageError for an absent device."""
     if device == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
         raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:0"))
-    dev, seen = torch.device(device), torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if dev.type == "cuda" and (dev.index or 0) >= seen:
-        found = f"{seen} CUDA devices" if seen else "no CUDA device"
-        raise UsageError(f"device={device}: PyTorch {torch.__version__} sees {found} here; use device=cpu")
-    return dev
+    resolved, count = torch.device(device), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if resolved.type == "cuda" and (resolved.index or 0) >= count:
+        devices = f"{count} CUDA devices" if count else "no CUDA device"
+        raise UsageError(f"device={device}: PyTorch {torch.__version__} sees {devices} here; use device=cpu")
+    return resolved
 
 
 def fingerprint(folder: Path) -> str:
-    """SHA-256 over config, tokenizer and weights of a folder: another checkpoint's results are another cell.
+    """Return the SHA-256 over a folder's config, tokenizer and weights: another checkpoint's results are another cell.
 
     Of safetensors above 256 MiB the header and the beginning and middle of every tensor are read.
     """
@@ -211,7 +215,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _slices(f: BinaryIO) -> Iterator[bytes]:
-    """The header of a safetensors file and two slices of each tensor, at its beginning and in its middle."""
+    """Yield the header of a safetensors file and two slices of each tensor, at its beginning and in its middle."""
     length = f.read(8)
     header = f.read(int.from_bytes(length, "little"))
     yield length + header
@@ -239,9 +243,9 @@ def _folder(cfg: ModelConfig, folder: Path) -> ModelSource:
             f"model={cfg.path} holds an adapter (adapter_config.json), which kvbench does not apply: merge it into its "
             "base model's weights and save those"
         )
-    odd = next((p for p in folder.glob("*.safetensors") if not p.is_file()), None)
-    if odd is not None:
-        raise UsageError(f"model={cfg.path}: {odd.name} is no file")
+    no_file = next((p for p in folder.glob("*.safetensors") if not p.is_file()), None)
+    if no_file is not None:
+        raise UsageError(f"model={cfg.path}: {no_file.name} is no file")
     if cfg.weights == "trained" and not any(folder.glob("*.safetensors")):
         pickles = " (*.bin files are pickles, which kvbench does not load)" if any(folder.glob("*.bin")) else ""
         raise UsageError(
@@ -290,17 +294,17 @@ def _hub(cfg: ModelConfig) -> ModelSource:
 
 
 def scaled(cfg: ModelConfig, config: Any) -> Any:
-    """The checkpoint's config with the run's own RoPE scaling, if it asks for one.
+    """Return the checkpoint's config with the run's own RoPE scaling, if it asks for one.
 
-    UsageError for a scaling that is not possible, and for a model that kvbench does not run.
+    Raises UsageError for a scaling that is not possible, and for a model that kvbench does not run.
     """
     if cfg.rope_scaling:
-        own = getattr(config, "rope_parameters", None)
-        if own is None:
+        parameters = getattr(config, "rope_parameters", None)
+        if parameters is None:
             raise UsageError(
                 f"model.rope_scaling={dict(cfg.rope_scaling)}: {cfg.path} has no rotary positions to scale"
             )
-        config.rope_parameters = {**own, **cfg.rope_scaling}
+        config.rope_parameters = {**parameters, **cfg.rope_scaling}
     weights.check_rope(cfg.path, getattr(config, "rope_parameters", None), config)
     try:
         traits.of_config(config)
@@ -310,13 +314,13 @@ def scaled(cfg: ModelConfig, config: Any) -> Any:
 
 
 def resolve_dtype(cfg: ModelConfig, device: torch.device, config: Any) -> torch.dtype:
-    """The dtype to run in: as asked; ``auto`` is float32 on a CPU and the checkpoint's own elsewhere."""
+    """Return the dtype to run in: as asked; ``auto`` is float32 on a CPU and the checkpoint's own elsewhere."""
     if cfg.dtype != "auto":
         return getattr(torch, cfg.dtype)
     if device.type == "cpu":
         return torch.float32
-    own = getattr(config, "dtype", None)
-    return own if isinstance(own, torch.dtype) else torch.bfloat16
+    checkpoint_dtype = getattr(config, "dtype", None)
+    return checkpoint_dtype if isinstance(checkpoint_dtype, torch.dtype) else torch.bfloat16
 
 
 def _options(source: ModelSource) -> dict[str, Any]:

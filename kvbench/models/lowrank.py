@@ -44,35 +44,35 @@ Linear = tuple[Tensor, Tensor | None]
 
 
 def projection(attention: nn.Module) -> list[nn.Linear]:
-    """The linear modules that compute keys and values: [k, v], or the fused one of GPT-NeoX alone."""
+    """Return the linear modules that compute keys and values: [k, v], or the fused one of GPT-NeoX alone."""
     fused = getattr(attention, "query_key_value", None)
     return [attention.k_proj, attention.v_proj] if fused is None else [fused]  # type: ignore[list-item]
 
 
 def linears(attention: nn.Module, heads: int) -> tuple[Linear, Linear]:
-    """Weight [Hk D, d] and bias [Hk D] or None, of keys and of values."""
-    own = projection(attention)
-    if len(own) == 2:
-        k, v = own
+    """Return weight [Hk D, d] and bias [Hk D] or None, of keys and of values."""
+    modules = projection(attention)
+    if len(modules) == 2:
+        k, v = modules
         return (k.weight, k.bias), (v.weight, v.bias)
-    return _share(own[0], heads, 1), _share(own[0], heads, 2)
+    return _share(modules[0], heads, 1), _share(modules[0], heads, 2)
 
 
-def head_rows(attention: nn.Module, of: Sequence[Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """What has the shapes of ``projection``'s weights, as that of keys and of values: [Hk, D, d] each."""
-    if len(of) == 2:
-        return of[0].unflatten(0, (heads, -1)), of[1].unflatten(0, (heads, -1))
-    parts = of[0].unflatten(0, (heads, 3, -1))
+def head_rows(attention: nn.Module, tensors: Sequence[Tensor], heads: int) -> tuple[Tensor, Tensor]:
+    """Split tensors of the shapes of ``projection``'s weights into those of keys and of values, [Hk, D, d] each."""
+    if len(tensors) == 2:
+        return tensors[0].unflatten(0, (heads, -1)), tensors[1].unflatten(0, (heads, -1))
+    parts = tensors[0].unflatten(0, (heads, 3, -1))
     return parts[:, 1], parts[:, 2]
 
 
 def _share(fused: nn.Linear, heads: int, which: int) -> Linear:
-    """One of query, key, value (0, 1, 2) of a fused projection, which lies head by head."""
+    """Return query, key or value (``which`` 0, 1, 2) of a fused projection, whose rows lie head by head."""
 
-    def at(t: Tensor) -> Tensor:
+    def select(t: Tensor) -> Tensor:
         return t.detach().unflatten(0, (heads, 3, -1))[:, which].flatten(0, 1).contiguous()
 
-    return at(fused.weight), None if fused.bias is None else at(fused.bias)
+    return select(fused.weight), None if fused.bias is None else select(fused.bias)
 
 
 class LowRank(nn.Module):
@@ -89,14 +89,14 @@ class LowRank(nn.Module):
         return self.rebuild(self.latent)
 
     def rebuild(self, latent: Tensor) -> Tensor:
-        """Keys or values [..., Hk D], before any rotation, of latents [..., R]."""
+        """Return keys or values [..., Hk D], before any rotation, of latents [..., R]."""
         parts = latent.split(self.ranks, dim=-1)
-        whole = [p if up is None else F.linear(p, up) for p, up in zip(parts, self.ups, strict=True)]
-        out = whole[0] if len(whole) == 1 else torch.cat(whole, dim=-1)
-        return out if self.bias is None else out + self.bias
+        groups = [p if up is None else F.linear(p, up) for p, up in zip(parts, self.ups, strict=True)]
+        outputs = groups[0] if len(groups) == 1 else torch.cat(groups, dim=-1)
+        return outputs if self.bias is None else outputs + self.bias
 
     def take(self) -> Tensor:
-        """The latents of the last call [T, R] of a single row; the module forgets them."""
+        """Return the latents of the last call [T, R] of a single row; the module forgets them."""
         assert self.latent is not None
         latent, self.latent = self.latent[0], None
         return latent
@@ -118,47 +118,48 @@ class Fused(nn.Module):
 
 @contextmanager
 def swapped(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -> Iterator[None]:
-    """Every layer's key and value projection by these factors; the model's own modules come back, whatever happens."""
+    """Replace every layer's key and value projection by these factors; the model's own modules come back on exit."""
     heads = ProjectionShape.of(model).heads
-    before: list[tuple[nn.Module, str, nn.Module]] = []
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for attention, (k, v) in zip(attention_modules(model), layers, strict=True):
-            own = projection(attention)
+            modules = projection(attention)
             (_, k_bias), (_, v_bias) = linears(attention, heads)
             k_proj, v_proj = LowRank(k, k_bias), LowRank(v, v_bias)
-            if len(own) == 1:
-                new: dict[str, nn.Module] = {"query_key_value": Fused(own[0], heads, k_proj, v_proj)}
+            if len(modules) == 1:
+                replacements: dict[str, nn.Module] = {"query_key_value": Fused(modules[0], heads, k_proj, v_proj)}
             else:
-                new = {"k_proj": k_proj, "v_proj": v_proj}
-            for name, module in new.items():
-                before.append((attention, name, getattr(attention, name)))
+                replacements = {"k_proj": k_proj, "v_proj": v_proj}
+            for name, module in replacements.items():
+                replaced.append((attention, name, getattr(attention, name)))
                 setattr(attention, name, module)
         yield
     finally:
-        for attention, name, module in reversed(before):
+        for attention, name, module in reversed(replaced):
             setattr(attention, name, module)
 
 
 @dataclass(frozen=True)
 class KeyRotation:
-    """The model's rotation of keys, by its own module; none where positions are learned."""
+    """The model's rotation of keys by its own rotary module, which is None where positions are learned."""
 
     rotary: nn.Module | None
 
     def __call__(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """keys [U, Hk, L, D] at positions [U, L]; dimensions past the rotary ones stay."""
+        """Rotate keys [U, Hk, L, D] by positions [U, L]; dimensions past the rotary ones stay."""
         if self.rotary is None:
             return keys
-        cos, sin = (t[:, None] for t in self.rotary(keys, positions))
-        part, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
-        a, b = part.chunk(2, dim=-1)
-        turned = part * cos + torch.cat((-b, a), dim=-1) * sin
-        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        cos, sin = (t[:, None] for t in self.rotary(keys, positions))  # [U, 1, L, rotary dimensions]
+        rotary, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
+        first, second = rotary.chunk(2, dim=-1)
+        # (x1, x2) by angle t: (x1 cos t - x2 sin t, x2 cos t + x1 sin t)
+        rotated = rotary * cos + torch.cat((-second, first), dim=-1) * sin
+        return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 @dataclass(frozen=True)
 class LatentLift:
-    """How one layer's latents become the keys and values that attention reads."""
+    """The step from one layer's latents to the keys and values that attention reads."""
 
     k: LowRank
     v: LowRank
@@ -166,26 +167,26 @@ class LatentLift:
     heads: int
 
     def keys(self, latent: Tensor, positions: Tensor) -> Tensor:
-        """Rotated keys [U, Hk, L, D] of latents [U, L, R] at positions [U, L]."""
+        """Return rotated keys [U, Hk, L, D] of latents [U, L, R] at positions [U, L]."""
         return self.turn(self.k.rebuild(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2), positions)
 
     def new(self) -> tuple[Tensor, Tensor]:
-        """Latents [B, T, R] of the tokens that the projections read last."""
+        """Return the latents [B, T, R] of the tokens that the projections read last."""
         assert self.k.latent is not None and self.v.latent is not None
         return self.k.latent, self.v.latent
 
 
 def lifts(model: PreTrainedModel) -> list[LatentLift]:
-    """One per layer while the model's projections are low-rank; else none."""
+    """Return one lift per layer while the model's projections are low-rank; else none."""
     turn = KeyRotation(next((m for m in model.modules() if hasattr(m, "inv_freq")), None))
-    found = []
+    layer_lifts = []
     for attention in attention_modules(model):
         holder = getattr(attention, "query_key_value", attention)
         k, v = getattr(holder, "k_proj", None), getattr(holder, "v_proj", None)
         if isinstance(k, LowRank) and isinstance(v, LowRank):
             heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
-            found.append(LatentLift(k, v, turn, int(heads)))
-    return found
+            layer_lifts.append(LatentLift(k, v, turn, int(heads)))
+    return layer_lifts
 
 
 def check_rotation(model: PreTrainedModel, method: str) -> None:

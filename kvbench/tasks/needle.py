@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,20 +24,20 @@ SUFFIXES = (".txt", ".md")
 ESSAYS = "paul_graham"
 _SENTENCE_END = re.compile(r"""[.!?]["'”’)\]]*(?=\s)|[。！？]""")
 CHAT_ANSWER = 32
-"""New tokens at least behind a chat template: answers there begin with words of the question."""
+"""The fewest new tokens with a chat template, where answers begin by repeating words of the question."""
 _LONGEST_TOKEN = 1000
-"""Characters a token may stand for on average before we give up filling a length."""
+"""The mean number of characters per token above which filling a length is given up."""
 
 
 def _question(template: str, prompt: str, question: str) -> str:
-    """The end of ``prompt`` from its last part that does not depend on the context: '' if the question comes first."""
-    after = template.partition("{context}")[2].replace("{question}", question)
-    return after if question in after and prompt.endswith(after) else ""
+    """Return the end of ``prompt`` after the context if it holds the question, else '' (the question comes first)."""
+    ending = template.partition("{context}")[2].replace("{question}", question)
+    return ending if question in ending and prompt.endswith(ending) else ""
 
 
 @dataclass(frozen=True)
 class Phrasing:
-    """How the needle is put: ``pair(index)`` is (sentence to hide, question, reference).
+    """The wording of a needle test: ``pair(index)`` is (sentence to hide, question, reference).
 
     ``prompt`` holds ``{context}`` and ``{question}`` once each. ``lead`` is scored in front of every answer, which then
     ends at a newline but cannot begin with it.
@@ -79,7 +79,7 @@ PHRASINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleKnobs:
-    """The knobs of conf/dataset/needle.yaml, which says what each is."""
+    """The knobs of conf/dataset/needle.yaml, which explains each of them."""
 
     haystack: str | None
     lengths: int | Sequence[int]
@@ -95,62 +95,64 @@ class NeedleKnobs:
 
 
 def load(dataset: str, tokenizer: Tokenizer | None, files: Files, knobs: NeedleKnobs, chat: bool) -> list[Task]:
-    """One task per length: ``repeats`` rounds over all ``depths`` (per cent of the text), each in a text of its own.
+    """Return one task per length, whose examples are ``repeats`` rounds over all ``depths`` (per cent of the text).
 
     ``lengths`` are prompt tokens as ``tokenizer.encode`` counts them, special tokens included, chat template not. A
     prompt is never longer; it is a few tokens shorter only where no cut of the text gives the exact number. Raises
     UsageError for a haystack that is missing, empty or not text, and for lengths that leave no room.
     """
-    sizes = [int(size) for size in _numbers(dataset, "lengths", knobs.lengths, 1, 10_000_000, whole=True)]
-    places = _numbers(dataset, "depths", knobs.depths, 0, 100)
-    (rounds,) = _numbers(dataset, "repeats", [knobs.repeats], 1, 1_000_000, whole=True)
-    put = _phrasing(dataset, knobs)
+    lengths = [int(n) for n in _numbers(dataset, "lengths", knobs.lengths, least=1, most=10_000_000, whole=True)]
+    depths = _numbers(dataset, "depths", knobs.depths, least=0, most=100)
+    (repeats,) = _numbers(dataset, "repeats", [knobs.repeats], least=1, most=1_000_000, whole=True)
+    phrasing = _phrasing(dataset, knobs)
     if knobs.max_new_tokens is not None:
-        _numbers(dataset, "max_new_tokens", [knobs.max_new_tokens], 1, 1_000_000, whole=True)
-    longest = knobs.max_new_tokens or (max(CHAT_ANSWER, put.max_new_tokens) if chat else put.max_new_tokens)
+        _numbers(dataset, "max_new_tokens", [knobs.max_new_tokens], least=1, most=1_000_000, whole=True)
+    default = max(CHAT_ANSWER, phrasing.max_new_tokens) if chat else phrasing.max_new_tokens
+    phrasing = replace(phrasing, max_new_tokens=knobs.max_new_tokens or default)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
     text, source = read_haystack(files, knobs.haystack)
-    ends = ("\n",) if put.lead else ()
-    tasks = []
-    for length in sizes:
-        examples = []
-        for repeat in range(int(rounds)):
-            window = Window(text, repeat * GOLDEN % 1.0, tokenizer)
-            for i, depth in enumerate(places):
-                sentence, asked, reference = put.pair(repeat * len(places) + i)
-                filled, meta = window.fill(dataset, put.prompt, sentence, asked, length, depth)
-                examples.append(
-                    Example(
-                        id=f"needle-{length}-{depth:g}-{repeat}",
-                        prompt=filled,
-                        answers=(reference,),
-                        max_new_tokens=longest,
-                        question=_question(put.prompt, filled, asked),
-                        meta={"length": length, "depth": depth, "repeat": repeat, **meta},
-                    )
-                )
-        tasks.append(
-            Task(
-                id=f"{dataset}/{length}",
-                examples=tuple(examples),
-                metric=put.metric,
-                source=source,
-                category="needle",
-                note=f"{dataset}: {LED}" if put.lead else "",
-                stop=ends,
-                min_new_tokens=len(ends),
-                grid=("depth",),
-                lead=put.lead,
-            )
+    starts = [repeat * GOLDEN % 1.0 for repeat in range(int(repeats))]
+    stop = ("\n",) if phrasing.lead else ()
+    return [
+        Task(
+            id=f"{dataset}/{length}",
+            examples=tuple(_examples(dataset, phrasing, (Window(text, s, tokenizer) for s in starts), length, depths)),
+            metric=phrasing.metric,
+            source=source,
+            category="needle",
+            note=f"{dataset}: {LED}" if phrasing.lead else "",
+            stop=stop,
+            min_new_tokens=len(stop),  # an answer that may stop at a newline must not begin with it
+            grid=("depth",),
+            lead=phrasing.lead,
         )
-    return tasks
+        for length in lengths
+    ]
+
+
+def _examples(
+    dataset: str, phrasing: Phrasing, windows: Iterable[Window], length: int, depths: Sequence[float]
+) -> Iterator[Example]:
+    """Yield the examples of one length: every depth in the text of every window, each with a needle of its own."""
+    for repeat, window in enumerate(windows):
+        for i, depth in enumerate(depths):
+            needle, question, reference = phrasing.pair(repeat * len(depths) + i)
+            prompt, meta = window.fill(dataset, phrasing.prompt, needle, question, length, depth)
+            yield Example(
+                id=f"needle-{length}-{depth:g}-{repeat}",
+                prompt=prompt,
+                answers=(reference,),
+                max_new_tokens=phrasing.max_new_tokens,
+                question=_question(phrasing.prompt, prompt, question),
+                meta={"length": length, "depth": depth, "repeat": repeat, **meta},
+            )
 
 
 def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
-    """The text of a file, or of a folder's .txt and .md files in the order of their names, and where it came from.
+    """Return the text of a file, or of a folder's .txt and .md files in the order of their names, and what to call it.
 
-    Without ``haystack`` it is the folder of essays below the data folder.
+    Without ``haystack`` it reads the folder of essays below the data folder.
     """
     dataset = files.dataset
     remedy = (
@@ -166,25 +168,25 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
     if not path.exists():
         raise UsageError(f"dataset {dataset}: there is no haystack {path}; {remedy}")
     try:
-        found = sorted(f for f in path.iterdir() if f.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+        paths = sorted(f for f in path.iterdir() if f.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
     except OSError as error:
         raise UsageError(f"dataset {dataset}: haystack {path} cannot be read: {error.strerror}") from None
-    texts = [read_text(file, f"dataset {dataset}: haystack").strip("\ufeff \n\t\r") for file in found]
+    texts = [read_text(file, f"dataset {dataset}: haystack").strip("\ufeff \n\t\r") for file in paths]
     text = "\n\n".join(filter(None, texts))
     if not _SENTENCE_END.search(f"{text}\n"):
-        what = "no .txt or .md file" if not found else "no text" if not text else "no sentence end (. ! ?)"
-        raise UsageError(f"dataset {dataset}: haystack {path} has {what}; {remedy}")
-    return text, f"real text: {path.name}, {len(found)} file{'s' if len(found) > 1 else ''}"
+        lack = "no .txt or .md file" if not paths else "no text" if not text else "no sentence end (. ! ?)"
+        raise UsageError(f"dataset {dataset}: haystack {path} has {lack}; {remedy}")
+    return text, f"real text: {path.name}, {len(paths)} file{'s' if len(paths) > 1 else ''}"
 
 
 class Window:
-    """Real text from one place on, as much as asked for, over and over if need be."""
+    """Real text that begins at one place and is repeated until it is as long as needed."""
 
     def __init__(self, text: str, start: float, tokenizer: Tokenizer) -> None:
-        """``start`` is the fraction of the text after which the first whole sentence begins."""
+        """Begin at the first whole sentence after the fraction ``start`` of the text."""
         ends = [0, *(m.end() for m in _SENTENCE_END.finditer(f"{text}\n") if m.end() < len(text))]
-        at = ends[min(bisect_left(ends, start * len(text)), len(ends) - 1)]
-        self.period = f"{text[at:].lstrip()}\n\n{text[:at]}".rstrip() + "\n\n"
+        start_index = ends[min(bisect_left(ends, start * len(text)), len(ends) - 1)]
+        self.period = f"{text[start_index:].lstrip()}\n\n{text[:start_index]}".rstrip() + "\n\n"
         self.tokenizer = tokenizer
         sample = self.period[:2000]
         self.chars_per_token = len(sample) / max(1, len(tokenizer.encode(sample)))
@@ -194,12 +196,12 @@ class Window:
         self, dataset: str, prompt: str, needle: str, question: str, length: int, depth: float
     ) -> tuple[str, dict[str, float]]:
         """The prompt with ``length`` tokens at most, and what came out: tokens, depth and token index of the needle."""
-        before, after = prompt.replace("{question}", question).split("{context}")
+        prefix, suffix = prompt.replace("{question}", question).split("{context}")
 
         def assemble(cut: int) -> str:
-            at = self._nearest_end(cut, depth)
-            inside = f"{self.text[:at]} {needle}{self.text[at:cut]}" if at else f"{needle} {self.text[:cut]}"
-            return before + inside + after
+            end = self._nearest_end(cut, depth)
+            inside = f"{self.text[:end]} {needle}{self.text[end:cut]}" if end else f"{needle} {self.text[:cut]}"
+            return prefix + inside + suffix
 
         def tokens(cut: int) -> int:
             return len(self.tokenizer.encode(assemble(cut)))
@@ -222,11 +224,11 @@ class Window:
             raise UsageError(
                 f"dataset {dataset}: length {length} leaves room for {cut} characters of text, less than a sentence"
             )
-        at = self._nearest_end(cut, depth)
-        position = len(self.tokenizer.encode((before + self.text[:at]).rstrip()))
+        end = self._nearest_end(cut, depth)
+        position = len(self.tokenizer.encode((prefix + self.text[:end]).rstrip()))
         return assemble(cut), {
             "tokens": tokens(cut),
-            "depth_actual": round(100 * at / cut, 2),
+            "depth_actual": round(100 * end / cut, 2),
             "position": position,
         }
 
@@ -236,7 +238,7 @@ class Window:
         self.ends = [m.end() for m in _SENTENCE_END.finditer(self.text)]
 
     def _nearest_end(self, cut: int, depth: float) -> int:
-        """The start of the text or the sentence end up to ``cut`` that is nearest to ``depth`` per cent of it."""
+        """Return the text's start or the sentence end up to ``cut`` that is nearest to ``depth`` per cent of it."""
         target = cut * depth / 100
         i = bisect_left(self.ends, target)
         candidates = [0, *(end for end in self.ends[max(0, i - 1) : i + 1] if end <= cut)]
@@ -244,41 +246,44 @@ class Window:
 
 
 def _cut(tokens: Callable[[int], int], length: int, guess: int, most: int, chars_per_token: float) -> int:
-    """A number of characters, at most ``most``, with ``tokens(cut) == length``, or else nearly and never more.
+    """Return a number of characters up to ``most`` with ``tokens(cut) == length``, or else with slightly fewer tokens.
 
-    Steps by the remaining tokens, bracketed by bisection: token counts grow with the cut, but for a token or two.
+    Each step is the remaining tokens times ``chars_per_token``, bracketed by bisection: token counts grow with the cut,
+    apart from a token or two.
     """
-    low, high, cut, tried = 0, most + 1, min(max(1, guess), most), 0
+    low, high, cut, steps = 0, most + 1, min(max(1, guess), most), 0
     while high - low > 1:
         n = tokens(cut)
         if n == length:
             return cut
-        low, high, tried = (cut, high, tried + 1) if n < length else (low, cut, tried + 1)
+        low, high, steps = (cut, high, steps + 1) if n < length else (low, cut, steps + 1)
         step = round((length - n) * chars_per_token) or (1 if n < length else -1)
-        cut = cut + step if tried < 10 else 0
+        cut = cut + step if steps < 10 else 0
         if not low < cut < high:
             cut = (low + high) // 2
     around = range(max(0, low - 8), min(low + 8, most) + 1)
-    return next((near for near in around if tokens(near) == length), low)
+    return next((nearby for nearby in around if tokens(nearby) == length), low)
 
 
 def _phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
     if knobs.phrasing not in PHRASINGS:
         raise unknown("phrasing of dataset needle", knobs.phrasing, PHRASINGS, "Or give needle= and question=.")
-    put = PHRASINGS[knobs.phrasing]
+    phrasing = PHRASINGS[knobs.phrasing]
     if knobs.needle and knobs.question:
-        own = (knobs.needle, knobs.question, knobs.answer or knobs.needle)
-        put = Phrasing(lambda _: own, SENTENCE_PROMPT, "rouge1", 30)
+        custom = (knobs.needle, knobs.question, knobs.answer or knobs.needle)
+        phrasing = Phrasing(lambda _: custom, SENTENCE_PROMPT, "rouge1", 30)
     elif knobs.needle or knobs.question or knobs.answer:
         raise UsageError(f"dataset {dataset}: needle= and question= belong together (answer= is optional: the needle)")
-    name = metrics.metric(knobs.metric or put.metric).name
+    name = metrics.metric(knobs.metric or phrasing.metric).name
     if knobs.phrasing == "sanfrancisco" and not knobs.needle and name in ("rouge1", "rouge_l"):
         # Published needle scores compare the answer with the whole needle sentence.
-        put = Phrasing(lambda _: (*CLASSIC_NEEDLE[:2], CLASSIC_NEEDLE[0]), put.prompt, name, put.max_new_tokens)
-    template = knobs.prompt or put.prompt
+        phrasing = Phrasing(
+            lambda _: (*CLASSIC_NEEDLE[:2], CLASSIC_NEEDLE[0]), phrasing.prompt, name, phrasing.max_new_tokens
+        )
+    template = knobs.prompt or phrasing.prompt
     if template.count("{context}") != 1 or template.count("{question}") != 1:
         raise UsageError(f"dataset.{dataset}.prompt={template!r} must hold {{context}} and {{question}} once each")
-    return replace(put, prompt=template, metric=name)
+    return replace(phrasing, prompt=template, metric=name)
 
 
 def _numbers(

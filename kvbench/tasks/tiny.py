@@ -114,7 +114,7 @@ _PIECE = re.compile(PIECE)
 
 
 def count_tokens(text: str) -> int:
-    """Tokens of task text under the tiny tokenizer, without the leading ``<s>``."""
+    """Return the number of tokens of task text under the tiny tokenizer, without the leading ``<s>``."""
     return len(_PIECE.findall(text))
 
 
@@ -122,7 +122,7 @@ def count_tokens(text: str) -> int:
 class Query:
     """A question about one fact: ``question`` ends with the key, ``answer`` follows it after a space.
 
-    ``lookups`` are the indices of the answer tokens that only the right fact tells (training weighs them more).
+    ``lookups`` are the indices of the answer tokens that only the right fact determines (training weighs them more).
     """
 
     question: str
@@ -152,24 +152,24 @@ class TinyTask:
 
 
 def needle_sentence(city: str, digits: str) -> str:
-    """The sentence to hide, in this suite or in real text: ``the magic number of paris is 471.``"""
+    """Return the sentence to hide, in this suite or in real text: ``the magic number of paris is 471.``"""
     return f"the magic number of {city} is {digits}."
 
 
 def needle_question(city: str) -> str:
-    """The question that ends a needle prompt; the digits follow after a space."""
+    """Return the question that ends a needle prompt; the digits follow after a space."""
     return f"question: what is the magic number of {city}? answer: {city} is"
 
 
 def needle_pair(index: int) -> tuple[str, str, str]:
-    """Deterministic ``(sentence, question, answer)`` to hide in real text; seeds are disjoint from training."""
+    """Return the ``(sentence, question, answer)`` of an index, to hide in real text; its seed is not training's."""
     rng = random.Random(f"eval/needle-pair/{index}")
     city, number = rng.choice(CITIES), _digits(rng)
     return needle_sentence(city, number), needle_question(city), number
 
 
 def needles(rng: random.Random, n: int) -> Puzzle:
-    """``n`` cities with three-digit magic numbers."""
+    """Make up to ``n`` cities with three-digit magic numbers, and one query for each."""
     cities = rng.sample(CITIES, min(n, len(CITIES)))
     numbers = [_digits(rng) for _ in cities]
     return Puzzle(
@@ -179,7 +179,7 @@ def needles(rng: random.Random, n: int) -> Puzzle:
 
 
 def variables(rng: random.Random, n: int) -> Puzzle:
-    """``n`` assignments ``foo = 471;``; the query prints one of them."""
+    """Make up to ``n`` assignments such as ``foo = 471;``, and one query for each, which prints the variable."""
     names = rng.sample(VARIABLES, min(n, len(VARIABLES)))
     values = [_digits(rng) for _ in names]
     return Puzzle(
@@ -189,7 +189,7 @@ def variables(rng: random.Random, n: int) -> Puzzle:
 
 
 def mappings(rng: random.Random, n: int) -> Puzzle:
-    """``n`` few-shot pairs ``tulip => deep crimson.``; the query asks for the label of one object again."""
+    """Make up to ``n`` few-shot pairs such as ``tulip => deep crimson.``, and one query for each object's label."""
     objects = rng.sample(OBJECTS, min(n, len(OBJECTS)))
     labels = [f"{rng.choice(SHADES)} {rng.choice(COLOURS)}" for _ in objects]
     return Puzzle(
@@ -199,28 +199,29 @@ def mappings(rng: random.Random, n: int) -> Puzzle:
 
 
 def two_hops(rng: random.Random, n: int) -> Puzzle:
-    """``n // 2`` people, each in a lab of their own, each lab in a city: the answer names lab, then city."""
+    """Make up to ``n // 2`` people, each in a lab of their own in a city; each query's answer names lab, then city."""
     n = max(1, min(n // 2, len(LABS)))
     people, labs, cities = rng.sample(PEOPLE, n), rng.sample(LABS, n), rng.sample(CITIES, n)
-    works = tuple(f"{person} works at the {lab} lab." for person, lab in zip(people, labs, strict=True))
-    places = tuple(f"the {lab} lab is in {city}." for lab, city in zip(labs, cities, strict=True))
+    work_facts = tuple(f"{person} works at the {lab} lab." for person, lab in zip(people, labs, strict=True))
+    lab_facts = tuple(f"the {lab} lab is in {city}." for lab, city in zip(labs, cities, strict=True))
     queries = tuple(
         Query(
             f"question: which city does {person} work in? answer: {person} works at the",
             f"{lab} lab. the {lab} lab is in {city}",
-            (0, 4, 8),
+            (0, 4, 8),  # the lab, the lab again and the city in "LAB lab. the LAB lab is in CITY"
         )
         for person, lab, city in zip(people, labs, cities, strict=True)
     )
-    return Puzzle(works + places, queries)
+    return Puzzle(work_facts + lab_facts, queries)
 
 
 def key_points(rng: random.Random, n: int) -> Puzzle:
-    """Three key points scattered through the text, to be listed in order (``n`` is fixed to three)."""
+    """Make three key points (whatever ``n`` is) and one query that lists them in order."""
     points = [f"{rng.choice(TRAITS)} {rng.choice(TRADES)} {rng.choice(ACTIONS)}" for _ in ORDINALS]
     facts = tuple(f"key point {ordinal}: {point}." for ordinal, point in zip(ORDINALS, points, strict=True))
     answer = ", ".join(f"{ordinal}: {point}" for ordinal, point in zip(ORDINALS, points, strict=True))
     question = f"question: list the key points first, second, third. answer: {ORDINALS[0]}:"
+    # a point has three words; ", second: " puts three tokens between two points
     return Puzzle(facts, (Query(question, answer.removeprefix(f"{ORDINALS[0]}: "), (0, 6, 12)),))
 
 
@@ -239,7 +240,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def example(task: str, length: int, index: int) -> Example:
-    """Example ``index`` of a task, whose prompt has exactly ``length`` tokens, ``<s>`` included."""
+    """Return example ``index`` of a task, whose prompt has exactly ``length`` tokens, ``<s>`` included."""
     if task not in TASKS:
         raise ValueError(f"unknown tiny task {task!r}; available: {', '.join(TASKS)}")
     if not MIN_LENGTH <= length <= MAX_LENGTH:
@@ -254,9 +255,9 @@ def example(task: str, length: int, index: int) -> Example:
     fillers = filler_sentences(rng, room)
     meta: dict[str, object] = {"task": task, "category": spec.category, "length": length, "facts": len(facts)}
     if len(facts) == 1:
-        before = fillers[: round((0.5 + index * GOLDEN) % 1.0 * len(fillers))]
-        meta["depth"] = round((1 + count_tokens(" ".join([HEADER, *before]))) / length, 4)
-        sentences = [*before, *facts, *fillers[len(before) :]]
+        leading_fillers = fillers[: round((0.5 + index * GOLDEN) % 1.0 * len(fillers))]
+        meta["depth"] = round((1 + count_tokens(" ".join([HEADER, *leading_fillers]))) / length, 4)
+        sentences = [*leading_fillers, *facts, *fillers[len(leading_fillers) :]]
     else:
         sentences = scatter(rng, facts, fillers)
     return Example(
@@ -271,7 +272,7 @@ def example(task: str, length: int, index: int) -> Example:
 
 
 def filler_sentences(rng: random.Random, room: int) -> list[str]:
-    """Random sentences without facts that have ``room`` tokens together (``room`` 0 or at least 2)."""
+    """Return random sentences without facts that have ``room`` tokens together (``room`` 0 or at least 2)."""
     if room == 1 or room < 0:
         raise ValueError(f"no filler sentences have {room} tokens together")
     sentences: list[str] = []
@@ -285,12 +286,12 @@ def filler_sentences(rng: random.Random, room: int) -> list[str]:
 
 
 def filler_sentence(rng: random.Random) -> str:
-    """One random sentence without facts."""
+    """Return one random sentence without facts."""
     return _fill(rng, rng.choice(FILLER))
 
 
 def scatter(rng: random.Random, facts: list[str], fillers: list[str]) -> list[str]:
-    """Facts in their order, filler sentences at random places between them."""
+    """Return the facts in their order at random places among the filler sentences."""
     places = sorted(rng.randrange(len(fillers) + 1) for _ in facts)
     sentences: list[str] = []
     start = 0
@@ -302,12 +303,12 @@ def scatter(rng: random.Random, facts: list[str], fillers: list[str]) -> list[st
 
 @cache
 def template_tokens(template: str) -> int:
-    """Tokens of a filler sentence made from ``template``."""
+    """Return the number of tokens of a filler sentence made from ``template``."""
     return count_tokens(re.sub(r"\{\w\}", "x", template))
 
 
 def words() -> list[str]:
-    """Every word of the tasks, sorted: the word pieces of the tokenizer."""
+    """Return every word of the tasks, sorted: the word pieces of the tokenizer."""
     lists = (CITIES, VARIABLES, PEOPLE, LABS, OBJECTS, SHADES, COLOURS, TRAITS, TRADES, ACTIONS, ORDINALS)
     rng = random.Random(0)
     puzzles = [spec.puzzle(rng, 2) for spec in TASKS.values()]

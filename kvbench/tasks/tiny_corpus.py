@@ -28,7 +28,7 @@ SPREAD = 2304
 
 
 class Role(IntEnum):
-    """What a token is for the loss."""
+    """The part a token plays in the loss."""
 
     CONTEXT = 0
     NOISE = 1
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Batch:
-    """``ids`` and ``positions`` are [B, T]; ``targets``, ``roles`` and ``tasks`` (index into NAMES) are [B * T]."""
+    """``ids`` and ``positions`` are [B, T]; ``targets``, ``roles`` and ``tasks`` (indices into NAMES) are [B * T]."""
 
     ids: Tensor
     positions: Tensor
@@ -66,10 +66,10 @@ class CorpusLine:
 
 
 def batch(rng: random.Random, length: int, size: int, mix: Mapping[str, float], difficulty: int, gaps: bool) -> Batch:
-    """``size`` sequences of ``length`` predicted tokens. ``mix`` weighs NAMES, ``difficulty`` 0-2 is of the copy tasks.
+    """Draw ``size`` sequences of ``length`` predicted tokens.
 
-    With ``gaps``, half of the sequences get jumps in their positions after sentence ends, so that short sequences teach
-    the long distances too.
+    ``mix`` weighs NAMES; ``difficulty`` from 0 to 2 is that of the copy tasks. With ``gaps``, half of the sequences get
+    jumps in their positions after sentence ends, so that short sequences teach the long distances too.
     """
     lines = [sequence(rng, length, mix, difficulty) for _ in range(size)]
     ids = torch.tensor([line.ids for line in lines])
@@ -80,7 +80,7 @@ def batch(rng: random.Random, length: int, size: int, mix: Mapping[str, float], 
 
 
 def sequence(rng: random.Random, length: int, mix: Mapping[str, float], difficulty: int) -> CorpusLine:
-    """One sequence of ``length + 1`` tokens: a copy task, or one to three tasks together."""
+    """Draw one sequence of ``length + 1`` tokens: a copy task, or one to three tasks together."""
     chosen = list(dict.fromkeys(rng.choices(list(mix), list(mix.values()), k=rng.choice((1, 1, 2, 3)))))
     if "copy" in chosen:
         return _single("copy", _copy(rng, length, difficulty))
@@ -90,13 +90,18 @@ def sequence(rng: random.Random, length: int, mix: Mapping[str, float], difficul
 
 
 def _questions(rng: random.Random, length: int, chosen: Sequence[str]) -> CorpusLine:
-    """Facts of the chosen tasks among filler, then shuffled queries; ``<s>`` first."""
+    """Draw facts of the chosen tasks among filler, then shuffled queries; ``<s>`` first."""
+    # three sequences in five give up to 72 % of their tokens to filler; the tasks share the rest
     share = (length - 1) * (1 - (0.72 * rng.random() if rng.random() < 0.6 else 0.0)) / len(chosen)
     groups: list[list[str]] = []
     queries: list[tuple[int, tiny.Query]] = []
     for name in chosen:
-        told, asking = _costs(name)
-        n = share * 0.75 / told if rng.random() < 0.25 else share * rng.uniform(0.6, 1.0) / (told + 0.9 * asking)
+        fact_cost, query_cost = _costs(name)
+        # one time in four facts take three quarters of the share; else facts and nine tenths of their queries fit in it
+        if rng.random() < 0.25:
+            n = share * 0.75 / fact_cost
+        else:
+            n = share * rng.uniform(0.6, 1.0) / (fact_cost + 0.9 * query_cost)
         puzzle = tiny.TASKS[name].puzzle(rng, max(1, int(n)))
         groups.append(rng.sample(puzzle.facts, len(puzzle.facts)))
         queries += [(TASKS.index(name), query) for query in puzzle.queries]
@@ -109,14 +114,18 @@ def _questions(rng: random.Random, length: int, chosen: Sequence[str]) -> Corpus
     if room < 0:
         return _questions(rng, length, chosen)
     rng.shuffle(queries)
-    asked: list[tuple[int, Span]] = []
+    queried: list[tuple[int, Span]] = []
     for task, query in queries:
         span = _ask(rng, query, noisy)
         if len(span.ids) <= room:
-            asked.append((task, span))
+            queried.append((task, span))
             room -= len(span.ids)
     body = _mingle(rng, facts, _fillers(rng, room, noisy))
-    spans = [(0, Span((BOS, *header), (Role.CONTEXT,) * (1 + len(header)))), *((0, span) for span in body), *asked]
+    spans = [
+        (0, Span((BOS, *header), (Role.CONTEXT,) * (1 + len(header)))),
+        *((0, span) for span in body),
+        *queried,
+    ]
     return _line(spans)
 
 
@@ -142,7 +151,7 @@ def _fillers(rng: random.Random, room: int, noisy: float) -> list[Span]:
 
 
 def _mingle(rng: random.Random, facts: list[Span], fillers: list[Span]) -> list[Span]:
-    """Facts and fillers in their orders; one time in five all facts stay together. The first filler stays first."""
+    """Put facts among fillers, both in order, the first filler first; one time in five all facts stay together."""
     if not fillers:
         return facts
     first, rest = fillers[0], fillers[1:]
@@ -158,7 +167,7 @@ def _mingle(rng: random.Random, facts: list[Span], fillers: list[Span]) -> list[
 
 
 def noise(rng: random.Random) -> str:
-    """A sentence of pseudo-words with the look of prose: case, punctuation, line breaks, some function words."""
+    """Draw a sentence of pseudo-words that looks like prose: case, punctuation, line breaks, some function words."""
     words = []
     for _ in range(rng.randrange(3, 13)):
         kind = rng.random()
@@ -178,7 +187,7 @@ def noise(rng: random.Random) -> str:
 
 
 def _copy(rng: random.Random, length: int, difficulty: int) -> list[Span]:
-    """A random span, filler, the span again: plain induction. Fewer distinct tokens make longer contexts necessary."""
+    """Draw a random span, filler, and the span again (plain induction); fewer distinct tokens need longer contexts."""
     span_length = rng.randrange(10, length // 2)
     if difficulty == 0 or rng.random() < 0.2:
         size = 450
@@ -187,31 +196,32 @@ def _copy(rng: random.Random, length: int, difficulty: int) -> list[Span]:
     alphabet = rng.sample(_tokens(), size)
     distinct = difficulty == 0 and span_length <= size
     span = tuple(alphabet[:span_length] if distinct else rng.choices(alphabet, k=span_length))
-    lead = min(3, span_length - 1)
+    lead = min(3, span_length - 1)  # the copy's first tokens cannot be predicted
     fillers = _fillers(rng, length - 2 * span_length, 0.0)
     copied = Span(span, (Role.CONTEXT,) * lead + (Role.COPY,) * (span_length - lead))
     return [_context((BOS, *span)), *fillers, copied]
 
 
 def _pairs(rng: random.Random, length: int, difficulty: int) -> list[Span]:
-    """Random key-value pairs, then the same keys in another order: lookup with a separator of 0 to 3 tokens."""
+    """Draw random key-value pairs, then the same pairs in another order: lookup with a separator of 0 to 3 tokens."""
     gap = rng.choice(((0,), (0, 1), (0, 1, 1, 2, 3))[difficulty])
     separator = tuple(rng.choices(_tokens(), k=gap))
-    end = (rng.choice(_ends()),) if rng.random() < 0.7 else ()
-    width = rng.choice((1, 1, 2))
-    n = int(length // (2 * (1 + gap + width + len(end))) * rng.choice((0.3, 0.6, 1.0)))
+    ending = (rng.choice(_ends()),) if rng.random() < 0.7 else ()
+    width = rng.choice((1, 1, 2))  # tokens of a value
+    # every pair occurs twice; pairs take 30, 60 or 100 % of the sequence, filler the rest
+    n = int(length // (2 * (1 + gap + width + len(ending))) * rng.choice((0.3, 0.6, 1.0)))
     keys = rng.sample(_tokens(), min(max(2, n), 200))
     values = rng.sample(_tokens(), rng.choice((8, 24, 100)))
     pairs = [((key, *separator), tuple(rng.choices(values, k=width))) for key in keys]
-    told = [_context(key + value + end) for key, value in pairs]
-    asked = []
+    pair_spans = [_context(key + value + ending) for key, value in pairs]
+    queried = []
     for key, value in rng.sample(pairs, len(pairs)):
         roles = (Role.LOOKUP,) + (Role.ANSWER,) * (width - 1)
-        asked.append(Span(key + value + end, (Role.CONTEXT,) * len(key) + roles + (Role.CONTEXT,) * len(end)))
-    room = length - 2 * sum(len(span.ids) for span in told)
+        queried.append(Span(key + value + ending, (Role.CONTEXT,) * len(key) + roles + (Role.CONTEXT,) * len(ending)))
+    room = length - 2 * sum(len(span.ids) for span in pair_spans)
     fillers = _fillers(rng, room, 0.0)
     place = rng.randrange(len(fillers) + 1) if rng.random() < 0.5 else 0
-    return [_context((BOS,)), *fillers[:place], *told, *fillers[place:], *asked]
+    return [_context((BOS,)), *fillers[:place], *pair_spans, *fillers[place:], *queried]
 
 
 def _positions(rng: random.Random, ids: Sequence[int], gaps: bool) -> list[int]:
@@ -228,7 +238,7 @@ def _positions(rng: random.Random, ids: Sequence[int], gaps: bool) -> list[int]:
 
 
 def _text(rng: random.Random, sentence: str, noisy: float) -> Span:
-    """A sentence after a space, in noisy sequences sometimes after a line break as in real text."""
+    """Return a sentence after a space; in noisy sequences sometimes after a line break, as in real text."""
     return _context(encode(("\n" if noisy and rng.random() < 0.15 else " ") + sentence))
 
 
@@ -250,7 +260,7 @@ def _line(spans: Sequence[tuple[int, Span]]) -> CorpusLine:
 
 @cache
 def _costs(name: str) -> tuple[float, float]:
-    """Tokens per fact and query tokens per fact of a task."""
+    """Return fact tokens per fact, and query tokens per fact, of a task."""
     puzzle = tiny.TASKS[name].puzzle(random.Random(0), 4)
     facts = sum(map(tiny.count_tokens, puzzle.facts))
     queries = sum(tiny.count_tokens(f"{q.question} {q.answer}") + 1 for q in puzzle.queries)
@@ -259,14 +269,14 @@ def _costs(name: str) -> tuple[float, float]:
 
 @cache
 def _function_words() -> list[str]:
-    names = {word for group in tiny.FILLER_WORDS.values() for word in group}
-    told = {word.strip(".,") for template in tiny.FILLER for word in template.split() if "{" not in word}
-    return sorted(told - names)
+    slot_words = {word for group in tiny.FILLER_WORDS.values() for word in group}
+    template_words = {word.strip(".,") for template in tiny.FILLER for word in template.split() if "{" not in word}
+    return sorted(template_words - slot_words)
 
 
 @cache
 def _tokens() -> range:
-    """Ids of the random copy tasks: every word piece."""
+    """Return the ids of the random copy tasks: every word piece."""
     return range(FIRST_WORD, len(tiny_tokens.vocabulary()))
 
 

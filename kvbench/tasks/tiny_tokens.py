@@ -26,7 +26,7 @@ _PIECE = re.compile(tiny.PIECE)
 
 @cache
 def vocabulary() -> dict[str, int]:
-    """Pieces in their byte-level spelling (a space is ``Ġ``) to ids."""
+    """Return the ids of pieces in their byte-level spelling (a space is ``Ġ``)."""
     letters = _byte_letters()
     pieces = [*(f" {digit}" for digit in range(10)), " =", " =>", *(f" {word}" for word in tiny.words())]
     # The only word without a space before it is the one that starts every prompt.
@@ -36,7 +36,7 @@ def vocabulary() -> dict[str, int]:
 
 
 def build() -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers loads it; ``<s>`` is added in front, there is no chat template."""
+    """Build the tokenizer as transformers loads it; ``<s>`` is added in front, there is no chat template."""
     # ignore_merges takes a whole pre-token from the vocabulary; without merges the rest stays single bytes.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary(), merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -60,13 +60,13 @@ def build() -> PreTrainedTokenizerFast:
 
 
 def save(folder: Path) -> None:
-    """Writes ``tokenizer.json`` and ``tokenizer_config.json``."""
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``."""
     build().save_pretrained(folder)
 
 
 @lru_cache(1 << 16)
 def encode(text: str) -> tuple[int, ...]:
-    """Token ids of a text without ``<s>``: the same as the built tokenizer gives, but fast for training."""
+    """Return the token ids of a text without ``<s>``, equal to the built tokenizer's but faster for training."""
     ids: list[int] = []
     end = 0
     for match in _PIECE.finditer(text):
@@ -83,7 +83,7 @@ def _spell(text: str) -> list[int]:
 
 @cache
 def _byte_letters() -> list[str]:
-    """The printable letter that stands for each byte: itself where printable, else the next free one from U+0100."""
+    """Return the printable letter for each byte: itself where printable, else the next free one from U+0100."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     free = iter(range(N_BYTES, 2 * N_BYTES))
     return [chr(byte) if byte in printable else chr(next(free)) for byte in range(N_BYTES)]
