@@ -28,15 +28,15 @@ DIGITS = "%.5g"
 
 
 def unchanged(data: pd.DataFrame) -> pd.DataFrame:
-    """The data as they are."""
+    """Return the data as they are."""
     return data
 
 
 class Code(NamedTuple):
-    """What computes a figure.
+    """The functions that compute and describe a figure.
 
-    compute: its data from a source; None for measured scores. facts: what the data say. prepare: the data with columns
-    that the picture shows.
+    compute: returns its data from a source; None for measured scores. facts: yields findings of the data. prepare: adds
+    the columns that the picture shows.
     """
 
     compute: Callable[[Any], pd.DataFrame] | None
@@ -70,19 +70,19 @@ class Figure(Generic[Source]):
 
     @property
     def paper(self) -> str:
-        """The paper's name, as in conf/preset."""
+        """Return the paper's name, as in conf/preset."""
         return self.id.partition("/")[0]
 
     def draw(self, data: pd.DataFrame) -> Canvas:
-        """The drawing of the data."""
+        """Return the drawing of the data."""
         return self.picture.draw(self.prepare(data))
 
     def finding(self, data: pd.DataFrame) -> str:
-        """What the data say about the claim, in numbers."""
+        """Return the findings about the claim, in numbers."""
         return sentences(self.facts(data))
 
     def write(self, data: pd.DataFrame, facts: Mapping[str, Any], folder: Path) -> tuple[list[Path], str]:
-        """Write CSV, PNG and SVG below ``folder``; their paths, and the finding."""
+        """Write CSV, PNG and SVG below ``folder``, and return their paths and the finding."""
         head = "".join(f"# {key}: {value}\n" for key, value in {"figure": self.id, **facts}.items())
         text = head + data[list(self.columns)].to_csv(index=False, float_format=DIGITS, lineterminator="\n")
         path = folder / f"{self.id}.csv"
@@ -91,30 +91,30 @@ class Figure(Generic[Source]):
         return [*pictures, path], finding
 
     def redraw(self, text: str, stem: Path) -> tuple[list[Path], str]:
-        """Write ``stem``.png and ``stem``.svg from the text of a CSV; their paths, and the finding."""
+        """Write ``stem``.png and ``stem``.svg from the text of a CSV, and return their paths and the finding."""
         data = self.parse(text)
         paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
         with styled():
-            drawn = self.draw(data)
-            FigureCanvasAgg(drawn)
+            canvas = self.draw(data)
+            FigureCanvasAgg(canvas)
             # laid out once for both files: that takes most of the time
-            drawn.draw_without_rendering()
-            drawn.set_layout_engine("none")
-            for ax in drawn.axes:
+            canvas.draw_without_rendering()
+            canvas.set_layout_engine("none")
+            for ax in canvas.axes:
                 # the last bits of a layout depend on what was drawn before, and names in an SVG on them
                 left, bottom, width, height = (round(x, 6) for x in ax.get_position(original=True).bounds)
                 ax.set_position((left, bottom, width, height))
             for path in paths:
                 kind = path.suffix[1:]
-                held = io.BytesIO()
+                buffer = io.BytesIO()
                 # neither a date nor a version, so that equal data give equal bytes
                 facts = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
-                drawn.savefig(held, format=kind, metadata={"Title": f"{self.id}: {self.title}", **facts})
-                _save(path, held.getvalue())
+                canvas.savefig(buffer, format=kind, metadata={"Title": f"{self.id}: {self.title}", **facts})
+                _save(path, buffer.getvalue())
         return paths, self.finding(data)
 
     def parse(self, text: str) -> pd.DataFrame:
-        """The data of a CSV; raises UsageError where they are not this figure's."""
+        """Return the data of a CSV; raise UsageError where they are not this figure's."""
         body = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("# "))
         try:
             data = pd.read_csv(io.StringIO(body))
@@ -122,34 +122,34 @@ class Figure(Generic[Source]):
             raise UsageError(f"{self.id}: the CSV cannot be read: {error}") from None
         missing = [c for c in self.columns if c not in data.columns]
         if missing or data.empty:
-            what = f"it has no column {', '.join(missing)}" if missing else "it has no rows"
-            raise UsageError(f"{self.id}: the CSV does not hold this figure's data: {what}")
+            problem = f"it has no column {', '.join(missing)}" if missing else "it has no rows"
+            raise UsageError(f"{self.id}: the CSV does not hold this figure's data: {problem}")
         return data
 
 
 def folder(results: Path | str, model: str) -> Path:
-    """Where figures of a model go: those of the tiny one apart, so that they never replace a pretrained model's."""
+    """Return the folder of a model's figures; the tiny model has its own, so that it never replaces others."""
     return Path(results) / ("tiny/figures" if model == stand_ins.MODEL else "figures")
 
 
 def percent(x: float) -> str:
-    """A fraction as written in texts: 12 %."""
+    """Format a fraction as in texts: 12 %."""
     return f"{100 * x:.0f} %"
 
 
 def facts_of(text: str) -> dict[str, str]:
-    """The ``# key: value`` lines of a CSV."""
-    found = {}
+    """Return the ``# key: value`` lines of a CSV."""
+    facts = {}
     for line in text.splitlines():
         if not line.startswith("# "):
             break
         key, _, value = line[2:].partition(": ")
-        found[key] = value
-    return found
+        facts[key] = value
+    return facts
 
 
 def read_csv(path: Path) -> tuple[str, str]:
-    """(id of the figure, text) of a figure's CSV; raises UsageError for any other file."""
+    """Return (id of the figure, text) of a figure's CSV; raise UsageError for any other file."""
     text = read_text(path, f"--from-csv {path}")
     facts = facts_of(text)
     if "figure" not in facts:
@@ -161,6 +161,7 @@ def read_csv(path: Path) -> tuple[str, str]:
 
 
 def _save(path: Path, content: bytes) -> None:
+    """Write a file, and raise UsageError where that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""What data say, in words: facts, each a label with its numbers."""
+"""Findings of data in words: facts, each a label with its numbers."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class Fact:
     at: str = "{}"
 
     def text(self) -> str:
-        """``label: values``, names in front of numbers and places behind them; '' where no number is known."""
+        """Return ``label: values``, with names before numbers and places after them; '' where no number is known."""
         if isinstance(self.values, str):
             return f"{self.label}: {self.values}"
         values = pd.Series(self.values).dropna()
         if not isinstance(self.values, pd.Series | dict):
-            told = [self.form.format(v) for v in values]
+            parts = [self.form.format(v) for v in values]
         elif values.index.nlevels == 1:
-            told = [f"{self.at.format(i)} {self.form.format(v)}" for i, v in values.items()]
+            parts = [f"{self.at.format(i)} {self.form.format(v)}" for i, v in values.items()]
         else:
-            told = []
+            parts = []
             for name, rows in values.groupby(level=list(range(values.index.nlevels - 1)), sort=False):
                 numbers = (f"{self.form.format(v)} at {self.at.format(i[-1])}" for i, v in rows.items())
                 title = " ".join(map(str, name)) if isinstance(name, tuple) else name
-                told.append(f"{title} {', '.join(numbers)}")
+                parts.append(f"{title} {', '.join(numbers)}")
         several = values.index.nlevels > 1
-        return f"{self.label}: {('; ' if several else ', ').join(told)}" if told else ""
+        return f"{self.label}: {('; ' if several else ', ').join(parts)}" if parts else ""
 
 
 def sentences(facts: Iterable[Fact]) -> str:
-    """The facts, a sentence each."""
+    """Return the facts, a sentence each."""
     return " ".join(f"{text}." for text in (fact.text() for fact in facts) if text)

@@ -1,4 +1,4 @@
-"""What figures of results are computed from: grids of methods and knobs, measured where missing, read from the store.
+"""Grids of methods and knobs behind figures of results, measured where missing and read from the store.
 
 A figure declares sweeps; each is one run on one dataset, so that all of its points read every prompt once. On the tiny
 model the windows of a paper's preset are scaled to its prompts, as in the paper's tables.
@@ -67,13 +67,13 @@ class Sweep:
     length: int = stand_ins.PROMPT
 
     def reads(self, tiny: bool) -> str:
-        """The dataset that is read unless another is asked for."""
+        """Return the dataset that is read unless another is asked for."""
         return self.dataset if tiny else self.published or self.dataset
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultFigure(Figure["MeasuredFigure"]):
-    """A figure of measured scores. ``sweeps``: what it runs; none where it is computed from formulas alone."""
+    """A figure of measured scores. ``sweeps`` are the runs behind it, none where formulas alone compute it."""
 
     sweeps: tuple[Sweep, ...] = ()
 
@@ -87,41 +87,47 @@ class Ran:
     chains: tuple[Chain, ...]
 
     def cells(self) -> Iterator[tuple[Point, Group, Cell]]:
-        """Every cell of the sweep, the full cache's first."""
+        """Yield every cell of the sweep, the full cache's first."""
         points = [(FULL_POINT, Chain())] if self.sweep.baseline else []
         for point, chain in [*points, *zip(self.sweep.points, self.chains, strict=True)]:
             for group in self.run.groups:
                 yield point, group, next(c for c in group.cells if c.chain == chain)
 
     def frame(self) -> pd.DataFrame:
-        """A row per point and task with what a table shows of it, and one for the mean over tasks.
+        """Return a row per point and task with its numbers, and one for the mean over tasks.
 
         Scores as printed, with 95 % intervals; ``relative`` in per cent of the full cache over the same examples;
         tokens kept and, at 16 bits, bytes held in per cent of the prompt's. Cells that were refused, or of which
         nothing is there, are left out; a mean is over all tasks or not at all.
         """
         rows: list[dict[str, Any]] = []
-        for point, mine in self._by_point():
-            found = [(g, summary.measured(g, c, self.run.store), self._pairs(g, c)) for g, c in mine]
-            there = [(g, c.summary, pairs) for g, c, pairs in found if c.summary is not None]
-            at = {"series": point.series, "x": point.x}
-            for group, value, pairs in there:
-                name = group.task.id.partition("/")[2] if len(found) > 1 else group.task.id
+        for point, cells in self._by_point():
+            results = [(g, summary.measured(g, c, self.run.store), self._pairs(g, c)) for g, c in cells]
+            measured = [(g, c.summary, pairs) for g, c, pairs in results if c.summary is not None]
+            place = {"series": point.series, "x": point.x}
+            for group, means, pairs in measured:
+                name = group.task.id.partition("/")[2] if len(results) > 1 else group.task.id
                 rows.append(
-                    {**at, "task": name or group.task.id, **_cell(value), **_relative([pairs], group.task.metric)}
+                    {
+                        **place,
+                        "task": name or group.task.id,
+                        **_cell(means),
+                        **_relative([pairs], group.task.metric),
+                    }
                 )
-            if len(there) == len(found) > 1:
-                rows.append({**at, "task": MEAN, **_mean(there)})
+            if len(measured) == len(results) > 1:
+                rows.append({**place, "task": MEAN, **_mean(measured)})
         return pd.DataFrame(rows).reindex(columns=list(COLUMNS)).astype(dict.fromkeys(VALUES, float))
 
     def _by_point(self) -> list[tuple[Point, list[tuple[Group, Cell]]]]:
-        found: dict[int, tuple[Point, list[tuple[Group, Cell]]]] = {}
+        """Return every point with its cells and their groups."""
+        by_point: dict[int, tuple[Point, list[tuple[Group, Cell]]]] = {}
         for point, group, cell in self.cells():
-            found.setdefault(id(point), (point, []))[1].append((group, cell))
-        return list(found.values())
+            by_point.setdefault(id(point), (point, []))[1].append((group, cell))
+        return list(by_point.values())
 
     def _pairs(self, group: Group, cell: Cell) -> NDArray[np.float64]:
-        """Scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
+        """Return the scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
         full = next((c for c in group.cells if not c.chain.stages), cell)
         ours, theirs = self.run.store.samples(cell.id), self.run.store.samples(full.id)
         ids = [e.id for e in group.examples if e.id in ours and e.id in theirs]
@@ -129,15 +135,15 @@ class Ran:
         return np.array([p for p in pairs if None not in p], dtype=float).reshape(-1, 2)
 
     def left_out(self) -> list[str]:
-        """Cells of which nothing can be shown, with the reason."""
-        store, found = self.run.store, []
+        """Return the cells that cannot be shown, with the reason."""
+        store, reasons = self.run.store, []
         for point, group, cell in self.cells():
             reason = store.refusal(cell.id)
             if reason is None and not store.samples(cell.id).keys() & {e.id for e in group.examples}:
                 reason = store.status(cell.id).reason or "not measured"
             if reason is not None:
-                found.append(f"{point.series} at {point.x:g} on {group.column}: {reason}")
-        return found
+                reasons.append(f"{point.series} at {point.x:g} on {group.column}: {reason}")
+        return reasons
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ class MeasuredFigure:
     ran: tuple[Ran, ...]
 
     def frame(self) -> pd.DataFrame:
-        """The rows of all sweeps."""
+        """Return the rows of all sweeps."""
         return pd.concat([r.frame() for r in self.ran], ignore_index=True)
 
     def measure(self, quiet: bool = False) -> None:
@@ -156,65 +162,66 @@ class MeasuredFigure:
             experiment.measure(r.run, quiet)
 
     def facts(self) -> dict[str, Any]:
-        """What the data are from, for the head of the CSV."""
+        """Return the origin of the data, for the head of the CSV."""
         if not self.ran:
             return {}
-        left = [reason for r in self.ran for reason in r.left_out()]
-        said = [experiment.settings(r.run).removesuffix(".") for r in self.ran]
+        omissions = [reason for r in self.ran for reason in r.left_out()]
+        settings = [experiment.settings(r.run).removesuffix(".") for r in self.ran]
         counts = sorted({len(g.examples) for r in self.ran for g in r.run.groups})
         return {
-            "runs": " | ".join(dict.fromkeys(said)),
+            "runs": " | ".join(dict.fromkeys(settings)),
             "weights": self.ran[0].run.source.fingerprint,
             "examples": f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} of each task",
-            **({"left out": "; ".join(left)} if left else {}),
+            **({"left out": "; ".join(omissions)} if omissions else {}),
         }
 
 
 def prepare(figure: ResultFigure, arguments: Sequence[str]) -> MeasuredFigure:
-    """The runs of a figure, checked before any model is loaded.
+    """Plan the runs of a figure, checked before any model is loaded.
 
     ``arguments`` are ``run``'s: model=, dataset= in place of the figure's own (of those that it has where each has a
     budget), limit=, results=, data.root=, ... Raises UsageError for a model, a dataset or an argument that is not
     possible.
     """
-    given = dict(a.partition("=")[::2] for a in arguments)
-    model = given.get("model", stand_ins.MODEL)
-    own = list(dict.fromkeys(s.reads(model == stand_ins.MODEL) for s in figure.sweeps))
-    named = split_list(given["dataset"]) if "dataset" in given else own
-    wrong = [n for n in named if len(own) > 1 and not any(_within(n, dataset) for dataset in own)]
-    if wrong:
+    options = dict(a.partition("=")[::2] for a in arguments)
+    model = options.get("model", stand_ins.MODEL)
+    datasets = list(dict.fromkeys(s.reads(model == stand_ins.MODEL) for s in figure.sweeps))
+    wanted = split_list(options["dataset"]) if "dataset" in options else datasets
+    strange = [n for n in wanted if len(datasets) > 1 and not any(_within(n, dataset) for dataset in datasets)]
+    if strange:
         raise UsageError(
-            f"dataset={wrong[0]} is not possible with {figure.id}, which has a budget for each of its datasets: "
-            f"{', '.join(own)}"
+            f"dataset={strange[0]} is not possible with {figure.id}, which has a budget for each of its datasets: "
+            f"{', '.join(datasets)}"
         )
-    if given and not figure.sweeps and set(given) - {"results", "limit"}:
-        raise UsageError(f"{next(iter(given))}= is not possible with {figure.id}: it is computed from formulas alone")
+    if options and not figure.sweeps and set(options) - {"results", "limit"}:
+        raise UsageError(f"{next(iter(options))}= is not possible with {figure.id}: it is computed from formulas alone")
     ran = []
     for sweep in figure.sweeps:
-        mine = [n for n in named if len(own) == 1 or _within(n, sweep.reads(model == stand_ins.MODEL))]
-        if mine:
-            ran.append(_ran(sweep, model, {**given, "dataset": ",".join(mine)}, figure.each))
+        names = [n for n in wanted if len(datasets) == 1 or _within(n, sweep.reads(model == stand_ins.MODEL))]
+        if names:
+            ran.append(_ran(sweep, model, {**options, "dataset": ",".join(names)}, figure.each))
     return MeasuredFigure(tuple(ran))
 
 
 def _within(name: str, dataset: str) -> bool:
-    """Whether ``name`` is the dataset or one of its tasks."""
+    """Tell whether ``name`` is the dataset or one of its tasks."""
     return name == dataset or name.startswith(f"{dataset}/")
 
 
 def _ran(sweep: Sweep, model: str, given: Mapping[str, str], each: int) -> Ran:
+    """Plan the run of one sweep on a model."""
     tiny = model == stand_ins.MODEL
-    fixed = dict(a.partition("=")[::2] for a in (*sweep.arguments, *(() if tiny else sweep.pretrained)))
-    known = [entries("dataset").get(n.partition("/")[0], {}) for n in split_list(given["dataset"])]
-    plain = {
+    sweep_options = dict(a.partition("=")[::2] for a in (*sweep.arguments, *(() if tiny else sweep.pretrained)))
+    dataset_options = [entries("dataset").get(n.partition("/")[0], {}) for n in split_list(given["dataset"])]
+    defaults = {
         "model": model,
         "limit": str(each),
-        **{key: value for key, value in fixed.items() if all(key in options for options in known)},
+        **{key: value for key, value in sweep_options.items() if all(key in options for options in dataset_options)},
         **({"preset": sweep.preset} if sweep.preset else {}),
         "method": "full",
         "baseline": str(sweep.baseline).lower(),
     }
-    merged = {**plain, **given}
+    merged = {**defaults, **given}
     (run,) = words.read([f"{k}={v}" for k, v in merged.items()]).runs
     cfg = config.parse(run)
     values = presets.values(sweep.preset, model if model in entries("model") else "") if sweep.preset else {}
@@ -226,6 +233,7 @@ def _ran(sweep: Sweep, model: str, given: Mapping[str, str], each: int) -> Ran:
 
 
 def _chain(point: Point, values: Mapping[str, Any], small: row_knobs.StandIn | None) -> Chain:
+    """Build the chain of a point, with windows and sizes scaled to a ``small`` model."""
     stages = registry.split(point.method)
     scaled = row_knobs.scaled_windows(values, stages, small) if small else {}
     knobs = {**{k: int(v) for k, v in scaled.items()}, **point.knobs}
@@ -234,32 +242,34 @@ def _chain(point: Point, values: Mapping[str, Any], small: row_knobs.StandIn | N
     return chain_of({"method": point.method, **knobs}, preset=values)
 
 
-def _cell(means: CellSummary) -> dict[str, Any]:
-    low, high = means.ci or (None, None)
-    return {"metric": means.metric, "score": means.score, "low": low, "high": high, "n": means.n} | _held([means])
+def _cell(cell: CellSummary) -> dict[str, Any]:
+    """Return the columns of one task's scores."""
+    low, high = cell.ci or (None, None)
+    return {"metric": cell.metric, "score": cell.score, "low": low, "high": high, "n": cell.n} | _held([cell])
 
 
 def _held(cells: Sequence[CellSummary]) -> dict[str, float]:
-    """Tokens kept and, at 16 bits, bytes held in per cent of the prompts', over all of them."""
-    kept, prompts, *halves = (
+    """Return tokens kept and bytes held at 16 bits, in per cent of the prompts', over all of them."""
+    kept, prompts, *byte_counts = (
         float(sum(c.n * x for c, x in zip(cells, values, strict=True)))
         for values in zip(*((c.kept, c.prompt_tokens, c.payload16, c.overhead16, c.full16) for c in cells), strict=True)
     )
-    return {"kept": 100 * kept / prompts, "bytes": share(*halves)}
+    return {"kept": 100 * kept / prompts, "bytes": share(*byte_counts)}
 
 
-def _mean(found: Sequence[tuple[Group, CellSummary, NDArray[np.float64]]]) -> dict[str, Any]:
-    """The mean over tasks, each of the same weight, where all are measured in the same unit."""
-    values = [v for _, v, _ in found]
+def _mean(results: Sequence[tuple[Group, CellSummary, NDArray[np.float64]]]) -> dict[str, Any]:
+    """Return the columns of the mean over tasks of equal weight; a score only where all have one metric's unit."""
+    values = [v for _, v, _ in results]
     names = {v.metric for v in values}
-    base = {"metric": MEAN, "n": sum(v.n for v in values), **_held(values)}
+    columns = {"metric": MEAN, "n": sum(v.n for v in values), **_held(values)}
     if any(metric(n).shown for n in names) or any(v.score is None for v in values):
-        return base
+        return columns
     name = next(iter(names))
-    return {**base, **_scored([p for _, _, p in found], name), **_relative([p for _, _, p in found], name)}
+    return {**columns, **_scored([p for _, _, p in results], name), **_relative([p for _, _, p in results], name)}
 
 
 def _scored(tasks: Sequence[NDArray[np.float64]], name: str) -> dict[str, Any]:
+    """Return the mean score over tasks with its interval, stratified by task."""
     scale = metric(name).scale
     point = scale * float(np.mean([t[:, 0].mean() for t in tasks]))
     low, high = stats.stratified_ci(tasks, lambda means: scale * np.mean([m[:, 0] for m in means], axis=0), scale) or (
@@ -270,8 +280,8 @@ def _scored(tasks: Sequence[NDArray[np.float64]], name: str) -> dict[str, Any]:
 
 
 def _relative(tasks: Sequence[stats.Pairs], name: str) -> dict[str, Any]:
-    """Score in per cent of the full cache's, the mean over tasks of the one over that of the other."""
-    found = stats.Share() if metric(name).shown else stats.share(tasks)
+    """Return the score in per cent of the full cache's: the mean over tasks of one over that of the other."""
+    share = stats.Share() if metric(name).shown else stats.share(tasks)
     return (
-        {} if found.point is None else {"relative": found.point, "relative_low": found.low, "relative_high": found.high}
+        {} if share.point is None else {"relative": share.point, "relative_low": share.low, "relative_high": share.high}
     )

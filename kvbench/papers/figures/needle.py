@@ -17,26 +17,26 @@ COLUMNS = ("series", "length", "depth", "score", "n")
 
 
 def maps(measured: MeasuredFigure) -> pd.DataFrame:
-    """Mean score and number of prompts of every method, length and depth."""
-    found: dict[str, list[tuple[float, float, float]]] = {}
+    """Return the mean score and the number of prompts of every method, length and depth."""
+    points: dict[str, list[tuple[float, float, float]]] = {}
     for ran in measured.ran:
         for point, group, cell in ran.cells():
-            mine = {e.id for e in group.examples}
-            samples = [s for i, s in ran.run.store.samples(cell.id).items() if i in mine]
+            ids = {e.id for e in group.examples}
+            samples = [s for i, s in ran.run.store.samples(cell.id).items() if i in ids]
             if group.task.category == "needle" and samples and ran.run.store.refusal(cell.id) is None:
-                found.setdefault(point.series, []).extend(heatmap.points(samples, metric(group.task.metric).show))
-    rows = [(name, *row) for name, found_of in found.items() for row in heatmap.heat_map(found_of).rows()]
+                points.setdefault(point.series, []).extend(heatmap.points(samples, metric(group.task.metric).show))
+    rows = [(name, *row) for name, series_points in points.items() for row in heatmap.heat_map(series_points).rows()]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def with_means(data: pd.DataFrame) -> pd.DataFrame:
-    """The data with the ``mean`` of each map and, in words, how many prompts are ``behind`` a field."""
+    """Add the ``mean`` of each map and, in words, how many prompts are ``behind`` a field."""
     behind = " to ".join(str(int(n)) for n in dict.fromkeys((data["n"].min(), data["n"].max())))
     return data.assign(mean=data["series"].map(_means(data, "series").map("{:.1f}".format)), behind=behind)
 
 
 def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Mean score by method, and where the needle is lost."""
+    """Yield the mean score by method, and where the needle is lost."""
     yield Fact("Mean score", _means(data, "series"))
     by_depth = _means(data, ["series", "depth"])
     if (by_depth < LOST).any():
@@ -46,7 +46,7 @@ def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def _means(data: pd.DataFrame, by: str | list[str]) -> pd.Series[float]:
-    """Mean score over prompts."""
+    """Return the mean score over prompts."""
     sums = data.assign(total=data["score"] * data["n"]).groupby(by, sort=False)[["total", "n"]].sum()
     return sums["total"] / sums["n"]
 

@@ -18,12 +18,14 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 from kvbench.tables import style
 
 WIDE = 10  # highest over lowest value, from where on an ``auto`` scale is logarithmic
+BEHIND = 1.9  # zorder of quiet lines, just below the 2 that matplotlib gives to lines; the legend knows them by it
 
 
 @dataclass(frozen=True)
 class Panel:
-    """How rows are shown. ``kind`` is lines, points, bars or heat; other strings but labels and scales name columns.
+    """One plot of a picture, with the columns that it shows and its look.
 
+    kind: lines, points, bars or heat. The other texts name columns, except labels and scales.
     where: values that a row must have. title, xlabel, ylabel, bar: texts with ``{column}`` for a value of the first
     row; ``bar`` labels the colours of heat and points. hue: a line for each of its values, in a look of its own;
     unit: several lines in one look. value: the colours of heat and points. marked: bars that stand out.
@@ -75,12 +77,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """Panels for each value of the columns ``rows`` and ``columns``; ``wrap`` panels stand in a row at most.
+    """A grid of panels, drawn once for each value of the columns ``rows`` and ``columns``.
 
-    panels: of one such place, above each other with ``heights``, or beside each other. width and height in inches, the
-    height of one row of panels and ``base`` more in all. names: what values of a column are called, in their order.
-    sharex, sharey: as matplotlib's subplots. legend: below, right or '', with ``legend_columns``. bars: ``each`` place
-    has a colour bar of its own, or all have ``one``. beside: a picture at the right, this one ``share`` times as wide.
+    wrap: the most places in a row. panels: those of one place, above each other with ``heights``, else beside each
+    other. width, height: in inches; a row of panels is ``height`` high, and ``base`` is added once. names: texts for
+    the values of a column, in their order. sharex, sharey: as matplotlib's subplots. legend: below, right or '', with
+    ``legend_columns``. bars: ``each`` place has a colour bar of its own, or all have ``one``. beside: a picture at the
+    right, this one ``share`` times as wide.
     """
 
     panels: tuple[Panel, ...]
@@ -101,7 +104,7 @@ class Picture:
     share: float = 1
 
     def draw(self, data: pd.DataFrame) -> Canvas:
-        """Draw ``data``."""
+        """Return the drawing of ``data``."""
         data = data.assign(**{c: data[c].map(lambda v, of=of: of.get(v, v)) for c, of in self.names.items()})
         places = self._places(data)
         fig = style.canvas(self.width, self.base + self.height * math.ceil(len(places) / self._wide(places)))
@@ -115,22 +118,22 @@ class Picture:
         return fig
 
     def _places(self, data: pd.DataFrame) -> list[dict[str, Any]]:
-        """The values of ``rows`` and ``columns`` at every place, row by row."""
+        """Return the values of ``rows`` and ``columns`` at every place, row by row."""
         data = data[_chosen(data, self.panels[0].where)]
         places: list[dict[str, Any]] = [{}]
         for column in filter(None, (self.rows, self.columns)):
-            there = list(dict.fromkeys(data[column]))
-            order = [v for v in self.names[column].values() if v in there] if column in self.names else there
+            present = list(dict.fromkeys(data[column]))
+            order = [v for v in self.names[column].values() if v in present] if column in self.names else present
             places = [{**place, column: value} for place in places for value in order]
         return places
 
     def _wide(self, places: Sequence[Mapping[str, Any]]) -> int:
-        """How many places stand beside each other."""
+        """Return the number of places beside each other."""
         across = len({place.get(self.columns) for place in places})
         return min(across, self.wrap or across)
 
     def _fill(self, fig: Any, data: pd.DataFrame, drawn: int) -> int:
-        """Draw on ``fig``, with letters from the ``drawn``-th on; how many have been used."""
+        """Draw on ``fig`` with letters from the ``drawn``-th on, and return how many are used."""
         places = self._places(data)
         wide, stack = self._wide(places), len(self.heights) or 1
         deep, beside = math.ceil(len(places) / wide), len(self.panels) // stack
@@ -178,58 +181,58 @@ class Picture:
 
 
 def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
-    """A line for each value of ``hue``, with its band; where there is no line, points with error bars."""
-    flat = _chosen(rows, panel.level) if panel.level else pd.Series(False, index=rows.index)
-    of_level = rows[flat].dropna(subset=[panel.y])
-    if len(of_level):
-        ax.axhline(float(of_level[panel.y].iloc[0]), color=style.GREY, ls="--", lw=0.9, label="full cache", zorder=0)
-    every = everything[~_chosen(everything, panel.level)] if panel.level else everything
-    names = list(dict.fromkeys(every[panel.hue]))
+    """Draw a line with its band for each value of ``hue``; without a line style, points with error bars."""
+    is_level = _chosen(rows, panel.level) if panel.level else pd.Series(False, index=rows.index)
+    level_rows = rows[is_level].dropna(subset=[panel.y])
+    if len(level_rows):
+        ax.axhline(float(level_rows[panel.y].iloc[0]), color=style.GREY, ls="--", lw=0.9, label="full cache", zorder=0)
+    curves = everything[~_chosen(everything, panel.level)] if panel.level else everything
+    names = list(dict.fromkeys(curves[panel.hue]))
     crowded = bool(panel.crowd) and len(names) > len(style.PALETTE)
-    plain = [name for name in names if name not in panel.looks]
+    unstyled = [name for name in names if name not in panel.looks]
     for name in names:
-        i = plain.index(name) if name in plain else 0
-        mine = rows[~flat & (rows[panel.hue] == name)].sort_values(panel.x, kind="stable")
+        i = unstyled.index(name) if name in unstyled else 0
+        curve_rows = rows[~is_level & (rows[panel.hue] == name)].sort_values(panel.x, kind="stable")
         quiet = crowded or name in panel.quiet
-        look = style.series(i, len(mine))
+        look = style.series(i, len(curve_rows))
         if panel.shades:
             look = {"color": style.shades(len(names))[i], "linestyle": style.LINES[i % 4], "lw": 0.8}
         look |= {**panel.look, **panel.looks.get(str(name), {})}
         if quiet:
-            look = {"color": style.GREY, "lw": 0.6, "zorder": 1.9}
-        for _, line in mine.groupby(panel.unit, sort=False) if panel.unit else [(0, mine)]:
+            look = {"color": style.GREY, "lw": 0.6, "zorder": BEHIND}
+        for _, line in curve_rows.groupby(panel.unit, sort=False) if panel.unit else [(0, curve_rows)]:
             if line.empty:
                 continue
             label = panel.crowd if crowded else f"{name}"
-            (drawn,) = ax.plot(line[panel.x], line[panel.y], label=label, **look)
-            known = line.dropna(subset=[panel.low, panel.high]) if panel.low else line.iloc[:0]
-            if known.empty or (panel.first_band and name != names[0]):
+            (curve,) = ax.plot(line[panel.x], line[panel.y], label=label, **look)
+            banded = line.dropna(subset=[panel.low, panel.high]) if panel.low else line.iloc[:0]
+            if banded.empty or (panel.first_band and name != names[0]):
                 continue
             if look.get("linestyle") == "none":
-                spread = (known[panel.y] - known[panel.low], known[panel.high] - known[panel.y])
-                ax.errorbar(known[panel.x], known[panel.y], spread, ls="", lw=0.5, color=drawn.get_color())
+                spread = (banded[panel.y] - banded[panel.low], banded[panel.high] - banded[panel.y])
+                ax.errorbar(banded[panel.x], banded[panel.y], spread, ls="", lw=0.5, color=curve.get_color())
             else:
-                band: dict[str, Any] = {"color": drawn.get_color(), "alpha": 0.13, "linewidth": 0}
-                ax.fill_between(known[panel.x], known[panel.low], known[panel.high], **band)
+                band: dict[str, Any] = {"color": curve.get_color(), "alpha": 0.13, "linewidth": 0}
+                ax.fill_between(banded[panel.x], banded[panel.low], banded[panel.high], **band)
     if crowded:
         mean = rows.groupby(panel.x)[panel.y].mean()
         ax.plot(mean.index, mean, color=style.BLUE, lw=1.6, marker="o", label="mean")
 
 
 def points(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
-    """A point for each row, its colour by ``value``."""
+    """Draw a point for each row, its colour by ``value``."""
     return ax.scatter(rows[panel.x], rows[panel.y], c=rows[panel.value], s=11, linewidths=0.3, edgecolors="black")
 
 
 def bars(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
-    """A bar for each x, red where it is ``marked``."""
+    """Draw a bar for each x, red where it is ``marked``."""
     rows = rows.drop_duplicates(panel.x)
     marked = rows[panel.marked] if panel.marked else [False] * len(rows)
     ax.bar(rows[panel.x], rows[panel.y], width=0.8, color=[style.VERMILLION if m else style.GREY for m in marked])
 
 
 def heat(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
-    """A map of means of ``value``, x to the right and y downwards, with its numbers where there are few."""
+    """Draw a map of means of ``value``, x to the right and y downwards, with its numbers where there are few."""
     table = rows.pivot_table(index=panel.y, columns=panel.x, values=panel.value)
     look: dict[str, Any] = dict(zip(("vmin", "vmax"), panel.limits, strict=False))
     look["numbers"] = panel.numbers if table.size <= 100 else ""
@@ -250,7 +253,7 @@ KINDS: dict[str, Callable[[Axes, pd.DataFrame, Panel, pd.DataFrame], Any]] = {
 
 
 def _axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
-    """Scales, ticks, limits and reference lines."""
+    """Set the scales, ticks and limits of a panel, and draw its reference lines."""
     if panel.kind == "heat":
         return
     if panel.level:
@@ -267,25 +270,26 @@ def _axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
             ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
             ax.yaxis.set_minor_locator(NullLocator())
-    along = sorted(everything[panel.x].unique())
+    xs = sorted(everything[panel.x].unique())
     if panel.ticks == "even":
-        ax.xaxis.set_major_locator(FixedLocator([along[i] for i in style.integer_ticks(along, 9)[0]]))
+        ax.xaxis.set_major_locator(FixedLocator([xs[i] for i in style.integer_ticks(xs, 9)[0]]))
     elif panel.ticks:
-        ticks = panel.ticks if panel.ticks != "data" else along
+        ticks = panel.ticks if panel.ticks != "data" else xs
         if panel.ticks == "powers":
-            ticks = [2.0**k for k in range(math.floor(math.log2(along[0])), math.ceil(math.log2(along[-1])) + 1)]
+            ticks = [2.0**k for k in range(math.floor(math.log2(xs[0])), math.ceil(math.log2(xs[-1])) + 1)]
         ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
     if panel.ticks:
         ax.xaxis.set_minor_locator(NullLocator())
     if panel.reverse and not ax.xaxis_inverted():
         ax.invert_xaxis()
-    most = values.max()
+    maximum = values.max()
     if panel.decades:
-        ax.set_ylim(max(most * 10**-panel.decades, 0.8 * values.clip(lower=1e-12).min()), 1.6 * most)
+        ax.set_ylim(max(maximum * 10**-panel.decades, 0.8 * values.clip(lower=1e-12).min()), 1.6 * maximum)
     elif panel.bottom is not None:
         ax.set_ylim(bottom=panel.bottom)
     elif panel.top:
-        highest = max(most, everything[panel.high].max() if panel.high else 0)
+        highest = max(maximum, everything[panel.high].max() if panel.high else 0)
+        # per cent that come near to 100 get the whole scale, with 4 % of room at both ends
         top = 100.0 if 60 < highest <= 100 else float(highest)
         ax.set_ylim(-0.04 * top, 1.04 * top)
     if panel.shade:
@@ -297,20 +301,20 @@ def _axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
 
 
 def _legend(fig: Any, where: str, columns: int) -> None:
-    """One legend for all panels, quiet lines last."""
-    pairs = [p for ax in fig.axes for p in zip(*ax.get_legend_handles_labels(), strict=True)]
-    named = {label: handle for handle, label in pairs}
-    order = sorted(named, key=lambda label: named[label].get_zorder() == 1.9)
-    if where and order:
+    """Draw one legend for all panels, quiet lines last."""
+    entries = [p for ax in fig.axes for p in zip(*ax.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in entries}
+    labels = sorted(handles, key=lambda label: handles[label].get_zorder() == BEHIND)
+    if where and labels:
         place: dict[str, Any] = {"loc": "outside right center"}
         if where == "below":
-            place = {"loc": "outside lower center", "ncols": min(columns, len(order)), "columnspacing": 1.2}
-        fig.legend([named[label] for label in order], order, **place)
+            place = {"loc": "outside lower center", "ncols": min(columns, len(labels)), "columnspacing": 1.2}
+        fig.legend([handles[label] for label in labels], labels, **place)
 
 
 def _chosen(data: pd.DataFrame, where: Mapping[str, Any]) -> pd.Series[bool]:
-    """Which rows have these values."""
-    chosen = pd.Series(np.ones(len(data), bool), index=data.index)
+    """Return a mask of the rows that have these values."""
+    mask = pd.Series(np.ones(len(data), bool), index=data.index)
     for column, value in where.items():
-        chosen &= data[column] == value
-    return chosen
+        mask &= data[column] == value
+    return mask

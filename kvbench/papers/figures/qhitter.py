@@ -32,7 +32,7 @@ ROWS = {"k_error": "keys", "v_error": "values"}
 
 @dataclass(frozen=True, kw_only=True)
 class Coarse(Stage):
-    """Not a method: the prompt's attention reads keys and values of ``bits`` bits, and errors reach later layers."""
+    """Keys and values of ``bits`` bits for the prompt's attention; errors reach later layers. It is no method."""
 
     id: ClassVar[str] = "coarse"
     role: ClassVar[Role] = "quantise"
@@ -47,36 +47,36 @@ class Coarse(Stage):
 
 
 def overlap(exact: Tensor, shifted: Tensor) -> Tensor:
-    """|S_o & S_q| / |S_o| of the critical sets of scores [H, n] -> [H]; ties with the lower token."""
+    """Return |S_o & S_q| / |S_o| of the critical sets of scores [H, n] -> [H]; the lower token wins ties."""
     size = max(1, int(CRITICAL * exact.shape[1]))
-    chosen = torch.zeros_like(exact, dtype=torch.bool).scatter_(1, top_indices(exact, size), True)
-    return chosen.gather(1, top_indices(shifted, size)).float().mean(dim=1)
+    critical = torch.zeros_like(exact, dtype=torch.bool).scatter_(1, top_indices(exact, size), True)
+    return critical.gather(1, top_indices(shifted, size)).float().mean(dim=1)
 
 
 def shifts(reading: Reading) -> pd.DataFrame:
-    """Mean overlap of critical sets over prompts: per kind, bits, layer and query head.
+    """Return the mean overlap of critical sets over prompts: per kind, bits, layer and query head.
 
     ``own``: this layer's keys alone are quantised. ``all``: all keys and values that the prompt's attention reads are.
     """
     widths = reading.knobs.get("bits") or WIDTHS
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for prompt in reading.prompts:
         ids = reading.ids(prompt, round(1 / CRITICAL), f"{percent(CRITICAL)} of its tokens are to be at least one")
-        found += _shifts_of(reading, ids, widths)
+        rows += _shifts_of(reading, ids, widths)
         reading.tick()
-    means = pd.DataFrame(found).groupby(["kind", "bits", "layer", "head"], sort=False)["overlap"].mean()
+    means = pd.DataFrame(rows).groupby(["kind", "bits", "layer", "head"], sort=False)["overlap"].mean()
     return means.reset_index()
 
 
 def _shifts_of(reading: Reading, ids: Tensor, widths: Sequence[int]) -> list[dict[str, Any]]:
-    """The overlaps of one prompt: one pass with the exact cache, and one for every width."""
-    found: list[dict[str, Any]] = []
+    """Return the overlaps of one prompt, from one pass with the exact cache and one for every width."""
+    rows: list[dict[str, Any]] = []
     exact: dict[int, Tensor] = {}
 
     def add(kind: str, bits: int, layer: int, scores: Tensor | None) -> None:
         assert scores is not None
         for h, value in enumerate(overlap(exact[layer], scores).tolist()):
-            found.append({"kind": kind, "bits": bits, "layer": layer, "head": h, "overlap": value})
+            rows.append({"kind": kind, "bits": bits, "layer": layer, "head": h, "overlap": value})
 
     def plain(obs: Observation, k: Tensor, v: Tensor) -> None:
         assert obs.colsums is not None
@@ -90,11 +90,11 @@ def _shifts_of(reading: Reading, ids: Tensor, widths: Sequence[int]) -> list[dic
     reading.read(ids, Needs(colsums=True, colsums_bits=frozenset(widths)), plain)
     for bits in widths:
         reading.read(ids, Needs(colsums=True), coarse(bits), Chain((Coarse(bits=bits),)))
-    return found
+    return rows
 
 
 def shift_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Overlaps by width, and of shallow against deep layers."""
+    """Yield overlaps by width, and those of shallow against deep layers."""
     order = sorted(data["layer"].unique())
     third = max(1, len(order) // 3)
     data = data.sort_values("bits", ascending=False, kind="stable").assign(overlap=100 * data["overlap"])
@@ -113,14 +113,14 @@ def shift_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def errors(reading: Reading) -> pd.DataFrame:
-    """Accumulated attention and quantisation error of every token: per prompt and layer.
+    """Return accumulated attention and quantisation error of every token, per prompt and layer.
 
     Attention is the mean over query heads of what the token receives from all queries; errors are ||x - Quant(x)||_2
     over all kv heads of the token's key and of its value.
     """
     bits = (reading.knobs.get("bits") or (4,))[0]
     layers = reading.layers(DEPTHS)
-    found: list[pd.DataFrame] = []
+    frames: list[pd.DataFrame] = []
     for number, prompt in enumerate(reading.prompts):
         ids = reading.ids(prompt)
 
@@ -132,30 +132,30 @@ def errors(reading: Reading) -> pd.DataFrame:
                 "attention": obs.colsums.mean(dim=0),
                 **{name: token_error(x, bits) for name, x in (("k_error", k), ("v_error", v))},
             }
-            at = {"source": prompt.source, "prompt": number, "bits": bits, "layer": obs.layer, "token": range(obs.n)}
-            found.append(pd.DataFrame({**at, **{name: t.cpu().numpy() for name, t in values.items()}}))
+            place = {"source": prompt.source, "prompt": number, "bits": bits, "layer": obs.layer, "token": range(obs.n)}
+            frames.append(pd.DataFrame({**place, **{name: t.cpu().numpy() for name, t in values.items()}}))
 
         reading.read(ids, Needs(colsums=True), on_layer)
         reading.tick()
-    return pd.concat(found, ignore_index=True)
+    return pd.concat(frames, ignore_index=True)
 
 
 def token_error(x: Tensor, bits: int) -> Tensor:
-    """||x - Quant(x)||_2 [n] of x [H, n, D], over the heads and channels of a token."""
-    lost = x.float() - quantise_zero_point(x, bits).dequantise(torch.float32)
-    return lost.square().sum(dim=(0, 2)).sqrt()
+    """Return ||x - Quant(x)||_2 [n] of x [H, n, D], over the heads and channels of a token."""
+    error = x.float() - quantise_zero_point(x, bits).dequantise(torch.float32)
+    return error.square().sum(dim=(0, 2)).sqrt()
 
 
 def _marked(data: pd.DataFrame, error: str) -> pd.DataFrame:
-    """The data with ``outlier`` tokens, and ``both``: in the top 20 % of a prompt's layer by attention and by error."""
+    """Add ``outlier`` tokens, and ``both``: in the top 20 % of a prompt's layer by attention and by error."""
     groups = data.groupby(["prompt", "layer"])
-    most = [groups[c].rank(ascending=False, method="first") for c in ("attention", error)]
+    ranks = [groups[c].rank(ascending=False, method="first") for c in ("attention", error)]
     size = (CRITICAL * groups["token"].transform("size")).astype(int).clip(lower=1)
-    return data.assign(outlier=data["attention"] > OUTLIER, both=(most[0] <= size) & (most[1] <= size))
+    return data.assign(outlier=data["attention"] > OUTLIER, both=(ranks[0] <= size) & (ranks[1] <= size))
 
 
 def by_half(data: pd.DataFrame) -> pd.DataFrame:
-    """A row for each token's key and for its value, with the ``error`` and the ``mark`` of the token."""
+    """Return a row for each token's key and for its value, with the ``error`` and the ``mark`` of the token."""
     halves = [_marked(data, error).assign(half=name, error=data[error]) for error, name in ROWS.items()]
     long = pd.concat(halves, ignore_index=True)
     mark = long["both"].map({True: "top 20 % by attention and error", False: "other tokens"})
@@ -163,13 +163,13 @@ def by_half(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def error_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Where ultra-crucial tokens stand by error, and how many tokens are crucial and hard to quantise."""
+    """Yield where ultra-crucial tokens stand by error, and how many tokens are crucial and hard to quantise."""
     outliers = 100 * (data["attention"] > OUTLIER).mean()
     yield Fact(f"Tokens with more than {OUTLIER:g} times the mean attention", outliers, "{:.1f} %")
     for error, name in ROWS.items():
         marked = _marked(data, error)
-        place = 100 * marked.groupby(["prompt", "layer"])[error].rank(pct=True)
-        yield Fact(f"Their quantile by the error of {name} (median)", place[marked["outlier"]].median(), "{:.0f} %")
+        quantiles = 100 * marked.groupby(["prompt", "layer"])[error].rank(pct=True)
+        yield Fact(f"Their quantile by the error of {name} (median)", quantiles[marked["outlier"]].median(), "{:.0f} %")
         both = 100 * marked.groupby("layer")["both"].mean()
         label = f"Tokens in the top {percent(CRITICAL)} by both (chance: {percent(CRITICAL**2)})"
         yield Fact(label, both, "{:.1f} %", "layer {}")

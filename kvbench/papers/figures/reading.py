@@ -1,4 +1,4 @@
-"""What figures of activations are computed from: a model, the prompts it reads, and the knobs of the figure."""
+"""The source of figures of activations: a model, the prompts that it reads, and the knobs of the figure."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Prompt:
 
 
 def _nothing() -> None:
-    """A tick that shows nothing."""
+    """Show no progress."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A model and what it is to read. ``decode`` names a token id; ``tick`` is called after each prompt."""
+    """A model and the prompts that it reads. ``decode`` names a token id; ``tick`` is called after each prompt."""
 
     model: PreTrainedModel
     prompts: Sequence[Prompt]
@@ -44,22 +44,22 @@ class Reading:
 
     @property
     def n_layers(self) -> int:
-        """Layers of the model."""
+        """Return the number of layers."""
         return int(self.model.config.num_hidden_layers)
 
     @property
     def heads(self) -> tuple[int, int]:
-        """(kv heads, query heads)."""
+        """Return (kv heads, query heads)."""
         shape = from_config(self.model.config)
         return shape.kv_heads, shape.query_heads
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """Return the number of channels of a head."""
         return from_config(self.model.config).head_dim
 
     def ids(self, prompt: Prompt, least: int = 2, why: str = "a figure needs two tokens") -> Tensor:
-        """The prompt's ids on the model's device, cut to the knob ``tokens``.
+        """Return the prompt's ids on the model's device, cut to the knob ``tokens``.
 
         Raises UsageError where fewer than ``least`` are left, or more than the model reads with full attention.
         """
@@ -83,17 +83,20 @@ class Reading:
         observe(self.model, ids, needs, on_layer, chain=chain)
 
     def layers(self, depths: Sequence[float]) -> list[int]:
-        """The knob ``layers``, or the layers at these depths, 0 for the first and below 1; -1 is the last one."""
-        asked = self.knobs.get("layers")
-        found = asked or [self.n_layers - 1 if d < 0 else int(d * self.n_layers) for d in depths]
-        return self._existing("layers", found, self.n_layers)
+        """Return the knob ``layers``, or those at ``depths`` in [0, 1): 0 is the first layer; -1 names the last."""
+        knob = self.knobs.get("layers")
+        numbers = knob or [self.n_layers - 1 if d < 0 else int(d * self.n_layers) for d in depths]
+        return self._existing("layers", numbers, self.n_layers)
 
     def chosen_heads(self, default: Sequence[int], count: int) -> list[int]:
-        """The knob ``heads``, or ``default``, of ``count`` heads."""
+        """Return the knob ``heads``, or ``default``, of ``count`` heads."""
         return self._existing("heads", self.knobs.get("heads") or default, count)
 
-    def _existing(self, knob: str, found: Sequence[int], count: int) -> list[int]:
-        wrong = [i for i in found if i >= count]
-        if wrong:
-            raise UsageError(f"{knob}={wrong[0]} is not possible: the model has {knob} 0 to {count - 1} in this figure")
-        return sorted(set(found))
+    def _existing(self, knob: str, numbers: Sequence[int], count: int) -> list[int]:
+        """Return the numbers in order, each once; raise UsageError for one that the model does not have."""
+        absent = [i for i in numbers if i >= count]
+        if absent:
+            raise UsageError(
+                f"{knob}={absent[0]} is not possible: the model has {knob} 0 to {count - 1} in this figure"
+            )
+        return sorted(set(numbers))

@@ -29,6 +29,7 @@ CODE = {
 
 
 def _load() -> Iterator[Figure[Any]]:
+    """Yield every figure that the papers' figures.yaml and ours.yaml declare."""
     for path in (*DATA.glob("*/figures.yaml"), Path(__file__).with_name("ours.yaml")):
         for name, entry in read_yaml(path).items():
             # entries share lists by YAML's anchors
@@ -36,28 +37,30 @@ def _load() -> Iterator[Figure[Any]]:
 
 
 def _figure(name: str, entry: dict[str, Any]) -> Figure[Any]:
+    """Build a figure from its entry, with the code that computes and describes it."""
     knobs = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.pop("knobs", {}).items()}
     columns = tuple(entry.pop("columns", COLUMNS))
     texts: dict[str, Any] = {"id": name, "columns": columns, "knobs": knobs, "picture": _picture(entry.pop("picture"))}
     if "sweeps" not in entry:
         return Figure(**texts, **entry, **CODE[name]._asdict())
     sweeps = tuple(_sweep(s) for s in entry.pop("sweeps"))
-    tasks, says = entry.pop("tasks", "mean"), entry.pop("says", [])
+    tasks, fact_tables = entry.pop("tasks", "mean"), entry.pop("says", [])
     code = CODE.get(name, Code(None, scores.nothing))
     if code.compute is None:
-        told = partial(scores.told, says=says, more=code.facts)
-        code = Code(MeasuredFigure.frame, told, partial(scores.shown, tasks=tasks, more=code.prepare))
+        facts = partial(scores.told, says=fact_tables, more=code.facts)
+        code = Code(MeasuredFigure.frame, facts, partial(scores.shown, tasks=tasks, more=code.prepare))
     return ResultFigure(**texts, **entry, **code._asdict(), sweeps=sweeps)
 
 
 def _picture(entry: dict[str, Any]) -> Picture:
+    """Build a picture, and the one beside it, from its entry."""
     beside = entry.pop("beside", None)
     panels = tuple(Panel(**panel) for panel in entry.pop("panels"))
     return Picture(panels=panels, beside=_picture(beside) if beside else None, **entry)
 
 
 def _sweep(entry: dict[str, Any]) -> Sweep:
-    """A sweep with the points of its entry; ``x`` holds for all of them that say no other."""
+    """Build a sweep with the points of its entry; ``x`` holds for all points that name none."""
     x = entry.pop("x", None)
     points = tuple(p for grid in entry.pop("points") for p in _points(**{"x": x, **grid}))
     lists: dict[str, Any] = {k: tuple(entry.pop(k)) for k in ("arguments", "pretrained") if k in entry}
@@ -67,26 +70,29 @@ def _sweep(entry: dict[str, Any]) -> Sweep:
 def _points(
     method: str | Sequence[str], x: str | float | None, knobs: Mapping[str, Any], series: str = "", times: float = 1
 ) -> Iterator[Point]:
-    """A point for each method and combination of knobs that are lists.
+    """Yield a point for each method and combination of knobs that are lists.
 
-    ``x`` is a number, a knob, ``times`` as large, or, where it is none, the number of the combination.
+    ``x`` is a number or the name of a knob, whose value is multiplied by ``times``; None counts the combinations.
     """
     for name in [method] if isinstance(method, str) else method:
         lists = [v if isinstance(v, list) else [v] for v in knobs.values()]
         for i, values in enumerate(product(*lists)):
-            mine = dict(zip(knobs, values, strict=True))
-            yield Point(series or name, times * mine[x] if isinstance(x, str) else i if x is None else x, name, mine)
+            point_knobs = dict(zip(knobs, values, strict=True))
+            at = i if x is None else x
+            if isinstance(x, str):
+                at = times * point_knobs[x]
+            yield Point(series or name, at, name, point_knobs)
 
 
 FIGURES: dict[str, Figure[Any]] = {f.id: f for f in sorted(_load(), key=lambda f: f.id)}
 
 
 def of(names: Sequence[str]) -> list[Figure[Any]]:
-    """The figures of ids (``uncomp/fig1``), papers (``uncomp``) or ``all``, each once."""
-    found: dict[str, Figure[Any]] = {}
+    """Return the figures of ids (``uncomp/fig1``), papers (``uncomp``) or ``all``, each once."""
+    figures: dict[str, Figure[Any]] = {}
     for name in names:
-        mine = {i: f for i, f in FIGURES.items() if name in (i, f.paper, "all")}
-        if not mine:
+        matches = {i: f for i, f in FIGURES.items() if name in (i, f.paper, "all")}
+        if not matches:
             raise unknown("figure", name, [*FIGURES, *{f.paper for f in FIGURES.values()}, "all"])
-        found |= mine
-    return list(found.values())
+        figures |= matches
+    return list(figures.values())

@@ -17,26 +17,27 @@ FRONT = "Pareto front"
 
 
 def series_of(data: pd.DataFrame) -> list[str]:
-    """The names of the lines in the order of the data, the full cache's apart."""
+    """Return the names of the lines in the order of the data, without the full cache."""
     return [s for s in dict.fromkeys(data["series"]) if s != FULL]
 
 
 def tasks_of(data: pd.DataFrame) -> list[str]:
-    """The tasks in the order of the data, their mean apart."""
+    """Return the tasks in the order of the data, without their mean."""
     return [t for t in dict.fromkeys(data["task"]) if t != MEAN]
 
 
 def samples(data: pd.DataFrame) -> str:
-    """How many examples are behind each point, in words: n = 8 of each task."""
+    """Return the number of examples behind each point, in words: n = 8 of each task."""
     counts = data.loc[data["task"] != MEAN, "n"].astype(int)
     each = " to ".join(str(n) for n in dict.fromkeys((counts.min(), counts.max())))
     return f"n = {each} a task" if len(tasks_of(data)) > 1 else f"n = {each}"
 
 
 def chosen(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
-    """The rows of the ``mean`` over tasks, of ``each`` task, or of ``all`` of these; of the only task where it is one.
+    """Select the rows of the ``mean`` over tasks, of ``each`` task, or of ``all`` of these.
 
-    With columns for titles: ``samples``, ``over`` (mean over tasks, or the only task), ``share`` (kept of the tokens).
+    Where there is only one task, its rows are selected. Columns for titles are added: ``samples``, ``over`` (mean
+    over tasks, or the only task) and ``share`` (per cent of tokens kept).
     """
     names = tasks_of(data)
     several = len(names) > 1
@@ -55,13 +56,13 @@ def shown(data: pd.DataFrame, tasks: str, more: Callable[[pd.DataFrame], pd.Data
 
 
 def front(data: pd.DataFrame) -> pd.DataFrame:
-    """The points that no other beats or equals with fewer bytes, from the smallest on."""
+    """Return the points that no other equals or beats with fewer bytes, smallest first."""
     rows = data.dropna(subset=["score"]).sort_values(["bytes", "score"], ascending=[True, False], kind="stable")
     return rows[rows["score"] > rows["score"].cummax().shift(fill_value=float("-inf"))]
 
 
 def with_front(data: pd.DataFrame) -> pd.DataFrame:
-    """The data and, as one more series, the Pareto front up to all bytes."""
+    """Return the data and, as one more series, the Pareto front up to all bytes."""
     best = front(data).assign(series=FRONT, low=float("nan"))
     return pd.concat([data, best, best.iloc[-1:].assign(bytes=100.0)])
 
@@ -75,7 +76,7 @@ def table(
     at: str = "{:g}",
     form: str = "{:.1f}",
 ) -> Fact:
-    """``y`` by series and x, or by task, series and x; of one ``x`` by task alone."""
+    """Build a fact of ``y`` by series and x, or by task, series and x; of one ``x`` by task alone."""
     rows = chosen(data[data["series"] != FULL], tasks).sort_values("x", kind="stable")
     if x is not None:
         return Fact(label, rows[rows["x"] == x].set_index("task")[y], form)
@@ -86,7 +87,7 @@ def table(
 def told(
     data: pd.DataFrame, says: Sequence[Mapping[str, Any]], more: Callable[[pd.DataFrame], Iterable[Fact]]
 ) -> Iterator[Fact]:
-    """The full cache's scores, the tables of ``says``, ``more`` facts, and the number of examples."""
+    """Yield the facts below a figure: the full cache's scores, a table per entry of ``says``, ``more``, and n."""
     full = data[data["series"] == FULL]
     if len(full):
         yield Fact("Full cache", full.set_index("task")["score"])
@@ -96,20 +97,20 @@ def told(
 
 
 def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Who stands on the front, and the fewest bytes at next to no loss."""
+    """Yield the points on the front, and the fewest bytes at next to no loss."""
     rows = chosen(data, "mean")
     best = front(rows)
     yield Fact(
         "Bytes and score on the front",
         ", ".join(f"{r.series} {r.bytes:.1f} % with {r.score:.1f}" for r in best.itertuples()),
     )
-    whole = rows.loc[rows["series"] == FULL, "score"].iloc[0]
-    near = rows[rows["score"] >= whole - CLOSE].sort_values("bytes").iloc[0]
-    yield Fact(f"Fewest bytes within {CLOSE:g} points of the full cache", {near["series"]: near["bytes"]}, "{:.1f} %")
+    full_score = rows.loc[rows["series"] == FULL, "score"].iloc[0]
+    least = rows[rows["score"] >= full_score - CLOSE].sort_values("bytes").iloc[0]
+    yield Fact(f"Fewest bytes within {CLOSE:g} points of the full cache", {least["series"]: least["bytes"]}, "{:.1f} %")
 
 
 def gain_facts(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
-    """What ``stage`` adds to each series that has it, in points, at every x."""
+    """Yield the points that ``stage`` adds at every x to each series that has it."""
     scores = chosen(data, "mean").pivot_table(index="x", columns="series", values="score")
     bases = [s for s in series_of(data) if f"{s}+{stage}" in scores]
     gains = {base: (scores[f"{base}+{stage}"] - scores[base]).dropna() for base in bases}
@@ -117,14 +118,14 @@ def gain_facts(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
 
 
 def best_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """The x of the best score of each task, the smallest of equals."""
+    """Yield the x of the best score of each task, the smallest of equals."""
     rows = chosen(data[data["series"] != FULL], "each")
     best = rows.loc[rows.groupby("task", sort=False)["score"].idxmax()]
     yield Fact("Best (the smallest of equals)", best.set_index("task")["x"], "{:g}")
 
 
 def half_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """On how many tasks keys lose more than values at the fewest bits."""
+    """Yield the number of tasks on which keys lose more than values at the fewest bits."""
     rows = chosen(data[data["series"] != FULL], "each")
     scores = rows[rows["x"] == rows["x"].min()].pivot_table(index="task", columns="series", values="score")
     lost = scores["keys alone"] - scores["values alone"]
@@ -133,7 +134,7 @@ def half_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def nothing(_: pd.DataFrame) -> Iterator[Fact]:
-    """No more facts."""
+    """Return no more facts."""
     return iter(())
 
 

@@ -27,7 +27,7 @@ SAMPLES, TOKENS = 6, 1024
 
 @dataclass(frozen=True)
 class Origin:
-    """A checkpoint and the texts to read, found good; weights are loaded when a figure asks for ``model``.
+    """A checkpoint and the texts to read, both checked; weights are loaded when a figure asks for ``model``.
 
     ``named``: prompts of the datasets of ``cfg``; else ``samples`` windows of ``tokens`` tokens of a text: ``text``
     (a file), or what a calibration of this model reads.
@@ -43,29 +43,29 @@ class Origin:
 
     @property
     def context(self) -> int | None:
-        """The longest text that the model takes, in tokens."""
+        """Return the longest text that the model takes, in tokens."""
         return self.cfg.model.context or getattr(self.source.config, "max_position_embeddings", None)
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The loaded model."""
+        """Return the loaded model."""
         return load.load_weights(self.cfg.model, self.source, load.resolve_device(self.cfg.device))
 
     def prompts(self, figure: Figure[Any]) -> list[Prompt]:
-        """What the figure reads."""
+        """Return the prompts that the figure reads."""
         if self.text is not None:
             room = self.context or TOKENS
             size = min(self.tokens or figure.knobs.get("tokens") or TOKENS, room)
             windows = self.text.windows(self.tokenizer, min(self.samples, figure.most or self.samples), size)
             return [Prompt(self.text.name, f"sample {i + 1}", ids) for i, ids in enumerate(windows)]
-        found = []
+        prompts = []
         for task, name in self.tasks:
             limit = self.cfg.limit if self.cfg.limit is not None else figure.each
-            found += [Prompt(name, f"{task.id}, example {e.id}", self._ids(task, e)) for e in task.taken(limit)]
-        return found[: figure.most]
+            prompts += [Prompt(name, f"{task.id}, example {e.id}", self._ids(task, e)) for e in task.taken(limit)]
+        return prompts[: figure.most]
 
     def facts(self, prompts: Sequence[Prompt], tokens: int | None) -> dict[str, Any]:
-        """What a figure's data were computed from, for the head of its CSV: the first ``tokens`` of each prompt."""
+        """Return the origin of a figure's data, for the head of its CSV: the first ``tokens`` of each prompt."""
         cfg, config = self.cfg, self.source.config
         counts = {s: sum(p.source == s for p in prompts) for s in dict.fromkeys(p.source for p in prompts)}
         lengths = sorted(len(p.ids[:tokens]) for p in prompts)
@@ -78,6 +78,7 @@ class Origin:
         }
 
     def _ids(self, task: Task, example: Example) -> torch.Tensor:
+        """Return an example's ids, cut as a run cuts its prompt, with the question behind them."""
         if example.tokens:
             return torch.tensor(example.tokens)
         room = None if self.context is None else self.context - example.max_new_tokens
@@ -86,7 +87,7 @@ class Origin:
 
 
 def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, tokens: int | None) -> Origin:
-    """The checkpoint and texts of ``cfg``, checked before any weights are loaded.
+    """Find and check the checkpoint and texts of ``cfg``, before any weights are loaded.
 
     ``named`` says that the user named datasets; without, the tiny model reads the tiny suite, and others the text that
     a calibration of theirs reads (WikiText-2). Raises UsageError naming key and value.
@@ -94,11 +95,11 @@ def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, t
     source = load.locate(cfg.model)
     load.resolve_device(cfg.device)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
-    own = cfg.model.path == "embedded:tiny"
+    is_tiny = cfg.model.path == "embedded:tiny"
     experiment.set_threads(cfg, source.config)
-    if text is not None or not (named or own):
-        given = texts.FileText(f"the file {Path(text).name}", _content(text)) if text else _default(cfg)
-        return Origin(cfg, source, tokenizer, (), given, samples or SAMPLES, tokens)
+    if text is not None or not (named or is_tiny):
+        calibration_text = texts.FileText(f"the file {Path(text).name}", _content(text)) if text else _default(cfg)
+        return Origin(cfg, source, tokenizer, (), calibration_text, samples or SAMPLES, tokens)
     if samples is not None:
         raise UsageError(f"samples={samples} counts windows of text=FILE: prompts of a dataset are counted by limit=")
     tasks = tuple(_tasks(cfg, tokenizer))
@@ -108,6 +109,7 @@ def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, t
 
 
 def _tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Task, str]]:
+    """Yield the tasks of a run's datasets with the names that figures show."""
     chat = cfg.prompt.template != "off"
     for d in cfg.datasets:
         for task in load_tasks(d.name, d.knobs, d.tasks, tokenizer, cfg.data_root, chat):
@@ -118,6 +120,7 @@ def _tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Task, str]]:
 
 
 def _content(text: str) -> str:
+    """Read a text file; raise UsageError where it is empty."""
     content = read_text(Path(text).expanduser(), f"text={text}")
     if not content.strip():
         raise UsageError(f"text={text} is empty")
@@ -125,6 +128,7 @@ def _content(text: str) -> str:
 
 
 def _default(cfg: RunConfig) -> texts.CalibrationText:
+    """Return the text that a calibration of the model reads."""
     try:
         return texts.find(False, None, cfg.data_root)
     except UsageError as error:
@@ -132,5 +136,5 @@ def _default(cfg: RunConfig) -> texts.CalibrationText:
 
 
 def knob_values(figure: Figure[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The figure's knobs: as given, else its own defaults."""
+    """Return the figure's knobs: those ``given``, else its own defaults."""
     return {k: given.get(k, default) for k, default in figure.knobs.items()}

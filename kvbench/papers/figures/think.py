@@ -24,30 +24,30 @@ HIGH, ENOUGH, FIRST = 0.01, 0.9, 50
 
 
 def magnitudes(reading: Reading) -> pd.DataFrame:
-    """Mean |K| and |V| per channel over runs of tokens: per layer, kv head, channel and first token of the run."""
+    """Return mean |K| and |V| per channel over runs of tokens: per layer, kv head, channel and first token."""
     layers = reading.layers(DEPTHS)
     heads = reading.chosen_heads([0], reading.heads[0])
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     ids = reading.ids(reading.prompts[0])
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
         if obs.layer not in layers:
             return
         step = -(-obs.n // BINS)
-        for what, rows in (("k", k), ("v", v)):
+        for what, cache in (("k", k), ("v", v)):
             for h in heads:
                 for start in range(0, obs.n, step):
-                    means = rows[h, start : start + step].float().abs().mean(dim=0).tolist()
-                    at = {"layer": obs.layer, "head": h, "what": what, "token": start}
-                    found.extend({**at, "channel": c, "magnitude": m} for c, m in enumerate(means))
+                    means = cache[h, start : start + step].float().abs().mean(dim=0).tolist()
+                    place = {"layer": obs.layer, "head": h, "what": what, "token": start}
+                    rows.extend({**place, "channel": c, "magnitude": m} for c, m in enumerate(means))
 
     reading.read(ids, Needs(), on_layer)
     reading.tick()
-    return pd.DataFrame(found)
+    return pd.DataFrame(rows)
 
 
 def with_means(data: pd.DataFrame) -> pd.DataFrame:
-    """The data with the ``mean`` of each channel over tokens, in times that of all channels of its head."""
+    """Add the ``mean`` of each channel over tokens, in times that of all channels of its head."""
     means = data.groupby([*HEAD, "channel"])["magnitude"].transform("mean")
     relative = means / data.assign(m=means).groupby(HEAD)["m"].transform("mean")
     return data.assign(
@@ -56,16 +56,16 @@ def with_means(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def magnitude_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """How unequal channels are, of keys and of values."""
+    """Yield how unequal channels are, of keys and of values."""
     means = with_means(data).replace({"what": NAMES}).drop_duplicates([*HEAD, "channel"])
     for (layer, head), rows in means.groupby(["layer", "head"]):
-        by = rows.groupby("what")["mean"]
-        yield Fact(f"Layer {layer}, head {head}, largest channel in times the mean", by.max())
-        yield Fact("Variation (standard deviation over mean)", by.std(ddof=0), "{:.2f}")
+        by_half = rows.groupby("what")["mean"]
+        yield Fact(f"Layer {layer}, head {head}, largest channel in times the mean", by_half.max())
+        yield Fact("Variation (standard deviation over mean)", by_half.std(ddof=0), "{:.2f}")
 
 
 def energies(reading: Reading) -> pd.DataFrame:
-    """Energies of singular values, largest first, of each head's attention and keys, mean over prompts.
+    """Return energies of singular values, largest first, of each head's attention and keys, mean over prompts.
 
     Energy i is s_i^2 over the sum of all squares. One head's attention [n, n] is held at a time.
     """
@@ -73,11 +73,11 @@ def energies(reading: Reading) -> pd.DataFrame:
     sums: dict[tuple[int, str, int], Tensor] = {}
     heads = reading.chosen_heads(range(reading.heads[1]), reading.heads[1])
 
-    def add(at: tuple[int, str, int], matrix: Tensor) -> None:
-        found = energy(matrix)[:SHOWN].cpu()
-        held = sums.get(at)
-        size = len(found) if held is None else min(len(found), len(held))
-        sums[at] = found if held is None else held[:size] + found[:size]
+    def add(key: tuple[int, str, int], matrix: Tensor) -> None:
+        values = energy(matrix)[:SHOWN].cpu()
+        running = sums.get(key)
+        size = len(values) if running is None else min(len(values), len(running))
+        sums[key] = values if running is None else running[:size] + values[:size]
 
     for prompt in reading.prompts:
         ids = reading.ids(prompt)
@@ -88,8 +88,8 @@ def energies(reading: Reading) -> pd.DataFrame:
             queries = obs.queries(obs.n)
             group = len(queries) // len(k)
             for h in heads:
-                own = k[h // group : h // group + 1]
-                add((obs.layer, "attention", h), causal_softmax(queries[h : h + 1], own, obs.scale)[0])
+                keys = k[h // group : h // group + 1]
+                add((obs.layer, "attention", h), causal_softmax(queries[h : h + 1], keys, obs.scale)[0])
             for h in sorted({h // group for h in heads}):
                 add((obs.layer, "keys", h), k[h])
 
@@ -105,34 +105,34 @@ def energies(reading: Reading) -> pd.DataFrame:
 
 
 def energy(matrix: Tensor) -> Tensor:
-    """s_i^2 / sum of s^2 of the singular values of a matrix [n, m], largest first."""
+    """Return s_i^2 / sum of s^2 of the singular values of a matrix [n, m], largest first."""
     squares = torch.linalg.svdvals(matrix.float()).double().square()
     return squares / squares.sum()
 
 
 def by_quantity(data: pd.DataFrame) -> pd.DataFrame:
-    """A row for each energy and for each cumulative one, with what they are called and a name for the layer."""
+    """Return a row for each energy and for each cumulative one, with a name for the layer."""
     long = data.melt(["layer", "what", "head", "index"], ["energy", "cumulative"], "quantity", "shown")
     return long.assign(name="layer " + long["layer"].astype(str), shown=long["shown"].clip(lower=1e-12))
 
 
 def energy_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """How many singular values matter, of attention and of keys."""
+    """Yield how many singular values matter, of attention and of keys."""
     for what, rows in data.groupby("what", sort=True):
         heads, size = rows.groupby(["layer", "head"]), int(rows["index"].max())
         high = heads["energy"].agg(lambda e: int((e > HIGH).sum()))
         needed = heads["cumulative"].agg(lambda c: int((c < ENOUGH).sum()) + 1)
-        most = f"more than {size}" if needed.max() > size else f"{needed.max()}"
+        largest = f"more than {size}" if needed.max() > size else f"{needed.max()}"
         counts = f"{high.min()} to {high.max()}, median {high.median():.0f}"
         yield Fact(f"Singular values of {what} with an energy above {HIGH}, by head", counts)
         shown = f" of {size}" if size < SHOWN else ""
-        yield Fact(f"With {percent(ENOUGH)} of the energy", f"{needed.min()} to {most}{shown}")
-        at = rows[rows["index"] == FIRST]["cumulative"]
-        if len(at):
-            several = f"in {int((at > ENOUGH).sum())} of {len(at)} heads"
+        yield Fact(f"With {percent(ENOUGH)} of the energy", f"{needed.min()} to {largest}{shown}")
+        sums = rows[rows["index"] == FIRST]["cumulative"]
+        if len(sums):
+            heads_over = f"in {int((sums > ENOUGH).sum())} of {len(sums)} heads"
             yield Fact(
                 f"Energy of the first {FIRST}",
-                f"{percent(at.min())} to {percent(at.max())}, more than {percent(ENOUGH)} {several}",
+                f"{percent(sums.min())} to {percent(sums.max())}, more than {percent(ENOUGH)} {heads_over}",
             )
 
 

@@ -37,27 +37,27 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def memory(_: MeasuredFigure) -> pd.DataFrame:
-    """Bytes of weights and caches at the end of the answers, by method and batch size."""
+    """Return bytes of weights and caches at the end of the answers, by method and batch size."""
     shape = from_entry(entries("model")[MODEL]["shape"])
     values = presets.values("think", MODEL)
     rows = []
     for name, entry in METHODS.items():
-        held = bytes_declared(chain_of(entry, preset=values), shape, TOKENS, FP16)
-        assert held is not None
+        cache = bytes_declared(chain_of(entry, preset=values), shape, TOKENS, FP16)
+        assert cache is not None
         for batch in BATCHES:
-            total = (FP16 * PARAMETERS + batch * held.total) / GIB
-            rows.append({"method": name, "batch": batch, "cache": held.total / 2**20, "memory": total})
+            total = (FP16 * PARAMETERS + batch * cache.total) / GIB
+            rows.append({"method": name, "batch": batch, "cache": cache.total / 2**20, "memory": total})
     return pd.DataFrame(rows)
 
 
 def largest(data: pd.DataFrame) -> dict[str, int]:
-    """The largest batch whose weights and caches fit into ROOM, by method."""
+    """Return the largest batch by method whose weights and caches fit into ROOM."""
     each = data.groupby("method", sort=False)["cache"].first()
     return {str(m): int((ROOM * GIB - FP16 * PARAMETERS) / (2**20 * cache)) for m, cache in each.items()}
 
 
 def memory_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Cache bytes of one sequence, and how many sequences fit, against the full cache."""
+    """Yield the cache bytes of one sequence, and how many sequences fit, against the full cache."""
     each, fit = data.groupby("method", sort=False)["cache"].first(), largest(data)
     yield Fact(f"One sequence of {TOKENS} tokens", each, "{:.1f} MiB")
     yield Fact("Times less than in full", each["full"] / each.drop("full"), "{:.2f}")

@@ -28,7 +28,7 @@ OTHERS = "other heads"
 
 
 def _ids(reading: Reading, prompt: Prompt) -> Tensor:
-    """Ids of a prompt of at least as many tokens as a head has channels: fewer bound the rank by themselves."""
+    """Return the ids of a prompt with at least as many tokens as a head has channels: fewer bound the rank."""
     least = reading.head_dim
     return reading.ids(prompt, least, f"an effective rank of {least} channels needs as many tokens")
 
@@ -51,12 +51,12 @@ def _each_spectrum(
 
 
 def rank_by_layer(reading: Reading) -> pd.DataFrame:
-    """Per text, q, k or v, and layer: means of erank and erank_k over heads and prompts, and erank's deviation."""
+    """Return means of erank and erank_k, and erank's deviation, per text, q, k or v, and layer."""
     top = reading.knobs.get("top", TOP)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
 
     def see(prompt: Prompt, obs: Observation, name: str, eigenvalues: Tensor) -> None:
-        found.append(
+        rows.append(
             {
                 "source": prompt.source,
                 "what": name,
@@ -67,13 +67,13 @@ def rank_by_layer(reading: Reading) -> pd.DataFrame:
         )
 
     _each_spectrum(reading, see, "qkv", set(reading.layers([i / reading.n_layers for i in range(reading.n_layers)])))
-    groups = pd.DataFrame(found).groupby(["source", "what", "layer"], sort=False)
+    groups = pd.DataFrame(rows).groupby(["source", "what", "layer"], sort=False)
     means = groups[["erank", "erank_k"]].mean()
     return means.assign(sd=groups["erank"].std(ddof=0), prompts=groups.size()).reset_index()
 
 
 def rank_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """The paper's three readings of its figure 1, in numbers."""
+    """Yield the paper's three readings of its figure 1, in numbers."""
     curves = data.groupby(["what", "layer"])["erank"].mean().unstack("what").rename(columns=NAMES)
     queries, keys = curves["queries"], curves["keys"]
     yield Fact("Span of the effective rank over layers", (curves.max() - curves.min())[list(NAMES.values())])
@@ -88,14 +88,14 @@ def rank_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def spectra(reading: Reading) -> pd.DataFrame:
-    """Mean eigenvalues over prompts of Sigma of the queries of the chosen layers: per text, layer, head and index."""
+    """Return mean eigenvalues over prompts of Sigma of the queries: per text, chosen layer, head and index."""
     layers = reading.layers([-1])
     sums: dict[tuple[str, int], Tensor] = {}
     counts: dict[str, int] = {}
 
     def see(prompt: Prompt, obs: Observation, name: str, eigenvalues: Tensor) -> None:
-        at = (prompt.source, obs.layer)
-        sums[at] = sums.get(at, torch.zeros_like(eigenvalues)) + eigenvalues
+        key = (prompt.source, obs.layer)
+        sums[key] = sums.get(key, torch.zeros_like(eigenvalues)) + eigenvalues
         counts[prompt.source] = counts.get(prompt.source, 0) + (obs.layer == layers[0])
 
     _each_spectrum(reading, see, "q", set(layers))
@@ -108,7 +108,7 @@ def spectra(reading: Reading) -> pd.DataFrame:
 
 
 def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
-    """The data with a ``panel`` and a ``name`` for each line: the heads of lowest and highest effective rank first."""
+    """Add a ``panel`` and a ``name`` for each line; heads of lowest and highest effective rank come first."""
     ranks = _head_ranks(data)
     named = {at: f"layer {at[0]}, head {at[1]}: erank {ranks[at]:.1f}" for at in (ranks.idxmin(), ranks.idxmax())}
     places = list(zip(data["layer"], data["head"], strict=True))
@@ -121,7 +121,7 @@ def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def spectrum_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """How heads differ in the leading part of their spectra and in the tail, and how alike texts are."""
+    """Yield how heads differ in the leading and trailing parts of their spectra, and how alike texts are."""
     mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean()
     first = mean.xs(1, level="index")
     yield Fact("Largest eigenvalue by head", {"lowest": first.min(), "highest": first.max()}, "{:.2f}")
@@ -143,27 +143,27 @@ def spectrum_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def head_map(reading: Reading) -> pd.DataFrame:
-    """Mean erank_k over prompts of the queries: per text, layer and head."""
+    """Return the mean erank_k of the queries over prompts: per text, layer and head."""
     top = reading.knobs.get("top", TOP)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
 
     def see(prompt: Prompt, obs: Observation, name: str, eigenvalues: Tensor) -> None:
         for h, value in enumerate(entropy(eigenvalues, top).exp().tolist()):
-            found.append({"source": prompt.source, "layer": obs.layer, "head": h, "erank_k": value})
+            rows.append({"source": prompt.source, "layer": obs.layer, "head": h, "erank_k": value})
 
     _each_spectrum(reading, see, "q", set(range(reading.n_layers)))
-    return pd.DataFrame(found).groupby(["source", "layer", "head"], sort=False)["erank_k"].mean().reset_index()
+    return pd.DataFrame(rows).groupby(["source", "layer", "head"], sort=False)["erank_k"].mean().reset_index()
 
 
 def head_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """The range, and whether texts agree on the order of heads within a layer."""
+    """Yield the range, and how far texts agree on the order of heads within a layer."""
     table = data.pivot_table(index="layer", columns="head", values="erank_k", aggfunc="mean")
     yield Fact("Truncated effective rank", {"lowest": table.min().min(), "highest": table.max().max()})
     yield Fact("Difference of heads within a layer, mean", (table.max(axis=1) - table.min(axis=1)).mean())
     by_source = data.pivot_table(index=["layer", "head"], columns="source", values="erank_k")
-    placed = by_source.groupby("layer").rank()
-    alike = [placed.loc[layer].corr().to_numpy() for layer in table.index]
-    pairs = np.concatenate([a[np.triu_indices(len(a), 1)] for a in alike])
+    ranks = by_source.groupby("layer").rank()
+    correlations_by_layer = [ranks.loc[layer].corr().to_numpy() for layer in table.index]
+    pairs = np.concatenate([a[np.triu_indices(len(a), 1)] for a in correlations_by_layer])
     pairs = pairs[np.isfinite(pairs)]
     if len(pairs):
         correlations = {"mean": pairs.mean(), "lowest": pairs.min()}
@@ -173,36 +173,37 @@ def head_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def _pearson(a: Any, b: Any) -> float:
-    """Correlation of two rows of numbers; not a number where one of them is constant."""
+    """Return the correlation of two rows of numbers; not a number where one of them is constant."""
     a, b = np.asarray(a), np.asarray(b)
     return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else float("nan")
 
 
 def _head_ranks(data: pd.DataFrame) -> pd.Series[float]:
-    """The untruncated effective rank of each (layer, head) by its mean spectrum."""
+    """Return the untruncated effective rank of each (layer, head) by its mean spectrum."""
     mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean().unstack("index")
+    # erank = exp(-sum p log p); eigenvalues of 0 add nothing
     return np.exp(-(mean * np.log(mean.clip(lower=1e-300))).sum(axis=1))
 
 
 def hidden_entropy(reading: Reading) -> pd.DataFrame:
-    """H of Sigma of the residual stream in front of every layer, and behind the last: per prompt and depth."""
-    found: list[dict[str, Any]] = []
+    """Return H of Sigma of the residual stream before each layer and after the last: per prompt and depth."""
+    rows: list[dict[str, Any]] = []
     for number, prompt in enumerate(reading.prompts):
         ids = reading.ids(prompt)
 
         def see(depth: int, hidden: Tensor, prompt: Prompt = prompt, number: int = number, n: int = len(ids)) -> None:
             h = matrix_entropy(hidden)
-            at = {"source": prompt.source, "prompt": number, "tokens": n, "layer": depth}
-            found.append({**at, "entropy": h, "erank": float(np.exp(h))})
+            place = {"source": prompt.source, "prompt": number, "tokens": n, "layer": depth}
+            rows.append({**place, "entropy": h, "erank": float(np.exp(h))})
 
         with residual_stream(reading.model, see):
             reading.read(ids, Needs(), lambda obs, k, v: None)
         reading.tick()
-    return pd.DataFrame(found)
+    return pd.DataFrame(rows)
 
 
 def matrix_entropy(rows: Tensor) -> float:
-    """H of Sigma of rows [n, d]: the eigenvalues other than 0 are those of the smaller of X'X and XX'."""
+    """Return H of Sigma of rows [n, d], from the smaller of X'X and XX', whose eigenvalues differ only in zeros."""
     centred = rows.float() - rows.float().mean(dim=0)
     unit = centred / centred.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     n, d = unit.shape
@@ -237,13 +238,13 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
 
 
 def named(data: pd.DataFrame) -> pd.DataFrame:
-    """The data with a ``name`` for each prompt: its text, or its number where texts have several."""
+    """Add a ``name`` for each prompt: its text, or its number where texts have several."""
     texts = data["source"].nunique() == data["prompt"].nunique()
     return data.assign(name=data["source"] if texts else [f"sample {int(i) + 1}" for i in data["prompt"]])
 
 
 def entropy_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Whether entropy increases layer by layer."""
+    """Yield the steps by which entropy rises layer by layer."""
     curve = data.groupby("layer")["entropy"].mean()
     lines = data.pivot_table(index="prompt", columns="layer", values="entropy")
     ends = {"in front of the first layer": curve.iloc[0], "behind the last": curve.iloc[-1]}

@@ -22,7 +22,7 @@ DEPTHS = (0.0, 0.5, -1.0)
 
 
 def value_norms(reading: Reading) -> pd.DataFrame:
-    """Attention and norms of a few heads, and the most attended token of every head.
+    """Return attention and value norms of a few heads, and the most attended token of every head.
 
     Rows of ``quantity``: ``attention`` of a query to a token and ``norm``, ||v||_1 of a token, for the first ``SHOWN``
     tokens of the first prompt and the chosen heads; ``share``, the part of all attention that a head's most attended
@@ -30,83 +30,86 @@ def value_norms(reading: Reading) -> pd.DataFrame:
     median of the head's tokens, for every prompt, layer and head.
     """
     layers = reading.layers(DEPTHS)
-    asked = reading.knobs.get("heads")
-    chosen = reading.chosen_heads([0], reading.heads[1])
-    found: list[dict[str, Any]] = []
+    named_heads = reading.knobs.get("heads")
+    chosen_heads = reading.chosen_heads([0], reading.heads[1])
+    rows: list[dict[str, Any]] = []
     for number, prompt in enumerate(reading.prompts):
         ids = reading.ids(prompt)
 
         def on_layer(
             obs: Observation, k: Tensor, v: Tensor, prompt: Prompt = prompt, number: int = number, ids: Tensor = ids
         ) -> None:
+            """Append the rows of one layer; k and v are [kv heads, n, D], ``colsums`` [query heads, n]."""
             assert obs.colsums is not None
             queries = obs.colsums.shape[0]
             norms = per_head(v.float().abs().sum(dim=-1), queries).cpu()
-            share = obs.colsums.cpu() / obs.n
+            share = obs.colsums.cpu() / obs.n  # every query pays 1 in all, so that a head's tokens sum to 1
             top = share.argmax(dim=1)
-            of_top = norms.gather(1, top[:, None])[:, 0] / norms.median(dim=1).values
-            at = {"source": prompt.source, "prompt": number, "layer": obs.layer}
+            ratios = norms.gather(1, top[:, None])[:, 0] / norms.median(dim=1).values
+            place = {"source": prompt.source, "prompt": number, "layer": obs.layer}
             for h in range(queries):
-                here = {**at, "head": h, "token": int(top[h])}
-                found.append({**here, "quantity": "share", "value": float(share[h, top[h]])})
-                found.append({**here, "quantity": "ratio", "value": float(of_top[h])})
+                row = {**place, "head": h, "token": int(top[h])}
+                rows.append({**row, "quantity": "share", "value": float(share[h, top[h]])})
+                rows.append({**row, "quantity": "ratio", "value": float(ratios[h])})
             if number == 0 and obs.layer in layers:
-                heads = chosen if asked else [int(share.amax(dim=1).argmax())]
+                heads = chosen_heads if named_heads else [int(share.amax(dim=1).argmax())]
                 for h in heads:
-                    found.extend(_pattern(obs, k, norms[h], h, {**at, "head": h}, ids, reading))
+                    rows.extend(_pattern(obs, k, norms[h], h, {**place, "head": h}, ids, reading))
 
         reading.read(ids, Needs(last_q=len(ids), colsums=True), on_layer)
         reading.tick()
-    return pd.DataFrame(found).reindex(columns=list(COLUMNS))
+    return pd.DataFrame(rows).reindex(columns=list(COLUMNS))
 
 
 def _pattern(
-    obs: Observation, k: Tensor, norms: Tensor, head: int, at: dict[str, Any], ids: Tensor, reading: Reading
+    obs: Observation, k: Tensor, norms: Tensor, head: int, place: dict[str, Any], ids: Tensor, reading: Reading
 ) -> list[dict[str, Any]]:
-    """One head's attention rows [m, m] and value norms [m] of the first m tokens, as rows of the data."""
+    """Return one head's attention [m, m] and value norms [m] of the first m tokens, as rows of the data."""
     m = min(SHOWN, obs.n)
     group = obs.queries(obs.n).shape[0] // k.shape[0]
     query, keys = obs.queries(obs.n)[head : head + 1, :m], k[head // group : head // group + 1, :m]
-    rows = causal_softmax(query, keys, obs.scale)[0].cpu()
-    found = [
-        {**at, "quantity": "attention", "query": i, "token": j, "value": float(rows[i, j])}
+    attention = causal_softmax(query, keys, obs.scale)[0].cpu()
+    rows = [
+        {**place, "quantity": "attention", "query": i, "token": j, "value": float(attention[i, j])}
         for i in range(m)
         for j in range(i + 1)
     ]
     for j in range(m):
         text = repr(reading.decode(int(ids[j])))
-        found.append({**at, "quantity": "norm", "token": j, "text": text, "value": float(norms[j])})
-    return found
+        rows.append({**place, "quantity": "norm", "token": j, "text": text, "value": float(norms[j])})
+    return rows
 
 
 def marked(data: pd.DataFrame) -> pd.DataFrame:
-    """The data for drawing: three heads at most, with their sinks, and a row of quantity ``head`` for every head."""
+    """Return the data for drawing: three heads at most, with their sinks, and a row ``head`` for every head."""
     maps = data[data["quantity"] == "attention"]
-    shown = list(maps.groupby(["layer", "head"]))[:3]
-    found = []
-    for (layer, head), rows in shown:
-        table = rows.pivot(index="query", columns="token", values="value")
+    heads = list(maps.groupby(["layer", "head"]))[:3]
+    parts = []
+    for (layer, head), weights in heads:
+        table = weights.pivot(index="query", columns="token", values="value")
         sinks = table.columns[table.sum() / len(table) >= SINK]
-        mine = data[data["quantity"].isin(("attention", "norm")) & (data["layer"] == layer) & (data["head"] == head)]
-        found.append(mine.assign(sink=mine["token"].isin(sinks), place=f"layer {layer}, head {head}"))
-    return pd.concat([*found, _heads(data).assign(quantity="head")], ignore_index=True)
+        head_rows = data[
+            data["quantity"].isin(("attention", "norm")) & (data["layer"] == layer) & (data["head"] == head)
+        ]
+        parts.append(head_rows.assign(sink=head_rows["token"].isin(sinks), place=f"layer {layer}, head {head}"))
+    return pd.concat([*parts, _heads(data).assign(quantity="head")], ignore_index=True)
 
 
 def _heads(data: pd.DataFrame) -> pd.DataFrame:
-    """Per layer and head: mean share and (geometric) mean ratio over prompts, and how often that token is the first."""
+    """Return per layer and head the mean share, the geometric mean ratio, and how often that token is the first."""
     rows = data[data["quantity"].isin(("share", "ratio"))]
-    wide = rows.pivot(index=["prompt", "layer", "head", "token"], columns="quantity", values="value").reset_index()
-    wide = wide.assign(first=wide["token"] == 0, ratio=np.log(wide["ratio"].clip(lower=1e-9)))
-    mean = wide.groupby(["layer", "head"])[["share", "ratio", "first"]].mean().reset_index()
-    return mean.assign(ratio=np.exp(mean["ratio"]))
+    tokens = rows.pivot(index=["prompt", "layer", "head", "token"], columns="quantity", values="value").reset_index()
+    tokens = tokens.assign(first=tokens["token"] == 0, ratio=np.log(tokens["ratio"].clip(lower=1e-9)))
+    means = tokens.groupby(["layer", "head"])[["share", "ratio", "first"]].mean().reset_index()
+    return means.assign(ratio=np.exp(means["ratio"]))
 
 
 def sink_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """How many heads have a sink, and how small its value is."""
+    """Yield how many heads have a sink, and how small its value is."""
     heads = _heads(data)
     sinks, others = heads[heads["share"] >= SINK], heads[heads["share"] < SINK]
-    many = f"Heads of {len(heads)} that pay {percent(SINK)} or more of all attention to one token"
-    yield Fact(many, len(sinks), "{}")
+    label = f"Heads of {len(heads)} that pay {percent(SINK)} or more of all attention to one token"
+    yield Fact(label, len(sinks), "{}")
     if len(sinks):
         ratio = sinks["ratio"]
         text = f"{ratio.median():.2f} (median; {ratio.min():.2f} to {ratio.max():.2f})"

@@ -52,20 +52,20 @@ printed cells is off only where no digits behind the printed ones could give it.
 
 
 def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> str:
-    """Findings for a terminal of 100 columns, by paper and check; or the recomputed cells, where given."""
+    """Format findings for a terminal of 100 columns, by paper and check; or the recomputed cells, where given."""
     if exact is not None:
         return _exact_text(exact)
     parts = []
     for paper, group in groupby(findings, key=lambda f: f.paper):
-        mine = list(group)
-        parts.append(f"{fill(_title(paper), WIDTH)}\n{_count(mine)}\n")
-        for check, block in _by_check(mine):
-            parts.append(f"{HEADS[check]}\n" + "".join(_line(f) for f in block))
+        paper_findings = list(group)
+        parts.append(f"{fill(_title(paper), WIDTH)}\n{_count(paper_findings)}\n")
+        for check, check_findings in _by_check(paper_findings):
+            parts.append(f"{HEADS[check]}\n" + "".join(_line(f) for f in check_findings))
     return "\n".join([*parts, fill(LEGEND, WIDTH)]) + "\n"
 
 
 def markdown(findings: Sequence[Finding], book: Book, what: str) -> str:
-    """The page: findings with their values, the ledger of statements, and the tables behind them."""
+    """Return the page: findings with their values, the ledger of statements, and the tables behind them."""
     name = what.partition("/")[0]
     parts = [HEAD, LEGEND + "\n", *_summary(findings, book)]
     cells = [f for f in findings if f.check not in ("statement", "accounting") and "+" not in f.paper]
@@ -81,7 +81,7 @@ def markdown(findings: Sequence[Finding], book: Book, what: str) -> str:
 
 
 def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | None = None) -> Any:
-    """Plain data: the findings with every statement's verdict, or the recomputed cells."""
+    """Return plain data: the findings with every statement's verdict, or the recomputed cells."""
     if exact is not None:
         return [
             {
@@ -107,7 +107,7 @@ def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | No
 
 
 def exact_markdown(exact: Sequence[Exact]) -> str:
-    """The recomputed cells, one table of Markdown each."""
+    """Format the recomputed cells, one table of Markdown for each printed table."""
     parts = []
     for (paper, number), block in groupby(exact, key=lambda e: (e.cell.paper, e.cell.table)):
         rows = [(e.row, e.column, e.published, e.shown, e.mark, e.formula) for e in block]
@@ -120,24 +120,28 @@ EXACT = ("row", "column", "published", "recomputed", "", "formula")
 
 
 def _line(f: Finding) -> str:
-    where = " · ".join(filter(None, (_where(f), f.row, f.cell)))
+    """Format one finding for a terminal: its place on the first lines, its numbers and reason below."""
+    location = " · ".join(filter(None, (_where(f), f.row, f.cell)))
     if f.check in ("statement", "accounting"):
-        said = f"{f.recomputed} ({f.why})"
+        body = f"{f.recomputed} ({f.why})"
     else:
-        said = f"{' → '.join(filter(None, (f.printed, f.recomputed)))}: {f.why}"
-    head = fill(f"{MARKS[f.weight]} {where}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-    return f"{head}\n{fill(said, WIDTH, initial_indent=' ' * 6, subsequent_indent=' ' * 6, break_long_words=False)}\n"
+        body = f"{' → '.join(filter(None, (f.printed, f.recomputed)))}: {f.why}"
+    head = fill(f"{MARKS[f.weight]} {location}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return f"{head}\n{fill(body, WIDTH, initial_indent=' ' * 6, subsequent_indent=' ' * 6, break_long_words=False)}\n"
 
 
 def _cells(f: Finding) -> tuple[str, ...]:
+    """Return one finding as a row of COLUMNS."""
     return (MARKS[f.weight], _where(f), f.row, f.cell, f.printed, f.recomputed, f.why)
 
 
 def _where(f: Finding) -> str:
+    """Return the tables of a finding in words."""
     return ", ".join(place(t) for t in f.table.split("+")) if f.table else ""
 
 
 def _by_check(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
+    """Yield every check that has findings, in the order of HEADS, with them."""
     for check in HEADS:
         block = [f for f in findings if f.check == check]
         if block:
@@ -145,6 +149,7 @@ def _by_check(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]
 
 
 def _title(paper: str) -> str:
+    """Return a paper's title and source, or the names of several papers."""
     if "+" in paper:
         return ", ".join(paper.split("+"))
     p = catalogue.paper(paper)
@@ -152,40 +157,44 @@ def _title(paper: str) -> str:
 
 
 def _count(findings: Sequence[Finding]) -> str:
+    """Return the number of findings, in all and by weight."""
     counts = Counter(f.weight for f in findings)
     kinds = ", ".join(f"{counts[w]} {w}" for w in WEIGHTS if counts[w])
     return f"{len(findings)} finding{'s' if len(findings) != 1 else ''}: {kinds}"
 
 
 def _summary(findings: Sequence[Finding], book: Book) -> Iterator[str]:
+    """Yield the table of counts by paper, and the number of repeated measurements."""
     exact, ledger = everything(book), judged(book)
     rows = []
     for paper in dict.fromkeys(f.paper for f in findings if "+" not in f.paper):
         weights = Counter(f.weight for f in findings if f.paper == paper)
-        again = [e for e in exact if e.cell.paper == paper]
-        said = Counter(j.verdict for j in ledger if j.statement.paper == paper)
-        verdicts = f"{said['holds']} / {said['partly']} / {said['does not hold']}"
+        recomputed = [e for e in exact if e.cell.paper == paper]
+        verdicts = Counter(j.verdict for j in ledger if j.statement.paper == paper)
+        verdict_text = f"{verdicts['holds']} / {verdicts['partly']} / {verdicts['does not hold']}"
         cells = sum(c.paper == paper for c in book.cells)
-        numbers = (cells, len(again), sum(not e.ok for e in again), *(weights[w] for w in WEIGHTS))
-        rows.append((paper, *map(str, numbers), verdicts))
+        numbers = (cells, len(recomputed), sum(not e.ok for e in recomputed), *(weights[w] for w in WEIGHTS))
+        rows.append((paper, *map(str, numbers), verdict_text))
     head = ("paper", "cells", "recomputed", "off", "wrong", "doubt", "note", "statements hold / partly / not")
     yield table(head, rows)
-    many = repeated(book)
+    places = repeated(book)
     differ = len({f.id for f in findings if f.check == "repeat"})
-    yield f"{len(many)} measurements are printed in more than one place; {differ} of them with different values.\n"
+    yield f"{len(places)} measurements are printed in more than one place; {differ} of them with different values.\n"
 
 
 def _ledger(book: Book, name: str) -> Iterator[str]:
-    mine = [j for j in judged(book) if name in ("all", j.statement.paper)]
+    """Yield the section of statements with their verdicts."""
+    judgements = [j for j in judged(book) if name in ("all", j.statement.paper)]
     yield "## Statements of the papers against their own numbers\n"
     yield "Picked by hand, so the share that holds says nothing about a paper. A note is no statement of the paper.\n"
-    rows = [(j.statement.paper, j.statement.place, j.statement.text, j.verdict, j.shown) for j in mine]
+    rows = [(j.statement.paper, j.statement.place, j.statement.text, j.verdict, j.shown) for j in judgements]
     yield table(("paper", "place", "statement, in our words", "verdict", "recomputed"), rows)
 
 
 def _granularity(book: Book, name: str) -> Iterator[str]:
-    found = [f for f in fits(book) if name in ("all", f.grid.paper)]
-    if found:
+    """Yield the section on accuracies that must be k of n."""
+    grid_fits = [f for f in fits(book) if name in ("all", f.grid.paper)]
+    if grid_fits:
         yield "## Accuracies as k of n\n"
         head = ("paper", "dataset", "n", "where n is from", "scores", "attainable", "by chance")
         rows = [
@@ -193,18 +202,19 @@ def _granularity(book: Book, name: str) -> Iterator[str]:
                 *(f.grid.paper, f.grid.dataset, str(f.grid.n), f.grid.why),
                 *(str(len(f.cells)), str(len(f.cells) - len(f.off)), f"{100 * f.chance:.0f} %"),
             )
-            for f in found
+            for f in grid_fits
         ]
         yield table(head, rows)
 
 
 def _full_rows(book: Book) -> Iterator[str]:
+    """Yield the section on the full cache of one model in several papers."""
     yield "## The full cache of one model in several papers\n"
     yield "Scores compare inside a paper only.\n"
-    by: dict[str, dict[str, Mapping[str, Published]]] = {}
+    by_model: dict[str, dict[str, Mapping[str, Published]]] = {}
     for (model, dataset), cells in baselines(book).items():
-        by.setdefault(model, {})[dataset] = cells
-    for model, datasets in by.items():
+        by_model.setdefault(model, {})[dataset] = cells
+    for model, datasets in by_model.items():
         papers = list(dict.fromkeys(p for cells in datasets.values() for p in cells))
         rows = [
             (d, *(cells[p].printed if p in cells else "" for p in papers), fixed(gap(cells), 2))
@@ -214,11 +224,12 @@ def _full_rows(book: Book) -> Iterator[str]:
 
 
 def _exact(book: Book, name: str) -> Iterator[str]:
+    """Yield the section that counts recomputed cells by table and grade."""
     yield "## Cells that need no model\n"
     yield "Recomputed from other cells, budgets, shapes and datasets; `audit PAPER --exact` lists them.\n"
-    mine = [e for e in everything(book) if name in ("all", e.cell.paper)]
+    recomputed = [e for e in everything(book) if name in ("all", e.cell.paper)]
     counts: dict[tuple[str, str], Counter[str]] = {}
-    for e in mine:
+    for e in recomputed:
         counts.setdefault((e.cell.paper, e.cell.table), Counter())[e.grade] += 1
     rows = [
         (p, place(t), str(sum(c.values())), str(c["equal"]), str(c["rounding"]), str(c["off"]))
@@ -228,24 +239,25 @@ def _exact(book: Book, name: str) -> Iterator[str]:
 
 
 def _flags(book: Book, name: str) -> Iterator[str]:
-    """Repaired, suspect and missing cells, a row and reason at a time."""
-    found: dict[tuple[str, str, str, str, str], list[str]] = {}
+    """Yield the section of repaired, suspect and missing cells, a row and reason at a time."""
+    flagged: dict[tuple[str, str, str, str, str], list[str]] = {}
     for row in book.rows:
         for cell in row.cells.values():
             for kind, reason in cell.flags.items() if name in ("all", row.paper) else ():
                 shown = f"{cell.dataset} {cell.printed}".strip()
-                found.setdefault((kind, row.paper, row.table, row.label, reason), []).append(shown)
-    if found:
+                flagged.setdefault((kind, row.paper, row.table, row.label, reason), []).append(shown)
+    if flagged:
         yield "## Cells with a flag\n"
         yield "Repaired: the text is certainly wrong, and other places say what stands there. Suspect: as printed.\n"
         rows = [
             (kind, paper, place(t), row, ", ".join(cells) if len(cells) < 6 else f"{len(cells)} cells", reason)
-            for (kind, paper, t, row, reason), cells in sorted(found.items())
+            for (kind, paper, t, row, reason), cells in sorted(flagged.items())
         ]
         yield table(("flag", "paper", "place", "row", "cells", "reason"), rows)
 
 
 def _exact_text(exact: Sequence[Exact]) -> str:
+    """Format the recomputed cells for a terminal."""
     parts = []
     for (paper, number), block in groupby(exact, key=lambda e: (e.cell.paper, e.cell.table)):
         rows = tuple((e.row, e.column, e.published, e.shown, e.mark) for e in block)
@@ -254,5 +266,5 @@ def _exact_text(exact: Sequence[Exact]) -> str:
 
 
 def page(book: Book) -> str:
-    """The committed page, results/audit.md."""
+    """Return the committed page, results/audit.md."""
     return markdown(audit(book), book, "all")

@@ -25,21 +25,22 @@ from kvbench.tasks.longbench import TASKS
 
 AVERAGE = Column("avg", SCORE)
 OF_ALL = Column("avg", "all")
-"""Beside the average over the tasks above the floor: that over all of them."""
+"""The average over all tasks, beside that over the tasks above the floor."""
 ROUNDING = 2
 """Units of a printed average's last digit by which rounding can explain a difference to that of its printed cells."""
 
 
 @dataclass(frozen=True)
 class CellView:
-    """One cell. Scores in printed units; ``relative`` and ``published_relative`` in per cent of the own full cache.
+    """One cell of a table: our number, the printed one, and what marks and notes say about both.
 
-    ``status``: measured, refused (``reason`` says why), missing, or none where the paper has no such cell. ``stated``
-    is an average that the paper prints although its cells give another. ``floor``: the full cache scores too little for
-    a share of it; ``full`` is its score on the same examples. ``budgeted``: what was kept is shown. ``printed`` are its
-    characters on the page, a fraction in per cent; ``exact`` is ✓ where what is printed follows without a model, or
-    what follows instead. Of an efficiency table ``timed`` is its cell, the shares are of the base row, and ``status``
-    can be OOM, too.
+    status: measured, refused (with ``reason``), missing, or none where the paper has no such cell; also OOM in an
+    efficiency table. ours, published: in printed units, a fraction in per cent. relative, published_relative: per
+    cent of the own full cache, or of the base row of an efficiency table. stated: an average that the paper prints
+    although its cells give another. floor: the full cache scores too little for a share of it; ``full`` is its score on
+    the same examples. budgeted: the share of tokens kept is shown. printed: the characters on the page, a fraction in
+    per cent. exact: ✓ where the printed value follows without a model, else the value that follows. timed: the cell of
+    an efficiency table. n, of: examples measured, and those there are. unlike: see ``delta``.
     """
 
     status: str = "none"
@@ -67,13 +68,13 @@ class CellView:
 
     @property
     def delta(self) -> float | None:
-        """Ours minus what is printed; where ``unlike`` says why not, under other conditions than the paper's."""
+        """Return ours minus what is printed; ``unlike`` names the conditions that differ from the paper's."""
         return None if self.ours is None or self.published is None else self.ours - self.published
 
 
 @dataclass(frozen=True)
 class View:
-    """A table with all of its entries: one list per row, a column each, the average last where there is one."""
+    """A table with all of its entries: a list per row, one entry per column, averages last."""
 
     ours: OurTable
     columns: tuple[Column, ...]
@@ -82,7 +83,7 @@ class View:
 
 @dataclass(frozen=True)
 class _Read:
-    """What the store has of one number: its summary, its scores beside the full cache's [n, 2], and their share."""
+    """The measured side of one number: its summary, the pairs [n, 2] with the full cache, and their share."""
 
     value: CellResult
     pairs: stats.Pairs
@@ -92,26 +93,26 @@ class _Read:
 
 
 def view(ours: OurTable) -> View:
-    """All entries of a table, read from the paper's data and from the store."""
+    """Build all entries of a table, from the paper's data and from the store."""
     table = ours.declared
-    followed = {e.cell: e for e in exact(table.paper, table.table)}
+    recomputed = {e.cell: e for e in exact(table.paper, table.table)}
     if ours.timings is not None:
         rows = tuple(
-            (x, tuple(_timed(ours, x.row.cells.get(c.name), followed) for c in table.columns)) for x in ours.lines
+            (x, tuple(_timed(ours, x.row.cells.get(c.name), recomputed) for c in table.columns)) for x in ours.lines
         )
         return View(ours, table.columns, rows)
     # what a score kept of the cache stands below the score
     columns = tuple(c for c in table.columns if c.what != BUDGET) or table.columns
-    known: dict[tuple[str, ...], _Read] = {}
-    reads = [[_read(ours, line, c, known) for c in columns] for line in ours.lines]
+    read_by_cells: dict[tuple[str, ...], _Read] = {}
+    reads = [[_read(ours, line, c, read_by_cells) for c in columns] for line in ours.lines]
     entries = [
-        tuple(_entry(ours, line, c, read, followed) for c, read in zip(columns, row, strict=True))
+        tuple(_entry(ours, line, c, read, recomputed) for c, read in zip(columns, row, strict=True))
         for line, row in zip(ours.lines, reads, strict=True)
     ]
     means: tuple[Column, ...] = ()
     if table.scores and any(c.dataset in MEANS for c in table.printed):
-        split = ours.stand_in and table.average == MEAN and any(e.floor for row in entries for e in row)
-        means = (AVERAGE, OF_ALL) if split else (AVERAGE,)
+        floored = ours.stand_in and table.average == MEAN and any(e.floor for row in entries for e in row)
+        means = (AVERAGE, OF_ALL) if floored else (AVERAGE,)
     rows = tuple(
         (line, (*row, *(_average(ours, line, list(zip(columns, row, read, strict=True)), m) for m in means)))
         for line, row, read in zip(ours.lines, entries, reads, strict=True)
@@ -119,8 +120,8 @@ def view(ours: OurTable) -> View:
     return View(ours, (*columns, *means), rows)
 
 
-def _timed(ours: OurTable, printed: Published | None, followed: Mapping[Published, Exact]) -> CellView:
-    """An entry of an efficiency table."""
+def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, Exact]) -> CellView:
+    """Build an entry of an efficiency table."""
     if printed is None or ours.timings is None:
         return CellView()
     cell = ours.timings.cells[printed]
@@ -134,19 +135,19 @@ def _timed(ours: OurTable, printed: Published | None, followed: Mapping[Publishe
         published_relative=None if cell.published_ratio is None else 100 * cell.published_ratio,
         mark=MARKS.get(printed.certainty, ""),
         printed=printed.printed,
-        exact=_exact(followed.get(printed)),
+        exact=_exact(recomputed.get(printed)),
         timed=cell,
     )
 
 
-def _read(ours: OurTable, line: TableLine, column: Column, known: dict[tuple[str, ...], _Read]) -> _Read | None:
-    """What the store has of a score, read once for all rows and columns that show it; None of what is no score."""
+def _read(ours: OurTable, line: TableLine, column: Column, read_by_cells: dict[tuple[str, ...], _Read]) -> _Read | None:
+    """Read a score from the store, once for all rows and columns that show it; return None for other columns."""
     if column.what != SCORE:
         return None
     cells = ours.cells(line, column)
     ids = tuple(c.id for _, c in cells)
-    if cells and ids in known:
-        return known[ids]
+    if cells and ids in read_by_cells:
+        return read_by_cells[ids]
     groups = [group for group, _ in ours.full(line, column)]
     value, pairs = ours.value(line, column), _pairs(ours, line, column)
     floor = any(at_floor(g.task, pairs[:, 1]) for g in groups)
@@ -154,37 +155,38 @@ def _read(ours: OurTable, line: TableLine, column: Column, known: dict[tuple[str
     losses = any(metric(g.task.metric).shown is not None for g in groups)
     share = stats.Share() if floor else stats.share([pairs], log_losses=losses)
     full = metric(groups[0].task.metric).show(float(pairs[:, 1].mean())) if len(pairs) and groups else None
-    found = _Read(value, pairs, floor, share, full)
+    result = _Read(value, pairs, floor, share, full)
     if cells:
-        known[ids] = found
-    return found
+        read_by_cells[ids] = result
+    return result
 
 
 def _entry(
-    ours: OurTable, line: TableLine, column: Column, read: _Read | None, followed: Mapping[Published, Exact]
+    ours: OurTable, line: TableLine, column: Column, read: _Read | None, recomputed: Mapping[Published, Exact]
 ) -> CellView:
+    """Build an entry of a table of scores."""
     printed = line.row.cells.get(column.name)
     if printed is None:
         return CellView(reason=(line.skipped if read is None else read.value.reason) or "")
     budget = line.row.cells.get(Column(column.dataset, BUDGET).name) if column.what == SCORE else None
-    found = CellResult("", "", "missing", reason=line.skipped) if read is None else read.value
-    base = CellView(
-        status=found.status,
-        reason=found.reason or "",
+    result = CellResult("", "", "missing", reason=line.skipped) if read is None else read.value
+    entry = CellView(
+        status=result.status,
+        reason=result.reason or "",
         published=printed.points,
         published_relative=_share(printed, _printed_full(ours, line, column)),
         mark=MARKS.get(printed.certainty, ""),
         published_budget=budget.value if budget else None,
         budgeted=budget is not None,
         printed=printed.shown,
-        exact=_exact(followed.get(printed)),
+        exact=_exact(recomputed.get(printed)),
     )
-    means = found.summary
-    if read is None or means is None or means.score is None:
-        return base
-    score, ci = (read.share.point, read.share.ci) if printed.metric == RATIO else (means.score, means.ci)
+    summary = result.summary
+    if read is None or summary is None or summary.score is None:
+        return entry
+    score, ci = (read.share.point, read.share.ci) if printed.metric == RATIO else (summary.score, summary.ci)
     return replace(
-        base,
+        entry,
         ours=score,
         ci=ci,
         relative=read.share.point,
@@ -192,10 +194,10 @@ def _entry(
         floor=read.floor,
         full=read.full,
         unlike=() if ours.stand_in else tuple(_unlike(ours, line, column)),
-        n=means.n,
-        of=means.of,
-        cell=found.cell,
-        budget=100 * means.kept / means.prompt_tokens if means.prompt_tokens else None,
+        n=summary.n,
+        of=summary.of,
+        cell=result.cell,
+        budget=100 * summary.kept / summary.prompt_tokens if summary.prompt_tokens else None,
     )
 
 
@@ -218,55 +220,55 @@ def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
 
 
 def _average(
-    ours: OurTable, line: TableLine, entries: Sequence[tuple[Column, CellView, _Read | None]], kind: Column
+    ours: OurTable, line: TableLine, columns: Sequence[tuple[Column, CellView, _Read | None]], kind: Column
 ) -> CellView:
-    """The mean over columns as the paper takes it, both sides over the same: those that can be read here.
+    """Return the mean over columns as the paper takes it, both sides over the columns that can be read here.
 
-    On a stand-in of those only where the full cache is above the floor, but for OF_ALL.
+    On a stand-in the mean leaves out columns where the full cache is at the floor; that of OF_ALL keeps them.
     """
-    scored = [(c, e, read) for c, e, read in entries if c.what == SCORE]
-    here = [(c, e, read) for c, e, read in scored if not (ours.run and ours.why_absent(line, c))]
+    scored = [(c, e, read) for c, e, read in columns if c.what == SCORE]
+    readable = [(c, e, read) for c, e, read in scored if not (ours.run and ours.why_absent(line, c))]
     if ours.stand_in and kind is AVERAGE:
-        here = [(c, e, read) for c, e, read in here if not e.floor]
-    if not here:
+        readable = [(c, e, read) for c, e, read in readable if not e.floor]
+    if not readable:
         return CellView(status="missing")
-    shown = [e for _, e, _ in here]
+    entries = [e for _, e, _ in readable]
     ratios = ours.declared.average in (RELATIVE, SHARE)
     stated = line.row.cells.get(AVERAGE.name) or next(
         (c for name, c in line.row.cells.items() if name.startswith("avg/")), None
     )
     # of the full cache itself the paper prints the share, 100, not how far it is from that
-    whole = stated is not None and stated.metric == RATIO
-    less = 100 if ours.declared.average == RELATIVE and not whole else 0
-    mean, share = _printed_average([(_printed_full(ours, line, c), e) for c, e, _ in here], ratios)
-    published = None if mean is None else mean - less
-    base = CellView(
-        status="missing" if any(e.status in ("missing", "none") for e in shown) else shown[0].status,
-        reason=shown[0].reason,
+    is_full = stated is not None and stated.metric == RATIO
+    offset = 100 if ours.declared.average == RELATIVE and not is_full else 0
+    mean, share = _printed_average([(_printed_full(ours, line, c), e) for c, e, _ in readable], ratios)
+    published = None if mean is None else mean - offset
+    entry = CellView(
+        status="missing" if any(e.status in ("missing", "none") for e in entries) else entries[0].status,
+        reason=entries[0].reason,
         published=published,
         published_relative=share,
-        stated=stated.value if len(here) == len(scored) and _differs(stated, published) and stated else None,
+        stated=stated.value if len(readable) == len(scored) and _differs(stated, published) and stated else None,
     )
-    if any(e.status != "measured" or e.ours is None for e in shown):
-        return base
-    found = stats.share([read.pairs for _, _, read in here if read is not None], of_ratios=ratios)
-    known = [s for s in (e.relative if ratios else e.ours for e in shown) if s is not None]
+    if any(e.status != "measured" or e.ours is None for e in entries):
+        return entry
+    share_of_full = stats.share([read.pairs for _, _, read in readable if read is not None], of_ratios=ratios)
+    values = [s for s in (e.relative if ratios else e.ours for e in entries) if s is not None]
     return replace(
-        base,
+        entry,
         status="measured",
-        ours=fmean(known) - less if known else None,
-        relative=found.point,
-        relative_ci=found.ci,
-        n=min(e.n for e in shown),
-        of=max(e.of for e in shown),
-        unlike=tuple(dict.fromkeys(reason for e in shown for reason in e.unlike)),
+        ours=fmean(values) - offset if values else None,
+        relative=share_of_full.point,
+        relative_ci=share_of_full.ci,
+        n=min(e.n for e in entries),
+        of=max(e.of for e in entries),
+        unlike=tuple(dict.fromkeys(reason for e in entries for reason in e.unlike)),
     )
 
 
 def _printed_average(
     entries: Sequence[tuple[Published | None, CellView]], ratios: bool
 ) -> tuple[float | None, float | None]:
-    """The mean of what is printed, or of its shares of the printed full cache, and the mean's own share of that."""
+    """Return the mean of what is printed, or of its shares, and the mean's own share of the full cache."""
     values = [v for v in (e.published_relative if ratios else e.published for _, e in entries) if v is not None]
     if len(values) < len(entries):
         return None, None
@@ -278,45 +280,49 @@ def _printed_average(
 
 
 def _differs(stated: Published | None, published: float | None) -> bool:
-    """Whether a stated average differs from that of its cells by more than rounding explains."""
+    """Tell whether a stated average differs from that of its cells by more than rounding explains."""
     if stated is None or stated.value is None or published is None:
         return False
     return abs(stated.value - published) > ROUNDING * 10.0 ** -decimals(stated.printed)
 
 
-def _exact(found: Exact | None) -> str:
-    """✓ where a printed value can be recomputed and is right, what it should be where it is not, else nothing."""
-    return "" if found is None else "✓" if found.ok else f"recomputed {found.shown}"
+def _exact(recomputed: Exact | None) -> str:
+    """Return ✓ where a printed value is right, the recomputed one where it is not, '' where none is known."""
+    if recomputed is None:
+        return ""
+    return "✓" if recomputed.ok else f"recomputed {recomputed.shown}"
 
 
 def _printed_full(ours: OurTable, line: TableLine, column: Column) -> Published | None:
+    """Return the printed cell of the full cache in a line's model and a column."""
     full = ours.declared.full_row(line.row.model)
     return None if full is None else full.cells.get(column.name)
 
 
 def _share(value: Published, whole: Published | None) -> float | None:
-    """A printed value in per cent of the printed full cache; of a perplexity, the other way round."""
+    """Return a printed value in per cent of the printed full cache; of a perplexity the inverse."""
     if value.metric == RATIO:
         return value.value
     if whole is None or value.points is None or not whole.points:
         return None
+    # less is better of a perplexity: its share is full / value
     a, b = (whole.points, value.points) if value.metric == "perplexity" else (value.points, whole.points)
     return 100 * a / b
 
 
 def _pairs(ours: OurTable, line: TableLine, column: Column) -> stats.Pairs:
-    """Scores [n, 2] of the examples that both the line and the full cache have: the line's, and the full cache's.
+    """Return the scores [n, 2] of the line and of the full cache, over the examples that both have.
 
     An example that is asked in several ways (MDQA's three positions) is one, with its mean scores.
     """
-    found: dict[str, list[tuple[float, float]]] = {}
+    pairs: dict[str, list[tuple[float, float]]] = {}
     cells = ours.cells(line, column)
-    for (group, mine), (_, whole) in zip(cells, ours.full(line, column) if cells else (), strict=True):
+    for (group, own_cell), (_, full_cell) in zip(cells, ours.full(line, column) if cells else (), strict=True):
         assert ours.run is not None
         wanted = {e.id for e in group.examples}
-        a, b = (ours.run.store.samples(cell.id) for cell in (mine, whole))
-        for e in sorted(wanted & a.keys() & b.keys()):
-            x, y = a[e].score, b[e].score
-            if x is not None and y is not None:
-                found.setdefault(e, []).append((x, y))
-    return stats.by_example(found, 2)
+        own, full = (ours.run.store.samples(cell.id) for cell in (own_cell, full_cell))
+        for e in sorted(wanted & own.keys() & full.keys()):
+            score, full_score = own[e].score, full[e].score
+            if score is not None and full_score is not None:
+                pairs.setdefault(e, []).append((score, full_score))
+    return stats.by_example(pairs, 2)

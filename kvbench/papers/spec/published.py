@@ -1,4 +1,4 @@
-"""Values that papers print, as data: one line per cell in papers/<paper>/published/.
+"""The values that papers print: one line per cell in the files of papers/data/<paper>/published/.
 
 ``table<N>.csv`` are tables, ``fig<N>.csv`` numbers printed in a figure, and ``text.csv`` those stated in prose.
 """
@@ -26,10 +26,11 @@ SCORES = ("f1", "rouge_l", "accuracy", "edit_sim", "bleu", "mean")
 
 @dataclass(frozen=True)
 class Published:
-    """One printed cell. ``setting`` is ``key=value;key=value``, ``row`` the line of the paper's table, from 1.
+    """One printed cell of a paper.
 
-    ``printed`` are the characters on the page, ``value`` their number: None where the cell is text or empty.
-    ``flag`` is empty for a certain value, else ``suspect:``, ``repaired:`` or ``missing:`` with the reason.
+    ``setting`` is ``key=value;key=value``. ``row`` is the line of the paper's table, from 1. ``printed`` are the
+    characters on the page, ``value`` their number: None where the cell is text or empty. ``flag`` is empty for a
+    certain value, else ``suspect:``, ``repaired:`` or ``missing:`` with the reason.
     """
 
     paper: str
@@ -47,41 +48,41 @@ class Published:
 
     @property
     def settings(self) -> dict[str, str]:
-        """``setting`` as a mapping."""
+        """Return ``setting`` as a mapping."""
         return dict(part.split("=", 1) for part in self.setting.split(";") if part)
 
     @property
     def flags(self) -> dict[str, str]:
-        """The reason by kind of flag (suspect, repaired, missing); a cell can have two."""
+        """Return the reasons by kind of flag (suspect, repaired, missing); a cell can have two flags."""
         return dict(part.split(":", 1) for part in self.flag.split(" | ") if part)
 
     @property
     def points(self) -> float | None:
-        """``value`` in the unit of our scores: a printed fraction in per cent."""
+        """Return ``value`` in the unit of our scores: a printed fraction in per cent."""
         return self.value if self.value is None or self.unit != FRACTION else 100 * self.value
 
     @property
     def shown(self) -> str:
-        """``printed`` in the unit of our scores: 0.171 as 17.1."""
+        """Return ``printed`` in the unit of our scores: 0.171 as 17.1."""
         if self.value is None or self.unit != FRACTION:
             return self.printed
         return fixed(100 * Fraction(self.printed), max(0, decimals(self.printed) - 2))
 
     @property
     def certainty(self) -> str:
-        """certain, suspect, repaired or missing."""
+        """Return the kind of the first flag: certain, suspect, repaired or missing."""
         return self.flag.partition(":")[0] or "certain"
 
 
 def tables() -> list[tuple[str, str]]:
-    """(paper, table) of every file there is: numbered tables in their order, then ``fig6`` and ``text``."""
-    found = ((p.parent.parent.name, p.stem.removeprefix("table")) for p in files("*/published/*.csv"))
-    return sorted(found, key=lambda f: (f[0], not f[1].isdigit(), f[1].zfill(3)))
+    """Return (paper, table) of every file: numbered tables in their order, then ``fig6`` and ``text``."""
+    names = ((p.parent.parent.name, p.stem.removeprefix("table")) for p in files("*/published/*.csv"))
+    return sorted(names, key=lambda f: (f[0], not f[1].isdigit(), f[1].zfill(3)))
 
 
 @cache
 def load_table(paper: str, table: str) -> tuple[Published, ...]:
-    """The cells of one table in the paper's order; KvbenchError naming file and line for a damaged one."""
+    """Return the cells of one table in the paper's order; raise KvbenchError with file and line of damage."""
     stem = f"table{table}" if table.isdigit() else table
     path = next(iter(files(f"{paper}/published/{stem}.csv")), None)
     if path is None:
@@ -94,33 +95,35 @@ def load_table(paper: str, table: str) -> tuple[Published, ...]:
 
 
 def rows(model: str, method: str, setting: str = "") -> Iterator[tuple[str, str, dict[str, Published]]]:
-    """(paper, table, scores by dataset) of every row for that model and method whose setting holds all of ``setting``.
+    """Yield (paper, table, scores by dataset) of every printed row of a method on a model.
 
-    Scores in per cent of numbered tables; a table with several such rows gives each, ``setting`` tells them apart.
+    A row's setting must hold all parts of ``setting``. Only scores in per cent of numbered tables count. A table with
+    several such rows gives each of them.
     """
-    asked = set(filter(None, setting.split(";")))
+    parts = set(filter(None, setting.split(";")))
     for paper, table in tables():
         if not table.isdigit():
             continue
-        found: dict[str, dict[str, Published]] = {}
+        by_setting: dict[str, dict[str, Published]] = {}
         for cell in load_table(paper, table):
-            mine = model_id(cell.model) == model_id(model) and cell.method == method
-            if mine and cell.metric in SCORES and cell.unit == "pct" and asked <= set(cell.setting.split(";")):
-                found.setdefault(cell.setting, {})[cell.dataset] = cell
-        for cells in found.values():
+            is_row = model_id(cell.model) == model_id(model) and cell.method == method
+            if is_row and cell.metric in SCORES and cell.unit == "pct" and parts <= set(cell.setting.split(";")):
+                by_setting.setdefault(cell.setting, {})[cell.dataset] = cell
+        for cells in by_setting.values():
             yield paper, table, cells
 
 
 def model_id(name: str) -> str:
-    """The papers' ``llama-2-7b-chat`` and kvbench's ``llama2-7b-chat`` as one name."""
+    """Return one name for the papers' ``llama-2-7b-chat`` and kvbench's ``llama2-7b-chat``."""
     return re.sub(r"^llama-(\d)", r"llama\1", name.strip().lower())
 
 
 def _cell(path: Path, line: int, row: dict[str, str]) -> Published:
+    """Parse one line of a file; raise KvbenchError for a bad number."""
     try:
         value = float(row["value"]) if row["value"] and row["unit"] != "text" else None
         order = int(row["row_order"])
     except ValueError:
         raise KvbenchError(f"{path}, line {line}: {row['value']!r} is not a number, or the row's is not") from None
-    own = {key: row[key] for key in COLUMNS if key not in ("value", "row_order")}
-    return Published(value=value, printed=row["value"], row=order, **own)
+    texts = {key: row[key] for key in COLUMNS if key not in ("value", "row_order")}
+    return Published(value=value, printed=row["value"], row=order, **texts)

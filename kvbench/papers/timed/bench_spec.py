@@ -21,16 +21,16 @@ from kvbench.papers import files as papers_files
 from kvbench.papers.spec.published import Published
 
 SMALL = ("device=cpu", "threads=1", "repeats=3", "generate=sampled", "steps=8")
-"""How a stand-in is timed."""
+"""Arguments with which a stand-in is timed."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How a stand-in's workloads follow from the paper's.
+    """The sizes of a stand-in's workloads, as parts of the paper's.
 
-    lengths: divides numbers of tokens, of the prompt, generated and kept (``kv_size``). rows: divides the rows of a
-    batch, down to one. memory: GiB of the process where as many rows are asked for as fit. without: knobs that are
-    made for the paper's models and left to their defaults.
+    lengths: divides the numbers of tokens of the prompt, generated, and kept (``kv_size``). rows: divides the rows of a
+    batch, down to one. memory: the process's limit in GiB where a workload has as many rows as fit. without: arguments
+    that are made for the paper's models and dropped.
     """
 
     lengths: int = 1
@@ -39,19 +39,19 @@ class Scale:
     without: Sequence[str] = ()
 
     def workload(self, name: str) -> str:
-        """A workload at the stand-in's size, rounded up; at least two new tokens and one row."""
+        """Return a workload at the stand-in's size, rounded up, with at least two new tokens and one row."""
         paper = workload.parse(name)
         prompt, new = math.ceil(paper.prompt / self.lengths), max(2, math.ceil(paper.new / self.lengths))
         batch = None if paper.batch is None else math.ceil(paper.batch / self.rows)
         return workload.Workload(prompt, new, batch).name
 
     def knobs(self, text: str) -> str:
-        """A method with its knobs, or arguments, at the stand-in's size."""
+        """Scale the ``kv_size`` in a method's text, and drop the arguments of ``without``."""
         words = [w for w in text.split() if w not in self.without]
         return re.sub(r"\bkv_size=(\d+)", lambda m: f"kv_size={int(m[1]) // self.lengths}", " ".join(words))
 
     def words(self) -> str:
-        """In words, for below a table."""
+        """Describe the scale in words, for below a table."""
         parts = [f"numbers of tokens are those of the paper over {self.lengths}"] if self.lengths > 1 else []
         parts += [f"rows those over {self.rows}, rounded up"] if self.rows > 1 else []
         parts += [f"as many rows as fit into {self.memory:g} GiB"] if self.memory else []
@@ -61,14 +61,14 @@ class Scale:
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """One table. ``workload`` has the names of its rows' settings in braces, or ``workloads`` one per dataset.
+    """The declaration of one efficiency table.
 
-    results: the file of measured rows. arguments: of ``bench time``, for all of its methods. methods: our row by
-    published method, with as many of its settings as it takes to tell it apart. quantities: ours by published metric.
-    base: the published method that ratios are to. device: the paper's, where its rows do not say. notes: what else
-    the reader must know of ours. not_run: reasons by model, method or dataset, with settings where it is about some
-    cells alone. stand_in: on a small model on a CPU.
-    scaled: whether this is the stand-in's side.
+    results: the file of measured rows. base: the published method that ratios are to. arguments: those of ``bench
+    time`` for all methods. methods: our row by published method, which names as many settings as tell it apart.
+    quantities: ours by published metric. workload: a template with the settings of a row in braces; workloads: one for
+    each dataset instead. device: the paper's, where its rows name none. notes: more that a reader must know about our
+    rows. not_run: reasons by model, method or dataset, followed by settings where a reason is about some cells only.
+    stand_in: the scale of a small model on a CPU. scaled: True on the stand-in's side.
     """
 
     results: str
@@ -86,37 +86,37 @@ class BenchSpec:
     scaled: bool = False
 
     def ours(self, cell: Published, method: str | None = None) -> tuple[str, str] | None:
-        """(workload, method) of our row for a published cell; None where there is none."""
+        """Return (workload, method) of our row for a published cell; None where there is none."""
         printed = self.printed_workload(cell)
-        facts = {f"{k}={v}" for k, v in cell.settings.items()}
-        named = [words for words in self.methods if words.split()[0] == (method or cell.method)]
-        fitting = [words for words in named if set(words.split()[1:]) <= facts]
-        if not printed or not fitting:
+        parts = {f"{k}={v}" for k, v in cell.settings.items()}
+        texts = [words for words in self.methods if words.split()[0] == (method or cell.method)]
+        matches = [words for words in texts if set(words.split()[1:]) <= parts]
+        if not printed or not matches:
             return None
-        ours = self.methods[max(fitting, key=lambda words: len(words.split()))]
+        ours = self.methods[max(matches, key=lambda words: len(words.split()))]
         return (self.stand_in.workload(printed) if self.scaled else printed), ours
 
     def printed_workload(self, cell: Published) -> str:
-        """The workload of a published cell at the paper's size; '' where it is not known."""
+        """Return the workload of a published cell at the paper's size; '' where it is not known."""
         try:
             return self.workloads.get(cell.dataset, "") or self.workload.format(**cell.settings)
         except KeyError:
             return ""
 
     def why_not(self, cell: Published) -> str:
-        """The reason why a published cell is not run; '' if it is."""
+        """Return the reason why a published cell is not run; '' if it is run."""
         names, facts = (cell.model, cell.method, cell.dataset), {f"{k}={v}" for k, v in cell.settings.items()}
-        about = ((*words.split(), why) for words, why in self.not_run.items())
-        return next((why for name, *some, why in about if name in names and set(some) <= facts), "")
+        reasons = ((*words.split(), why) for words, why in self.not_run.items())
+        return next((why for name, *parts, why in reasons if name in names and set(parts) <= facts), "")
 
     def on(self, model: str) -> BenchSpec:
-        """The same table on a small model, at the stand-in's sizes."""
+        """Return the same table on a small model, at the stand-in's sizes."""
         knobs = self.stand_in.knobs
         methods = {name: knobs(text) for name, text in self.methods.items()}
         return replace(self, model=model, arguments=knobs(self.arguments), methods=methods, scaled=True)
 
     def words(self, workloads: Sequence[str]) -> list[str]:
-        """The arguments of ``bench time`` that measure this table's methods on ``workloads``."""
+        """Return the arguments of ``bench time`` that measure this table's methods on ``workloads``."""
         words = [f"model={self.model}", *self.arguments.split(), f"workloads={','.join(workloads)}"]
         words += [] if "peers=" in self.arguments else ["peers=none"]
         memory = [f"memory_limit={self.stand_in.memory}"] if self.stand_in.memory else []
@@ -124,14 +124,14 @@ class BenchSpec:
 
 
 def tables() -> list[tuple[str, str]]:
-    """(paper, table) of every declaration."""
-    found = [(p.parent.name, p.stem.removeprefix("bench")) for p in papers_files("*/bench[0-9]*.yaml")]
-    return sorted(found, key=lambda t: (t[0], int(t[1])))
+    """Return (paper, table) of every declaration."""
+    names = [(p.parent.name, p.stem.removeprefix("bench")) for p in papers_files("*/bench[0-9]*.yaml")]
+    return sorted(names, key=lambda t: (t[0], int(t[1])))
 
 
 @cache
 def load(paper: str, table: str) -> BenchSpec:
-    """One declaration; UsageError for one that is not there, KvbenchError for a damaged file."""
+    """Read one declaration; raise UsageError for one that is not there, KvbenchError for a damaged file."""
     path = next(iter(papers_files(f"{paper}/bench{table}.yaml")), None)
     if path is None:
         raise unknown("efficiency table", f"{paper}/{table}", [f"{p}/{t}" for p, t in tables()])
@@ -143,10 +143,10 @@ def load(paper: str, table: str) -> BenchSpec:
 
 
 def main() -> int:
-    """Print what is declared and not run."""
+    """Print the rows that are declared and not run, with the reason."""
     for paper, table in tables():
-        for what, why in load(paper, table).not_run.items():
-            print(f"{paper}/{table}: not run: {what}: {why}")
+        for names, reason in load(paper, table).not_run.items():
+            print(f"{paper}/{table}: not run: {names}: {reason}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What tables print and anybody can compute again without a model, from first principles or from other cells."""
+"""Printed cells that can be recomputed without a model, from first principles or from other cells."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ RULES: tuple[Callable[[Book], Iterator[Exact]], ...] = (
 
 
 def exact(paper: str, table: str, book: Book | None = None) -> list[Exact]:
-    """The cells of one table (``2``, ``text``) that can be recomputed; none where everything needs a model."""
+    """Return the cells of one table (``2``, ``text``) that can be recomputed; none where all need a model."""
     return [e for e in everything(book or books.published()) if (e.cell.paper, e.cell.table) == (paper, table)]
 
 
 @lru_cache(maxsize=4)
 def everything(book: Book) -> tuple[Exact, ...]:
-    """Every recomputable cell of a book."""
+    """Return every cell of a book that can be recomputed, with its value."""
     return tuple(e for rule in RULES for e in rule(book))

@@ -11,9 +11,10 @@ from kvbench.papers.spec.published import Published
 
 @dataclass(frozen=True)
 class Exact:
-    """A published cell beside what it must be. ``row`` is the row's label, ``recomputed`` carries the inputs' rounding.
+    """A published cell beside the value that it must have.
 
-    ``text`` replaces the number where the cell is a word.
+    ``row`` is the row's label. ``recomputed`` carries the rounding of its inputs. ``text`` replaces the
+    number where the cell is a word.
     """
 
     cell: Published
@@ -24,38 +25,38 @@ class Exact:
 
     @property
     def column(self) -> str:
-        """The dataset, or what is measured where a column is no dataset."""
+        """Return the dataset, or the measured quantity where a column is no dataset."""
         c = self.cell
         plain = c.metric in ("mean", c.dataset) or c.metric.startswith(("f1", "rouge", "accuracy", "edit", "bleu"))
         return c.dataset if plain else f"{c.dataset} {c.metric}"
 
     @property
     def published(self) -> str:
-        """What the paper prints."""
+        """Return the printed characters."""
         return self.cell.printed
 
     @property
     def shown(self) -> str:
-        """The recomputed value, with as many digits as are printed and more where those do not agree."""
+        """Return the recomputed value with as many digits as are printed, and more where those differ."""
         if self.recomputed is None:
             return self.text
         return self.recomputed.text(self._digits if self.grade != "equal" else decimals(self.published))
 
     @property
     def grade(self) -> str:
-        """equal, rounding or off, as numbers.grade."""
+        """Return equal, rounding or off, as numbers.grade."""
         if self.recomputed is None:
             return "equal" if self.text.lower() == self.published.lower() else "off"
         return numbers.grade(self.published, self.recomputed)
 
     @property
     def ok(self) -> bool:
-        """Whether rounding explains what is printed."""
+        """Tell whether rounding explains the printed value."""
         return self.grade != "off"
 
     @property
     def mark(self) -> str:
-        """✓, or by how much the printed value is off."""
+        """Return ✓, or by how much the printed value is off."""
         if self.ok:
             return "✓"
         if self.recomputed is None:
@@ -65,5 +66,6 @@ class Exact:
 
     @property
     def _digits(self) -> int:
-        whole = self.recomputed is not None and self.recomputed.value.denominator == 1
-        return decimals(self.published) if whole else max(2, decimals(self.published) + 1)
+        """Return the decimals that are shown: one more than printed, but at least two, unless it is an integer."""
+        is_integer = self.recomputed is not None and self.recomputed.value.denominator == 1
+        return decimals(self.published) if is_integer else max(2, decimals(self.published) + 1)

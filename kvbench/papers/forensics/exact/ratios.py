@@ -17,21 +17,22 @@ from kvbench.papers.spec.published_cells import Book
 
 
 def ratios(book: Book) -> Iterator[Exact]:
-    """The cells that an entry names ``by`` some fields, with its formula of numbers by the same fields, or of one."""
+    """Yield the cells of each entry of exact.yaml, with the values of its formula."""
     for paper, entry in _entries():
         if paper not in book.papers:
             continue
         names: dict[str, Any] = {k: query(book, paper, v, printed) for k, v in entry["values"].items()}
         value = evaluate(entry["is"], names)
         for fields, row, cell in cells(book, paper, entry["cells"]):
-            found = value
+            recomputed = value  # one number for all cells, or a series with one for each by its fields
             if isinstance(value, pd.Series):
-                at = tuple(fields[name] for name in value.index.names)
-                found = value[at if len(at) > 1 else at[0]]
-            yield Exact(cell, row.label, entry["formula"], found)
+                key = tuple(fields[name] for name in value.index.names)
+                recomputed = value[key if len(key) > 1 else key[0]]
+            yield Exact(cell, row.label, entry["formula"], recomputed)
 
 
 @cache
 def _entries() -> list[tuple[str, dict[str, Any]]]:
+    """Return (paper, entry) of every formula in the papers' exact.yaml."""
     paths = sorted(DATA.glob("*/exact.yaml"))
     return [(p.parent.name, entry) for p in paths for entry in yaml.safe_load(p.read_text(encoding="utf-8"))]

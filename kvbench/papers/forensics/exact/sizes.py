@@ -1,4 +1,4 @@
-"""Bytes, tokens and dataset facts: what follows from shapes of models, budgets and the datasets themselves."""
+"""Bytes, tokens and dataset facts that follow from shapes of models, budgets and the datasets themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = {"seq=2048": 2048, "seq=2K": 2048, "seq=20K": 20480}
 
 
 def memory(book: Book) -> Iterator[Exact]:
-    """ThinK's table 7, column Memory: payload by its own formula, keys and values of all 32 query heads in fp16."""
+    """Yield ThinK's table 7, column Memory: payload by its own formula, under all 32 query heads in fp16."""
     for row in book.table("think", 7):
         cell = row.cells.get(("kv_memory", "kv_memory"))
         if cell is not None:
@@ -29,7 +29,7 @@ def memory(book: Book) -> Iterator[Exact]:
 
 
 def equal_sizes(book: Book) -> Iterator[Exact]:
-    """ThinK's prose: the plain cache that is as large as a pruned one of 128 tokens."""
+    """Yield the plain cache of ThinK's prose that is as large as a pruned one of 128 tokens."""
     for row in book.table("think", "text"):
         cell = row.cells.get(("kv_size", "kv_size"))
         if cell is not None:
@@ -39,7 +39,7 @@ def equal_sizes(book: Book) -> Iterator[Exact]:
 
 
 def caches(book: Book) -> Iterator[Exact]:
-    """Sizes of whole caches in prose, of the kv heads that the models store."""
+    """Yield the sizes of whole caches in prose, of the kv heads that the models store."""
     shapes = {"llama-2-7b-chat": LLAMA2_7B, "llama-3-8b": LLAMA3_8B, "llama-3-70b": LLAMA3_70B}
     for paper in ("think", "refreekv"):
         for row in book.table(paper, "text"):
@@ -50,12 +50,12 @@ def caches(book: Book) -> Iterator[Exact]:
                 formula = (
                     f"{shape.layers} layers x {shape.kv_heads} kv heads x 2 x 128 x fp16 x {tokens * batch} tokens"
                 )
-                found = exactly(Fraction(shape.full_bytes(tokens * batch, FP16), GIB))
-                yield Exact(cell, row.label, formula, found)
+                gib = exactly(Fraction(shape.full_bytes(tokens * batch, FP16), GIB))
+                yield Exact(cell, row.label, formula, gib)
 
 
 def shares(book: Book) -> Iterator[Exact]:
-    """UNComp's shares of the cache: tokens kept over the context."""
+    """Yield UNComp's shares of the cache: tokens kept over the context."""
     for row in book.table("uncomp", "text"):
         cell = row.cells.get(("kv_ratio", "compression_ratio"))
         if cell is not None and "kv_size" in row.settings:
@@ -64,27 +64,27 @@ def shares(book: Book) -> Iterator[Exact]:
 
 
 def schedules(book: Book) -> Iterator[Exact]:
-    """UNComp's hidden states by group of layers: equal steps from S_max to S_min, whole tokens."""
+    """Yield UNComp's hidden states by group of layers: equal steps from S_max to S_min, whole tokens."""
     groups: dict[tuple[str, str], list[PublishedRow]] = {}
     for row in book.table("uncomp", "text"):
         if ("hidden_state_size", "hidden_state_size") in row.cells:
             groups.setdefault((row.model, row.settings["where"]), []).append(row)
     for (model, where), rows in groups.items():
-        most, least = MOST[model], int(rows[0].settings["S_min"])
-        step = (most - least) // (len(rows) - 1)
+        largest, smallest = MOST[model], int(rows[0].settings["S_min"])
+        step = (largest - smallest) // (len(rows) - 1)
         for i, row in enumerate(rows):
             last = i == len(rows) - 1
-            formula = f"{most} − {i} x {step}" if not last else "S_min"
+            formula = f"{largest} − {i} x {step}" if not last else "S_min"
             cell = row.cells["hidden_state_size", "hidden_state_size"]
-            yield Exact(cell, row.label, formula, exactly(least if last else most - i * step))
+            yield Exact(cell, row.label, formula, exactly(smallest if last else largest - i * step))
         if model == "llama-2-7b-chat" and where == "appendix E":
             cell = book.cell("uncomp", "text", "hidden_state_ratio")
             label = next(r.label for r in book.table("uncomp", "text") if cell in r.cells.values())
-            yield Exact(cell, label, "mean over the layers of appendix E / 4096", kept_share(rows, most))
+            yield Exact(cell, label, "mean over the layers of appendix E / 4096", kept_share(rows, largest))
 
 
 def kept_share(rows: list[PublishedRow], most: int) -> Number:
-    """Per cent of hidden states that a schedule keeps, over all layers."""
+    """Return the per cent of hidden states that a schedule keeps, over all layers."""
     sizes = []
     for row in rows:
         first, _, last = row.settings["layers"].partition("-")
@@ -94,7 +94,7 @@ def kept_share(rows: list[PublishedRow], most: int) -> Number:
 
 
 def benchmark(book: Book) -> Iterator[Exact]:
-    """LongBench's sizes and metrics as UNComp's and VATP's tables 5 print them, from the tasks that runs use."""
+    """Yield LongBench's sizes and metrics as UNComp's and VATP's tables 5 print them, from the tasks of runs."""
     for paper in ("uncomp", "vatp"):
         for row in book.table(paper, 5):
             for (dataset, metric), cell in row.cells.items():
@@ -110,17 +110,17 @@ MOST = {"llama-2-7b-chat": 4096, "llama-3-8b-instruct": 8096, "llama-2-13b-chat"
 
 
 def _expanded(method: str, settings: dict[str, str]) -> Number:
-    """Payload by ThinK's formula, under query heads of a model of 32 layers and 32 heads."""
+    """Return the payload by ThinK's formula, under query heads of a model of 32 layers and 32 heads."""
     knobs: dict[str, Any] = {"method": method, "kv_size": int(settings["kv_size"]), "per": "query_head"}
     if "ratio" in settings:
         knobs |= {"ratio": float(settings["ratio"]), "recent": 32}
-    found = nominal_payload(chain_of(knobs), MISTRAL_7B, LONG, FP16)
-    assert found is not None
-    return exactly(round(found, 6))
+    payload = nominal_payload(chain_of(knobs), MISTRAL_7B, LONG, FP16)
+    assert payload is not None
+    return exactly(round(payload, 6))
 
 
 def _metric_name(paper: str, dataset: str) -> str:
-    """LongBench's metric of a task in the words of that paper."""
+    """Return LongBench's metric of a task in the words of that paper."""
     names = WORDS[paper]
     metric = TASKS[dataset].metric
     return next(text for key, text in names.items() if metric.startswith(key))
@@ -144,4 +144,4 @@ WORDS = {
         "code_sim": "Edit Sim",
     },
 }
-"""How the papers call LongBench's metrics."""
+"""The papers' names of LongBench's metrics, by the beginning of ours."""
