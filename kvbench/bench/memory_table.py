@@ -109,7 +109,9 @@ def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: boo
     if formula is None and measured is None:
         why = f"only a prompt decides what is kept; {why}".rstrip("; ")
     declared16 = bytes_declared(c.chain, shape, n, HALF)
-    total16 = measured.total16 if measured is not None else declared16.total if declared16 is not None else None
+    total16 = None if declared16 is None else declared16.total
+    if measured is not None:
+        total16 = measured.total16
     percent = None if total16 is None else 100 * total16 / shape.full_bytes(n, HALF)
     return Account(c.label, n, full, measured, formula, percent, declared is not None and declared.even, why)
 

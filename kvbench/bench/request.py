@@ -175,7 +175,9 @@ def _plan(
     )
     for workload, entrant, key in requested:
         missing = why_not(entrant, workload)
-        state = "there" if key in measured else f"not run: {missing}" if missing else "to measure"
+        state = f"not run: {missing}" if missing else "to measure"
+        if key in measured:
+            state = "there"
         line = f"{settings.facts['model']}  {workload.name:<{widths[0]}}  {entrant.name:<{widths[1]}}  {state}"
         print(textwrap.fill(line, 100, subsequent_indent="    ", drop_whitespace=True))
     print(f"Rows: {path}")

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     store = ResultStore(Path(filters.pop("results", "results")).expanduser())
     if not store.root.is_dir():
         raise UsageError(f"results={store.root} is not a folder: give results=FOLDER that runs were made in")
-    whole = "cells" in filters or "status" in filters
+    all_samples = "cells" in filters or "status" in filters
     cells = [cell.id for cell in rows(store, filters)]
     busy = {cell: shards for cell in cells if (shards := store.measuring(cell))}
     if busy and "cells" in filters:
@@ -56,21 +56,23 @@ def main(args: argparse.Namespace) -> int:
         raise KvbenchError(
             f"cells={cell}: shard {', '.join(map(str, shards))} of it is being measured now; stop that run first"
         )
-    found = [*plan(store, cells, whole), *(leftovers(store) if not filters else ())]
+    removals = [*plan(store, cells, all_samples), *(leftovers(store) if not filters else ())]
     for warning in filter(lambda w: LINK in w, store.warnings):
         print(f"kvbench: {warning}", file=sys.stderr)
     if args.yes:
-        carry_out(store, found)
+        carry_out(store, removals)
     if args.json:
-        shown = [{"kind": r.kind, "cell": r.cell, "path": str(r.path), "about": r.about} for r in found]
+        shown = [{"kind": r.kind, "cell": r.cell, "path": str(r.path), "about": r.about} for r in removals]
         print(json.dumps({"removed": args.yes, "items": shown, "busy": sorted(busy)}, indent=1, ensure_ascii=False))
         return 0
-    for removal in found:
+    for removal in removals:
         if removal.kind != "lock":
             print(f"{removal.kind:<10} {removal.path.relative_to(store.root / 'cells')}: {removal.about}")
     for cell in busy:
         print(f"left alone {cell}: it is being measured now")
-    counts = Counter(r.kind for r in found)
+    counts = Counter(r.kind for r in removals)
     total = ", ".join(f"{n} {WORDS[kind].format(s='s' * (n > 1))}" for kind, n in counts.items()) or "nothing"
-    print(f"{'removed' if args.yes else 'would remove'} {total}" + ("" if args.yes or not found else "; --yes does it"))
+    print(
+        f"{'removed' if args.yes else 'would remove'} {total}" + ("" if args.yes or not removals else "; --yes does it")
+    )
     return 0

@@ -173,7 +173,7 @@ def _table(args: argparse.Namespace, items: list[StoredCell]) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, dict) and value:
         return "{" + ", ".join(f"{k}: {_short(v)}" for k, v in value.items()) + "}"
-    return "null" if value is None else json.dumps(value) if not isinstance(value, str) else value
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 _LISTS: dict[str, Callable[[argparse.Namespace], list[Any]]] = {

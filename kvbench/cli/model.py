@@ -86,7 +86,9 @@ def _record(name: str, entry: dict[str, Any], full: bool) -> dict[str, Any]:
     if package:
         folder = fetch.root() / name
         wrong = fetch.problem(package, folder, quick=not full) if folder.is_dir() else None
-        state = "damaged" if wrong else "here" if folder.is_dir() else "missing"
+        state = "here" if folder.is_dir() else "missing"
+        if wrong:
+            state = "damaged"
         where = str(folder) if folder.is_dir() else None
         record |= {"from": package.requirement, "licence": package.licence, "folder": where}
         return record | {"state": state, "problem": wrong and f"{name} is damaged: {wrong}"}

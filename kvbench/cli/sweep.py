@@ -35,7 +35,7 @@ def sweep(command: Command, prepared: RunPlan) -> None:
     ``prepared`` is the whole run, as this machine sees it.
     """
     _check_dtype(command, prepared)
-    before = sys.argv
+    previous = sys.argv
     data = os.environ.get("KVBENCH_DATA")
     # workers on a cluster have an environment of their own
     env = [f"+hydra.job.env_set.KVBENCH_DATA={_quoted(os.path.abspath(data))}"] if data else []
@@ -56,7 +56,7 @@ def sweep(command: Command, prepared: RunPlan) -> None:
             "again to measure the rest"
         ) from error
     finally:
-        sys.argv = before
+        sys.argv = previous
 
 
 def _quoted(text: str) -> str:

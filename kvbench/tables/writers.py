@@ -68,8 +68,8 @@ def text(table: Table, terminal: bool = False) -> str:
         legacy_windows=False,
     )
     console.print(drawn)
-    found = [line.rstrip() for line in out.getvalue().splitlines()]
-    return "\n".join([*_group_lines(table, found), *found]) + "\n"
+    drawn_lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    return "\n".join([*_group_lines(table, drawn_lines), *drawn_lines]) + "\n"
 
 
 def _styled(cell: str) -> Text:
