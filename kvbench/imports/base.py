@@ -92,7 +92,7 @@ def length(row: FileRow, key: str = "length") -> int | None:
 
 
 def _printed_list(row: FileRow, key: str, value: str) -> Any:
-    """``['a', 'b']`` and numpy's ``['a' 'b']``, which Python would read as one text; other brackets are a text."""
+    """Parse ``['a', 'b']`` or numpy's ``['a' 'b']``, which Python would read as one text; other brackets stay text."""
     between = _LITERAL.sub("", value[1:-1])
     if not between.replace(",", " ").strip():
         return [ast.literal_eval(literal) for literal in _LITERAL.findall(value[1:-1])]

@@ -115,9 +115,9 @@ def weight_bytes(source: ModelSource) -> int:
 
 
 def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) -> PreTrainedModel:
-    """The model in eval mode on ``device``: trained weights from safetensors, or random ones of the same shape.
+    """Load the model in eval mode on ``device``: trained weights from safetensors, or random ones of the same shape.
 
-    With ``device_map`` its layers are spread over devices by accelerate, instead.
+    With ``device_map`` accelerate spreads its layers over devices instead.
     """
     _quiet()
     _check_device_map(cfg)

@@ -195,7 +195,7 @@ class Window:
     def fill(
         self, dataset: str, prompt: str, needle: str, question: str, length: int, depth: float
     ) -> tuple[str, dict[str, float]]:
-        """The prompt with ``length`` tokens at most, and what came out: tokens, depth and token index of the needle."""
+        """Return a prompt of at most ``length`` tokens, with its length and the needle's true depth and token index."""
         prefix, suffix = prompt.replace("{question}", question).split("{context}")
 
         def assemble(cut: int) -> str:

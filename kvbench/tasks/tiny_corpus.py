@@ -137,7 +137,7 @@ def _ask(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
 
 
 def _fillers(rng: random.Random, room: int, noisy: float) -> list[Span]:
-    """Filler of exactly ``room`` tokens, a part ``noisy`` of its sentences noise; the first is cut at its start."""
+    """Draw filler of exactly ``room`` tokens, cut at its start; a part ``noisy`` of its sentences is noise."""
     spans: list[Span] = []
     while room > 0:
         if rng.random() < noisy:
