@@ -174,7 +174,9 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
     texts = [read_text(file, f"dataset {dataset}: haystack").strip("\ufeff \n\t\r") for file in paths]
     text = "\n\n".join(filter(None, texts))
     if not _SENTENCE_END.search(f"{text}\n"):
-        lack = "no .txt or .md file" if not paths else "no text" if not text else "no sentence end (. ! ?)"
+        lack = "no sentence end (. ! ?)"
+        if not text:
+            lack = "no text" if paths else "no .txt or .md file"
         raise UsageError(f"dataset {dataset}: haystack {path} has {lack}; {remedy}")
     return text, f"real text: {path.name}, {len(paths)} file{'s' if len(paths) > 1 else ''}"
 

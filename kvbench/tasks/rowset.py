@@ -75,7 +75,7 @@ def load(
         task_fields: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in form.task.items()
         }
-        signature(Task).bind_partial(**task_fields)  # an unknown field is told here
+        signature(Task).bind_partial(**task_fields)  # raises TypeError for an unknown field
     except TypeError as error:
         raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {error}") from None
     whole(dataset, "max_new_tokens", max_new_tokens)

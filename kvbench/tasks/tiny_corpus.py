@@ -179,7 +179,10 @@ def noise(rng: random.Random) -> str:
             length = rng.randrange(1, 10)
             word = "".join(rng.choice("aeiou" if rng.random() < 0.4 else CONSONANTS) for _ in range(length))
             case = rng.random()
-            word = word.capitalize() if case < 0.15 else word.upper() if case < 0.18 else word
+            if case < 0.15:
+                word = word.capitalize()
+            elif case < 0.18:
+                word = word.upper()
         words.append(word + rng.choices(("", ",", ";", "'", ":", "-"), (88, 6, 1, 2, 1, 2))[0])
     words[0] = words[0].capitalize()
     opening = rng.choices((" ", "\n", "\n\n"), (80, 10, 10))[0]
