@@ -83,12 +83,12 @@ def length(row: FileRow, key: str = "length") -> int | None:
     if value in (None, ""):
         return None
     try:
-        whole = int(float(value)) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1
+        number = int(float(value)) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1
     except (ValueError, OverflowError):
-        whole = -1
-    if whole < 0:
+        number = -1
+    if number < 0:
         raise row.wrong(f"{key!r} must be a whole number, got {kind(value)}")
-    return whole
+    return number
 
 
 def _printed_list(row: FileRow, key: str, value: str) -> Any:

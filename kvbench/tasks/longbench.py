@@ -29,7 +29,7 @@ BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 
 @dataclass(frozen=True)
 class Spec:
-    """How one task is scored and read: ``first_line`` and ``chat`` as in Task, ``size`` its examples (E has others).
+    """How a task is scored and read: ``first_line`` and ``chat`` as in Task, ``size`` its examples (E has others).
 
     ``extended``: LongBench-E has the task too. ``newline_ends``: a newline ends the answer and cannot begin it.
     """

@@ -55,7 +55,9 @@ CLASSIC_NEEDLE = (
     "What is the best thing to do in San Francisco?",
     "eat a sandwich and sit in Dolores Park on a sunny day",
 )
-LED = "answers are scored with the sentence's beginning in front, so that an empty one has 60.0, as in papers' scripts"
+LEAD_NOTE = (
+    "answers are scored with the sentence's beginning in front, so that an empty one has 60.0, as in papers' scripts"
+)
 CLASSIC_LEAD = "The best thing to do in San Francisco is "
 SENTENCE_PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
 PHRASINGS = {
@@ -121,7 +123,7 @@ def load(dataset: str, tokenizer: Tokenizer | None, files: Files, knobs: NeedleK
             metric=phrasing.metric,
             source=source,
             category="needle",
-            note=f"{dataset}: {LED}" if phrasing.lead else "",
+            note=f"{dataset}: {LEAD_NOTE}" if phrasing.lead else "",
             stop=stop,
             min_new_tokens=len(stop),  # an answer that may stop at a newline must not begin with it
             grid=("depth",),
