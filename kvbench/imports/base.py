@@ -83,16 +83,16 @@ def length(row: FileRow, key: str = "length") -> int | None:
     if value in (None, ""):
         return None
     try:
-        whole = int(float(value)) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1
+        number = int(float(value)) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1
     except (ValueError, OverflowError):
-        whole = -1
-    if whole < 0:
+        number = -1
+    if number < 0:
         raise row.wrong(f"{key!r} must be a whole number, got {kind(value)}")
-    return whole
+    return number
 
 
 def _printed_list(row: FileRow, key: str, value: str) -> Any:
-    """``['a', 'b']`` and numpy's ``['a' 'b']``, which Python would read as one text; other brackets are a text."""
+    """Parse ``['a', 'b']`` or numpy's ``['a' 'b']``, which Python would read as one text; other brackets stay text."""
     between = _LITERAL.sub("", value[1:-1])
     if not between.replace(",", " ").strip():
         return [ast.literal_eval(literal) for literal in _LITERAL.findall(value[1:-1])]

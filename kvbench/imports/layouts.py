@@ -1,4 +1,4 @@
-"""How other tools write their predictions. To add a tool: a function that reads a file's answers, and an entry here.
+"""Readers of the predictions of other tools. To add a tool: a function that reads a file's answers, and an entry here.
 
 LongBench: ``<dataset>.jsonl`` with pred, answers, all_classes and length a line (github.com/THUDM/LongBench pred.py,
 which many repositories follow).

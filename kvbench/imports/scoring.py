@@ -74,7 +74,7 @@ def check(predictions: Predictions, name: str) -> None:
 
 
 def score_all(files: Sequence[tuple[Predictions, str]], workers: int | None = None) -> list[Scored]:
-    """Every file under its metric, in order. ``workers`` processes; None: all cores, or none for little text."""
+    """Score every file under its metric, in order, in ``workers`` processes (None: all cores, or one if short)."""
     items = [(p.dataset, name, answer) for p, name in files for answer in p.answers]
     if workers is None:
         workers = _cores() if sum(map(_size, items)) >= PARALLEL_FROM else 1

@@ -45,7 +45,9 @@ def column(scored: Scored) -> str:
     spec = TASKS.get(name)
     if spec is None:
         return f"{KIND}/{name}"
-    return f"longbench{'_e' if extended else '_zh' if spec.chinese else ''}/{name}"
+    if extended:
+        return f"longbench_e/{name}"
+    return f"longbench{'_zh' if spec.chinese else ''}/{name}"
 
 
 def identity(source: PredictionSource, scored: Scored) -> dict[str, Any]:

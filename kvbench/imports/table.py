@@ -123,7 +123,7 @@ def notes(records: Sequence[Mapping[str, Any]], verdicts: Verdicts) -> list[str]
 
 
 def _mean_text(mean: Mapping[str, float | None]) -> str:
-    """A published average; where its cells give another one, or it is not printed, that one too."""
+    """Return a published average, and the mean of its cells where that differs or the average is not printed."""
     stated, of_cells = mean["stated"], mean["of_cells"]
     if of_cells is None or (stated is not None and abs(stated - of_cells) <= ROUNDING):
         return _number(stated)

@@ -89,10 +89,10 @@ def _matching(paper: str, source: PredictionSource) -> int:
 
 def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> dict[str, Any]:
     reasons = _differences(cell, scored, source, code_sim)
-    inside = None
+    verdict = None
     if cell.value is not None and scored.interval is not None:
         low, high = (100 * x for x in scored.interval)
-        inside = low <= cell.value <= high
+        verdict = "inside" if low <= cell.value <= high else "outside"
     return {
         "paper": cell.paper,
         "table": cell.table,
@@ -100,7 +100,7 @@ def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: 
         "value": cell.value,
         "certainty": cell.certainty,
         "flag": cell.flag,
-        "verdict": None if inside is None else "inside" if inside else "outside",
+        "verdict": verdict,
         "indicative": bool(reasons),
         "because": reasons,
     }

@@ -18,7 +18,7 @@ COQA = "stanfordnlp.github.io/coqa"
 
 @dataclass(frozen=True)
 class Metric:
-    """How answers are scored against one reference.
+    """A rule that scores answers against one reference.
 
     ``function(prediction, reference, example)`` gives a score in [0, 1], or None where the reference cannot be scored.
     ``scale`` turns a mean of scores into what tables print; ``shown`` does where that is no multiple (perplexity).
@@ -38,19 +38,19 @@ class Metric:
     whole: Callable[[str, Example], float | None] | None = None
 
     def show(self, mean: float) -> float:
-        """A mean of scores in printed units: ``scale`` times it, or ``shown`` of it where that is set."""
+        """Return a mean of scores in printed units: ``scale`` times it, or ``shown`` of it where that is set."""
         return self.scale * mean if self.shown is None else self.shown(mean)
 
 
 def metric(name: str) -> Metric:
-    """The metric of that name; UsageError with the nearest names if there is none."""
+    """Return the metric of that name; UsageError with the nearest names if there is none."""
     if name not in METRICS:
         raise unknown("metric", name, METRICS)
     return METRICS[name]
 
 
 def score(name: str, prediction: str, example: Example) -> float | None:
-    """The best score in [0, 1] over the example's references, or the metric's ``whole``; None if none can be scored."""
+    """Return the best score in [0, 1] over the references, or the metric's ``whole``; None if none can be scored."""
     chosen = metric(name)
     if chosen.whole is not None:
         return chosen.whole(prediction, example)
@@ -67,7 +67,7 @@ def _named(*metrics: Metric) -> Mapping[str, Metric]:
 
 
 def _likelihood(prediction: str, reference: str, example: Example) -> None:
-    """Likelihoods are measured while the text is read, not from an answer."""
+    """Return no score: likelihoods are measured while the text is read, not from an answer."""
 
 
 METRICS = _named(

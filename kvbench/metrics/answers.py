@@ -20,9 +20,10 @@ _ALONE = re.compile(r"\b([B-D]|A(?!\s+[a-z]))\b(?![-'’])")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text, or None: commas between thousands, a sign before ``$``, an exponent, a fraction.
+    """Return the last number of a text, or None.
 
-    ``%``, ``$`` and units do not change it; only ASCII digits count.
+    It may have commas between thousands, a sign before ``$``, an exponent, a fraction. ``%``, ``$`` and units do not
+    change it; only ASCII digits count.
     """
     numbers = _NUMBER.findall(text.replace("−", "-").replace("{,}", ",").replace("\\$", "$"))
     if not numbers:
@@ -37,34 +38,34 @@ def last_number(text: str) -> Decimal | None:
 
 
 def gsm8k(prediction: str, reference: str) -> float | None:
-    """1 where the last number after the last ``:`` of the prediction (of all of it without one) is the reference's.
+    """Return 1 where the last number after the prediction's last ``:`` (without one, of all of it) is the reference's.
 
     Numbers are equal by value: ``$1,200.00`` is ``1200``. None for a reference without a number.
     """
-    right = last_number(reference)
-    if right is None:
+    expected = last_number(reference)
+    if expected is None:
         return None
-    return float(last_number(prediction.rpartition(":")[2]) == right)
+    return float(last_number(prediction.rpartition(":")[2]) == expected)
 
 
 def letter(prediction: str, reference: str) -> float | None:
-    """1 where the letter that the prediction chooses is the reference; None for a reference that is not A to D."""
-    right = reference.strip().upper()
-    return float(chosen_letter(prediction) == right) if right in ("A", "B", "C", "D") else None
+    """Return 1 where the prediction chooses the letter of the reference; None for a reference that is not A to D."""
+    expected = reference.strip().upper()
+    return float(chosen_letter(prediction) == expected) if expected in ("A", "B", "C", "D") else None
 
 
 def chosen_letter(text: str) -> str | None:
-    """The option A to D that a text chooses, or None.
+    """Return the option A to D that a text chooses, or None.
 
     In this order: a text that is nothing but a letter; the first letter announced by "answer is" or "answer:"; the
-    first that stands in parentheses or before ``)``, ``.`` or ``:``; the first capital that stands alone and is not
-    the article of a sentence.
+    first that stands in parentheses or before ``)``, ``.`` or ``:``; the first capital that stands alone and is not the
+    article of a sentence.
     """
     text = _MARKUP.sub("", text)
     bare = text.strip(" \t\r\n()[]{}.,:;*$\"'`").upper()
     if bare in ("A", "B", "C", "D"):
         return bare
     for pattern in (_ANNOUNCED, _MARKED, _ALONE):
-        if found := pattern.search(text):
-            return next(group for group in found.groups() if group).upper()
+        if match := pattern.search(text):
+            return next(group for group in match.groups() if group).upper()
     return None

@@ -39,7 +39,7 @@ _LONGEST = 300
 
 
 def clean(text: str) -> str:
-    """LaTeX and typographic signs as plain operators and brackets."""
+    """Rewrite LaTeX and typographic signs as plain operators and brackets."""
     text = _STYLE.sub(" ", text.replace("{,}", ","))
     for sign, plain in (("−", "-"), ("×", "*"), ("·", "*"), ("\\times", "*"), ("\\cdot", "*"), ("π", " pi ")):
         text = text.replace(sign, plain)
@@ -53,15 +53,17 @@ def clean(text: str) -> str:
 
 
 def evaluate(text: str) -> float | None:
-    """The value of the first expression in a text, as far as it can be read; None without a number."""
+    """Return the value of the first expression in a text, as far as it can be read; None without a number."""
     text = _THOUSANDS.sub(lambda m: m[1].replace(",", ""), clean(text))
     tokens: list[_Token] = [(m[1], m[2], m[3]) for m in _TOKEN.finditer(text)]
-    for at, (number, name, sign) in enumerate(tokens):
+    for start, (number, name, sign) in enumerate(tokens):
         # A single e opens nothing but a power: "i.e. 5" is 5.
-        named = name in _FUNCTIONS or name == "pi" or (name == "e" and tokens[at + 1 : at + 2] == [(None, None, "^")])
-        if number or named or sign in ("-", "("):
+        is_name = (
+            name in _FUNCTIONS or name == "pi" or (name == "e" and tokens[start + 1 : start + 2] == [(None, None, "^")])
+        )
+        if number or is_name or sign in ("-", "("):
             try:
-                value = _Reader(tokens, at).sum(0)
+                value = _Reader(tokens, start).sum(0)
             except _Unreadable:
                 continue
             except (ArithmeticError, ValueError):
@@ -71,13 +73,13 @@ def evaluate(text: str) -> float | None:
 
 
 def numbers(text: str) -> list[float]:
-    """All plain numbers of a text, without arithmetic."""
+    """Return all plain numbers of a text, without arithmetic."""
     plain = _THOUSANDS.sub(lambda m: m[1].replace(",", ""), text.replace("−", "-").replace("{,}", ","))
     return [float(m[0]) for m in _PLAIN.finditer(plain) if len(m[0]) <= _LONGEST and math.isfinite(float(m[0]))]
 
 
-def _power(found: re.Match[str]) -> str:
-    return f"^({found[1]})" if found[1] is not None else "^"
+def _power(match: re.Match[str]) -> str:
+    return f"^({match[1]})" if match[1] is not None else "^"
 
 
 class _Unreadable(Exception):
@@ -99,7 +101,7 @@ class _Reader:
     def _chain(self, depth: int, operators: Mapping[str, _Operation], operand: Callable[[int], float]) -> float:
         value = operand(depth + 1)
         while True:
-            before = self.at
+            operator_at = self.at
             # 2 pi and 2 sqrt(3): a name multiplies the number before it.
             implied = "*" in operators and self._peek(_NAME) in ("pi", *_FUNCTIONS)
             sign = "*" if implied else self._peek(_SIGN)
@@ -109,7 +111,7 @@ class _Reader:
             try:
                 right = operand(depth + 1)
             except _Unreadable:
-                self.at = before
+                self.at = operator_at
                 return value
             value = operators[sign](value, right)
 
@@ -120,13 +122,13 @@ class _Reader:
             value = self._signed(self._deeper(depth))
             return -value if negative else value
         value = self._atom(depth)
-        before = self.at
+        caret_at = self.at
         if self._peek(_SIGN) == "^":
             self.at += 1
             try:
                 raised = float(value) ** float(self._signed(self._deeper(depth)))
             except _Unreadable:
-                self.at = before
+                self.at = caret_at
                 return value
             if isinstance(raised, complex):
                 raise ValueError(f"{value}^... is no real number")

@@ -11,40 +11,40 @@ _ORDER = 4
 
 
 def bleu(prediction: str, reference: str) -> float:
-    """Sentence BLEU-4 in [0, 1]: smoothed exponentially, case kept, ``tokenize``d, brevity penalty.
+    """Return sentence BLEU-4 in [0, 1]: smoothed exponentially, case kept, ``tokenize``d, brevity penalty.
 
     The k-th n-gram order without a match counts as ``1 / 2**k`` matches; an order longer than the prediction, or no
     matching word at all, makes the score 0. These are the settings of sacrebleu (github.com/mjpost/sacrebleu) in
     lm-evaluation-harness's ``truthfulqa_gen``: ``smooth_method=exp``, ``tokenize=intl``, no effective order.
     """
-    words, right = tokenize(prediction), tokenize(reference)
+    words, reference_words = tokenize(prediction), tokenize(reference)
     if len(words) < _ORDER:
         return 0.0
     precisions = []
     smooth = 1.0
     for n in range(1, _ORDER + 1):
-        ours, theirs = _ngrams(words, n), _ngrams(right, n)
-        matches: float = sum((ours & theirs).values())
+        predicted, expected = _ngrams(words, n), _ngrams(reference_words, n)
+        matches: float = sum((predicted & expected).values())
         if not matches:
             if n == 1:
                 return 0.0
             smooth *= 2
             matches = 1 / smooth
-        precisions.append(matches / ours.total())
-    brevity = min(1.0, math.exp(1 - len(right) / len(words)))
+        precisions.append(matches / predicted.total())
+    brevity = min(1.0, math.exp(1 - len(reference_words) / len(words)))
     return brevity * math.exp(sum(map(math.log, precisions)) / _ORDER)
 
 
 def tokenize(text: str) -> list[str]:
-    """Words split at spaces, at symbols, and at punctuation with a neighbour that is no digit.
+    """Split text into words at spaces, at symbols, and at punctuation with a neighbour that is no digit.
 
-    "3.5" and a final "1999." stay whole. This is the international tokenisation of mteval-v14, whose rules replace
-    from left to right, one after the other.
+    "3.5" and a final "1999." stay whole. This is the international tokenisation of mteval-v14, whose rules replace from
+    left to right, one after the other.
     """
     text = text.strip()
-    for pattern, at in (("[^N]P", 1), ("P[^N]", 0), ("S", 0)):
+    for pattern, offset in (("[^N]P", 1), ("P[^N]", 0), ("S", 0)):
         kinds = "".join(unicodedata.category(c)[0] for c in text)
-        places = {found.start() + at for found in re.finditer(pattern, kinds)}
+        places = {match.start() + offset for match in re.finditer(pattern, kinds)}
         text = "".join(f" {c} " if i in places else c for i, c in enumerate(text))
     return text.split()
 

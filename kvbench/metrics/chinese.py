@@ -25,7 +25,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation + _MARKS)
 
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
-    """Token F1 of the segmented answers, each word lower case, without punctuation and whitespace, empty ones left out.
+    """Return token F1 of the segmented answers, words in lower case, without punctuation, whitespace and empty words.
 
     Two answers without words score 0, as in LongBench.
     """
@@ -33,18 +33,18 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
 
 
 def rouge_zh(prediction: str, reference: str) -> float:
-    """ROUGE-L F of the package ``rouge`` over the segmented answers, words joined by spaces, as LongBench calls it."""
+    """Return ROUGE-L F of the package ``rouge`` over the segmented answers, words joined by spaces, as in LongBench."""
     return rouge_l(" ".join(segment(prediction)), " ".join(segment(reference)))
 
 
 def retrieval_zh(prediction: str, reference: str) -> float | None:
-    """Share of the numbers in the prediction that are the N of the reference ``段落N``; None without one."""
-    right = _PARAGRAPH.search(reference)
-    return count(prediction, right[1]) if right else None
+    """Return the share of the prediction's numbers that are the N of the reference ``段落N``; None without one."""
+    paragraph = _PARAGRAPH.search(reference)
+    return count(prediction, paragraph[1]) if paragraph else None
 
 
 def segment(text: str) -> list[str]:
-    """The words of ``text`` in jieba's accurate mode; together they are the text, whitespace and punctuation too."""
+    """Return the words of ``text`` in jieba's accurate mode; together they are the text, whitespace included."""
     return list(_segmenter().cut(text, cut_all=False))
 
 

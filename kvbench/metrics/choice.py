@@ -16,12 +16,12 @@ _PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 
 def accuracy(prediction: str, reference: str) -> float:
-    """1 where the prediction's first line is the reference, but for case, spaces and punctuation at the ends."""
+    """Return 1 where the first line is the reference, but for case, spaces and punctuation at the ends; else 0."""
     return float(_label(first_line(prediction.lstrip())) == _label(reference))
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float | None:
-    """1 / number of class names found in the prediction if the right one is among them, else 0.
+    """Return 1 / number of class names found in the prediction if the right one is among them, else 0.
 
     A name that is merely a part of the right one does not count as found. LongBench removes such names from the list
     while it walks over it, so that the name after a removed one is not examined; that is kept, since it is the
@@ -29,26 +29,26 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
     """
     if not classes:
         return None
-    found = [name for name in classes if name in prediction]
-    at = 0
-    while at < len(found):
-        name = found[at]
+    names = [name for name in classes if name in prediction]
+    i = 0
+    while i < len(names):
+        name = names[i]
         if name != reference and name in reference:
-            found.remove(name)
-        at += 1
-    return 1.0 / len(found) if reference in found else 0.0
+            names.remove(name)
+        i += 1
+    return 1.0 / len(names) if reference in names else 0.0
 
 
 def count(prediction: str, reference: str) -> float:
-    """Share of the numbers in the prediction that are the reference; 0 without a number."""
+    """Return the share of the numbers in the prediction that are the reference; 0 without a number."""
     numbers = _NUMBER.findall(prediction)
     return numbers.count(str(reference)) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, reference: str) -> float | None:
-    """Share of the numbers in the prediction that are the N of the reference ``Paragraph N``; None without one."""
-    right = _PARAGRAPH.search(reference)
-    return count(prediction, right[1]) if right else None
+    """Return the share of the prediction's numbers that are the N of the reference ``Paragraph N``; None without N."""
+    paragraph = _PARAGRAPH.search(reference)
+    return count(prediction, paragraph[1]) if paragraph else None
 
 
 def _label(text: str) -> str:

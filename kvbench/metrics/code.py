@@ -15,7 +15,7 @@ Backend = Literal["levenshtein", "difflib"]
 
 
 def code_sim(prediction: str, reference: str, backend: Backend = "levenshtein") -> float:
-    """Similarity of the first line of code to the reference, in whole hundredths of [0, 1], as LongBench's code_sim.
+    """Return the similarity of the first line of code to the reference, in whole hundredths of [0, 1], as in LongBench.
 
     The first line of code is the first without a backtick, ``#`` or ``//``; if there is none it is empty. Source:
     github.com/THUDM/LongBench metrics.py; github.com/seatgeek/fuzzywuzzy fuzz.ratio.
@@ -26,12 +26,12 @@ def code_sim(prediction: str, reference: str, backend: Backend = "levenshtein") 
 
 
 def edit_sim(prediction: str, reference: str) -> float:
-    """Levenshtein ratio in [0, 1] of the whole answers, ends stripped: 1 - indel distance / sum of the lengths."""
+    """Return the Levenshtein ratio in [0, 1] of the stripped answers: 1 - indel distance / sum of the lengths."""
     return Levenshtein.ratio(prediction.strip(), reference.strip())
 
 
 def fuzz_ratio(a: str, b: str, backend: Backend) -> int:
-    """``fuzzywuzzy.fuzz.ratio`` under one backend: an integer from 0 to 100; raises ValueError for another backend."""
+    """Return ``fuzzywuzzy.fuzz.ratio`` by one backend, an integer from 0 to 100; ValueError for another backend."""
     if backend not in ("levenshtein", "difflib"):
         raise ValueError(f"code_sim backend {backend!r}: give levenshtein or difflib")
     if a == b:

@@ -19,12 +19,12 @@ OFFICIAL_DEPTH = 991
 
 
 def rouge_l(prediction: str, reference: str, depth: int | None = OFFICIAL_DEPTH) -> float:
-    """ROUGE-L F in [0, 1] of the package ``rouge``, as LongBench calls it.
+    """Return ROUGE-L F in [0, 1] of the package ``rouge``, as LongBench calls it.
 
     Texts without anything between their full stops score 0, where the package raises and LongBench's evaluator counts
-    0. The package also recurses once per word and fails on very long sentences, which LongBench again counts as 0:
-    a sentence pair that needs more than ``depth`` nested calls makes the score 0 here too. ``depth=None`` never gives
-    up. Source: github.com/pltrdy/rouge 1.0.1; github.com/THUDM/LongBench metrics.py.
+    0. The package also recurses once per word and fails on very long sentences, which LongBench again counts as 0: a
+    sentence pair that needs more than ``depth`` nested calls makes the score 0 here too. ``depth=None`` never gives up.
+    Source: github.com/pltrdy/rouge 1.0.1; github.com/THUDM/LongBench metrics.py.
     """
     hypothesis, truth = _sentences(prediction), _sentences(reference)
     if not hypothesis or not truth:
@@ -42,7 +42,7 @@ def rouge_l(prediction: str, reference: str, depth: int | None = OFFICIAL_DEPTH)
 
 
 def rouge1_stem(prediction: str, reference: str) -> float:
-    """ROUGE-1 F in [0, 1] of the package ``rouge-score`` with stemming; text without ASCII letters or digits scores 0.
+    """Return ROUGE-1 F in [0, 1] of ``rouge-score`` with stemming; text without ASCII letters or digits scores 0.
 
     Source: github.com/google-research/google-research, rouge.
     """
@@ -62,22 +62,22 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_subsequence(x: list[str], y: list[str]) -> tuple[set[str], int]:
-    """The words of one longest common subsequence, and how many nested calls ``rouge`` needs to find it.
+    """Return the words of one longest common subsequence, and the nested calls that ``rouge`` needs to find it.
 
-    Rows of the dynamic programme are bit vectors (Hyyro 2004): bit j of row i is 0 where the length grows from
-    column j to j + 1. Of several longest subsequences this walks to the one that ``rouge`` finds.
+    Rows of the dynamic programme are bit vectors (Hyyro 2004): bit j of row i is 0 where the length grows from column j
+    to j + 1. Of several longest subsequences this walks to the one that ``rouge`` finds.
     """
     if set(x).isdisjoint(y):
         return set(), len(y) + 1
     rows = list(_rows(x, y))
     i, j, calls = len(x), len(y), 1
-    left = j - rows[i].bit_count()
+    remaining = j - rows[i].bit_count()
     words = set()
-    while left:
+    while remaining:
         calls += 1
         if x[i - 1] == y[j - 1]:
             words.add(x[i - 1])
-            i, j, left = i - 1, j - 1, left - 1
+            i, j, remaining = i - 1, j - 1, remaining - 1
         elif rows[i] >> (j - 1) & 1:
             j -= 1
         else:

@@ -8,17 +8,17 @@ from kvbench.metrics.text import normalise_answer, token_f1
 
 
 def squad_f1(prediction: str, reference: str) -> float:
-    """Token F1 of the normalised answers; where one is empty, 1 if both are and else 0.
+    """Return token F1 of the normalised answers; where one is empty, 1 if both are and else 0.
 
     Differs from LongBench's ``f1`` only where both are empty. Source: compute_f1 of stanfordnlp.github.io/coqa
     evaluate-v1.0.py, whose score of a turn is ``coqa_f1``.
     """
-    words, right = normalise_answer(prediction).split(), normalise_answer(reference).split()
-    return token_f1(words, right) if words and right else float(words == right)
+    words, reference_words = normalise_answer(prediction).split(), normalise_answer(reference).split()
+    return token_f1(words, reference_words) if words and reference_words else float(words == reference_words)
 
 
 def coqa_f1(prediction: str, references: Sequence[str]) -> float | None:
-    """CoQA's score of a turn: the best ``squad_f1`` over all references but one, averaged over which is left out.
+    """Return CoQA's score of a turn: the best ``squad_f1`` over all references but one, averaged over the one left out.
 
     So each annotator is compared with the others as a system is; equal references count separately. A single reference
     is compared itself. None without references. Source: stanfordnlp.github.io/coqa evaluate-v1.0.py.
@@ -30,10 +30,10 @@ def coqa_f1(prediction: str, references: Sequence[str]) -> float | None:
 
 
 def best_subspan_em(prediction: str, reference: str) -> float | None:
-    """1 where the normalised reference is a part of the normalised prediction, also inside a word.
+    """Return 1 where the normalised reference is a part of the normalised prediction, also inside a word; else 0.
 
     None for a reference that normalisation leaves empty, which is a part of every text. Source:
     github.com/nelson-liu/lost-in-the-middle metrics.py.
     """
-    right = normalise_answer(reference)
-    return float(right in normalise_answer(prediction)) if right else None
+    expected = normalise_answer(reference)
+    return float(expected in normalise_answer(prediction)) if expected else None

@@ -12,12 +12,12 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def first_line(text: str) -> str:
-    """The first line after leading newlines: all that counts of an answer in few-shot tasks."""
+    """Return the first line after leading newlines: the scored part of an answer in few-shot tasks."""
     return text.lstrip("\n").split("\n")[0]
 
 
 def normalise_answer(text: str) -> str:
-    """SQuAD's normal form: lower case, no ASCII punctuation, no English articles, single spaces.
+    """Return SQuAD's normal form: lower case, no ASCII punctuation, no English articles, single spaces.
 
     Source: rajpurkar.github.io/SQuAD-explorer, evaluate-v1.1.py.
     """
@@ -25,16 +25,16 @@ def normalise_answer(text: str) -> str:
 
 
 def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of the multiset of tokens; 0 where nothing is shared."""
-    same = sum((Counter(prediction) & Counter(reference)).values())
-    if not same:
+    """Return the harmonic mean of precision and recall of the multiset of tokens; 0 where nothing is shared."""
+    shared = sum((Counter(prediction) & Counter(reference)).values())
+    if not shared:
         return 0.0
-    precision, recall = same / len(prediction), same / len(reference)
+    precision, recall = shared / len(prediction), shared / len(reference)
     return (2 * precision * recall) / (precision + recall)
 
 
 def qa_f1(prediction: str, reference: str) -> float:
-    """Token F1 of the normalised answers, as LongBench scores question answering.
+    """Return token F1 of the normalised answers, as LongBench scores question answering.
 
     Two answers that are both empty after normalisation score 0, as there. Source: github.com/THUDM/LongBench.
     """
@@ -42,10 +42,10 @@ def qa_f1(prediction: str, reference: str) -> float:
 
 
 def exact_match(prediction: str, reference: str) -> float:
-    """1 where both are equal once runs of whitespace are one space and the ends are stripped; case counts."""
+    """Return 1 where both are equal once runs of whitespace are one space and the ends are stripped; case counts."""
     return float(prediction.split() == reference.split())
 
 
 def contains(prediction: str, reference: str) -> float | None:
-    """1 where the reference occurs literally in the prediction; None for a blank reference, which is in every text."""
+    """Return 1 where the reference occurs literally in the prediction; None for a blank one, which is in every text."""
     return float(reference in prediction) if reference.strip() else None

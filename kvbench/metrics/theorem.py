@@ -26,28 +26,28 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
 def theorem_match(prediction: str, reference: str) -> float | None:
-    """1 where the prediction's final answer is the reference by the rule of the reference's type, else 0.
+    """Return 1 where the prediction's final answer is the reference by the rule of the reference's type, else 0.
 
     None for a reference of no known type.
     """
-    right = parse_reference(reference)
-    if right is None:
+    expected = parse_reference(reference)
+    if expected is None:
         return None
-    part = announced(prediction)
-    text = prediction if part is None else part
-    first = part is not None
-    if isinstance(right, bool):
-        return float(_truth(text, first) == right)
-    if isinstance(right, str):
-        return float(_option(text, first) == right)
-    if isinstance(right, tuple):
-        return float(_same_numbers(_list(text, first), right))
+    final = announced(prediction)
+    text = prediction if final is None else final
+    first = final is not None
+    if isinstance(expected, bool):
+        return float(_truth(text, first) == expected)
+    if isinstance(expected, str):
+        return float(_option(text, first) == expected)
+    if isinstance(expected, tuple):
+        return float(_same_numbers(_list(text, first), expected))
     value = _number(text, first)
-    return float(value is not None and close(value, right))
+    return float(value is not None and close(value, expected))
 
 
 def parse_reference(text: str) -> Answer | None:
-    """``True``, ``11760``, ``1.0``, ``[0, 5]`` or ``(c)`` as what it is; None for anything else."""
+    """Parse ``True``, ``11760``, ``1.0``, ``[0, 5]`` or ``(c)`` by its form; return None for anything else."""
     stripped = text.strip()
     if stripped.lower() in ("true", "false"):
         return stripped.lower() == "true"
@@ -64,7 +64,7 @@ def parse_reference(text: str) -> Answer | None:
 
 
 def announced(text: str) -> str | None:
-    """What follows the last "answer is" or "answer:", or stands in the last ``\\boxed{}``; None without either."""
+    """Return what follows the last "answer is" or "answer:", or stands in the last ``\\boxed{}``; None without."""
     box = text.rfind("\\boxed{")
     after = max((m.end() for m in _ANNOUNCED.finditer(text)), default=-1)
     if after > box:
@@ -72,39 +72,44 @@ def announced(text: str) -> str | None:
     return _boxed(text, box + len("\\boxed")) if box >= 0 else None
 
 
-def close(value: float, right: float) -> bool:
-    """Whether a number is right: after rounding for an integer, within 4 per cent of the reference for a float."""
+def close(value: float, reference: float) -> bool:
+    """Tell if a number is right: after rounding for an integer, within 4 per cent of the reference for a float."""
     if not math.isfinite(value):
         return False
-    margin = TOLERANCE * abs(right)
-    return round(value) == right if isinstance(right, int) else right - margin <= value <= right + margin
+    margin = TOLERANCE * abs(reference)
+    return (
+        round(value) == reference if isinstance(reference, int) else reference - margin <= value <= reference + margin
+    )
 
 
 def _truth(text: str, first: bool) -> bool | None:
-    found = _TRUTH.findall(text)
-    if not found:
+    matches = _TRUTH.findall(text)
+    if not matches:
         return None
-    negated, word = found[0 if first else -1]
+    negated, word = matches[0 if first else -1]
     return (word.lower() in ("true", "yes")) != bool(negated)
 
 
 def _option(text: str, first: bool) -> str | None:
-    found = _OPTION.findall(text)
-    if found:
-        return f"({found[0 if first else -1].lower()})"
+    matches = _OPTION.findall(text)
+    if matches:
+        return f"({matches[0 if first else -1].lower()})"
     bare = text.strip(" \t\r\n.,:;*$").lower()
     return f"({bare})" if re.fullmatch("[a-f]", bare) else None
 
 
 def _number(text: str, first: bool) -> float | None:
     if not first:
-        found = numbers(text)
-        return found[-1] if found else None
+        values = numbers(text)
+        return values[-1] if values else None
     return evaluate(text.rpartition("=")[2])
 
 
 def _list(text: str, first: bool) -> list[float | None]:
-    """The numbers of the first (or last) bracketed list; where one is announced without brackets, between commas."""
+    """Return the numbers of the first (or last) bracketed list.
+
+    Where one is announced without brackets, they stand between commas.
+    """
     text = clean(text)
     groups = [g for g in _bracketed(text) if "," in g or ";" in g or g.startswith("[")]
     if groups:
@@ -116,7 +121,7 @@ def _list(text: str, first: bool) -> list[float | None]:
 
 
 def _bracketed(text: str) -> list[str]:
-    """The outermost stretches between a bracket and its partner, brackets included, in order."""
+    """Return the outermost stretches between a bracket and its partner, brackets included, in order."""
     openings: dict[str, list[int]] = {closing: [] for closing in _CLOSING.values()}
     pairs = []
     for i, character in enumerate(text):
@@ -133,7 +138,7 @@ def _bracketed(text: str) -> list[str]:
 
 
 def _boxed(text: str, start: int) -> str:
-    """What stands between the brace at ``start`` and its partner, or the end of the text."""
+    """Return the text between the brace at ``start`` and its partner, or the end of the text."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] == "{") - (text[i] == "}")

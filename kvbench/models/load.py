@@ -115,9 +115,9 @@ def weight_bytes(source: ModelSource) -> int:
 
 
 def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) -> PreTrainedModel:
-    """The model in eval mode on ``device``: trained weights from safetensors, or random ones of the same shape.
+    """Load the model in eval mode on ``device``: trained weights from safetensors, or random ones of the same shape.
 
-    With ``device_map`` its layers are spread over devices by accelerate, instead.
+    With ``device_map`` accelerate spreads its layers over devices instead.
     """
     _quiet()
     _check_device_map(cfg)
@@ -176,7 +176,11 @@ def load_model(
 
     ``download=True`` fetches a hub id that is not in the local cache.
     """
-    path = "embedded:tiny" if name == "tiny" else f"{fetch.SCHEME}{name}" if name in fetch.packages() else name
+    path = name
+    if name == "tiny":
+        path = "embedded:tiny"
+    elif name in fetch.packages():
+        path = f"{fetch.SCHEME}{name}"
     cfg = ModelConfig(name=name, path=path, dtype=str(dtype).removeprefix("torch."), **knobs)
     source = locate(cfg)
     return load_weights(cfg, source, resolve_device(device)), load_tokenizer(cfg, source)

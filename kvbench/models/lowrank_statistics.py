@@ -1,4 +1,4 @@
-"""What low-rank projections are chosen by, measured over windows of text: moments, gradients, mean sizes, losses.
+"""Statistics over windows of text by which low-rank projections are chosen: moments, gradients, mean sizes, losses.
 
 Memory is that of the statistics and one window, whatever the number of windows.
 """
@@ -23,27 +23,27 @@ Tick = Callable[[], None]
 def moments(
     model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick, fisher: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Mean of x x^T over all tokens [layers, d, d] fp32 of the projections' inputs x, and Fisher information.
+    """Return the mean of x x^T over all tokens [layers, d, d] fp32 of the projections' inputs x, and Fisher values.
 
-    The latter, [layers, 2, Hk], is sqrt(E[g^2]) over windows of the gradients g of a window's mean loss with respect
+    The latter, [layers, 2, Hk], are sqrt(E[g^2]) over windows of the gradients g of a window's mean loss with respect
     to the entries of a head's key (0) and value (1) projection, averaged over the entries; None unless ``fisher``.
     """
     shape, modules = ProjectionShape.of(model), attention_modules(model)
-    own = [projection(a) for a in modules]
-    device = own[0][0].weight.device
+    projections = [projection(a) for a in modules]
+    device = projections[0][0].weight.device
     total = torch.zeros(shape.layers, shape.hidden, shape.hidden, dtype=torch.float64, device=device)
     tokens = count = 0
 
-    def see(layer: int, x: Tensor) -> None:
+    def add(layer: int, x: Tensor) -> None:
         flat = x.detach().reshape(-1, x.shape[-1]).float()
         total[layer] += flat.T @ flat
 
-    wanted = [m.weight for pair in own for m in pair] if fisher else []
-    squares = [torch.zeros_like(p, dtype=torch.float32) for p in wanted]
-    with quiet(model, wanted), projection_inputs(model, see):
+    parameters = [m.weight for pair in projections for m in pair] if fisher else []
+    squares = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    with quiet(model, parameters), projection_inputs(model, add):
         for window in samples:
             value = loss(model, window)
-            grads = torch.autograd.grad(value, wanted) if fisher else ()
+            grads = torch.autograd.grad(value, parameters) if fisher else ()
             for square, grad in zip(squares, grads, strict=True):
                 square += grad.float().square()
             tokens, count = tokens + len(window), count + 1
@@ -51,32 +51,32 @@ def moments(
     mean = (total / max(tokens, 1)).float()
     if not fisher:
         return mean, None
-    per_layer = len(own[0])
-    found = []
+    per_layer = len(projections[0])
+    fisher_layers = []
     for i, attention in enumerate(modules):
-        mine = [(s / max(count, 1)).sqrt() for s in squares[i * per_layer : (i + 1) * per_layer]]
-        found.append(torch.stack([t.mean(dim=(1, 2)) for t in head_rows(attention, mine, shape.heads)]))
-    return mean, torch.stack(found)
+        roots = [(s / max(count, 1)).sqrt() for s in squares[i * per_layer : (i + 1) * per_layer]]
+        fisher_layers.append(torch.stack([t.mean(dim=(1, 2)) for t in head_rows(attention, roots, shape.heads)]))
+    return mean, torch.stack(fisher_layers)
 
 
 def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
-    """Bytes that ``moments`` holds while it measures, gradients among them, and those of its mean moments."""
+    """Return the bytes that ``moments`` holds while it measures, gradients included, and those of its mean moments."""
     shape = ProjectionShape.of(model)
     entries = shape.layers * shape.hidden**2
-    wanted = [m.weight for a in attention_modules(model) for m in projection(a)] if fisher else []
-    return 8 * entries + sum(w.numel() * (4 + w.element_size()) for w in wanted), 4 * entries
+    parameters = [m.weight for a in attention_modules(model) for m in projection(a)] if fisher else []
+    return 8 * entries + sum(w.numel() * (4 + w.element_size()) for w in parameters), 4 * entries
 
 
 def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick) -> Tensor:
-    """Mean of |x| over all tokens [layers, d] fp32 of the projections' inputs x."""
+    """Return the mean of |x| over all tokens [layers, d] fp32 of the projections' inputs x."""
     shape = ProjectionShape.of(model)
     total = torch.zeros(shape.layers, shape.hidden, dtype=torch.float64, device=model.device)
     tokens = 0
 
-    def see(layer: int, x: Tensor) -> None:
+    def add(layer: int, x: Tensor) -> None:
         total[layer] += x.detach().reshape(-1, x.shape[-1]).double().abs().sum(dim=0)
 
-    with quiet(model, ()), projection_inputs(model, see):
+    with quiet(model, ()), projection_inputs(model, add):
         for window in samples:
             loss(model, window)
             tokens += len(window)
@@ -85,13 +85,13 @@ def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick) ->
 
 
 def mean_loss(model: PreTrainedModel, windows: Sequence[Tensor], layers: Sequence[tuple[Factors, Factors]]) -> float:
-    """Mean loss over ``windows`` of the model with these projections."""
+    """Return the mean loss over ``windows`` of the model with these projections."""
     with quiet(model, ()), swapped(model, layers):
         return sum(float(loss(model, w)) for w in windows) / len(windows)
 
 
 def loss(model: PreTrainedModel, window: Tensor) -> Tensor:
-    """Mean negative log likelihood of a window [n] after its first token."""
+    """Return the mean negative log likelihood of a window [n] after its first token."""
     ids = window.to(model.device)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     return F.cross_entropy(logits.float(), ids[1:])
@@ -114,19 +114,19 @@ def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]
 
 @contextmanager
 def quiet(model: PreTrainedModel, wanted: Sequence[Tensor]) -> Iterator[None]:
-    """The model in eval mode with gradients for ``wanted`` parameters alone; all is as before on exit."""
-    asked = [(p, p.requires_grad) for p in model.parameters()]
+    """Keep the model in eval mode with gradients for ``wanted`` parameters alone; all is restored on exit."""
+    flags = [(p, p.requires_grad) for p in model.parameters()]
     training = [m for m in model.modules() if m.training]
     model.eval()
     try:
-        for p, _ in asked:
+        for p, _ in flags:
             p.requires_grad_(False)
         for w in wanted:
             w.requires_grad_(True)
         with torch.set_grad_enabled(bool(wanted)):
             yield
     finally:
-        for p, before in asked:
-            p.requires_grad_(before)
+        for p, required in flags:
+            p.requires_grad_(required)
         for module in training:
             module.training = True

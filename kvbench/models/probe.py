@@ -1,4 +1,4 @@
-"""A few tokens through a model of an untested family: is what kvbench computes what the model itself computes?"""
+"""A few tokens through a model of an untested family, to compare kvbench's results with the model's own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PROBED: WeakKeyDictionary[PreTrainedModel, Probe] = WeakKeyDictionary()
 
 
 def probe(model: PreTrainedModel) -> Probe:
-    """What was found about a model, measured once.
+    """Measure a model once and return the result.
 
     Raises UsageError where the logits under kvbench's attention are not those under the model's own.
     """
@@ -59,25 +59,25 @@ def _measure(model: PreTrainedModel) -> Probe:
     positions = torch.arange(TOKENS, device=model.device)[None]
     projected: dict[tuple[int, str], Tensor] = {}  # what k_proj and v_proj of each layer gave [1, T, H D]
 
-    def keep(key: tuple[int, str]) -> object:
+    def record(key: tuple[int, str]) -> object:
         return lambda module, args, output: projected.update({key: output})
 
     with torch.no_grad(), attached(model), ExitStack() as stack:
         attention = model.config._attn_implementation
         model.set_attn_implementation("eager")
         try:
-            own = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
+            own_logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
         finally:
             model.set_attn_implementation(attention)
         later, _ = _read(model, ids, positions + SHIFT)
         for i, module in enumerate(attention_modules(model)):
             for name in ("k_proj", "v_proj"):
                 if hasattr(module, name):
-                    hook = getattr(module, name).register_forward_hook(keep((i, name)))
+                    hook = getattr(module, name).register_forward_hook(record((i, name)))
                     stack.callback(hook.remove)
         first, logits = _read(model, ids, positions)
     near = 1e-3 if model.dtype == torch.float32 else 0.1
-    if _distance(logits, own) > near:
+    if _distance(logits, own_logits) > near:
         raise UsageError(
             f"the model family {model.config.model_type!r} does not run in kvbench: under its attention function the "
             "logits are not the model's own"
@@ -109,6 +109,6 @@ def _read(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tuple[list[
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |b|, Euclidean norms."""
+    """Return |a - b| / |b|, Euclidean norms."""
     b = b.float()
     return float((a.to(b.device).float() - b).norm() / b.norm().clamp_min(1e-30))

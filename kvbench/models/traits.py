@@ -1,4 +1,4 @@
-"""What a model can be asked for, read off its config and its modules. No list of families decides what runs.
+"""The traits of a model, read off its config and its modules. No list of families decides what runs.
 
 A family that transformers' attention interface serves runs; what would be computed wrongly is refused with the reason.
 TESTED names the families on which every method is tested, the others are run with the note ``untested``.
@@ -43,7 +43,7 @@ class ModelTraits:
 
     @property
     def note(self) -> str | None:
-        """What a reader of results must know of the family."""
+        """Return the warning that a reader of results must see for an untested family."""
         if self.family in TESTED:
             return None
         return (
@@ -53,15 +53,15 @@ class ModelTraits:
 
 
 def of_model(model: PreTrainedModel) -> ModelTraits:
-    """The traits of a model; UsageError with the reason for one that kvbench cannot run."""
+    """Return the traits of a model; UsageError with the reason for one that kvbench cannot run."""
     check_served(model)
     family = str(model.config.model_type)
     learned = learned_positions(model)
     unrolled = f"the family {family!r} learns its positions" if learned else _unrolled(model)
     mixed = _mixed(model)
     if family not in TESTED and model.device.type != "meta":
-        found = probe.probe(model)
-        unrolled, mixed = unrolled or found.unrolled, mixed or found.mixed
+        result = probe.probe(model)
+        unrolled, mixed = unrolled or result.unrolled, mixed or result.mixed
     return ModelTraits(family, from_config(model.config), learned, unrolled, mixed)
 
 
@@ -69,7 +69,7 @@ _KNOWN: dict[str, ModelTraits] = {}
 
 
 def of_config(config: Any) -> ModelTraits:
-    """The traits of a model by its configuration alone; its modules are built without memory for weights."""
+    """Return a model's traits by its configuration alone; its modules are built without memory for weights."""
     key = f"{type(config).__name__} {config.to_json_string()}"
     if key not in _KNOWN:
         try:
@@ -117,7 +117,7 @@ def _interfaced(attention: nn.Module) -> bool:
 
 
 def learned_positions(model: PreTrainedModel) -> bool:
-    """Whether positions come from a table: there are no rotary frequencies at all."""
+    """Tell if positions come from a table: there are no rotary frequencies at all."""
     return not any(name.endswith("inv_freq") for name, _ in model.named_buffers())
 
 

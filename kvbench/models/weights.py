@@ -18,7 +18,7 @@ SHOWN = 3
 
 
 def read(path: str, location: str, **options: Any) -> PreTrainedModel:
-    """A checkpoint's model by ``from_pretrained(location, **options)``; ``path`` is what the user calls it.
+    """Load a checkpoint's model by ``from_pretrained(location, **options)``; ``path`` is what the user calls it.
 
     Raises UsageError with the names of weights that are missing, left over, of another shape or no floats. What
     transformers itself leaves out (buffers of rotations, the second copy of a tied weight) is no error.
@@ -27,8 +27,8 @@ def read(path: str, location: str, **options: Any) -> PreTrainedModel:
         location, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
     model, info = loading
-    shapes = [f"{n} {list(found)} for {list(wanted)}" for n, found, wanted in info["mismatched_keys"]]
-    for what, names in (
+    shapes = [f"{n} {list(stored)} for {list(expected)}" for n, stored, expected in info["mismatched_keys"]]
+    for fault, names in (
         ("has weights of another shape than its config.json says", shapes),
         ("lacks weights that its config.json asks for", info["missing_keys"]),
         ("has weights that its config.json has no place for", info["unexpected_keys"]),
@@ -36,38 +36,38 @@ def read(path: str, location: str, **options: Any) -> PreTrainedModel:
     ):
         if names:
             raise UsageError(
-                f"model={path} {what}: {_listed(names)}. Are config.json and weights of one model, and all of it?"
+                f"model={path} {fault}: {_listed(names)}. Are config.json and weights of one model, and all of it?"
             )
     return model
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first names in order, and how many there are."""
+    """Return the first names in order, and how many there are."""
     ordered = sorted(names)
     more = f", ... ({len(ordered)} in all)" if len(ordered) > SHOWN else ""
     return ", ".join(ordered[:SHOWN]) + more
 
 
 def _integers(model: PreTrainedModel, location: str) -> list[str]:
-    """Stored tensors that are no floats under the names of parameters that are."""
-    own = {name for name, p in model.named_parameters() if p.is_floating_point()}
+    """Return the stored tensors that are no floats under the names of parameters that are."""
+    parameters = {name for name, p in model.named_parameters() if p.is_floating_point()}
     prefix = f"{model.base_model_prefix}."
     stored: dict[str, str] = {}
     for file in sorted(_folder(model, location).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             stored |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-    return [n for n, dtype in stored.items() if dtype not in FLOATS and (n in own or prefix + n in own)]
+    return [n for n, dtype in stored.items() if dtype not in FLOATS and (n in parameters or prefix + n in parameters)]
 
 
 def _folder(model: PreTrainedModel, location: str) -> Path:
-    """Where the files lie: the folder itself, or that of a hub id in the hub's cache."""
+    """Return where the files lie: the folder itself, or that of a hub id in the hub's cache."""
     if Path(location).is_dir():
         return Path(location)
     from huggingface_hub import try_to_load_from_cache
 
     commit = getattr(model.config, "_commit_hash", None)
-    found = try_to_load_from_cache(location, "config.json", revision=commit)
-    return Path(found).parent if isinstance(found, str) else Path(location)
+    config_path = try_to_load_from_cache(location, "config.json", revision=commit)
+    return Path(config_path).parent if isinstance(config_path, str) else Path(location)
 
 
 def check_rope(path: str, parameters: Mapping[str, Any] | None, config: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a dataset is to the rest of kvbench: named lists of examples with one metric each."""
+"""The dataset interface: named lists of examples with one metric each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
 
 
 def own_wording(dataset: str, *facts: str) -> str:
-    """The note of a task whose prompts are worded by kvbench, behind other ``facts`` that readers must know."""
+    """Return the note of a task whose prompts are worded by kvbench, behind other ``facts`` that readers must know."""
     return f"{dataset}: " + "; ".join([*filter(None, facts), "the wording of its prompts is kvbench's own"])
 
 
@@ -69,17 +69,17 @@ class Task:
             raise UsageError(f"dataset {self.id} has no examples")
         ids = [e.id for e in self.examples]
         if len(set(ids)) < len(ids):
-            twice = next(i for i in ids if ids.count(i) > 1)
-            raise UsageError(f"dataset {self.id}: two examples have the id {twice!r}")
+            repeated = next(i for i in ids if ids.count(i) > 1)
+            raise UsageError(f"dataset {self.id}: two examples have the id {repeated!r}")
 
     def taken(self, limit: int | None) -> tuple[Example, ...]:
-        """The examples that a limit takes, in order; those of a smaller one are among them. None: all."""
+        """Return the examples that a limit takes, in order; those of a smaller one are among them. None: all."""
         if limit is None or not self.grid:
             return self.examples[:limit]
         return tuple(self.examples[i] for i in sorted(spread(self.examples, self.grid)[:limit]))
 
     def answer(self, text: str) -> str:
-        """What of a generated text is scored."""
+        """Return the part of a generated text that is scored."""
         if self.first_line:
             text = text.lstrip("\n").partition("\n")[0]
         if self.cut_at:
@@ -87,7 +87,7 @@ class Task:
         return self.lead + (text.strip() if self.strip else text)
 
     def answering(self) -> dict[str, Any]:
-        """How answers end and what of them counts: part of a cell's identity."""
+        """Return the settings that end an answer and choose its scored part: part of a cell's identity."""
         return {
             "stop": list(self.stop),
             "forbid_first": list(self.forbid_first),
@@ -99,7 +99,7 @@ class Task:
         }
 
     def content_hash(self) -> str:
-        """SHA-256 over every example: the data's part in a cell's identity."""
+        """Return the SHA-256 over every example: the data's part in a cell's identity."""
         digest = hashlib.sha256()
         for example in self.examples:
             digest.update(json.dumps(asdict(example), sort_keys=True, default=str).encode())
@@ -114,32 +114,34 @@ def load_tasks(
     data: str | None = None,
     chat: bool = False,
 ) -> list[Task]:
-    """The tasks of one conf/dataset entry: its ``_target_``, else the loader of rows, called with the entry's knobs.
+    """Load the tasks of one conf/dataset entry by its ``_target_``, else by the loader of rows, called with its knobs.
 
     A loader that reads files takes ``files`` (tasks.source.Files, below the data folder that ``data`` or the
     environment names); one that builds only what was asked for takes ``selection``; one that counts tokens takes
     ``tokenizer``; one whose answers are longer behind a chat template takes ``chat``; one with many knobs takes them as
-    ``knobs``, a dataclass. Where a loader leaves the length
-    of answers to the data, the entry's ``max_new_tokens`` replaces it.
+    ``knobs``, a dataclass. Where a loader leaves the length of answers to the data, the entry's ``max_new_tokens``
+    replaces it.
 
     ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``); empty means all.
     """
     module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
     loader = getattr(importlib.import_module(module), name)
     knobs = {k: v for k, v in entry.items() if k not in ("_target_", "default_limit", "hub")}
-    wanted_by = inspect.signature(loader).parameters
+    parameters = inspect.signature(loader).parameters
     offered: dict[str, Any] = {"tokenizer": tokenizer, "selection": tuple(selection), "chat": chat}
-    if "files" in wanted_by:
+    if "files" in parameters:
         # only now: a dataset without files does not care whether the data folder exists
         offered["files"] = Files(dataset, data_root(data))
-    form = get_type_hints(loader)["knobs"] if "knobs" in wanted_by else None
-    own = [f.name for f in fields(form)] if form else wanted_by
-    longest = None if "max_new_tokens" in own else knobs.pop("max_new_tokens", None)
-    given = {k: v for k, v in offered.items() if k in wanted_by}
-    tasks: list[Task] = loader(dataset=dataset, **given, **({"knobs": form(**knobs)} if form else knobs))
-    if longest is not None:
-        whole(dataset, "max_new_tokens", longest)
-        tasks = [replace(t, examples=tuple(replace(e, max_new_tokens=longest) for e in t.examples)) for t in tasks]
+    form = get_type_hints(loader)["knobs"] if "knobs" in parameters else None
+    knob_names = [f.name for f in fields(form)] if form else parameters
+    max_new_tokens = None if "max_new_tokens" in knob_names else knobs.pop("max_new_tokens", None)
+    options = {k: v for k, v in offered.items() if k in parameters}
+    tasks: list[Task] = loader(dataset=dataset, **options, **({"knobs": form(**knobs)} if form else knobs))
+    if max_new_tokens is not None:
+        whole(dataset, "max_new_tokens", max_new_tokens)
+        tasks = [
+            replace(t, examples=tuple(replace(e, max_new_tokens=max_new_tokens) for e in t.examples)) for t in tasks
+        ]
     by_name = {t.id.partition("/")[2]: t for t in tasks}
     for wanted in selection:
         if wanted not in by_name:
@@ -148,7 +150,7 @@ def load_tasks(
 
 
 def read_text(path: Path, what: str) -> str:
-    """A UTF-8 text file, or a UsageError that says what it was wanted for."""
+    """Read a UTF-8 text file; raise a UsageError that says what it was wanted for if that fails."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -26,11 +26,11 @@ class DialogueTurn(NamedTuple):
 
 
 def load(dataset: str, files: Files, file: str | None, history: int | str, max_new_tokens: int) -> list[Task]:
-    """One task, an example per turn: the story, ``history`` earlier turns with their first answers, the question.
+    """Return one task with an example per turn: story, ``history`` earlier turns with their first answers, question.
 
-    ``file`` is the official JSON, with up to four references a turn, or, as JSON Lines, the hub's table, which has
-    one; None takes the first of PLACES that there is. An answer ends where the next ``Q:`` begins. The wording of the
-    prompt is ours. Raises UsageError naming file, place and reason for stories without questions or answers.
+    ``file`` is the official JSON, with up to four references a turn, or, as JSON Lines, the hub's table, which has one;
+    None takes the first of PLACES that there is. An answer ends where the next ``Q:`` begins. The wording of the prompt
+    is ours. Raises UsageError naming file, place and reason for stories without questions or answers.
     """
     whole(dataset, "max_new_tokens", max_new_tokens)
     if history != "all":
@@ -41,14 +41,14 @@ def load(dataset: str, files: Files, file: str | None, history: int | str, max_n
         prompt, turns = PROMPT.format(story=row.text("story").strip()), list(_turns(row))
         for n, turn in enumerate(turns):
             earlier = turns[:n] if isinstance(history, str) else turns[max(0, n - history) : n]
-            asked = f"Q: {turn.question}\nA:"
+            question = f"Q: {turn.question}\nA:"
             examples.append(
                 Example(
                     id=f"{row.name('id', f'coqa-{i}')}-{n + 1}",
-                    prompt=prompt + "".join(f"Q: {t.question}\nA: {t.answers[0]}\n\n" for t in earlier) + asked,
+                    prompt=prompt + "".join(f"Q: {t.question}\nA: {t.answers[0]}\n\n" for t in earlier) + question,
                     answers=turn.answers,
                     max_new_tokens=max_new_tokens,
-                    question=asked,
+                    question=question,
                     meta={"turn": n + 1},
                 )
             )
@@ -78,18 +78,18 @@ def _turns(row: FileRow) -> Iterator[DialogueTurn]:
 
 
 def _columns(row: FileRow) -> tuple[list[str], list[list[str]]]:
-    """The questions, and one list of answers per annotator, the conversation's own first."""
+    """Return the questions, and one list of answers per annotator, the conversation's own first."""
     answers = row.value("answers")
     if isinstance(answers, dict):
-        given = FileRow(row.file, f"{row.place}, answers", answers)
-        return list(row.texts("questions")), [list(given.texts("input_text"))]
+        answer_columns = FileRow(row.file, f"{row.place}, answers", answers)
+        return list(row.texts("questions")), [list(answer_columns.texts("input_text"))]
     references = [_inputs(row, "answers")]
     if "additional_answers" in row:
-        more = row.value("additional_answers")
-        if not isinstance(more, dict):
-            raise row.wrong(f"'additional_answers' must be an object by annotator, got {kind(more)}")
-        annotators = FileRow(row.file, f"{row.place}, additional_answers", more)
-        references += [_inputs(annotators, key) for key in sorted(more)]
+        additional = row.value("additional_answers")
+        if not isinstance(additional, dict):
+            raise row.wrong(f"'additional_answers' must be an object by annotator, got {kind(additional)}")
+        annotators = FileRow(row.file, f"{row.place}, additional_answers", additional)
+        references += [_inputs(annotators, key) for key in sorted(additional)]
     return _inputs(row, "questions"), references
 
 

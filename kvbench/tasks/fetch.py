@@ -77,21 +77,21 @@ class FileSource:
 
 
 def sources() -> dict[str, FileSource | None]:
-    """Every dataset of conf/dataset by id; None where it names no source."""
-    found: dict[str, FileSource | None] = {}
+    """Return the source of every dataset of conf/dataset by id; None where it names none."""
+    by_dataset: dict[str, FileSource | None] = {}
     for path in sorted((conf_dir() / "dataset").glob("*.yaml")):
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         entry = (content.get(path.stem) or {}).get("hub")
-        found[path.stem] = None if entry is None else _source(path.stem, entry)
-    return found
+        by_dataset[path.stem] = None if entry is None else _source(path.stem, entry)
+    return by_dataset
 
 
 def source_of(dataset: str) -> FileSource:
-    """The source of one dataset; UsageError if there is no such dataset or it names no files."""
-    every = sources()
-    if dataset not in every:
-        raise unknown("dataset", dataset, every)
-    source = every[dataset]
+    """Return the source of one dataset; UsageError if there is no such dataset or it names no files."""
+    by_dataset = sources()
+    if dataset not in by_dataset:
+        raise unknown("dataset", dataset, by_dataset)
+    source = by_dataset[dataset]
     if source is None or not source.files:
         where = f" ({source.repo})" if source and source.repo else ""
         raise UsageError(
@@ -102,7 +102,7 @@ def source_of(dataset: str) -> FileSource:
 
 
 def read_lock(root: Path) -> dict[str, dict[str, Any]]:
-    """The records of fetched files by their place below ``root``; UsageError if the lock file is damaged."""
+    """Return the records of fetched files by their place below ``root``; UsageError if the lock file is damaged."""
     path = root / LOCK
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ def read_lock(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def state(root: Path | None, wanted: Wanted, lock: Mapping[str, Mapping[str, Any]]) -> str:
-    """missing, fetched (as the lock says), changed (not so), or present (put there by somebody else)."""
+    """Return missing, fetched (as the lock says), changed (not so), or present (put there by somebody else)."""
     if root is None:
         return "missing"
     path = root / wanted.to
@@ -131,7 +131,7 @@ def state(root: Path | None, wanted: Wanted, lock: Mapping[str, Mapping[str, Any
 
 
 def changed(root: Path, wanted: Wanted) -> UsageError:
-    """The error for a file that is not what was fetched."""
+    """Return the error for a file that is not what was fetched."""
     return UsageError(
         f"{root / wanted.to} has changed since it was fetched: its checksum is not that of {root / LOCK}. Delete the "
         "file and fetch it again; if the change is meant, take its entry out of the lock file"
@@ -139,24 +139,24 @@ def changed(root: Path, wanted: Wanted) -> UsageError:
 
 
 def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str], None]) -> list[str]:
-    """Download what is missing of one dataset; returns the places below ``root`` of the files that came.
+    """Download the missing files of one dataset and return their places below ``root``.
 
-    Files that are there are left alone. Raises UsageError for a file that differs from the lock, and KvbenchError
-    where a download fails or is not what was expected; files that came before stay and are locked.
+    Files that are there are left alone. Raises UsageError for a file that differs from the lock, and KvbenchError where
+    a download fails or is not what was expected; files that came before stay and are locked.
     """
     lock = read_lock(root)
     states = {w: state(root, w, lock) for w in source.files}
-    for wanted, found in states.items():
-        if found == "changed":
+    for wanted, status in states.items():
+        if status == "changed":
             raise changed(root, wanted)
-    came: list[str] = []
+    places: list[str] = []
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as temporary:
         commits: dict[str, str] = {}
-        missing = [w for w, found in states.items() if found == "missing"]
+        missing = [w for w, status in states.items() if status == "missing"]
         for name in dict.fromkeys(w.source for w in missing):
             group = [w for w in missing if w.source == name]  # all members of one archive together
-            folder = Path(temporary) / str(len(came))
+            folder = Path(temporary) / str(len(places))
             folder.mkdir()
             origin = _origin(source, group[0], lock, commits, hub)
             say(f"fetching {name} of {origin.get('repo') or 'its own address'}")
@@ -166,26 +166,31 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
                 path = hub.file(str(source.repo), source.kind, name, origin["commit"], folder)
             for wanted in group:
                 _place(wanted, path, root, folder, lock, {"dataset": source.dataset, **origin})
-                came.append(wanted.to)
+                places.append(wanted.to)
             write_json(root / LOCK, {"version": 1, "files": dict(sorted(lock.items()))})
             path.unlink(missing_ok=True)
-    return came
+    return places
 
 
 def _source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
     where = f"conf/dataset/{dataset}.yaml, hub"
     files: list[Wanted] = []
     for item in entry.get("files") or []:
-        odd = [k for k in item if k not in FILE_KEYS]
-        if odd or "to" not in item or ("from" in item) == ("url" in item) or ("from" in item and not entry.get("repo")):
+        odd_keys = [k for k in item if k not in FILE_KEYS]
+        if (
+            odd_keys
+            or "to" not in item
+            or ("from" in item) == ("url" in item)
+            or ("from" in item and not entry.get("repo"))
+        ):
             raise UsageError(f"{where}: {dict(item)} must have to, and either from (with a repo) or url; {FILE_KEYS}")
         for each in item.get("each", [None]):
-            filled = {k: v if each is None else str(v).replace("{}", str(each)) for k, v in item.items() if k != "each"}
-            filled["name"] = filled.pop("from", None)
-            place = PurePosixPath(filled["to"])
+            fields = {k: v if each is None else str(v).replace("{}", str(each)) for k, v in item.items() if k != "each"}
+            fields["name"] = fields.pop("from", None)
+            place = PurePosixPath(fields["to"])
             if place.is_absolute() or ".." in place.parts:
                 raise UsageError(f"{where}: {place} must lie below the data folder")
-            files.append(Wanted(**filled))
+            files.append(Wanted(**fields))
     return FileSource(
         dataset,
         entry.get("repo"),
@@ -200,14 +205,14 @@ def _source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
 def _origin(
     source: FileSource, wanted: Wanted, lock: Mapping[str, Mapping[str, Any]], commits: dict[str, str], hub: HuggingFace
 ) -> dict[str, Any]:
-    """What the lock will say of where a file comes from. The commit of an earlier fetch holds."""
+    """Return the record of a file's origin for the lock; the commit of an earlier fetch holds."""
     if wanted.url:
         return {"url": wanted.url}
     repo = str(source.repo)
     key = {"repo": repo, "revision": source.revision}
-    before = [r["commit"] for r in lock.values() if key.items() <= r.items() and "commit" in r]
+    locked_commits = [r["commit"] for r in lock.values() if key.items() <= r.items() and "commit" in r]
     if repo not in commits:
-        commits[repo] = before[0] if before else hub.commit(repo, source.kind, source.revision)
+        commits[repo] = locked_commits[0] if locked_commits else hub.commit(repo, source.kind, source.revision)
     return {**key, "commit": commits[repo]}
 
 
@@ -222,8 +227,8 @@ def _place(
     """Unpack one file, check it, move it to its place in one step and write it into ``lock``."""
     ready = folder / "ready"
     unpack(wanted, path, ready)
-    digest, before = sha256(ready), lock.get(wanted.to, {}).get("sha256")
-    for expected, whose in ((before, str(root / LOCK)), (wanted.sha256, "its conf/dataset entry")):
+    digest, locked = sha256(ready), lock.get(wanted.to, {}).get("sha256")
+    for expected, whose in ((locked, str(root / LOCK)), (wanted.sha256, "its conf/dataset entry")):
         if expected is not None and digest != expected:
             raise KvbenchError(
                 f"{wanted.to} from {wanted.source} has the checksum {digest}, {whose} says {expected}: the source has "
@@ -243,7 +248,7 @@ def _place(
 
 
 def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
-    """Write to ``ready`` what is wanted of a downloaded file; KvbenchError where it is not what it should be."""
+    """Write to ``ready`` the wanted part of a downloaded file; KvbenchError where it is not what it should be."""
     try:
         if wanted.member:
             with zipfile.ZipFile(path) as archive, archive.open(wanted.member) as content, ready.open("wb") as out:
@@ -262,7 +267,7 @@ def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
 
 
 def _parse(wanted: Wanted, ready: Path) -> None:
-    """ValueError where what should be JSON is not: an address may answer with a page about an error."""
+    """Raise ValueError where what should be JSON is not: an address may answer with a page about an error."""
     if wanted.to.endswith(".json"):
         json.loads(ready.read_bytes())
     elif wanted.to.endswith(".jsonl"):
@@ -288,7 +293,7 @@ _DAMAGED = (
 
 
 def _convert(wanted: Wanted, path: Path, ready: Path) -> None:
-    """Parquet as JSON Lines, or the values of one column one after the other as text."""
+    """Write parquet as JSON Lines, or the values of one column one after the other as text."""
     from pyarrow.parquet import ParquetFile
 
     as_text = wanted.to.endswith(".txt")
@@ -303,5 +308,5 @@ def _convert(wanted: Wanted, path: Path, ready: Path) -> None:
 
 
 def _plain(value: object) -> str:
-    """Pictures and sounds by their size, dates as text."""
+    """Return the size of pictures and sounds, and dates as text."""
     return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)

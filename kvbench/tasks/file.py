@@ -35,15 +35,15 @@ def load(
         raise UsageError(f"dataset.{dataset}.max_new_tokens={max_new_tokens!r} is not possible: a whole number from 1")
     file = Path(path).expanduser()
     examples: dict[str, Example] = {}
-    place_of: dict[str, str] = {}
+    places: dict[str, str] = {}
     for row in read_lines(file, " (set prompt_key=, answers_key=)"):
         name = row.name(id_key, row.place.replace(" ", "-"))
         if name in examples:
-            raise row.wrong(f"its id {name!r} is that of {place_of[name]}")
+            raise row.wrong(f"its id {name!r} is that of {places[name]}")
         classes = row.texts(classes_key) if classes_key in row else ()
         if scorer.needs_classes and not classes:
             raise row.wrong(f"metric {metric} needs a list of labels under the key {classes_key!r}")
-        place_of[name] = row.place
+        places[name] = row.place
         examples[name] = Example(
             id=name,
             prompt=row.text(prompt_key),

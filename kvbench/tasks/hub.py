@@ -17,10 +17,10 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.
 
 
 class HuggingFace:
-    """Downloads through huggingface_hub, with the user's own login where there is one."""
+    """Downloads through huggingface_hub, with the user's login if there is one."""
 
     def commit(self, repo: str, kind: str, revision: str) -> str:
-        """The commit that a revision of a repo means now."""
+        """Return the commit that a revision of a repo means now."""
         from huggingface_hub import HfApi
 
         info = _attempt(lambda: HfApi().repo_info(repo, revision=revision, repo_type=kind), f"{repo} at {revision}")
@@ -59,12 +59,12 @@ class HuggingFace:
 
 
 def cached(repo: str, revision: str) -> str:
-    """Whether a model is in the hub's cache: here, partly, or missing. No network is used."""
+    """Return ``here``, ``partly`` or ``missing``: how much of a model is in the hub's cache, without any network."""
     from huggingface_hub import try_to_load_from_cache
 
     def find(name: str) -> str | None:
-        found = try_to_load_from_cache(repo, name, revision=revision)
-        return found if isinstance(found, str) else None
+        location = try_to_load_from_cache(repo, name, revision=revision)
+        return location if isinstance(location, str) else None
 
     if find("config.json") is None:
         return "missing"

@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 def whole(dataset: str, knob: str, value: object, least: int = 1) -> int:
-    """A whole number of at least ``least``, or a UsageError that names the knob."""
+    """Return a whole number of at least ``least``, or raise a UsageError that names the knob."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"dataset.{dataset}.{knob}={value!r} is not possible: a whole number, {least} or more")
     return value
 
 
 def one_of(dataset: str, knob: str, value: object, allowed: Iterable[str]) -> str:
-    """One of the allowed words, or a UsageError that lists them."""
+    """Return one of the allowed words, or raise a UsageError that lists them."""
     names = tuple(allowed)
     if value not in names:
         raise unknown(f"value of dataset.{dataset}.{knob}", value, names)
@@ -27,7 +27,7 @@ def one_of(dataset: str, knob: str, value: object, allowed: Iterable[str]) -> st
 
 
 def drawn(items: Sequence[T], seed: str) -> Iterator[T]:
-    """All items in an order that the seed alone decides, on every machine and Python version."""
+    """Yield all items in an order that the seed alone decides, on every machine and Python version."""
     # Of the random module only random() is promised to stay the same between versions.
     rng, rest = random.Random(seed), list(items)
     while rest:

@@ -29,7 +29,7 @@ BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 
 @dataclass(frozen=True)
 class Spec:
-    """How one task is scored and read: ``first_line`` and ``chat`` as in Task, ``size`` its examples (E has others).
+    """How a task is scored and read: ``first_line`` and ``chat`` as in Task, ``size`` its examples (E has others).
 
     ``extended``: LongBench-E has the task too. ``newline_ends``: a newline ends the answer and cannot begin it.
     """
@@ -74,19 +74,19 @@ TASKS: Mapping[str, Spec] = MappingProxyType(
 
 
 def names(split: str) -> tuple[str, ...]:
-    """The tasks of one of SPLITS, in the order of LongBench's tables."""
+    """Return the tasks of one of SPLITS, in the order of LongBench's tables."""
     if split == "e":
         return tuple(n for n, s in TASKS.items() if s.extended)
     return tuple(n for n, s in TASKS.items() if s.chinese == (split == "zh"))
 
 
 def bucket(length: int) -> str:
-    """The range of LongBench-E that a stored ``length`` (words, or characters of Chinese) belongs to."""
+    """Return the range of LongBench-E that a stored ``length`` (words, or characters of Chinese) belongs to."""
     return next(name for name, end in BUCKETS if end is None or length < end)
 
 
 def metric_name(task: str, code_sim: str) -> str:
-    """The metric of a task, with the backend of ``code_sim`` settled: one of BACKENDS."""
+    """Return the metric of a task, with ``code_sim`` computed by one of BACKENDS."""
     if code_sim not in BACKENDS:
         raise unknown("backend of code_sim", code_sim, BACKENDS)
     metric = TASKS[task].metric
@@ -94,14 +94,17 @@ def metric_name(task: str, code_sim: str) -> str:
 
 
 def scored_part(task: str, prediction: str) -> str:
-    """What of an answer LongBench's eval.py scores: the first line after leading newlines, in few-shot tasks."""
+    """Return the part of an answer that LongBench's eval.py scores.
+
+    In few-shot tasks it is the first line after leading newlines.
+    """
     return prediction.lstrip("\n").split("\n")[0] if TASKS[task].first_line else prediction
 
 
 def load(
     dataset: str, files: Files, selection: Sequence[str], split: str, code_sim: str, folder: str = FOLDER
 ) -> list[Task]:
-    """The selected tasks of one split (none selected: all), from the files in ``folder`` below the data folder.
+    """Load the selected tasks of one split (none selected: all) from the files in ``folder`` below the data folder.
 
     The two official files are always LongBench's own, in its folder. Raises UsageError where files are missing, naming
     them and the ways to get them, and for a damaged line naming file, line and reason.
@@ -113,28 +116,28 @@ def load(
         if name not in names(split):
             raise unknown(f"task of dataset {dataset}", name, names(split))
     wanted = tuple(selection) or names(split)
-    found = {name: files.first(*places(name, split, folder)) for name in wanted}
-    _require(files, found, split, folder)
+    paths = {name: files.first(*places(name, split, folder)) for name in wanted}
+    _require(files, paths, split, folder)
     prompts, lengths = _official(files, PROMPTS), _official(files, LENGTHS)
-    return [_task(dataset, name, path, prompts, lengths, split, code_sim) for name, path in found.items() if path]
+    return [_task(dataset, name, path, prompts, lengths, split, code_sim) for name, path in paths.items() if path]
 
 
 def places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
-    """Where a task's file may lie below the data folder: as named here, or as LongBench's archive unpacks."""
+    """Return the places of a task's file below the data folder: as named here, or as LongBench's archive unpacks."""
     ending = "_e" if split == "e" else ""
     return f"{folder}/{name}{ending}.jsonl", f"{folder}/data/{name}{ending}.jsonl"
 
 
-def _require(files: Files, found: Mapping[str, Path | None], split: str, folder: str) -> None:
-    missing = [places(name, split, folder)[0] for name, path in found.items() if path is None]
+def _require(files: Files, paths: Mapping[str, Path | None], split: str, folder: str) -> None:
+    missing = [places(name, split, folder)[0] for name, path in paths.items() if path is None]
     if not missing:
         return
     where = f" below {files.root}" if files.root else ""
-    there = [name for name, path in found.items() if path]
-    have = f" What is there can be run by name: {','.join(f'{files.dataset}/{n}' for n in there)}" if there else ""
+    present = [name for name, path in paths.items() if path]
+    hint = f" What is there can be run by name: {','.join(f'{files.dataset}/{n}' for n in present)}" if present else ""
     raise UsageError(
-        f"dataset={files.dataset} needs {len(missing)} of {len(found)} files that do not exist{where}: "
-        f"{', '.join(missing)}: {files.ways()}.{have}"
+        f"dataset={files.dataset} needs {len(missing)} of {len(paths)} files that do not exist{where}: "
+        f"{', '.join(missing)}: {files.ways()}.{hint}"
     )
 
 
@@ -178,18 +181,18 @@ def _task(
 
 
 def _examples(path: Path, name: str, template: str, limit: int, buckets: bool) -> tuple[Example, ...]:
-    before, _, after = template.partition("{context}")
-    seen: Counter[str] = Counter()
+    prefix, _, suffix = template.partition("{context}")
+    repeats: Counter[str] = Counter()
     examples = []
     for row in read_lines(path):
-        context, own = _string(row, "context"), row.name("_id", row.place)
-        question, length = _fill(after, row), _length(row)
-        seen[own] += 1
+        context, name_in_file = _string(row, "context"), row.name("_id", row.place)
+        question, length = _fill(suffix, row), _length(row)
+        repeats[name_in_file] += 1
         examples.append(
             Example(
                 # a repeated id stays two examples, as for LongBench, which counts lines
-                id=own if seen[own] == 1 else f"{own}#{seen[own]}",
-                prompt=_fill(before, row) + context + question,
+                id=name_in_file if repeats[name_in_file] == 1 else f"{name_in_file}#{repeats[name_in_file]}",
+                prompt=_fill(prefix, row) + context + question,
                 answers=row.texts("answers"),
                 max_new_tokens=limit,
                 classes=row.texts("all_classes") if TASKS[name].metric == "classification" else (),
@@ -207,7 +210,7 @@ def _fill(template: str, row: FileRow) -> str:
 
 
 def _string(row: FileRow, key: str) -> str:
-    """Text that may be empty, as the input of summaries is."""
+    """Return text that may be empty, as the input of summaries is."""
     return "" if row.value(key) == "" else row.text(key)
 
 

@@ -58,13 +58,13 @@ def load(
     seed: int,
     max_new_tokens: int,
 ) -> list[Task]:
-    """A task per position of the gold document (``mdqa/first``), the same questions and distractors in each.
+    """Return a task per position of the gold document (``mdqa/first``), with the same questions and distractors.
 
     Distractors are a line's own passages, then gold documents of other questions in an order drawn for the question.
     None contains an answer, after normalisation, and none occurs twice. ``middle`` is the earlier of two middle places.
     The instruction is ours. As there, only what stands before the first newline of an answer is scored. Raises
-    UsageError naming file, line and reason for a record without question, answers or gold document, and where there
-    are too few distractors.
+    UsageError naming file, line and reason for a record without question, answers or gold document, and where there are
+    too few distractors.
     """
     whole(dataset, "documents", documents)
     whole(dataset, "seed", seed, least=0)
@@ -80,33 +80,33 @@ def load(
     path = files.path(file)
     questions = [_question(row) for row in read(path)]
     pool = tuple(dict.fromkeys(q.gold for q in questions))
-    built: dict[str, list[Example]] = {position: [] for position in wanted}
+    examples_at: dict[str, list[Example]] = {position: [] for position in wanted}
     foreign = 0
     for i, question in enumerate(questions):
         others = _distractors(question, pool, documents - 1, seed)
         foreign += not set(others) <= set(question.own)
-        asked = f"Question: {question.text}\nAnswer:"
+        prompt_end = f"Question: {question.text}\nAnswer:"
         for position in wanted:
-            shown = [*others[: places[position]], question.gold, *others[places[position] :]]
-            listed = "\n".join(f"Document [{n}](Title: {d.title}) {d.text}" for n, d in enumerate(shown, start=1))
-            built[position].append(
+            ordered = [*others[: places[position]], question.gold, *others[places[position] :]]
+            listing = "\n".join(f"Document [{n}](Title: {d.title}) {d.text}" for n, d in enumerate(ordered, start=1))
+            examples_at[position].append(
                 Example(
                     id=f"mdqa-{i}",
-                    prompt=f"{INSTRUCTION}\n\n{listed}\n\n{asked}",
+                    prompt=f"{INSTRUCTION}\n\n{listing}\n\n{prompt_end}",
                     answers=question.answers,
                     max_new_tokens=max_new_tokens,
-                    question=asked,
+                    question=prompt_end,
                     meta={"documents": documents, "gold": places[position] + 1},
                 )
             )
-    of = f"{foreign} of {len(questions)} questions"
-    note = own_wording(dataset, f"distractors of {of} are gold documents of others" if foreign else "")
+    share = f"{foreign} of {len(questions)} questions"
+    note = own_wording(dataset, f"distractors of {share} are gold documents of others" if foreign else "")
     source = f"NaturalQuestions-open, {path.name}, {documents} documents"
     return [
         Task(
             f"{dataset}/{position}", tuple(examples), "best_subspan_em", source, "multi-document QA", note, cut_at="\n"
         )
-        for position, examples in built.items()
+        for position, examples in examples_at.items()
     ]
 
 
@@ -118,8 +118,8 @@ def _question(row: FileRow) -> Question:
     answers = tuple(a for a in row.texts("answers") if normalise_answer(a))
     if not answers:
         raise row.wrong("'answers' holds nothing but articles and punctuation")
-    own = tuple(_document(p) for p in passages if p is not gold[0])
-    return Question(row, row.text("question").strip(), answers, _document(gold[0]), own)
+    distractors = tuple(_document(p) for p in passages if p is not gold[0])
+    return Question(row, row.text("question").strip(), answers, _document(gold[0]), distractors)
 
 
 def _document(row: FileRow) -> Document:
@@ -128,7 +128,7 @@ def _document(row: FileRow) -> Document:
 
 
 def _distractors(question: Question, pool: Sequence[Document], count: int, seed: int) -> list[Document]:
-    """``count`` documents without an answer, in the order shown."""
+    """Choose ``count`` documents without an answer, in the order of the prompt."""
     answers = [normalise_answer(answer) for answer in question.answers]
     chosen: dict[str, Document] = {}
     for document in _candidates(question, pool, seed):

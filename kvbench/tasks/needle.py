@@ -55,7 +55,9 @@ CLASSIC_NEEDLE = (
     "What is the best thing to do in San Francisco?",
     "eat a sandwich and sit in Dolores Park on a sunny day",
 )
-LED = "answers are scored with the sentence's beginning in front, so that an empty one has 60.0, as in papers' scripts"
+LEAD_NOTE = (
+    "answers are scored with the sentence's beginning in front, so that an empty one has 60.0, as in papers' scripts"
+)
 CLASSIC_LEAD = "The best thing to do in San Francisco is "
 SENTENCE_PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
 PHRASINGS = {
@@ -121,7 +123,7 @@ def load(dataset: str, tokenizer: Tokenizer | None, files: Files, knobs: NeedleK
             metric=phrasing.metric,
             source=source,
             category="needle",
-            note=f"{dataset}: {LED}" if phrasing.lead else "",
+            note=f"{dataset}: {LEAD_NOTE}" if phrasing.lead else "",
             stop=stop,
             min_new_tokens=len(stop),  # an answer that may stop at a newline must not begin with it
             grid=("depth",),
@@ -174,7 +176,9 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
     texts = [read_text(file, f"dataset {dataset}: haystack").strip("\ufeff \n\t\r") for file in paths]
     text = "\n\n".join(filter(None, texts))
     if not _SENTENCE_END.search(f"{text}\n"):
-        lack = "no .txt or .md file" if not paths else "no text" if not text else "no sentence end (. ! ?)"
+        lack = "no sentence end (. ! ?)"
+        if not text:
+            lack = "no text" if paths else "no .txt or .md file"
         raise UsageError(f"dataset {dataset}: haystack {path} has {lack}; {remedy}")
     return text, f"real text: {path.name}, {len(paths)} file{'s' if len(paths) > 1 else ''}"
 
@@ -195,7 +199,7 @@ class Window:
     def fill(
         self, dataset: str, prompt: str, needle: str, question: str, length: int, depth: float
     ) -> tuple[str, dict[str, float]]:
-        """The prompt with ``length`` tokens at most, and what came out: tokens, depth and token index of the needle."""
+        """Return a prompt of at most ``length`` tokens, with its length and the needle's true depth and token index."""
         prefix, suffix = prompt.replace("{question}", question).split("{context}")
 
         def assemble(cut: int) -> str:

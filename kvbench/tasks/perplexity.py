@@ -25,7 +25,7 @@ UNITS = {"token": "perplexity", "word": "word_perplexity"}
 
 @dataclass(frozen=True, kw_only=True)
 class WindowKnobs:
-    """How a text is cut into equal windows without overlap.
+    """The knobs that cut a text into equal windows without overlap.
 
     length: tokens of a window, BOS included. prefix: of them compressed before the rest is scored. bos: start every
     window with the tokenizer's BOS token, which models use as an attention sink. unit: ``token`` or ``word``
@@ -43,7 +43,7 @@ class WindowKnobs:
 
 
 def load(dataset: str, tokenizer: Any, files: Files, knobs: WindowKnobs) -> list[Task]:
-    """One task of the windows of a file; a last partial window is left out, and the source says so.
+    """Return one task of the windows of a file; a last partial window is left out, and the source says so.
 
     Losses are divided by the mean number of words over all windows, so the mean over all of them is the ratio of sums;
     with ``limit=`` the divisor is still that of all windows, and ``words`` in an example's meta is its own number.
@@ -54,7 +54,7 @@ def load(dataset: str, tokenizer: Any, files: Files, knobs: WindowKnobs) -> list
 
 
 def load_stream(dataset: str, tokenizer: Any, knobs: WindowKnobs) -> list[Task]:
-    """One task of windows, as ``load`` makes them, of a text without end that the tiny model knows.
+    """Return one task of windows, cut as by ``load``, of a text without end that the tiny model knows.
 
     The text is ``documents`` short prompts of the tiny suite with their answers, its six tasks in turns, one after the
     other: nothing that an answer needs is further back than DOCUMENT tokens.
@@ -105,24 +105,25 @@ def _windows(dataset: str, tokenizer: Any, text: str, where: str, named: str, kn
         )
         for i, w in enumerate(windows)
     )
-    left = len(ids) - size * len(windows)
-    source = f"{named}: {len(windows)} windows of {length} tokens, {left} tokens at the end left out"
+    remainder = len(ids) - size * len(windows)
+    source = f"{named}: {len(windows)} windows of {length} tokens, {remainder} tokens at the end left out"
     return [Task(f"{dataset}/{unit}", examples, UNITS[unit], source, "language modelling")]
 
 
 def _words(tokenizer: Any, text: str, ids: list[int], parts: list[tuple[int, int]]) -> list[int]:
-    """How many whitespace words of the text end within each part, given as (first, end) of its tokens.
+    """Count the whitespace words of the text that end within each part, given as (first, end) of its tokens.
 
-    A tokenizer without offsets tells by decoding, where the text need not come back exactly.
+    A tokenizer without offsets is asked to decode, and its text need not be the original exactly.
     """
     if getattr(tokenizer, "is_fast", False):
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        until = [0, *(end for _, end in offsets)]
+        characters = [0, *(end for _, end in offsets)]
     else:
-        bounds = sorted({at for part in parts for at in part})
+        bounds = sorted({bound for part in parts for bound in part})
         pieces = [tokenizer.decode(ids[a:b]) for a, b in zip([0, *bounds], bounds, strict=False)]
-        text, until = "".join(pieces), [0] * (len(ids) + 1)
-        for i, at in enumerate(bounds):
-            until[at] = sum(map(len, pieces[: i + 1]))
+        # the number of characters before each token, filled in where a part begins or ends
+        text, characters = "".join(pieces), [0] * (len(ids) + 1)
+        for i, bound in enumerate(bounds):
+            characters[bound] = sum(map(len, pieces[: i + 1]))
     ends = [match.end() for match in re.finditer(r"\S+", text)]
-    return [bisect_right(ends, until[b]) - bisect_right(ends, until[a]) for a, b in parts]
+    return [bisect_right(ends, characters[b]) - bisect_right(ends, characters[a]) for a, b in parts]

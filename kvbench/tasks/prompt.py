@@ -58,15 +58,15 @@ class PromptPolicy:
                 raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: true or false")
 
     def templated(self, task: Task) -> bool:
-        """Whether this task's prompts go through the chat template."""
+        """Tell if this task's prompts go through the chat template."""
         return self.template == "on" or (self.template == "skip" and task.chat)
 
     def render(self, tokenizer: Any, content: str) -> str:
-        """The chat template around one user message, ready for the answer."""
+        """Put the chat template around one user message, ready for the answer."""
         return render(tokenizer, content, self.system, self.frame)
 
     def identity(self, task: Task, tokenizer: Any) -> dict[str, Any]:
-        """What the policy decides for one task; the preset's name is not part of it, the template's text is."""
+        """Return the policy's settings for one task, with the template's text and without the preset's name."""
         if task.examples[0].tokens:
             return {"text": "as tokens"}
         frame = self.render(tokenizer, SENTINEL) if self.templated(task) else ""
@@ -94,31 +94,35 @@ class Encoded:
 
 
 def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, room: int | None) -> Encoded:
-    """The prompt's ids. ``room`` is the model's context minus the answer, or None if it has no limit.
+    """Encode a prompt. ``room`` is the model's context minus the answer, or None if it has no limit.
 
-    The prompt is cut first, counted with its special tokens as LongBench's scripts count; then the template is
-    rendered with the real content and tokenised once, so that the ids are those of the template's own text.
+    The prompt is cut first, counted with its special tokens as LongBench's scripts count; then the template is rendered
+    with the real content and tokenised once, so that the ids are those of the template's own text.
     """
     templated = policy.templated(task)
     question = _question(example, task, policy)
-    whole = list(tokenizer.encode(example.prompt)) if policy.bos else _plain(tokenizer, example.prompt)
-    limit = _limit(tokenizer, example, task, policy, room, whole)
-    if limit is None or len(whole) <= limit:
+    all_ids = list(tokenizer.encode(example.prompt)) if policy.bos else _plain(tokenizer, example.prompt)
+    limit = _limit(tokenizer, example, task, policy, room, all_ids)
+    if limit is None or len(all_ids) <= limit:
         if not templated:
-            return _divide(tokenizer, whole, example.prompt, question, 0)
+            return _divide(tokenizer, all_ids, example.prompt, question, 0)
         text = policy.render(tokenizer, example.prompt)
         return _divide(tokenizer, _plain(tokenizer, text), text, question, 0)
     if policy.truncation == "tokens" and not templated:
         front = (limit + 1) // 2
-        kept = [*whole[:front], *whole[len(whole) - (limit - front) :]] if limit > front else whole[:front]
-        asked = _count(tokenizer, example.prompt, question)
-        if asked > limit - front:
+        shortened = [*all_ids[:front], *all_ids[len(all_ids) - (limit - front) :]] if limit > front else all_ids[:front]
+        held_back = _count(tokenizer, example.prompt, question)
+        if held_back > limit - front:
             raise _no_room(task)
-        return Encoded(tuple(kept[: limit - asked]), tuple(kept[limit - asked :]), len(whole) - limit)
+        return Encoded(
+            tuple(shortened[: limit - held_back]),
+            tuple(shortened[limit - held_back :]),
+            len(all_ids) - limit,
+        )
     half = limit // 2
     content = "".join(
         tokenizer.decode(h, skip_special_tokens=True)
-        for h in (whole[:half], whole[len(whole) - half :] if half else [])
+        for h in (all_ids[:half], all_ids[len(all_ids) - half :] if half else [])
     )
     if question and not content.endswith(question):
         raise _no_room(task)
@@ -127,7 +131,7 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     if room is not None and len(ids) > room:
         # tokenising again can give a few more tokens than were kept
         ids = [*ids[: room // 2], *ids[len(ids) - (room - room // 2) :]]
-    return _divide(tokenizer, ids, text, question, len(whole) - 2 * half)
+    return _divide(tokenizer, ids, text, question, len(all_ids) - 2 * half)
 
 
 def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
@@ -139,7 +143,7 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
 
 
 def render(tokenizer: Any, content: str, system: str | None, frame: str | None = None) -> str:
-    """A chat template, ``frame`` or the tokenizer's own, around one user message, ready for the answer."""
+    """Put a chat template, ``frame`` or the tokenizer's own, around one user message, ready for the answer."""
     if not (frame or getattr(tokenizer, "chat_template", None)):
         raise UsageError(
             "the prompts are to go through a chat template (prompt=chat, or template=on or skip), and the model's "
@@ -148,14 +152,14 @@ def render(tokenizer: Any, content: str, system: str | None, frame: str | None =
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": content})
     try:
-        given = {} if frame is None else {"chat_template": frame}
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given))
+        options = {} if frame is None else {"chat_template": frame}
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
     except Exception as error:
         raise UsageError(f"the model's chat template cannot be applied: {error}") from None
 
 
 def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
-    """The prompt's end that is withheld under ``query_aware=false``, else ''."""
+    """Return the prompt's end that is withheld under ``query_aware=false``, else ''."""
     if policy.query_aware:
         return ""
     if not example.question or not example.prompt.endswith(example.question):
@@ -166,27 +170,27 @@ def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
 
 
 def _limit(
-    tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, room: int | None, whole: Sequence[int]
+    tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, room: int | None, all_ids: Sequence[int]
 ) -> int | None:
-    """The most tokens of the raw prompt that may stay."""
-    spare = room
+    """Return the most tokens of the raw prompt that may stay."""
+    available = room
     if room is not None and policy.templated(task):
         framed = _plain(tokenizer, policy.render(tokenizer, example.prompt))
-        spare = room - max(0, len(framed) - len(whole))
-    limits = [x for x in (policy.max_length, spare) if x is not None]
+        available = room - max(0, len(framed) - len(all_ids))
+    limits = [x for x in (policy.max_length, available) if x is not None]
     if limits and min(limits) < 1:
         raise _no_room(task)
     return min(limits) if limits else None
 
 
 def _divide(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut: int) -> Encoded:
-    """The ids of ``text`` as context and question: the same tokens as when the question is known."""
-    asked = _count(tokenizer, text, question)
-    return Encoded(tuple(ids[: len(ids) - asked]), tuple(ids[len(ids) - asked :]), cut)
+    """Divide the ids of ``text`` into context and question: the same tokens as when the question is known."""
+    question_length = _count(tokenizer, text, question)
+    return Encoded(tuple(ids[: len(ids) - question_length]), tuple(ids[len(ids) - question_length :]), cut)
 
 
 def _count(tokenizer: Any, text: str, question: str) -> int:
-    """Tokens of ``text`` from the beginning of ``question`` (its last occurrence) to the end."""
+    """Count the tokens of ``text`` from the beginning of ``question`` (its last occurrence) to the end."""
     if not question:
         return 0
     # a template may strip the whitespace around the message

@@ -25,25 +25,25 @@ class FileRow:
         return UsageError(f"{self.file}, {self.place}: {reason}")
 
     def __contains__(self, key: str) -> bool:
-        """Whether there is a value under ``key``; null is none."""
+        """Tell if there is a value under ``key``; null is none."""
         return self.values.get(key) is not None
 
     def value(self, key: str) -> Any:
-        """The value under ``key``, whatever it is; UsageError with the keys there are if it is absent."""
+        """Return the value under ``key``, whatever it is; UsageError with the keys there are if it is absent."""
         if key not in self.values:
-            has = ", ".join(map(repr, self.values)) or "none"
-            raise self.wrong(f"there is no key {key!r}; its keys: {has}{self.hint}")
+            keys = ", ".join(map(repr, self.values)) or "none"
+            raise self.wrong(f"there is no key {key!r}; its keys: {keys}{self.hint}")
         return self.values[key]
 
     def text(self, key: str) -> str:
-        """Text that is not empty."""
+        """Return text that is not empty."""
         value = self.value(key)
         if not isinstance(value, str) or not value:
             raise self.wrong(f"{key!r} must be text that is not empty, got {kind(value)}")
         return self._unicode(key, value)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Text, or a list of texts with at least one."""
+        """Return text, or a list of texts with at least one, as a tuple."""
         value = self.value(key)
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not values or not all(isinstance(v, str) for v in values):
@@ -51,14 +51,14 @@ class FileRow:
         return tuple(self._unicode(key, v) for v in values)
 
     def records(self, key: str) -> list[FileRow]:
-        """A list of objects, at least one."""
+        """Return a list of objects, at least one, as rows."""
         value = self.value(key)
         if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
             raise self.wrong(f"{key!r} must be a list of objects, at least one, got {kind(value)}")
         return [FileRow(self.file, f"{self.place}, {key}[{i}]", v) for i, v in enumerate(value)]
 
     def count(self, key: str, default: int) -> int:
-        """A whole number from 1; ``default`` where there is none."""
+        """Return a whole number from 1; ``default`` where there is none."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -67,7 +67,7 @@ class FileRow:
         return int(value)
 
     def name(self, key: str, default: str) -> str:
-        """Text or a whole number, as text; ``default`` where there is none."""
+        """Return text or a whole number, as text; ``default`` where there is none."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -83,7 +83,7 @@ class FileRow:
 
 
 def read(file: Path) -> Iterator[FileRow]:
-    """The records of a .jsonl, .json (a list) or .csv file, in order; UsageError if there is none."""
+    """Yield the records of a .jsonl, .json (a list) or .csv file, in order; UsageError if there is none."""
     readers = {".jsonl": read_lines, ".json": read_list, ".csv": read_csv}
     if file.suffix not in readers:
         raise UsageError(f"{file} must be a .jsonl, .json or .csv file")
@@ -95,7 +95,7 @@ def read(file: Path) -> Iterator[FileRow]:
 
 
 def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
-    """JSON Lines: an object a line, blank lines skipped, split at line feeds only: JSON text may hold others."""
+    """Yield the objects of JSON Lines; blank lines are skipped, only line feeds part lines: JSON may hold others."""
     try:
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
@@ -108,7 +108,7 @@ def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
 
 
 def read_list(file: Path) -> Iterator[FileRow]:
-    """One JSON list of objects."""
+    """Yield the objects of one JSON list."""
     entries = parse(file, "", _text(file))
     if not isinstance(entries, list):
         raise UsageError(f"{file}: must hold a JSON list, got {kind(entries)}")
@@ -117,7 +117,7 @@ def read_list(file: Path) -> Iterator[FileRow]:
 
 
 def read_csv(file: Path) -> Iterator[FileRow]:
-    """CSV with a header line; rows are counted without it."""
+    """Yield the rows of CSV with a header line; rows are counted without it."""
     reader = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
     try:
         header = next(reader, [])
@@ -130,7 +130,7 @@ def read_csv(file: Path) -> Iterator[FileRow]:
 
 
 def parse(file: Path, place: str, text: str) -> Any:
-    """JSON, or a UsageError that says where it is none."""
+    """Parse JSON, or raise a UsageError that says where it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -139,12 +139,12 @@ def parse(file: Path, place: str, text: str) -> Any:
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number from 1."""
+    """Tell if a value is a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def kind(value: object) -> str:
-    """A value as error messages show it."""
+    """Return a value as error messages show it."""
     if value is None:
         return "null"
     shown = json.dumps(value, ensure_ascii=False)

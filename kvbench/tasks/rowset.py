@@ -27,7 +27,7 @@ _FIELD = re.compile(r"\{([^{}\n]+)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
-    """What is made of a row. A key may be written as the publisher's table has it, or in lower_case as the hub's.
+    """The recipe for an example from a row. A key may be the publisher's, or in lower_case as the hub's.
 
     ``prompt`` and behind it ``question``, which a prompt that leaves out the question ends before, are templates:
     ``{key}`` is the row's text under that key, ``{choices}`` the options under the keys ``choices``, the right one
@@ -69,13 +69,13 @@ def load(
     references: str | None = None,
     seed: int = 0,
 ) -> list[Task]:
-    """One task with an example per row; UsageError naming file, place and reason for a row that lacks something."""
+    """Return one task with an example per row; UsageError naming file, place and reason for an incomplete row."""
     try:
         form = RowFormat(**_rows_)
-        ends: dict[str, Any] = {
+        task_fields: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in form.task.items()
         }
-        signature(Task).bind_partial(**ends)  # an unknown field is told here
+        signature(Task).bind_partial(**task_fields)  # raises TypeError for an unknown field
     except TypeError as error:
         raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {error}") from None
     whole(dataset, "max_new_tokens", max_new_tokens)
@@ -105,11 +105,11 @@ def load(
     note = "; ".join(filter(None, facts))
     source = f"{form.title or dataset}, {path.name}"
     note = f"{dataset}: {note}" if note else ""
-    return [Task(dataset, tuple(examples), scorer.name, source, form.category, note, **ends)]
+    return [Task(dataset, tuple(examples), scorer.name, source, form.category, note, **task_fields)]
 
 
 def _content(form: RowFormat, row: FileRow, seed: str, keys: Sequence[str], scorer: metrics.Metric) -> dict[str, Any]:
-    """Prompt, question, references and classes of a row."""
+    """Return the prompt, question, references and classes of a row."""
     order = list(drawn(form.choices, seed))
     lines = [f"({letter}) {row.text(key).strip()}" for letter, key in zip(LETTERS, order, strict=False)]
     texts = {"choices": "\n".join(lines)} if order else {}
@@ -152,9 +152,9 @@ def _text(form: RowFormat, row: FileRow, key: str) -> str:
 
 
 def _key(row: FileRow, key: str) -> str:
-    """The key as it is written, or what the hub's table calls it."""
-    hub = key.lower().replace(" ", "_")
-    return hub if hub in row and key not in row else key
+    """Return the key as it is written, or as the hub's table names it."""
+    hub_key = key.lower().replace(" ", "_")
+    return hub_key if hub_key in row and key not in row else key
 
 
 def _listed(value: Sequence[str] | Mapping[str, Sequence[str]] | str) -> list[str]:

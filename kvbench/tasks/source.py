@@ -18,13 +18,13 @@ ENVIRONMENT = "KVBENCH_DATA"
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one dataset below the data folder, and what to tell somebody who does not have them."""
+    """The files of one dataset below the data folder, and the advice for somebody who does not have them."""
 
     dataset: str
     root: Path | None
 
     def path(self, name: str) -> Path:
-        """The file or folder ``name`` below the data folder; UsageError with the two ways to get it if absent.
+        """Return the file or folder ``name`` below the data folder; UsageError with the two ways to get it if absent.
 
         A file that the lock lists must be what was fetched, else UsageError.
         """
@@ -37,9 +37,9 @@ class Files:
         return path
 
     def first(self, *names: str) -> Path | None:
-        """The first of ``names`` that there is below the data folder, for files that may lie in several places.
+        """Return the first of ``names`` that exists below the data folder, for files that may lie in several places.
 
-        UsageError where it is not what was fetched.
+        Raises UsageError where it is not what was fetched.
         """
         name = next((n for n in names if (self.root / n).is_file()), None) if self.root else None
         if self.root is None or name is None:
@@ -56,7 +56,7 @@ class Files:
             raise fetch.changed(self.root, fetch.Wanted(name))
 
     def ways(self) -> str:
-        """The two ways to get the files of this dataset."""
+        """Describe the two ways to get the files of this dataset."""
         return (
             f"put the file there yourself and say where with data.root=FOLDER or the environment variable "
             f"{ENVIRONMENT}, or run: python -m kvbench data fetch {self.dataset} data.root=FOLDER"
@@ -70,12 +70,12 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 @cache
 def _changed(root: Path, name: str, file: tuple[int, int], lock: tuple[int, int]) -> bool:
-    """Whether a file differs from the lock; size and time of both are there so that the answer holds while they do."""
+    """Tell if a file differs from the lock; size and time of both are arguments so that a cached result stays true."""
     return fetch.state(root, fetch.Wanted(PurePosixPath(name).as_posix()), fetch.read_lock(root)) == "changed"
 
 
 def data_root(given: str | None) -> Path | None:
-    """The data folder: ``data.root`` if given, else what the environment names, else None. There is no default."""
+    """Return the data folder: ``data.root`` if given, else what the environment names, else None (no default)."""
     name = given or os.environ.get(ENVIRONMENT)
     if not name:
         return None

@@ -1,4 +1,4 @@
-"""Which examples a limit takes of a task whose examples lie on a grid, as of depths: some of every part of it."""
+"""The examples that a limit takes of a task whose examples lie on a grid, as of depths: some of every part of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvbench.example import Example
 
 
 def spread(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
-    """The examples' indices so that each beginning covers the grid of ``meta``'s values under ``keys``.
+    """Order the examples' indices so that each beginning covers the grid of ``meta``'s values under ``keys``.
 
     The fields come one after the other, each the farthest from those before it (the first: the lowest; of equals the
     lower), then each field's second example in the same order, and so on. A larger limit takes what a smaller one took.
@@ -18,32 +18,35 @@ def spread(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
     for i, example in enumerate(examples):
         fields.setdefault(tuple(example.meta[k] for k in keys), []).append(i)
     rounds = zip_longest(*(fields[f] for f in _farthest_first(sorted(fields))))
-    return [i for some in rounds for i in some if i is not None]
+    return [i for one_per_field in rounds for i in one_per_field if i is not None]
 
 
 def _farthest_first(points: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Sorted points, each the farthest from those before it, by rank along each axis from 0 to 1."""
+    """Order sorted points so that each is the farthest from those before it, by rank along each axis from 0 to 1."""
     axes = [sorted(set(values)) for values in zip(*points, strict=True)]
 
-    def place(point: tuple[float, ...]) -> list[float]:
+    def rank(point: tuple[float, ...]) -> list[float]:
         return [axis.index(x) / max(1, len(axis) - 1) for axis, x in zip(axes, point, strict=True)]
 
-    left = {p: place(p) for p in points}
-    near = dict.fromkeys(points, float("inf"))
+    remaining = {p: rank(p) for p in points}
+    distances = dict.fromkeys(points, float("inf"))
     order: list[tuple[float, ...]] = []
-    while left:
-        chosen = max(left, key=near.__getitem__)
-        at = left.pop(chosen)
+    while remaining:
+        chosen = max(remaining, key=distances.__getitem__)
+        chosen_rank = remaining.pop(chosen)
         order.append(chosen)
-        near = {p: min(near[p], sum((a - b) ** 2 for a, b in zip(at, q, strict=True))) for p, q in left.items()}
+        distances = {
+            p: min(distances[p], sum((a - b) ** 2 for a, b in zip(chosen_rank, q, strict=True)))
+            for p, q in remaining.items()
+        }
     return order
 
 
 def left_out(taken: Sequence[Example], examples: Sequence[Example], keys: Sequence[str]) -> list[str]:
-    """What of the grid no example of ``taken`` stands for, in words: ``depth 25, 75``."""
-    said = []
+    """Return the parts of the grid for which ``taken`` has no example, in words: ``depth 25, 75``."""
+    parts = []
     for key in keys:
         missing = sorted({e.meta[key] for e in examples} - {e.meta[key] for e in taken})
         if missing:
-            said.append(f"{key} {', '.join(f'{x:g}' for x in missing)}")
-    return said
+            parts.append(f"{key} {', '.join(f'{x:g}' for x in missing)}")
+    return parts

@@ -11,7 +11,7 @@ from kvbench.tasks.base import Task, Tokenizer
 
 
 def load_tiny(dataset: str, tokenizer: Tokenizer | None, length: int, examples: int) -> list[Task]:
-    """The six tasks with ``examples`` prompts of ``length`` tokens each, generated, never read from anywhere."""
+    """Return the six tasks with ``examples`` prompts of ``length`` tokens each, generated, never read from anywhere."""
     for knob, value, low, high in (("length", length, 64, 4000), ("examples", examples, 1, 100_000)):
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise UsageError(f"dataset.tiny.{knob}={value!r} is not possible: a whole number from {low} to {high}")
@@ -29,5 +29,5 @@ def load_tiny(dataset: str, tokenizer: Tokenizer | None, length: int, examples: 
 
 @lru_cache(maxsize=24)
 def _examples(task: str, length: int, count: int) -> tuple[Example, ...]:
-    """Examples are made from their numbers alone, and a report asks for the same ones once for every table."""
+    """Make the examples from their numbers alone; a report asks for the same ones once for every table."""
     return tuple(tiny.example(task, length, i) for i in range(count))

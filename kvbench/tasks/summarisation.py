@@ -26,7 +26,7 @@ POOL = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryKnobs:
-    """What conf/dataset says of one of the datasets: where its files lie, the keys of a row, the shape of a prompt."""
+    """The knobs of one dataset in conf/dataset: where its files lie, the keys of a row, the shape of a prompt."""
 
     source: str
     prompts: str
@@ -47,12 +47,12 @@ class SummaryKnobs:
         return f"Summarize the above article in {self.sentences} sentence{'' if self.sentences == 1 else 's'}.\n"
 
     def block(self, row: FileRow) -> str:
-        """An article and the question for its summary."""
+        """Return an article and the question for its summary."""
         return f"{SEPARATOR}\nArticle: {_line(row, self.article_key)}\n\n{self.asked}"
 
 
 def load(dataset: str, files: Files, knobs: SummaryKnobs) -> list[Task]:
-    """One task from ready ``prompts`` (a file per number of shots) or from the articles of ``test`` and ``train``.
+    """Return one task from ready ``prompts`` (a file per number of shots) or the articles of ``test`` and ``train``.
 
     ``source=auto`` takes ready prompts where there are some. The shots are the same for every example, drawn from
     training articles of at most ``shot_words`` words; ``examples`` takes the first of the test articles. Raises
@@ -64,23 +64,25 @@ def load(dataset: str, files: Files, knobs: SummaryKnobs) -> list[Task]:
     if knobs.examples is not None:
         whole(dataset, "examples", knobs.examples)
     name = knobs.prompts.replace("{shots}", str(knobs.shots))
-    ready = files.path(name) if knobs.source == "prompts" else files.first(name) if knobs.source == "auto" else None
+    ready = None
+    if knobs.source != "articles":
+        ready = files.path(name) if knobs.source == "prompts" else files.first(name)
     if ready:
-        built = tuple(islice(_ready(dataset, ready, knobs.max_new_tokens), knobs.examples))
-        return [_task(dataset, built, f"ready prompts, {ready.name}", knobs.shots)]
+        examples = tuple(islice(_ready(dataset, ready, knobs.max_new_tokens), knobs.examples))
+        return [_task(dataset, examples, f"ready prompts, {ready.name}", knobs.shots)]
     path = files.path(knobs.test)
-    before = _shots(dataset, files.path(knobs.train), knobs) if knobs.shots else ""
-    built = tuple(
+    shots = _shots(dataset, files.path(knobs.train), knobs) if knobs.shots else ""
+    examples = tuple(
         Example(
             id=row.name("id", f"{dataset}-{i}"),
-            prompt=before + knobs.block(row),
+            prompt=shots + knobs.block(row),
             answers=(_line(row, knobs.summary_key),),
             max_new_tokens=knobs.max_new_tokens,
             question=knobs.asked,
         )
         for i, row in enumerate(islice(read(path), knobs.examples))
     )
-    return [_task(dataset, built, path.name, knobs.shots)]
+    return [_task(dataset, examples, path.name, knobs.shots)]
 
 
 def _task(dataset: str, examples: tuple[Example, ...], source: str, shots: int) -> Task:
@@ -96,7 +98,7 @@ def _task(dataset: str, examples: tuple[Example, ...], source: str, shots: int) 
 
 
 def _ready(dataset: str, path: Path, max_new_tokens: int) -> Iterator[Example]:
-    """Lines with a prompt in this layout and its summary, as in the files that Q-Hitter's predecessors share."""
+    """Yield lines with a prompt in this layout and its summary, as in the files that Q-Hitter's predecessors share."""
     for i, row in enumerate(read(path)):
         prompt = row.text("prompt")
         article, separator, end = prompt.rpartition("\n\n")
@@ -124,5 +126,5 @@ def _shots(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
 
 
 def _line(row: FileRow, key: str) -> str:
-    """Text with its line breaks as spaces, so that blank lines part nothing but the blocks."""
+    """Return text with its line breaks as spaces, so that blank lines part nothing but the blocks."""
     return row.text(key).replace("\r", " ").replace("\n", " ").strip()

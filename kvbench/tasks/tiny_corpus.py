@@ -137,7 +137,7 @@ def _ask(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
 
 
 def _fillers(rng: random.Random, room: int, noisy: float) -> list[Span]:
-    """Filler of exactly ``room`` tokens, a part ``noisy`` of its sentences noise; the first is cut at its start."""
+    """Draw filler of exactly ``room`` tokens, cut at its start; a part ``noisy`` of its sentences is noise."""
     spans: list[Span] = []
     while room > 0:
         if rng.random() < noisy:
@@ -179,7 +179,10 @@ def noise(rng: random.Random) -> str:
             length = rng.randrange(1, 10)
             word = "".join(rng.choice("aeiou" if rng.random() < 0.4 else CONSONANTS) for _ in range(length))
             case = rng.random()
-            word = word.capitalize() if case < 0.15 else word.upper() if case < 0.18 else word
+            if case < 0.15:
+                word = word.capitalize()
+            elif case < 0.18:
+                word = word.upper()
         words.append(word + rng.choices(("", ",", ";", "'", ":", "-"), (88, 6, 1, 2, 1, 2))[0])
     words[0] = words[0].capitalize()
     opening = rng.choices((" ", "\n", "\n\n"), (80, 10, 10))[0]
