@@ -1,8 +1,9 @@
-"""Decode attention by Triton kernels, for tensors on a GPU: dequantised, weighed and summed up where tokens are read.
+"""Decode attention by Triton kernels, for tensors on a GPU: tokens are dequantised and summed as they are read.
 
-Every function returns None where it cannot serve; plain PyTorch does then (kvbench.storage.attend, packed_rows), whose
-numbers are the reference. ``KVBENCH_KERNELS=off`` does without. Under ``TRITON_INTERPRET=1``, which must be set before
-anything imports Triton, tensors on a CPU are served by its interpreter: slow, for tests.
+``attend`` and ``attend_packed`` return None for what no kernel serves; plain PyTorch computes it then
+(kvbench.storage.attend, packed_rows), whose numbers are the reference. ``KVBENCH_KERNELS=off`` does without.
+Under ``TRITON_INTERPRET=1``, which must be set before anything imports Triton, tensors on a CPU are served by its
+interpreter: slow, for tests.
 Shapes: B rows, Hq query heads, H stored heads, T new tokens, L tokens, D head dimension, C kept channels.
 """
 
@@ -27,28 +28,28 @@ MOST_QUERIES = 64  # of a stored head at once: prompts and chunks are no decode 
 
 
 def enabled() -> bool:
-    """Whether the environment allows kernels; raises UsageError if KVBENCH_KERNELS is neither on nor off."""
-    given = os.environ.get(SWITCH, "on")
-    if given not in ("on", "off"):
-        raise UsageError(f"{SWITCH}={given}: must be on (Triton kernels on a GPU) or off (plain PyTorch)")
-    return given == "on"
+    """Return True if the environment allows kernels. Raises UsageError if KVBENCH_KERNELS is neither on nor off."""
+    setting = os.environ.get(SWITCH, "on")
+    if setting not in ("on", "off"):
+        raise UsageError(f"{SWITCH}={setting}: must be on (Triton kernels on a GPU) or off (plain PyTorch)")
+    return setting == "on"
 
 
 def serves(device: torch.device) -> bool:
-    """Whether decode attention of tensors on ``device`` is by kernels; the first call per GPU compiles a small one."""
+    """Return True if kernels attend tensors on ``device``. The first call for a GPU compiles a small one."""
     if device.type == "cpu":
         return interpreted() and enabled()
     return device.type == "cuda" and enabled() and _works(device)
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on any device."""
+    """Return True if kernels run in Triton's interpreter, on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1" and installed()
 
 
 @functools.cache
 def installed() -> bool:
-    """Whether Triton can be imported."""
+    """Return True if Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -58,7 +59,7 @@ def attend(
     tail: tuple[Tensor, Tensor],
     scale: float,
 ) -> Tensor | None:
-    """Attention [B, Hq, T, D] of query [B, Hq, T, D] over segments of exact tokens and a dense tail [B, Hk, t, D]."""
+    """Return attention [B, Hq, T, D] of query [B, Hq, T, D] over exact segments and a dense tail [B, Hk, t, D]."""
     heads = [tail[0].shape[1], *(s.heads for s in segments)]
     if not _fits(query, min(heads)) or any(s.shared is not None for s in segments):
         return None
@@ -84,11 +85,11 @@ def attend_packed(
     channels: tuple[Tensor | None, Tensor | None],
     counts: Sequence[Sequence[int]],
 ) -> Tensor | None:
-    """Attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], over packed tokens and a ring of exact ones.
+    """Return attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], over packed and exact tokens.
 
-    packed: keys and values [U, H, L, C], of which each row reads its own number; exact: theirs [U, H, S, D], token t
-    in slot t mod S; channels: int64 [U, H, C], of thin ones; counts: of each row its tokens in all, those packed as
-    keys, and those packed as values.
+    ``packed`` are keys and values [U, H, L, C], of which each row reads its own number; ``exact`` are their rings
+    [U, H, S, D], token t in slot t mod S. ``channels`` int64 [U, H, C] are those kept of thin keys and values, else
+    None. ``counts`` are three numbers for each row: its tokens in all, those packed as keys, those packed as values.
     """
     heads = exact[0].shape[1]
     if not _fits(query, heads):
@@ -109,24 +110,25 @@ def attend_packed(
 
 
 def _numbers(counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """``counts`` [3, U] int32 on ``device``. Where rows are alike nothing is copied there, which would wait for it."""
-    if any(len(set(of)) > 1 for of in counts):
+    """Return ``counts`` as int32 [3, U] on ``device``."""
+    if any(len(set(numbers)) > 1 for numbers in counts):
         return torch.tensor(counts, dtype=torch.int32, device=device)
-    found = torch.empty(len(counts), len(counts[0]), dtype=torch.int32, device=device)
-    for row, of in zip(found, counts, strict=True):
-        row.fill_(of[0])
-    return found
+    # where all rows are alike they are filled in: a copy would wait for the device
+    table = torch.empty(len(counts), len(counts[0]), dtype=torch.int32, device=device)
+    for row, numbers in zip(table, counts, strict=True):
+        row.fill_(numbers[0])
+    return table
 
 
 def _fits(query: Tensor, heads: int) -> bool:
-    """Whether the kernels take query [B, Hq, T, D] on at least ``heads`` stored heads."""
-    few = query.shape[1] // heads * query.shape[2] <= MOST_QUERIES
-    return few and query.dtype in DTYPES and query.numel() > 0 and serves(query.device)
+    """Return True if the kernels take query [B, Hq, T, D] on at least ``heads`` stored heads."""
+    few_queries = query.shape[1] // heads * query.shape[2] <= MOST_QUERIES
+    return few_queries and query.dtype in DTYPES and query.numel() > 0 and serves(query.device)
 
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Whether a small kernel compiles for ``device`` and runs there; says once why not."""
+    """Return True if a small kernel compiles for ``device`` and runs there; warn once with the reason if not."""
     if not installed():
         return False
     from triton.errors import TritonError

@@ -19,9 +19,9 @@ from kvbench.storage.row_segments import Ragged, RowSegment
 def attend(
     query: Tensor, run: RowSegment | Ragged, scale: float, cut: Splits, parts: Parts, causal: bool = False
 ) -> None:
-    """Leave in ``parts`` what each split of ``run`` gives query [B, Hq, T, D], contiguous.
+    """Write into ``parts`` the attention of query [B, Hq, T, D], contiguous, over each split of ``run``.
 
-    ``causal``: the last T tokens are those that ask, and each sees none that comes after it.
+    ``causal``: the run's last T tokens are those of the query, and each sees none that comes after it.
     """
     b, hq, t, d = query.shape
     rows, c, cv = hq // run.heads * t, run.k.shape[-1], run.v.shape[-1]
@@ -62,7 +62,7 @@ def attend(
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Numbers between rows, heads and tokens; between rows and heads none, where each head says where it starts."""
+    """Return strides in elements by row, head and token; 0 by row and head of ragged x, whose heads have ``starts``."""
     return (0, 0, x.stride(0)) if x.dim() == 2 else (x.stride(0), x.stride(1), x.stride(2))
 
 
@@ -103,51 +103,52 @@ def _attend(
     CAUSAL: tl.constexpr,
     PRODUCT: tl.constexpr,
 ) -> None:
-    """One split of one stored head, for all of its queries."""
+    """Attend one split of one stored head for all R of its queries; pointers as ``attend`` passes them."""
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, own = head // heads, head % heads
+    row, stored_head = head // heads, head % heads
     r, c, d, n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     kind: tl.constexpr = query.dtype.element_ty
 
     total = longest
     if lengths is not None:
-        total = tl.load(lengths + row * length_row + own * length_head)
+        total = tl.load(lengths + row * length_row + stored_head * length_head)
     first = tl.zeros([], tl.int64)
     if starts is not None:
         first = tl.load(starts + head)
-    keys += row * k_row + own * k_head + first * k_token
-    values += row * v_row + own * v_head + first * v_token
+    keys += row * k_row + stored_head * k_head + first * k_token
+    values += row * v_row + stored_head * v_head + first * v_token
 
-    of_key = c
+    key_dim = c
     if key_channels is not None:
-        of_key = tl.load(key_channels + head * C + c, mask=c < C, other=0).to(tl.int32)
-    of_value = d
+        key_dim = tl.load(key_channels + head * C + c, mask=c < C, other=0).to(tl.int32)
+    value_channel = d
     if value_channels is not None:
-        of_value = places(value_channels, head, CV, BLOCK_CV, d)
-    has_value = (of_value >= 0) & (d < D)
+        value_channel = places(value_channels, head, CV, BLOCK_CV, d)
+    has_value = (value_channel >= 0) & (d < D)
 
-    asked = (r < R)[:, None] & (c < C)[None, :]
-    q = tl.load(query + (head * R + r)[:, None] * D + of_key[None, :], mask=asked, other=0.0).to(PRODUCT)
+    is_query = (r < R)[:, None] & (c < C)[None, :]
+    q = tl.load(query + (head * R + r)[:, None] * D + key_dim[None, :], mask=is_query, other=0.0).to(PRODUCT)
     seen = tl.zeros([BLOCK_R], tl.int32) + total
     if CAUSAL:
+        # queries lie in head x T order; the newest sees all tokens, each one before it one fewer
         seen = total - (T - 1) + r % T
 
     best, mass = begun(BLOCK_R)
-    found = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    sums = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     start = split * span
-    for at in range(start, tl.minimum(start + span, total), BLOCK_N):
-        token = at + n
-        there = token < total
-        k_at = token[:, None] * k_token + c[None, :]
-        k = tl.load(keys + k_at, mask=there[:, None] & (c < C)[None, :], other=0.0).to(kind).to(PRODUCT)
-        v_at = token[:, None] * v_token + of_value[None, :]
-        v = tl.load(values + v_at, mask=there[:, None] & has_value[None, :], other=0.0).to(kind).to(PRODUCT)
+    for block_start in range(start, tl.minimum(start + span, total), BLOCK_N):
+        token = block_start + n
+        is_token = token < total
+        k_offsets = token[:, None] * k_token + c[None, :]
+        k = tl.load(keys + k_offsets, mask=is_token[:, None] & (c < C)[None, :], other=0.0).to(kind).to(PRODUCT)
+        v_offsets = token[:, None] * v_token + value_channel[None, :]
+        v = tl.load(values + v_offsets, mask=is_token[:, None] & has_value[None, :], other=0.0).to(kind).to(PRODUCT)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         logits = tl.where(token[None, :] < seen[:, None], logits, -float("inf"))
         weights, shrink, best, mass = softmax_step(logits, best, mass)
-        found = found * shrink[:, None] + tl.dot(weights.to(kind).to(PRODUCT), v, input_precision="ieee")
+        sums = sums * shrink[:, None] + tl.dot(weights.to(kind).to(PRODUCT), v, input_precision="ieee")
 
-    mean, log = finished(found, best, mass)
-    to = split * queries + head * R + r
-    tl.store(out + to[:, None] * D + d[None, :], mean, mask=(r < R)[:, None] & (d < D)[None, :])
-    tl.store(lse + to, log, mask=r < R)
+    mean, log = finished(sums, best, mass)
+    target = split * queries + head * R + r
+    tl.store(out + target[:, None] * D + d[None, :], mean, mask=(r < R)[:, None] & (d < D)[None, :])
+    tl.store(lse + target, log, mask=r < R)

@@ -1,4 +1,4 @@
-"""Attention over packed tokens and a ring of exact ones: numbers are made of codes where they are used, never stored.
+"""Attention over packed tokens and a ring of exact ones: codes are decoded where they are used.
 
 Keys are packed by channel over groups of tokens (KIVI, arXiv 2402.02750) or by token, values by token (FlexGen, arXiv
 2303.06865), in the layout of kvbench.cache.packed. Keys and values are packed at different moments: a token may be
@@ -20,7 +20,7 @@ from kvbench.storage.kernels.softmax import Splits, begun, finished, places, pow
 
 
 def readable(x: Packed) -> bool:
-    """Whether the kernel can read ``x`` [U, H, L, C]: what one row's head holds lies in one piece."""
+    """Return True if the kernel can read ``x`` [U, H, L, C]: each head of each row is contiguous."""
     return all(t[0, 0].is_contiguous() for t in x.payload())
 
 
@@ -34,10 +34,11 @@ def attend(
     cut: Splits,
     parts: Parts,
 ) -> None:
-    """Leave in ``parts`` what each split gives query [U, Hq, T, D], contiguous, of the newest T tokens.
+    """Write into ``parts`` the attention of query [U, Hq, T, D] over each split; T are the newest tokens.
 
-    packed: keys and values [U, H, L, C]; exact: theirs [U, H, S, D], token t in slot t mod S; channels: int64
-    [U, H, C], of thin ones; counts [3, U] int32: tokens in all, those packed as keys, those packed as values.
+    ``query`` is contiguous. ``packed`` are keys and values [U, H, L, C], ``exact`` the rings [U, H, S, D] of others,
+    token t in slot t mod S. ``channels`` int64 [U, H, C] are those kept of thin keys and values, else None. ``counts``
+    [3, U] int32 are the tokens in all, those packed as keys, and those packed as values.
     """
     u, hq, t, d = query.shape
     h = exact[0].shape[1]
@@ -83,24 +84,27 @@ def attend(
 
 
 def _strides(x: Packed) -> tuple[int, int, int, int]:
-    """Numbers between rows and between heads, of codes and of scales and minima."""
+    """Return strides in elements: codes by row and by head, then scales by row and by head (minima have the same)."""
     return (x.codes.stride(0), x.codes.stride(1), x.scale.stride(0), x.scale.stride(1))
 
 
 def _form(x: Packed) -> tuple[int, ...]:
-    """The format as the kernel is compiled for it."""
-    run, groups = x.codes.shape[-2 if x.axis == "channel" else -1], x.scale.shape[-1]
-    return (x.bits, x.group, x.size, run, groups, int(x.axis == "channel"), int(x.zero_point))
+    """Return the constants that the kernel is compiled for: see FORM in ``_numbers``."""
+    run_bytes, groups = x.codes.shape[-2 if x.axis == "channel" else -1], x.scale.shape[-1]
+    return (x.bits, x.group, x.size, run_bytes, groups, int(x.axis == "channel"), int(x.zero_point))
 
 
 @triton.jit
 def _plane(
-    run: tl.tensor, at: tl.tensor, step: tl.tensor, inside: tl.tensor, BITS: tl.constexpr, SIZE: tl.constexpr
+    run: tl.tensor, index: tl.tensor, step: tl.tensor, inside: tl.tensor, BITS: tl.constexpr, SIZE: tl.constexpr
 ) -> Any:
-    """Codes number ``at`` of 1, 2, 4 or 8 bits, of runs of SIZE codes whose bytes lie ``step`` apart."""
+    """Return the codes at ``index``, of 1, 2, 4 or 8 bits, in runs of SIZE codes whose bytes lie ``step`` apart.
+
+    A run has ``width`` bytes; code i is in byte i mod width, from bit i // width * BITS on.
+    """
     width: tl.constexpr = (SIZE * BITS + 7) // 8
-    byte = tl.load(run + (at % width) * step, mask=inside, other=0).to(tl.int32)
-    return (byte >> (at // width * BITS)) & ((1 << BITS) - 1)
+    byte = tl.load(run + (index % width) * step, mask=inside, other=0).to(tl.int32)
+    return (byte >> (index // width * BITS)) & ((1 << BITS) - 1)
 
 
 @triton.jit
@@ -113,30 +117,37 @@ def _numbers(
     inside: tl.tensor,
     FORM: tl.constexpr,
 ) -> Any:
-    """The numbers [N, C] fp32 of tokens [N] and channels [C] that are ``inside``, else 0."""
+    """Return the numbers [N, C] fp32 of tokens [N] and channels [C]: code * scale + minimum, 0 if not ``inside``.
+
+    FORM: bits, group, codes of a run, bytes of a run, scales of a token (or of a group of tokens), whether groups are
+    of tokens by channel, whether ``low`` is a zero point.
+    """
     BITS: tl.constexpr = FORM[0]
     GROUP: tl.constexpr = FORM[1]
     SIZE: tl.constexpr = FORM[2]
-    BYTES: tl.constexpr = FORM[3]  # of a run
-    GROUPS: tl.constexpr = FORM[4]  # scales of a token, or of a group of tokens
+    BYTES: tl.constexpr = FORM[3]
+    GROUPS: tl.constexpr = FORM[4]
     if FORM[5]:
-        at, step = (token % GROUP)[:, None], GROUPS
+        index, step = (token % GROUP)[:, None], GROUPS
         run = codes + (token // GROUP * BYTES * GROUPS)[:, None] + channel[None, :]
         group = (token // GROUP * GROUPS)[:, None] + channel[None, :]
     else:
-        at, step = channel[None, :], 1
+        index, step = channel[None, :], 1
         run = codes + (token * BYTES)[:, None]
         group = (token * GROUPS)[:, None] + (channel // GROUP)[None, :]
     if BITS == 3:
-        below: tl.constexpr = (SIZE + 3) // 4
-        code = _plane(run, at, step, inside, 2, SIZE) | (_plane(run + below * step, at, step, inside, 1, SIZE) << 2)
+        # a plane of the two low bits, and behind its bytes a plane of the high bit
+        low_bytes: tl.constexpr = (SIZE + 3) // 4
+        high = _plane(run + low_bytes * step, index, step, inside, 1, SIZE)
+        code = _plane(run, index, step, inside, 2, SIZE) | (high << 2)
     else:
-        code = _plane(run, at, step, inside, BITS, SIZE)
-    one = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
-    zero = tl.load(low + group, mask=inside, other=0.0).to(tl.float32)
+        code = _plane(run, index, step, inside, BITS, SIZE)
+    factor = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
+    minimum = tl.load(low + group, mask=inside, other=0.0).to(tl.float32)
     if FORM[6]:
-        zero = -one * zero
-    return tl.where(inside, code.to(tl.float32) * one + zero, 0.0)
+        # (code - zero point) * scale
+        minimum = -factor * minimum
+    return tl.where(inside, code.to(tl.float32) * factor + minimum, 0.0)
 
 
 @triton.jit
@@ -184,66 +195,67 @@ def _attend(
     BLOCK_N: tl.constexpr,
     PRODUCT: tl.constexpr,
 ) -> None:
-    """One split of one stored head, for all of its queries."""
+    """Attend one split of one stored head for all R of its queries; pointers as ``attend`` passes them."""
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, own = head // heads, head % heads
+    row, stored_head = head // heads, head % heads
     r, c, d, n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     kind: tl.constexpr = query.dtype.element_ty
 
     total = tl.load(counts + row)
     k_packed = tl.load(counts + rows + row)
     v_packed = tl.load(counts + 2 * rows + row)
-    k_codes += row * k_codes_row + own * k_codes_head
-    k_scale += row * k_scale_row + own * k_scale_head
-    k_low += row * k_scale_row + own * k_scale_head
+    k_codes += row * k_codes_row + stored_head * k_codes_head
+    k_scale += row * k_scale_row + stored_head * k_scale_head
+    k_low += row * k_scale_row + stored_head * k_scale_head
     k_ring += head * k_slots * D
-    v_codes += row * v_codes_row + own * v_codes_head
-    v_scale += row * v_scale_row + own * v_scale_head
-    v_low += row * v_scale_row + own * v_scale_head
+    v_codes += row * v_codes_row + stored_head * v_codes_head
+    v_scale += row * v_scale_row + stored_head * v_scale_head
+    v_low += row * v_scale_row + stored_head * v_scale_head
     v_ring += head * v_slots * D
 
-    asking, whole = (r < R)[:, None], (d < D)[None, :]
-    ask = query + (head * R + r)[:, None] * D
-    q = tl.load(ask + d[None, :], mask=asking & whole, other=0.0).to(PRODUCT)
-    thin = q
+    is_query, is_dim = (r < R)[:, None], (d < D)[None, :]
+    query_rows = query + (head * R + r)[:, None] * D
+    q = tl.load(query_rows + d[None, :], mask=is_query & is_dim, other=0.0).to(PRODUCT)
+    thin = q  # the query in the channels that packed keys keep
     if k_channels is not None:
-        of_key = tl.load(k_channels + head * C + c, mask=c < C, other=0)
-        thin = tl.load(ask + of_key[None, :], mask=asking & (c < C)[None, :], other=0.0).to(PRODUCT)
-    of_value = d
+        key_dim = tl.load(k_channels + head * C + c, mask=c < C, other=0)
+        thin = tl.load(query_rows + key_dim[None, :], mask=is_query & (c < C)[None, :], other=0.0).to(PRODUCT)
+    value_channel = d
     if v_channels is not None:
-        of_value = places(v_channels, head, CV, BLOCK_CV, d)
-    has_key, has_value = (c < C)[None, :], ((of_value >= 0) & (d < D))[None, :]
-    of_value = tl.maximum(of_value, 0)
+        value_channel = places(v_channels, head, CV, BLOCK_CV, d)
+    has_key, has_value = (c < C)[None, :], ((value_channel >= 0) & (d < D))[None, :]
+    value_channel = tl.maximum(value_channel, 0)
+    # queries lie in head x T order; the newest sees all tokens, each one before it one fewer
     seen = total - (T - 1) + r % T
 
     best, mass = begun(BLOCK_R)
-    found = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    sums = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     start = split * span
     end = tl.minimum(start + span, total)
-    for at in range(start, end, BLOCK_N):
-        token = at + n
-        last = tl.minimum(at + BLOCK_N, end)
+    for block_start in range(start, end, BLOCK_N):
+        token = block_start + n
+        block_end = tl.minimum(block_start + BLOCK_N, end)
         logits = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
-        if at < k_packed:
+        if block_start < k_packed:
             k = _numbers(k_codes, k_scale, k_low, token, c, (token < k_packed)[:, None] & has_key, K_FORM)
             logits += tl.dot(thin, tl.trans(k.to(kind).to(PRODUCT)), input_precision="ieee")
-        if last > k_packed:
-            ringed = ((token >= k_packed) & (token < total))[:, None] & whole
+        if block_end > k_packed:
+            ringed = ((token >= k_packed) & (token < total))[:, None] & is_dim
             k = tl.load(k_ring + (token % k_slots)[:, None] * D + d[None, :], mask=ringed, other=0.0)
             logits += tl.dot(q, tl.trans(k.to(kind).to(PRODUCT)), input_precision="ieee")
         logits = tl.where(token[None, :] < seen[:, None], logits * scale, -float("inf"))
         weights, shrink, best, mass = softmax_step(logits, best, mass)
         weights = weights.to(kind).to(PRODUCT)
-        found = found * shrink[:, None]
-        if at < v_packed:
-            v = _numbers(v_codes, v_scale, v_low, token, of_value, (token < v_packed)[:, None] & has_value, V_FORM)
-            found += tl.dot(weights, v.to(kind).to(PRODUCT), input_precision="ieee")
-        if last > v_packed:
-            ringed = ((token >= v_packed) & (token < total))[:, None] & whole
+        sums = sums * shrink[:, None]
+        if block_start < v_packed:
+            v = _numbers(v_codes, v_scale, v_low, token, value_channel, (token < v_packed)[:, None] & has_value, V_FORM)
+            sums += tl.dot(weights, v.to(kind).to(PRODUCT), input_precision="ieee")
+        if block_end > v_packed:
+            ringed = ((token >= v_packed) & (token < total))[:, None] & is_dim
             v = tl.load(v_ring + (token % v_slots)[:, None] * D + d[None, :], mask=ringed, other=0.0)
-            found += tl.dot(weights, v.to(kind).to(PRODUCT), input_precision="ieee")
+            sums += tl.dot(weights, v.to(kind).to(PRODUCT), input_precision="ieee")
 
-    mean, log = finished(found, best, mass)
-    to = split * queries + head * R + r
-    tl.store(out + to[:, None] * D + d[None, :], mean, mask=asking & whole)
-    tl.store(lse + to, log, mask=r < R)
+    mean, log = finished(sums, best, mass)
+    target = split * queries + head * R + r
+    tl.store(out + target[:, None] * D + d[None, :], mean, mask=is_query & is_dim)
+    tl.store(lse + target, log, mask=r < R)
