@@ -78,10 +78,11 @@ def _points(
         lists = [v if isinstance(v, list) else [v] for v in knobs.values()]
         for i, values in enumerate(product(*lists)):
             point_knobs = dict(zip(knobs, values, strict=True))
-            at = i if x is None else x
             if isinstance(x, str):
-                at = times * point_knobs[x]
-            yield Point(series or name, at, name, point_knobs)
+                position = times * point_knobs[x]
+            else:
+                position = i if x is None else x
+            yield Point(series or name, position, name, point_knobs)
 
 
 FIGURES: dict[str, Figure[Any]] = {f.id: f for f in sorted(_load(), key=lambda f: f.id)}
