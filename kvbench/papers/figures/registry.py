@@ -78,10 +78,11 @@ def _points(
         lists = [v if isinstance(v, list) else [v] for v in knobs.values()]
         for i, values in enumerate(product(*lists)):
             point_knobs = dict(zip(knobs, values, strict=True))
+            position: float = i
             if isinstance(x, str):
                 position = times * point_knobs[x]
-            else:
-                position = i if x is None else x
+            elif x is not None:
+                position = x
             yield Point(series or name, position, name, point_knobs)
 
 
