@@ -38,7 +38,7 @@ class Answer:
 
     tokens: list[int]
     held: list[int]  # the most tokens that a head of each layer held until the row's own ending
-    attended: float | None  # tokens attended, the mean over steps, heads and masked layers; None: the method masks none
+    attended: float | None  # tokens attended, the mean over steps, heads, masked layers; None: no masking
     seconds: float  # the row's share of the time of its steps
     rows: int  # the most rows that ran at once, itself counted
     stored: Stored | None  # its storage at its ending; None if it read nothing but its prompt
@@ -143,7 +143,7 @@ class DecodeBatch(Generic[Key]):
         return [(r.key, r.answer()) for r in ended]
 
     def _begin(self, rows: list[AnsweringRow[Key]]) -> list[AnsweringRow[Key]]:
-        """Choose the first token of each entering row; return the rows whose answer ends with it, which never decode."""
+        """Choose the first token of each entering row; return those whose answer ends with it: they never decode."""
         tokens = _choose(torch.stack([r.cache.logits for r in rows]), rows)
         for row in rows:
             row.entry = self.entries

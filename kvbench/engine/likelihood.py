@@ -31,8 +31,8 @@ class Forced:
 def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor, chunk: int) -> list[Forced]:
     """Return the losses of ``tokens`` [T] after each cache, in order; ``chunk`` tokens are fed at a time.
 
-    Caches are not changed. Those whose chains change the model alike are rows of one batch. Raises UsageError unless all
-    have read equally many tokens, as caches of one prompt have.
+    Caches are not changed. Those whose chains change the model alike are rows of one batch. Raises UsageError unless
+    all have read equally many tokens, as caches of one prompt have.
     """
     if len({c.seen for c in caches}) > 1:
         raise UsageError("teacher forcing continues caches that have read equally many tokens")
