@@ -122,14 +122,14 @@ def by_head(t: Tensor, lengths: Tensor) -> Tensor:
 
 
 def expand(cache: LayerCache) -> LayerCache:
-    """Repeat the kv heads until every segment has ``cache.heads`` of them (as ``per=query_head`` stores them).
+    """Return the cache with every segment's heads repeated to ``cache.heads``, as ``per=query_head`` stores them.
 
-    Latents are those of all heads, and stay one.
+    Latents stay one head, which stands for all.
     """
 
     def widen(s: Segment) -> Segment:
         s = as_stored(s)
-        # ragged heads were chosen one by one, under the heads that are stored
+        # ragged heads need no repeating: ``select`` repeated them, as it chose tokens for each of ``cache.heads``
         if s.heads == cache.heads or s.lengths is not None:
             return s
         h = cache.heads

@@ -86,7 +86,10 @@ class Codes:
 def encode(
     x: Tensor, pack: Callable[[Tensor], Packed], packed: int, channels: Tensor | None = None
 ) -> tuple[Packed, Tensor]:
-    """Return (codes, exact others): the first ``packed`` tokens of x [H, L, D], only ``channels`` [H, C] of them."""
+    """Pack the first ``packed`` tokens of x [H, L, D], in ``channels`` [H, C] only; None: in all D.
+
+    Returns the codes [H, packed, C or D] and a copy of the exact tokens behind them [H, L - packed, D].
+    """
     oldest = x[:, :packed]
     if channels is not None:
         oldest = oldest.gather(2, channels.long()[:, None].expand(-1, packed, -1))

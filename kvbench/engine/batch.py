@@ -1,7 +1,7 @@
-"""Rows that decode together, prompt x method: they enter when there is room and leave when their answers end.
+"""Rows (prompt x method) that decode together: they enter when there is room and leave when their answers end.
 
-Rows that enter together share their storage, so that nothing of those that run is moved. Projections are batched over
-all rows, attention is that of each storage format.
+Rows that enter together share their storage, so that no storage of running rows is moved. Projections are batched over
+all rows, attention over those of one storage format.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import attached
 
-ENDED_SHARE = 0.25  # of rows that entered together: so many leave at once
-MOST_ENTRIES = 4  # groups of rows that entered together: each is attended for itself
+ENDED_SHARE = 0.25  # of rows that entered together: ended ones leave once they are this share
+MOST_ENTRIES = 4  # groups of rows that entered together: each is attended separately
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One row's tokens with what was measured while they came."""
+    """One row's tokens with the measurements of their decoding."""
 
     tokens: list[int]
     held: list[int]  # the most tokens that a head of each layer held until the row's own ending
-    attended: float | None  # where the method masks: tokens attended, the mean over steps, heads and masked layers
+    attended: float | None  # tokens attended, the mean over steps, heads, masked layers; None: no masking
     seconds: float  # the row's share of the time of its steps
-    rows: int  # rows that it ran beside at most, itself counted
-    stored: Stored | None  # what its storage held at its ending; None if it read nothing but its prompt
-    finite: bool = True  # whether all logits were that it was chosen by
+    rows: int  # the most rows that ran at once, itself counted
+    stored: Stored | None  # its storage at its ending; None if it read nothing but its prompt
+    finite: bool = True  # False if logits that its tokens are chosen by were not finite
     factor: float | None = None  # storage behind its batch over the payload of the rows in it, at the row's ending
 
 
@@ -76,17 +76,16 @@ class AnsweringRow(Generic[Key]):
 
 
 def by_layer(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """[layers, B] on ``device`` of a tensor [B] per layer, each of which lies where its layer does."""
+    """Stack one tensor [B] per layer, each on its layer's device, to [layers, B] on ``device``."""
     return torch.stack([v.to(device) for v in values])
 
 
 class DecodeBatch(Generic[Key]):
-    """Rows of chains that leave the model alike, by a key of the caller's. Its length is the number of rows that were
-    not handed back yet.
+    """Rows of chains that change the model alike, by the caller's keys; its length is the number of unfinished rows.
 
-    Rows that entered together are stored together. One that has ended is fed on until enough of these have, and then
-    they leave at once. Whatever ``advance`` raises, the batch is then of no more use: rows begin again, from their
-    caches, in another.
+    Rows that entered together are stored together. One that has ended is fed on until ENDED_SHARE of these have; then
+    the ended ones leave at once. After any exception of ``advance`` the batch is unusable: its rows must begin again
+    from their caches in another.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -96,19 +95,19 @@ class DecodeBatch(Generic[Key]):
         self.layers: list[RowLayer] = []
         self.entries = 0  # how often rows have entered
         self.next = torch.empty(3, 0, dtype=torch.int64)
-        """Of each row the token that is fed next, its position, and the last position of the row's answer [3, B]."""
+        """Each row's next token, its position, and the last position of the row's answer [3, B]."""
 
     def __len__(self) -> int:
         return len(self.entering) + sum(not r.over for r in self.rows)
 
     @property
     def adapts(self) -> bool:
-        """Whether the model is changed for these rows. It then stays so until all have ended: none can enter."""
+        """True if the model is changed for these rows. It stays so until all have ended, and no row can enter."""
         return any(r.cache.chain.adaptation for r in (*self.entering, *self.rows))
 
     @property
     def open(self) -> bool:
-        """Whether rows can enter."""
+        """True if rows can enter."""
         return not len(self) or not (self.adapts or len({r.entry for r in self.rows}) >= MOST_ENTRIES)
 
     def enter(self, rows: Sequence[tuple[Key, Cache, Ending]]) -> None:
@@ -120,15 +119,15 @@ class DecodeBatch(Generic[Key]):
             self.entering.append(AnsweringRow(key, cache, ending, draw=draw))
 
     def advance(self) -> list[tuple[Key, Answer]]:
-        """Step until a row ends (all of them, where the model is adapted to these); those that have ended."""
+        """Step until a row ends, or all do where the model is adapted to them; return the keys and answers of those."""
         ended: list[AnsweringRow[Key]] = []
-        everything = self.adapts
+        until_all_end = self.adapts
         chain = next((r.cache.chain for r in (*self.entering, *self.rows)), None)
         if chain is None:
             return []
         walls = contained(chain.name, chain.foreign)  # such rows run alone, see Chain.batch_key
         with walls, torch.no_grad(), adapted(self.model, chain), attached(self.model):
-            while len(self) and (everything or not ended):
+            while len(self) and (until_all_end or not ended):
                 start = time.perf_counter()
                 entered, self.entering = self.entering, []
                 going = [r for r in self.rows if not r.over] + entered
@@ -144,7 +143,7 @@ class DecodeBatch(Generic[Key]):
         return [(r.key, r.answer()) for r in ended]
 
     def _begin(self, rows: list[AnsweringRow[Key]]) -> list[AnsweringRow[Key]]:
-        """Choose the first tokens of entering rows; those whose answer ends with it never decode."""
+        """Choose the first token of each entering row; return those whose answer ends with it: they never decode."""
         tokens = _choose(torch.stack([r.cache.logits for r in rows]), rows)
         for row in rows:
             row.entry = self.entries
@@ -158,15 +157,16 @@ class DecodeBatch(Generic[Key]):
             for layer, new in zip(self.layers, layers if self.rows else (), strict=True):
                 layer.join(new)
             self.layers = self.layers or layers
+            # the last token of an answer is never fed: of ``limit`` tokens, the one before it is the last that is
             last = [r.cache.seen + max(r.ending.limit - 2, 0) for r in entering]
-            fed = torch.tensor([going, [r.cache.seen for r in entering], last], device=tokens.device)
-            fed[0] = tokens[fed[0]]
-            self.next = torch.cat([self.next.to(tokens.device), fed], dim=1)
+            columns = torch.tensor([going, [r.cache.seen for r in entering], last], device=tokens.device)
+            columns[0] = tokens[columns[0]]  # from indices to the tokens there
+            self.next = torch.cat([self.next.to(tokens.device), columns], dim=1)
             self.rows = [*self.rows, *entering]
         return [r for r in rows if r.over]
 
     def _step(self) -> list[AnsweringRow[Key]]:
-        """Feed every row its last token and choose the next; the rows that end with it."""
+        """Feed every row its last token and choose the next; return the rows that end with it."""
         tokens, positions, last = self.next
         logits = step(self.model, self.layers, tokens[:, None], positions[:, None])[:, -1]
         attended = [layer.attended for layer in self.layers if layer.attended is not None]
@@ -180,7 +180,7 @@ class DecodeBatch(Generic[Key]):
         return self._settle()
 
     def _settle(self) -> list[AnsweringRow[Key]]:
-        """Note what rows held that have ended just now, and return them; let ended rows go once they are many."""
+        """Record the storage of rows that have just ended, and return them; drop ended rows once they are many."""
         ended = [(i, r) for i, r in enumerate(self.rows) if r.over and r.held is None]
         if not ended:
             return []
@@ -189,23 +189,23 @@ class DecodeBatch(Generic[Key]):
         factor = allocated(self.layers) / max(1, sum(map(sum, payload)))
         for i, row in ended:
             row.held, row.stored, row.factor = peaks[i], Stored(row.fed, payload[i]), factor
-        there, going = Counter(r.entry for r in self.rows), Counter(r.entry for r in self.rows if not r.over)
-        few = {entry for entry, count in there.items() if going[entry] <= count * (1 - ENDED_SHARE)}
-        kept = [i for i, r in enumerate(self.rows) if not (r.over and r.entry in few)]
-        if len(kept) < len(self.rows):
-            at = torch.tensor(kept, dtype=torch.int64, device=self.next.device)
-            for layer in self.layers if kept else ():
-                layer.keep(at)
-            self.layers = self.layers if kept else []
-            self.rows = [self.rows[i] for i in kept]
-            self.next = self.next[:, at]
+        entered, going = Counter(r.entry for r in self.rows), Counter(r.entry for r in self.rows if not r.over)
+        thinned = {entry for entry, count in entered.items() if going[entry] <= count * (1 - ENDED_SHARE)}
+        staying = [i for i, r in enumerate(self.rows) if not (r.over and r.entry in thinned)]
+        if len(staying) < len(self.rows):
+            index = torch.tensor(staying, dtype=torch.int64, device=self.next.device)
+            for layer in self.layers if staying else ():
+                layer.keep(index)
+            self.layers = self.layers if staying else []
+            self.rows = [self.rows[i] for i in staying]
+            self.next = self.next[:, index]
         return [r for _, r in ended]
 
 
 def _choose(logits: Tensor, rows: Sequence[AnsweringRow[Key]]) -> Tensor:
-    """The next token of each row [B] by logits [B, V], taken down in those that go on.
+    """Return the next token of each row [B] by logits [B, V], and append it to the rows that go on.
 
-    A row whose logits hold NaN or +inf ends here: the largest, which such a number always is, tells.
+    A row whose logits hold NaN or +inf ends here. Either is always the largest logit, so only that is checked.
     """
     masked = without(logits, [r.ending.forbidden(len(r.tokens)) for r in rows])
     chosen = masked.argmax(dim=-1)

@@ -1,7 +1,7 @@
 """A decode step as one graph: the same operations on the same memory, recorded once and then only replayed.
 
-What a plain step spends in Python, and on a GPU on launching kernels one by one, is spent once. That needs rows whose
-storage stands still but for the tail, which here is read whole with the slots that are not written yet masked out.
+The cost of Python, and on a GPU of launching kernels one by one, is paid once. This needs rows whose storage stands
+still except for the tail, which is read whole here, with the slots that are not written yet masked out.
 On a GPU the graph is CUDA's, which nobody has run yet; on a CPU the list of PyTorch's operations, run in order.
 """
 
@@ -23,13 +23,13 @@ from kvbench.storage.attend import attend
 from kvbench.storage.exact_rows import ExactGroup, ExactRows
 from kvbench.storage.row_segments import RowSegment
 
-WARM_UP = 3
+WARM_UP = 3  # runs before a recording, in which PyTorch and its libraries allocate
 
 
 class StillLayer(KvbenchLayer):
-    """A layer whose next token goes to slot ``place`` [1] of its tail, wherever that is when the step runs.
+    """A layer whose next token goes to slot ``place`` [1] of its tail, a tensor that is read when the step runs.
 
-    Raises KvbenchError for one whose steps are not alike.
+    Raises KvbenchError for a layer whose steps are not alike.
     """
 
     def __init__(self, layer: RowLayer, place: Tensor) -> None:
@@ -40,7 +40,7 @@ class StillLayer(KvbenchLayer):
             self.rows = stored
         self.layer, self.place, self.seen = layer, place, layer.seen
         if self.rows.keys is not None and self.rows.values is not None:
-            # a masked slot weighs nothing, which only a number stays that is one
+            # a masked slot has weight 0, and 0 times NaN or inf of uninitialised memory would be NaN
             self.rows.keys[:, :, layer.used :] = 0
             self.rows.values[:, :, layer.used :] = 0
 
@@ -93,12 +93,12 @@ class Graph:
             raise KvbenchError(f"no graph of a decode step in Triton's interpreter: {kernels.SWITCH}=off does without")
         self.model, self.batch = model, batch
         self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
-        # a token that means nothing is in the next one's slot now: the first step writes over it
+        # recording writes a meaningless token into the next one's slot; the first step overwrites it
         self.place.fill_(batch[0].used)
         self.replay = recorded(lambda: step(self.model, self.layers, self.tokens, self.positions), device)
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Feed ``tokens`` [B, 1] at ``positions`` [B, 1]; the logits [B, 1, V] are good until the next step."""
+        """Feed ``tokens`` [B, 1] at ``positions`` [B, 1]; return logits [B, 1, V], valid until the next step."""
         self.tokens.copy_(tokens)
         self.positions.copy_(positions)
         self.place.fill_(self.batch[0].used)
@@ -109,16 +109,19 @@ class Graph:
 
 
 def recorded(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """What replays the operations of ``run`` on the memory they had; ``run`` may be run any number of times before."""
+    """Record the operations of ``run`` and return a function that replays them on the same memory.
+
+    ``run`` may be run any number of times before.
+    """
     if device.type != "cuda":
         run()
         return make_fx(run)()
-    beside = torch.cuda.Stream(device)
-    beside.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(beside):
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
             run()
-    torch.cuda.current_stream(device).wait_stream(beside)
+    torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run()

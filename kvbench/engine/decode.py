@@ -1,4 +1,4 @@
-"""Decoding of caches that are at hand: many to their ends at once, or one by given tokens."""
+"""Decoding of prefilled caches: many to their endings at once, or one by given tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvbench.models.interface import attached
 
 
 def generate_rows(model: PreTrainedModel, caches: Sequence[Cache], endings: Sequence[Ending]) -> list[Answer]:
-    """The answer of each cache until its own ending, those that leave the model alike as rows of one batch.
+    """Return the answer of each cache until its own ending, in order.
 
-    Raises Refused where logits are not finite.
+    Caches whose chains change the model alike are rows of one batch. Raises Refused where logits are not finite.
     """
     answers: dict[int, Answer] = {}
     for rows in by_batch(caches):
@@ -40,10 +40,10 @@ def generate_rows(model: PreTrainedModel, caches: Sequence[Cache], endings: Sequ
 
 
 def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[int]) -> Cache:
-    """A new cache that has also read ``input_ids`` [T] behind the compressed prompt.
+    """Return a new cache that has also read ``input_ids`` [T] behind the compressed prompt.
 
-    The tokens stay whole, but where the chain goes on packing or evicting while decoding: then they are stored, one
-    after the other, as tokens of an answer are.
+    The tokens stay whole unless the chain packs or evicts while decoding: then they are stored one by one, as tokens of
+    an answer are.
     """
     ids = as_prompt(model, input_ids)
     check_continuation(model, cache, ids.shape[0])

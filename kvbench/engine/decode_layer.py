@@ -1,4 +1,4 @@
-"""One layer of a decode batch: its rows in their storage formats, each of which is attended at once."""
+"""One layer of a decode batch: its rows in their storage formats, all of one format attended at once."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvbench.storage.format import Room, StoredRow
 class RowLayer(KvbenchLayer):
     """One layer of a decode batch of B rows.
 
-    ``attended`` [B] is the mean number of tokens that the last step attended in rows whose method masks (else nan);
-    None if no row does. ``next`` [B] are the positions of the tokens to come; ``used`` tokens have come since it was
-    built.
+    ``attended`` [B] is the mean number of tokens that the last step attended in rows whose method masks, nan in others,
+    and None if no row's does. ``next`` [B] are the positions of each row's next token; ``used`` tokens have come since
+    the layer was built.
     """
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
@@ -43,12 +43,12 @@ class RowLayer(KvbenchLayer):
         self.grow(t)
 
     def grow(self, tokens: int) -> None:
-        """Count new tokens."""
+        """Count ``tokens`` new ones."""
         self.next = self.next + tokens
         self.used, self.seen = self.used + tokens, self.seen + tokens
 
     def join(self, other: RowLayer) -> None:
-        """Take in the rows of another layer, behind those there; nothing of either is moved."""
+        """Append the rows of another layer; no storage of either is moved."""
         first = len(self.next)
         self.formats = [(entries.behind(0), stored) for entries, stored in self.formats]
         self.formats += [(entries.behind(first), stored) for entries, stored in other.formats]
@@ -61,14 +61,14 @@ class RowLayer(KvbenchLayer):
         return out
 
     def held(self) -> Tensor:
-        """The most tokens that any head of each row has held so far [B]."""
+        """Return the most tokens that any head of each row has held so far [B]."""
         most = torch.zeros_like(self.next)
         for entries, rows in self.formats:
             most.scatter_reduce_(0, entries.rows, rows.tokens(), "amax")
         return most
 
     def payload(self) -> list[int]:
-        """Bytes of keys and values behind the tokens of each row."""
+        """Return the bytes of keys and values that each row's tokens take."""
         sizes = [0] * len(self.next)
         for entries, rows in self.formats:
             for row, size in zip(entries.rows.tolist(), rows.payload(), strict=True):
@@ -76,20 +76,20 @@ class RowLayer(KvbenchLayer):
         return sizes
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with ``rows`` (ascending) only."""
+        """Drop all rows but ``rows`` (ascending)."""
         rows = rows.to(self.next.device)
         self.next = self.next[rows]
         places = {old: new for new, old in enumerate(rows.tolist())}
         formats, self.formats = self.formats, []
         for entries, stored in formats:
-            at, kept = entries.keep(places)
-            if 0 < len(at) < len(entries.rows):
-                stored.keep(at)
-            if len(at):
-                self.formats.append((kept, stored))
+            index, staying = entries.keep(places)
+            if 0 < len(index) < len(entries.rows):
+                stored.keep(index)
+            if len(index):
+                self.formats.append((staying, stored))
 
     def continued(self, cache: LayerCache) -> LayerCache:
-        """The only row's ``cache`` with the tokens added since."""
+        """Return ``cache``, from which the only row was loaded, with the tokens added since."""
         seen = cache.seen + self.used
         first, rows = self.formats[0]
         if first.heads is None:
@@ -103,12 +103,12 @@ class RowLayer(KvbenchLayer):
 
 
 def allocated(layers: Sequence[RowLayer]) -> int:
-    """Bytes of all storage behind a decode batch: padding, free slots, positions and room for tokens to come, too."""
+    """Return all storage of a decode batch in bytes, with padding, free slots, positions and room for new tokens."""
     return storage_bytes(t for layer in layers for t in _behind(layer.formats))
 
 
 def _behind(x: Any) -> Iterator[Tensor]:
-    """The tensors that a format holds, in whatever it keeps them; the model's weights are not its."""
+    """Yield the tensors that a format holds, in containers and in objects of kvbench's, which leaves out the model."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, (list, tuple)):

@@ -1,4 +1,4 @@
-"""One layer of a prompt as a chain is handed it, to be found unchanged when the chain is done with it."""
+"""One layer of a prompt as it is handed to a chain, with the check that the chain leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvbench.methods.chain import Chain
 
 
 class Handed:
-    """``cache`` and ``obs`` for one chain: those of all chains, or copies where its code is not kvbench's own.
+    """The ``cache`` and ``obs`` handed to one chain: shared by all chains, or copies for code not kvbench's own.
 
-    What is written into copies, now or later, by whatever means, is no other method's matter. Of what is shared,
-    PyTorch counts the writes.
+    Writes into copies, now or later and by any means, cannot reach other methods; the check compares their bits. Writes
+    into shared tensors show in the version that PyTorch counts up.
     """
 
     def __init__(self, chain: Chain, cache: LayerCache, obs: Observation) -> None:
@@ -35,7 +35,7 @@ class Handed:
         self._versions = [_version(t) for _, t in self._shared]
 
     def check(self) -> None:
-        """Raise Refused, with the name of what was changed, unless all of it is as it was handed."""
+        """Raise Refused with the name of a changed tensor unless all are as they were handed."""
         if self._copies:
             changed = [name for (name, t), c in zip(self._shared, self._copies, strict=True) if not _equal(t, c)]
         else:
@@ -56,7 +56,7 @@ def _tensors(cache: LayerCache, obs: Observation) -> Iterator[tuple[str, Tensor]
 
 
 def _flat(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value of Observation."""
+    """Yield the tensors in a value of Observation."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, LayerCache):
@@ -71,5 +71,5 @@ def _version(t: Tensor) -> int:
 
 
 def _equal(t: Tensor, copy: Tensor) -> bool:
-    """Whether a copy still holds the very bits of ``t``, and a storage for them."""
+    """Return True if a copy still has storage and the very bits of ``t``."""
     return copy.untyped_storage().nbytes() >= copy.nbytes and same_bits(t, copy)

@@ -1,4 +1,4 @@
-"""Teacher forcing: how likely a text is after its compressed beginning."""
+"""Teacher forcing: the likelihood of a text after its compressed beginning."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ from kvbench.models.interface import attached
 
 @dataclass(frozen=True)
 class Forced:
-    """What teacher forcing found of one cache."""
+    """The result of teacher forcing one cache: the losses of the text's T tokens and what the cache stored."""
 
     losses: Tensor  # [T] fp32, on the CPU: negative log likelihood of each token
     held: list[int]  # the most tokens that a head of each layer held
-    stored: Stored  # what its storage held at the end
+    stored: Stored  # of each layer, after the last token
 
 
 def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor, chunk: int) -> list[Forced]:
-    """How likely ``tokens`` [T] are after each cache, fed ``chunk`` tokens at a time.
+    """Return the losses of ``tokens`` [T] after each cache, in order; ``chunk`` tokens are fed at a time.
 
-    All caches have read equally many tokens (methods of one prompt) and are not changed; those whose chains leave the
-    model alike are rows of one batch.
+    Caches are not changed. Those whose chains change the model alike are rows of one batch. Raises UsageError unless
+    all have read equally many tokens, as caches of one prompt have.
     """
     if len({c.seen for c in caches}) > 1:
         raise UsageError("teacher forcing continues caches that have read equally many tokens")
     ids = as_prompt(model, tokens)
-    forced: dict[int, Forced] = {}
+    results: dict[int, Forced] = {}
     for rows in by_batch(caches):
         chain = caches[rows[0]].chain
         with contained(chain.name, chain.foreign), adapted(model, chain):
-            forced.update(zip(rows, _force(model, [caches[r] for r in rows], ids, chunk), strict=True))
-    return [forced[i] for i in range(len(caches))]
+            results.update(zip(rows, _force(model, [caches[r] for r in rows], ids, chunk), strict=True))
+    return [results[i] for i in range(len(caches))]
 
 
 def _force(model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, chunk: int) -> list[Forced]:
-    """``teacher_force`` of one batch in a model that is adapted to it."""
+    """Teacher-force one batch in a model that is adapted to it; ``ids`` [T]."""
     seen, rows = caches[0].seen, len(caches)
+    # the first token is predicted by the prompt's own logits
     losses = [_loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])]
     batch = build(model, caches, len(ids), chunk)
     with torch.no_grad(), attached(model):
@@ -56,11 +57,12 @@ def _force(model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, chunk: 
             positions = torch.arange(seen + start, seen + start + len(fed), device=ids.device)
             logits = step(model, batch, fed.expand(rows, -1), positions.expand(rows, -1), whole=True)
             losses.append(_loss(logits, ids[start + 1 : start + 1 + len(fed)]))
-    held = torch.stack([layer.held() for layer in batch]).T.tolist()
-    return [Forced(*found) for found in zip(torch.cat(losses, dim=1).cpu(), held, stored_in(batch), strict=True)]
+    most_tokens = torch.stack([layer.held() for layer in batch]).T.tolist()
+    columns = zip(torch.cat(losses, dim=1).cpu(), most_tokens, stored_in(batch), strict=True)
+    return [Forced(*row) for row in columns]
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log likelihoods [B, t] of targets [t] under logits [B, t, V], in fp32."""
+    """Return negative log likelihoods [B, t] of targets [t] under logits [B, t, V], in fp32."""
     logp = logits.float().log_softmax(dim=-1)
     return -logp.gather(2, targets.expand(len(logits), -1)[..., None])[..., 0]

@@ -47,7 +47,7 @@ from kvbench.models.interface import (
 )
 from kvbench.models.lowrank import lifts
 
-EXACT = 0
+EXACT = 0  # the bit width under which column sums over unquantised keys are recorded
 GROUPED_BY = 5  # first tokens by which heads are grouped
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -221,10 +221,10 @@ def prefill_chains(
     """Return one cache per chain, in order, from one pass over ``input_ids`` [n] per distinct ``prefill_key``."""
     ids = as_prompt(model, input_ids)
     check_window(model, ids.shape[0], chains)
-    here = traits.of_model(model)
+    model_traits = traits.of_model(model)
     check_capacity(model, ids.shape[0])
     for chain in chains:
-        chain.check_model(here)
+        chain.check_model(model_traits)
         check_calibrated(chain, model)
     caches: dict[int, Cache] = {}
     for key in dict.fromkeys(chain.prefill_key for chain in chains):
@@ -292,8 +292,8 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
     owner = weakref.ref(model)
     caches = []
     for chain, compressed, seconds in zip(chains, layers, spent[:-1], strict=True):
-        own = chain.needs(n)
-        seconds += sum(colsums_s[bits] for bits in {*own.colsums_bits, *([EXACT] if own.colsums else [])})
+        wants = chain.needs(n)
+        seconds += sum(colsums_s[bits] for bits in {*wants.colsums_bits, *([EXACT] if wants.colsums else [])})
         caches.append(Cache(tuple(compressed.caches), logits, chain, n, forward, seconds, owner, compressed.mismatch))
     return caches
 

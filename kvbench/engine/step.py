@@ -20,11 +20,11 @@ from kvbench.storage.roles import Rotary
 
 
 def build(model: PreTrainedModel, caches: Iterable[Cache], capacity: int, at_once: int = 1) -> list[RowLayer]:
-    """The decode batch of ``caches``, one RowLayer per model layer, with room for ``capacity`` new tokens.
+    """Build the decode batch of ``caches``: one RowLayer per model layer, with room for ``capacity`` new tokens.
 
-    ``at_once`` of them at most come in one step. The model is as their chains adapt it, for as long as the batch is
-    used. Layers that nobody else holds, as where ``caches`` is ``given_up``, are freed one by one once the batch has
-    them, so that memory never holds all of them twice.
+    At most ``at_once`` of them come in one step. The model must stay as the chains adapt it while the batch is used.
+    Layers with no other reference, as where ``caches`` is ``given_up``, are freed one by one once the batch holds them,
+    so that memory never holds all of them twice.
     """
     rows = list(caches)
     window = sliding_window(model.config)
@@ -56,19 +56,19 @@ def build(model: PreTrainedModel, caches: Iterable[Cache], capacity: int, at_onc
 
 
 def given_up(caches: list[Cache]) -> Iterator[Cache]:
-    """The caches, each of which the list lets go."""
+    """Yield the caches, removing each from the list."""
     while caches:
         yield caches.pop(0)
 
 
 def stored_in(batch: Sequence[RowLayer]) -> list[Stored]:
-    """What the storage of each row of a batch holds now."""
+    """Return the record of each row's storage in a batch now."""
     columns = zip(*(layer.payload() for layer in batch), strict=True)
     return [Stored(batch[0].used, column) for column in columns]
 
 
 def rotation(model: PreTrainedModel) -> Rotary:
-    """The model's rotary frequencies; raises UsageError for one with learned positions (OPT)."""
+    """Return the model's rotary frequencies. Raises UsageError for one with learned positions (OPT)."""
     module = next((m for m in model.modules() if hasattr(m, "inv_freq")), None)
     if module is None:
         raise UsageError(
@@ -80,15 +80,15 @@ def rotation(model: PreTrainedModel) -> Rotary:
 def step(
     model: PreTrainedModel, batch: Sequence[KvbenchLayer], tokens: Tensor, positions: Tensor, whole: bool = False
 ) -> Tensor:
-    """Feed ``tokens`` [B, T] at ``positions`` [B, T]; returns the logits [B, 1, V] after the last.
+    """Feed ``tokens`` [B, T] at ``positions`` [B, T]; return the logits [B, 1, V] after the last.
 
-    ``whole``: [B, T, V], after each of them.
+    ``whole``: return those after each token, [B, T, V].
     """
     out = model(
         input_ids=tokens,
         position_ids=positions,
         past_key_values=HFCache(layers=list(batch)),
         use_cache=True,
-        logits_to_keep=0 if whole else 1,
+        logits_to_keep=0 if whole else 1,  # 0: all
     )
     return out.logits

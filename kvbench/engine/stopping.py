@@ -1,4 +1,4 @@
-"""How an answer's tokens are chosen from logits, and when it ends."""
+"""The choice of an answer's tokens from logits, and its ending."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ending:
-    """How one row's tokens are chosen and when its answer ends.
+    """The rules by which one row's tokens are chosen and its answer ends.
 
     It ends after ``limit`` tokens, or with the first of ``stop``, which cannot come before ``min_new_tokens`` others;
-    ``forbid_first`` cannot be the first token. ``temperature`` 0 is greedy; else tokens are drawn from the smallest
-    set with mass ``top_p``, by a generator of the row's own, so that the draw does not depend on the batch.
+    tokens in ``forbid_first`` cannot be the first. ``temperature`` 0 is greedy; else tokens are drawn from the smallest
+    set with mass ``top_p``, by a generator for each row, so that the draw does not depend on the batch.
     """
 
     limit: int
@@ -27,26 +27,26 @@ class Ending:
     seed: int = 0
 
     def over(self, tokens: Sequence[int]) -> bool:
-        """Whether an answer of these tokens is finished."""
+        """Return True if an answer of these tokens is finished."""
         return len(tokens) >= self.limit or bool(tokens and tokens[-1] in self.stop)
 
     def forbidden(self, count: int) -> frozenset[int]:
-        """Tokens that cannot come after ``count`` others."""
+        """Return the tokens that cannot come after ``count`` others."""
         early = self.stop if count < self.min_new_tokens else frozenset()
         return early | self.forbid_first if count == 0 else early
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """One token of logits [V]: softmax at ``temperature``, cut to the smallest set with mass ``top_p``, one draw."""
+    """Draw one token by logits [V]: softmax at ``temperature``, cut to the smallest set with mass ``top_p``."""
     probs, order = (logits.float() / temperature).softmax(dim=-1).cpu().sort(descending=True, stable=True)
     mass = probs.cumsum(dim=-1)
-    kept = int((mass < top_p).sum()) + 1
-    point = torch.rand((), generator=generator) * mass[min(kept, len(mass)) - 1]
-    return int(order[min(int((mass < point).sum()), kept - 1, len(order) - 1)])
+    count = int((mass < top_p).sum()) + 1  # of the smallest set; rounding may leave all mass below top_p
+    point = torch.rand((), generator=generator) * mass[min(count, len(mass)) - 1]
+    return int(order[min(int((mass < point).sum()), count - 1, len(order) - 1)])
 
 
 def without(logits: Tensor, forbidden: Sequence[frozenset[int]]) -> Tensor:
-    """Logits [B, V] without the tokens that a row cannot produce now."""
+    """Return logits [B, V] with -inf for the tokens that each row cannot produce now."""
     if any(forbidden):
         logits = logits.clone()
         for row, ids in enumerate(forbidden):

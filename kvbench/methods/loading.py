@@ -1,4 +1,4 @@
-"""Read and import the files of a method. An error of their author is reported with file and line."""
+"""Loading of methods from their files; an error of their author is reported with file and line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ MACHINERY = ("importlib", "dataclasses.py", "abc.py")  # frames of Python itself
 
 
 def entry_of_class(path: Path, method: str) -> dict[str, Any]:
-    """Return ``_target_`` and the knobs, with their defaults, of the class with the id ``method`` in a file here."""
+    """Import the file ``path`` of kvbench/methods and return the entry of its class with the id ``method``.
+
+    An entry is ``_target_`` and the knobs with their defaults. Raises UsageError if the file is not one of a method.
+    """
     from kvbench.methods.foreign import contained
     from kvbench.methods.knobs import is_knob
 
@@ -38,7 +41,10 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
 
 
 def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -> Stage:
-    """Return a stage of the class ``target``, which the file ``path`` names."""
+    """Build a stage of the class ``target``, which the file ``path`` names.
+
+    Raises UsageError, with the author's file and line, for a class that is no stage of this id or cannot be built.
+    """
     from kvbench.methods.base import Stage
     from kvbench.methods.foreign import contained
 
@@ -71,7 +77,7 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
 
 
 def _located(error: BaseException, place: str) -> str:
-    """Describe an error with the author's file and line that it comes from, or with ``place``."""
+    """Return an error's description with the line of the author's file that it comes from, or with ``place``."""
     if isinstance(error, KvbenchError) and error.__cause__ is not None:
         return _located(error.__cause__, place)
     if isinstance(error, SyntaxError):

@@ -1,4 +1,4 @@
-"""Which methods there are, their knobs and their aliases.
+"""The registry of methods, with their knobs and aliases.
 
 A method is a stage with an id in a file of kvbench/methods. Its YAML file in conf/method has its knobs as users see
 them, with a comment each; a method without one has the knobs of its class.
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 BUDGET_KNOBS = ("kv_size", "kv_ratio")
 PER = "per"
 """The one setting of a whole chain: the heads under which it stores."""
-# stages written together that are one method with some knobs settled
+# from stages written together to the one method that they mean, and the knob values that they imply
 ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"h2o+quant": ("qhitter", {"lam": 1})}
-
-
+# the line of a class that names its method
 ID = re.compile(r'^    id(?:: ClassVar\[str\])? = "([\w-]+)"', re.MULTILINE)
 
 
@@ -54,22 +53,25 @@ def path_of(method: str) -> Path:
 
 @cache
 def _modules() -> dict[str, Path]:
-    """The files of kvbench/methods by the ids of the methods that they define, read without importing them."""
+    """Return the files of kvbench/methods by the ids of the methods that they define, without importing them."""
     files = [path for folder in kvbench.methods.__path__ for path in Path(folder).glob("*.py")]
     return {method: path for path in files for method in ID.findall(path.read_text("utf-8"))}
 
 
 def knob_names(method: str) -> tuple[str, ...]:
-    """The knobs of one method."""
+    """Return the names of a method's knobs."""
     return tuple(k for k in defaults(method) if not k.startswith("_"))
 
 
 def split(method: str) -> tuple[str, ...]:
-    """``'snapkv+think'`` -> ``('snapkv', 'think')``, aliases resolved; checks that every part is a method."""
+    """Split ``'snapkv+think'`` into ``('snapkv', 'think')``, with aliases resolved.
+
+    Raises UsageError for a part that is empty, no method or written twice, and for ``full`` with others.
+    """
     parts = tuple(p.strip() for p in method.split("+"))
-    for alias, (one, _) in ALIASES.items():
+    for alias, (method_id, _) in ALIASES.items():
         if set(alias.split("+")) <= set(parts):
-            parts = tuple(dict.fromkeys(one if p in alias.split("+") else p for p in parts))
+            parts = tuple(dict.fromkeys(method_id if p in alias.split("+") else p for p in parts))
     for part in parts:
         if not part:
             raise UsageError(f"method={method!r} has an empty part: write one id, or several joined by +")
@@ -83,21 +85,21 @@ def split(method: str) -> tuple[str, ...]:
 
 
 def settled(method: str) -> dict[str, Any]:
-    """Return what an alias in ``method`` settles, by key (``qhitter.lam``); {} where there is none."""
+    """Return the knob values that aliases in ``method`` imply, by key (``qhitter.lam``); {} without an alias."""
     parts = {p.strip() for p in method.split("+")}
-    stages = [stage for alias, stage in ALIASES.items() if set(alias.split("+")) <= parts]
-    return {f"{one}.{knob}": value for one, knobs in stages for knob, value in knobs.items()}
+    meanings = [meaning for alias, meaning in ALIASES.items() if set(alias.split("+")) <= parts]
+    return {f"{method_id}.{knob}": value for method_id, knobs in meanings for knob, value in knobs.items()}
 
 
 def as_written(name: str, written: str) -> str:
-    """A chain's ``name`` with the aliases that are in the method ``written`` in place of what they stand for."""
+    """Return a chain's ``name`` with the aliases that ``written`` uses in the place of the ids that they mean."""
     parts = {p.strip() for p in written.split("+")}
-    known = {one: alias for alias, (one, _) in ALIASES.items() if set(alias.split("+")) <= parts}
-    return "+".join(known.get(p, p) for p in name.split("+"))
+    aliases = {method_id: alias for alias, (method_id, _) in ALIASES.items() if set(alias.split("+")) <= parts}
+    return "+".join(aliases.get(p, p) for p in name.split("+"))
 
 
 def make_stage(method: str, entry: Mapping[str, Any]) -> Stage:
-    """The stage of one YAML entry (``_target_`` and knobs); raises UsageError for a knob that it does not have."""
+    """Build the stage of one entry (``_target_`` and knobs). Raises UsageError for a knob that it does not have."""
     knobs = {k: v for k, v in entry.items() if not k.startswith("_")}
     for knob in knobs:
         if knob not in knob_names(method):
@@ -106,9 +108,9 @@ def make_stage(method: str, entry: Mapping[str, Any]) -> Stage:
 
 
 def owners(methods: Sequence[str], key: str) -> list[str]:
-    """Return the stages of ``methods`` that the knob ``key`` belongs to.
+    """Return the stages of ``methods`` that have the knob ``key``.
 
-    Raises UsageError if there is none, if two stages of one method have a bare knob, or if an alias settles it.
+    Raises UsageError if there is none, or if two stages of one method have a bare knob.
     """
     chains = [split(m) for m in methods]
     stage, knob = stage_of(key), knob_of(key)
@@ -117,32 +119,32 @@ def owners(methods: Sequence[str], key: str) -> list[str]:
         if stage not in present:
             raise unknown(f"knob {key!r}: no entry has the method", stage, present)
         return [stage]
-    having: list[str] = []
+    owning: list[str] = []
     for chain in chains:
         stages = [part for part in chain if knob in knob_names(part)]
         if len(stages) > 1:
             keys = " and ".join(f"method.{s}.{knob}" for s in stages)
             raise UsageError(f"knob {knob!r} is owned by two stages of {'+'.join(chain)}: set {keys} by its full key")
-        having += [s for s in stages if s not in having]
-    if not having:
+        owning += [s for s in stages if s not in owning]
+    if not owning:
         names = {k for s in present for k in knob_names(s)} | {PER}
         written = ", ".join("+".join(c) for c in chains)
         why = " There is no budget of tokens to set." if knob in BUDGET_KNOBS else ""
         raise unknown("knob", knob, names, f"These are the knobs of {written}.{why}")
-    return having
+    return owning
 
 
 def check_settled(methods: Sequence[str], key: str, value: Any) -> None:
-    """Raise UsageError for a knob that aliases settle in all of ``methods`` that have it."""
+    """Raise UsageError for a knob whose value aliases imply in all of ``methods`` that have it."""
     stage, knob = stage_of(key), knob_of(key)
-    having = [
+    owning = [
         (method, part)
         for method in methods
         for part in split(method)
         if knob in knob_names(part) and stage in ("", part)
     ]
-    if having and all(f"{part}.{knob}" in settled(method) for method, part in having):
-        method, part = having[0]
+    if owning and all(f"{part}.{knob}" in settled(method) for method, part in owning):
+        method, part = owning[0]
         raise UsageError(
             f"{key}={value} is not possible: {method} is {part} with {knob}={settled(method)[f'{part}.{knob}']}; "
             f"write method={part} {knob}={value}"
@@ -150,10 +152,10 @@ def check_settled(methods: Sequence[str], key: str, value: Any) -> None:
 
 
 def stage_of(key: str) -> str:
-    """``'method.snapkv.window'`` or ``'snapkv.window'`` -> ``'snapkv'``; ``''`` for a bare knob."""
+    """Return ``'snapkv'`` of ``'method.snapkv.window'`` or ``'snapkv.window'``, and ``''`` of a bare knob."""
     return key.rpartition(".")[0].removeprefix("method.")
 
 
 def knob_of(key: str) -> str:
-    """``'method.snapkv.window'``, ``'snapkv.window'`` or ``'window'`` -> ``'window'``."""
+    """Return ``'window'`` of ``'method.snapkv.window'``, ``'snapkv.window'`` or ``'window'``."""
     return key.rpartition(".")[2]

@@ -1,7 +1,7 @@
-"""The one road from methods and knobs to chains: for the command line, the Python interface and papers' tables.
+"""Chains from methods and knobs, the same way for the command line, the Python interface and papers' tables.
 
-Knobs come in layers, of which a later one wins: the method's plain defaults, the preset's, what is set for all methods,
-what is set for one.
+Knobs come in layers, of which a later one wins: the method's plain defaults, the preset, the knobs set for all methods,
+the knobs set for one, and those that an alias implies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Knobs = Mapping[str, Any]
 class ChainConfig:
     """One chain with its knobs; ``label`` names those that the user set or swept.
 
-    ``entries`` are the knobs by stage before the budget settled them, ``written`` is the method as typed.
+    ``entries`` are the knobs by stage, before values that depend on the budget are chosen; ``written`` is the method as
+    the user typed it.
     """
 
     chain: Chain = identity()
@@ -54,8 +55,8 @@ def resolve(
     """
     chains: dict[tuple[str, str], ChainConfig] = {}
     for method, per, entries in _settled(methods, knobs or {}, preset or {}):
-        for made in _expanded(method, per, entries):
-            chains.setdefault((made.chain.name, repr(made.chain.identity())), made)
+        for config in _expanded(method, per, entries):
+            chains.setdefault((config.chain.name, repr(config.chain.identity())), config)
     return list(chains.values())
 
 
@@ -74,10 +75,13 @@ def chain_of(method: str | Mapping[str, Any], knobs: Knobs | None = None, preset
 def chain_config(
     entries: Mapping[str, Entry], per: str, swept: Collection[tuple[str, str]] = (), written: str = ""
 ) -> ChainConfig:
-    """Return one chain of knobs by stage with its label; ``swept`` (stage, knob) are named in it in any case."""
-    settled = {stage: by_size(entry) for stage, entry in entries.items()}
-    chain = Chain(tuple(registry.make_stage(s, e) for s, e in settled.items() if s != "full"), per)  # type: ignore[arg-type]
-    return ChainConfig(chain, _label(chain, settled, swept, written), entries, written)
+    """Build the chain of ``entries``, its knobs by stage, and the label that names it.
+
+    The label always names the knobs in ``swept``, pairs of stage and knob. ``written`` is the method as typed.
+    """
+    sized = {stage: by_size(entry) for stage, entry in entries.items()}
+    chain = Chain(tuple(registry.make_stage(s, e) for s, e in sized.items() if s != "full"), per)  # type: ignore[arg-type]
+    return ChainConfig(chain, _label(chain, sized, swept, written), entries, written)
 
 
 def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any]]:
@@ -103,22 +107,22 @@ def overlay(entry: Entry, layer: Entry) -> dict[str, Any]:
 
 
 def by_size(entry: Entry) -> dict[str, Any]:
-    """Return the entry with its values that depend on the budget settled.
+    """Return the entry with one value for each knob that depends on the budget.
 
-    Of ``{kv_size: value, ...}`` the value of the nearest kv_size on a log scale, or of the largest where the budget is
-    a fraction (our choice).
+    Of ``{kv_size: value, ...}`` it is the value of the nearest kv_size on a log scale, or of the largest where the
+    budget is a fraction (our choice).
     """
     size = entry.get("kv_size")
     size = size if isinstance(size, int) and size > 0 else None
 
-    def settle(value: Any) -> Any:
+    def choose(value: Any) -> Any:
         if not isinstance(value, Mapping) or not value or not all(isinstance(s, int) and s > 0 for s in value):
             return value
         if size is None:
             return value[max(value)]
         return value[min(sorted(value), key=lambda s: abs(math.log(s / size)))]
 
-    return {k: settle(v) for k, v in entry.items()}
+    return {k: choose(v) for k, v in entry.items()}
 
 
 def check_sets(methods: Sequence[str]) -> None:
@@ -131,7 +135,7 @@ def check_sets(methods: Sequence[str]) -> None:
 def _settled(
     methods: Sequence[str | Mapping[str, Any]], knobs: Knobs, preset: Knobs
 ) -> Iterator[tuple[str, Any, dict[str, dict[str, Any]]]]:
-    """Each method with ``per`` and its knobs by stage, all layers of knobs applied."""
+    """Yield (method, ``per``, knobs by stage) of each method, all layers of knobs applied."""
     requests = [({"method": m} if isinstance(m, str) else m) for m in methods]
     for request in requests:
         if "method" not in request:
@@ -140,14 +144,14 @@ def _settled(
     check_sets(names)
     _check_owned(names, knobs)
     for name, request in zip(names, requests, strict=True):
-        own = {k: v for k, v in request.items() if k != "method"}
-        _check_owned([name], own)
-        per = own.get(PER, knobs.get(PER, preset.get(PER, "kv_head")))
-        yield name, per, entries_of(registry.split(name), preset, knobs, own, registry.settled(name))
+        method_knobs = {k: v for k, v in request.items() if k != "method"}
+        _check_owned([name], method_knobs)
+        per = method_knobs.get(PER, knobs.get(PER, preset.get(PER, "kv_head")))
+        yield name, per, entries_of(registry.split(name), preset, knobs, method_knobs, registry.settled(name))
 
 
 def _check_owned(methods: Sequence[str], knobs: Knobs) -> None:
-    """Raise UsageError for a knob that none of ``methods`` has, or that an alias settles."""
+    """Raise UsageError for a knob that none of ``methods`` has, or whose value an alias implies."""
     for key, value in knobs.items():
         if key == PER:
             continue
@@ -158,9 +162,9 @@ def _check_owned(methods: Sequence[str], knobs: Knobs) -> None:
 
 
 def _expanded(method: str, per: Any, entries: Mapping[str, Entry]) -> Iterator[ChainConfig]:
-    """One chain for each combination of the knobs that are grids."""
-    settled = registry.settled(method)
-    axes = [(s, k, v) for s in entries for k, v in grids(entries[s], registry.defaults(s)) if f"{s}.{k}" not in settled]
+    """Yield one chain for each combination of the knobs that are grids."""
+    implied = registry.settled(method)
+    axes = [(s, k, v) for s in entries for k, v in grids(entries[s], registry.defaults(s)) if f"{s}.{k}" not in implied]
     pers = per if isinstance(per, list) else [per]
     for key, values in [(PER, pers), *((f"method.{s}.{k}", v) for s, k, v in axes)]:
         check(key, values, bool(values), "a value, or a list of at least one")
@@ -181,14 +185,14 @@ def grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _label(chain: Chain, entries: Mapping[str, Entry], swept: Collection[tuple[str, str]], written: str) -> str:
-    """The chain's name with its budgets, its place in a grid, and what differs from the plain defaults."""
-    changed, settled = [], registry.settled(written)
+    """Return the chain's name with its budgets, its point of a grid, and the knobs that differ from plain defaults."""
+    changed, implied = [], registry.settled(written)
     for stage in chain.stages:
         plain = registry.defaults(stage.id)
         for knob, value in entries[stage.id].items():
             unset = knob.startswith("_") or getattr(stage, knob, value) is None
-            plainly = value == plain.get(knob) and knob not in ALWAYS_NAMED and (stage.id, knob) not in swept
-            if not (unset or plainly or f"{stage.id}.{knob}" in settled):
+            is_default = value == plain.get(knob) and knob not in ALWAYS_NAMED and (stage.id, knob) not in swept
+            if not (unset or is_default or f"{stage.id}.{knob}" in implied):
                 changed.append(f"{knob}={','.join(map(str, value)) if isinstance(value, list) else value}")
     if chain.stages and chain.per != "kv_head":
         changed.append(f"per={chain.per}")

@@ -15,46 +15,48 @@ from kvbench.storage import kernels
 from kvbench.storage.roles import Masker
 from kvbench.storage.row_segments import Ragged, RowSegment, Shared
 
-Estimate = Callable[[Tensor], Tensor]  # what attention reads in the place of keys [..., D]
+Estimate = Callable[[Tensor], Tensor]  # from keys [..., D] to those that attention reads in their place
 
 
 def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = None) -> Tensor:
-    """Scaled q.k of query [B, Hq, T, D] with keys [B, H, L, D or C] -> [B, Hq, T, L].
+    """Return the scaled dot products of query [B, Hq, T, D] and keys [B, H, L, D or C]: [B, Hq, T, L].
 
-    Thin keys meet the query's own ``channels`` [B, H, C]: full keys are never rebuilt (arXiv 2407.21018, section 3).
-    Of half precision they are in fp32, as in PyTorch's fused attention: rounded, they would choose other tokens.
+    Thin keys are multiplied with the query's own ``channels`` [B, H, C]: full keys are never rebuilt (arXiv 2407.21018,
+    section 3). Logits of half precision are fp32, as in PyTorch's fused attention: rounding would change the tokens
+    that are chosen.
     """
     b, hq, t, d = query.shape
     h = keys.shape[1]
-    whole = query.dtype == torch.float32
-    q = (query * scale if whole else query).reshape(b, h, hq // h * t, d)
+    # half precision is scaled after the product, which is fp32
+    is_fp32 = query.dtype == torch.float32
+    q = (query * scale if is_fp32 else query).reshape(b, h, hq // h * t, d)
     if channels is not None:
         q = torch.gather(q, 3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
     k = keys.transpose(2, 3)
-    found = q @ k if whole else summed(q.flatten(0, 1), k.flatten(0, 1)) * scale
-    return found.reshape(b, hq, t, keys.shape[2])
+    products = q @ k if is_fp32 else summed(q.flatten(0, 1), k.flatten(0, 1)) * scale
+    return products.reshape(b, hq, t, keys.shape[2])
 
 
 def summed(a: Tensor, b: Tensor) -> Tensor:
-    """The products of a [N, R, C] and b [N, C, S] in fp32 -> [N, R, S], whatever their dtype."""
+    """Return the matrix products [N, R, S] of a [N, R, C] and b [N, C, S] in fp32, whatever their dtype."""
     if a.is_cuda and b.dtype != torch.float32:
         return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 def shared_logits(query: Tensor, keys: Tensor, scale: float, shared: Shared) -> Tensor:
-    """Logits [B, Hq, T, L] of which only those of leading heads are computed; keys [B, H or fewer, L, D]."""
+    """Return logits [B, Hq, T, L], each head's those of its leading head; keys [B, H or fewer, L, D]."""
     lead = query.gather(1, shared.leading[..., None, None].expand(-1, -1, *query.shape[2:]))
     if shared.key_rows is not None:
         keys = keys.gather(1, shared.key_rows[..., None, None].expand(-1, -1, *keys.shape[2:]))
-    found = logits(lead, keys, scale)
-    return found.gather(1, shared.place[..., None, None].expand(-1, -1, *found.shape[2:]))
+    computed = logits(lead, keys, scale)
+    return computed.gather(1, shared.place[..., None, None].expand(-1, -1, *computed.shape[2:]))
 
 
 def weigh(probs: Tensor, values: Tensor) -> Tensor:
-    """Weighted values: probs [B, Hq, T, L] with values [B, H, L, D] -> [B, Hq, T, D] in fp32.
+    """Return values [B, H, L, D] weighted by probs [B, Hq, T, L]: [B, Hq, T, D] in fp32.
 
-    Half precision is summed up in fp32, so that neither the order of tokens nor how they are cut into segments counts.
+    Half precision is summed in fp32, so that neither the order of tokens nor their cut into segments matters.
     """
     b, hq, t, length = probs.shape
     h = values.shape[1]
@@ -63,14 +65,14 @@ def weigh(probs: Tensor, values: Tensor) -> Tensor:
 
 
 def spread(part: Tensor, channels: Tensor, head_dim: int) -> Tensor:
-    """Outputs over kept value channels [B, Hq, T, C] back in their places [B, Hq, T, D]; channels [B, H, C]."""
+    """Scatter outputs over kept value channels [B, Hq, T, C] to their places in [B, Hq, T, D]; channels [B, H, C]."""
     b, hq, t, c = part.shape
     index = channels.repeat_interleave(hq // channels.shape[1], dim=1)[:, :, None].expand(b, hq, t, c)
     return part.new_zeros(b, hq, t, head_dim).scatter_(3, index, part)
 
 
 def as_they_are(keys: Tensor) -> Tensor:
-    """Keys themselves: what attention reads where no method puts stand-ins in their place."""
+    """Return the keys themselves: the estimate of methods without stand-ins."""
     return keys
 
 
@@ -83,12 +85,12 @@ def attend(
     tail_start: Tensor | None = None,
     masker: Masker | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of T new tokens over stored segments and a dense tail that ends with those tokens.
+    """Return attention of T new tokens over stored segments and a dense tail that ends with those tokens.
 
     query [B, Hq, T, D]; tail k, v [B, Hk, t, D] with t >= T; the new tokens see each other causally. Under a sliding
     window ``floor`` [B, T] is the first position that each new token sees, and ``tail_start`` [B] the tail's first.
     A ``masker`` restricts exact attention to the tokens it picks.
-    Returns [B, Hq, T, D] in the query's dtype, and, with a masker, how many tokens were attended [B].
+    The result is [B, Hq, T, D] in the query's dtype, and, with a masker, the number of tokens attended [B], else None.
     """
     if masker is None and floor is None and (out := kernels.attend(query, segments, tail, scale)) is not None:
         return out, None
@@ -119,15 +121,15 @@ def masked_softmax(
     dtype: torch.dtype,
     masker: Masker | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs softmax(logits) V in ``dtype``, over the tokens that ``masker`` picks; softmax in fp32.
+    """Return the outputs softmax(logits) V in ``dtype`` over the tokens that ``masker`` picks; softmax in fp32.
 
-    ``logits_of`` gives logits [B, Hq, T, S] of keys as an estimate reads them, -inf where a token must not look;
-    ``weighed`` gives the weighted values [B, Hq, T, D] of weights [B, Hq, T, S]. Beside the outputs: how many tokens
-    were attended, the mean over heads and new tokens [B]; None without a masker.
+    ``logits_of`` returns logits [B, Hq, T, S] of keys as an estimate reads them, -inf where a token must not look.
+    ``weighed`` returns the weighted values [B, Hq, T, D] for weights [B, Hq, T, S]. The second result is the number of
+    tokens attended, the mean over heads and new tokens [B]; None without a masker.
     """
     exact, attended = logits_of(as_they_are), None
     if masker is not None:
-        # the stand-ins say which tokens are read, the keys themselves with which weights
+        # stand-ins choose the tokens, the keys themselves give their weights
         weights = logits_of(masker.estimate).float().softmax(dim=-1)
         seen = masker.mask(weights) & ~exact.isneginf()
         exact = exact.masked_fill(~seen, -torch.inf)
@@ -136,9 +138,9 @@ def masked_softmax(
 
 
 def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tensor]) -> Tensor:
-    """What ``weighed`` makes of probs [B, Hq, T, S] fp32, in ``dtype``.
+    """Return ``weighed`` of probs [B, Hq, T, S] fp32, in ``dtype``.
 
-    In half precision they are rounded as shares of the largest, where PyTorch's fused attention rounds them too.
+    In half precision, weights are divided by the largest before they are rounded, as in PyTorch's fused attention.
     """
     if dtype == torch.float32:
         return weighed(probs)
@@ -147,18 +149,19 @@ def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tenso
 
 
 def _fused(query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Tensor], scale: float) -> Tensor | None:
-    """The same by PyTorch's attention, as transformers decodes: half precision is rounded where it rounds it.
+    """Return attention by PyTorch's own function, which rounds half precision as transformers' decoding does.
 
-    None where heads share logits or channels are gone.
+    Returns None where heads share logits or segments lack channels.
     """
     if any(s.shared is not None or s.key_channels is not None or s.value_channels is not None for s in segments):
         return None
     heads = max([tail[0].shape[1], *(s.heads for s in segments)])
     parts = [*((s.k, s.v) for s in segments), tail]
     k, v = (
-        torch.cat([t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1) for t in held], dim=2)
-        for held in zip(*parts, strict=True)
+        torch.cat([t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1) for t in run], dim=2)
+        for run in zip(*parts, strict=True)
     )
+    # causal among new tokens, False in padding
     (t_new, t_all), mask = (query.shape[2], tail[0].shape[2]), None
     if t_new > 1 or any(s.valid is not None for s in segments):
         seen = torch.ones(len(query), heads, t_new, k.shape[2], dtype=torch.bool, device=k.device)
@@ -181,7 +184,7 @@ def _all_logits(
     tail_start: Tensor | None,
     estimate: Estimate,
 ) -> Tensor:
-    """Logits [B, Hq, T, S] over all slots of the segments and then the tail; -inf where a token must not look."""
+    """Return logits [B, Hq, T, S] over all slots of segments, then of the tail; -inf where a token must not look."""
     parts = []
     for s in segments:
         if s.shared is not None:
@@ -211,7 +214,7 @@ def _all_logits(
 
 
 def _hide_before(part: Tensor, positions: Tensor, floor: Tensor) -> Tensor:
-    """Logits [B, Hq, T, L] without tokens at positions [B, H or 1, L] before floor [B, T]."""
+    """Set logits [B, Hq, T, L] to -inf for tokens at positions [B, H or 1, L] before floor [B, T]."""
     b, hq, t, length = part.shape
     hidden = positions[:, :, None, None] < floor[:, None, None, :, None]
     return part.view(b, positions.shape[1], -1, t, length).masked_fill(hidden, -torch.inf).view(b, hq, t, length)

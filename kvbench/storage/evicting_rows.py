@@ -1,8 +1,8 @@
 """Rows whose method evicts while decoding: a fixed number of slots per head, reused as tokens come and go.
 
-Each step first makes room (the lowest keep-scores go), then writes the new tokens into the free slots, attends, and
-lets the method fold the attention into its running state. Memory is flat: nothing is moved but what is written.
-What the slots hold of keys and values, and how attention reads it, is in storage.evicting_store.
+Each step first evicts the tokens of the lowest keep-scores, then writes the new tokens into the free slots, attends,
+and lets the method fold the attention into its running state. Memory is flat: only new tokens are written, and no
+other is moved. The keys and values of the slots, and their attention, are in storage.evicting_store.
 Shapes: B rows, H stored heads, S slots, T new tokens.
 """
 
@@ -38,7 +38,7 @@ class EvictingRows(Format):
         device = first.positions.device
         self.evictor, self.rotary = evictor, rows[0].rotary if evictor.rolled else None
         shares = [evictor.head_budgets(row.cache, row.layer) for row in rows]
-        budgets = [[min(s, c.seen + room.tokens) for s in of] for of, c in zip(shares, caches, strict=True)]
+        budgets = [[min(s, c.seen + room.tokens) for s in share] for share, c in zip(shares, caches, strict=True)]
         self.budget = torch.tensor(budgets, device=device)[:, :, None]
         self.most = torch.tensor([c.tokens for c in caches], device=device)
         # a prompt that was kept whole may be more than a head holds from now on
@@ -61,9 +61,9 @@ class EvictingRows(Format):
         else:
             self.store = Thin(segments, size, self._whole_tokens(segments, room.tokens))
         for i, row in enumerate(segments):
-            held = torch.zeros(h, dtype=torch.int64, device=device)
+            used = torch.zeros(h, dtype=torch.int64, device=device)
             for s in row:
-                held = self._load(i, s, held)
+                used = self._load(i, s, used)
 
     @classmethod
     def takes(cls, row: StoredRow) -> bool:
@@ -74,27 +74,28 @@ class EvictingRows(Format):
         return (row.evictor, *(format_of(s) for s in row.cache.segments))
 
     def _whole_tokens(self, segments: Sequence[Sequence[Segment]], room: int) -> int:
-        """The most tokens with all channels that a head holds until ``room`` more have come."""
-        none = [0] * self.budget.shape[1]
-        whole = [[sum(c) for c in zip(none, *(s.counts for s in row[1:]), strict=True)] for row in segments]
-        now = torch.tensor(whole, device=self.budget.device)
+        """Return the most tokens with all channels that a head holds until ``room`` more tokens have come."""
+        # a row's first segment is thin, the others have all channels
+        zeros = [0] * self.budget.shape[1]
+        counts = [[sum(c) for c in zip(zeros, *(s.counts for s in row[1:]), strict=True)] for row in segments]
+        now = torch.tensor(counts, device=self.budget.device)
         later = torch.minimum(self.budget[..., 0], now + room)
         return int(torch.maximum(now, later).max())
 
-    def _load(self, row: int, s: Segment, held: Tensor) -> Tensor:
-        """Put a segment behind the tokens ``held`` [H] of each head; returns what is held then."""
-        counts = torch.tensor(s.counts, device=held.device)
+    def _load(self, row: int, s: Segment, used: Tensor) -> Tensor:
+        """Put a segment behind the first ``used`` [H] slots of each head; return how many are used then."""
+        counts = torch.tensor(s.counts, device=used.device)
         head = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-        slot = torch.cat([torch.arange(a, a + m, device=counts.device) for a, m in zip(held, counts, strict=True)])
+        slot = torch.cat([torch.arange(a, a + m, device=counts.device) for a, m in zip(used, counts, strict=True)])
         self.valid[row, head, slot] = True
         self.positions[row, head, slot] = one_by_one(s.positions, s)
         for name, t in s.state.items():
             self.state[name][row, head, slot] = one_by_one(t, s)
         self.store.load(row, head, slot, s)
-        return held + counts
+        return used + counts
 
     def view(self, now: Tensor) -> Slots:
-        """The slots as a method sees them when the newest token is at ``now`` [B]."""
+        """Return the slots as a method sees them when the newest token is at position ``now`` [B]."""
         return Slots(self.positions, self.valid, self.state, now[:, None, None], self.n, self.counts)
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
@@ -106,61 +107,64 @@ class EvictingRows(Format):
         if t > least:
             raise UsageError(f"{t} tokens at once do not fit into a budget of {least}: lower chunk=")
         self.newest = positions
-        kept = self._ranks(positions[:, -1]) < (self.budget - t).clamp(min=0)
-        self.valid &= kept
+        # the best ``budget - t`` stay; a head that is not stored keeps none
+        self.valid &= self._ranks(positions[:, -1]) < (self.budget - t).clamp(min=0)
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t]
         new_k, new_v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
         self.store.add(free, new_k, new_v, self.valid)
         self.positions.scatter_(2, free, positions[:, None].expand(b, h, t).to(torch.int32))
         self.valid.scatter_(2, free, stored.expand_as(free))
-        entered = self.evictor.new_token_state(new_k, new_v)
+        initial = self.evictor.new_token_state(new_k, new_v)
         for name, s in self.state.items():
             index = free.reshape(*free.shape, *([1] * (s.dim() - 3))).expand(*free.shape, *s.shape[3:])
-            begun = entered.get(name)
-            self.state[name] = s.scatter(2, index, torch.zeros_like(index, dtype=s.dtype) if begun is None else begun)
+            new = initial.get(name)
+            self.state[name] = s.scatter(2, index, torch.zeros_like(index, dtype=s.dtype) if new is None else new)
         self.most = torch.maximum(self.most, self.held().amax(dim=1))
 
     def _ranks(self, now: Tensor) -> Tensor:
-        """Each slot's place [B, H, S] in the order of keep-scores; equal scores rank by position, free slots last."""
+        """Return each slot's rank [B, H, S] by keep-score, 0 the best; equal ones rank by position, free slots last."""
         return ranks(self.evictor.keep_scores(self.view(now)).expand_as(self.valid), self.positions, self.valid)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attention over the slots, as ``Format.attend`` has it; then the method folds it into its state."""
-        places, read = self.newest, None
+        """Attend the slots, as ``Format.attend`` does, and let the method fold the weights into its state."""
+        query_positions, read = self.newest, None
         if self.rotary is not None:
-            query, read = self._rolled(query, places, self.rotary)
-        probs = self._probs(query, scale, places, read)
+            query, read = self._rolled(query, query_positions, self.rotary)
+        probs = self._probs(query, scale, query_positions, read)
         out = rounded(probs, query.dtype, self.store.weigh)
         if self.evictor.estimates:
             turn, estimate = read or (lambda keys: keys), self.evictor.estimate
-            probs = self._probs(query.float(), scale, places, lambda keys: estimate(turn(keys)))
-        self.state = {**self.state, **self.evictor.fold(self.view(places[:, -1]), probs)}
+            probs = self._probs(query.float(), scale, query_positions, lambda keys: estimate(turn(keys)))
+        self.state = {**self.state, **self.evictor.fold(self.view(query_positions[:, -1]), probs)}
         if self.stand_ins is not None:
             out = out.gather(1, self.stand_ins[:, :, None, None].expand_as(out))
         return out
 
-    def _rolled(self, query: Tensor, places: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
-        """The query at the last slots, and what turns keys to theirs."""
+    def _rolled(self, query: Tensor, query_positions: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
+        """Return the query at the last slots' positions, and a function that rotates keys to those of their slots."""
         t = query.shape[2]
         order = order_by_position(self.positions, self.valid)
         rank = torch.empty_like(order)
         rank.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
-        # heads may hold different numbers, and each counts its own
-        held = self.valid.sum(dim=-1).repeat_interleave(query.shape[1] // self.valid.shape[1], dim=1)
-        last = held[:, :, None] - t + torch.arange(t, device=query.device)
-        return rotary.turn(query, places[:, None], last), lambda keys: rotary.turn(keys, self.positions, rank)
+        # heads may hold different numbers of tokens, and each counts its own
+        counts = self.valid.sum(dim=-1).repeat_interleave(query.shape[1] // self.valid.shape[1], dim=1)
+        last = counts[:, :, None] - t + torch.arange(t, device=query.device)
+        return rotary.turn(query, query_positions[:, None], last), lambda keys: rotary.turn(keys, self.positions, rank)
 
-    def _probs(self, query: Tensor, scale: float, places: Tensor, read: Read) -> Tensor:
-        """Attention [B, Hq, T, S] in fp32 of query [B, Hq, T, D] at ``places`` [B, T] over what ``read`` sees."""
+    def _probs(self, query: Tensor, scale: float, query_positions: Tensor, read: Read) -> Tensor:
+        """Return attention weights [B, Hq, T, S] fp32 of query [B, Hq, T, D] at ``query_positions`` [B, T].
+
+        ``read`` makes the keys that are attended of those stored; None: they are the same.
+        """
         b, hq, t, _ = query.shape
         h = self.valid.shape[1]
         part = self.store.logits(query, scale, read).view(b, h, hq // h, t, -1)
-        held, query_at = self.positions[:, :, None, None], places[:, None, None, :, None]
-        hidden = ~self.valid[:, :, None, None] | (held > query_at)
+        token_at, query_at = self.positions[:, :, None, None], query_positions[:, None, None, :, None]
+        hidden = ~self.valid[:, :, None, None] | (token_at > query_at)
         if self.unattended is not None:
-            hidden |= held == query_at - self.unattended[..., None, None]
+            hidden |= token_at == query_at - self.unattended[..., None, None]
         probs = part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1).float().softmax(dim=-1)
-        # a head that is not stored attends nothing
+        # all tokens of a head that is not stored are hidden: its softmax is NaN
         return probs if self.stand_ins is None else probs.nan_to_num(nan=0.0)
 
     def keep(self, at: Tensor) -> None:
@@ -179,30 +183,32 @@ class EvictingRows(Format):
         return self.store.payload(self.valid)
 
     def held(self) -> Tensor:
-        """Tokens held per row and head [B, H]."""
+        """Return the number of tokens of each row and head [B, H]."""
         return self.valid.sum(dim=-1)
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        """One row's tokens, each segment ascending in position; ragged if its heads hold different numbers."""
+        """Return one row's segments, each ascending in position, and ragged if its heads hold different numbers."""
         state = {name: s[u] for name, s in self.state.items()}
         none = self.positions.new_zeros(self.positions.shape[1], 0, 0)
         return self.store.segments(u, Segment(none, none, self.positions[u], state=state), self.valid[u])
 
 
 def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:
-    """Each slot's place in the order of scores [..., S], best first; equal ones rank by position, and those not
-    ``among`` come last."""
+    """Return each slot's rank by scores [..., S], 0 the best.
+
+    Equal scores rank by position; slots that are not ``among`` come last.
+    """
     scores = scores.masked_fill(~among, -torch.inf)
     by_position = order_by_position(positions, among)
     order = scores.gather(-1, by_position).sort(dim=-1, descending=True, stable=True).indices
     order = by_position.gather(-1, order)
-    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
+    ranking = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, ranking)
 
 
 def _stand_ins(caches: Sequence[LayerCache], device: torch.device) -> Tensor | None:
-    """The head [B, Hq] whose attention output each query head has; None where all have their own."""
+    """Return the head [B, Hq] whose attention output each query head takes; None if all take their own."""
     if all(c.copy_from is None for c in caches):
         return None
-    own = torch.arange(caches[0].query_heads, device=device)
-    return torch.stack([own if c.copy_from is None else c.copy_from.long() for c in caches])
+    heads = torch.arange(caches[0].query_heads, device=device)
+    return torch.stack([heads if c.copy_from is None else c.copy_from.long() for c in caches])

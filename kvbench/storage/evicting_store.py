@@ -1,6 +1,6 @@
 """Keys and values behind slots that are reused: in one format, or thin for a prompt's tokens and whole for others.
 
-Which slot holds which token, and for how long, is decided in storage.evicting_rows.
+storage.evicting_rows decides which slot holds which token, and for how long.
 Shapes: B rows, Hq query heads, H stored heads, S slots, T new tokens, W places for what only whole tokens hold, C kept
 channels, D head dimension.
 """
@@ -22,11 +22,11 @@ from kvbench.storage.packed_rows import packed_logits, packed_weigh
 from kvbench.storage.roles import Packer
 from kvbench.storage.row_segments import beside, per_place
 
-Read = Estimate | None  # what attention sees in the place of keys [..., D]; None: the keys
+Read = Estimate | None  # from keys [..., D] to those that attention reads in their place; None: the same
 
 
 class OneFormat:
-    """All tokens exact, or all packed by ``packer``."""
+    """Slots whose tokens are all exact, or all packed by ``packer``."""
 
     def __init__(self, segments: Sequence[Segment], size: int, packer: Packer | None) -> None:
         first, self.packer = segments[0], packer
@@ -41,30 +41,31 @@ class OneFormat:
 
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
         """Put a segment's tokens, its heads one after the other, into the slots ``slot`` of the heads ``head``."""
-        for mine, given in zip((self.k, self.v), segment.stored(), strict=True):
-            for held, loaded in zip(parts(mine), parts(given), strict=True):
-                held[row, head, slot] = one_by_one(loaded, segment)
+        for buffer, stored in zip((self.k, self.v), segment.stored(), strict=True):
+            for target, tokens in zip(parts(buffer), parts(stored), strict=True):
+                target[row, head, slot] = one_by_one(tokens, segment)
 
     def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
-        """Write new tokens k, v [B, H, T, D] into ``slots`` [B, H, T]; ``held`` [B, H, S] are the others in use."""
+        """Write new tokens k, v [B, H, T, D] into ``slots`` [B, H, T]; ``held`` [B, H, S] marks the others in use."""
         packer = self.packer
         write(self.k, slots, k if packer is None else packer.pack_keys(k))
         write(self.v, slots, v if packer is None else packer.pack_values(v))
         self.fresh = (slots, k, v) if packer is not None and packer.packs_after_step else None
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
-        """Scaled q.k [B, Hq, T, S] of query [B, Hq, T, D]; what a free slot has means nothing."""
+        """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys; those of free slots are undefined."""
         see = read or as_they_are
         if not isinstance(self.k, Packed):
             return logits(query, see(self.k), scale)
-        found = packed_logits(query, self.k, scale, None, see)
+        scores = packed_logits(query, self.k, scale, None, see)
         if self.fresh is None:
-            return found
+            return scores
+        # the newest tokens are read exactly, in the place of their codes
         slots, k, _ = self.fresh
-        return found.scatter(3, _of_queries(slots, query), logits(query, see(k), scale).to(found.dtype))
+        return scores.scatter(3, _of_queries(slots, query), logits(query, see(k), scale).to(scores.dtype))
 
     def weigh(self, probs: Tensor) -> Tensor:
-        """Weighted values [B, Hq, T, D] in fp32 of probs [B, Hq, T, S]."""
+        """Return values [B, Hq, T, D] fp32 weighted by probs [B, Hq, T, S]."""
         if not isinstance(self.v, Packed):
             return weigh(probs, self.v)
         if self.fresh is None:
@@ -78,23 +79,24 @@ class OneFormat:
         self.k, self.v = each(self.k, lambda t: t[rows]), each(self.v, lambda t: t[rows])
 
     def payload(self, held: Tensor) -> list[int]:
-        """Bytes behind the tokens ``held`` [B, H, S] of each row."""
+        """Return the bytes that each row's tokens ``held`` [B, H, S] take."""
         slot = _bytes_of_slot(*parts(self.k), *parts(self.v))
         return [n * slot for n in held.sum(dim=(1, 2)).tolist()]
 
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
-        """One row's tokens: ``slots`` has their positions and state [H, S, ...], ``held`` [H, S] says which there are;
-        each segment is ascending in position, and ragged if its heads hold different numbers."""
+        """Return one row's segments, each ascending in position, and ragged if its heads hold different numbers.
+
+        ``slots`` has positions and state [H, S, ...] of the slots; ``held`` [H, S] marks those in use.
+        """
         k, v = each(self.k, lambda t: t[row]), each(self.v, lambda t: t[row])
         return (ascending(replace(slots, k=self.none, v=self.none).holding(k, v), held),)
 
 
 class Thin:
-    """What ``OneFormat`` does, for tokens of which the older ones hold some channels, and recent and new ones all.
+    """Slots whose older tokens hold some channels, and recent and new ones all; the interface is ``OneFormat``'s.
 
-    Every slot has room for the channels kept, ``whole`` tokens also have one of W places for the others: what a thin
-    token leaves behind is filled by a new one, which needs only the difference more. W grows to the slots of a head,
-    never beyond. ``places`` is W.
+    Every slot has room for the channels kept. Whole tokens also have one of W ``places`` for the others: a new token
+    in the slot of an evicted thin one needs only that place more. W is at most the number of a head's slots.
     """
 
     def __init__(self, rows: Sequence[Sequence[Segment]], size: int, places: int) -> None:
@@ -110,18 +112,20 @@ class Thin:
         if segment.key_channels is not None or segment.value_channels is not None:
             self.k.kept[row, head, slot], self.v.kept[row, head, slot] = k, v
             return
+        # head is ascending: its index less that of its first token counts within the head
         place = torch.arange(len(head), device=head.device) - torch.searchsorted(head, head)
         self.slot[row, head, place], self.whole[row, head, place] = slot, True
-        for part, given in ((self.k, k), (self.v, v)):
-            part.open(given.shape[1])
+        for part, tokens in ((self.k, k), (self.v, v)):
+            part.open(tokens.shape[1])
             order = None if part.order is None else part.order[row, head][None]
-            kept, others = part.split(given[None, :, None], order)
+            kept, others = part.split(tokens[None, :, None], order)
             part.kept[row, head, slot] = kept[0, :, 0]
             if others is not None and part.others is not None:
                 part.others[row, head, place] = others[0, :, 0]
 
     def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
         self.whole &= held.gather(2, self.slot)
+        # free places first
         places = (~self.whole).int().sort(dim=-1, descending=True, stable=True).indices[..., : slots.shape[2]]
         self.slot.scatter_(2, places, slots)
         self.whole.scatter_(2, places, True)
@@ -137,23 +141,23 @@ class Thin:
         if order is None or others is None:
             return logits(query, see(kept), scale)
         channels = kept.shape[3]
-        found = logits(query, see(kept), scale, order[..., :channels])
+        scores = logits(query, see(kept), scale, order[..., :channels])
         if read is None:
             more = logits(query, others, scale, order[..., channels:])
         else:
-            # a stand-in is made of a token's whole key: that takes the place of what the channels kept alone give
+            # a stand-in is made of a whole key: its logit replaces that of the kept channels alone
             stand_ins = logits(query, read(self.k.together(self.slot)), scale, order)
-            more = stand_ins - found.gather(3, _of_queries(self.slot, query))
+            more = stand_ins - scores.gather(3, _of_queries(self.slot, query))
         more = more.masked_fill(~_of_queries(self.whole, query), 0)
-        return found.scatter_add(3, _of_queries(self.slot, query), more)
+        return scores.scatter_add(3, _of_queries(self.slot, query), more)
 
     def weigh(self, probs: Tensor) -> Tensor:
         kept, others, order = self.v.kept, self.v.others, self.v.order
         out = weigh(probs, kept)
         if order is None or others is None:
             return out
-        here = probs.gather(3, _of_queries(self.slot, probs)).masked_fill(~_of_queries(self.whole, probs), 0)
-        return spread(torch.cat([out, weigh(here, others)], dim=3), order, order.shape[2])
+        whole_probs = probs.gather(3, _of_queries(self.slot, probs)).masked_fill(~_of_queries(self.whole, probs), 0)
+        return spread(torch.cat([out, weigh(whole_probs, others)], dim=3), order, order.shape[2])
 
     def keep(self, rows: Tensor) -> None:
         self.slot, self.whole = self.slot[rows], self.whole[rows]
@@ -167,31 +171,31 @@ class Thin:
         return [n * thin + w * others for n, w in zip(held.sum(dim=(1, 2)).tolist(), whole, strict=True)]
 
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
-        where, whole = self.slot[row], self.whole[row] & held.gather(1, self.slot[row])
-        thin = held & ~torch.zeros_like(held, dtype=torch.int32).scatter_add(1, where, whole.int()).bool()
+        slot, whole = self.slot[row], self.whole[row] & held.gather(1, self.slot[row])
+        thin = held & ~torch.zeros_like(held, dtype=torch.int32).scatter_add(1, slot, whole.int()).bool()
 
-        def at(t: Tensor) -> Tensor:
-            return t.gather(1, where.reshape(*where.shape, *[1] * (t.dim() - 2)).expand(*where.shape, *t.shape[2:]))
+        def of_places(t: Tensor) -> Tensor:
+            return t.gather(1, slot.reshape(*slot.shape, *[1] * (t.dim() - 2)).expand(*slot.shape, *t.shape[2:]))
 
         dense = replace(
             slots,
             k=self.k.in_order(self.slot)[row],
             v=self.v.in_order(self.slot)[row],
-            positions=at(slots.positions),
-            state={name: at(t) for name, t in slots.state.items()},
+            positions=of_places(slots.positions),
+            state={name: of_places(t) for name, t in slots.state.items()},
         )
-        found = [ascending(dense, whole)]
+        segments = [ascending(dense, whole)]
         if bool(thin.any()):
             old = ascending(replace(slots, k=self.k.kept[row], v=self.v.kept[row]), thin)
-            found.insert(0, replace(old, key_channels=self.k.ids(row), value_channels=self.v.ids(row)))
-        return tuple(found)
+            segments.insert(0, replace(old, key_channels=self.k.ids(row), value_channels=self.v.ids(row)))
+        return tuple(segments)
 
 
 class StoredPart:
     """Keys, or values, of ``Thin``: ``kept`` [B, H, S, C] of every token, ``others`` [B, H, W, D - C] of whole ones.
 
-    ``order`` [B, H, D] are the channels kept and then the others, both ascending. Where all channels are kept there are
-    neither. D is not known before a whole token is seen.
+    ``order`` [B, H, D] lists the channels kept and then the others, both ascending. ``others`` and ``order`` are None
+    where all channels are kept, and until a whole token is seen, which tells D.
     """
 
     def __init__(self, thin: Sequence[tuple[Tensor, Tensor | None]], heads: int, size: int, places: int) -> None:
@@ -207,32 +211,32 @@ class StoredPart:
         if self.channels is None or self.order is not None:
             return
         b, h, c = self.channels.shape
-        gone = torch.ones(b, h, head_dim, dtype=torch.bool, device=self.channels.device)
-        gone.scatter_(2, self.channels, False)
-        self.order = torch.cat([self.channels, gone.nonzero()[:, 2].view(b, h, head_dim - c)], dim=2)
+        is_other = torch.ones(b, h, head_dim, dtype=torch.bool, device=self.channels.device)
+        is_other.scatter_(2, self.channels, False)
+        self.order = torch.cat([self.channels, is_other.nonzero()[:, 2].view(b, h, head_dim - c)], dim=2)
         self.others = self.kept.new_zeros(b, h, self.places, head_dim - c)
 
     def split(self, x: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Whole tokens x [B, H, T, D] as the channels kept and the others."""
+        """Split whole tokens x [B, H, T, D] into the channels kept and the others."""
         if order is None:
             return x, None
         sorted_ = x.gather(3, order[:, :, None].expand(-1, -1, x.shape[2], -1))
         return sorted_[..., : self.kept.shape[3]], sorted_[..., self.kept.shape[3] :]
 
     def together(self, slot: Tensor) -> Tensor:
-        """The tokens [B, H, W, D] at ``slot`` [B, H, W], whose other channels are in these places, in ``order``."""
+        """Return the whole tokens [B, H, W, D] in ``slot`` [B, H, W] of each place, channels in ``order``."""
         kept = self.kept.gather(2, slot[..., None].expand(-1, -1, -1, self.kept.shape[3]))
         return kept if self.others is None else torch.cat([kept, self.others], dim=3)
 
     def in_order(self, slot: Tensor) -> Tensor:
-        """``together`` with channels where they belong."""
-        whole = self.together(slot)
+        """Return the whole tokens as ``together`` does, channels in their natural order."""
+        tokens = self.together(slot)
         if self.order is None:
-            return whole
-        return torch.empty_like(whole).scatter_(3, self.order[:, :, None].expand_as(whole), whole)
+            return tokens
+        return torch.empty_like(tokens).scatter_(3, self.order[:, :, None].expand_as(tokens), tokens)
 
     def ids(self, row: int) -> Tensor | None:
-        """The channels kept of one row [H, C], as a segment names them."""
+        """Return the channels kept in one row [H, C], in a segment's dtype."""
         return None if self.channels is None else self.channels[row].to(torch.int16)
 
     def keep(self, rows: Tensor) -> None:
@@ -244,12 +248,12 @@ class StoredPart:
 
 
 def one_by_one(t: Tensor, segment: Segment) -> Tensor:
-    """What a segment holds of each token, [H or 1, L, ...] or ragged, as [N, ...]: its heads one after the other."""
+    """Return a segment's tensor t [H or 1, L, ...], or ragged [1, N, ...], as [N, ...]: heads one after the other."""
     return t[0] if segment.lengths is not None else per_head(t, segment.heads).flatten(0, 1)
 
 
 def ascending(slots: Segment, held: Tensor) -> Segment:
-    """The tokens ``held`` [H, S] of a segment of slots, in order of position; ragged where heads hold differently."""
+    """Return a segment of the slots ``held`` [H, S] in order of position; ragged if heads hold different numbers."""
     counts = held.sum(dim=-1)
     hidden = slots.positions.masked_fill(~held, torch.iinfo(torch.int32).max)
     index = hidden.sort(dim=-1, stable=True).indices[:, : int(counts.max())]
@@ -258,11 +262,11 @@ def ascending(slots: Segment, held: Tensor) -> Segment:
 
 
 def _bytes_of_slot(*tensors: Tensor) -> int:
-    """Bytes that tensors [B, H, S, ...] take for one slot of one head."""
+    """Return the bytes that tensors [B, H, S, ...] take for one slot of one head."""
     return sum(per_place(t, t.shape[:3].numel()) for t in tensors)
 
 
 def _of_queries(t: Tensor, query: Tensor) -> Tensor:
-    """t [B, H, m] of stored heads for the tokens of query heads: [B, Hq, T, m], of query [B, Hq, T, .]."""
+    """Repeat t [B, H, m] of stored heads for the heads and tokens of query [B, Hq, T, .]: [B, Hq, T, m]."""
     group = query.shape[1] // t.shape[1]
     return t.repeat_interleave(group, dim=1)[:, :, None].expand(-1, -1, query.shape[2], -1)

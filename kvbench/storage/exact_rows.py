@@ -1,4 +1,4 @@
-"""Rows that only grow, in exact numbers: stored segments, whole or thin, and one dense tail of the new tokens.
+"""Rows of exact numbers that only grow: stored segments, whole or thin, and one dense tail of the new tokens.
 
 Shapes: B rows, Hq query heads, Hk kv heads, T new tokens, t tokens of the tail, D head dimension.
 """
@@ -31,10 +31,10 @@ class ExactGroup:
 
 
 class ExactRows(Format):
-    """All exact rows of one method that masks, or of none. Each segment format is attended at once.
+    """All exact rows under one masking method, or under none; entries of one segment format are attended at once.
 
-    Where no kernel reads ragged heads, these are attended one by one: padding to the longest would be most of what is
-    read. All groups share the tail, which lies in rows and kv heads.
+    Where no kernel reads ragged heads, they are attended one by one: most of a padded batch would be padding. All
+    groups share the tail [B, Hk, t, D].
     """
 
     takes_ragged = True
@@ -72,22 +72,22 @@ class ExactRows(Format):
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         keys, values = self.room(k, v)
-        at = slice(self.used, self.used + k.shape[2])
-        keys[:, :, at], values[:, :, at] = k, v
+        span = slice(self.used, self.used + k.shape[2])
+        keys[:, :, span], values[:, :, span] = k, v
         self.grow(k.shape[2])
 
     def room(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The tail [B, Hk, capacity, D] for tokens like k and v [B, Hk, T, D], made when the first come."""
+        """Return the tail's buffers [B, Hk, capacity, D], which the first call makes for k and v [B, Hk, T, D]."""
         if self.keys is None or self.values is None:
             self.keys, self.values = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v))
         return self.keys, self.values
 
     def grow(self, tokens: int) -> None:
-        """Count tokens that were written behind the tail."""
+        """Count ``tokens`` that were written behind the tail."""
         self.used, self.new = self.used + tokens, tokens
 
     def tail(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Hk, used, D] of the tokens added since the batch was built."""
+        """Return keys and values [B, Hk, used, D] of the tokens added since the batch was built."""
         assert self.keys is not None and self.values is not None
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
@@ -110,7 +110,7 @@ class ExactRows(Format):
         return out
 
     def in_groups(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
-        """What ``attend`` finds for each group's share of query [B, Hq, T, D], put together."""
+        """Return ``attend`` of each group's share of query [B, Hq, T, D], put together."""
         return attend_groups(query, [(g.entries, partial(attend, g)) for g in self.groups])
 
     def keep(self, at: Tensor) -> None:
@@ -141,6 +141,6 @@ class ExactRows(Format):
 
 
 def _columns(entries: Sequence[Entry], positions: bool) -> list[RowSegment | Ragged]:
-    """The segments of entries of one format, each with those of the other entries beside it."""
+    """Return one batched segment for each segment that the entries have; all are of one format."""
     columns = zip(*(e.row.cache.segments for e in entries), strict=True)
     return [stack(column, positions) if column[0].lengths is None else flat(column) for column in columns]

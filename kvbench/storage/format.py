@@ -1,4 +1,4 @@
-"""What a storage format does with the rows that decode in it, and what it is given of a row.
+"""The interface of a storage format to the rows that decode in it, and the parts of a row that it receives.
 
 A format is one file with a subclass of ``Format`` and one line in ``storage.registry``.
 Shapes: B rows of a batch, U entries of a format, Hq query heads, Hk kv heads, T new tokens, D head dimension.
@@ -20,7 +20,7 @@ from kvbench.storage.row_segments import format_of
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRow:
-    """One layer of one row as a batch is given it, and what its method does while decoding."""
+    """One layer of one row as it enters a batch, with the roles that its method and model play while decoding."""
 
     cache: LayerCache
     layer: int = 0
@@ -33,7 +33,7 @@ class StoredRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What is still to come: ``tokens`` of each row, ``at_once`` of them in one step at most."""
+    """Room to reserve: ``tokens`` still to come in each row, at most ``at_once`` of them in one step."""
 
     tokens: int
     at_once: int = 1
@@ -44,27 +44,29 @@ class Format(ABC):
     """Entries of one storage format in one layer of a decode batch: whole rows, or single heads of ragged rows."""
 
     takes_ragged: ClassVar[bool] = False
-    """Whether it takes rows whose heads hold different numbers of tokens, and rows of any lengths together. Others get
-    such heads one by one, and entries of which none is much longer than another."""
+    """True for a format that takes rows of ragged heads, and rows of any lengths together.
+
+    Other formats get ragged heads one by one, and only entries of similar length together.
+    """
 
     moves: str = ""
-    """Why one step is not like the next, so that no graph of it can be recorded; '' if they are alike."""
+    """The reason why steps differ, so that no graph of one can be recorded; '' if all are alike."""
 
     attended: Tensor | None = None
-    """Tokens that the last step attended, the mean over heads [U], where the method masks."""
+    """The number of tokens that the last step attended, the mean over heads [U]; None unless the method masks."""
 
     @abstractmethod
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
-        """Load rows of equal ``key``. What it does not need of their caches it must not keep alive."""
+        """Load rows of equal ``key``, without keeping alive parts of their caches that are no longer needed."""
 
     @classmethod
     @abstractmethod
     def takes(cls, row: StoredRow) -> bool:
-        """Whether a row is stored in this format."""
+        """Return True if a row can be stored in this format."""
 
     @classmethod
     def key(cls, row: StoredRow) -> Hashable:
-        """What rows must share to be stored and attended together."""
+        """Return the key by which rows are grouped: those of equal keys are stored and attended together."""
         return (row.masker, *(format_of(s) for s in row.cache.segments))
 
     @abstractmethod
@@ -73,27 +75,27 @@ class Format(ABC):
 
     @abstractmethod
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attention of query [U, Hq, T, D] of the tokens just added over all that is stored -> [U, Hq, T, D].
+        """Return attention [U, Hq, T, D] of the query [U, Hq, T, D] of the newest T tokens over all stored tokens.
 
         ``window`` is the model's sliding window where the text has outgrown it.
         """
 
     @abstractmethod
     def keep(self, at: Tensor) -> None:
-        """Go on with the entries ``at`` (ascending) only."""
+        """Drop all entries but those at the indices ``at`` (ascending)."""
 
     @abstractmethod
     def tokens(self) -> Tensor:
-        """The most tokens that any head of each entry has held so far [U]."""
+        """Return the most tokens that any head of each entry has held so far [U]."""
 
     @abstractmethod
     def payload(self) -> list[int]:
-        """Bytes of keys and values behind the tokens of each entry now.
+        """Return the bytes of keys and values that the tokens of each entry take now.
 
-        An entry's share of a tensor is what the tensor costs a token, times the entry's own tokens: padding to the
-        longest, free slots and room for tokens to come belong to the batch.
+        An entry counts the bytes of one token times its own tokens. Padding to the longest entry, free slots and room
+        for tokens to come are not counted: they belong to the batch.
         """
 
     @abstractmethod
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        """One entry's tokens, of which ``cache`` are those that it was loaded with; copies, or all that is stored."""
+        """Return the segments of entry ``u``, which was loaded from ``cache``: copies, or all that is stored."""

@@ -1,4 +1,4 @@
-"""Rows whose low-rank latents are cached, while they decode: buffers that grow, keys rebuilt a block at a time.
+"""Rows whose low-rank latents are cached: buffers that grow while they decode, keys rebuilt a block at a time.
 
 Shapes: U rows, S slots, R latents of keys or of values, Hq query heads, Hk kv heads, T new tokens.
 """
@@ -20,7 +20,7 @@ BLOCK = 2**20  # elements of keys rebuilt at once
 
 
 class LatentRows(Format):
-    """Rows that hold latents of one layer. A row's slots hold its tokens in order, the newest last."""
+    """Rows of one layer's latents. A row's slots hold its tokens in order, the newest last."""
 
     moves = "it packs tokens or keeps latents while decoding"
 
@@ -52,39 +52,39 @@ class LatentRows(Format):
         return out
 
     def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
-        """Logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""
+        """Return logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""
         longest, t = max(self.total), query.shape[2]
-        found = query.new_empty((*query.shape[:3], longest), dtype=torch.float32)
+        scores = query.new_empty((*query.shape[:3], longest), dtype=torch.float32)
         block = max(1, BLOCK // (len(query) * self.lift.heads * query.shape[3]))
         for start in range(0, longest, block):
-            at = slice(start, min(start + block, longest))
-            keys = self.lift.keys(self.k[:, at], self.positions[:, at])
-            found[..., at] = logits(query, estimate(keys), scale).float()
+            span = slice(start, min(start + block, longest))
+            keys = self.lift.keys(self.k[:, span], self.positions[:, span])
+            scores[..., span] = logits(query, estimate(keys), scale).float()
         total = torch.tensor(self.total, device=query.device)[:, None]
         last = total - t + torch.arange(t, device=query.device)
         hidden = torch.arange(longest, device=query.device) > last[:, None, :, None]
-        return found.masked_fill_(hidden, -torch.inf)
+        return scores.masked_fill_(hidden, -torch.inf)
 
     def _weigh(self, probs: Tensor) -> Tensor:
-        """Weighted values of probs [U, Hq, T, L] -> [U, Hq, T, D] fp32: of latents first, then lifted once."""
+        """Return values [U, Hq, T, D] fp32 weighted by probs [U, Hq, T, L]: sum latents first, lift once."""
         u, hq, t, longest = probs.shape
-        own, values = self.lift.v, self.v[:, :longest].split(self.lift.v.ranks, dim=-1)
-        per = hq // self.lift.heads
-        of_group = self.lift.heads // len(values)
-        found = []
-        for part, latent, up in zip(probs.split(of_group * per, dim=1), values, own.ups, strict=True):
-            mixed = weigh(part, latent[:, None]).view(u, of_group, per * t, -1)
+        projection, values = self.lift.v, self.v[:, :longest].split(self.lift.v.ranks, dim=-1)
+        repeats = hq // self.lift.heads
+        group_heads = self.lift.heads // len(values)
+        outputs = []
+        for part, latent, up in zip(probs.split(group_heads * repeats, dim=1), values, projection.ups, strict=True):
+            mixed = weigh(part, latent[:, None]).view(u, group_heads, repeats * t, -1)
             if up is None:
-                # the latents are all outputs of the group's heads: each head reads its own
-                rows = mixed.unflatten(-1, (of_group, -1))
-                lifted = torch.stack([rows[:, h, :, h] for h in range(of_group)], dim=1)
+                # latents [group * D] are the values of the group's heads one after the other: each takes its own
+                rows = mixed.unflatten(-1, (group_heads, -1))
+                lifted = torch.stack([rows[:, h, :, h] for h in range(group_heads)], dim=1)
             else:
-                lifted = mixed @ up.float().unflatten(0, (of_group, -1)).transpose(1, 2)
-            found.append(lifted.view(u, of_group * per, t, -1))
-        out = torch.cat(found, dim=1)
-        if own.bias is None:
+                lifted = mixed @ up.float().unflatten(0, (group_heads, -1)).transpose(1, 2)
+            outputs.append(lifted.view(u, group_heads * repeats, t, -1))
+        out = torch.cat(outputs, dim=1)
+        if projection.bias is None:
             return out
-        return out + own.bias.float().view(self.lift.heads, 1, -1).repeat_interleave(per, dim=0)
+        return out + projection.bias.float().view(self.lift.heads, 1, -1).repeat_interleave(repeats, dim=0)
 
     def keep(self, at: Tensor) -> None:
         self.k, self.v, self.positions = self.k[at], self.v[at], self.positions[at]

@@ -1,8 +1,8 @@
 """Rows whose older tokens are packed while they decode: packed buffers that grow, and a ring of exact tokens.
 
 A step writes its tokens into the ring, attends, and then packs what has left the residual. Keys and values are packed
-at different moments, so their logits and weights meet in token order. Shapes: U rows (or single ragged heads), H stored
-heads, T new tokens, S slots of a ring.
+at different moments, so logits and weights are put in token order in between.
+Shapes: U rows (or single ragged heads), H stored heads, T new tokens, S slots of a ring.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PackedHalf:
         pack: Callable[[Tensor], Packed],
         room: Room,
     ) -> None:
-        packed, rest, channels = zip(*rows, strict=True)  # each row's packed tokens, exact ones, and channels if thin
+        packed, rest, channels = zip(*rows, strict=True)  # of each row: packed tokens, exact ones, channels if thin
         first, device = packed[0], rest[0].device
         self.residual, self.pack = residual, pack
         self.step = first.group if first.axis == "channel" else 1
@@ -42,7 +42,7 @@ class PackedHalf:
         self.total = [p.shape[1] + r.shape[1] for p, r in zip(packed, rest, strict=True)]
         most = max(residual.packed(t + room.tokens) for t in self.total) // self.step
         self.codes = first.map(lambda t: t.new_zeros(len(packed), t.shape[0], max(most, 1), *t.shape[2:]))
-        # no ring is longer than all that will come, which is what a residual of everything needs
+        # a residual of everything would be endless: no ring needs more slots than tokens can come
         most_exact = min(residual.most, max(self.total) + room.tokens)
         slots = max(most_exact, *(r.shape[1] for r in rest)) + room.at_once
         self.ring = rest[0].new_zeros(len(packed), rest[0].shape[0], slots, rest[0].shape[2])
@@ -57,7 +57,7 @@ class PackedHalf:
         return self.ring.shape[2]
 
     def add(self, x: Tensor) -> None:
-        """Write x [U, Hk, T, D] behind what is there."""
+        """Write new tokens x [U, Hk, T, D] into the ring, repeated for the H stored heads."""
         u, heads, t = x.shape[0], self.ring.shape[1], x.shape[2]
         wide = x if heads == x.shape[1] else x.repeat_interleave(heads // x.shape[1], dim=1)
         span = self._span(self.total, t)
@@ -69,18 +69,19 @@ class PackedHalf:
         self.total = [n + t for n in self.total]
 
     def columns(self) -> Tensor:
-        """The token of each ring slot [U, S]; the largest total where a slot holds none."""
+        """Return the token of each ring slot [U, S]; the largest total where a slot holds none."""
         total, packed = self.numbers(self.total)[:, None], self.numbers(self.packed)[:, None]
         slot = torch.arange(self.slots, device=self.ring.device)
+        # the newest token t with t mod S = slot
         token = total - 1 - (total - 1 - slot) % self.slots
         return token.masked_fill((token < packed) | (token < 0), max(self.total))
 
     def old(self) -> Packed:
-        """The packed tokens [U, H, L, C], a view; what a row shorter than the longest has at its end means nothing."""
+        """Return a view of the packed tokens [U, H, L, C]; behind a shorter row's last one they are undefined."""
         return self.codes.tokens(0, max(self.packed))
 
     def settle(self) -> None:
-        """Pack what has left the residual."""
+        """Pack the tokens that have left the residual, a unit of each row at a time."""
         block = self.residual.unit
         while due := self._due():
             span = self._span(self.packed, block) if len(due) == len(self.total) else None
@@ -91,7 +92,7 @@ class PackedHalf:
             else:
                 rows, packed = self.numbers(due)[:, None], self.numbers([self.packed[u] for u in due])[:, None]
                 x = self.ring[rows, :, (packed + torch.arange(block, device=rows.device)) % self.slots].transpose(1, 2)
-                at = packed // self.step + torch.arange(block // self.step, device=rows.device)
+                groups = packed // self.step + torch.arange(block // self.step, device=rows.device)
                 channels = None if channels is None else channels[rows[:, 0]]
             if channels is not None:
                 x = x.gather(3, channels[:, :, None].expand(-1, -1, block, -1))
@@ -99,59 +100,59 @@ class PackedHalf:
                 if span is not None:
                     codes[:, :, first : first + new.shape[2]] = new
                 else:
-                    codes[rows, :, at] = new.transpose(1, 2)
+                    codes[rows, :, groups] = new.transpose(1, 2)
             for u in due:
                 self.packed[u] += block
 
     def _due(self) -> Sequence[int]:
-        """The rows of which tokens have left the residual."""
+        """Return the rows from which at least a unit of tokens has left the residual."""
         if len(set(self.total)) == len(set(self.packed)) == 1:
-            # rows of a batch are often alike, and a step has no time to ask hundreds of them in every layer
+            # rows of a batch are often alike: one comparison, not one for each of hundreds of rows in every layer
             return range(len(self.total)) if self.residual.packed(self.total[0]) > self.packed[0] else ()
         return [u for u, n in enumerate(self.total) if self.residual.packed(n) > self.packed[u]]
 
     def skip(self, tokens: int) -> None:
-        """Hold ``tokens`` more without any being written or packed: what is stored for them is random."""
-        before, self.total = min(self.packed), [n + tokens for n in self.total]
+        """Add ``tokens`` without writing or packing any: their storage is filled with random numbers."""
+        first, self.total = min(self.packed), [n + tokens for n in self.total]
         self.packed = [max(p, self.residual.packed(n)) for p, n in zip(self.packed, self.total, strict=True)]
-        codes, scale, low = self.codes.tokens(before, max(self.packed)).payload()
+        codes, scale, low = self.codes.tokens(first, max(self.packed)).payload()
         codes.random_(0, 256)
         for numbers in (scale, low):
             numbers.uniform_(0.01, 0.1)
         self.ring.normal_()
 
     def _span(self, first: Sequence[int], count: int) -> slice | None:
-        """The slots of each row's ``count`` tokens from ``first`` on, if all rows' are the same and in one piece."""
+        """Return the slots of ``count`` tokens from ``first`` on as a slice; None if rows differ or the ring wraps."""
         start = first[0] % self.slots
         return slice(start, start + count) if len(set(first)) == 1 and start + count <= self.slots else None
 
     def keep(self, at: Tensor) -> None:
-        """Go on with the rows ``at`` only."""
+        """Drop all rows but those at the indices ``at``."""
         self.codes, self.ring = self.codes.map(lambda t: t[at]), self.ring[at]
         self.channels = None if self.channels is None else self.channels[at]
         chosen = at.tolist()
         self.packed, self.total = [self.packed[u] for u in chosen], [self.total[u] for u in chosen]
 
     def payload(self) -> list[int]:
-        """Bytes behind the tokens of each row."""
+        """Return the bytes that each row's tokens take."""
         codes = tuple(self.codes.payload())
         step = sum(per_place(t, codes[0].shape[0] * codes[0].shape[2]) for t in codes)
         token = per_place(self.ring, self.ring.shape[0] * self.slots)
         return [p // self.step * step + (n - p) * token for p, n in zip(self.packed, self.total, strict=True)]
 
     def held(self, u: int) -> tuple[Packed, Tensor]:
-        """One row's packed [H, Lq, .] and exact tokens [H, L - Lq, D], copies."""
+        """Return copies of one row's packed [H, Lq, .] and exact tokens [H, L - Lq, D]."""
         most = self.packed[u] // self.step
         slot = torch.arange(self.packed[u], self.total[u], device=self.ring.device) % self.slots
         return self.codes.map(lambda t: t[u, :, :most].clone()), self.ring[u][:, slot]
 
     def numbers(self, numbers: Sequence[int]) -> Tensor:
-        """Numbers of the rows [U], on the device."""
+        """Return one number for each row [U] as a tensor on the device."""
         return torch.tensor(numbers, device=self.ring.device)
 
 
 class PackedRows(Format):
-    """Entries of one storage format of one chain's quantiser, under one method that masks, or none."""
+    """Entries packed in one format by one chain's quantiser, all under the same masking method or under none."""
 
     moves = "it packs tokens or keeps latents while decoding"
 
@@ -177,15 +178,15 @@ class PackedRows(Format):
         self.v.add(v)
 
     def skip(self, tokens: int) -> None:
-        """Hold ``tokens`` more, random ones, at once: a benchmark asks what a step costs, not what it says."""
+        """Add ``tokens`` random ones at once, for benchmarks, which measure a step's cost and not its result."""
         self.k.skip(tokens)
         self.v.skip(tokens)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attention over all tokens, as ``Format.attend`` has it; then what has left the residual is packed."""
+        """Attend all tokens, as ``Format.attend`` does, then pack those that have left the residual."""
         out = None
         if self.masker is None:
-            # one call a step where kernels serve: dozens of small operations cost more
+            # where kernels serve, one call replaces dozens of small operations
             k, v = self.k, self.v
             packed, exact, channels = (k.old(), v.old()), (k.ring, v.ring), (k.channels, v.channels)
             out = kernels.attend_packed(query, scale, packed, exact, channels, (k.total, k.packed, v.packed))
@@ -211,7 +212,7 @@ class PackedRows(Format):
         return found[..., :longest].masked_fill(hidden, -torch.inf)
 
     def _weigh(self, probs: Tensor) -> Tensor:
-        """Weighted values of probs [U, Hq, T, L] -> [U, Hq, T, D]."""
+        """Return values [U, Hq, T, D] weighted by probs [U, Hq, T, L]."""
         store = self.v
         where = store.columns()[:, None, None].expand(*probs.shape[:3], -1)
         out = weigh(F.pad(probs, (0, 1)).gather(3, where), store.ring)
@@ -241,7 +242,7 @@ class PackedRows(Format):
 
 
 def unpacked(packed: Packed, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The blocks of ``packed`` as numbers, one at a time: each is gone when the next one comes."""
+    """Yield (heads, tokens, numbers) of the blocks of ``packed``; each block overwrites the one before it."""
     scratch: Tensor | None = None
     for heads, tokens, part in packed.blocks():
         if scratch is None or scratch.numel() < part.shape.numel():
@@ -250,24 +251,24 @@ def unpacked(packed: Packed, dtype: torch.dtype) -> Iterator[tuple[slice, slice,
 
 
 def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Estimate) -> Tensor:
-    """Scaled q.k of query [U, Hq, T, D] with packed keys [U, H, L, C] -> fp32 [U, Hq, T, L], never unpacked as a whole.
+    """Return the scaled logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] and packed keys [U, H, L, C], block by block.
 
     Keys are rounded to the query's dtype, logits are not: see attend.logits.
     """
     u, hq, t, _ = query.shape
     h, length = keys.shape[1:3]
-    whole = query.dtype == torch.float32
-    q = (query * scale if whole else query).reshape(u, h, hq // h * t, -1)
+    is_fp32 = query.dtype == torch.float32
+    q = (query * scale if is_fp32 else query).reshape(u, h, hq // h * t, -1)
     if channels is not None:
         q = q.gather(3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
-    flat, found = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
+    flat, scores = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
     for heads, tokens, part in unpacked(keys, query.dtype):
-        found[heads, :, tokens] = summed(flat[heads], estimate(part).transpose(1, 2))
-    return (found if whole else found.mul_(scale)).view(u, hq, t, length)
+        scores[heads, :, tokens] = summed(flat[heads], estimate(part).transpose(1, 2))
+    return (scores if is_fp32 else scores.mul_(scale)).view(u, hq, t, length)
 
 
 def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
-    """Weighted packed values: probs [U, Hq, T, L] with [U, H, L, C] -> [U, Hq, T, C]."""
+    """Return packed values [U, H, L, C] weighted by probs [U, Hq, T, L]: [U, Hq, T, C] fp32, block by block."""
     u, hq, t, length = probs.shape
     h, c = values.shape[1], values.shape[3]
     flat = probs.reshape(u * h, hq // h * t, length)

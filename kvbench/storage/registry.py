@@ -1,4 +1,4 @@
-"""The storage formats, and which rows of a batch each of them takes."""
+"""The storage formats, and the assignment of a batch's rows to them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvbench.storage.latent_rows import LatentRows
 from kvbench.storage.packed_rows import PackedRows
 
 FORMATS: tuple[type[Format], ...] = (EvictingRows, LatentRows, PackedRows, ExactRows)
-"""A row is stored in the first that takes it."""
+"""The formats in order of preference: a row is stored in the first that takes it."""
 
 
 def load(rows: Sequence[StoredRow], room: Room) -> list[tuple[Entries, Format]]:
-    """One layer of a batch in its formats, those entries together that share a format's key."""
+    """Load one layer of a batch: one format per group of entries that share a format and its key."""
     by_format: dict[type[Format], list[Entry]] = {}
     for i, row in enumerate(rows):
         by_format.setdefault(next(f for f in FORMATS if f.takes(row)), []).append(Entry(i, row))

@@ -1,4 +1,4 @@
-"""What methods and models bring to rows that decode: each format asks only for the roles that it needs.
+"""The roles that methods and models play for rows that decode; a storage format uses only those that it needs.
 
 Shapes: B rows, Hq query heads, H stored heads, S slots, T new tokens, D head dimension.
 """
@@ -21,17 +21,20 @@ class Masker(Protocol):
     """A method that decides at each step, per query head, what a new token attends."""
 
     def estimate(self, keys: Tensor) -> Tensor:
-        """Stand-ins for keys [..., D], as cheap to read as the method claims; same shape and dtype."""
+        """Return stand-ins for keys [..., D], as cheap to read as the method claims; same shape and dtype."""
         ...
 
     def mask(self, weights: Tensor) -> Tensor:
-        """Which of the attention weights [B, Hq, T, S] that the stand-ins give are attended: bool, at least one."""
+        """Return True for the tokens to attend, at least one of each row of weights [B, Hq, T, S] over stand-ins."""
         ...
 
 
 class Packer(Protocol):
-    """Pack tokens. A token that is packed at once is read as packed from its own step on; exactly in that step if the
-    packer ``packs_after_step``."""
+    """The part of a method that packs tokens.
+
+    A token that is packed at once is read as packed from its own step on, or, if the packer ``packs_after_step``,
+    exactly in that step and as packed from the next.
+    """
 
     @property
     def packs_after_step(self) -> bool: ...
@@ -42,7 +45,7 @@ class Packer(Protocol):
 
 
 class RowCoder(Packer, Protocol):
-    """What packs the older tokens of a chain, and which of the newest stay exact as keys and as values."""
+    """A packer of a chain's older tokens, with the rules of how many of the newest stay exact as keys and as values."""
 
     @property
     def keys(self) -> Residual: ...
@@ -56,7 +59,7 @@ class Projection(Protocol):
 
     @property
     def ups(self) -> tuple[Tensor | None, ...]:
-        """Of each group [its heads * D, r]; None: the identity."""
+        """The up-projection of each group of heads [heads of the group * D, r]; None: the identity."""
         ...
 
     @property
@@ -64,12 +67,12 @@ class Projection(Protocol):
 
     @property
     def bias(self) -> Tensor | None:
-        """[Hk * D]."""
+        """The bias [Hk * D] added after the up-projection."""
         ...
 
 
 class Lift(Protocol):
-    """How a layer's latents become keys and values."""
+    """The way from a layer's latents to its keys and values."""
 
     @property
     def heads(self) -> int: ...
@@ -78,25 +81,27 @@ class Lift(Protocol):
     def v(self) -> Projection: ...
 
     def keys(self, latent: Tensor, positions: Tensor) -> Tensor:
-        """Rotated keys [U, Hk, L, D] of latents [U, L, R] at positions [U, L]."""
+        """Return the rotated keys [U, Hk, L, D] of latents [U, L, R] at positions [U, L]."""
         ...
 
     def new(self) -> tuple[Tensor, Tensor]:
-        """Latents [B, T, R] of keys and of values of the tokens that the model has just read."""
+        """Return the latents [B, T, R] of keys and of values of the tokens that the model has just read."""
         ...
 
 
 @dataclass(frozen=True)
 class Slots:
-    """What a method sees of its slots. ``now`` [B, 1, 1] is the position of the newest token, ``n`` [B, 1, 1] the
-    prompt's length; free slots are not ``valid``."""
+    """A layer's slots as its method sees them; free slots are not ``valid``.
+
+    ``now`` [B, 1, 1] is the position of the newest token, ``n`` [B, 1, 1] the prompt's length.
+    """
 
     positions: Tensor  # [B, H, S] int32
     valid: Tensor  # [B, H, S] bool
     state: Mapping[str, Tensor]  # each [B, H, S] or [B, H, S, ...]
     now: Tensor
     n: Tensor
-    counts: Mapping[str, Tensor] = field(default_factory=dict)  # [B, 1, 1] each, by name: see ``token_counts``
+    counts: Mapping[str, Tensor] = field(default_factory=dict)  # the ``token_counts`` by name, each [B, 1, 1]
 
 
 class Evictor(Protocol):
@@ -104,16 +109,16 @@ class Evictor(Protocol):
 
     @property
     def packer(self) -> Packer | None:
-        """What packs every token held; None where tokens stay exact."""
+        """The packer of every token; None where tokens stay exact."""
         ...
 
     @property
     def rolled(self) -> bool:
-        """Whether cached keys take the positions of their slots."""
+        """True if cached keys take the positions of their slots."""
         ...
 
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
-        """Tokens that each stored head of this layer holds from now on; 0: the head is not stored."""
+        """Return how many tokens each head of this layer may hold from now on; 0 means that the head is not stored."""
         ...
 
     def token_counts(self, n: int) -> Mapping[str, int]:
@@ -121,28 +126,28 @@ class Evictor(Protocol):
         ...
 
     def unattended(self, n: int) -> int | None:
-        """Return how many positions before a query the one token lies that it does not attend; None: it attends all."""
+        """Return the distance, in positions, from a query back to the one token that it does not attend; None: none."""
         ...
 
     def keep_scores(self, slots: Slots) -> Tensor:
-        """How much each slot matters [B, H, S], before the new tokens come; the lowest are evicted, +inf never."""
+        """Return a score of each slot [B, H, S] before new tokens come; the lowest are evicted, +inf never is."""
         ...
 
     def new_token_state(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
-        """The state that new tokens with exact k, v [B, H, T, D] start from, where that is not 0: [B, H, T, ...]."""
+        """Return the initial state [B, H, T, ...] of new tokens with exact k, v [B, H, T, D]; others start at 0."""
         ...
 
     @property
     def estimates(self) -> bool:
-        """Whether ``fold`` reads the attention of stand-ins for the keys."""
+        """True if ``fold`` reads the attention over stand-ins for the keys."""
         ...
 
     def estimate(self, keys: Tensor) -> Tensor:
-        """Stand-ins in fp32 for keys [..., D], block by block where these are packed."""
+        """Return stand-ins in fp32 for keys [..., D], which come block by block where they are packed."""
         ...
 
     def fold(self, slots: Slots, probs: Tensor) -> Mapping[str, Tensor]:
-        """The part of the state that attention ``probs`` [B, Hq, T, S] over the slots changes."""
+        """Return new values of the state that attention ``probs`` [B, Hq, T, S] over the slots changes, by name."""
         ...
 
 
@@ -161,13 +166,13 @@ class Rotary:
         r = 2 * self.inv_freq.shape[0]
         inv_freq = self.inv_freq.to(x.device, torch.float32)
 
-        def angle(at: Tensor | int) -> Tensor:
-            return (torch.as_tensor(at, device=x.device)[..., None].float() * inv_freq).double()
+        def angles(position: Tensor | int) -> Tensor:
+            return (torch.as_tensor(position, device=x.device)[..., None].float() * inv_freq).double()
 
-        by = angle(end) - angle(start)
-        cos, sin = (torch.cat([t.float()] * 2, dim=-1) for t in (by.cos(), by.sin()))
+        difference = angles(end) - angles(start)
+        cos, sin = (torch.cat([t.float()] * 2, dim=-1) for t in (difference.cos(), difference.sin()))
         part = x[..., :r].float()
         a, b = part.chunk(2, dim=-1)
         # x cos + rot(x) sin, where rot(a, b) = (-b, a)
-        turned = part * cos + torch.cat((-b, a), dim=-1) * sin
-        return torch.cat((turned.to(x.dtype), x[..., r:]), dim=-1)
+        rotated = part * cos + torch.cat((-b, a), dim=-1) * sin
+        return torch.cat((rotated.to(x.dtype), x[..., r:]), dim=-1)

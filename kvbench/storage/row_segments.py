@@ -18,37 +18,39 @@ from kvbench.cache.segment import Segment
 
 @dataclass(frozen=True)
 class Shared:
-    """Which query heads share logits: ``leading`` are computed, on keys ``key_rows``, and each head takes its own
-    ``place`` among them."""
+    """Query heads that share logits: those of ``leading`` heads are computed, with the keys in ``key_rows``.
+
+    Every head takes the logits at its ``place`` among the leading ones.
+    """
 
     leading: Tensor  # [B, C] int64, ascending
     key_rows: Tensor | None  # [B, C] int64; None: key head c is that of the c-th leading one
     place: Tensor  # [B, Hq] int64
 
     def rows(self, index: Tensor) -> Shared:
-        """The same for the rows ``index`` only."""
+        """Return the same for the rows ``index`` only."""
         keys = None if self.key_rows is None else self.key_rows[index]
         return Shared(self.leading[index], keys, self.place[index])
 
     def over(self, heads: int) -> Shared:
-        """The same over keys of all ``heads``."""
+        """Return the same for keys of which all ``heads`` are stored."""
         group = self.place.shape[1] // heads
         return Shared(self.leading, self.leading // group, self.place)
 
 
 def shared_by(leads: Sequence[Tensor], stored: int) -> Shared:
-    """The rows' ``leads`` [Hq], each with as many leading heads, over keys of which only those read are held."""
-    found = [torch.unique(x.long(), return_inverse=True) for x in leads]
-    leading, place = (torch.stack(column) for column in zip(*found, strict=True))
+    """Return the sharing of rows with ``leads`` [Hq] and equally many leading heads; keys that none reads are gone."""
+    unique = [torch.unique(x.long(), return_inverse=True) for x in leads]
+    leading, place = (torch.stack(column) for column in zip(*unique, strict=True))
     of_key = leading // (place.shape[1] // stored)
     key_rows = torch.stack([torch.unique(x, return_inverse=True)[1] for x in of_key])
-    alone = torch.equal(key_rows, torch.arange(key_rows.shape[1], device=key_rows.device).expand_as(key_rows))
-    return Shared(leading, None if alone else key_rows, place)
+    one_each = torch.equal(key_rows, torch.arange(key_rows.shape[1], device=key_rows.device).expand_as(key_rows))
+    return Shared(leading, None if one_each else key_rows, place)
 
 
 @dataclass(frozen=True)
 class RowSegment:
-    """Segments of one format from B rows, padded to the longest: what one batched attention reads."""
+    """Segments of one format from B rows, padded to the longest, as one batched attention reads them."""
 
     k: Tensor  # [B, H, L, D or C]
     v: Tensor  # [B, H, L, D]
@@ -69,16 +71,16 @@ class RowSegment:
         return self.v.shape[2]
 
     def rows(self, index: Tensor) -> RowSegment:
-        """The same segment for the rows ``index`` only."""
+        """Return the same segment for the rows ``index`` only."""
         parts: dict[str, Any] = {f: None if t is None else t[index] for f, t in vars(self).items() if f != "shared"}
         return RowSegment(**parts, shared=None if self.shared is None else self.shared.rows(index))
 
     def padded(self) -> RowSegment:
-        """The segment itself, which is padded already."""
+        """Return the segment itself, which is padded already."""
         return self
 
     def payload(self) -> list[int]:
-        """Bytes of the keys and values of each row."""
+        """Return the bytes of keys and values of each row."""
         rows, length = self.v.shape[0], self.v.shape[2]
         counts = [length] * rows if self.valid is None else self.valid.sum(dim=(1, 2)).tolist()
         token = sum(per_place(t, rows * length) for t in (self.k, self.v))
@@ -87,8 +89,10 @@ class RowSegment:
 
 @dataclass(frozen=True)
 class Ragged:
-    """Segments of one format whose heads hold different numbers of tokens, from B rows: one head after the other,
-    without padding, as kernels read them. Plain PyTorch reads them ``padded``."""
+    """Segments of one format and ragged heads from B rows: all heads one after the other, without padding.
+
+    Kernels read them so; plain PyTorch reads them ``padded``.
+    """
 
     k: Tensor  # [N, D or C]
     v: Tensor  # [N, D or C]
@@ -105,34 +109,35 @@ class Ragged:
         return self.lengths.shape[1]
 
     def rows(self, index: Tensor) -> Ragged:
-        """The same segment for the rows ``index`` only."""
+        """Return the same segment for the rows ``index`` only."""
         lengths, starts = self.lengths[index], self.starts[index]
         counts, fresh = lengths.flatten().long(), _starts(lengths)
-        kept = torch.arange(int(counts.sum()), device=counts.device)
-        kept += (starts - fresh).flatten().repeat_interleave(counts)
+        # new token i of a head comes from its old start + (i - its new start)
+        tokens = torch.arange(int(counts.sum()), device=counts.device)
+        tokens += (starts - fresh).flatten().repeat_interleave(counts)
         keys, values = (None if c is None else c[index] for c in (self.key_channels, self.value_channels))
-        return Ragged(self.k[kept], self.v[kept], lengths, fresh, int(lengths.max()), keys, values)
+        return Ragged(self.k[tokens], self.v[tokens], lengths, fresh, int(lengths.max()), keys, values)
 
     def padded(self) -> RowSegment:
-        """The same with every head padded to the longest."""
+        """Return the same with every head padded to the longest."""
         slot = torch.arange(self.longest, device=self.k.device)
         valid = slot < self.lengths[..., None]
         index = (self.starts[..., None] + slot).masked_fill(~valid, 0)
         return RowSegment(self.k[index], self.v[index], valid, self.key_channels, self.value_channels)
 
     def payload(self) -> list[int]:
-        """Bytes of the keys and values of each row."""
+        """Return the bytes of keys and values of each row."""
         token = sum(per_place(t, len(t)) for t in (self.k, self.v))
         return [tokens * token for tokens in self.lengths.sum(dim=1).tolist()]
 
 
 def per_place(t: Tensor, places: int) -> int:
-    """Bytes of each of the ``places`` of a tensor."""
+    """Return the bytes of a tensor for each of its ``places``; 0 if it has none."""
     return t.nbytes // places if places else 0
 
 
 def beside(channels: Sequence[Tensor | None]) -> Tensor | None:
-    """The channels [H, C] that rows of one format keep, as [B, H, C] int64; None where these keep all."""
+    """Stack the channels [H, C] that rows of one format keep to [B, H, C] int64; None if they keep all."""
     kept = [c for c in channels if c is not None]
     return torch.stack(kept).long() if kept else None
 
@@ -141,7 +146,7 @@ def flat(segments: Sequence[Segment]) -> Ragged:
     """Put segments of equal format and ragged heads, one a row, one after the other. A single row is a view."""
     counts = [s.lengths for s in segments if s.lengths is not None]
     lengths = torch.stack(counts).to(torch.int32)
-    k, v = ([t[0] for t in held] for held in ([s.k for s in segments], [s.v for s in segments]))
+    k, v = ([t[0] for t in tensors] for tensors in ([s.k for s in segments], [s.v for s in segments]))
     return Ragged(
         k[0] if len(k) == 1 else torch.cat(k),
         v[0] if len(v) == 1 else torch.cat(v),
@@ -177,7 +182,7 @@ def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
 
 
 def format_of(segment: Segment) -> tuple[object, ...]:
-    """What two segments must share to be attended in one batch."""
+    """Return the format of a segment: segments of equal formats can be attended in one batch."""
     thin = (segment.key_channels is not None, segment.value_channels is not None, segment.lengths is not None)
     codes = None if segment.codes is None else (segment.codes.k.format, segment.codes.v.format)
     sharing = None if segment.leads is None else (segment.k.shape[0], len(segment.leads.unique()))
@@ -186,7 +191,7 @@ def format_of(segment: Segment) -> tuple[object, ...]:
 
 
 def _starts(lengths: Tensor) -> Tensor:
-    """Where heads of ``lengths`` [B, H] that lie one after the other begin [B, H]."""
+    """Return the first tokens [B, H] of heads of ``lengths`` [B, H] that lie one after the other."""
     counts = lengths.flatten().long()
     return (counts.cumsum(0) - counts).view(lengths.shape)
 

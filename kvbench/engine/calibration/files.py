@@ -1,4 +1,4 @@
-"""Calibrations on disk: <kind>-<key>.safetensors and .json beside it, written once, checked whenever they are read."""
+"""Calibrations on disk: <kind>-<key>.safetensors with a .json record, written once and checked at every reading."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from kvbench.errors import KvbenchError, UsageError
 from kvbench.files import read_json, write_json
 from kvbench.methods.recipe import Calibration, Request, digest
 
-FORMAT = 1
+FORMAT = 1  # of the record: files of another are refused
 
 
 def path_of(folder: Path, request: Request) -> Path:
-    """The record of a request's calibration; its tensors lie beside it."""
+    """Return the path of the record of a request's calibration; its tensors lie beside it."""
     return folder / f"{request.recipe.kind}-{request.key}.json"
 
 
 def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights: str) -> Calibration:
-    """Write what was found, tensors first and the record last, each in one step."""
+    """Write a calibration, tensors first and the record last, each in one step; return it."""
     path = path_of(folder, request)
-    held = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    copies = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     meta: dict[str, Any] = {
         "format": FORMAT,
         **request.identity(),
         "model": request.model,
         "weights": weights,
-        "shapes": {name: list(t.shape) for name, t in held.items()},
-        "sha256": digest(held),
+        "shapes": {name: list(t.shape) for name, t in copies.items()},
+        "sha256": digest(copies),
         "versions": {
             "kvbench": kvbench.__version__,
             "torch": torch.__version__,
@@ -47,18 +47,18 @@ def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights:
     temporary = data.with_suffix(f".{os.getpid()}.tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(held, temporary)
+        save_file(copies, temporary)
         temporary.replace(data)
     except OSError as error:
         raise KvbenchError(
             f"{data} could not be written ({error.strerror}): give calibration=FOLDER that can"
         ) from None
     write_json(path, meta)
-    return Calibration(request.recipe.kind, meta["sha256"], weights, held, meta)
+    return Calibration(request.recipe.kind, meta["sha256"], weights, copies, meta)
 
 
 def load(folder: Path, request: Request) -> Calibration:
-    """What was found before; raises UsageError, naming the file, if it is damaged or answers another request."""
+    """Return a calibration from disk. Raises UsageError, naming the file, if it is damaged or of another request."""
     path = path_of(folder, request)
     data = path.with_suffix(".safetensors")
     again = f"delete {path.name} and {data.name} to compute them again"
@@ -76,9 +76,9 @@ def load(folder: Path, request: Request) -> Calibration:
     try:
         tensors = load_file(data)
     except (OSError, safetensors.SafetensorError) as error:
-        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UsageError(f"the calibration {data} is damaged ({why}): {again}") from None
-    found = digest(tensors)
-    if found != meta.get("sha256"):
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UsageError(f"the calibration {data} is damaged ({reason}): {again}") from None
+    checksum = digest(tensors)
+    if checksum != meta.get("sha256"):
         raise UsageError(f"the calibration {data} is damaged (its checksum is another than {path.name} says): {again}")
-    return Calibration(request.recipe.kind, found, str(meta.get("weights")), tensors, meta)
+    return Calibration(request.recipe.kind, checksum, str(meta.get("weights")), tensors, meta)

@@ -1,4 +1,4 @@
-"""From unbound chains to bound ones: what has to be computed for a model, computing it, reusing it."""
+"""The binding of chains to calibrations: finding those a model lacks, computing them, and reusing them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Session:
     data: str | None = None
 
     def request(self, stage: Stage) -> Request | None:
-        """What the stage needs computed, known before any of it is; None for a stage that needs nothing."""
+        """Return the stage's request for a calibration, without computing it; None for a stage that needs none."""
         recipe = stage.recipe()
         if recipe is None:
             return None
@@ -52,37 +52,37 @@ class Session:
         room = self.context if source.limit is None or recipe.tokens is not None else source.limit
         if room is not None and self.context is not None:
             room = min(room, self.context)
-        settled = recipe.settled(room)
+        filled = recipe.settled(room)
         model = hashlib.sha256(json.dumps(dict(self.identity), sort_keys=True, default=str).encode()).hexdigest()[:16]
-        return Request(settled, model, source.name, source.sha256)
+        return Request(filled, model, source.name, source.sha256)
 
     def requests(self, chain: Chain) -> dict[str, Request]:
-        """The requests of a chain's stages by stage id."""
-        found = {s.id: self.request(s) for s in chain.stages}
-        return {name: r for name, r in found.items() if r is not None}
+        """Return the requests of a chain's stages by stage id."""
+        requests = {s.id: self.request(s) for s in chain.stages}
+        return {name: r for name, r in requests.items() if r is not None}
 
     def chain_identity(self, chain: Chain) -> dict[str, Any]:
-        """The chain's part in a cell's identity, with what its calibration is computed from."""
-        identity, asked = chain.identity(), self.requests(chain)
-        return {**identity, "calibration": {k: r.identity() for k, r in asked.items()}} if asked else identity
+        """Return the chain's part in a cell's identity, with the identities of its calibration requests."""
+        identity, requests = chain.identity(), self.requests(chain)
+        return {**identity, "calibration": {k: r.identity() for k, r in requests.items()}} if requests else identity
 
     def path(self, request: Request) -> Path:
-        """Where the record of a request's calibration lies."""
+        """Return the path of the record of a request's calibration."""
         return files.path_of(self.folder, request)
 
     def missing(self, chain: Chain) -> list[Request]:
-        """What would be computed at first use."""
+        """Return the requests whose calibrations are not on disk: first use computes them."""
         return [r for r in self.requests(chain).values() if not self.path(r).exists()]
 
     def bind(self, chain: Chain, model: PreTrainedModel, quiet: bool = False) -> Chain:
-        """The chain with every stage bound to its calibration, read from its file or computed now."""
+        """Return the chain with every stage bound to its calibration, read from its file or computed now."""
         if not self.requests(chain):
             return chain
         return replace(chain, stages=tuple(self._bound(s, model, quiet) for s in chain.stages))
 
     @cached_property
     def source(self) -> calibration_text.CalibrationText:
-        """The text that is read."""
+        """The text that calibrations read."""
         return calibration_text.find(self.own_corpus, self.text, self.data)
 
     def _bound(self, stage: Stage, model: PreTrainedModel, quiet: bool) -> Stage:
@@ -90,11 +90,12 @@ class Session:
         if request is None:
             return stage
         if self.path(request).exists():
-            found = files.load(self.folder, request)
+            calibration = files.load(self.folder, request)
         else:
-            found = files.save(self.folder, request, self._compute(stage, request, model, quiet), weights_of(model))
-        check_weights(found, model, self.path(request))
-        return stage.calibrated(found)
+            tensors = self._compute(stage, request, model, quiet)
+            calibration = files.save(self.folder, request, tensors, weights_of(model))
+        check_weights(calibration, model, self.path(request))
+        return stage.calibrated(calibration)
 
     def _compute(self, stage: Stage, request: Request, model: PreTrainedModel, quiet: bool) -> dict[str, Tensor]:
         recipe = request.recipe
@@ -115,4 +116,4 @@ class Session:
 
 
 def _silent(label: str, n: int) -> None:
-    """A tick that shows nothing."""
+    """Show nothing: the tick of a quiet run."""

@@ -19,10 +19,10 @@ from kvbench.tasks.base import read_text
 from kvbench.tasks.source import Files, data_root
 
 TRAIN, VALID = "wikitext2/train.txt", "wikitext2/valid.txt"
-SHARE = 0.8
+SHARE = 0.8  # of the valid split, where there is no train split
 SEED = "calibration"
-CORPUS_TOKENS = 1024
-CORPUS_LONGEST = 2048
+CORPUS_TOKENS = 1024  # of a window of the tiny corpus where the recipe says nothing
+CORPUS_LONGEST = 2048  # tokens of its longest sequences
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FileText:
 
 @dataclass(frozen=True)
 class CorpusText:
-    """What the tiny model was trained on, made anew from seeds of its own: neither trained on nor evaluated with."""
+    """Sequences of the tiny model's training tasks, by seeds that neither its training nor its evaluation uses."""
 
     name: str = "the tiny model's corpus"
     limit: int | None = CORPUS_TOKENS
@@ -83,10 +83,10 @@ CalibrationText = FileText | CorpusText
 
 
 def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationText:
-    """The text of a model: ``given`` (a file) if any; its corpus if it is the tiny one; else WikiText-2.
+    """Return a model's calibration text: the file ``given`` if any, the tiny model's corpus for it, else WikiText-2.
 
-    Of WikiText-2, the train split below the data folder; where only the valid split is at hand, its first 80 %; never
-    the test split. UsageError says how to get one.
+    Of WikiText-2 it is the train split below the data folder, or the first 80 % of the valid split where only that is
+    there; never the test split. Raises UsageError, with the ways to get a text, if there is none.
     """
     if given:
         path = Path(given).expanduser()
