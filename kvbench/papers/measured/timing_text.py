@@ -76,34 +76,29 @@ def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> 
     if show == "published":
         return [their_note, *_printed_notes(entries)]
     cells = [e.timed for e in entries if e.timed is not None]
-    lines_below = list(_ours_notes(timings, show)) if timings.there else [their_note.replace("N.NN×", "(N.NN×)", 1)]
+    texts = list(_ours_notes(timings, show)) if timings.there else [their_note.replace("N.NN×", "(N.NN×)", 1)]
     if any(INTEGRATED in c.marks for c in cells):
-        lines_below.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")
+        texts.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")
     if show != "delta":
-        lines_below += _printed_notes([replace(e, exact="", mark="") if show == "ours" else e for e in entries])
-    failures = {
-        (c.row["method"], c.row["workload"], c.reason) for c in cells if c.row and c.status in (REFUSED, FAILED)
-    }
-    lines_below += [f"✗ {method} at {workload}: {reason}" for method, workload, reason in sorted(failures)]
+        texts += _printed_notes([replace(e, exact="", mark="") if show == "ours" else e for e in entries])
+    wrong = [c for c in cells if c.status in (REFUSED, FAILED)]
+    failures = {(c.row["method"], c.row["workload"], c.reason) for c in wrong if c.row}
+    texts += [f"✗ {method} at {workload}: {reason}" for method, workload, reason in sorted(failures)]
     names_by_reason: dict[str, dict[str, None]] = {}
     for printed, cell in timings.cells.items():
         if cell.status == NOT_RUN:
             places = (printed.model, printed.method, printed.dataset)
             other = printed.dataset if printed.dataset == "avg" else printed.method
             names_by_reason.setdefault(cell.reason, {})[next((p for p in places if p in bench.not_run), other)] = None
-    lines_below += [f"— not run: {', '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
+    texts += [f"— not run: {', '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
     if any(c.status == MISSING for c in cells):
-        lines_below.append(f"— not measured yet: {timings.command}")
-    lines_below += [
-        f"Left out: {n} rows of {device}; a table shows one device." for device, n in timings.left_out.items()
-    ]
+        texts.append(f"— not measured yet: {timings.command}")
+    texts += [f"Left out: {n} rows of {device}; a table shows one device." for device, n in timings.left_out.items()]
     if timings.stand_in:
-        lines_below.append(
-            f"GPU numbers are missing: {SCRIPT} {bench.results} measures them; they are then shown instead."
-        )
+        texts.append(f"GPU numbers are missing: {SCRIPT} {bench.results} measures them; they are then shown instead.")
     if timings.there:
-        lines_below.append(f"Rows: {timings.file.parent.name}/{timings.file.name}.")
-    return lines_below
+        texts.append(f"Rows: {timings.file.parent.name}/{timings.file.name}.")
+    return texts
 
 
 def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
