@@ -64,6 +64,7 @@ class Claim:
     why: str = ""
 
     def __post_init__(self) -> None:
+        """Raise KvbenchError for a test that there is not."""
         if self.test not in TESTS:
             raise KvbenchError(f"claim {self.id}: test must be one of {', '.join(TESTS)}, not {self.test!r}")
 
@@ -295,7 +296,9 @@ def decide(
     for claim in claims:
         evidence = found.get(claim.id, Evidence())
         if claim.id not in measured:
-            verdict = UNMEASURED if evidence.waiting else FLOOR if evidence.floors else ELSEWHERE
+            verdict = FLOOR if evidence.floors else ELSEWHERE
+            if evidence.waiting:
+                verdict = UNMEASURED
             verdicts.append(Verdict(claim, verdict, evidence))
             continue
         p_for, p_against = (c[claim.id] for c in corrected)
@@ -312,7 +315,9 @@ def _word(
     claim: Claim, evidence: Evidence, p_for: float, p_against: float, elsewhere: float | None, family: int
 ) -> tuple[str, str]:
     """Return the verdict, and the side that a mixed or fragile one is on."""
-    decided = SUPPORTED if p_for < LEVEL / 2 else CONTRADICTED if p_against < LEVEL / 2 else UNDECIDED
+    decided = UNDECIDED
+    if p_for < LEVEL / 2 or p_against < LEVEL / 2:
+        decided = SUPPORTED if p_for < LEVEL / 2 else CONTRADICTED
     if decided == UNDECIDED:
         # even if no pair of all that the data would give differed, or of a claim of gains all gained everything
         most_possible = np.full(evidence.possible, 0.0 if claim.test == "no_worse" else 1.0)

@@ -1,4 +1,4 @@
-"""What a figure is: tidy data computed from something, and a drawing of those data alone.
+"""Figures: tidy data computed from something, and a drawing of those data alone.
 
 A figure's CSV begins with ``# key: value`` lines that say which figure it is and what it was computed from. Drawings
 are always made from the CSV as it is on disk, so that redrawing one gives the same bytes.
@@ -46,7 +46,7 @@ class Code(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure(Generic[Source]):
-    """One figure of a paper, ``<paper>/fig<number>``.
+    """One figure of a paper, ``<paper>/fig<number>``, with its data, its texts and its drawing.
 
     title: what it shows, in a line. shows: its caption, with what was computed, exactly. claim: what the paper reads
     off its own. unsaid: what the paper does not say, and what is done here. columns: of the data. knobs: the options

@@ -22,7 +22,9 @@ def derived(book: Book) -> Iterator[Finding]:
         if not e.ok:
             why = "; ".join([f"{e.formula}; off by {e.mark}", *_reasons(book, e, rows[id(c)])])
         check = "derived" if not e.ok else "rounding"
-        weight = "note" if e.ok else "doubt" if _hair(e) else "wrong"
+        weight = "doubt" if _hair(e) else "wrong"
+        if e.ok:
+            weight = "note"
         yield Finding(check, weight, c.paper, c.table, e.row, e.column, c.printed, e.shown, why)
 
 

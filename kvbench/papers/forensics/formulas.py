@@ -218,6 +218,7 @@ def _by(how: str) -> Callable[..., Any]:
     """Return a function of values, by the fields given or of all of them."""
 
     def function(values: pd.Series[Any], *fields: str) -> Any:
+        """Aggregate values by ``fields``, or all of them."""
         return getattr(values.groupby(level=list(fields), sort=False) if fields else values, how)()
 
     return function

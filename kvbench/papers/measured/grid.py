@@ -34,7 +34,9 @@ def grid(view: View, show: str) -> Table:
     """Return the cells as text: one of SHOWS, or ``beside``, the printed side in the unit of ours."""
     stand_in, timings = view.ours.stand_in, view.ours.timings
     printed = show in ("published", "beside")
-    field = "published" if printed else "relative" if stand_in else "ours"
+    field = "relative" if stand_in else "ours"
+    if printed:
+        field = "published"
     if timings is not None:
         field = "published_relative" if printed else "relative"
     base = "full" if timings is None else timings.bench.base
@@ -101,8 +103,8 @@ def _cell(entry: CellView, show: str, stand_in: bool) -> list[str]:
         delta = "" if stand_in or not printed or entry.delta is None else f", Δ {difference}"
         lines = [*ours, f"({printed}{delta})"]
         if entry.budgeted:
-            theirs = "" if entry.published_budget is None else f"({entry.published_budget:.0f}%)"
-            lines.append(f"{_kept(entry.budget)} {theirs}".strip())
+            printed_share = "" if entry.published_budget is None else f"({entry.published_budget:.0f}%)"
+            lines.append(f"{_kept(entry.budget)} {printed_share}".strip())
     return [line for line in lines if line not in ("", "()")]
 
 
@@ -219,8 +221,8 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[
         dtype = "" if ours.run is None else f", {ours.run.dtype}"
         interval = "" if show == "delta" else f"; [a, b]: 95 % bootstrap interval{paired}"
         sizes = sorted({e.of for e in entries if e.n})
-        of = str(sizes[-1]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
-        yield f"n = {', '.join(map(str, counts))} of {of} examples a cell{dtype}{interval}."
+        total = str(sizes[-1]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+        yield f"n = {', '.join(map(str, counts))} of {total} examples a cell{dtype}{interval}."
     if ours.run is not None and (changed := local_changes(ours.run.records())):
         yield changed
     if any(line.chain is not None and line.chain.evicts for line in ours.lines):
@@ -253,14 +255,14 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
     for mark, text in (("?", "suspect"), ("~", "repaired")):
         if any(e.mark == mark for e in entries):
             yield f"{mark}: the printed value is {text} (kvbench/papers/data/{paper})."
-    wrong = [(line.row, e) for line, row in view.rows for e in row if e.stated is not None]
-    if wrong and relative:  # a share has no room for it
+    stated = [(line.row, e) for line, row in view.rows for e in row if e.stated is not None]
+    if stated and relative:  # a share has no room for it
         several = len(view.ours.declared.models()) > 1
-        names = (f"{row.model} {row.name}" if several else row.name for row, _ in wrong)
-        values = (f"{_number(e.stated, 2)} for {_number(e.published, 2)}" for _, e in wrong)
+        names = (f"{row.model} {row.name}" if several else row.name for row, _ in stated)
+        values = (f"{_number(e.stated, 2)} for {_number(e.published, 2)}" for _, e in stated)
         corrections = ", ".join(f"{value} ({name})" for value, name in zip(values, names, strict=True))
         yield f"Averages that the paper states, for what its cells give: {corrections}."
-    elif wrong:
+    elif stated:
         yield "stated: the average that the paper states, where its cells give another."
     recomputed = [e.exact for e in entries if e.exact]
     if recomputed:

@@ -119,7 +119,7 @@ def printed(declared: TableSpec, model: str, why: str) -> OurTable:
     if declared.kind == timings.KIND:
         return timed(timings.read(declared, model, Path(RESULTS)))
     lines = tuple(TableLine(r, skipped=why) for r in declared.rows)
-    # what is no score stands as it is printed
+    # other numbers than scores stand as printed, so that no model stands in for them
     return OurTable(declared, model, declared.measurable and stands_in(declared, model), lines, None)
 
 

@@ -81,8 +81,8 @@ def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> 
         texts.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")
     if show != "delta":
         texts += _printed_notes([replace(e, exact="", mark="") if show == "ours" else e for e in entries])
-    wrong = [c for c in cells if c.status in (REFUSED, FAILED)]
-    failures = {(c.row["method"], c.row["workload"], c.reason) for c in wrong if c.row}
+    failed = [c for c in cells if c.status in (REFUSED, FAILED)]
+    failures = {(c.row["method"], c.row["workload"], c.reason) for c in failed if c.row}
     texts += [f"✗ {method} at {workload}: {reason}" for method, workload, reason in sorted(failures)]
     names_by_reason: dict[str, dict[str, None]] = {}
     for printed, cell in timings.cells.items():

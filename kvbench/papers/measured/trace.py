@@ -30,7 +30,7 @@ def trace(ours: OurTable, row: str, column: str) -> str:
     if line.chain is None:
         raise UsageError(f"{row} on {column} is not run here: {line.refused or line.skipped}")
     origin = _average(ours, line) if wanted.dataset in MEANS else _lines(ours, line, wanted)
-    entry = next(entries for other, entries in seen.rows if other is line)[seen.columns.index(wanted)]
+    entry = next(entries for table_line, entries in seen.rows if table_line is line)[seen.columns.index(wanted)]
     return "\n".join([f"{ours.declared.id}, {row}, {column}:", *origin, *_shown(entry, ours.stand_in)])
 
 

@@ -48,15 +48,17 @@ class PaperNeeds:
 
 def needs(entry: CatalogueEntry) -> PaperNeeds:
     """Return the models of a table that kvbench has, and the names in its rows and columns that it does not have."""
-    known = {model_id(m): m for m in entries("model")}
+    model_names = {model_id(m): m for m in entries("model")}
     methods = {*registry.available(), QUANT}
     datasets = {*entries("dataset"), *TASKS}
     facts = entry.as_json()
     measured = {c.dataset for c in entry.cells if c.metric in (*SCORES, "perplexity")} - {"avg"}
-    absent = [m for m in facts["models"] if model_id(m) not in known]
+    absent = [m for m in facts["models"] if model_id(m) not in model_names]
     absent += sorted({part for m in facts["methods"] for part in m.split("+")} - methods)
     absent += sorted(measured - datasets)
-    return PaperNeeds(tuple(known[model_id(m)] for m in facts["models"] if model_id(m) in known), tuple(absent))
+    return PaperNeeds(
+        tuple(model_names[model_id(m)] for m in facts["models"] if model_id(m) in model_names), tuple(absent)
+    )
 
 
 def reproduction(entry: CatalogueEntry, book: Book) -> str:

@@ -82,6 +82,7 @@ def fragment(seen: View) -> str:
     views = {show: grid(seen, show) for show in VIEWS}
 
     def cell(row: int, column: int) -> str:
+        """Return a cell's spans, one for each view; the first column is the same in all."""
         if not column:
             return writers.html_lines(views["ours"].rows[row][0], small=True)
         texts = ((show, writers.html_lines(table.rows[row][column], small=True)) for show, table in views.items())

@@ -81,10 +81,11 @@ def mean(numbers: Iterable[Number]) -> Number:
 def fixed(value: Fraction, digits: int) -> str:
     """Return fixed-point text, with ties away from zero and no negative zero."""
     scaled = abs(value) * 10**digits
-    whole = (2 * scaled.numerator + scaled.denominator) // (2 * scaled.denominator)
-    text = f"{whole:0{digits + 1}d}"
+    # floor(x + 1/2) of the absolute value, in whole units of the last digit
+    units = (2 * scaled.numerator + scaled.denominator) // (2 * scaled.denominator)
+    text = f"{units:0{digits + 1}d}"
     text = f"{text[:-digits]}.{text[-digits:]}" if digits else text
-    return f"-{text}" if value < 0 and whole else text
+    return f"-{text}" if value < 0 and units else text
 
 
 def _number(other: Number | int | Fraction) -> Number:

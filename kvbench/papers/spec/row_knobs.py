@@ -91,11 +91,11 @@ def knobs(method: str, setting: str, stand_in: StandIn | None = None) -> Knobs:
     """Return arguments of ``run`` by key for a published row; raise KvbenchError for an unknown key."""
     settings = parse(setting)
     stages = method_of(method, settings).split("+")
-    known = {knob for stage in stages if stage in registry.available() for knob in registry.knob_names(stage)}
+    knob_names = {knob for stage in stages if stage in registry.available() for knob in registry.knob_names(stage)}
     arguments: Knobs = {}
     for key, value in settings.items():
         if key not in FACTS:
-            arguments |= _knobs(key, value, stand_in or AS_PUBLISHED, known)
+            arguments |= _knobs(key, value, stand_in or AS_PUBLISHED, knob_names)
     if "deleted_heads" in settings:  # the heads that stay all keep the high group's tokens
         arguments["kv_size"] = arguments.pop("high")
     return {_owned(key, stages): value for key, value in arguments.items()}

@@ -24,7 +24,7 @@ MORE_IS_BETTER = ("throughput", "speedup_vs_full")
 MISSING = "missing"
 INTEGRATED = "integrated"
 OF_STEPS = ("tpot", "decode", "total", "throughput", "attention")
-"""What a mark of integrated steps is about; the rest of a row was measured as it is."""
+"""Quantities that a mark of integrated steps is about; the rest of a row was measured as it is."""
 QUARTILES = ("median", "q1", "q3")
 
 
@@ -138,6 +138,7 @@ def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Publis
     """Return the printed cell of the base method on the same model, dataset, device and workload."""
 
     def where(c: Published) -> tuple[Any, ...]:
+        """Return the parts of a cell that it shares with that of its base."""
         return (c.model, c.dataset, c.metric, c.settings.get("gpu"), declared.printed_workload(c))
 
     return next((c for c in printed if c.method == declared.base and where(c) == where(cell)), None)
