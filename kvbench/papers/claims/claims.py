@@ -48,8 +48,8 @@ Differences = NDArray[np.float64]
 class Claim:
     """One statement of a paper as a test. ``pairs`` are the compared methods and settings, as tables write them.
 
-    quote: the paper's words, at ``where``. tested: what is tested of them, in ours. test: one of TESTS. margin: points
-    of 100 that count as nothing. why: of a claim that no score decides.
+    quote: the paper's words, at ``where``. tested: the part that is tested, in our words. test: one of TESTS. margin:
+    points of 100 that count as nothing. why: the reason where no score decides the claim.
     """
 
     paper: str
@@ -83,10 +83,10 @@ class Claim:
 class Evidence:
     """Measurements for a claim under one scaling.
 
-    differences: of 1, by dataset, [examples, pairs of the claim]; what is asked of one example several times (MDQA's
-    three positions) is one. floors: datasets left out. waiting: those of which nothing is measured. cells: ids of both
-    sides. ran: what each pair was on this model. possible: examples that the data would give. reason: why something, or
-    all of it, is missing.
+    differences: of 1, by dataset, [examples, pairs of the claim]; an example that is asked several times (MDQA's three
+    positions) counts once. floors: datasets left out. waiting: datasets without measurements. cells: ids of both sides.
+    ran: each pair as run on this model. possible: the number of examples in the data. reason: why some measurements, or
+    all of them, are missing.
     """
 
     differences: Mapping[str, Differences] = field(default_factory=dict)
@@ -117,9 +117,9 @@ class Evidence:
 class Verdict:
     """The outcome of a claim: one of VERDICTS, the mean difference in points with its interval, and p-values.
 
-    p_for, p_against: corrected, that there is nothing to support the claim, and nothing against it. side: supported or
-    contradicted in the mean, of a verdict that is mixed or fragile. elsewhere: the mean under the other scaling, where
-    there is one; why_not: why there is none.
+    p_for, p_against: corrected p-values of the hypotheses that nothing supports the claim, and that nothing speaks
+    against it. side: supported or contradicted in the mean, where the verdict is mixed or fragile. elsewhere: the mean
+    under the other scaling; why_not: the reason where there is none.
     """
 
     claim: Claim
@@ -287,7 +287,7 @@ def decide(
     """
     measured = {c.id: c for c in claims if len(found.get(c.id, Evidence()).values)}
     count = max(family or 0, len(measured))
-    # that there is nothing to support a claim, and that there is nothing against it
+    # p-values of both directions; the sign turns a test for less into one for more
     corrected = [
         stats.holm({i: stats.p_above(sign * found[i].values, sign * c.least) for i, c in measured.items()}, count)
         for sign in (1, -1)

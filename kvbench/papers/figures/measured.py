@@ -51,10 +51,10 @@ FULL_POINT = Point(FULL, 0.0, "full")
 class Sweep:
     """Points that are measured on the same prompts.
 
-    dataset: of the tiny model; published: the paper's own, for any other. arguments: more of ``run``'s, with those of
-    ``pretrained`` for any model but the tiny one; options of a dataset go to those that have them. baseline: the full
-    cache is measured, too. length: prompt tokens of the paper, by which windows and sizes are scaled for the tiny
-    model.
+    dataset: the tiny model's. published: the paper's own, for any other model. arguments: more arguments of ``run``,
+    with those of ``pretrained`` for any model but the tiny one; options of a dataset go to those that have them.
+    baseline: True where the full cache is measured, too. length: prompt tokens of the paper, by which windows and sizes
+    are scaled for the tiny model.
     """
 
     points: tuple[Point, ...]

@@ -62,9 +62,9 @@ class OurTable:
     """A paper's table on ``model``: one line per row, and the run that measures them.
 
     ``stand_in``: the model is none of the table's. ``run`` is None where nothing of the table can be run. ``groups``
-    are its groups by what is read; ``absent`` says of what cannot be read why not. ``notes``: what the reader must know
-    of what is read. ``timings``: what was timed, of an efficiency table. ``typed``: what the user changed of how
-    prompts are read and answered, as typed.
+    are its groups by workload. ``absent`` gives the reason by workload that cannot be read. ``notes`` tell readers
+    about the data that are read. ``timings`` are the timed rows of an efficiency table. ``typed`` are the user's
+    arguments that change how prompts are read and answered.
     """
 
     declared: TableSpec

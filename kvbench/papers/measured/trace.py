@@ -81,7 +81,7 @@ def _named(value: CellResult, cells: Parts) -> str:
 
 
 def _shown(entry: CellView, stand_in: bool) -> Iterator[str]:
-    """Yield the values that the table shows."""
+    """Yield the values that the table shows for a cell."""
     value = entry.relative if stand_in else entry.ours
     if stand_in and entry.floor:
         yield "shown: floor, the full cache scores too little for a share of it"

@@ -65,15 +65,15 @@ class TableRow:
 class TableSpec:
     """A table of a paper as declared.
 
-    title: what it shows. kind: as in paper.yaml. length: tokens of the prompts, by which the tiny model scales numbers
+    title: its content. kind: as in paper.yaml. length: tokens of the prompts, by which the tiny model scales numbers
     of tokens. blocks: keys of a row's setting (or ``model``) whose values head blocks of rows. full: the paper's tables
     that have a full-cache row where this one has none. arguments: of ``run`` by published method, for what the paper's
     rows leave unsaid. average: how the paper averages, the mean, the mean share of the full cache (share), or how far
     that is from 100 (relative). entries: conf/model by published model, where the names differ. stand_in: arguments
     that the tiny stand-in alone needs, by method. sources: where what is not printed comes from. workloads: the paper's
     knobs of a dataset (``needle``), or of it in one model's rows (``needle/mistral-7b-instruct-v0.2``). settings: by
-    dataset, what its rows are set to beside their own setting. tasks: the task of the tiny suite that stands for a
-    dataset. unlike: what the paper leaves open of how its scores were made. extended: they seem to be of LongBench-E.
+    dataset, settings that its rows have beside their own. tasks: the task of the tiny suite that stands for a
+    dataset. unlike: conditions of its scores that the paper leaves open. extended: they seem to be of LongBench-E.
     """
 
     paper: str

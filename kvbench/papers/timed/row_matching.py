@@ -32,9 +32,9 @@ QUARTILES = ("median", "q1", "q3")
 class TimedCell:
     """A printed cell with the row that was measured for it.
 
-    status: measured, OOM, refused or failed as the row says, ``not run`` (``reason`` says why), or ``missing`` if it
-    can be measured and was not. value: ours in the printed unit, ``spread`` its quartiles. ratio: ours over our base
-    row, published_ratio theirs over theirs. marks: of the row, such as ``integrated``. row, base: what they are of.
+    status: measured, OOM, refused or failed as in the row, ``not run`` (with ``reason``), or ``missing`` if it can be
+    measured and was not. value: ours in the printed unit, ``spread`` its quartiles. ratio: ours over our base row,
+    published_ratio theirs over theirs. marks: those of the row, such as ``integrated``. row, base: our measured rows.
     """
 
     printed: Published
