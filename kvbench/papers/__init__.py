@@ -8,6 +8,6 @@ DATA = Path(__file__).parent / "data"
 
 
 def files(pattern: str) -> list[Path]:
-    """The papers' files that match, as in ``*/paper.yaml``: ours and those below the folder KVBENCH_PAPERS_DATA."""
+    """Return the files that match, as in ``*/paper.yaml``: ours and those below the folder KVBENCH_PAPERS_DATA."""
     roots = [DATA, *map(Path, filter(None, [os.environ.get("KVBENCH_PAPERS_DATA")]))]
     return sorted((path for root in roots for path in root.glob(pattern)), key=lambda p: (p.parent.name, p.name))

@@ -1,4 +1,4 @@
-"""The ledger of claims: what they need is measured, decided together, and shown with its evidence, a column a model."""
+"""The ledger of claims: they are measured, decided together, and shown with their evidence, a column a model."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from kvbench.run.provenance import local_changes
 from kvbench.tables.table import Table
 
 FOLDER = "claims"
-"""Below a results folder: a ledger for each model."""
+"""The folder below a results folder with a ledger for each model."""
 SAYS = 46
 """Characters of a line of a statement."""
 MARKS = {"supported": "✓", "contradicted": "✗", "mixed": "±", "fragile": "~", UNDECIDED: "?"}
 
 
 def tables(papers: Sequence[str], model: str) -> list[table_spec.Given]:
-    """The rows that the claims of ``papers`` compare, as tables to be measured."""
+    """Return the rows that the claims of ``papers`` compare, as tables to be measured."""
     return [t for paper in papers for t in claims.sides(claims.load(paper), scaled=model == stand_ins.MODEL)]
 
 
 def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict[str, list[OurTable]]:
-    """The claims' tables on a model, by paper."""
+    """Plan the claims' tables on a model, by paper."""
     return {p: [our_table.prepare(t, model, arguments) for t in tables([p], model)] for p in papers}
 
 
@@ -44,45 +44,46 @@ def measure(prepared: Mapping[str, Sequence[OurTable]]) -> None:
 
 
 def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> list[Verdict]:
-    """Verdicts on all claims of the papers that were prepared, in order, corrected together."""
+    """Return the verdicts on all claims of the prepared papers, in order, corrected together."""
     ledger = [c for paper in prepared for c in claims.load(paper)]
     tested = [c for c in ledger if c.test != "elsewhere"]
-    found = {c.id: claims.evidence(c, prepared[c.paper]) for c in tested}
+    evidence_by_id = {c.id: claims.evidence(c, prepared[c.paper]) for c in tested}
     others: dict[str, Evidence] = {}
     if model == stand_ins.MODEL:
         others = {c.id: claims.evidence(c, prepared[c.paper], windows_as_printed=True) for c in tested}
-    return claims.decide(ledger, found, others, family=len(tested))
+    return claims.decide(ledger, evidence_by_id, others, family=len(tested))
 
 
 def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """A ledger as plain data: the model, whether it stands in for the papers', and a record of each claim."""
-    every = [ours for some in prepared.values() for ours in some]
-    runs = [ours.run for ours in every if ours.run is not None]
+    """Return a ledger as plain data: the model, whether it stands in for the papers', and a record of each claim."""
+    our_tables = [ours for some in prepared.values() for ours in some]
+    runs = [ours.run for ours in our_tables if ours.run is not None]
     dtypes = {str(c.identity["model"]["dtype"]) for r in runs for g in r.groups for c in g.cells}
     # data read in place of others, notes of tasks, and local changes
     tasks = [f"{g.task.note}." for r in runs for g in r.groups if g.task.note and not g.task.id.startswith("tiny/")]
     changed = local_changes({c.id: c for r in runs for c in r.records()}.values())
-    told = [*(note for ours in every for note in ours.notes), *tasks, changed]
+    all_notes = [*(note for ours in our_tables for note in ours.notes), *tasks, changed]
     return {
         "model": model,
-        "stand_in": all(ours.stand_in for ours in every),
+        "stand_in": all(ours.stand_in for ours in our_tables),
         "dtype": ", ".join(sorted(dtypes)),
         "level": claims.LEVEL,
         "tested": sum(v.claim.test != "elsewhere" for v in verdicts),
-        "notes": [note for note in dict.fromkeys(told) if note],
+        "notes": [note for note in dict.fromkeys(all_notes) if note],
         "verdicts": [_record(v) for v in verdicts],
     }
 
 
 def _record(v: Verdict) -> dict[str, Any]:
+    """Return a verdict with its claim and evidence as plain data."""
     claim, evidence = v.claim, v.evidence
-    each = {key: None if x is None else round(x, 6) for key, x in (("mean", v.mean), ("elsewhere", v.elsewhere))}
+    means = {key: None if x is None else round(x, 6) for key, x in (("mean", v.mean), ("elsewhere", v.elsewhere))}
     return {
         **{key: getattr(claim, key) for key in ("id", "paper", "quote", "where", "tested", "test", "margin", "pairs")},
         "verdict": v.verdict,
         "side": v.side,
         "why_not": v.why_not,
-        **each,
+        **means,
         "ci": None if v.ci is None else [round(x, 3) for x in v.ci],
         "p_for": v.p_for,
         "p_against": v.p_against,
@@ -97,13 +98,13 @@ def _record(v: Verdict) -> dict[str, Any]:
 
 
 def place(model: str, results: Path, papers: Sequence[str]) -> Path:
-    """Where a model's ledger is below a results folder; one of some papers alone has a file of its own."""
+    """Return the path of a model's ledger below a results folder; that of some papers has a name of its own."""
     some = "" if len(papers) == len(claims.papers()) else f".{'-'.join(papers)}"
     return results / FOLDER / f"{model.replace('/', '--')}{some}.json"
 
 
 def write(content: Mapping[str, Any], results: Path, papers: Sequence[str]) -> Path:
-    """Write a ledger below a results folder."""
+    """Write a ledger below a results folder and return its path."""
     path = place(content["model"], results, papers)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
@@ -111,20 +112,20 @@ def write(content: Mapping[str, Any], results: Path, papers: Sequence[str]) -> P
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """The ledgers below a results folder, those of pretrained models first; UsageError for a damaged one."""
-    found = []
+    """Read the ledgers below a results folder, pretrained models first; raise UsageError for a damaged one."""
+    ledgers = []
     for path in sorted((results / FOLDER).glob("*.json"), key=lambda p: (p.stem == stand_ins.MODEL, p.name)):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             sheet([content]), notes(content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} cannot be read ({error}); run python -m kvbench claims again") from None
-        found.append(content)
-    return found
+        ledgers.append(content)
+    return ledgers
 
 
 def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Table:
-    """Ledgers side by side as a table of strings: the first says which claims there are."""
+    """Return ledgers side by side as a table of texts; the first with a claim supplies its words."""
     by_id = [{v["id"]: v for v in content["verdicts"]} for content in ledgers]
     rows = []
     for first in {v["id"]: v for content in reversed(ledgers) for v in content["verdicts"]}.values():
@@ -141,7 +142,7 @@ def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def evidence(v: Mapping[str, Any]) -> str:
-    """The numbers behind a verdict: mean difference with its interval, pairs, p, and the signs by task."""
+    """Return the numbers behind a verdict: mean difference and interval, pairs, p, and the signs by task."""
     if v["mean"] is None:
         return "—"
     least = 0.0 if v["test"] == "better" else -v["margin"]
@@ -163,7 +164,7 @@ def evidence(v: Mapping[str, Any]) -> str:
 
 
 def notes(content: Mapping[str, Any]) -> list[str]:
-    """What the reader must know of a ledger."""
+    """Return the notes that readers of a ledger need."""
     model, tested = content["model"], content["tested"]
     words = [v["verdict"] for v in content["verdicts"]]
     counts = ", ".join(f"{words.count(word)} {word}" for word in claims.VERDICTS if word in words)
@@ -190,9 +191,9 @@ def notes(content: Mapping[str, Any]) -> list[str]:
 
 
 def reasons(content: Mapping[str, Any]) -> list[str]:
-    """Each reason why a ledger's claims have no verdict, or only part of their data, with those claims."""
-    found: dict[str, list[str]] = {}
+    """Return each reason for a missing verdict or missing data, with the claims that it is about."""
+    ids_by_reason: dict[str, list[str]] = {}
     for v in content["verdicts"]:
         if v["reason"]:
-            found.setdefault(v["reason"], []).append(v["id"])
-    return [f"{content['model']}, {', '.join(ids)}: {reason}." for reason, ids in found.items()]
+            ids_by_reason.setdefault(v["reason"], []).append(v["id"])
+    return [f"{content['model']}, {', '.join(ids)}: {reason}." for reason, ids in ids_by_reason.items()]

@@ -46,10 +46,10 @@ Differences = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of a paper. ``pairs`` are the methods and settings compared, as published tables write them.
+    """One statement of a paper as a test. ``pairs`` are the compared methods and settings, as tables write them.
 
-    quote: the paper's words, at ``where``. tested: what is tested of them, in ours. test: one of TESTS. margin: points
-    of 100 that count as nothing. why: of a claim that no score decides.
+    quote: the paper's words, at ``where``. tested: the part that is tested, in our words. test: one of TESTS. margin:
+    points of 100 that count as nothing. why: the reason where no score decides the claim.
     """
 
     paper: str
@@ -64,17 +64,18 @@ class Claim:
     why: str = ""
 
     def __post_init__(self) -> None:
+        """Raise KvbenchError for a test that there is not."""
         if self.test not in TESTS:
             raise KvbenchError(f"claim {self.id}: test must be one of {', '.join(TESTS)}, not {self.test!r}")
 
     @property
     def least(self) -> float:
-        """The mean difference, of 1, that must be exceeded."""
+        """Return the mean difference, of 1, that must be exceeded."""
         return 0.0 if self.test == "better" else -self.margin / 100
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Its datasets: those named, else LongBench's 16 English tasks."""
+        """Return its datasets: those named, else LongBench's 16 English tasks."""
         return self.datasets or names("en")
 
 
@@ -82,10 +83,10 @@ class Claim:
 class Evidence:
     """Measurements for a claim under one scaling.
 
-    differences: of 1, by dataset, [examples, pairs of the claim]; what is asked of one example several times (MDQA's
-    three positions) is one. floors: datasets left out. waiting: those of which nothing is measured. cells: ids of both
-    sides. ran: what each pair was on this model. possible: examples that the data would give. reason: why something, or
-    all of it, is missing.
+    differences: of 1, by dataset, [examples, pairs of the claim]; an example that is asked several times (MDQA's three
+    positions) counts once. floors: datasets left out. waiting: datasets without measurements. cells: ids of both sides.
+    ran: each pair as run on this model. possible: the number of examples in the data. reason: why some measurements, or
+    all of them, are missing.
     """
 
     differences: Mapping[str, Differences] = field(default_factory=dict)
@@ -98,17 +99,17 @@ class Evidence:
 
     @property
     def values(self) -> Differences:
-        """The difference of each example, the mean over the claim's pairs: these alone are independent."""
+        """Return each example's difference, the mean over the claim's pairs: only these are independent."""
         return np.concatenate([*(d.mean(1) for d in self.differences.values()), np.zeros(0)])
 
     @property
     def tasks(self) -> dict[str, float]:
-        """Mean difference by task, in points."""
+        """Return the mean difference by task, in points."""
         return {task: 100 * float(d.mean()) for task, d in self.differences.items()}
 
     @property
     def settings(self) -> list[float]:
-        """Mean difference by pair of the claim, in points."""
+        """Return the mean difference by pair of the claim, in points."""
         return [] if not self.differences else list(100 * np.concatenate(list(self.differences.values())).mean(0))
 
 
@@ -116,9 +117,9 @@ class Evidence:
 class Verdict:
     """The outcome of a claim: one of VERDICTS, the mean difference in points with its interval, and p-values.
 
-    p_for, p_against: corrected, that there is nothing to support the claim, and nothing against it. side: supported or
-    contradicted in the mean, of a verdict that is mixed or fragile. elsewhere: the mean under the other scaling, where
-    there is one; why_not: why there is none.
+    p_for, p_against: corrected p-values of the hypotheses that nothing supports the claim, and that nothing speaks
+    against it. side: supported or contradicted in the mean, where the verdict is mixed or fragile. elsewhere: the mean
+    under the other scaling; why_not: the reason where there is none.
     """
 
     claim: Claim
@@ -134,12 +135,12 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """The reason why there is no verdict, or why data are missing."""
+        """Return the reason why there is no verdict, or why data are missing."""
         return self.claim.why or self.evidence.reason
 
 
 def load(paper: str) -> tuple[Claim, ...]:
-    """The claims of a paper, in its file's order; KvbenchError for a damaged file."""
+    """Read the claims of a paper, in its file's order; raise KvbenchError for a damaged file."""
     (path,) = files(f"{paper}/claims.yaml")
     lists = {"datasets": tuple, "pairs": lambda pairs: tuple((a, b) for a, b in pairs)}
     try:
@@ -150,40 +151,40 @@ def load(paper: str) -> tuple[Claim, ...]:
 
 
 def papers() -> tuple[str, ...]:
-    """The papers that have claims, in the order of their tables."""
-    there = {path.parent.name for path in files("*/claims.yaml")}
-    return tuple(p for p in catalogue.in_place() if p in there)
+    """Return the papers that have claims, in the order of their tables."""
+    names_with_claims = {path.parent.name for path in files("*/claims.yaml")}
+    return tuple(p for p in catalogue.in_place() if p in names_with_claims)
 
 
 def find(wanted: str) -> tuple[str, ...]:
-    """The papers of ``all`` or of one name; UsageError for any other."""
+    """Return the papers of ``all`` or of one name; raise UsageError for any other."""
     if wanted not in ("all", *papers()):
         raise unknown("paper", wanted, ("all", *papers()))
     return papers() if wanted == "all" else (wanted,)
 
 
 def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
-    """Tables of all rows that a paper's claims compare, one for each set of datasets.
+    """Return tables of all rows that a paper's claims compare, one for each set of datasets.
 
-    ``scaled``: the model scales windows, so that each row is there with the paper's own windows, too.
+    With ``scaled`` the model scales windows, so that each row also comes with the paper's own windows.
     """
     by_columns: dict[tuple[str, ...], list[str]] = {}
     for claim in claims:
         for side in (s for pair in claim.pairs for s in pair):
             by_columns.setdefault(claim.columns, []).extend((side, as_printed(side)) if scaled else (side,))
-    own = table_spec.find(claims[0].paper)
-    base = next(t for t in own if t.measurable)
-    workloads = {k: v for t in own for k, v in t.workloads.items()}
+    paper_tables = table_spec.find(claims[0].paper)
+    base = next(t for t in paper_tables if t.measurable)
+    workloads = {k: v for t in paper_tables for k, v in t.workloads.items()}
     tables = []
     for columns, rows in by_columns.items():
-        written = (row.partition(" ") for row in dict.fromkeys(rows))
-        cells = [(base.models()[0], method, setting, c, "mean") for method, _, setting in written for c in columns]
+        row_parts = (row.partition(" ") for row in dict.fromkeys(rows))
+        cells = [(base.models()[0], method, setting, c, "mean") for method, _, setting in row_parts for c in columns]
         tables.append(table_spec.given(base, cells, table=TABLE, title=TABLE, workloads=workloads))
     return tables
 
 
 def as_printed(side: str) -> str:
-    """A side with the paper's own windows."""
+    """Return a side with the paper's own windows."""
     return f"{side};{AS_PRINTED}"
 
 
@@ -203,21 +204,24 @@ def evidence(claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool 
         if (why := ours.why_absent(line, column))
     }
     store = ours.run.store
-    every: dict[tuple[str, ...], tuple[str, list[Asked]]] = {}
+    by_task: dict[tuple[str, ...], tuple[str, list[Asked]]] = {}
     for column in ours.declared.scores:
-        each = (zip(ours.cells(a, column), ours.cells(b, column), strict=True) for a, b in pairs)
-        asked = [Asked(sides[0][0][0], tuple((a, b) for (_, a), (_, b) in sides)) for sides in zip(*each, strict=True)]
-        if asked:  # on tiny several datasets are one task
-            every.setdefault(tuple(a.group.column for a in asked), (column.dataset, asked))
-    cells = [c for _, asked in every.values() for a in asked for pair in a.pairs for c in pair]
+        cells_by_pair = (zip(ours.cells(a, column), ours.cells(b, column), strict=True) for a, b in pairs)
+        ways = [
+            Asked(sides[0][0][0], tuple((a, b) for (_, a), (_, b) in sides))
+            for sides in zip(*cells_by_pair, strict=True)
+        ]
+        if ways:  # on tiny several datasets are one task
+            by_task.setdefault(tuple(a.group.column for a in ways), (column.dataset, ways))
+    cells = [c for _, ways in by_task.values() for a in ways for pair in a.pairs for c in pair]
     if refused := next(filter(None, (store.refusal(c.id) for c in cells)), None):
         return Evidence(reason=refused)
-    floors = [name for name, asked in every.values() if all(a.floored(store) for a in asked)]
-    able = {name: asked for name, asked in every.values() if name not in floors}
-    differences = {name: _paired(store, asked) for name, asked in able.items()}
+    floors = [name for name, ways in by_task.values() if all(a.floored(store) for a in ways)]
+    decidable = {name: ways for name, ways in by_task.values() if name not in floors}
+    differences = {name: _paired(store, ways) for name, ways in decidable.items()}
     waiting = [name for name, d in differences.items() if not len(d)]
-    said = [f"{name}: the full cache is at the floor" for name in floors]
-    said += [f"{name}: not measured yet" for name in waiting]
+    reasons = [f"{name}: the full cache is at the floor" for name in floors]
+    reasons += [f"{name}: not measured yet" for name in waiting]
     return Evidence(
         {name: d for name, d in differences.items() if len(d)},
         tuple(floors),
@@ -226,25 +230,25 @@ def evidence(claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool 
         tuple(
             dict.fromkeys(
                 f"{label(a.identity)} against {label(b.identity)}"
-                for _, asked in every.values()
-                for one in asked
-                for a, b in one.pairs
+                for _, ways in by_task.values()
+                for way in ways
+                for a, b in way.pairs
             )
         ),
-        sum(len({e.id for a in asked for e in a.group.task.examples}) for asked in able.values()),
-        "; ".join([*said, *absent]),
+        sum(len({e.id for a in ways for e in a.group.task.examples}) for ways in decidable.values()),
+        "; ".join([*reasons, *absent]),
     )
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One way in which a dataset's examples are asked, with the cells of each pair of a claim."""
+    """One way of asking a dataset's examples, with the cells of each pair of a claim."""
 
     group: Group
     pairs: tuple[tuple[Cell, Cell], ...]
 
     def scores(self, store: ResultStore, cell: Cell) -> dict[str, float]:
-        """The scores of the group's examples in a cell, by example."""
+        """Return the scores of the group's examples in a cell, by example."""
         samples = store.samples(cell.id)
         return {e.id: x for e in self.group.examples if e.id in samples and (x := samples[e.id].score) is not None}
 
@@ -255,9 +259,9 @@ class Asked:
 
 
 def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
-    """Differences [examples, pairs] over the examples that all cells of one way of asking have, the mean over the ways.
+    """Return differences [examples, pairs] over the examples that all cells of a way have, the mean over ways.
 
-    Of log losses less is better, and a nat is the most that counts.
+    Less is better of log losses. No difference counts for more than 1, a nat of a log loss.
     """
     ways: dict[str, list[list[float]]] = {}
     for a in asked:
@@ -276,47 +280,51 @@ def decide(
     others: Mapping[str, Evidence] | None = None,
     family: int | None = None,
 ) -> list[Verdict]:
-    """The verdicts on ``claims``, corrected together over ``family`` of them (all that are measured).
+    """Return the verdicts on ``claims``, corrected together over ``family`` of them (all that are measured).
 
     ``others``: what the same claims show under another scaling. A verdict that they do not share is fragile; one that
     tasks or settings do not share is mixed.
     """
     measured = {c.id: c for c in claims if len(found.get(c.id, Evidence()).values)}
     count = max(family or 0, len(measured))
-    # that there is nothing to support a claim, and that there is nothing against it
+    # p-values of both directions; the sign turns a test for less into one for more
     corrected = [
         stats.holm({i: stats.p_above(sign * found[i].values, sign * c.least) for i, c in measured.items()}, count)
         for sign in (1, -1)
     ]
     verdicts = []
     for claim in claims:
-        mine = found.get(claim.id, Evidence())
+        evidence = found.get(claim.id, Evidence())
         if claim.id not in measured:
-            verdict = UNMEASURED if mine.waiting else FLOOR if mine.floors else ELSEWHERE
-            verdicts.append(Verdict(claim, verdict, mine))
+            verdict = FLOOR if evidence.floors else ELSEWHERE
+            if evidence.waiting:
+                verdict = UNMEASURED
+            verdicts.append(Verdict(claim, verdict, evidence))
             continue
         p_for, p_against = (c[claim.id] for c in corrected)
         other = (others or {}).get(claim.id, Evidence())
         elsewhere = 100 * float(other.values.mean()) if len(other.values) else None
-        word, side = _word(claim, mine, p_for, p_against, elsewhere, count)
-        mean, ci = 100 * float(mine.values.mean()), stats.betting_ci(mine.values)
+        word, side = _word(claim, evidence, p_for, p_against, elsewhere, count)
+        mean, ci = 100 * float(evidence.values.mean()), stats.betting_ci(evidence.values)
         points = (100 * ci[0], 100 * ci[1])
-        verdicts.append(Verdict(claim, word, mine, mean, points, p_for, p_against, side, elsewhere, other.reason))
+        verdicts.append(Verdict(claim, word, evidence, mean, points, p_for, p_against, side, elsewhere, other.reason))
     return verdicts
 
 
 def _word(
-    claim: Claim, mine: Evidence, p_for: float, p_against: float, elsewhere: float | None, family: int
+    claim: Claim, evidence: Evidence, p_for: float, p_against: float, elsewhere: float | None, family: int
 ) -> tuple[str, str]:
-    """The verdict, and which side a mixed or fragile one is on."""
-    decided = SUPPORTED if p_for < LEVEL / 2 else CONTRADICTED if p_against < LEVEL / 2 else UNDECIDED
+    """Return the verdict, and the side that a mixed or fragile one is on."""
+    decided = UNDECIDED
+    if p_for < LEVEL / 2 or p_against < LEVEL / 2:
+        decided = SUPPORTED if p_for < LEVEL / 2 else CONTRADICTED
     if decided == UNDECIDED:
         # even if no pair of all that the data would give differed, or of a claim of gains all gained everything
-        best = np.full(mine.possible, 0.0 if claim.test == "no_worse" else 1.0)
-        return (NOT_DECIDABLE if family * stats.p_above(best, claim.least) >= LEVEL / 2 else UNDECIDED), ""
+        most_possible = np.full(evidence.possible, 0.0 if claim.test == "no_worse" else 1.0)
+        return (NOT_DECIDABLE if family * stats.p_above(most_possible, claim.least) >= LEVEL / 2 else UNDECIDED), ""
     side = 1 if decided == SUPPORTED else -1
     least = 100 * claim.least
     if elsewhere is not None and side * (elsewhere - least) < -SAME:
         return FRAGILE, decided
-    opposite = any(side * (m - least) < -SAME for m in (*mine.settings, *mine.tasks.values()))
+    opposite = any(side * (m - least) < -SAME for m in (*evidence.settings, *evidence.tasks.values()))
     return (MIXED, decided) if opposite else (decided, "")

@@ -1,4 +1,4 @@
-"""What a figure is: tidy data computed from something, and a drawing of those data alone.
+"""Figures: tidy data computed from something, and a drawing of those data alone.
 
 A figure's CSV begins with ``# key: value`` lines that say which figure it is and what it was computed from. Drawings
 are always made from the CSV as it is on disk, so that redrawing one gives the same bytes.
@@ -46,12 +46,12 @@ class Code(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure(Generic[Source]):
-    """One figure of a paper, ``<paper>/fig<number>``.
+    """One figure of a paper, ``<paper>/fig<number>``, with its data, its texts and its drawing.
 
-    title: what it shows, in a line. shows: its caption, with what was computed, exactly. claim: what the paper reads
-    off its own. unsaid: what the paper does not say, and what is done here. columns: of the data. knobs: the options
-    that it takes with their defaults; None: as ``shows`` says. each and most: prompts read by default per task and in
-    all. compute, facts, prepare: as in ``Code``.
+    title: its content in a line. shows: its caption, with the exact computation. claim: the paper's reading of its own
+    figure. unsaid: points that the paper leaves open, and the choices made here. columns: those of the data. knobs: its
+    options with their defaults; None stands for the default in ``shows``. each, most: prompts read by default per task
+    and in all. compute, facts, prepare: as in ``Code``.
     """
 
     id: str

@@ -51,10 +51,10 @@ FULL_POINT = Point(FULL, 0.0, "full")
 class Sweep:
     """Points that are measured on the same prompts.
 
-    dataset: of the tiny model; published: the paper's own, for any other. arguments: more of ``run``'s, with those of
-    ``pretrained`` for any model but the tiny one; options of a dataset go to those that have them. baseline: the full
-    cache is measured, too. length: prompt tokens of the paper, by which windows and sizes are scaled for the tiny
-    model.
+    dataset: the tiny model's. published: the paper's own, for any other model. arguments: more arguments of ``run``,
+    with those of ``pretrained`` for any model but the tiny one; options of a dataset go to those that have them.
+    baseline: True where the full cache is measured, too. length: prompt tokens of the paper, by which windows and sizes
+    are scaled for the tiny model.
     """
 
     points: tuple[Point, ...]
@@ -129,9 +129,9 @@ class Ran:
     def _pairs(self, group: Group, cell: Cell) -> NDArray[np.float64]:
         """Return the scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
         full = next((c for c in group.cells if not c.chain.stages), cell)
-        ours, theirs = self.run.store.samples(cell.id), self.run.store.samples(full.id)
-        ids = [e.id for e in group.examples if e.id in ours and e.id in theirs]
-        pairs = [(ours[i].score, theirs[i].score) for i in ids]
+        samples, full_samples = self.run.store.samples(cell.id), self.run.store.samples(full.id)
+        ids = [e.id for e in group.examples if e.id in samples and e.id in full_samples]
+        pairs = [(samples[i].score, full_samples[i].score) for i in ids]
         return np.array([p for p in pairs if None not in p], dtype=float).reshape(-1, 2)
 
     def left_out(self) -> list[str]:
@@ -250,11 +250,11 @@ def _cell(cell: CellSummary) -> dict[str, Any]:
 
 def _held(cells: Sequence[CellSummary]) -> dict[str, float]:
     """Return tokens kept and bytes held at 16 bits, in per cent of the prompts', over all of them."""
-    kept, prompts, *byte_counts = (
+    tokens_kept, prompts, *byte_counts = (
         float(sum(c.n * x for c, x in zip(cells, values, strict=True)))
         for values in zip(*((c.kept, c.prompt_tokens, c.payload16, c.overhead16, c.full16) for c in cells), strict=True)
     )
-    return {"kept": 100 * kept / prompts, "bytes": share(*byte_counts)}
+    return {"kept": 100 * tokens_kept / prompts, "bytes": share(*byte_counts)}
 
 
 def _mean(results: Sequence[tuple[Group, CellSummary, NDArray[np.float64]]]) -> dict[str, Any]:

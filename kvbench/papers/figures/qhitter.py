@@ -40,9 +40,11 @@ class Coarse(Stage):
 
     @property
     def prefill_key(self) -> str:
+        """Return a key that keeps these passes apart from exact ones."""
         return f"coarse bits={self.bits}"
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values after quantisation, in their own dtype."""
         return tuple(quantise_zero_point(x, self.bits).dequantise(x.dtype) for x in (k, v))  # type: ignore[return-value]
 
 
@@ -74,17 +76,20 @@ def _shifts_of(reading: Reading, ids: Tensor, widths: Sequence[int]) -> list[dic
     exact: dict[int, Tensor] = {}
 
     def add(kind: str, bits: int, layer: int, scores: Tensor | None) -> None:
+        """Append the overlap of each query head, from its exact scores and ``scores`` [H, n]."""
         assert scores is not None
         for h, value in enumerate(overlap(exact[layer], scores).tolist()):
             rows.append({"kind": kind, "bits": bits, "layer": layer, "head": h, "overlap": value})
 
     def plain(obs: Observation, k: Tensor, v: Tensor) -> None:
+        """Keep a layer's exact scores, and compare those with its own keys quantised."""
         assert obs.colsums is not None
         exact[obs.layer] = obs.colsums
         for bits in widths:
             add("own", bits, obs.layer, obs.colsums_q[bits])
 
     def coarse(bits: int) -> OnLayer:
+        """Return a callback that compares the scores of a pass with all keys and values at ``bits``."""
         return lambda obs, k, v: add("all", bits, obs.layer, obs.colsums)
 
     reading.read(ids, Needs(colsums=True, colsums_bits=frozenset(widths)), plain)
@@ -125,6 +130,7 @@ def errors(reading: Reading) -> pd.DataFrame:
         ids = reading.ids(prompt)
 
         def on_layer(obs: Observation, k: Tensor, v: Tensor, prompt: Prompt = prompt, number: int = number) -> None:
+            """Append a row for each token of a chosen layer; k and v are [kv heads, n, D]."""
             if obs.layer not in layers:
                 return
             assert obs.colsums is not None

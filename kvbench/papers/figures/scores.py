@@ -51,7 +51,7 @@ def chosen(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
 
 
 def shown(data: pd.DataFrame, tasks: str, more: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
-    """The rows that are drawn: those of ``tasks``, with what ``more`` adds."""
+    """Return the rows that are drawn: those of ``tasks``, with the columns that ``more`` adds."""
     return more(chosen(data, tasks))
 
 

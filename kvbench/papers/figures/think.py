@@ -20,7 +20,7 @@ NAMES = {"k": "keys", "v": "values"}
 HEAD = ["layer", "head", "what"]
 BINS = 48  # rows of a map: consecutive tokens, whose magnitudes are averaged
 SHOWN = 128  # largest singular values that are kept
-HIGH, ENOUGH, FIRST = 0.01, 0.9, 50
+HIGH, ENOUGH, FIRST = 0.01, 0.9, 50  # a high energy, a share of all energy, and a number of singular values
 
 
 def magnitudes(reading: Reading) -> pd.DataFrame:
@@ -31,9 +31,10 @@ def magnitudes(reading: Reading) -> pd.DataFrame:
     ids = reading.ids(reading.prompts[0])
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
+        """Append the mean magnitudes of a chosen layer; k and v are [kv heads, n, D]."""
         if obs.layer not in layers:
             return
-        step = -(-obs.n // BINS)
+        step = -(-obs.n // BINS)  # rounded up, so that there are at most BINS runs
         for what, cache in (("k", k), ("v", v)):
             for h in heads:
                 for start in range(0, obs.n, step):
@@ -74,6 +75,7 @@ def energies(reading: Reading) -> pd.DataFrame:
     heads = reading.chosen_heads(range(reading.heads[1]), reading.heads[1])
 
     def add(key: tuple[int, str, int], matrix: Tensor) -> None:
+        """Add the leading energies of a matrix to their sum, cut to the shortest prompt's."""
         values = energy(matrix)[:SHOWN].cpu()
         running = sums.get(key)
         size = len(values) if running is None else min(len(values), len(running))
@@ -83,6 +85,7 @@ def energies(reading: Reading) -> pd.DataFrame:
         ids = reading.ids(prompt)
 
         def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
+            """Add a chosen layer's energies; k is [kv heads, n, D], one attention [n, n] at a time."""
             if obs.layer not in layers:
                 return
             queries = obs.queries(obs.n)

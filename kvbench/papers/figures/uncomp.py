@@ -41,6 +41,7 @@ def _each_spectrum(
         ids = _ids(reading, prompt)
 
         def on_layer(obs: Observation, k: Tensor, v: Tensor, prompt: Prompt = prompt) -> None:
+            """Hand over the spectra of a chosen layer."""
             if obs.layer in layers:
                 rows = {"q": obs.queries(obs.n), "k": k, "v": v}
                 for name in names:
@@ -56,6 +57,7 @@ def rank_by_layer(reading: Reading) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
 
     def see(prompt: Prompt, obs: Observation, name: str, eigenvalues: Tensor) -> None:
+        """Append the mean ranks over heads; eigenvalues are [H, D]."""
         rows.append(
             {
                 "source": prompt.source,
@@ -94,6 +96,7 @@ def spectra(reading: Reading) -> pd.DataFrame:
     counts: dict[str, int] = {}
 
     def see(prompt: Prompt, obs: Observation, name: str, eigenvalues: Tensor) -> None:
+        """Add eigenvalues [H, D] to the sum of their text and layer, and count the prompt once."""
         key = (prompt.source, obs.layer)
         sums[key] = sums.get(key, torch.zeros_like(eigenvalues)) + eigenvalues
         counts[prompt.source] = counts.get(prompt.source, 0) + (obs.layer == layers[0])
@@ -148,6 +151,7 @@ def head_map(reading: Reading) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
 
     def see(prompt: Prompt, obs: Observation, name: str, eigenvalues: Tensor) -> None:
+        """Append the truncated rank of each head; eigenvalues are [H, D]."""
         for h, value in enumerate(entropy(eigenvalues, top).exp().tolist()):
             rows.append({"source": prompt.source, "layer": obs.layer, "head": h, "erank_k": value})
 
@@ -192,6 +196,7 @@ def hidden_entropy(reading: Reading) -> pd.DataFrame:
         ids = reading.ids(prompt)
 
         def see(depth: int, hidden: Tensor, prompt: Prompt = prompt, number: int = number, n: int = len(ids)) -> None:
+            """Append the entropy of hidden states [n, d] in front of layer ``depth``."""
             h = matrix_entropy(hidden)
             place = {"source": prompt.source, "prompt": number, "tokens": n, "layer": depth}
             rows.append({**place, "entropy": h, "erank": float(np.exp(h))})
@@ -220,12 +225,15 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
     decoders = decoder_layers(model)
 
     def before(depth: int) -> Callable[..., None]:
+        """Return a hook that shows the input of layer ``depth``."""
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             see(depth, (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])[0])
 
         return hook
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Show the output of the last layer."""
         see(len(decoders), (output[0] if isinstance(output, tuple) else output)[0])
 
     handles = [m.register_forward_pre_hook(before(i), with_kwargs=True) for i, m in enumerate(decoders)]
@@ -251,8 +259,8 @@ def entropy_facts(data: pd.DataFrame) -> Iterator[Fact]:
     yield Fact("Mean entropy", ends, "{:.2f} nats")
     yield Fact("Highest", {f"after {int(curve.idxmax())} layers": curve.max()}, "{:.2f} nats")
     yield Fact(f"Steps of {len(curve) - 1} in which it rises", int((np.diff(curve) > 0).sum()), "{}")
-    every = int((np.diff(lines.to_numpy(), axis=1) > 0).all(axis=1).sum())
-    yield Fact(f"Samples of {len(lines)} in which every step rises", every, "{}")
+    always_rising = int((np.diff(lines.to_numpy(), axis=1) > 0).all(axis=1).sum())
+    yield Fact(f"Samples of {len(lines)} in which every step rises", always_rising, "{}")
 
 
 CODE = {

@@ -88,9 +88,8 @@ def marked(data: pd.DataFrame) -> pd.DataFrame:
     for (layer, head), weights in heads:
         table = weights.pivot(index="query", columns="token", values="value")
         sinks = table.columns[table.sum() / len(table) >= SINK]
-        head_rows = data[
-            data["quantity"].isin(("attention", "norm")) & (data["layer"] == layer) & (data["head"] == head)
-        ]
+        of_head = (data["layer"] == layer) & (data["head"] == head)
+        head_rows = data[data["quantity"].isin(("attention", "norm")) & of_head]
         parts.append(head_rows.assign(sink=head_rows["token"].isin(sinks), place=f"layer {layer}, head {head}"))
     return pd.concat([*parts, _heads(data).assign(quantity="head")], ignore_index=True)
 

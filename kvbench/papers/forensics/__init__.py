@@ -1,4 +1,4 @@
-"""Where the papers' printed numbers contradict themselves or each other. A pure function of the published cells."""
+"""Contradictions in and between the papers' printed numbers. A pure function of the published cells."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ CHECKS: Mapping[str, tuple[str, Callable[[Book], Iterator[Finding]]]] = {
     "full_rows": ("the full cache of one model in several papers", full_rows),
     "recorded": ("tables as they were recorded", recorded),
 }
-"""Every check by name: what it looks at, and the function that yields its findings."""
+"""Every check by name, with its subject and the function that yields its findings."""
 
 
 def audit(book: Book | None = None, paper: str = "all", checks: tuple[str, ...] = tuple(CHECKS)) -> list[Finding]:
-    """The findings about one paper, one of its tables (``think/7``), or all; by paper, in the order of the checks."""
+    """Return the findings about a paper, a table (``think/7``) or all; by paper, in the order of the checks."""
     book = book or published()
     name, _, table = paper.partition("/")
-    found = [f for check in checks for f in CHECKS[check][1](book)]
-    chosen = [p.id for p in catalogue.chosen(name)]
-    kept = [f for f in found if set(f.paper.split("+")) & set(chosen) and table in ("", *f.table.split("+"))]
+    findings = [f for check in checks for f in CHECKS[check][1](book)]
+    papers = [p.id for p in catalogue.chosen(name)]
+    matches = [f for f in findings if set(f.paper.split("+")) & set(papers) and table in ("", *f.table.split("+"))]
     # findings about several papers stand behind those about one
-    return sorted(kept, key=lambda f: chosen.index(f.paper) if f.paper in chosen else len(chosen))
+    return sorted(matches, key=lambda f: papers.index(f.paper) if f.paper in papers else len(papers))

@@ -14,7 +14,7 @@ from kvbench.papers.spec.published_cells import Book, PublishedRow
 COARSE = ("trec", "passage_retrieval_en", "passage_count", "gsm8k", "gpqa", "theoremqa", "needle")
 """Datasets whose scores take few values, so that equal ones say little."""
 SHARED = 3
-"""Equal scores of two models in one paper, from which on they look copied."""
+"""The number of equal scores of two models in one paper from which on they look copied."""
 GAIN = 6 / 5
 """A compressed cache this much better than the full one is looked at; below a score of 10 it is noise."""
 LEAST = 10
@@ -26,25 +26,25 @@ STEADY = 0.2
 
 
 def copies(book: Book) -> Iterator[Finding]:
-    """Rows of different models or methods that share values to the last digit."""
+    """Yield rows of different models or methods that share values to the last digit."""
     rows = [r for r in book.rows if len(r.scores) >= 5 and r.table.isdigit()]
     values = [(r, identity(r), {d: c.printed for d, c in r.scores.items()}) for r in rows]
     for (one, first, a), (two, second, b) in combinations(values, 2):
         if one.paper != two.paper or first == second:
             continue
-        same = [d for d in a if a[d] == b.get(d)]
-        whole = len(same) == len(a.keys() & b.keys()) >= 5
-        telling = [d for d in same if _telling(one.scores[d])]
-        if whole or (one.model != two.model and len(telling) >= SHARED):
-            shared = same if whole else telling
+        equal = [d for d in a if a[d] == b.get(d)]
+        all_equal = len(equal) == len(a.keys() & b.keys()) >= 5
+        telling = [d for d in equal if _telling(one.scores[d])]
+        if all_equal or (one.model != two.model and len(telling) >= SHARED):
+            shared = equal if all_equal else telling
             shown = ", ".join(f"{d} {a[d]}" for d in shared)
-            why = "every score is" if whole else f"{len(shared)} scores are"
+            why = "every score is" if all_equal else f"{len(shared)} scores are"
             why += f" those of {two.label} in table {two.table}, to the last digit"
             yield Finding("copy", "doubt", one.paper, one.table, one.label, "+".join(shared), shown, "", why)
 
 
 def twins(book: Book) -> Iterator[Finding]:
-    """Two datasets of a row with one value, and one value under two budgets of a method."""
+    """Yield two datasets of a row with one value, and one value under two budgets of a method."""
     for row in book.rows:
         if not row.table.isdigit():
             continue
@@ -66,24 +66,26 @@ def twins(book: Book) -> Iterator[Finding]:
 
 
 def gains(book: Book) -> Iterator[Finding]:
-    """Compressed caches that beat the full one by more than 20 %."""
+    """Yield compressed caches that beat the full one by more than 20 %."""
     full = {(r.paper, r.table, r.model): r for r in book.rows if r.method == "full"}
     for row in book.rows:
         base = full.get((row.paper, row.table, row.model))
         if base is None or base is row or not row.table.isdigit():
             continue
         for dataset, cell in row.scores.items():
-            whole = base.scores.get(dataset)
-            if whole is not None and cell.value and whole.value and whole.value > LEAST and cell.unit == whole.unit:
-                times = cell.value / whole.value
-                if times > GAIN:
-                    shown = f"{cell.printed} against {whole.printed}"
-                    why = f"{times:.2f} times the full cache's score"
+            full_cell = base.scores.get(dataset)
+            if full_cell is None or not cell.value or not full_cell.value or cell.unit != full_cell.unit:
+                continue
+            if full_cell.value > LEAST:
+                ratio = cell.value / full_cell.value
+                if ratio > GAIN:
+                    shown = f"{cell.printed} against {full_cell.printed}"
+                    why = f"{ratio:.2f} times the full cache's score"
                     yield Finding("gain", "doubt", row.paper, row.table, row.label, dataset, shown, "", why)
 
 
 def breaks(book: Book) -> Iterator[Finding]:
-    """A score that falls out of an otherwise steady series over k, as where a digit is lost."""
+    """Yield scores that fall out of an otherwise steady series over k, as where a digit is lost."""
     for block in _by(book, lambda r: (r.paper, r.table, r.model, r.method, _others(r, "k"))):
         series = sorted((r for r in block if "%" in r.settings.get("k", "")), key=_k)
         for dataset in series[0].scores if len(series) >= 3 else ():
@@ -91,32 +93,39 @@ def breaks(book: Book) -> Iterator[Finding]:
             for i, row in enumerate(series):
                 rest = values[:i] + values[i + 1 :]
                 centre = sum(rest) / len(rest)
-                near = values[i - 1] if i else values[1]
-                if values[i] < FALL * near and max(rest) - min(rest) < STEADY * centre:
+                neighbour = values[i - 1] if i else values[1]
+                if values[i] < FALL * neighbour and max(rest) - min(rest) < STEADY * centre:
                     cell = row.scores[dataset]
-                    digit = fixed(printed(cell.printed).value + 10, 2)
-                    why = f"the others of the series are {', '.join(f'{v:.2f}' for v in rest)}; {digit} would fit"
-                    yield Finding("break", "doubt", row.paper, row.table, row.label, dataset, cell.printed, digit, why)
+                    fitting = fixed(printed(cell.printed).value + 10, 2)
+                    why = f"the others of the series are {', '.join(f'{v:.2f}' for v in rest)}; {fitting} would fit"
+                    yield Finding(
+                        "break", "doubt", row.paper, row.table, row.label, dataset, cell.printed, fitting, why
+                    )
 
 
 def _by(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[PublishedRow]]:
-    found: dict[object, list[PublishedRow]] = {}
+    """Yield the rows of a book in groups of one key."""
+    groups: dict[object, list[PublishedRow]] = {}
     for row in book.rows:
-        found.setdefault(key(row), []).append(row)
-    yield from found.values()
+        groups.setdefault(key(row), []).append(row)
+    yield from groups.values()
 
 
 def _others(row: PublishedRow, key: str) -> Sequence[tuple[str, str]]:
+    """Return the parts of a row's setting without ``key``."""
     return tuple(sorted((k, v) for k, v in row.settings.items() if k != key))
 
 
 def _k(row: PublishedRow) -> float:
+    """Return a row's k, a per cent of the prompt."""
     return float(row.settings["k"].rstrip("%n"))
 
 
 def _high(cell: Published) -> bool:
+    """Tell whether a score is above TWIN."""
     return (cell.value or 0) > TWIN and cell.unit == "pct"
 
 
 def _telling(cell: Published) -> bool:
+    """Tell whether an equal score says something: many values are possible, and it has three digits."""
     return cell.dataset not in COARSE and len(cell.printed.replace(".", "").strip("0")) >= 3

@@ -12,7 +12,7 @@ from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 
 def derived(book: Book) -> Iterator[Finding]:
-    """Recomputable cells that are off, and those that only the rounding of their inputs explains."""
+    """Yield recomputable cells that are off, and those that only the rounding of their inputs explains."""
     rows = {id(c): r for r in book.rows for c in r.cells.values()}
     for e in everything(book):
         if e.grade == "equal":
@@ -22,15 +22,17 @@ def derived(book: Book) -> Iterator[Finding]:
         if not e.ok:
             why = "; ".join([f"{e.formula}; off by {e.mark}", *_reasons(book, e, rows[id(c)])])
         check = "derived" if not e.ok else "rounding"
-        weight = "note" if e.ok else "doubt" if _hair(e) else "wrong"
+        weight = "doubt" if _hair(e) else "wrong"
+        if e.ok:
+            weight = "note"
         yield Finding(check, weight, c.paper, c.table, e.row, e.column, c.printed, e.shown, why)
 
 
 def ranking(book: Book) -> Iterator[Finding]:
-    """Where wrong averages of ReFreeKV's table 2 put its baselines in a wrong order."""
-    off = [e for e in everything(book) if e.cell.table == "2" and e.cell.metric == "ratio_to_full_minus_1"]
+    """Yield where wrong averages of ReFreeKV's table 2 put its baselines in a wrong order."""
+    averaged = [e for e in everything(book) if e.cell.table == "2" and e.cell.metric == "ratio_to_full_minus_1"]
     blocks: dict[tuple[str, str], list[Exact]] = {}
-    for e in off:
+    for e in averaged:
         if e.cell.paper == "refreekv" and e.cell.method != "refreekv":
             blocks.setdefault((e.cell.model, e.cell.setting), []).append(e)
     for (model, setting), block in blocks.items():
@@ -51,35 +53,36 @@ def ranking(book: Book) -> Iterator[Finding]:
 
 
 def _reasons(book: Book, e: Exact, row: PublishedRow) -> Iterator[str]:
-    """What else would give the printed value."""
+    """Yield other ways to arrive at the printed value."""
     if e.cell.metric == "ratio_to_full_minus_1":
         others = [r for r in book.table(row.paper, row.table) if r.method == "full" and r.model != row.model]
-        fits = [r.model for r in others if grade(e.published, (averages.ratio(row, r) - 1) * 100) == "equal"]
-        yield f"the full row of {fits[0]} as the base gives it" if fits else "no full row of the table gives it"
+        models = [r.model for r in others if grade(e.published, (averages.ratio(row, r) - 1) * 100) == "equal"]
+        yield f"the full row of {models[0]} as the base gives it" if models else "no full row of the table gives it"
     elif e.cell.metric == "mean" and e.recomputed is not None:
-        short = (printed(e.published).value - e.recomputed.value) * len(row.scores)
-        yield f"the cells sum to {fixed(abs(short), 2)} too {'little' if short > 0 else 'much'}"
+        missing = (printed(e.published).value - e.recomputed.value) * len(row.scores)
+        yield f"the cells sum to {fixed(abs(missing), 2)} too {'little' if missing > 0 else 'much'}"
         twins = _twins(row)
         for dataset in twins[:1]:
-            needed = fixed(printed(row.scores[dataset].printed).value + Fraction(round(2 * short), 2), 2)
+            needed = fixed(printed(row.scores[dataset].printed).value + Fraction(round(2 * missing), 2), 2)
             yield f"{' and '.join(twins)} print the same {row.scores[dataset].printed}, and {needed} in one would do"
     elif e.cell.metric == "kv_memory" and e.cell.paper == "refreekv":
         yield "it fits keys and values of every query head, which these models do not have"
 
 
 def _hair(e: Exact) -> bool:
-    """Whether a printed mean misses by less than two units of its last digit."""
+    """Tell whether a printed mean misses by less than two units of its last digit."""
     gap = abs(printed(e.published).value - e.recomputed.value) if e.recomputed else 1
     return e.cell.metric == "mean" and gap * 10 ** decimals(e.published) < 2
 
 
 def _twins(row: PublishedRow) -> Sequence[str]:
-    """Datasets of a row that print one and the same value, none where there are none."""
-    by: dict[str, list[str]] = {}
+    """Return datasets of a row that print the same value; none where there are none."""
+    by_value: dict[str, list[str]] = {}
     for dataset, cell in row.scores.items():
-        by.setdefault(cell.printed, []).append(dataset)
-    return next((names for names in by.values() if len(names) > 1), [])
+        by_value.setdefault(cell.printed, []).append(dataset)
+    return next((names for names in by_value.values() if len(names) > 1), [])
 
 
 def _plain(e: Exact) -> str:
+    """Return the recomputed value with two decimals; '' for a word."""
     return "" if e.recomputed is None else e.recomputed.text(2)

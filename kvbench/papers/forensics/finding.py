@@ -1,4 +1,4 @@
-"""What the audit finds: one place where the papers' numbers do not go together, or that a reader must know of."""
+"""Findings of the audit: places where the papers' numbers do not agree, or that a reader must know of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WEIGHTS = ("wrong", "doubt", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """``check`` is the kind of check, ``weight`` how sure it is.
+    """One finding. ``check`` is the kind of check, ``weight`` its certainty.
 
     ``wrong``: the page contradicts itself. ``doubt``: unlikely, or impossible by an assumption that ``why`` names.
     ``note``: nothing wrong, but it changes what a number means. ``printed`` and ``recomputed`` are texts as shown,
@@ -29,16 +29,16 @@ class Finding:
 
     @property
     def id(self) -> str:
-        """What stays the same when only values change: the check and the place."""
+        """Return the check and the place, which stay the same when only values change."""
         return f"{self.check}:{self.paper}/{self.table}:{self.row}:{self.cell}"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {"id": self.id, **asdict(self)}
 
 
 def place(table: str) -> str:
-    """``2`` is table 2, ``fig6`` figure 6, ``text`` the prose."""
+    """Name a table: ``2`` is table 2, ``fig6`` figure 6, ``text`` the prose."""
     if table.startswith("fig"):
         return f"figure {table[3:]}"
     return "prose" if table == "text" else f"table {table}"

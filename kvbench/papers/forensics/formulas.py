@@ -42,7 +42,7 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def query(book: Book, paper: str, entry: Mapping[str, Any], read: Callable[[str], Any] = float) -> Any:
-    """What a query finds in the tables of a paper, each number as ``read`` from what is printed.
+    """Return the cells that a query finds in a paper's tables, each number as ``read`` from the printed text.
 
     Raises KvbenchError where several cells have one name, or none is the one that was asked for.
     """
@@ -60,41 +60,46 @@ def query(book: Book, paper: str, entry: Mapping[str, Any], read: Callable[[str]
         raise KvbenchError(f"{paper}: {entry} finds several cells of one name")
     if not by:
         return values[0]
-    found = dict(zip(names, values, strict=True))
-    index = pd.MultiIndex.from_tuples(found, names=by) if found else pd.MultiIndex.from_arrays([[]] * len(by), names=by)
-    return pd.Series(list(found.values()), index if len(by) > 1 else index.get_level_values(0))
+    by_name = dict(zip(names, values, strict=True))
+    index = pd.MultiIndex.from_arrays([[]] * len(by), names=by)
+    if by_name:
+        index = pd.MultiIndex.from_tuples(by_name, names=by)
+    return pd.Series(list(by_name.values()), index if len(by) > 1 else index.get_level_values(0))
 
 
 def cells(book: Book, paper: str, entry: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], PublishedRow, Published]]:
-    """The fields, row and cell of every number that a query names."""
+    """Yield the fields, row and cell of every number that a query names."""
     entry = dict(entry)
     tables, datasets, without = _list(entry.pop("table")), entry.pop("of", "*"), entry.pop("not", {})
-    wanted = {**entry, **({} if datasets == "scores" else {"dataset": datasets})}
+    conditions = {**entry, **({} if datasets == "scores" else {"dataset": datasets})}
     for row in (row for table in tables for row in book.table(paper, table)):
         for (dataset, metric), cell in row.cells.items():
             fields = {**_fields(row), "dataset": dataset, "metric": metric}
-            there = cell.value is not None and (datasets != "scores" or row.scores.get(dataset) is cell)
-            wrong = any(_fits(fields.get(k, ""), v) for k, v in without.items())
-            if there and not wrong and all(_fits(fields.get(k, ""), v) for k, v in wanted.items()):
+            selected = cell.value is not None and (datasets != "scores" or row.scores.get(dataset) is cell)
+            excluded = any(_fits(fields.get(k, ""), v) for k, v in without.items())
+            if selected and not excluded and all(_fits(fields.get(k, ""), v) for k, v in conditions.items()):
                 yield fields, row, cell
 
 
 def _fields(row: PublishedRow) -> dict[str, str]:
+    """Return the fields of a row that queries can name."""
     base = row.method.partition("+")[0]
-    own = {"table": row.table, "model": row.model, "method": row.method, "base": base, "row": row.label}
-    return {**row.settings, **own}
+    names = {"table": row.table, "model": row.model, "method": row.method, "base": base, "row": row.label}
+    return {**row.settings, **names}
 
 
 def _fits(value: str, wanted: Any) -> bool:
+    """Tell whether a value matches one of the wanted patterns."""
     return any(fnmatchcase(value, str(w)) for w in _list(wanted))
 
 
 def _list(value: Any) -> list[Any]:
+    """Return a list as it is, and any other value as a list of one."""
     return value if isinstance(value, list) else [value]
 
 
 def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
-    """The value of an expression of ``names``, numbers, texts, operators and the functions of this module."""
+    """Return the value of an expression of ``names``, numbers, texts, operators and functions of this module."""
     try:
         return _value(ast.parse(expression, mode="eval").body, names)
     except SyntaxError:
@@ -102,6 +107,8 @@ def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Return the value of a node of an expression; raise KvbenchError for what a formula cannot have."""
+
     def of(part: ast.expr) -> Any:
         return _value(part, names)
 
@@ -122,23 +129,23 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
             return of(node.body) if of(node.test) else of(node.orelse)
         case ast.BoolOp():
             for part in node.values:
-                found = of(part)
-                if bool(found) == isinstance(node.op, ast.Or):
+                result = of(part)
+                if bool(result) == isinstance(node.op, ast.Or):
                     break
-            return found
+            return result
         case ast.BinOp() if type(node.op) in OPERATORS:
             return _combined(OPERATORS[type(node.op)], of(node.left), of(node.right))
         case ast.Compare() if all(type(o) in OPERATORS for o in node.ops):
             values = [of(part) for part in (node.left, *node.comparators)]
-            found = [_combined(OPERATORS[type(o)], a, b) for o, (a, b) in zip(node.ops, pairwise(values), strict=True)]
-            return found[0] if len(found) == 1 else all(found)
+            result = [_combined(OPERATORS[type(o)], a, b) for o, (a, b) in zip(node.ops, pairwise(values), strict=True)]
+            return result[0] if len(result) == 1 else all(result)
         case ast.Call(func=ast.Name(id=name)) if name in FUNCTIONS:
             return FUNCTIONS[name](*map(of, node.args), **{str(k.arg): of(k.value) for k in node.keywords})
     raise KvbenchError(f"{ast.unparse(node)} is not possible in a formula")
 
 
 def _combined(op: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
-    """``op`` cell by cell; the right one's fields may be fewer, and what it does not have is left out."""
+    """Apply ``op`` cell by cell; ``right`` may have fewer fields, and cells that it lacks are left out."""
     if isinstance(left, pd.Series) and isinstance(right, pd.Series):
         right = _like(left, right)
         left, right = left[right.notna()], right.dropna()
@@ -146,7 +153,7 @@ def _combined(op: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
 
 
 def _like(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]:
-    """The values of ``right`` under the names of ``left``."""
+    """Return the values of ``right`` under the names of ``left``."""
     fields = list(right.index.names)
     levels = [left.index.get_level_values(f) for f in fields]
     names = levels[0] if len(fields) == 1 else pd.MultiIndex.from_arrays(levels)
@@ -154,7 +161,7 @@ def _like(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]:
 
 
 def text(template: str, names: Mapping[str, Any]) -> str:
-    """``template`` with the values of the expressions in braces."""
+    """Return ``template`` with the values of the expressions in braces."""
     parts = []
     for literal, field, form, _ in Formatter().parse(template):
         parts.append(literal)
@@ -164,52 +171,54 @@ def text(template: str, names: Mapping[str, Any]) -> str:
 
 
 def listed(pattern: str, values: pd.Series[Any], *more: pd.Series[Any], sep: str = ", ") -> str:
-    """``pattern`` for every value, with its labels, itself and those of ``more`` series."""
+    """Format ``pattern`` for every value, with its labels, itself and those of ``more`` series."""
     parts = [_like(values, m) for m in more]
     lines = zip(values.index, values, *parts, strict=True)
     return sep.join(pattern.format(*(name if isinstance(name, tuple) else (name,)), *v) for name, *v in lines)
 
 
 def falls(pattern: str, values: pd.Series[Any], least: float = 0, rising: bool = True) -> list[str]:
-    """``pattern`` with labels and ``a``, ``b``, ``first``, ``then`` for each fall by more than ``least`` in a row.
+    """Format ``pattern`` (labels, ``a``, ``b``, ``first``, ``then``) for each fall by more than ``least`` in a row.
 
-    Of values that should not be ``rising`` it is each rise.
+    With ``rising`` false it is formatted for each rise.
     """
-    found = []
+    texts = []
     for name, series in _rows(values):
         for (first, a), (then, b) in pairwise(series):
             if (a - b if rising else b - a) > least:
-                found.append(pattern.format(*name, a=a, b=b, first=first, then=then))
-    return found
+                texts.append(pattern.format(*name, a=a, b=b, first=first, then=then))
+    return texts
 
 
 def rises(values: pd.Series[Any]) -> int:
-    """How many rows (all fields but the last) rise or stay level."""
+    """Count the rows (all fields but the last) that rise or stay level."""
     return sum([v for _, v in series] == sorted(v for _, v in series) for _, series in _rows(values))
 
 
 def rows(values: pd.Series[Any]) -> str:
-    """Each row's labels with its values."""
+    """Return each row's labels with its values."""
     return "; ".join(" ".join([*name, ", ".join(str(v) for _, v in series)]) for name, series in _rows(values))
 
 
 def winners(values: pd.Series[Any]) -> pd.Series[Any]:
-    """The label of the smallest value of each row."""
+    """Return the label of the smallest value of each row."""
     return pd.Series([min(series, key=lambda s: s[1])[0] for _, series in _rows(values)])
 
 
 def _rows(values: pd.Series[Any]) -> list[tuple[tuple[str, ...], list[tuple[str, float]]]]:
-    found: dict[tuple[str, ...], list[tuple[str, float]]] = {}
+    """Return the (last label, value) pairs of each row, by its other labels."""
+    by_row: dict[tuple[str, ...], list[tuple[str, float]]] = {}
     for name, value in values.items():
         *row, last = name if isinstance(name, tuple) else (name,)
-        found.setdefault(tuple(row), []).append((last, value))
-    return list(found.items())
+        by_row.setdefault(tuple(row), []).append((last, value))
+    return list(by_row.items())
 
 
 def _by(how: str) -> Callable[..., Any]:
-    """A function of values, by the fields given or of all of them."""
+    """Return a function of values, by the fields given or of all of them."""
 
     def function(values: pd.Series[Any], *fields: str) -> Any:
+        """Aggregate values by ``fields``, or all of them."""
         return getattr(values.groupby(level=list(fields), sort=False) if fields else values, how)()
 
     return function

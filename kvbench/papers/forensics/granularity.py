@@ -43,7 +43,7 @@ FEW = Fraction(1, 2)
 
 @dataclass(frozen=True)
 class Fit:
-    """How many distinct cells of a grid lie on it, and the share that would by chance."""
+    """The distinct cells of a grid, and those of them that lie off it."""
 
     grid: ScoreGrid
     cells: tuple[tuple[PublishedRow, Published], ...]
@@ -51,13 +51,13 @@ class Fit:
 
     @property
     def chance(self) -> float:
-        """Share of two-decimal values from 0 to 100 that are k/n."""
+        """Return the share of two-decimal values from 0 to 100 that are k/n."""
         n = self.grid.n
         return len({fixed(Fraction(100 * k, n), 2) for k in range(n + 1)}) / 10001
 
 
 def attainable(text: str, n: int) -> bool:
-    """Whether some k/n in per cent can be printed as these characters."""
+    """Tell whether some k/n in per cent can be printed as these characters."""
     shown = printed(text)
     k = round(shown.value * n / 100)
     unit = Fraction(1, 2 * 10 ** decimals(text))
@@ -65,21 +65,21 @@ def attainable(text: str, n: int) -> bool:
 
 
 def fits(book: Book) -> list[Fit]:
-    """Every grid with its cells; a measurement printed twice with the same value counts once."""
-    found = []
+    """Return every grid with its cells; a measurement printed twice with the same value counts once."""
+    grid_fits = []
     for grid in GRIDS:
         cells: dict[tuple[object, ...], tuple[PublishedRow, Published]] = {}
         for row in book.rows:
             cell = row.cells.get((grid.dataset, "accuracy"))
             if row.paper == grid.paper and row.table.isdigit() and cell is not None and cell.unit == "pct":
                 cells.setdefault((*identity(row), cell.value), (row, cell))
-        every = tuple(cells.values())
-        found.append(Fit(grid, every, tuple((r, c) for r, c in every if not attainable(c.printed, grid.n))))
-    return found
+        distinct = tuple(cells.values())
+        grid_fits.append(Fit(grid, distinct, tuple((r, c) for r, c in distinct if not attainable(c.printed, grid.n))))
+    return grid_fits
 
 
 def granularity(book: Book) -> Iterator[Finding]:
-    """Cells off their grid, one by one; and a stated n that most cells do not fit, as a whole."""
+    """Yield cells off their grid one by one, and a stated n that most cells do not fit as a whole."""
     for fit in fits(book):
         g = fit.grid
         on = len(fit.cells) - len(fit.off)
@@ -90,17 +90,17 @@ def granularity(book: Book) -> Iterator[Finding]:
                 better = next((f for f in fits(book) if f.grid.holds and _same(f.grid, g)), None)
                 if better is not None:
                     why += f"; {len(better.cells) - len(better.off)} are k/{better.grid.n} ({better.grid.why})"
-                settled = str(better.grid.n) if better else ""
-                yield Finding("sample-count", "doubt", g.paper, table, "", g.dataset, f"n={g.n}", settled, why)
+                better_n = str(better.grid.n) if better else ""
+                yield Finding("sample-count", "doubt", g.paper, table, "", g.dataset, f"n={g.n}", better_n, why)
             continue
         for row, cell in fit.off:
             exact = printed(cell.printed).value * g.n / 100
-            near = [fixed(Fraction(100 * k, g.n), 2) for k in (int(exact), int(exact) + 1)]
-            why = f"no k/{g.n} ({g.why}); the nearest are {' and '.join(near)}"
-            yield Finding(
-                "granularity", "doubt", g.paper, cell.table, row.label, g.dataset, cell.printed, " or ".join(near), why
-            )
+            neighbours = [fixed(Fraction(100 * k, g.n), 2) for k in (int(exact), int(exact) + 1)]
+            why = f"no k/{g.n} ({g.why}); the nearest are {' and '.join(neighbours)}"
+            place = (g.paper, cell.table, row.label, g.dataset)
+            yield Finding("granularity", "doubt", *place, cell.printed, " or ".join(neighbours), why)
 
 
 def _same(a: ScoreGrid, b: ScoreGrid) -> bool:
+    """Tell whether two grids are of one paper and dataset."""
     return (a.paper, a.dataset) == (b.paper, b.dataset)

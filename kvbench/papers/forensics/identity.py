@@ -1,4 +1,4 @@
-"""When two printed rows are the same measurement: settings that say nothing new, and two names for one thing."""
+"""The identity of measurements: settings that add nothing, and two names for one thing."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ UNCOMP_MAIN = ({"topk": "32"}, {"group_sizes": "256/512"}, {"kv_high": "512", "k
 
 
 def settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
-    """The part of a row's setting that tells measurements apart, sorted."""
-    own = {k: v for k, v in row.settings.items() if k not in SILENT.get(row.paper, ())}
-    own = {k: v for k, v in own.items() if DEFAULTS.get(row.paper, {}).get(k) != v}
+    """Return the part of a row's setting that tells measurements apart, sorted."""
+    parts = {k: v for k, v in row.settings.items() if k not in SILENT.get(row.paper, ())}
+    parts = {k: v for k, v in parts.items() if DEFAULTS.get(row.paper, {}).get(k) != v}
     if row.paper == "uncomp":
-        if own.get("partition") == "effective_rank":
-            own = {"kv_size": "64"}
-        elif any(main.items() <= own.items() for main in UNCOMP_MAIN):
-            own = {"kv_size": "384"}
-    return tuple(sorted(own.items()))
+        if parts.get("partition") == "effective_rank":
+            parts = {"kv_size": "64"}
+        elif any(main.items() <= parts.items() for main in UNCOMP_MAIN):
+            parts = {"kv_size": "384"}
+    return tuple(sorted(parts.items()))
 
 
 def identity(row: PublishedRow) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
-    """(paper, model, method, settings): rows with the same one print the same measurement."""
+    """Return (paper, model, method, settings); equal ones are the same measurement."""
     return row.paper, row.model, row.method, settings(row)
 
 
 def family(model: str) -> str:
-    """Versions of a model that papers take for one another: ``mistral-7b-instruct-v0.2`` is ``mistral-7b-instruct``."""
+    """Return one name for a model's versions: ``mistral-7b-instruct-v0.2`` is ``mistral-7b-instruct``."""
     return "mistral-7b-instruct" if model.startswith("mistral-7b-instruct") else model

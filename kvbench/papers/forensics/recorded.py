@@ -15,7 +15,7 @@ from kvbench.papers.spec.published_cells import Book
 
 
 def fingerprint(cells: Iterable[Published]) -> str:
-    """Twelve hexadecimal digits over everything that is printed; flags are our own words and stay out."""
+    """Return twelve hexadecimal digits over all that is printed; flags are our own words and stay out."""
     lines = (
         "\t".join((c.model, c.method, c.setting, c.dataset, c.metric, c.printed, c.unit, str(c.row))) for c in cells
     )
@@ -23,12 +23,12 @@ def fingerprint(cells: Iterable[Published]) -> str:
 
 
 def recorded(book: Book) -> Iterator[Finding]:
-    """Tables that differ from the fingerprint in their paper.yaml."""
+    """Yield tables that differ from the fingerprint in their paper.yaml."""
     for paper in catalogue.chosen("all"):
         for entry in paper.entries:
             if entry.is_figure or paper.id not in book.papers:
                 continue
-            found = fingerprint(c for row in book.table(paper.id, entry.id) for c in row.cells.values())
-            if found != entry.recorded:
+            current = fingerprint(c for row in book.table(paper.id, entry.id) for c in row.cells.values())
+            if current != entry.recorded:
                 why = f"the cells are not those that were recorded in papers/{paper.id}/paper.yaml"
-                yield Finding("recorded", "wrong", paper.id, entry.id, "", "", found, entry.recorded, why)
+                yield Finding("recorded", "wrong", paper.id, entry.id, "", "", current, entry.recorded, why)

@@ -19,36 +19,36 @@ ODD = ("pyramidkv", "cake")
 
 
 def off_grid_by_method(book: Book) -> Facts:
-    """ReFreeKV: scores off their grid of k/n, of PyramidKV and CAKE and of all other methods."""
-    found = [fit for fit in fits(book) if fit.grid.paper == "refreekv" and fit.grid.holds]
-    cells, off = ([row.method in ODD for f in found for row, _ in getattr(f, of)] for of in ("cells", "off"))
+    """Count ReFreeKV's scores off their grid of k/n, of PyramidKV and CAKE and of all other methods."""
+    grid_fits = [fit for fit in fits(book) if fit.grid.paper == "refreekv" and fit.grid.holds]
+    cells, off = ([row.method in ODD for f in grid_fits for row, _ in getattr(f, field)] for field in ("cells", "off"))
     return {"odd": sum(cells), "odd_off": sum(off), "others": cells.count(False), "off": off.count(False)}
 
 
 def share_of_norms(book: Book) -> Facts:
-    """VATP: one number of a token and head beside its key and value."""
+    """Return VATP's overhead: one number of a token and head beside its key and value."""
     (block,) = Chain().layout(1, LLAMA2_7B.head_dim, FP16)
     return {"share": str(Fraction(FP16, block.key_bytes + block.value_bytes))}
 
 
 def means_of_vatp(book: Book) -> Facts:
-    """VATP: the means of table 1 by method, a model each."""
-    found: dict[str, list[str]] = {}
+    """Return the means of VATP's table 1 by method, one for each model."""
+    by_method: dict[str, list[str]] = {}
     for row in book.table("vatp", 1):
-        found.setdefault(row.method, []).append(mean(printed(c.printed) for c in row.scores.values()).text(2))
-    return {"means": "; ".join(f"{m} {' / '.join(v)}" for m, v in found.items())}
+        by_method.setdefault(row.method, []).append(mean(printed(c.printed) for c in row.scores.values()).text(2))
+    return {"means": "; ".join(f"{m} {' / '.join(v)}" for m, v in by_method.items())}
 
 
 def rounding_of_speedup(book: Book) -> Facts:
-    """Q-Hitter: the range of its largest speed-up that one printed digit allows."""
+    """Return the range of Q-Hitter's largest speed-up that one printed digit allows."""
     where = {"model": "opt-30b", "setting": "gen=512"}
     base = book.number("qhitter", 2, "throughput", method="accelerate", **where)
-    over = book.number("qhitter", 2, "throughput", method="qhitter", **where) / base
-    return {"base": float(base), "low": float(over.low), "high": float(over.high)}
+    speedup = book.number("qhitter", 2, "throughput", method="qhitter", **where) / base
+    return {"base": float(base), "low": float(speedup.low), "high": float(speedup.high)}
 
 
 def sizes_of_groups(book: Book) -> Facts:
-    """UNComp: lists of group sizes with a wrong number of them, or a mean more than 2 from the size of the cache."""
+    """Return UNComp's lists of group sizes with a wrong count, or a mean more than 2 from the cache's size."""
     odd = []
     for row in book.table("uncomp", 6):
         sizes = [int(s) for s in row.settings["group_sizes"].split("/")]
@@ -59,26 +59,26 @@ def sizes_of_groups(book: Book) -> Facts:
 
 
 def kept_hidden_states(book: Book) -> Facts:
-    """UNComp: the shares that its two schedules keep, and which of them is the stated one."""
+    """Return the shares that UNComp's two schedules keep, and which of them is the stated one."""
     key = ("hidden_state_size",) * 2
     rows = [r for r in book.table("uncomp", "text") if r.model == "llama-2-7b-chat" and key in r.cells]
     places = ("appendix A.3", "appendix E")
     shares = {place: kept_share([r for r in rows if r.settings["where"] == place], 4096) for place in places}
     stated = book.cell("uncomp", "text", "hidden_state_ratio").printed
     names = {"early": shares[places[0]].text(2), "late": shares[places[1]].text(2), "stated": stated}
-    found = next((place for place, share in shares.items() if grade(stated, share) == "equal"), "neither")
-    so = "; tables of scores name appendix A.3, so times seem to be of a stronger compression"
-    return {**names, "fits": found, "so": so if found == places[1] else ""}
+    matching_place = next((place for place, share in shares.items() if grade(stated, share) == "equal"), "neither")
+    consequence = "; tables of scores name appendix A.3, so times seem to be of a stronger compression"
+    return {**names, "fits": matching_place, "so": consequence if matching_place == places[1] else ""}
 
 
 def two_sets_of_scores(book: Book) -> Facts:
-    """UNComp: datasets on which its main configuration is printed with several scores."""
-    found = [f for f in repeats(book) if f.paper == "uncomp" and f.row.startswith("llama-2-7b-chat")]
-    return {"datasets": [f.cell for f in found if "kv_size=384" in f.row]}
+    """Return the datasets on which UNComp's main configuration is printed with several scores."""
+    findings = [f for f in repeats(book) if f.paper == "uncomp" and f.row.startswith("llama-2-7b-chat")]
+    return {"datasets": [f.cell for f in findings if "kv_size=384" in f.row]}
 
 
 def random_partition(book: Book) -> Facts:
-    """UNComp: the row of table 8 whose average needs half a point more, and the heads of tables 8 and 9."""
+    """Return UNComp's row of table 8 whose average needs half a point more, and the heads of tables 8 and 9."""
     row = next(r for r in book.table("uncomp", 8) if "random" in r.setting)
     total = sum(exactly(Fraction(c.printed)).value for c in row.scores.values())
     heads = {r.settings["partition"] for t in (8, 9) for r in book.table("uncomp", t)} - {"effective_rank"}

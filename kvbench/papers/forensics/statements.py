@@ -25,11 +25,12 @@ WEIGHT = {PARTLY: "doubt", FAILS: "wrong", NOTE: "note"}
 
 @dataclass(frozen=True)
 class Statement:
-    """``text`` is the statement in our words, ``place`` where the paper makes it, ``table`` where its numbers are.
+    """One statement of a paper in our words, with the formulas that decide it.
 
-    values: queries and formulas by name, after those that the facts ``uses`` give. holds: the formula that decides;
-    without one it is no statement of the paper but a NOTE, an arithmetic fact that a reader must know. Where it does
-    not hold, the verdict is PARTLY if ``partly`` does, else ``otherwise``. shown: the recomputed figures.
+    place: where the paper makes it. table: where its numbers are. values: queries and formulas by name, after those of
+    the facts that ``uses`` names. holds: the formula that decides; without one it is no statement of the paper but a
+    NOTE, an arithmetic fact that a reader must know. Where it does not hold, the verdict is PARTLY if ``partly`` does,
+    else ``otherwise``. shown: the recomputed figures.
     """
 
     paper: str
@@ -44,7 +45,7 @@ class Statement:
     otherwise: str = FAILS
 
     def judge(self, book: Book) -> Judged:
-        """The verdict by the cells of ``book``."""
+        """Return the verdict by the cells of ``book``."""
         names: dict[str, Any] = dict(FACTS[self.uses](book)) if self.uses else {}
         for name, entry in self.values.items():
             names[name] = query(book, self.paper, entry) if isinstance(entry, dict) else evaluate(str(entry), names)
@@ -64,7 +65,7 @@ class Judged:
     shown: str
 
     def finding(self) -> Finding | None:
-        """None where the statement holds."""
+        """Return the statement as a finding; None where it holds."""
         if self.verdict == HOLDS:
             return None
         s = self.statement
@@ -75,17 +76,17 @@ class Judged:
 
 @cache
 def _statements() -> tuple[Statement, ...]:
-    """All statements, by paper."""
+    """Return all statements, by paper."""
     paths = {paper: DATA / paper / "statements.yaml" for paper in PAPERS}
     entries = {paper: yaml.safe_load(path.read_text(encoding="utf-8")) for paper, path in paths.items()}
-    return tuple(Statement(paper, **entry) for paper, found in entries.items() for entry in found)
+    return tuple(Statement(paper, **entry) for paper, items in entries.items() for entry in items)
 
 
 def judged(book: Book) -> list[Judged]:
-    """Every statement of the book's papers with its verdict, in order."""
+    """Return every statement of the book's papers with its verdict, in order."""
     return [s.judge(book) for s in _statements() if s.paper in book.papers]
 
 
 def statements(book: Book) -> Iterator[Finding]:
-    """Statements that do not hold, or only partly, and facts to know."""
+    """Yield statements that do not hold, or only partly, and facts to know."""
     yield from filter(None, (j.finding() for j in judged(book)))

@@ -212,9 +212,9 @@ def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
         yield "ours are of MiniLongBench's examples"
     yield from dict.fromkeys(g.task.note for g in groups if g.task.note)
     if table.preset and ours.run is not None and ours.run.cfg.preset == table.preset:
-        theirs = presets.values(table.preset, "").get("prompt")
-        if theirs is not None and ours.run.cfg.prompt.name != theirs:
-            yield f"prompt={ours.run.cfg.prompt.name} here, {theirs} there"
+        preset_prompt = presets.values(table.preset, "").get("prompt")
+        if preset_prompt is not None and ours.run.cfg.prompt.name != preset_prompt:
+            yield f"prompt={ours.run.cfg.prompt.name} here, {preset_prompt} there"
     if ours.typed:
         yield f"{' '.join(ours.typed)} here"
 

@@ -1,4 +1,4 @@
-"""How much of each paper's table was measured, as committed beside the tables: a small file that is quick to read."""
+"""Counts of the measured cells of each paper's table, committed beside the tables in a small file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Counts = Mapping[str, str]
 
 
 def count(seen: View) -> dict[str, str]:
-    """A table's line: its model, and how many of its cells are measured, refused or neither, each once.
+    """Return a table's line: its model, and the numbers of cells that are measured, refused or missing, each once.
 
     Several rows and columns can show one cell of the store. Means do not count; out of memory counts as measured.
     """
@@ -33,18 +33,18 @@ def count(seen: View) -> dict[str, str]:
         for column, e in zip(seen.columns, row, strict=True)
         if column.dataset not in MEANS and e.status in _STATE
     }
-    found = Counter(state for state, _ in cells)
-    return {"table": seen.ours.declared.id, "model": seen.ours.model, **{s: str(found[s]) for s in STATES}}
+    counts = Counter(state for state, _ in cells)
+    return {"table": seen.ours.declared.id, "model": seen.ours.model, **{s: str(counts[s]) for s in STATES}}
 
 
 def _what(line: TableLine, column: Column) -> object:
-    """The identity of a cell that is not in the store: its chain and its workload, or else its row."""
+    """Return the identity of a cell that is not in the store: its chain and its workload, or else its row."""
     chain = line.chain_of(column.dataset)
     return (line.row.model, line.row.name, column) if chain is None else (chain, line.reads.get(column.dataset), column)
 
 
 def read(folder: Path) -> dict[str, Counts]:
-    """Every line of the tables in ``folder`` by table; none where there is no file, KvbenchError for a damaged one."""
+    """Read every line of ``folder`` by table; none where there is no file, KvbenchError for a damaged one."""
     path = folder / FILE
     if not path.exists():
         return {}
@@ -56,7 +56,7 @@ def read(folder: Path) -> dict[str, Counts]:
 
 def write(folder: Path, line: Counts) -> None:
     """Put one table's line in its place."""
-    known = {**read(folder), line["table"]: line}
-    order = sorted(known, key=lambda table: (table.partition("/")[0], int(table.partition("/")[2])))
+    lines = {**read(folder), line["table"]: line}
+    order = sorted(lines, key=lambda table: (table.partition("/")[0], int(table.partition("/")[2])))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(writers.csv(FIELDS, (known[table] for table in order)), encoding="utf-8")
+    (folder / FILE).write_text(writers.csv(FIELDS, (lines[table] for table in order)), encoding="utf-8")

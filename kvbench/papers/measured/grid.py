@@ -31,61 +31,64 @@ Line = tuple[TableLine, tuple[CellView, ...]]
 
 
 def grid(view: View, show: str) -> Table:
-    """The cells as text: one of SHOWS, or ``beside``, the printed side in the unit of ours."""
+    """Return the cells as text: one of SHOWS, or ``beside``, the printed side in the unit of ours."""
     stand_in, timings = view.ours.stand_in, view.ours.timings
     printed = show in ("published", "beside")
-    shown = "published" if printed else "relative" if stand_in else "ours"
+    field = "relative" if stand_in else "ours"
+    if printed:
+        field = "published"
     if timings is not None:
-        shown = "published_relative" if printed else "relative"
+        field = "published_relative" if printed else "relative"
     base = "full" if timings is None else timings.bench.base
     headings: dict[int, str] = {}
     rows: list[tuple[str, ...]] = []
     for heading, block in _by_block(view.rows, view.ours.declared.blocks).items():
         headings[len(rows)] = heading
         compressed = [(line, entries) for line, entries in block if line.row.method != base]
-        top = [_best(compressed, i, column.name, shown) for i, column in enumerate(view.columns)]
+        best_values = [_best(compressed, i, column.name, field) for i, column in enumerate(view.columns)]
         for line, entries in block:
             evicts = line.chain is not None and line.chain.evicts and show != "published"
             label = [line.row.method, *_facts(line.row.setting, heading), *([EVICTS] if evicts else [])]
             cells = []
-            for e, best in zip(entries, top, strict=True):
+            for e, best in zip(entries, best_values, strict=True):
                 if line.row.method == "full":  # its share of itself needs no interval
                     e = replace(e, relative_ci=None)
                 text = "\n".join(timing_text.lines(e, show) if e.timed is not None else _cell(e, show, stand_in))
-                bold = line.row.method != base and best is not None and getattr(e, shown) == best
+                bold = line.row.method != base and best is not None and getattr(e, field) == best
                 cells.append(Bold(text) if bold else text)
             rows.append(("\n".join(label), *cells))
     names = ("", *(c.name if timings is None else timing_text.name(timings, c.name) for c in view.columns))
     table = Table(names, tuple(rows), breaks=True, groups=("", *(c.group for c in view.columns)), headings=headings)
-    named = [count for group, count in table.spans() if group]
+    spans = [count for group, count in table.spans() if group]
     # what is one group, or one column, says nothing
-    return table if len(named) > 1 and max(named) > 1 else replace(table, groups=())
+    return table if len(spans) > 1 and max(spans) > 1 else replace(table, groups=())
 
 
-def _best(rows: Sequence[Line], index: int, column: str, shown: str) -> float | None:
-    """The best of what is shown (``ours``, ``relative``, ``published``) in a block's column; None where nothing is.
+def _best(rows: Sequence[Line], index: int, column: str, field: str) -> float | None:
+    """Return the best value of a field (``ours``, ``relative``, ``published``) in a block's column, or None.
 
-    Less is better of some times, and of perplexities, whose shares are turned round.
+    Two values are needed to have a best one. Less is better of some times, and of perplexities, but not of their
+    shares, which are inverse.
     """
     entries = [entries[index] for _, entries in rows]
-    values = [value for e in entries if (value := getattr(e, shown)) is not None]
+    values = [value for e in entries if (value := getattr(e, field)) is not None]
     if len(values) < 2:
         return None
-    printed = (line.row.cells.get(column) for line, _ in rows if shown in ("ours", "published"))
-    less = any(e.timed is not None and e.timed.lower for e in entries)
-    less |= any(c is not None and c.metric == "perplexity" for c in printed)
-    return min(values) if less else max(values)
+    printed = (line.row.cells.get(column) for line, _ in rows if field in ("ours", "published"))
+    less_is_better = any(e.timed is not None and e.timed.lower for e in entries)
+    less_is_better |= any(c is not None and c.metric == "perplexity" for c in printed)
+    return min(values) if less_is_better else max(values)
 
 
 def _facts(setting: str, heading: str) -> Iterator[str]:
-    """The parts of a setting that the block's heading does not say already."""
-    said = heading.split(", ")
-    parts = [p for p in setting.split(";") if p and _heading(*p.split("=", 1)) not in said]
+    """Yield the parts of a setting that the block's heading does not say."""
+    heading_parts = heading.split(", ")
+    parts = [p for p in setting.split(";") if p and _heading(*p.split("=", 1)) not in heading_parts]
     yield from wrap(" ".join(parts), LABEL, break_long_words=False)
 
 
 def _cell(entry: CellView, show: str, stand_in: bool) -> list[str]:
-    """The lines of a cell that is a score."""
+    """Return the lines of a cell that is a score."""
     ours = _ours(entry, stand_in)
     printed = _printed(entry, stand_in and show != "published")
     difference = _number(entry.delta, 2, sign=True) + (UNLIKE if entry.unlike else "")
@@ -100,16 +103,18 @@ def _cell(entry: CellView, show: str, stand_in: bool) -> list[str]:
         delta = "" if stand_in or not printed or entry.delta is None else f", Δ {difference}"
         lines = [*ours, f"({printed}{delta})"]
         if entry.budgeted:
-            theirs = "" if entry.published_budget is None else f"({entry.published_budget:.0f}%)"
-            lines.append(f"{_kept(entry.budget)} {theirs}".strip())
+            printed_share = "" if entry.published_budget is None else f"({entry.published_budget:.0f}%)"
+            lines.append(f"{_kept(entry.budget)} {printed_share}".strip())
     return [line for line in lines if line not in ("", "()")]
 
 
 def _kept(percent: float | None) -> str:
+    """Return the text for a share of tokens kept."""
     return "" if percent is None else f"kept {percent:.0f}%"
 
 
 def _ours(entry: CellView, stand_in: bool) -> list[str]:
+    """Return the lines of our side of a cell."""
     if entry.status == "none":
         return [""]
     if entry.status in WRONG:
@@ -125,6 +130,7 @@ def _ours(entry: CellView, stand_in: bool) -> list[str]:
 
 
 def _printed(entry: CellView, relative: bool) -> str:
+    """Return the text of the printed side of a cell, with its marks."""
     value = entry.published_relative if relative else entry.published
     if entry.status == "none" and value is None:
         return ""
@@ -143,7 +149,7 @@ def _printed(entry: CellView, relative: bool) -> str:
 
 
 def notes(view: View, show: str = "both") -> list[str]:
-    """What the reader must know of one of SHOWS, or ``beside``: what the numbers are, n, marks, refusals, a mapping."""
+    """Return the notes for readers of one of SHOWS, or ``beside``: origin of numbers, n, marks and refusals."""
     ours, declared = view.ours, view.ours.declared
     entries = [e for _, row in view.rows for e in row]
     if ours.timings is not None:
@@ -172,35 +178,35 @@ def notes(view: View, show: str = "both") -> list[str]:
 
 
 def absent(ours: OurTable) -> list[str]:
-    """Each thing that cannot be read here, with the reason."""
-    said = labels(w.whole for w in ours.absent)
-    return [f"{w.dataset} {said[w.whole]}".strip() + f" is not here: {why}" for w, why in ours.absent.items()]
+    """Return each dataset that cannot be read here, with the reason."""
+    tags = labels(w.whole for w in ours.absent)
+    return [f"{w.dataset} {tags[w.whole]}".strip() + f" is not here: {why}" for w, why in ours.absent.items()]
 
 
 def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[str]:
-    """What our numbers are, what was read for them, and n."""
+    """Yield notes on our numbers: their unit, the data that were read, and n."""
     ours = view.ours
     printed = any(e.published is not None for e in entries)
     if ours.model == stand_ins.MODEL:
         yield "Model tiny: numbers are per cent of its own full cache. What the paper prints: --show published."
     elif ours.stand_in:
-        theirs = {
+        positions = {
             "both": ", in brackets those of the paper's models",
             "beside": ", below them those of the paper's models",
         }
         yield (
             f"Stand-in model, the paper's data: {ours.model} is none of the paper's models "
             f"({', '.join(ours.declared.models())}). Numbers are per cent of its own full cache"
-            f"{theirs.get(show, '')}; compare orders, not values."
+            f"{positions.get(show, '')}; compare orders, not values."
         )
         if show == "delta":
             yield "—: differences to what a paper prints say nothing on a model that is none of its own."
-        if show in theirs and any(e.published is not None and e.published_relative is None for e in entries):
+        if show in positions and any(e.published is not None and e.published_relative is None for e in entries):
             yield "abs: as printed, since the paper has no full-cache row of that model."
         yield from _full_scores(view)
     else:
-        what = {"ours": "Ours", "delta": "Δ: ours minus published"}
-        yield f"{what.get(show, 'Ours (published, Δ ours minus published)')}; averages are computed from the cells."
+        texts = {"ours": "Ours", "delta": "Δ: ours minus published"}
+        yield f"{texts.get(show, 'Ours (published, Δ ours minus published)')}; averages are computed from the cells."
     if printed and FRACTION in {c.unit for line, _ in view.rows for c in line.row.cells.values()}:
         yield "What the paper prints as fractions stands here in per cent, as ours."
     yield from ours.notes
@@ -215,8 +221,8 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[
         dtype = "" if ours.run is None else f", {ours.run.dtype}"
         interval = "" if show == "delta" else f"; [a, b]: 95 % bootstrap interval{paired}"
         sizes = sorted({e.of for e in entries if e.n})
-        of = str(sizes[-1]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
-        yield f"n = {', '.join(map(str, counts))} of {of} examples a cell{dtype}{interval}."
+        total = str(sizes[-1]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+        yield f"n = {', '.join(map(str, counts))} of {total} examples a cell{dtype}{interval}."
     if ours.run is not None and (changed := local_changes(ours.run.records())):
         yield changed
     if any(line.chain is not None and line.chain.evicts for line in ours.lines):
@@ -224,17 +230,17 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[
 
 
 def _full_scores(view: View) -> Iterator[str]:
-    """What the full cache itself scores, of which the numbers are shares, and where that is too little."""
-    whole: dict[str, CellView] = {}
+    """Yield the full cache's own scores, of which the numbers are shares, and a note on those too low for that."""
+    full_entries: dict[str, CellView] = {}
     for line, row in view.rows:
         for column, e in zip(view.columns, row, strict=True):
             parts = view.ours.full(line, column) if e.n and e.full is not None and column.what == SCORE else ()
             if parts:
                 name = f"{column.dataset} {parts[0][0].column.partition(' ')[2]}".strip()
-                whole[name] = max(e, whole.get(name, e), key=lambda entry: entry.n)
-    said = [f"{name} {_number(e.full, 1)}" for name, e in whole.items()]
-    if said:
-        yield f"The full cache's own scores on the same examples: {', '.join(said)}."
+                full_entries[name] = max(e, full_entries.get(name, e), key=lambda entry: entry.n)
+    texts = [f"{name} {_number(e.full, 1)}" for name, e in full_entries.items()]
+    if texts:
+        yield f"The full cache's own scores on the same examples: {', '.join(texts)}."
     if any(e.floor for _, row in view.rows for e in row):
         count = "; avg is over the others, avg/all over all" if OF_ALL in view.columns else ""
         yield (
@@ -244,19 +250,19 @@ def _full_scores(view: View) -> Iterator[str]:
 
 
 def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> Iterator[str]:
-    """Marks of printed values, and averages that the paper states and its cells do not give."""
+    """Yield the marks of printed values, and averages that the paper states and its cells do not give."""
     paper = view.ours.declared.paper
     for mark, text in (("?", "suspect"), ("~", "repaired")):
         if any(e.mark == mark for e in entries):
             yield f"{mark}: the printed value is {text} (kvbench/papers/data/{paper})."
-    wrong = [(line.row, e) for line, row in view.rows for e in row if e.stated is not None]
-    if wrong and relative:  # a share has no room for it
+    stated = [(line.row, e) for line, row in view.rows for e in row if e.stated is not None]
+    if stated and relative:  # a share has no room for it
         several = len(view.ours.declared.models()) > 1
-        names = (f"{row.model} {row.name}" if several else row.name for row, _ in wrong)
-        values = (f"{_number(e.stated, 2)} for {_number(e.published, 2)}" for _, e in wrong)
-        said = ", ".join(f"{value} ({name})" for value, name in zip(values, names, strict=True))
-        yield f"Averages that the paper states, for what its cells give: {said}."
-    elif wrong:
+        names = (f"{row.model} {row.name}" if several else row.name for row, _ in stated)
+        values = (f"{_number(e.stated, 2)} for {_number(e.published, 2)}" for _, e in stated)
+        corrections = ", ".join(f"{value} ({name})" for value, name in zip(values, names, strict=True))
+        yield f"Averages that the paper states, for what its cells give: {corrections}."
+    elif stated:
         yield "stated: the average that the paper states, where its cells give another."
     recomputed = [e.exact for e in entries if e.exact]
     if recomputed:
@@ -265,7 +271,7 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
 
 
 def title(view: View, show: str = "both") -> str:
-    """One line: which table, what it shows, on which model."""
+    """Return one line: the table, its title, and our model."""
     declared, timings = view.ours.declared, view.ours.timings
     start = f"{declared.id}: {declared.title}"
     if show == "published" or (view.ours.run is None and (timings is None or not timings.there)):
@@ -274,21 +280,22 @@ def title(view: View, show: str = "both") -> str:
 
 
 def _number(value: float | None, digits: int, sign: bool = False) -> str:
+    """Format a number with a minus sign of its own width; None is a dash."""
     if value is None:
         return "—"
     return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
 
 
 def _heading(key: str, value: str) -> str:
-    """A part of a block's heading. A GPU is the paper's: ours is named below the table."""
+    """Return a part of a block's heading. A GPU is the paper's: ours is named below the table."""
     return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
 
 
 def _by_block(rows: Sequence[Line], keys: Sequence[str]) -> Mapping[str, list[Line]]:
-    """Heading -> the rows below it, in the paper's order."""
-    found: dict[str, list[Line]] = {}
+    """Return the rows by the heading above them, in the paper's order."""
+    blocks: dict[str, list[Line]] = {}
     for line, entries in rows:
         setting = {"model": line.row.model, **parse(line.row.setting)}
         heading = ", ".join(_heading(k, setting[k]) for k in keys if setting.get(k))
-        found.setdefault(heading, []).append((line, entries))
-    return found
+        blocks.setdefault(heading, []).append((line, entries))
+    return blocks

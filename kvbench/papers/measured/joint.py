@@ -1,4 +1,4 @@
-"""Several of a paper's tables as one run: each prompt is read once for all rows of all of them."""
+"""Several tables as one run, so that each prompt is read once for all rows of all of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvbench.run.plan import Group
 
 
 def joint(runs: Iterable[RunPlan]) -> list[RunPlan]:
-    """``runs`` as few as can be: those that read and answer alike are one, with the cells of all of them.
+    """Merge runs that read and answer alike into one with the cells of all of them.
 
-    Runs of one model differ in their prompt policy or in how they sample at most, as tables of two papers do.
+    Runs of one model can differ in prompt policy or sampling, as tables of two papers do.
     """
     by_policy: dict[str, list[RunPlan]] = {}
     for run in runs:
@@ -24,11 +24,11 @@ def joint(runs: Iterable[RunPlan]) -> list[RunPlan]:
 
 
 def _merged(groups: Iterable[Group]) -> tuple[Group, ...]:
-    """One group per task as it is asked: all cells, once each, over the examples of the group that has most."""
+    """Return one group per task as it is asked: all cells, each once, over the examples of the largest group."""
     by_task: dict[str, list[Group]] = {}
     for group in groups:
-        asked = {k: v for k, v in group.cells[0].identity.items() if k != "chain"}
-        by_task.setdefault(json.dumps(asked, sort_keys=True, default=str), []).append(group)
+        identity = {k: v for k, v in group.cells[0].identity.items() if k != "chain"}
+        by_task.setdefault(json.dumps(identity, sort_keys=True, default=str), []).append(group)
     return tuple(
         replace(
             max(same, key=lambda g: len(g.examples)), cells=tuple({c.id: c for g in same for c in g.cells}.values())

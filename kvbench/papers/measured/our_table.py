@@ -36,9 +36,9 @@ CONDITIONS = frozenset((*_READING, "min_new_tokens", "max_new_tokens", "temperat
 
 @dataclass(frozen=True)
 class TableLine:
-    """A row of the paper on our model: its chain, or why it cannot run (``refused``) or does not here (``skipped``).
+    """A row of the paper on our model: its chain, or why it is ``refused`` on it or ``skipped`` here.
 
-    ``reads``: what is read for each of the table's datasets. ``others``: datasets with a chain of their own.
+    ``reads``: the workload of each of the table's datasets. ``others``: chains of datasets that have one of their own.
     """
 
     row: TableRow
@@ -49,7 +49,7 @@ class TableLine:
     others: Mapping[str, Chain] = field(default_factory=dict)
 
     def chain_of(self, dataset: str) -> Chain | None:
-        """The chain that is measured on a dataset."""
+        """Return the chain that is measured on a dataset."""
         return self.others.get(dataset, self.chain)
 
 
@@ -62,9 +62,9 @@ class OurTable:
     """A paper's table on ``model``: one line per row, and the run that measures them.
 
     ``stand_in``: the model is none of the table's. ``run`` is None where nothing of the table can be run. ``groups``
-    are its groups by what is read; ``absent`` says of what cannot be read why not. ``notes``: what the reader must know
-    of what is read. ``timings``: what was timed, of an efficiency table. ``typed``: what the user changed of how
-    prompts are read and answered, as typed.
+    are its groups by workload. ``absent`` gives the reason by workload that cannot be read. ``notes`` tell readers
+    about the data that are read. ``timings`` are the timed rows of an efficiency table. ``typed`` are the user's
+    arguments that change how prompts are read and answered.
     """
 
     declared: TableSpec
@@ -79,7 +79,7 @@ class OurTable:
     typed: tuple[str, ...] = ()
 
     def cells(self, line: TableLine, column: Column, chain: Chain | None = None) -> Parts:
-        """The cells of the store behind a score, or of another ``chain`` there; none where it is not measured here."""
+        """Return the store's cells behind a score, or those of another ``chain``; none where it is not measured."""
         wanted = line.chain_of(column.dataset) if chain is None else chain
         workload = line.reads.get(column.dataset)
         if wanted is None or workload is None:
@@ -87,44 +87,44 @@ class OurTable:
         return tuple((g, c) for g in self.groups.get(workload, ()) for c in g.cells if c.chain == wanted)
 
     def full(self, line: TableLine, column: Column) -> Parts:
-        """The full-cache cells of what a line reads in a column."""
+        """Return the full-cache cells of a line's workload in a column."""
         return self.cells(line, column, Chain())
 
     def why_absent(self, line: TableLine, column: Column) -> str:
-        """Why what a line reads in a column cannot be read; '' where it can."""
+        """Return why a line's workload in a column cannot be read; '' where it can."""
         workload = line.reads.get(column.dataset)
         return self.absent.get(workload, "") if workload is not None else ""
 
     def value(self, line: TableLine, column: Column) -> CellResult:
-        """Return what was measured of a line, over all tasks together where the dataset has several."""
+        """Return the result of a line in a column, over all tasks together where the dataset has several."""
         if line.refused:
             return CellResult("", "", "refused", reason=line.refused)
-        found = self.cells(line, column)
-        if not found:
+        cells = self.cells(line, column)
+        if not cells:
             return CellResult("", "", "missing", reason=line.skipped or self.why_absent(line, column))
         assert self.run is not None
         store = self.run.store
-        parts = [summary.measured(g, c, store) for g, c in found]
-        wrong = next((p for p in parts if p.status in ("refused", "failed")), None)
-        there = [(g, c) for (g, c), p in zip(found, parts, strict=True) if p.status == "measured"]
-        if len(found) == 1 or wrong is not None or not there:
-            return wrong or parts[0]
-        samples = [store.samples(c.id)[e.id] for g, c in there for e in g.examples if e.id in store.samples(c.id)]
-        whole = summary.summarise(samples, found[0][0].task.metric, sum(len(g.task.examples) for g, _ in found))
-        return CellResult("", " ".join(c.id for _, c in found), "measured", summary=whole)
+        parts = [summary.measured(g, c, store) for g, c in cells]
+        failure = next((p for p in parts if p.status in ("refused", "failed")), None)
+        measured = [(g, c) for (g, c), p in zip(cells, parts, strict=True) if p.status == "measured"]
+        if len(cells) == 1 or failure is not None or not measured:
+            return failure or parts[0]
+        samples = [store.samples(c.id)[e.id] for g, c in measured for e in g.examples if e.id in store.samples(c.id)]
+        pooled = summary.summarise(samples, cells[0][0].task.metric, sum(len(g.task.examples) for g, _ in cells))
+        return CellResult("", " ".join(c.id for _, c in cells), "measured", summary=pooled)
 
 
 def printed(declared: TableSpec, model: str, why: str) -> OurTable:
-    """The table with the paper's side only; ``why`` says why nothing is measured."""
+    """Build the table with the paper's side only; ``why`` says why nothing is measured."""
     if declared.kind == timings.KIND:
         return timed(timings.read(declared, model, Path(RESULTS)))
     lines = tuple(TableLine(r, skipped=why) for r in declared.rows)
-    # what is no score stands as it is printed
+    # other numbers than scores stand as printed, so that no model stands in for them
     return OurTable(declared, model, declared.measurable and stands_in(declared, model), lines, None)
 
 
 def timed(found: Timings) -> OurTable:
-    """An efficiency table with what was timed for it."""
+    """Build an efficiency table from its measured rows."""
     lines = tuple(TableLine(r) for r in found.table.rows)
     return OurTable(found.table, found.bench.model, found.stand_in, lines, None, timings=found)
 
@@ -132,27 +132,27 @@ def timed(found: Timings) -> OurTable:
 def prepare(
     declared: TableSpec, model: str, arguments: Sequence[str] = (), limits: Mapping[str, int] | None = None
 ) -> OurTable:
-    """The table on ``model`` (an entry of conf/model, a folder or a hub id); ``arguments`` are more of ``run``'s.
+    """Plan the table on ``model`` (an entry of conf/model, a folder or a hub id); ``arguments`` are ``run``'s.
 
-    Rows of other models are skipped, unless the model is none of the table's: then it stands in for all of them, and
-    the tiny model with tasks and budgets of its own. What cannot be read is left out and told; where that is all,
-    ``run`` is None. ``longbench=`` (full, mini) says where LongBench's columns are read from, ``limits`` how many
-    examples of a dataset at most where ``limit=`` does not. An efficiency table shows what is stored in ``results=``,
-    and tiny gives way to the paper's own model where there are rows of it. No ``model`` is tiny. Raises UsageError for
-    what is not possible.
+    Rows of other models are skipped. A model that is none of the table's stands in for all of them; tiny does so with
+    tasks and budgets of its own. No ``model`` is tiny. Datasets that cannot be read are left out and listed in
+    ``absent``; where that is all, ``run`` is None. ``longbench=`` (full, mini) chooses the source of LongBench's
+    columns. ``limits`` are the most examples by dataset where ``limit=`` gives none. An efficiency table shows the rows
+    stored in ``results=``; tiny gives way to the paper's own model where there are rows of it. Raises UsageError for
+    arguments that are not possible.
     """
-    given = dict(a.partition("=")[::2] for a in arguments)
+    options = dict(a.partition("=")[::2] for a in arguments)
     if declared.kind == timings.KIND:
         chosen = "" if model == stand_ins.MODEL else model
-        return timed(timings.read(declared, chosen, Path(given.get("results", RESULTS))))
-    model, family = model or stand_ins.MODEL, given.pop("longbench", "")
+        return timed(timings.read(declared, chosen, Path(options.get("results", RESULTS))))
+    model, family = model or stand_ins.MODEL, options.pop("longbench", "")
     if not declared.measurable:
         return printed(declared, model, f"its numbers are no scores ({declared.kind})")
     stand_in, tiny = stands_in(declared, model), model == stand_ins.MODEL
     preset = [f"preset={declared.preset}"] if declared.preset else []
-    written = (f"model={model}", *preset, "method=full", *(f"{k}={v}" for k, v in given.items()))
+    written = (f"model={model}", *preset, "method=full", *(f"{k}={v}" for k, v in options.items()))
     base = composed(written, [c.dataset for c in declared.scores], tiny)
-    if "max_length" not in given and {c.dataset for c in declared.scores} <= declared.workloads.keys() & {"needle"}:
+    if "max_length" not in options and {c.dataset for c in declared.scores} <= declared.workloads.keys() & {"needle"}:
         # texts of given lengths are not cut; limits of prompts are those of LongBench
         base = replace(base, prompt=replace(base.prompt, max_length=None))
     source = load.locate(base.model)
@@ -171,32 +171,32 @@ def prepare(
     elif size is not None and stand_ins.depths(size) and any("uncomp-stage" in line.row.method for line in lines):
         notes.append(f"uncomp-stage: the paper's schedule is of other numbers of layers than {size.layers}; relative.")
     if size is not None and not tiny:
-        asked = (row_knobs.parse(line.row.setting).get("frozen", "none") for line in lines)
-        beyond = dict.fromkeys(f for f in asked if f != "none" and max(map(int, f.split("+"))) >= size.layers)
-        notes += [f"frozen={f}: layers that this model of {size.layers} does not have are its last." for f in beyond]
+        frozen_layers = (row_knobs.parse(line.row.setting).get("frozen", "none") for line in lines)
+        too_deep = dict.fromkeys(f for f in frozen_layers if f != "none" and max(map(int, f.split("+"))) >= size.layers)
+        notes += [f"frozen={f}: layers that this model of {size.layers} does not have are its last." for f in too_deep]
     tokenizer = cast(Tokenizer, load.load_tokenizer(base.model, source))
     reader = Reader(declared, base, written, tokenizer, context_of(base, source), tiny)
-    lines, absent, more = _reading(reader, lines, family, stand_in)
-    notes += more
-    wanted = dict.fromkeys(w for line in lines if line.chain is not None for w in line.reads.values())
-    reads = [w for w in wanted if w not in absent]
+    lines, absent, reading_notes = _reading(reader, lines, family, stand_in)
+    notes += reading_notes
+    workloads = dict.fromkeys(w for line in lines if line.chain is not None for w in line.reads.values())
+    reads = [w for w in workloads if w not in absent]
     if not reads:
         return OurTable(declared, model, stand_in, lines, None, {}, absent, tuple(notes))
     run, groups = _plan(reader, lines, reads, limits or {})
-    mini = [len(g.task.examples) for w, some in groups.items() for g in some if w.entry == FAMILIES["mini"]]
-    if mini:
-        notes.append(f"LongBench columns: MiniLongBench's examples, {min(mini)} to {max(mini)} a task.")
-    typed = tuple(f"{k}={v}" for k, v in given.items() if k.removeprefix("prompt.") in CONDITIONS)
+    mini_sizes = [len(g.task.examples) for w, members in groups.items() for g in members if w.entry == FAMILIES["mini"]]
+    if mini_sizes:
+        notes.append(f"LongBench columns: MiniLongBench's examples, {min(mini_sizes)} to {max(mini_sizes)} a task.")
+    typed = tuple(f"{k}={v}" for k, v in options.items() if k.removeprefix("prompt.") in CONDITIONS)
     return OurTable(declared, model, stand_in, lines, run, groups, absent, tuple(notes), typed=typed)
 
 
 def _plan(
     reader: Reader, lines: Sequence[TableLine], reads: Sequence[TableWorkload], limits: Mapping[str, int]
 ) -> tuple[RunPlan, dict[TableWorkload, tuple[Group, ...]]]:
-    """The run that measures the cells which printed numbers ask for, and the full cache's; its groups by workload."""
-    said = labels(w.whole for w in reads)
+    """Plan the run of the cells behind printed numbers, and of the full cache; return it with groups by workload."""
+    label_of = labels(w.whole for w in reads)
     datasets = []
-    for whole, label in said.items():
+    for whole, label in label_of.items():
         parts = dict.fromkeys(p for w in reads if w.whole == whole for p in w.parts or ())
         dataset = reader.config(replace(whole, parts=tuple(parts) or None), label)
         datasets.append(replace(dataset, default_limit=limits.get(whole.dataset, dataset.default_limit)))
@@ -205,24 +205,25 @@ def _plan(
         for chain in (line.chain, *line.others.values()):
             if chain is not None:
                 chains.setdefault(chain, line.row.name if chain.stages else "full")
-    settled = tuple(ChainConfig(chain, name) for chain, name in chains.items())
-    run = experiment.prepare(replace(reader.cfg, chains=settled, datasets=tuple(datasets)))
+    chain_configs = tuple(ChainConfig(chain, name) for chain, name in chains.items())
+    run = experiment.prepare(replace(reader.cfg, chains=chain_configs, datasets=tuple(datasets)))
     groups = []
     for group in run.groups:
-        asked = {Chain()} | {
+        chains_here = {Chain()} | {
             line.chain_of(d)
             for line in lines
             for d, w in line.reads.items()
-            if line.chain is not None and w.owns(group, said.get(w.whole, "-"))
+            if line.chain is not None and w.owns(group, label_of.get(w.whole, "-"))
         }
-        groups.append(replace(group, cells=tuple(c for c in group.cells if c.chain in asked)))
-    return replace(run, groups=tuple(groups)), {w: tuple(g for g in groups if w.owns(g, said[w.whole])) for w in reads}
+        groups.append(replace(group, cells=tuple(c for c in group.cells if c.chain in chains_here)))
+    by_workload = {w: tuple(g for g in groups if w.owns(g, label_of[w.whole])) for w in reads}
+    return replace(run, groups=tuple(groups)), by_workload
 
 
 def _distinct(
     declared: TableSpec, lines: Sequence[TableLine], size: row_knobs.StandIn
 ) -> tuple[Given, tuple[TableLine, ...]]:
-    """The tiny model's own table: its tasks as columns, and each chain once, with the knobs that it has there."""
+    """Return the tiny model's own table: its tasks as columns, and each chain once with the knobs that it has."""
     first: dict[object, tuple[TableLine, str]] = {}
     for line in lines:
         setting = stand_ins.settled(line.row, size)
@@ -238,39 +239,40 @@ def _distinct(
 def _reading(
     reader: Reader, lines: Sequence[TableLine], family: str, stand_in: bool
 ) -> tuple[tuple[TableLine, ...], dict[TableWorkload, str], list[str]]:
-    """The lines with what each reads, what of it cannot be read, and notes on what is read in place of another."""
+    """Return the lines with their workloads, those that cannot be read, and notes on what is read instead."""
     datasets = list(dict.fromkeys(c.dataset for c in reader.declared.scores))
-    chosen = reader.family(datasets, family)
+    family_name = reader.family(datasets, family)
     absent: dict[TableWorkload, str] = {}
     seen: set[TableWorkload] = set()
     notes: dict[str, None] = {}
-    found = []
+    new_lines = []
     for line in lines:
         reads = {}
         for dataset in (c.dataset for c in reader.declared.scores if c.name in line.row.cells):
-            workload = reader.workload(line.row, dataset, chosen)
+            workload = reader.workload(line.row, dataset, family_name)
             if workload not in seen and not reader.small:
                 seen.add(workload)
                 if why := reader.why_not(workload):
                     absent[workload] = why
             if workload in absent and stand_in and dataset in INSTEAD:
-                other, note = INSTEAD[dataset]
-                instead = replace(workload, name=other)
+                substitute, note = INSTEAD[dataset]
+                instead = replace(workload, name=substitute)
                 if instead in seen or not reader.why_not(instead):
                     seen.add(instead)
                     notes[note] = None
                     workload = instead
-            if line.chain is not None and not reader.small and (lost := reader.beyond(line.row, dataset)):
-                of = f"{dataset}: prompts of {', '.join(map(str, lost))} tokens, which rows of {line.row.model} have,"
-                notes[f"{of} are beyond the model's context."] = None
+            if line.chain is not None and not reader.small and (too_long := reader.beyond(line.row, dataset)):
+                lengths = ", ".join(map(str, too_long))
+                prompts = f"{dataset}: prompts of {lengths} tokens, which rows of {line.row.model} have,"
+                notes[f"{prompts} are beyond the model's context."] = None
             reads[dataset] = workload
-        found.append(replace(line, reads=reads))
-    used = {w for line in found for w in line.reads.values()}
-    return tuple(found), {w: why for w, why in absent.items() if w in used}, list(notes)
+        new_lines.append(replace(line, reads=reads))
+    used = {w for line in new_lines for w in line.reads.values()}
+    return tuple(new_lines), {w: why for w, why in absent.items() if w in used}, list(notes)
 
 
 def stands_in(declared: TableSpec, model: str) -> bool:
-    """Whether a model is none of those whose numbers a table prints."""
+    """Tell whether a model is none of those whose numbers a table prints."""
     return model_id(model) not in [model_id(declared.entry(m)) for m in declared.models()]
 
 
@@ -282,7 +284,7 @@ def _line(
     tiny: bool = False,
     model: Any = None,
 ) -> TableLine:
-    """A row with its chain, refused where none is possible or where it cannot run on a model of that configuration."""
+    """Build a row's line with its chain; it is refused where no chain is possible or the model cannot run it."""
     setting = row_knobs.parse(row.setting)
     method = row_knobs.method_of(row.method, setting)
     if size is not None and "windows" in setting:
@@ -295,13 +297,14 @@ def _line(
         knobs: row_knobs.Knobs = {}
         if size is not None:
             knobs |= row_knobs.scaled_windows(values, stages, size)
-            own = {**stand_ins.SAMPLES, **declared.stand_in} if tiny else stand_ins.depths(size)
-            knobs |= {f"method.{s}.{k}": v for s in stages for k, v in own.get(s, {}).items()}
+            stage_knobs = {**stand_ins.SAMPLES, **declared.stand_in} if tiny else stand_ins.depths(size)
+            knobs |= {f"method.{s}.{k}": v for s in stages for k, v in stage_knobs.get(s, {}).items()}
         knobs |= declared.arguments.get(row.method, {})
 
         def chain(more: str = "") -> Chain:
-            mine = knobs | row_knobs.knobs(row.method, ";".join(filter(None, (more, row.setting))), size)
-            return chain_of({"method": method, **{k: yaml.safe_load(v) for k, v in mine.items()}}, preset=values)
+            """Build the row's chain, with ``more`` settings of a dataset before its own."""
+            texts = knobs | row_knobs.knobs(row.method, ";".join(filter(None, (more, row.setting))), size)
+            return chain_of({"method": method, **{k: yaml.safe_load(v) for k, v in texts.items()}}, preset=values)
 
         line = TableLine(row, chain(), others={d: chain(more) for d, more in declared.settings.items() if d in columns})
         if line.chain is not None and model is not None:

@@ -1,4 +1,4 @@
-"""A paper's table on the page, in five formats, and as plain data."""
+"""A paper's table as a page in five formats, and as plain data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = ("model", "method", "setting")
 
 
 def render(view: View, style: str = "text", show: str = "both", terminal: bool = False) -> str:
-    """The table in one of FORMATS, showing one of SHOWS, with what the reader must know below it.
+    """Format the table in one of FORMATS, showing one of SHOWS, with the notes for readers below it.
 
     ``terminal``: text is for a terminal, where the best of a block is bold.
     """
@@ -32,22 +32,22 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
         return writers.csv(CSV_FIELDS, records(view))
     name, table, lines = title(view, show), grid(view, show), notes(view, show)
     if style == "html":
-        name, said = html.escape(name), "".join(f"<li>{html.escape(n)}</li>" for n in lines)
+        name, items = html.escape(name), "".join(f"<li>{html.escape(n)}</li>" for n in lines)
         return (
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title></head>\n<body>\n'
-            f"<h1>{name}</h1>\n{writers.html(table)}\n<ul>{said}</ul>\n</body></html>\n"
+            f"<h1>{name}</h1>\n{writers.html(table)}\n<ul>{items}</ul>\n</body></html>\n"
         )
     if style == "md":
         return f"# {name}\n\n{writers.compose([table], lines, style)}"
-    below = "".join(f"{writers.note(n, style)}\n" for n in lines)
+    footer = "".join(f"{writers.note(n, style)}\n" for n in lines)
     if style == "latex":
-        return f"% {name}\n% needs booktabs, makecell and amssymb\n{writers.latex(table)}{below}"
+        return f"% {name}\n% needs booktabs, makecell and amssymb\n{writers.latex(table)}{footer}"
     pieces = "".join(writers.text(piece, terminal) for piece in table.folded())
-    return f"{fill(name, WIDTH, break_on_hyphens=False)}\n\n{pieces}{below}"
+    return f"{fill(name, WIDTH, break_on_hyphens=False)}\n\n{pieces}{footer}"
 
 
 def as_json(view: View) -> dict[str, Any]:
-    """The table as plain data: its title, a record of what is known of each cell, and the notes below it."""
+    """Return plain data: the table's title, a record of each cell, and the notes below it."""
     cells = [{k: r[k] for k in CSV_FIELDS if r.get(k) not in (None, "")} for r in records(view)]
     return {"table": view.ours.declared.id, "title": title(view, "both"), "cells": cells, "notes": notes(view, "both")}
 
@@ -91,7 +91,7 @@ def records(view: View) -> Iterator[dict[str, Any]]:
 
 
 def _timed(cell: TimedCell, base: str) -> dict[str, Any]:
-    """What a record says of a cell of an efficiency table, whose ratios are to the row ``base``."""
+    """Return the fields of an efficiency table's cell, whose ratios are to the row ``base``."""
     return {
         "unit": cell.printed.unit,
         "ratio": cell.ratio,

@@ -18,39 +18,40 @@ SHORT = {"pct": "%", "x": ""}
 
 
 def name(timings: Timings, column: str) -> str:
-    """A column's name with its unit."""
+    """Return a column's name with its unit."""
     unit = next(c.unit for r in timings.table.rows for n, c in r.cells.items() if n == column)
     return f"{column} {SHORT.get(unit, unit)}".rstrip()
 
 
 def lines(entry: CellView, show: str) -> list[str]:
-    """One cell, line by line; ``show`` as in grid."""
+    """Return the lines of one cell; ``show`` as in grid."""
     cell = entry.timed
     assert cell is not None
-    ours, theirs, printed = _state(entry) or _ratio(cell.ratio), _ratio(cell.published_ratio), _printed(entry)
+    ours, their_ratio, printed = _state(entry) or _ratio(cell.ratio), _ratio(cell.published_ratio), _printed(entry)
     if show in ("published", "beside"):
-        return [printed] if cell.published_ratio is None else [theirs, printed]
+        return [printed] if cell.published_ratio is None else [their_ratio, printed]
     if show == "delta":
         if cell.ratio is None or cell.published_ratio is None:
             return [_state(entry) or "—"]
         return [f"{cell.ratio - cell.published_ratio:+.2f}".replace("-", "−")]
     value = "" if cell.value is None else _number(cell.value) + (" ∫" if INTEGRATED in cell.marks else "")
-    bare = value and cell.ratio is None
+    without_ratio = value and cell.ratio is None
     if show == "ours":
         spread = "" if cell.spread is None else f"[{_number(cell.spread[0])}, {_number(cell.spread[1])}]"
-        return [text for text in ("" if bare else ours, value, spread) if text]
-    ratio = "" if bare and cell.published_ratio is None else f"{ours} ({theirs})"
+        return [text for text in ("" if without_ratio else ours, value, spread) if text]
+    ratio = "" if without_ratio and cell.published_ratio is None else f"{ours} ({their_ratio})"
     return [text for text in (ratio, value and f"ours {value}", f"paper {printed}") if text]
 
 
 def _state(entry: CellView) -> str:
-    """What stands where no number does; '' where one does."""
+    """Return the text that stands in place of a number; '' where there is a number."""
     if entry.status in (REFUSED, FAILED):
         return "✗"
     return {OOM: OOM, "measured": ""}.get(entry.status, "—")
 
 
 def _printed(entry: CellView) -> str:
+    """Return the text of the printed value, with its marks."""
     assert entry.timed is not None
     if "out-of-memory" in entry.timed.printed.flag.lower():
         return OOM
@@ -59,67 +60,71 @@ def _printed(entry: CellView) -> str:
 
 
 def _ratio(ratio: float | None) -> str:
+    """Format a ratio; None is a dash."""
     return "—" if ratio is None else f"{ratio:.2f}×"
 
 
 def _number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Format a number with three digits, or all before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> list[str]:
-    """What the reader must know: both devices, what ratios are of, the scale of a stand-in, what is not there."""
+    """Return the notes for readers: both devices, what ratios are of, a stand-in's scale, and what is missing."""
     bench = timings.bench
-    theirs = f"N.NN×: the paper's over its own {bench.base}; the paper's is {_theirs(timings)}."
+    their_note = f"N.NN×: the paper's over its own {bench.base}; the paper's is {_theirs(timings)}."
     if show == "published":
-        return [theirs, *_printed_notes(entries)]
+        return [their_note, *_printed_notes(entries)]
     cells = [e.timed for e in entries if e.timed is not None]
-    found = list(_ours_notes(timings, show)) if timings.there else [theirs.replace("N.NN×", "(N.NN×)", 1)]
+    texts = list(_ours_notes(timings, show)) if timings.there else [their_note.replace("N.NN×", "(N.NN×)", 1)]
     if any(INTEGRATED in c.marks for c in cells):
-        found.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")
+        texts.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")
     if show != "delta":
-        found += _printed_notes([replace(e, exact="", mark="") if show == "ours" else e for e in entries])
-    wrong = {(c.row["method"], c.row["workload"], c.reason) for c in cells if c.row and c.status in (REFUSED, FAILED)}
-    found += [f"✗ {method} at {workload}: {reason}" for method, workload, reason in sorted(wrong)]
-    about: dict[str, dict[str, None]] = {}
+        texts += _printed_notes([replace(e, exact="", mark="") if show == "ours" else e for e in entries])
+    failed = [c for c in cells if c.status in (REFUSED, FAILED)]
+    failures = {(c.row["method"], c.row["workload"], c.reason) for c in failed if c.row}
+    texts += [f"✗ {method} at {workload}: {reason}" for method, workload, reason in sorted(failures)]
+    names_by_reason: dict[str, dict[str, None]] = {}
     for printed, cell in timings.cells.items():
         if cell.status == NOT_RUN:
             places = (printed.model, printed.method, printed.dataset)
             other = printed.dataset if printed.dataset == "avg" else printed.method
-            about.setdefault(cell.reason, {})[next((p for p in places if p in bench.not_run), other)] = None
-    found += [f"— not run: {', '.join(names)}: {reason}" for reason, names in about.items()]
+            names_by_reason.setdefault(cell.reason, {})[next((p for p in places if p in bench.not_run), other)] = None
+    texts += [f"— not run: {', '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
     if any(c.status == MISSING for c in cells):
-        found.append(f"— not measured yet: {timings.command}")
-    found += [f"Left out: {n} rows of {device}; a table shows one device." for device, n in timings.left_out.items()]
+        texts.append(f"— not measured yet: {timings.command}")
+    texts += [f"Left out: {n} rows of {device}; a table shows one device." for device, n in timings.left_out.items()]
     if timings.stand_in:
-        found.append(f"GPU numbers are missing: {SCRIPT} {bench.results} measures them; they are then shown instead.")
+        texts.append(f"GPU numbers are missing: {SCRIPT} {bench.results} measures them; they are then shown instead.")
     if timings.there:
-        found.append(f"Rows: {timings.file.parent.name}/{timings.file.name}.")
-    return found
+        texts.append(f"Rows: {timings.file.parent.name}/{timings.file.name}.")
+    return texts
 
 
 def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
-    """Both devices, what a ratio is of, what a stand-in is scaled to, and how many ratios agree in direction."""
+    """Yield both devices, the base of ratios, a stand-in's scale, and how many ratios agree in direction."""
     bench, cells = timings.bench, timings.cells
-    less = "±N.NN: our ratio less the paper's. A ratio is" if show == "delta" else "N.NN×:"
-    beside = f"{less} ours over our {bench.base} row, measured beside it (the paper's over its own)"
+    start = "±N.NN: our ratio less the paper's. A ratio is" if show == "delta" else "N.NN×:"
+    ratio_text = f"{start} ours over our {bench.base} row, measured beside it (the paper's over its own)"
     ours = f"{bench.model} with random weights on {timings.device}; the paper's"
     if timings.stand_in:
         yield (
-            f"Stand-in: ours is {ours} is {_theirs(timings)}. {beside}. Only ratios compare, and of those the "
+            f"Stand-in: ours is {ours} is {_theirs(timings)}. {ratio_text}. Only ratios compare, and of those the "
             "direction; no GPU took part."
         )
         pairs = {bench.printed_workload(p): str(c.row["workload"]) for p, c in cells.items() if c.row is not None}
-        said = ", ".join(f"{b} for {a}" if a != b else a for a, b in pairs.items())
-        yield f"Stand-in's workloads: {bench.stand_in.words()}. Prompt + new tokens x rows: {said}."
+        workloads = ", ".join(f"{b} for {a}" if a != b else a for a, b in pairs.items())
+        yield f"Stand-in's workloads: {bench.stand_in.words()}. Prompt + new tokens x rows: {workloads}."
     else:
-        yield f"Ours: {ours}: {_theirs(timings)}. {beside}. Only ratios compare."
+        yield f"Ours: {ours}: {_theirs(timings)}. {ratio_text}. Only ratios compare."
     if len(_devices(timings)) > 1:
         yield "Ours is of one device and stands beside each of the paper's."
     rows = [c.row for c in cells.values() if c.row is not None and "total" in c.row["quantities"]]
     counts = sorted({int(r["quantities"]["total"].get("n", 1)) for r in rows})
-    most = sorted({(str(r["workload"]), r["method"], r["batch"]) for r in rows if str(r["workload"]).endswith("xmax")})
-    fitted = f" Rows that fit: {', '.join(f'{m} {b}' for _, m, b in most)}." if most else ""
+    largest_batches = sorted(
+        {(str(r["workload"]), r["method"], r["batch"]) for r in rows if str(r["workload"]).endswith("xmax")}
+    )
+    fitted = f" Rows that fit: {', '.join(f'{m} {b}' for _, m, b in largest_batches)}." if largest_batches else ""
     yield f"Medians of {', '.join(map(str, counts)) or 'no'} repeats in shuffled order.{fitted}"
     # as they are shown, with two digits
     sides = [
@@ -128,13 +133,13 @@ def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
         if c.ratio is not None and c.published_ratio is not None and p.method != bench.base
     ]
     if sides:
-        same = sum((a > 0) == (b > 0) and (a < 0) == (b < 0) for a, b in sides)
-        yield f"{same} of {len(sides)} ratios lie on the paper's side of 1."
+        agreeing = sum((a > 0) == (b > 0) and (a < 0) == (b < 0) for a, b in sides)
+        yield f"{agreeing} of {len(sides)} ratios lie on the paper's side of 1."
     yield from (f"Ours: {note}." for note in bench.notes)
 
 
 def _printed_notes(entries: Sequence[CellView]) -> Iterator[str]:
-    """What marks beside the numbers say."""
+    """Yield what marks beside the numbers say."""
     if any(e.timed is not None and (_printed(e) == OOM or e.timed.status == OOM) for e in entries):
         yield "OOM: out of memory."
     recomputed = [e.exact for e in entries if e.exact]
@@ -147,11 +152,11 @@ def _printed_notes(entries: Sequence[CellView]) -> Iterator[str]:
 
 
 def _theirs(timings: Timings) -> str:
-    """The paper's models and devices."""
+    """Return the paper's models and devices."""
     models = [{"unstated": "a model that is not stated"}.get(m, m) for m in timings.table.models() if m]
     return f"{' and '.join(models)} on {' and '.join(_devices(timings)) or timings.bench.device}"
 
 
 def _devices(timings: Timings) -> list[str]:
-    """The paper's devices that its rows name."""
+    """Return the paper's devices that its rows name."""
     return list(dict.fromkeys(c.settings["gpu"] for c in timings.table.printed if "gpu" in c.settings))

@@ -32,7 +32,7 @@ VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta
 
 @dataclass(frozen=True)
 class ReportPage:
-    """Everything that the page shows: tables on a model, figures, ledgers of claims, findings, samples and runs."""
+    """The content of the page: tables on a model, figures, ledgers of claims, findings, samples and runs."""
 
     model: str
     tables: Sequence[ReportPart]
@@ -43,11 +43,11 @@ class ReportPage:
     runs: Sequence[Mapping[str, Any]]
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        behind = ({"measured": None if t.measured is None else asdict(t.measured)} for t in self.tables)
+        """Return the report as plain data."""
+        measured = ({"measured": None if t.measured is None else asdict(t.measured)} for t in self.tables)
         return {
             "model": self.model,
-            "tables": [{**t.plain, **more} for t, more in zip(self.tables, behind, strict=True)],
+            "tables": [{**t.plain, **more} for t, more in zip(self.tables, measured, strict=True)],
             "figures": [{key.lower(): text for key, text in figure.items()} for figure in self.figures],
             "claims": self.claims,
             "audit": [asdict(finding) for finding in self.audit],
@@ -56,7 +56,7 @@ class ReportPage:
         }
 
     def page(self) -> str:
-        """The report as one HTML page."""
+        """Return the report as one HTML page."""
         ours = sum("as printed" not in t.title for t in self.tables)
         stand_in = any("stand-in" in t.title for t in self.tables)
         stands = ", a stand-in: compare orders with the papers', not values" if stand_in else ""
@@ -89,19 +89,19 @@ class ReportPage:
         return build("kvbench: five papers on KV-cache compression", sections, self.samples, lead)
 
     def _runs(self) -> str:
-        """What the samples behind the tables, and the cells of the store, were measured with."""
-        behind = [t.measured for t in self.tables if t.measured]
-        out = [f"<h3>Cells of the store: {len(self.runs)}</h3>"]
-        if behind:
-            body = ((m.table, m.cells, m.answers, *m.facts.values()) for m in behind)
-            table = rows(("table", "cells", "answers", *behind[0].facts), body)
-            out.insert(0, f"<h3>Samples behind the tables</h3>{table}")
+        """Return the provenance of the samples behind the tables, and of the cells of the store."""
+        measured = [t.measured for t in self.tables if t.measured]
+        parts = [f"<h3>Cells of the store: {len(self.runs)}</h3>"]
+        if measured:
+            body = ((m.table, m.cells, m.answers, *m.facts.values()) for m in measured)
+            table = rows(("table", "cells", "answers", *measured[0].facts), body)
+            parts.insert(0, f"<h3>Samples behind the tables</h3>{table}")
         cells = [tuple(r.values()) for r in self.runs]
-        return "".join(out) + (rows(tuple(self.runs[0]), cells) if cells else "<p>None.</p>")
+        return "".join(parts) + (rows(tuple(self.runs[0]), cells) if cells else "<p>None.</p>")
 
 
 def ledger(content: Mapping[str, Any]) -> str:
-    """A model's claims with their verdicts and evidence."""
+    """Return a model's claims with their verdicts and evidence."""
     body = [
         (
             v["id"],
@@ -116,14 +116,14 @@ def ledger(content: Mapping[str, Any]) -> str:
     kinds = [f"verdict-{v['verdict'].split()[0]}" for v in content["verdicts"]]
     head = ("claim", "what the paper says", "what is tested", "verdict", "points", "why")
     title = f"{content['model']}{', a stand-in' if content['stand_in'] else ''}"
-    said = "".join(f"<li>{html.escape(note)}</li>" for note in claim_runner.notes(content))
-    return f"<h3>{html.escape(title)}</h3><ul>{said}</ul>" + rows(head, body, kinds)
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in claim_runner.notes(content))
+    return f"<h3>{html.escape(title)}</h3><ul>{notes}</ul>" + rows(head, body, kinds)
 
 
 def build(
     title: str, sections: Sequence[tuple[str, str, str]], data: Sequence[Mapping[str, Any]] = (), lead: str = ""
 ) -> str:
-    """The page: ``sections`` are (id, heading, HTML), ``data`` the samples of the browser; ``lead`` stands first."""
+    """Build the page: ``sections`` are (id, heading, HTML), ``data`` the browser's samples, ``lead`` the first text."""
     style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     links = "".join(f'<a href="#{i}">{html.escape(h)}</a>' for i, h, _ in sections)
     views = "".join(
@@ -132,66 +132,66 @@ def build(
     )
     body = "\n".join(f'<section><h2 id="{i}">{html.escape(h)}</h2>\n{content}</section>' for i, h, content in sections)
     # a tag inside the data must not end the element that holds it
-    held = json.dumps(list(data), ensure_ascii=False).replace("<", "\\u003c")
+    samples = json.dumps(list(data), ensure_ascii=False).replace("<", "\\u003c")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{style}</style></head>\n'
         f'<body class="view-both">\n<h1>{html.escape(title)}</h1>\n<p>{html.escape(lead)}</p>\n'
         f"<nav>{links} <span>cells show {views}</span></nav>\n"
-        f'{body}\n<script type="application/json" id="samples-data">{held}</script>\n'
+        f'{body}\n<script type="application/json" id="samples-data">{samples}</script>\n'
         f"<script>{script}</script>\n</body></html>\n"
     )
 
 
 def tables(found: Iterable[tuple[str, str, str]]) -> str:
-    """Tables to unfold: (paper, title, HTML) each, below a heading for every paper; the first is open."""
-    out, paper = [], None
+    """Return tables to unfold: (paper, title, HTML) each, with a heading for every paper; the first is open."""
+    parts, paper = [], None
     for name, title, content in found:
         if name != paper:
-            out.append(f"<h3>{html.escape(catalogue.paper(name).called)}</h3>")
+            parts.append(f"<h3>{html.escape(catalogue.paper(name).called)}</h3>")
         opened = " open" if paper is None else ""
         paper = name
-        out.append(f"<details{opened}><summary>{html.escape(title)}</summary>{content}</details>")
-    return "\n".join(out)
+        parts.append(f"<details{opened}><summary>{html.escape(title)}</summary>{content}</details>")
+    return "\n".join(parts)
 
 
 def figures_of(folder: Path) -> list[dict[str, str]]:
-    """Every figure of ``folder``: its picture, what it shows, what the paper finds there, and what is here."""
-    found = []
+    """Return every figure of ``folder``: its picture, what it shows, the paper's finding, and ours."""
+    figures = []
     for path in sorted(folder.rglob("*.png"), key=lambda path: _order(str(path.relative_to(folder)))):
         name, csv = str(path.relative_to(folder).with_suffix("")), path.with_suffix(".csv")
-        about = {"name": name, "picture": str(path)}
+        texts = {"name": name, "picture": str(path)}
         if (figure := FIGURES.get(name)) is not None:
-            here = figure.finding(figure.parse(csv.read_text(encoding="utf-8"))) if csv.exists() else ""
-            about |= {"title": figure.title, "Shows": figure.shows, "Here": here}
-            about |= {"The paper": figure.claim, "Open": figure.unsaid}
-        found.append(about)
-    return found
+            finding = figure.finding(figure.parse(csv.read_text(encoding="utf-8"))) if csv.exists() else ""
+            texts |= {"title": figure.title, "Shows": figure.shows, "Here": finding}
+            texts |= {"The paper": figure.claim, "Open": figure.unsaid}
+        figures.append(texts)
+    return figures
 
 
 def figures(found: Sequence[Mapping[str, str]]) -> str:
-    """The figures inside the page."""
-    out = []
+    """Return the figures as HTML."""
+    parts = []
     for figure in found:
-        said = ((key, figure.get(key)) for key in ("Shows", "Here", "The paper", "Open"))
-        lines = "".join(f"<p><b>{what}</b> {html.escape(text)}</p>" for what, text in said if text)
+        texts = ((key, figure.get(key)) for key in ("Shows", "Here", "The paper", "Open"))
+        lines = "".join(f"<p><b>{what}</b> {html.escape(text)}</p>" for what, text in texts if text)
         title = html.escape(": ".join(figure[key] for key in ("name", "title") if key in figure))
         data = base64.b64encode(Path(figure["picture"]).read_bytes()).decode()
-        out.append(
+        parts.append(
             f"<details><summary>{title}</summary><figure><img loading='lazy' alt='{title}' "
             f"src='data:image/png;base64,{data}'><figcaption>{lines}</figcaption></figure></details>"
         )
-    return "\n".join(out) or "<p>None yet: python -m kvbench plot.</p>"
+    return "\n".join(parts) or "<p>None yet: python -m kvbench plot.</p>"
 
 
 def _order(name: str) -> tuple[Any, ...]:
-    """By name, with numbers as numbers: figure 10 comes behind figure 9."""
+    """Return a sort key with numbers as numbers: figure 10 comes behind figure 9."""
     return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))
 
 
 def rows(headers: Sequence[str], body: Iterable[Sequence[Any]], classes: Iterable[str] = ()) -> str:
-    """A sortable table of texts; ``classes`` are those of its rows. Columns of numbers only stand at their right."""
+    """Return a sortable table of texts; ``classes`` are those of its rows. Columns of numbers stand at the right."""
     texts = tuple(tuple("" if c is None else str(c).replace("\n", " ") for c in row) for row in body)
     kinds = [_kind(column) for column in zip(*texts, strict=True)] or ["text"] * len(headers)
     table = writers.html(Table(tuple(headers), texts), "sortable", columns=kinds, rows=list(classes))
@@ -199,14 +199,14 @@ def rows(headers: Sequence[str], body: Iterable[Sequence[Any]], classes: Iterabl
 
 
 def _kind(column: Sequence[str]) -> str:
-    """number, short (one line) or text (wrapped), by what the column holds."""
+    """Return number, short (one line) or text (wrapped), by what the column holds."""
     if all(re.fullmatch(r"[+\-−]?[\d,.]*", c) for c in column):
         return "number"
     return "short" if max(map(len, column)) <= SHORT else "text"
 
 
 def browser(count: int) -> str:
-    """Where the script shows the samples."""
+    """Return the elements in which the script shows the samples."""
     if not count:
         return "<p>No examples were asked for (samples=).</p>"
     return (

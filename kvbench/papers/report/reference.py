@@ -1,4 +1,4 @@
-"""What each paper's preset sets, what the paper prints and claims, and what of it kvbench can reproduce."""
+"""The reference of the papers: their presets, what they print and claim, and what kvbench can reproduce of it."""
 
 from __future__ import annotations
 
@@ -40,27 +40,29 @@ TIMES = "times and peaks are those of its GPU"
 
 @dataclass(frozen=True)
 class PaperNeeds:
-    """What a table takes that only a run can give: models of conf/model, and names that kvbench does not have."""
+    """Requirements of a table that only a run can meet: models of conf/model, and names unknown to kvbench."""
 
     models: tuple[str, ...]
     absent: tuple[str, ...]
 
 
 def needs(entry: CatalogueEntry) -> PaperNeeds:
-    """What of a table's rows and columns kvbench knows."""
-    known = {model_id(m): m for m in entries("model")}
+    """Return the models of a table that kvbench has, and the names in its rows and columns that it does not have."""
+    model_names = {model_id(m): m for m in entries("model")}
     methods = {*registry.available(), QUANT}
     datasets = {*entries("dataset"), *TASKS}
     facts = entry.as_json()
     measured = {c.dataset for c in entry.cells if c.metric in (*SCORES, "perplexity")} - {"avg"}
-    absent = [m for m in facts["models"] if model_id(m) not in known]
+    absent = [m for m in facts["models"] if model_id(m) not in model_names]
     absent += sorted({part for m in facts["methods"] for part in m.split("+")} - methods)
     absent += sorted(measured - datasets)
-    return PaperNeeds(tuple(known[model_id(m)] for m in facts["models"] if model_id(m) in known), tuple(absent))
+    return PaperNeeds(
+        tuple(model_names[model_id(m)] for m in facts["models"] if model_id(m) in model_names), tuple(absent)
+    )
 
 
 def reproduction(entry: CatalogueEntry, book: Book) -> str:
-    """What can be reproduced of a table or figure, in a sentence."""
+    """Describe in a sentence what can be reproduced of a table or figure."""
     if entry.kind == "drawing":
         return "a drawing"
     if entry.kind == "dataset-facts":
@@ -76,12 +78,12 @@ def reproduction(entry: CatalogueEntry, book: Book) -> str:
 
 
 def page() -> str:
-    """All papers as Markdown."""
+    """Return all papers as Markdown."""
     return markdown(catalogue.chosen("all"))
 
 
 def markdown(papers: Sequence[Paper]) -> str:
-    """Papers as Markdown."""
+    """Return papers as Markdown."""
     book, parts = published(), [HEAD]
     for paper in papers:
         preset = f", `preset={paper.preset}`. {presets.about(paper.preset)}" if paper.preset else "."
@@ -96,27 +98,31 @@ def markdown(papers: Sequence[Paper]) -> str:
 
 
 def text(papers: Sequence[Paper]) -> str:
-    """Papers for a terminal of 100 columns."""
+    """Return papers as text for a terminal of 100 columns."""
     book, lines = published(), []
     for paper in papers:
         preset = f", preset={paper.preset}" if paper.preset else ""
         lines += [fill(f"{paper.title} ({paper.source}{preset})", WIDTH), ""]
         for s in _settings(paper):
-            what = f"{s.key.removeprefix('method.')}={_plain(s.value)}"
-            lines.append(_hanging(f"{what:<30} {s.source}" + (f" ({s.model} only)" if s.model else ""), 33))
+            setting = f"{s.key.removeprefix('method.')}={_plain(s.value)}"
+            lines.append(_hanging(f"{setting:<30} {s.source}" + (f" ({s.model} only)" if s.model else ""), 33))
         lines.append("")
         for e in paper.entries:
-            name, kind, title, cells, can = _entry(e, book)
+            name, kind, title, cells, reproducible = _entry(e, book)
             lines.append(_hanging(f"{name:<10} {kind}: {title}{f'; cells: {cells}' if cells else ''}", 13))
-            lines.append(fill(can.replace("`", ""), WIDTH, initial_indent=" " * 13, subsequent_indent=" " * 13))
+            lines.append(
+                fill(reproducible.replace("`", ""), WIDTH, initial_indent=" " * 13, subsequent_indent=" " * 13)
+            )
         lines.append("")
-        lines += [_hanging(f"{verdict:<14} {said} ({where})", 17) for where, said, verdict in _claims(paper, book)]
+        lines += [
+            _hanging(f"{verdict:<14} {statement} ({place})", 17) for place, statement, verdict in _claims(paper, book)
+        ]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
 def as_json(paper: Paper) -> dict[str, Any]:
-    """A paper as plain data: what its preset sets and from where, what can be reproduced, and what it says."""
+    """Return a paper as plain data: its preset with sources, what can be reproduced, and what it says."""
     book = published()
     names = ("name", "kind", "title", "cells", "reproduction")
     return {
@@ -131,6 +137,7 @@ def as_json(paper: Paper) -> dict[str, Any]:
 
 
 def _settings(paper: Paper) -> tuple[Setting, ...]:
+    """Return the settings of a paper's preset; none where it has no preset."""
     return presets.settings(paper.preset) if paper.preset else ()
 
 
@@ -139,6 +146,7 @@ SAYS = ("place", "statement, in our words", "by its own numbers")
 
 
 def _entry(entry: CatalogueEntry, book: Book) -> tuple[str, str, str, str, str]:
+    """Return one row of COLUMNS."""
     counts = entry.counts()
     marked = [f"{counts[k]} {k}" for k in ("suspect", "repaired", "missing") if counts[k]]
     cells = "" if entry.is_figure else str(counts["published"]) + (f" ({', '.join(marked)})" if marked else "")
@@ -146,25 +154,29 @@ def _entry(entry: CatalogueEntry, book: Book) -> tuple[str, str, str, str, str]:
 
 
 def _exact(entry: CatalogueEntry, book: Book) -> str:
+    """Describe which part can be computed without a model, with the number of cells."""
     cells = [e for e in everything(book) if (e.cell.paper, e.cell.table) == (entry.paper, entry.id)]
-    many = f" ({len(cells)} cells, {sum(not e.ok for e in cells)} off)" if cells else ""
-    return f"without a model: {entry.exact}{many}"
+    counts = f" ({len(cells)} cells, {sum(not e.ok for e in cells)} off)" if cells else ""
+    return f"without a model: {entry.exact}{counts}"
 
 
 def _claims(paper: Paper, book: Book) -> Iterator[tuple[str, str, str]]:
+    """Yield (place, statement, verdict) of a paper's statements, without notes and those about tables."""
     for j in judged(book):
         if j.statement.paper == paper.id and not (j.verdict == NOTE or j.statement.place.startswith("table")):
             yield j.statement.place, j.statement.text, j.verdict
 
 
 def _name(entry: CatalogueEntry) -> str:
+    """Return an entry's place in words."""
     return f"figure {entry.id.removeprefix('figure')}" if entry.is_figure else place(entry.id)
 
 
 def _plain(value: Any) -> str:
-    """As it is typed."""
+    """Return a value as it is typed."""
     return yaml.safe_dump(value, default_flow_style=True, width=1000).replace("\n...", "").strip()
 
 
 def _hanging(line: str, indent: int) -> str:
+    """Wrap a line, with further lines indented."""
     return fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * indent, break_long_words=False)

@@ -1,4 +1,4 @@
-"""What a reader wants to see of single examples: prompt, reference, each method's answer, and which tokens it kept."""
+"""Single examples for the page: prompt, reference, each method's answer, and the tokens that it kept."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ LEVELS = 10
 
 
 def collect(prepared: RunPlan, per_task: int) -> list[dict[str, Any]]:
-    """The first ``per_task`` examples of every task with the answers of all methods, measured where missing.
+    """Return the first ``per_task`` examples of every task with all methods' answers, measured where missing.
 
     Prompts are read again to see what each method keeps: positions are not part of what a run stores.
     """
     experiment.measure(prepared, quiet=True)
     model = load.load_weights(prepared.cfg.model, prepared.source, load.resolve_device(prepared.cfg.device))
     host = experiment.make_host(prepared, model)
-    found = []
+    examples = []
     for group in prepared.bound(model, quiet=True):
         for example in group.examples[:per_task]:
             if not example.tokens:
-                found.append(_example(host, prepared, group, example))
-    return found
+                examples.append(_example(host, prepared, group, example))
+    return examples
 
 
 def _example(host: Any, prepared: RunPlan, group: Group, example: Example) -> dict[str, Any]:
+    """Return one example with every method's answer and kept tokens."""
     room = None if host.context is None else host.context - example.max_new_tokens
     encoded = encode(host.tokenizer, example, group.task, host.policy, room)
     ids = torch.tensor(encoded.ids)
@@ -66,6 +67,7 @@ def _example(host: Any, prepared: RunPlan, group: Group, example: Example) -> di
 
 
 def _caches(host: Any, ids: Tensor, cells: list[Cell]) -> list[Cache | None]:
+    """Return each chain's cache of a prompt; None for all where one cannot read it."""
     try:
         return list(prefill_chains(host.model, ids, [c.chain for c in cells], host.plain))
     except UsageError:
@@ -73,7 +75,7 @@ def _caches(host: Any, ids: Tensor, cells: list[Cell]) -> list[Cache | None]:
 
 
 def shades(cache: Cache) -> Tensor:
-    """For each prompt token the share of layers and heads that hold it, in LEVELS steps [n]."""
+    """Return for each prompt token the share of layers and heads that hold it, in LEVELS steps [n]."""
     counts = torch.zeros(cache.seen)
     heads = 0
     for layer in cache.layers:

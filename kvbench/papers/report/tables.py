@@ -20,12 +20,12 @@ from kvbench.tables import writers
 
 FACTS = ("model", "device", "dtype", "torch", "transformers", "kvbench", "commit")
 VIEWS = ("ours", "beside", "published", "delta")
-"""What a cell can show: our side, the printed one beside it (as a share on a stand-in), that alone, the difference."""
+"""Views of a cell: our side, the printed one beside it (as a share on a stand-in), that alone, the difference."""
 
 
 @dataclass(frozen=True)
 class ReportPart:
-    """One table for the page: its HTML, the same as plain data, and what the samples behind it were measured with."""
+    """One table for the page: its HTML, its plain data, and the provenance of the samples behind it."""
 
     paper: str
     title: str
@@ -36,7 +36,7 @@ class ReportPart:
 
 @dataclass(frozen=True)
 class MeasuredTable:
-    """How many cells and answers are behind a table, and the values that their provenance has, by key."""
+    """The numbers of cells and answers behind a table, and the values of their provenance by key."""
 
     table: str
     cells: int
@@ -45,11 +45,12 @@ class MeasuredTable:
 
 
 def parts(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[ReportPart]:
-    """Every declared table: from the samples committed in ``samples``, else from the store."""
+    """Build every declared table: from the samples committed in ``samples``, else from the store."""
     return [_part(t, model, results, samples, arguments) for t in table_spec.find("all")]
 
 
 def _part(table: TableSpec, model: str, results: str, samples: Path, arguments: Sequence[str]) -> ReportPart:
+    """Build one table, from committed samples where there are any that it shows."""
     packed = samples / f"{table.paper}-{table.table}.samples.jsonl.gz"
     if table.measurable and packed.exists():
         with tempfile.TemporaryDirectory() as folder:
@@ -59,32 +60,34 @@ def _part(table: TableSpec, model: str, results: str, samples: Path, arguments: 
             limit = [f"limit={max(counts)}"] if model == stand_ins.MODEL else []
             ours = our_table.prepare(table, model, [f"results={folder}", *limit, *arguments])
             if ours.run is not None and {c.id for g in ours.run.groups for c in g.cells} & set(cells):
-                behind = MeasuredTable(table.id, len(cells), sum(counts), provenance(store, cells))
-                return _of(view(ours), behind)
-    more = arguments if table.measurable else ()
-    return _of(view(our_table.prepare(table, model, [f"results={results}", *more])))
+                measured = MeasuredTable(table.id, len(cells), sum(counts), provenance(store, cells))
+                return _of(view(ours), measured)
+    extra = arguments if table.measurable else ()
+    return _of(view(our_table.prepare(table, model, [f"results={results}", *extra])))
 
 
 def _of(seen: View, behind: MeasuredTable | None = None) -> ReportPart:
+    """Build the part of a table that was read."""
     return ReportPart(seen.ours.declared.paper, title(seen), fragment(seen), page.as_json(seen), behind)
 
 
 def provenance(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
-    """The values of FACTS over all ``cells``, each once."""
+    """Return the values of FACTS over all ``cells``, each once."""
     entries = [p for c in cells if (record := store.cell(c)) is not None for p in record.provenance]
     return {key: ", ".join(dict.fromkeys(str(e[key]) for e in entries if e.get(key))) for key in FACTS}
 
 
 def fragment(seen: View) -> str:
-    """One table as HTML: four spans a cell, of which the page shows what its view asks for."""
+    """Return one table as HTML: four spans a cell, of which the page shows what its view asks for."""
     views = {show: grid(seen, show) for show in VIEWS}
 
     def cell(row: int, column: int) -> str:
+        """Return a cell's spans, one for each view; the first column is the same in all."""
         if not column:
             return writers.html_lines(views["ours"].rows[row][0], small=True)
         texts = ((show, writers.html_lines(table.rows[row][column], small=True)) for show, table in views.items())
         return "".join(f'<span class="{show}">{text}</span>' for show, text in texts)
 
-    said = "".join(f"<li>{html.escape(n)}</li>" for n in notes(seen, "beside"))
+    items = "".join(f"<li>{html.escape(n)}</li>" for n in notes(seen, "beside"))
     table = writers.html(views["ours"], "paper", cell)
-    return f'<div class="scroll">{table}</div><ul class="notes">{said}</ul>'
+    return f'<div class="scroll">{table}</div><ul class="notes">{items}</ul>'

@@ -1,4 +1,4 @@
-"""Which tables and figures each paper has: papers/<paper>/paper.yaml, with what follows from the published cells."""
+"""The tables and figures of each paper: its paper.yaml, with the facts that follow from the published cells."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ class CatalogueEntry:
 
     @property
     def name(self) -> str:
-        """As users name it: ``think/2``."""
+        """Return the name for users: ``think/2``."""
         return f"{self.paper}/{self.id}"
 
     @property
     def is_figure(self) -> bool:
-        """Whether it has no cells of its own."""
+        """Tell whether it has no cells of its own."""
         return self.id.startswith("figure")
 
     @property
     def cells(self) -> tuple[Published, ...]:
-        """The published cells; none of a figure."""
+        """Return the published cells; none of a figure."""
         return () if self.is_figure else load_table(self.paper, self.id)
 
     def counts(self) -> dict[str, int]:
-        """How many cells are published, and of them suspect, repaired and missing (a cell can be two of these)."""
+        """Count the published cells, and the suspect, repaired and missing ones (a cell can be two of these)."""
         flags = Counter(kind for c in self.cells for kind in c.flags)
         marked = {kind: flags[kind] for kind in ("suspect", "repaired", "missing")}
         return {"published": len(self.cells) - marked["missing"], **marked}
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, for lists."""
+        """Return plain data, for lists."""
         return {
             "id": self.name,
             "kind": self.kind,
@@ -92,18 +92,18 @@ class Paper:
 
     @property
     def called(self) -> str:
-        """Its name, else its id."""
+        """Return its name, else its id."""
         return self.name or self.id
 
 
 def papers() -> tuple[str, ...]:
-    """The ids of all papers."""
+    """Return the ids of all papers."""
     return tuple(path.parent.name for path in files("*/paper.yaml"))
 
 
 @cache
 def paper(name: str) -> Paper:
-    """One paper; raises UsageError for a name that is none, KvbenchError for a damaged file."""
+    """Read one paper; raise UsageError for a name that is none, KvbenchError for a damaged file."""
     if name not in papers():
         raise unknown("paper", name, (*papers(), "all"))
     (path,) = files(f"{name}/paper.yaml")
@@ -113,16 +113,17 @@ def paper(name: str) -> Paper:
 
 
 def chosen(name: str) -> list[Paper]:
-    """The paper of that name, or each for ``all``."""
+    """Return the paper of that name, or each for ``all``."""
     return [paper(p) for p in (papers() if name == "all" else [name])]
 
 
 def in_place() -> tuple[str, ...]:
-    """The ids of all papers in the order of their tables."""
+    """Return the ids of all papers in the order of their tables."""
     return tuple(sorted(papers(), key=lambda p: paper(p).place))
 
 
 def _entries(path: Path, name: str, content: Mapping[str, Any]) -> Iterator[CatalogueEntry]:
+    """Yield the tables and figures of a paper.yaml; raise KvbenchError for an unknown kind or field."""
     recorded = content.get("recorded") or {}
     for group, prefix in (("tables", ""), ("figures", "figure")):
         for number, fields in content.get(group, {}).items():

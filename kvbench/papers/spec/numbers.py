@@ -38,29 +38,29 @@ class Number:
         return float(self.value)
 
     def text(self, decimals: int) -> str:
-        """The value with as many decimals, ties rounded away from zero as papers do."""
+        """Return the value with as many decimals, ties rounded away from zero as papers do."""
         return fixed(self.value, decimals)
 
 
 def exactly(value: int | float | Fraction) -> Number:
-    """A number that hides nothing; a float as its shortest decimal."""
-    found = Fraction(str(value)) if isinstance(value, float) else Fraction(value)
-    return Number(found, found, found)
+    """Return a number that hides nothing; a float stands for its shortest decimal."""
+    exact = Fraction(str(value)) if isinstance(value, float) else Fraction(value)
+    return Number(exact, exact, exact)
 
 
 def printed(text: str) -> Number:
-    """The number that these characters stand for: half a unit of the last digit either way."""
+    """Return the number of these characters, with half a unit of the last digit either way."""
     value, half = Fraction(text), Fraction(1, 2 * 10 ** decimals(text))
     return Number(value, value - half, value + half)
 
 
 def decimals(text: str) -> int:
-    """Digits behind the point."""
+    """Return the number of digits behind the point."""
     return len(text.partition(".")[2])
 
 
 def grade(text: str, recomputed: Number) -> str:
-    """``equal``: rounds to these characters; ``rounding``: hidden or cut digits explain them; else ``off``."""
+    """Return ``equal`` (rounds to these characters), ``rounding`` (hidden or cut digits explain them) or ``off``."""
     if fixed(recomputed.value, decimals(text)) == fixed(Fraction(text), decimals(text)):
         return "equal"
     shown, unit = printed(text), Fraction(1, 10 ** decimals(text))
@@ -70,22 +70,24 @@ def grade(text: str, recomputed: Number) -> str:
 
 
 def mean(numbers: Iterable[Number]) -> Number:
-    """The plain mean."""
-    every = list(numbers)
+    """Return the plain mean."""
+    values = list(numbers)
     total = exactly(0)
-    for n in every:
+    for n in values:
         total = total + n
-    return total / len(every)
+    return total / len(values)
 
 
 def fixed(value: Fraction, digits: int) -> str:
-    """Fixed-point text, ties away from zero; no negative zero."""
+    """Return fixed-point text, with ties away from zero and no negative zero."""
     scaled = abs(value) * 10**digits
-    whole = (2 * scaled.numerator + scaled.denominator) // (2 * scaled.denominator)
-    text = f"{whole:0{digits + 1}d}"
+    # floor(x + 1/2) of the absolute value, in whole units of the last digit
+    units = (2 * scaled.numerator + scaled.denominator) // (2 * scaled.denominator)
+    text = f"{units:0{digits + 1}d}"
     text = f"{text[:-digits]}.{text[-digits:]}" if digits else text
-    return f"-{text}" if value < 0 and whole else text
+    return f"-{text}" if value < 0 and units else text
 
 
 def _number(other: Number | int | Fraction) -> Number:
+    """Return an exact number for an int or a fraction."""
     return other if isinstance(other, Number) else exactly(other)

@@ -1,4 +1,4 @@
-"""All published cells together, by row: what the audit and the exact recomputations read."""
+"""All published cells by row, as the audit and the exact recomputations read them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class PublishedRow:
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """``setting`` as a mapping."""
+        """Return ``setting`` as a mapping."""
         return next(iter(self.cells.values())).settings
 
     @cached_property
     def label(self) -> str:
-        """The row as readers name it."""
+        """Return the row's name for readers."""
         return " ".join(filter(None, (self.model, self.method, self.setting.replace(";", " "))))
 
     @cached_property
     def scores(self) -> dict[str, Published]:
-        """The scores by dataset that a number stands in, without averages."""
+        """Return the scores by dataset that are numbers, without averages."""
         return {
             d: c
             for (d, m), c in self.cells.items()
@@ -52,26 +52,27 @@ class Book:
 
     @cached_property
     def papers(self) -> frozenset[str]:
-        """The papers whose cells are there; nothing is said of others."""
+        """Return the papers whose cells are there; nothing is said about others."""
         return frozenset(c.paper for c in self.cells)
 
     @cached_property
     def rows(self) -> tuple[PublishedRow, ...]:
-        """Every row, in the order of the tables."""
-        found: dict[tuple[str, str, str, str, str], dict[Key, Published]] = {}
+        """Return every row, in the order of the tables."""
+        by_row: dict[tuple[str, str, str, str, str], dict[Key, Published]] = {}
         for c in self.cells:
-            found.setdefault((c.paper, c.table, c.model, c.method, c.setting), {})[c.dataset, c.metric] = c
-        return tuple(PublishedRow(*key, cells) for key, cells in found.items())
+            by_row.setdefault((c.paper, c.table, c.model, c.method, c.setting), {})[c.dataset, c.metric] = c
+        return tuple(PublishedRow(*key, cells) for key, cells in by_row.items())
 
     @cached_property
     def _tables(self) -> dict[Key, list[PublishedRow]]:
-        found: dict[Key, list[PublishedRow]] = {}
+        """Return the rows by (paper, table)."""
+        by_table: dict[Key, list[PublishedRow]] = {}
         for row in self.rows:
-            found.setdefault((row.paper, row.table), []).append(row)
-        return found
+            by_table.setdefault((row.paper, row.table), []).append(row)
+        return by_table
 
     def table(self, paper: str, table: str | int) -> list[PublishedRow]:
-        """The rows of one table; none where the book has no such table."""
+        """Return the rows of one table; none where the book has no such table."""
         return self._tables.get((paper, str(table)), [])
 
     def cell(
@@ -85,31 +86,31 @@ class Book:
         method: str = "",
         setting: str = "",
     ) -> Published:
-        """The one cell of that place; '' is anything, ``setting`` are parts that the row's must hold."""
-        asked = set(filter(None, setting.split(";")))
-        found = [
+        """Return the one cell of a place; '' matches anything, ``setting`` holds parts that the row's must have."""
+        parts = set(filter(None, setting.split(";")))
+        matches = [
             c
             for row in self.table(paper, table)
-            if model in ("", row.model) and method in ("", row.method) and asked <= set(row.setting.split(";"))
+            if model in ("", row.model) and method in ("", row.method) and parts <= set(row.setting.split(";"))
             for (d, m), c in row.cells.items()
             if d == dataset and metric in ("", m)
         ]
-        if len(found) != 1:
+        if len(matches) != 1:
             place = " ".join(filter(None, (f"{paper}/{table}", model, method, setting, dataset, metric)))
-            raise KvbenchError(f"{place}: {len(found)} published cells, not one")
-        return found[0]
+            raise KvbenchError(f"{place}: {len(matches)} published cells, not one")
+        return matches[0]
 
     def number(self, paper: str, table: str | int, dataset: str, metric: str = "", **row: str) -> Number:
-        """The number printed in that cell, with what rounding hides."""
+        """Return the number printed in that cell, with the interval that rounding hides."""
         return printed(self.cell(paper, table, dataset, metric, **row).printed)
 
 
 @cache
 def published() -> Book:
-    """Everything there is in papers/*/published."""
+    """Return the book of everything in papers/data/*/published."""
     return Book(tuple(c for paper, table in tables() for c in load_table(paper, table)))
 
 
 def book(cells: Iterable[Published]) -> Book:
-    """A book of any papers' cells, such as altered ones."""
+    """Return a book of any papers' cells, such as altered ones."""
     return Book(tuple(cells))

@@ -1,4 +1,4 @@
-"""What a published row was run with, as kvbench's knobs: the settings of papers' rows, and how a stand-in scales them.
+"""Settings of published rows as kvbench's knobs, and their sizes on a stand-in.
 
 A setting is ``key=value;key=value`` as the published CSV files have it (``kv_size=128;ratio=0.4``).
 """
@@ -58,11 +58,11 @@ class StandIn:
     windows: str = "scaled"
 
     def tokens(self, count: int) -> int:
-        """A published number of tokens at the stand-in's length, at least one."""
+        """Return a published number of tokens at the stand-in's length, at least one."""
         return max(1, round(count * self.length / self.of))
 
     def window(self, count: int) -> int:
-        """A published window, likewise, but not below what a query needs."""
+        """Return a published window at the stand-in's length, but not below what a query needs."""
         return count if self.windows == "paper" else min(count, max(SHORTEST_WINDOW, self.tokens(count)))
 
 
@@ -71,38 +71,38 @@ AS_PUBLISHED = StandIn(1, 1, layers=1 << 16, heads=HEADS, dim=DIM, windows="pape
 
 
 def parse(setting: str) -> dict[str, str]:
-    """The keys and values of a setting."""
+    """Return the keys and values of a setting."""
     return dict(part.partition("=")[::2] for part in setting.split(";") if part)
 
 
 def context(setting: Mapping[str, str]) -> int | None:
-    """Tokens of the context that a row was measured in, where it says so (``context=4k``)."""
+    """Return the tokens of the context that a row states (``context=4k``); None where it states none."""
     return 1024 * int(setting["context"].removesuffix("k")) if "context" in setting else None
 
 
 def method_of(method: str, setting: Mapping[str, str]) -> str:
-    """kvbench's name for a published method under a setting."""
+    """Return kvbench's name for a published method under a setting."""
     if method == "h2o+quant" and "selection_bits" in setting:
         return "h2o"  # Q-Hitter's table 1 quantises the keys that select, not what is stored
     return METHODS.get(method, method)
 
 
 def knobs(method: str, setting: str, stand_in: StandIn | None = None) -> Knobs:
-    """Arguments of ``run`` by key for a published row. KvbenchError for a key that is not known here."""
-    given = parse(setting)
-    stages = method_of(method, given).split("+")
-    known = {knob for stage in stages if stage in registry.available() for knob in registry.knob_names(stage)}
-    found: Knobs = {}
-    for key, value in given.items():
+    """Return arguments of ``run`` by key for a published row; raise KvbenchError for an unknown key."""
+    settings = parse(setting)
+    stages = method_of(method, settings).split("+")
+    knob_names = {knob for stage in stages if stage in registry.available() for knob in registry.knob_names(stage)}
+    arguments: Knobs = {}
+    for key, value in settings.items():
         if key not in FACTS:
-            found |= _knobs(key, value, stand_in or AS_PUBLISHED, known)
-    if "deleted_heads" in given:  # the heads that stay all keep the high group's tokens
-        found["kv_size"] = found.pop("high")
-    return {_owned(key, stages): value for key, value in found.items()}
+            arguments |= _knobs(key, value, stand_in or AS_PUBLISHED, knob_names)
+    if "deleted_heads" in settings:  # the heads that stay all keep the high group's tokens
+        arguments["kv_size"] = arguments.pop("high")
+    return {_owned(key, stages): value for key, value in arguments.items()}
 
 
 def scaled_windows(values: Mapping[str, Any], stages: Iterable[str], stand_in: StandIn) -> Knobs:
-    """The windows that a preset (``values`` by full key) sets for ``stages``, at the stand-in's length."""
+    """Return the windows that a preset (``values`` by full key) sets for ``stages``, at the stand-in's length."""
     return {
         f"method.{stage}.{knob}": str(stand_in.window(int(values[f"method.{stage}.{knob}"])))
         for stage in stages
@@ -112,13 +112,13 @@ def scaled_windows(values: Mapping[str, Any], stages: Iterable[str], stand_in: S
 
 
 def _owned(knob: str, stages: list[str]) -> str:
-    """The full key of a knob that two stages of a chain own."""
+    """Return the full key of a knob that two stages of a chain own."""
     owner = {"recent": ("think", "thinkv", "l1", "l2"), "bits": ("kivi", "qhitter")}.get(knob, ())
     return next((f"method.{s}.{knob}" for s in stages if s in owner), knob)
 
 
 def _knobs(key: str, value: str, to: StandIn, known: Container[str]) -> Knobs:
-    """The knobs that one part of a setting sets on a stand-in; ``known`` are those of the row's methods."""
+    """Return the knobs that one part of a setting sets on a stand-in; ``known`` are those of the row's methods."""
     match key:
         case "kv_size" | "kv_high" | "kv_low":
             return {} if value in ("full", "n/a") else {RENAMED.get(key, key): str(to.tokens(int(value)))}

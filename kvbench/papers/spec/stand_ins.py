@@ -48,7 +48,7 @@ SAMPLES = {method: {"samples": "32"} for method in ("uncomp-group", "uncomp-stag
 
 
 def task_of(dataset: str, table: TableSpec) -> str:
-    """The tiny task that stands for a table's dataset, or is that task itself."""
+    """Return the tiny task that stands for a table's dataset, or the dataset where it is such a task."""
     if dataset in BY_GROUP.values():
         return dataset
     task = table.tasks.get(dataset) or BY_GROUP.get(group_of(dataset)) or OTHERS.get(dataset)
@@ -59,7 +59,7 @@ def task_of(dataset: str, table: TableSpec) -> str:
 
 
 def size(config: Any, scaled_from: int | None) -> StandIn:
-    """The stand-in of a model's configuration; for tiny with the length of the prompts that it is scaled from."""
+    """Return the stand-in of a model's configuration; tiny has the length of prompts that it is scaled from."""
     if scaled_from is not None:
         return replace(TINY, of=scaled_from)
     shape = from_config(config)
@@ -68,20 +68,20 @@ def size(config: Any, scaled_from: int | None) -> StandIn:
 
 
 def depths(size: StandIn) -> Mapping[str, Mapping[str, str]]:
-    """Knobs by method for what a paper states for models of its own numbers of layers alone."""
+    """Return knobs by method where a paper states them for its own models' numbers of layers only."""
     return {} if size.layers in STARTS else {"uncomp-stage": {"schedule": "relative"}}
 
 
 def notes(table: TableSpec) -> Iterator[str]:
-    """What the tiny model's tasks and numbers of tokens stand for."""
-    stands: dict[str, list[str]] = {}
+    """Yield what the tiny model's tasks and numbers of tokens stand for."""
+    datasets_of: dict[str, list[str]] = {}
     for dataset in dict.fromkeys(c.dataset for c in table.scores):
-        stands.setdefault(task_of(dataset, table), []).append(dataset)
-    said = (f"{task} for {', '.join(names)}" for task, names in stands.items())
-    yield f"Tasks of the tiny suite: {'; '.join(said)}."
-    used = {line.method for line in table.rows}
+        datasets_of.setdefault(task_of(dataset, table), []).append(dataset)
+    pairs = (f"{task} for {', '.join(names)}" for task, names in datasets_of.items())
+    yield f"Tasks of the tiny suite: {'; '.join(pairs)}."
+    methods = {line.method for line in table.rows}
     for method, knobs in table.stand_in.items():
-        if method in used:
+        if method in methods:
             yield f"{method} runs with {', '.join(f'{k}={v}' for k, v in knobs.items())} here."
     if table.length != PROMPT:
         yield (
@@ -91,18 +91,18 @@ def notes(table: TableSpec) -> Iterator[str]:
 
 
 def settled(row: TableRow, stand_in: StandIn) -> str:
-    """A row's setting in kvbench's knobs, at the stand-in's size."""
+    """Return a row's setting in kvbench's knobs, at the stand-in's size."""
     knobs = row_knobs.knobs(row.method, row.setting, stand_in)
     return ";".join(f"{k.rpartition('.')[2]}={v}" for k, v in knobs.items() if v != "null")
 
 
 def own_table(table: TableSpec, rows: Iterable[tuple[str, str]]) -> Given:
-    """``table`` with the tiny suite's tasks as columns, each once, and (method, setting) of its ``rows``."""
+    """Return ``table`` with the tiny suite's tasks as columns, each once, and (method, setting) of ``rows``."""
     tasks = list(dict.fromkeys(task_of(c.dataset, table) for c in table.scores))
-    kept = {task_of(c.dataset, table) for c in table.columns if c.what == BUDGET}
+    budget_tasks = {task_of(c.dataset, table) for c in table.columns if c.what == BUDGET}
     cells = []
     for method, setting in rows:
         cells += [("", method, setting, task, "mean") for task in tasks]
-        cells += [("", method, setting, task, BUDGET) for task in tasks if task in kept]
+        cells += [("", method, setting, task, BUDGET) for task in tasks if task in budget_tasks]
         cells += [("", method, setting, name, "mean") for name in MEANS if len(tasks) > 1]
     return given(table, cells, average=MEAN if table.average == MEAN else SHARE)

@@ -1,4 +1,4 @@
-"""How a paper's table is measured and laid out.
+"""The declaration of a paper's table: its measurement and its layout.
 
 What it shows and of which kind it is stands in kvbench/papers/data/<paper>/paper.yaml, and its printed cells in
 published/table<N>.csv. What differs from the defaults below stands in tables.yaml for all of the paper's tables and in
@@ -26,7 +26,7 @@ RUN_KINDS = ("quality", "ablation", "analysis")
 FACTS = "dataset-facts"
 SCORES = ("accuracy", "f1", "rouge_l", "edit_sim", "bleu", "perplexity", "mean")
 RATIO = "ratio_to_full"
-"""What is printed of a score that is its per cent of the full cache's."""
+"""The printed metric of scores in per cent of the full cache's."""
 MEANS = {"avg"}
 SCORE, BUDGET = "score", "budget"
 MEAN, RELATIVE, SHARE = "mean", "relative", "share"
@@ -34,7 +34,7 @@ MEAN, RELATIVE, SHARE = "mean", "relative", "share"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a paper's table: a dataset, what is printed of it (its score, or another quantity) and its group."""
+    """A column of a paper's table: a dataset, the quantity printed (its score, or another) and its group."""
 
     dataset: str
     what: str
@@ -42,7 +42,7 @@ class Column:
 
     @property
     def name(self) -> str:
-        """As it is addressed: the dataset, with what is printed of it unless that is its score."""
+        """Return the name in addresses: the dataset, followed by its quantity unless that is its score."""
         return self.dataset if self.what in (SCORE, self.dataset) else f"{self.dataset}/{self.what}".lstrip("/")
 
 
@@ -57,7 +57,7 @@ class TableRow:
 
     @property
     def name(self) -> str:
-        """As it is addressed and printed: the method with its setting."""
+        """Return the name in addresses and print: the method with its setting."""
         return f"{self.method} {self.setting}".strip()
 
 
@@ -65,15 +65,15 @@ class TableRow:
 class TableSpec:
     """A table of a paper as declared.
 
-    title: what it shows. kind: as in paper.yaml. length: tokens of the prompts, by which the tiny model scales numbers
+    title: its content. kind: as in paper.yaml. length: tokens of the prompts, by which the tiny model scales numbers
     of tokens. blocks: keys of a row's setting (or ``model``) whose values head blocks of rows. full: the paper's tables
     that have a full-cache row where this one has none. arguments: of ``run`` by published method, for what the paper's
     rows leave unsaid. average: how the paper averages, the mean, the mean share of the full cache (share), or how far
     that is from 100 (relative). entries: conf/model by published model, where the names differ. stand_in: arguments
     that the tiny stand-in alone needs, by method. sources: where what is not printed comes from. workloads: the paper's
     knobs of a dataset (``needle``), or of it in one model's rows (``needle/mistral-7b-instruct-v0.2``). settings: by
-    dataset, what its rows are set to beside their own setting. tasks: the task of the tiny suite that stands for a
-    dataset. unlike: what the paper leaves open of how its scores were made. extended: they seem to be of LongBench-E.
+    dataset, settings that its rows have beside their own. tasks: the task of the tiny suite that stands for a
+    dataset. unlike: conditions of its scores that the paper leaves open. extended: they seem to be of LongBench-E.
     """
 
     paper: str
@@ -97,52 +97,53 @@ class TableSpec:
 
     @property
     def id(self) -> str:
+        """Return the address, as in ``think/2``."""
         return f"{self.paper}/{self.table}"
 
     @cached_property
     def printed(self) -> tuple[Published, ...]:
-        """Its cells as printed."""
+        """Return the cells as printed."""
         return published.load_table(self.paper, self.table)
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """Its columns in the paper's order; averages of scores apart, they are computed."""
+        """Return the columns in the paper's order, without averages of scores, which are computed."""
         computed = MEANS if self.kind in RUN_KINDS else ()
         return tuple(dict.fromkeys(_place(self.kind, c)[1] for c in self.printed if c.dataset not in computed))
 
     @cached_property
     def rows(self) -> tuple[TableRow, ...]:
-        """Its rows in the paper's order."""
-        cells: dict[tuple[str, str, str], dict[str, Published]] = {}
+        """Return the rows in the paper's order."""
+        by_row: dict[tuple[str, str, str], dict[str, Published]] = {}
         for c in self.printed:
             row, column = _place(self.kind, c)
-            cells.setdefault(row, {})[column.name] = c
-        return tuple(TableRow(*key, found) for key, found in cells.items())
+            by_row.setdefault(row, {})[column.name] = c
+        return tuple(TableRow(*key, cells) for key, cells in by_row.items())
 
     @property
     def scores(self) -> tuple[Column, ...]:
-        """The columns that are scores of datasets."""
+        """Return the columns that are scores of datasets."""
         return tuple(c for c in self.columns if c.what == SCORE)
 
     @property
     def measurable(self) -> bool:
-        """Whether its cells are scores that ``run`` measures."""
+        """Tell whether the cells are scores that ``run`` measures."""
         return self.kind in RUN_KINDS and bool(self.scores)
 
     def entry(self, model: str) -> str:
-        """The entry of conf/model for a published model."""
+        """Return the entry of conf/model for a published model."""
         return self.entries.get(model, published.model_id(model))
 
     def models(self) -> tuple[str, ...]:
-        """The models of its rows."""
+        """Return the models of the rows, in their order."""
         return tuple(dict.fromkeys(r.model for r in self.rows))
 
     def full_row(self, model: str) -> TableRow | None:
-        """The full-cache row of ``model``, here or in the tables that ``full`` names."""
+        """Return the full-cache row of ``model``, here or in the tables that ``full`` names."""
         for table in (self, *(load(self.paper, t) for t in self.full)):
-            found = [r for r in table.rows if r.model == model and r.method == "full"]
-            if found:
-                return found[0]
+            rows = [r for r in table.rows if r.model == model and r.method == "full"]
+            if rows:
+                return rows[0]
         return None
 
 
@@ -154,20 +155,21 @@ class Given(TableSpec):
 
     @cached_property
     def printed(self) -> tuple[Published, ...]:
+        """Return the cells without printed values."""
         return self.cells
 
 
 def given(base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **other: Any) -> Given:
-    """``base`` with other rows and columns: (model, method, setting, dataset, metric) of each cell."""
-    made = tuple(
+    """Return ``base`` with other rows and columns: (model, method, setting, dataset, metric) of each cell."""
+    published_cells = tuple(
         Published(base.paper, base.table, model, method, setting, dataset, metric, None, "", "", "", 0)
         for model, method, setting, dataset, metric in cells
     )
-    return Given(**{**{f.name: getattr(base, f.name) for f in fields(base)}, **other, "cells": made})
+    return Given(**{**{f.name: getattr(base, f.name) for f in fields(base)}, **other, "cells": published_cells})
 
 
 def _place(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
-    """The row (model, method, setting) and the column of a printed cell; facts of datasets have a row each."""
+    """Return the row (model, method, setting) and the column of a printed cell; each dataset's facts are a row."""
     if kind == FACTS:
         return ("", cell.dataset, ""), Column("", cell.metric)
     what = SCORE if cell.metric in (*SCORES, RATIO) else cell.metric
@@ -176,7 +178,7 @@ def _place(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
 
 @cache
 def load(paper: str, table: str) -> TableSpec:
-    """One table's declaration; UsageError for one that is not there, KvbenchError for a damaged file."""
+    """Read one table's declaration; raise UsageError for a missing one, KvbenchError for a damaged file."""
     if (paper, table) not in ids():
         raise unknown("table", f"{paper}/{table}", [f"{p}/{t}" for p, t in ids()])
     raw: dict[str, Any] = {}
@@ -195,7 +197,7 @@ def load(paper: str, table: str) -> TableSpec:
 
 
 def ids() -> tuple[tuple[str, str], ...]:
-    """(paper, table) of every table with a number, in the papers' order."""
+    """Return (paper, table) of every table with a number, in the papers' order."""
     order = catalogue.in_place()
     return tuple(
         sorted((t for t in published.tables() if t[1].isdigit()), key=lambda t: (order.index(t[0]), int(t[1])))
@@ -203,7 +205,7 @@ def ids() -> tuple[tuple[str, str], ...]:
 
 
 def find(wanted: str) -> tuple[TableSpec, ...]:
-    """The tables of ``think/2``, ``think`` or ``all``; UsageError naming what there is."""
+    """Return the tables of ``think/2``, ``think`` or ``all``; raise UsageError naming what there is."""
     name, _, table = wanted.partition("/")
     if wanted != "all" and name not in catalogue.papers():
         raise unknown("paper", name, (*catalogue.in_place(), "all"))
@@ -213,5 +215,5 @@ def find(wanted: str) -> tuple[TableSpec, ...]:
 
 
 def group_of(dataset: str) -> str:
-    """The task group of a LongBench dataset; '' for others."""
+    """Return the task group of a LongBench dataset; '' for others."""
     return TASKS[dataset].category if dataset in TASKS else ""

@@ -1,4 +1,4 @@
-"""What is read for a printed cell: its dataset as ``run`` takes it, with the paper's knobs and the row's own.
+"""Workloads of printed cells: a dataset as ``run`` takes it, with the paper's knobs and the row's own.
 
 LongBench's columns of a table are all of LongBench or all of MiniLongBench, never of both: of LongBench where all of
 them can be read, else of MiniLongBench where it is there.
@@ -35,7 +35,7 @@ ROW_KNOBS = ("shots",)
 
 @dataclass(frozen=True)
 class TableWorkload:
-    """What is read for a published ``dataset``: ``name`` as ``run`` takes it, and its knobs beside the entry's.
+    """The data read for a published ``dataset``: ``name`` as ``run`` takes it, and knobs beside the entry's.
 
     ``parts`` are the tasks of it that count (a needle's lengths); none named: all.
     """
@@ -47,37 +47,37 @@ class TableWorkload:
 
     @property
     def entry(self) -> str:
-        """The entry of conf/dataset."""
+        """Return the entry of conf/dataset."""
         return self.name.partition("/")[0]
 
     @property
     def whole(self) -> TableWorkload:
-        """The same with all of its parts: what is read at once."""
+        """Return the same workload with all of its parts, which are read at once."""
         return replace(self, parts=None)
 
     def owns(self, group: Group, label: str) -> bool:
-        """Whether a run's group is one of its tasks, where ``label`` tells it from others of its dataset."""
-        task, _, said = group.column.partition(" ")
-        mine = said == label and self.name in (task, task.partition("/")[0])
-        return mine and (self.parts is None or task.partition("/")[2] in self.parts)
+        """Tell whether a run's group is one of its tasks; ``label`` tells it from others of its dataset."""
+        task, _, group_label = group.column.partition(" ")
+        same = group_label == label and self.name in (task, task.partition("/")[0])
+        return same and (self.parts is None or task.partition("/")[2] in self.parts)
 
 
 def labels(workloads: Iterable[TableWorkload]) -> dict[TableWorkload, str]:
-    """What tells each workload from others of its name: the knobs in which they differ; '' where it is alone."""
-    found: dict[TableWorkload, str] = {}
-    every = list(dict.fromkeys(workloads))
-    for w in every:
-        others = [dict(o.knobs) for o in every if o.name == w.name and o != w]
-        found[w] = " ".join(f"{k}={v}" for k, v in w.knobs if any(o.get(k) != v for o in others))
-    return found
+    """Return by workload the knobs that tell it from others of its name; '' where it is alone."""
+    by_workload: dict[TableWorkload, str] = {}
+    distinct = list(dict.fromkeys(workloads))
+    for w in distinct:
+        others = [dict(o.knobs) for o in distinct if o.name == w.name and o != w]
+        by_workload[w] = " ".join(f"{k}={v}" for k, v in w.knobs if any(o.get(k) != v for o in others))
+    return by_workload
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What decides how datasets are read: the table, the model's context in tokens, and what the user typed.
+    """The facts that decide how datasets are read: the table, the model's context, and the user's arguments.
 
-    ``cfg`` is the run with every dataset that may be read, ``written`` its arguments; ``small``: the tiny suite's tasks
-    are read.
+    ``context`` is in tokens. ``cfg`` is the run with every dataset that may be read, ``written`` its arguments. With
+    ``small`` the tiny suite's tasks are read.
     """
 
     declared: TableSpec
@@ -88,7 +88,7 @@ class Reader:
     small: bool
 
     def workload(self, row: TableRow, dataset: str, family: str) -> TableWorkload:
-        """What is read for a dataset in a row."""
+        """Return the data that is read for a dataset in a row."""
         if self.small:
             task = stand_ins.task_of(dataset, self.declared)
             return TableWorkload(task, f"tiny/{task}")
@@ -99,48 +99,50 @@ class Reader:
         typed, parts = self._typed(), None
         if "lengths" in knobs and "lengths" not in typed:
             parts = tuple(str(n) for n in self._lengths(row, dataset) if self._fits(n, knobs))
-        set_ = ((k, _frozen(v)) for k, v in knobs.items() if k not in typed and k != "lengths")
-        return TableWorkload(dataset, name, tuple(set_), parts)
+        settings = ((k, _frozen(v)) for k, v in knobs.items() if k not in typed and k != "lengths")
+        return TableWorkload(dataset, name, tuple(settings), parts)
 
     def beyond(self, row: TableRow, dataset: str) -> list[int]:
-        """Lengths of the paper that this model does not take; none where the user typed others."""
+        """Return the paper's lengths that this model does not take; none where the user typed others."""
         if "lengths" in self._typed():
             return []
         knobs = self._knobs(row, dataset)
         return [n for n in self._lengths(row, dataset) if not self._fits(n, knobs)]
 
     def _typed(self) -> set[str]:
-        """The knobs that the user typed, which win."""
+        """Return the knobs that the user typed; they win."""
         return {w.partition("=")[0].rpartition(".")[2] for w in self.written}
 
     def _knobs(self, row: TableRow, dataset: str) -> dict[str, Any]:
-        mine = self.declared.workloads
-        return {**mine.get(dataset, {}), **mine.get(f"{dataset}/{row.model}", {})}
+        """Return the paper's knobs of a dataset, in the rows of one model."""
+        knobs = self.declared.workloads
+        return {**knobs.get(dataset, {}), **knobs.get(f"{dataset}/{row.model}", {})}
 
     def _lengths(self, row: TableRow, dataset: str) -> list[int]:
-        """The paper's lengths that the row's own context takes; none of a dataset that has no such knob."""
+        """Return the paper's lengths within the row's own context; none of a dataset without that knob."""
         most = row_knobs.context(row_knobs.parse(row.setting))
         return [n for n in self._knobs(row, dataset).get("lengths", ()) if most is None or n <= most]
 
     def _fits(self, length: int, knobs: Mapping[str, Any]) -> bool:
-        """Whether a prompt of that many tokens is read whole, with room for its answer."""
+        """Tell whether a prompt of that many tokens is read whole, with room for its answer."""
         answer, limit = PHRASINGS[knobs["phrasing"]].max_new_tokens, self.cfg.prompt.max_length
         return (self.context is None or length + answer <= self.context) and (limit is None or length <= limit)
 
     def config(self, workload: TableWorkload, label: str = "") -> DatasetConfig:
-        """The dataset of a run; UsageError for one that does not exist, or a grid of its knobs."""
-        found = [d for d in self.cfg.datasets if d.name == workload.entry]
-        if not found:
+        """Return the dataset of a run; raise UsageError for an unknown one, or for a grid of its knobs."""
+        matches = [d for d in self.cfg.datasets if d.name == workload.entry]
+        if not matches:
             raise unknown("dataset", workload.entry, entries("dataset"))
-        if len(found) > 1:
+        if len(matches) > 1:
             raise UsageError(f"{self.declared.id} takes one value of each knob of {workload.entry}, not a grid")
-        knobs = {**found[0].knobs, **{k: list(v) if isinstance(v, tuple) else v for k, v in workload.knobs}}
+        knobs = {**matches[0].knobs, **{k: list(v) if isinstance(v, tuple) else v for k, v in workload.knobs}}
         if workload.parts is not None:
             knobs["lengths"] = [int(n) for n in workload.parts]
-        return replace(found[0], knobs=knobs, tasks=tuple(filter(None, [workload.name.partition("/")[2]])), label=label)
+        tasks = tuple(filter(None, [workload.name.partition("/")[2]]))
+        return replace(matches[0], knobs=knobs, tasks=tasks, label=label)
 
     def why_not(self, workload: TableWorkload) -> str:
-        """Why a workload cannot be read; '' if it can. No path of this machine is in it."""
+        """Return the reason why a workload cannot be read, without paths of this machine; '' if it can be read."""
         if workload.parts == ():
             return f"all of its lengths are beyond the model's context of {self.context} tokens"
         try:
@@ -159,26 +161,27 @@ class Reader:
         return ""
 
     def family(self, datasets: Iterable[str], asked: str) -> str:
-        """Which of FAMILIES a table's LongBench columns are read from."""
+        """Return the one of FAMILIES that a table's LongBench columns are read from."""
         if asked and asked not in FAMILIES:
             raise unknown("value of longbench", asked, FAMILIES)
         if asked and self.small:
             raise UsageError(f"longbench={asked} is not possible with model={stand_ins.MODEL}, which has its own tasks")
-        mine = [d for d in datasets if d in TASKS]
-        if asked or self.small or not mine:
+        columns = [d for d in datasets if d in TASKS]
+        if asked or self.small or not columns:
             return FAMILIES[asked or "full"]
-        there = {f: sum(not self.why_not(TableWorkload(d, f"{f}/{d}")) for d in mine) for f in FAMILIES.values()}
-        return max(there, key=lambda f: there[f])  # the first of those that have most
+        readable = {f: sum(not self.why_not(TableWorkload(d, f"{f}/{d}")) for d in columns) for f in FAMILIES.values()}
+        return max(readable, key=lambda f: readable[f])  # the first of those that have most
 
 
 def composed(written: Sequence[str], datasets: Iterable[str], small: bool) -> RunConfig:
-    """The typed run of ``written`` with every dataset that published ``datasets`` may be read from."""
+    """Parse ``written`` as a run with every dataset that published ``datasets`` may be read from."""
     names = {"tiny": None} if small else {}
     for dataset in () if small else datasets:
         names |= dict.fromkeys(FAMILIES.values() if dataset in TASKS else (dataset, *INSTEAD.get(dataset, ())[:1]))
-    known = [n for n in names if n in entries("dataset")]
-    return config.read([*written, f"dataset={','.join(known)}"])
+    entry_names = [n for n in names if n in entries("dataset")]
+    return config.read([*written, f"dataset={','.join(entry_names)}"])
 
 
 def _frozen(value: Any) -> Any:
+    """Return a list as a tuple, and any other value as it is."""
     return tuple(value) if isinstance(value, list) else value

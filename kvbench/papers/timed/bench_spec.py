@@ -1,4 +1,4 @@
-"""How the papers' efficiency tables are timed: kvbench/papers/data/<paper>/bench<N>.yaml.
+"""The timing of the papers' efficiency tables, as declared in kvbench/papers/data/<paper>/bench<N>.yaml.
 
     python -m kvbench.papers.timed.bench_spec        the tables' rows that are declared and not run, with the reason
 

@@ -1,4 +1,4 @@
-"""What papers print about memory, computed again: by the paper's own arithmetic, and by what is stored here."""
+"""Printed statements about memory, recomputed by the paper's own arithmetic and from what is stored here."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ HEAD = Shape(1, 1, 1, 128)
 LONG = 16384
 
 Figures = Iterator[tuple[str, str, str, int, float | None, float, float | None]]
-"""What of a paper, its source, the unit, decimals, the printed value, the formula's and the stored one."""
+"""Names of figures with their source, unit, decimals, printed value, the formula's value and the stored one."""
 
 
 @dataclass(frozen=True)
 class StatedFigure:
-    """One number: as printed (None: the paper prints none), by the paper's formula, and as stored here.
+    """One number as printed (None: not printed), by the paper's formula, and as stored here.
 
     ``digits`` are the decimals that are compared. ``stored`` is None where there is nothing to store.
     """
@@ -44,36 +44,36 @@ class StatedFigure:
 
     @property
     def reference(self) -> float:
-        """What the others are compared with: the printed value, or the formula's to as many digits."""
+        """Return the value to compare with: the printed one, or the formula's to as many digits."""
         return _rounded(self.formula, self.digits) if self.published is None else self.published
 
     def off(self, value: float | None) -> float | None:
-        """How far a value is from the reference, as printed: 0 where it rounds to the same digits."""
+        """Return the distance of a value to the reference, as printed: 0 where it rounds to the same digits."""
         if value is None:
             return None
         # exact ties of decimal fractions round up, as papers do, where binary ones may fall below
         return round(_rounded(value, self.digits) - self.reference, 10) + 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {**asdict(self), "formula_off": self.off(self.formula), "stored_off": self.off(self.stored)}
 
 
 def of(paper: str) -> list[StatedFigure]:
-    """The figures of one paper, of one of its tables (``think/7``), or of all."""
+    """Return the figures of one paper, of one of its tables (``think/7``), or of all."""
     names = [*sorted({*FIGURES, *(name.partition("/")[0] for name in FIGURES)}), "all"]
     if paper not in names:
         raise unknown("paper", paper, names, "As in paper=think/7 or paper=all.")
-    made = {name: figures for name, figures in FIGURES.items() if paper in ("all", name, name.partition("/")[0])}
-    return [StatedFigure(name.partition("/")[0], *f) for name, figures in made.items() for f in figures()]
+    by_name = {name: figures for name, figures in FIGURES.items() if paper in ("all", name, name.partition("/")[0])}
+    return [StatedFigure(name.partition("/")[0], *f) for name, figures in by_name.items() for f in figures()]
 
 
 def render(found: Sequence[StatedFigure]) -> str:
-    """One table a paper, with its sources."""
+    """Format one table for each paper, with its sources."""
     parts = []
     for paper in dict.fromkeys(f.paper for f in found):
-        mine = [f for f in found if f.paper == paper]
-        sources = list(dict.fromkeys(f.source for f in mine))
+        paper_figures = [f for f in found if f.paper == paper]
+        sources = list(dict.fromkeys(f.source for f in paper_figures))
         head = ("figure", "unit", "published", "formula", "", "stored here", "", "source")
         rows = tuple(
             (
@@ -86,7 +86,7 @@ def render(found: Sequence[StatedFigure]) -> str:
                 _mark(f, f.stored),
                 str(1 + sources.index(f.source)),
             )
-            for f in mine
+            for f in paper_figures
         )
         notes = [f"{i}: {s}." for i, s in enumerate(sources, start=1)]
         parts.append(f"{paper}\n\n{compose([Table(head, rows)], notes, 'text')}")
@@ -109,7 +109,7 @@ REFREEKV = "arXiv 2502.16886, section 1; formula under query heads, stored under
 
 
 def _think7() -> Figures:
-    """Table 7, section "equal memory": 32 expanded heads, ratio 0.4, fp16."""
+    """Yield table 7, section "equal memory": 32 expanded heads, ratio 0.4, fp16."""
     printed = {(c.method, c.setting): c.value for c in load_table("think", "7") if c.dataset == "kv_memory"}
     for (method, setting), value in printed.items():
         if not method.startswith("snapkv"):
@@ -124,10 +124,11 @@ def _think7() -> Figures:
 
 
 def _think_text() -> Figures:
-    token, row = (_payload(Chain(), LLAMA2_7B, n) for n in (1, 2048))
-    whole = LLAMA2_7B.full_bytes(1, FP16)
-    yield "full, LLaMA-2-7B, one token", THINK, "MiB", 2, None, whole / MIB, token / MIB
-    yield "full, LLaMA-2-7B, 2048 tokens x 13", THINK, "GiB", 0, 13, 13 * 2048 * whole / GIB, 13 * row / GIB
+    """Yield ThinK's sizes of the full cache, and the bytes that pruned keys save."""
+    token, sequence = (_payload(Chain(), LLAMA2_7B, n) for n in (1, 2048))
+    token_bytes = LLAMA2_7B.full_bytes(1, FP16)
+    yield "full, LLaMA-2-7B, one token", THINK, "MiB", 2, None, token_bytes / MIB, token / MIB
+    yield "full, LLaMA-2-7B, 2048 tokens x 13", THINK, "GiB", 0, 13, 13 * 2048 * token_bytes / GIB, 13 * sequence / GIB
     for size in (128, 512, 1024, 2048):
         pruned, plain = (
             _payload(chain_of({"method": method, "kv_size": size}), LLAMA2_7B) for method in ("snapkv+think", "snapkv")
@@ -138,12 +139,13 @@ def _think_text() -> Figures:
 
 
 def _kivi() -> Figures:
-    """Per head, n=1000, groups of 32, residual 128, D=128: 896 keys and 872 values are packed."""
+    """Yield bytes per head at n=1000, groups of 32, residual 128, D=128: 896 keys and 872 values are packed."""
     n, group, residual, d = 1000, 32, 128, 128
     keys, values = residual * (n // residual), n - residual
     for method, bits, t in (("kivi", 2, d), ("kivi", 4, d), ("think+kivi", 2, 77)):
         ratio = {"ratio": 0.4} if "think" in method else {}
         (block,) = chain_of({"method": method, "bits": bits, **ratio}).layout(n, d, FP16)
+        # packed codes, with 4 bytes of scale and minimum for each group, and an fp16 residual of 2 bytes a number
         k = t * keys * (bits / 8 + 4 / group) + 2 * d * (n - keys)
         v = values * (d * bits / 8 + 4 * d / group) + 2 * d * residual
         name = f"{method} {bits} bits" + (" ratio=0.4" if ratio else "")
@@ -153,13 +155,14 @@ def _kivi() -> Figures:
 
 
 def _flexgen() -> Figures:
+    """Yield the bytes of a group of 64 values, and their ratio to fp16."""
     (block,) = chain_of({"method": "flexgen"}).layout(1, 64, FP16)
     yield "64 values", FLEXGEN, "B", 0, None, 64 * 4 / 8 + 2 * FP16, block.key_bytes
     yield "smaller than fp16", FLEXGEN, "x", 2, None, 128 / 36, 128 / block.key_bytes
 
 
 def _qhitter() -> Figures:
-    """Tokens of D=128 at 4 bits with fp16 scale and zero point a head; running scores are 8 bytes."""
+    """Yield ratios to fp16 of D=128 at 4 bits with fp16 scale and zero point a head, and 8 bytes of scores."""
     d, dense = 128, 2 * 128 * FP16
     payload, scores = 2 * (d * 4 / 8 + 2 * FP16), 8
     (block,) = chain_of({"method": "qhitter", "bits": 4}).layout(1, d, FP16)
@@ -170,7 +173,7 @@ def _qhitter() -> Figures:
 
 
 def _uncomp() -> Figures:
-    """Fractions of the prompt: sizes over contexts of 4096 and 8096 tokens."""
+    """Yield fractions of the prompt: sizes over contexts of 4096 and 8096 tokens."""
     printed = ((384, 4096, 9.38, "table 1"), (384, 8096, 4.74, "table 1"), (64, 4096, 1.56, "section 4.2"))
     for size, context, value, where in printed:
         chain = chain_of({"method": "snapkv", "kv_size": size})
@@ -180,7 +183,7 @@ def _uncomp() -> Figures:
 
 
 def _refreekv() -> Figures:
-    """The introduction's sizes are those of query heads; what GQA stores is a fraction of them."""
+    """Yield the introduction's sizes, which are those of query heads; GQA stores a fraction of them."""
     for name, shape, tokens, value in (("8B", LLAMA3_8B, 2048, 1), ("70B", LLAMA3_70B, 20000, 50)):
         expanded = shape.full_bytes(tokens, FP16, shape.query_heads) / GIB
         stored = _payload(Chain(), shape, tokens) / GIB
@@ -199,16 +202,19 @@ FIGURES: dict[str, Callable[[], Figures]] = {
 
 
 def _payload(chain: Chain, shape: Shape, n: int = LONG) -> int:
-    found = bytes_declared(chain, shape, n, FP16)
-    assert found is not None
-    return found.payload
+    """Return the payload in bytes of n tokens in fp16."""
+    declared = bytes_declared(chain, shape, n, FP16)
+    assert declared is not None
+    return declared.payload
 
 
 def _rounded(value: float, digits: int) -> float:
-    return float(f"{value + 1e-9:.{digits}f}")
+    """Round as papers do: exact ties of decimals go up."""
+    return float(f"{value + 1e-9:.{digits}f}")  # a binary fraction may lie just below its decimal tie
 
 
 def _mark(f: StatedFigure, value: float | None) -> str:
+    """Return ✓, the difference to the reference, or '' where there is no value."""
     off = f.off(value)
     if off is None:
         return ""
@@ -216,7 +222,7 @@ def _mark(f: StatedFigure, value: float | None) -> str:
 
 
 def _number(value: float | None, digits: int, against: float | None = None) -> str:
-    """Two decimals more where they say more than what is printed."""
+    """Format a number, with one decimal more where the printed ones hide a difference to ``against``."""
     if value is None:
         return "—"
     fine = digits if against is None or _rounded(value, digits) == value else digits + 1

@@ -36,7 +36,7 @@ KEYS = ("repeats", "warmup", "steps", "generate", "check", "seed", "memory_limit
 
 @dataclass(frozen=True)
 class Timings:
-    """A table's measured rows. ``file`` is where they are kept, ``left_out`` counts rows of devices not shown."""
+    """The measured rows of a table. ``file`` holds them, ``left_out`` counts rows of devices not shown."""
 
     table: TableSpec
     bench: bench_spec.BenchSpec
@@ -46,27 +46,27 @@ class Timings:
 
     @property
     def stand_in(self) -> bool:
-        """Whether a small model on a CPU is shown."""
+        """Tell whether a small model on a CPU is shown."""
         return self.bench.scaled
 
     @property
     def there(self) -> bool:
-        """Whether anything was measured."""
+        """Tell whether anything was measured."""
         return any(c.status in DONE for c in self.cells.values())
 
     @property
     def missing(self) -> list[str]:
-        """Workloads that are wanted and not measured."""
+        """Return the workloads that are wanted and not measured."""
         return row_matching.workloads(self.bench, list(self.cells.values()))
 
     @property
     def device(self) -> str:
-        """Where it was measured; '' if it was not."""
+        """Return the device of the measured rows; '' without any."""
         return next((c.device for c in self.cells.values() if c.row is not None), "")
 
     @property
     def command(self) -> str:
-        """What measures the rows that are missing."""
+        """Return the command that measures the missing rows."""
         if not self.stand_in:
             return f"{SCRIPT} {self.bench.results}"
         model = "" if self.bench.model == stand_ins.MODEL else f" model={self.bench.model}"
@@ -74,16 +74,16 @@ class Timings:
 
 
 def read(table: TableSpec, model: str, results: Path) -> Timings:
-    """What ``results`` holds for a table on ``model``; KvbenchError for a damaged file.
+    """Read the stored rows of a table on ``model``; raise KvbenchError for a damaged file.
 
-    Without a model: the paper's own where there are rows of it, else tiny.
+    Without a model, read those of the paper's own model where there are any, else those of tiny.
     """
     bench = bench_spec.load(table.paper, table.table)
     if not model:
-        found = read(table, bench.model, results)
-        return found if found.there else read(table, stand_ins.MODEL, results)
-    own = [bench.model, *(table.entry(m) for m in table.models())]
-    if model_id(model) not in map(model_id, own):
+        timings = read(table, bench.model, results)
+        return timings if timings.there else read(table, stand_ins.MODEL, results)
+    paper_models = [bench.model, *(table.entry(m) for m in table.models())]
+    if model_id(model) not in map(model_id, paper_models):
         bench = bench.on(model)
     file = results / ("cpu" if bench.scaled else "gpu") / f"{bench.results}.jsonl"
     rows = records.read(file)
@@ -93,20 +93,20 @@ def read(table: TableSpec, model: str, results: Path) -> Timings:
 
 
 def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
-    """The share of the prompt's tokens that a row's caches hold, from its bytes.
+    """Return the share of the prompt's tokens that a row's caches hold, from its bytes.
 
-    Of a method that keeps whole keys and values of some tokens, as many in every head of a layer: what it would hold of
-    all tokens are the full cache's bytes, but with the payload of as many heads as it stores.
+    This holds for methods that keep whole keys and values of some tokens, as many in every head of a layer. Holding
+    all tokens would take the full cache's bytes, with the payload of as many heads as the method stores.
     """
     itemsize = getattr(torch, row["dtype"]).itemsize
     heads = shape.query_heads if "per=query_head" in row["method"].split() else shape.kv_heads
-    more = (shape.full_bytes(row["prompt"], itemsize, h) for h in (heads, shape.kv_heads))
-    of_all = full["quantities"][BYTES]["median"] + row["batch"] * (next(more) - next(more))
-    return float(row["quantities"][BYTES]["median"] / of_all)
+    payloads = (shape.full_bytes(row["prompt"], itemsize, h) for h in (heads, shape.kv_heads))
+    all_bytes = full["quantities"][BYTES]["median"] + row["batch"] * (next(payloads) - next(payloads))
+    return float(row["quantities"][BYTES]["median"] / all_bytes)
 
 
 def _with_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Row]) -> TimedCell:
-    """The cell with its share of tokens where that is what is asked for."""
+    """Return the cell with its share of tokens where that is its quantity."""
     if bench.quantities.get(cell.printed.metric) != TOKENS or cell.row is None or cell.status != records.MEASURED:
         return cell
     full = records.base(cell.row, rows)
@@ -117,48 +117,49 @@ def _with_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Ro
 
 @cache
 def _shape(model: str) -> Shape:
+    """Return the shape of a model's cache."""
     return request.shape_of(config.read([f"model={model}"]))
 
 
 def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> None:
-    """Measure what is missing of a stand-in's rows; ``more`` are arguments of ``bench time``, such as again=true.
+    """Measure the missing rows of a stand-in; ``more`` are arguments of ``bench time``, such as again=true.
 
-    ``plan``: only say what would be measured. Raises UsageError for an argument that is not possible.
+    With ``plan`` only print what would be measured. Raises UsageError for an argument that is not possible.
     """
-    keys = dict(m.partition("=")[::2] for m in more)
-    again = keys.get("again") == "true"
+    options = dict(m.partition("=")[::2] for m in more)
+    again = options.get("again") == "true"
     if not timings.stand_in:
         if again:
             raise UsageError(f"again=true is not possible here: {timings.command} measures {timings.table.id}")
         return
     cells = timings.cells.values()
-    wanted = row_matching.workloads(timings.bench, list(cells), measured=again or plan)
-    if not wanted:
+    workloads = row_matching.workloads(timings.bench, list(cells), measured=again or plan)
+    if not workloads:
         return
-    words = [w for w in timings.bench.words(wanted) if w.partition("=")[0] not in keys]
+    words = [w for w in timings.bench.words(workloads) if w.partition("=")[0] not in options]
     threads = torch.get_num_threads()
     try:
-        asked = [*words, *more, f"folder={timings.file.parent}", f"name={timings.file.stem}"]
-        request.measure(asked, plan, beside=False)
+        arguments = [*words, *more, f"folder={timings.file.parent}", f"name={timings.file.stem}"]
+        request.measure(arguments, plan, beside=False)
     finally:
         torch.set_num_threads(threads)
 
 
 def allowed(key: str) -> bool:
-    """Whether an argument of ``table`` is where results lie, or one of ``bench time`` that a table leaves open."""
+    """Tell whether an argument of ``table`` is results=, or one of ``bench time`` that a table leaves open."""
     return key in ("results", *KEYS)
 
 
 def trace(timings: Timings, row: str, column: str) -> str:
-    """Where a number comes from: the lines of the file, and how it follows from them. UsageError for no such cell."""
+    """Return the origin of a number: the lines of the file, and the steps from them; UsageError for no such cell."""
     table = timings.table
     rows = [r for r in table.rows if r.name == row]
     if not rows:
         raise unknown("row", row, list(dict.fromkeys(r.name for r in table.rows)))
     if column not in [c.name for c in table.columns]:
         raise unknown("column", column, [c.name for c in table.columns])
-    found = [timings.cells[r.cells[column]] for r in rows if column in r.cells]
-    cell = next((c for c in found if c.row is not None), found[0] if found else None)
+    cells = [timings.cells[r.cells[column]] for r in rows if column in r.cells]
+    cell = next((c for c in cells if c.row is not None), cells[0] if cells else None)
     if cell is None:
         raise UsageError(f"{row} has no {column} in {table.id}")
     if cell.row is None:
@@ -166,22 +167,24 @@ def trace(timings: Timings, row: str, column: str) -> str:
         raise UsageError(f"{row} on {column} is not there: {reason}")
     quantity = timings.bench.quantities[cell.printed.metric]
     lines = [f"{table.id}, {row}, {column}: {quantity} of {cell.row['method']} at {cell.row['workload']}"]
-    for what, of in (("row", cell.row), ("base", cell.base)):
-        if of is not None:
-            lines += _lines(timings.file, what, of, BYTES if quantity == TOKENS else row_matching.source(quantity))
+    for name, measured_row in (("row", cell.row), ("base", cell.base)):
+        if measured_row is not None:
+            stored = BYTES if quantity == TOKENS else row_matching.source(quantity)
+            lines += _lines(timings.file, name, measured_row, stored)
     unit = cell.printed.unit
     if cell.value is not None:
         lines.append(f"{cell.value:.6g} {unit} on {cell.device}")
     if cell.ratio is not None:
         lines.append(f"ratio {cell.ratio:.6g}")
     if cell.printed.value is not None:
-        theirs = "" if cell.published_ratio is None else f", ratio {cell.published_ratio:.6g}"
-        lines.append(f"printed {cell.printed.printed} {unit}{theirs}")
+        ratio = "" if cell.published_ratio is None else f", ratio {cell.published_ratio:.6g}"
+        lines.append(f"printed {cell.printed.printed} {unit}{ratio}")
     return "\n".join(lines)
 
 
-def _lines(file: Path, what: str, row: Mapping[str, Any], quantity: str) -> list[str]:
+def _lines(file: Path, name: str, row: Mapping[str, Any], quantity: str) -> list[str]:
+    """Return where a row stands in the file, and its values of a quantity."""
     number = 1 + max(i for i, r in enumerate(records.read(file)) if r == row)
-    found = row["quantities"].get(quantity)
-    value = row["status"] if found is None else ", ".join(f"{k} {v}" for k, v in found.items())
-    return [f"{what}: {file}, line {number}, key {row['key']}, session {row['session']}", f"  {quantity}: {value}"]
+    statistics = row["quantities"].get(quantity)
+    value = row["status"] if statistics is None else ", ".join(f"{k} {v}" for k, v in statistics.items())
+    return [f"{name}: {file}, line {number}, key {row['key']}, session {row['session']}", f"  {quantity}: {value}"]

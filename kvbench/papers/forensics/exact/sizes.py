@@ -59,8 +59,8 @@ def shares(book: Book) -> Iterator[Exact]:
     for row in book.table("uncomp", "text"):
         cell = row.cells.get(("kv_ratio", "compression_ratio"))
         if cell is not None and "kv_size" in row.settings:
-            kept, context = int(row.settings["kv_size"]), CONTEXTS[row.model]
-            yield Exact(cell, row.label, f"{kept} / {context} tokens", exactly(Fraction(100 * kept, context)))
+            size, context = int(row.settings["kv_size"]), CONTEXTS[row.model]
+            yield Exact(cell, row.label, f"{size} / {context} tokens", exactly(Fraction(100 * size, context)))
 
 
 def schedules(book: Book) -> Iterator[Exact]:
@@ -116,7 +116,7 @@ def _expanded(method: str, settings: dict[str, str]) -> Number:
         knobs |= {"ratio": float(settings["ratio"]), "recent": 32}
     payload = nominal_payload(chain_of(knobs), MISTRAL_7B, LONG, FP16)
     assert payload is not None
-    return exactly(round(payload, 6))
+    return exactly(round(payload, 6))  # without the last bits of a float product
 
 
 def _metric_name(paper: str, dataset: str) -> str:
