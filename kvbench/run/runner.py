@@ -35,7 +35,8 @@ from kvbench.run.listener import Listeners
 from kvbench.run.plan import Cell, Group, pending
 from kvbench.run.queue import DecodeQueue, QueuedRow, in_parts
 from kvbench.run.results import Facts, Sample, Timing
-from kvbench.run.store import ResultStore, Writer
+from kvbench.run.store import ResultStore
+from kvbench.run.store_writer import Writer
 
 REASON_LENGTH = 300
 

@@ -25,7 +25,7 @@ import socket
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,7 +37,6 @@ from kvbench.files import (
     Appender,
     Line,
     disk_error,
-    line_of,
     lock,
     locked,
     read_json,
@@ -49,6 +48,7 @@ from kvbench.files import (
 from kvbench.run import labels
 from kvbench.run.plan import Cell
 from kvbench.run.results import CellRecord, Sample, Status
+from kvbench.run.store_writer import Writer
 
 SYNC_S = 10.0
 SHARD_WAIT_S = 0.3
@@ -57,41 +57,6 @@ ID = re.compile("[0-9a-f]{16}")
 LINK = "is a symbolic link"
 Mark = Literal["started", "failed", "interrupted"]
 STATUSES = ("started", "complete", "partial", "refused", "failed", "interrupted", "never")
-
-
-@dataclass
-class Writer:
-    """An open cell that appends samples to this shard's file, under a lock that ends with the process."""
-
-    out: Appender
-    lock: int
-    shard: int
-    provenance: int
-    written: Callable[[], None]
-    ended: bool = False
-
-    @property
-    def path(self) -> Path:
-        return self.out.path
-
-    def append(self, line: Mapping[str, object]) -> None:
-        """Append one line, with the index of this process in the cell's provenance.
-
-        A full disk raises one clear error and loses no earlier line.
-        """
-        self.out.append(line_of({**line, "provenance": self.provenance}).encode())
-        self.written()
-
-    def close(self) -> None:
-        """Sync the file and release the lock. A mark as failed or interrupted stays."""
-        try:
-            self.out.close()
-            if not self.ended:
-                with suppress(OSError):
-                    self.path.with_name(f"state-{self.shard}.json").unlink(missing_ok=True)
-        finally:
-            with suppress(OSError):
-                os.close(self.lock)
 
 
 @dataclass
