@@ -1,0 +1,22 @@
+// A click on a head sorts its table: by number where all cells begin with one, otherwise by text.
+function sortBy(table, column, down) {
+  const rows = [...table.tBodies[0].rows];
+  const text = (row) => (row.cells[column]?.textContent ?? "").trim();
+  const number = (row) => parseFloat(text(row).replace("−", "-"));
+  const numeric = rows.every((row) => text(row) === "" || !Number.isNaN(number(row)));
+  rows.sort((a, b) => (numeric ? (number(a) || 0) - (number(b) || 0) : text(a).localeCompare(text(b))) * (down ? -1 : 1));
+  rows.forEach((row) => table.tBodies[0].append(row));
+}
+document.querySelectorAll("article table:not([class])").forEach((table) => {
+  table.querySelectorAll("th").forEach((head, column) => {
+    head.tabIndex = 0;
+    const sort = () => {
+      const down = head.getAttribute("aria-sort") === "ascending";
+      table.querySelectorAll("th").forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", down ? "descending" : "ascending");
+      sortBy(table, column, down);
+    };
+    head.addEventListener("click", sort);
+    head.addEventListener("keydown", (event) => event.key === "Enter" && sort());
+  });
+});
