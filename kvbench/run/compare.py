@@ -1,0 +1,119 @@
+"""Compare methods on a model that is already loaded: what `run` does, for notebooks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench.engine import decode
+from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.weights_digest import weights_of
+from kvbench.errors import UsageError
+from kvbench.methods.chain import Chain
+from kvbench.models.load import ModelSource, end_tokens
+from kvbench.run import config, experiment
+from kvbench.run.config import RunConfig
+from kvbench.run.results import Report
+from kvbench.run.run_plan import RunPlan, plan_of
+from kvbench.run.store import ResultStore
+
+Row = str | Mapping[str, Any]
+
+
+def compare(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    data: str | Iterable[Row],
+    methods: Sequence[str] = ("snapkv",),
+    results: str | Path = "results",
+    progress: bool = True,
+    **settings: Any,
+) -> Report:
+    """Measure ``methods`` and the full cache on the same prompts and return the report that `run` prints.
+
+    ``data`` is a dataset as `run` names it (``"tiny/needle"``, ``"longbench/qasper"``), or rows: mappings with
+    ``prompt`` and ``answers`` (a text or a list), a datasets.Dataset of such, or plain texts. A plain text has no
+    reference: the full cache's own answer stands in for one. ``settings`` are the keys of `run`: ``kv_ratio=0.25``,
+    ``kv_size=[64, 128]``, ``limit=20``, ``metric="rouge_l"`` (of rows), ``max_new_tokens=64``, ``prompt="chat"``.
+
+    Answers are stored below ``results`` as those of `run` are: the same call again measures what is missing. Raises
+    UsageError naming the key and the value of a setting that is not possible.
+    """
+    if isinstance(methods, str):
+        raise UsageError(f"methods is a list, e.g. methods=[{methods!r}]")
+    folder = Path(results).expanduser()
+    dataset = data if isinstance(data, str) else ""
+    if not dataset:
+        settings = {"metric": "f1", "max_new_tokens": 64} | settings
+        rows = list(_rows(data, model, tokenizer, settings))
+        settings["path"], dataset = _stored(rows, folder / "prompts"), "file"
+    words = [f"method={','.join(methods)}", f"dataset={dataset}", f"results={folder}"]
+    cfg = config.read([*words, *(f"{key}={_word(value)}" for key, value in settings.items())])
+    with _threads_restored():
+        return experiment.measure(_plan(cfg, model, tokenizer), quiet=not progress)
+
+
+def _rows(data: Iterable[Row], model: PreTrainedModel, tokenizer: Any, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield each row as the dataset ``file`` reads it. Raises UsageError for one without a prompt."""
+    for number, row in enumerate(data):
+        if isinstance(row, str):
+            reference = _full_answer(model, tokenizer, row, int(settings["max_new_tokens"]))
+            yield {"id": str(number), "prompt": row, "answers": [reference]}
+        elif isinstance(row, Mapping) and {"prompt", "answers"} <= row.keys():
+            yield {"id": str(number), **row}
+        else:
+            has = ", ".join(map(str, row)) if isinstance(row, Mapping) else repr(row)
+            raise UsageError(f"row {number} of data has {has}: a row is a text, or a mapping with prompt and answers")
+
+
+def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) -> str:
+    """Return the full cache's greedy answer to a text."""
+    ids = torch.tensor(tokenizer.encode(text))
+    stop = frozenset(end_tokens(model.config, model.generation_config))
+    answer = decode.generate_rows(model, prefill_chains(model, ids, [Chain()]), [decode.Ending(new, stop)])[0]
+    return str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
+
+
+def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """Write the rows as JSON lines to a file named by their digest, which `run dataset=file` reads, too."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _word(value: Any) -> str:
+    """Return a Python value as `run` reads it: null, true, a,list."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_word, value))
+    return os.fspath(value) if isinstance(value, Path) else str(value)
+
+
+def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
+    """Return the plan of a run on a loaded model, which its weights identify."""
+    name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    dtype = str(model.dtype).removeprefix("torch.")
+    cfg = replace(cfg, model=replace(cfg.model, name=name, path=name, dtype=dtype), device=str(model.device))
+    source = ModelSource(name, None, model.config, weights_of(model)[:16])
+    return plan_of(cfg, source, tokenizer, ResultStore(Path(cfg.results).expanduser()), model)
+
+
+@contextmanager
+def _threads_restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
