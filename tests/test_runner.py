@@ -222,7 +222,7 @@ def test_a_limit_on_memory_splits_the_group_and_changes_no_answer(tmp_path, caps
         assert group["prefills"] + group["prefills_saved"] == group["answers_to_do"]
     assert main(["run", *SMALL, METHODS, limit, f"results={tmp_path / 'b'}", "--plan"]) == 0
     text = capsys.readouterr().out
-    assert "3 parts, of which each reads the prompts" in text and "roughly" in text
+    assert "3 parts, of which each reads the prompts" in text and "limit=2" in text
     assert "not within" not in text
     assert all(len(line) <= 100 for line in text.splitlines())
     assert main(["run", *SMALL, METHODS, "memory=0.00001", f"results={tmp_path / 'b'}", "--plan"]) == 0

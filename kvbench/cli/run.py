@@ -199,8 +199,8 @@ def _planned(g: GroupPlan) -> Iterator[str]:
     )
     if not g.answers_to_do:
         return
-    time = f"{'roughly' if g.rough else 'about'} {_duration(g.seconds)}"
-    yield f"  prompts of at most {g.prompt_tokens} tokens: caches of about {size(g.bytes)}, {time}"
+    time = "" if g.seconds is None else f", about {_duration(g.seconds)}"
+    yield f"  prompts of at most {g.prompt_tokens} tokens: caches of about {size(g.bytes)}{time}"
     if len(g.parts) > 1:
         named = "; ".join(", ".join(part) for part in g.parts)
         yield f"  in {len(g.parts)} parts, of which each reads the prompts, to fit into memory: {named}"
@@ -212,21 +212,17 @@ def _planned(g: GroupPlan) -> Iterator[str]:
 
 
 def _together(plan: Plan) -> Iterator[str]:
-    """Yield the sum of all groups, and the source of rough times."""
+    """Yield the sum of all groups, with its time or how to get one."""
     todo = [g for g in plan.groups if g.answers_to_do]
     if not todo:
         return
-    rough = any(g.rough for g in todo)
+    seconds = [g.seconds for g in todo if g.seconds is not None]
+    known = len(seconds) == len(todo)
+    time = f"about {_duration(sum(seconds))}" if known else "for a time measure a few first (limit=2), then ask again"
     yield (
         f"together: {sum(g.answers_to_do for g in todo)} answers in {sum(g.prefills for g in todo)} prefills "
-        f"({sum(g.prefills_saved for g in todo)} saved by sharing), "
-        f"{'roughly' if rough else 'about'} {_duration(sum(g.seconds for g in todo))}"
+        f"({sum(g.prefills_saved for g in todo)} saved by sharing); {time}"
     )
-    if rough:
-        yield (
-            f"roughly: nothing of it is measured yet, so from counts of operations and bytes at the speed that "
-            f"{plan.device} shows here now, every answer as long as it may be; it may be a factor of three off"
-        )
 
 
 def _duration(seconds: float) -> str:

@@ -27,7 +27,6 @@ class Estimate:
     """
 
     prompt_tokens: int
-    new_tokens: int
     cells: Mapping[str, int]
     layer: int
     rows: int
@@ -96,7 +95,7 @@ def estimate(
     seen = _observed(needs, shape, n, itemsize, hidden_size)
     layer = shape.full_bytes(n, itemsize) // shape.layers + seen
     answers = sum(len(some) for some in todo.values())
-    return Estimate(n, new, costs, layer, min(rows, answers), _seconds(todo, samples))
+    return Estimate(n, costs, layer, min(rows, answers), _seconds(todo, samples))
 
 
 def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
@@ -118,6 +117,8 @@ def _observed(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: in
 
 def _seconds(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapping[str, Sample]]) -> float | None:
     """Return the seconds left, from the mean times of the stored samples; None without samples."""
+    if not todo:
+        return 0.0
     timings = {i: [s.timing for s in of_cell.values()] for i, of_cell in samples.items()}
     per_answer = {i: fmean(t.compress_s + t.decode_s for t in times) for i, times in timings.items() if times}
     if not per_answer:

@@ -88,16 +88,15 @@ class GroupPlan(GroupTodo):
     """The work left of one group, with the memory and the time that it takes.
 
     ``prompt_tokens`` is the length of its longest prompt, ``bytes`` the most that its caches take. ``parts`` are the
-    labels of the cells that run together, ``too_large`` those of cells that do not fit into memory even alone. If no
-    answer of the group is measured yet, ``seconds`` comes from the speed model and ``rough`` is True.
+    labels of the cells that run together, ``too_large`` those of cells that do not fit into memory even alone.
+    ``seconds`` is None if no answer of the group is measured yet.
     """
 
     prompt_tokens: int
     bytes: int
     parts: list[list[str]]
     too_large: list[str]
-    seconds: float
-    rough: bool
+    seconds: float | None
 
 
 @dataclass(frozen=True)

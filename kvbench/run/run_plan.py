@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.example import Example
 from kvbench.models import load, traits
-from kvbench.run import equal_memory, speed_model
+from kvbench.run import equal_memory
 from kvbench.run.advice import about_prompts
 from kvbench.run.config import RunConfig
 from kvbench.run.estimate import Estimate, estimate
@@ -71,8 +70,7 @@ class RunPlan:
                 bytes=max((needed.bytes(p.cells, room) for p in parts), default=0),
                 parts=[[c.label for c in p.cells] for p in parts],
                 too_large=[c.label for p in parts for c in p.cells if needed.alone(c) > room],
-                seconds=self._roughly(group, needed, todo.prefills) if needed.seconds is None else needed.seconds,
-                rough=needed.seconds is None,
+                seconds=needed.seconds,
             )
             groups.append(planned)
         dtype = precision.dtype_reason(self.cfg.model.dtype, self.dtype, device)
@@ -88,46 +86,6 @@ class RunPlan:
             count = torch.cuda.device_count()
             return {torch.device("cuda", i): 1 / count for i in range(count)}
         return {device: 1.0}
-
-    def _roughly(self, group: Group, takes: Estimate, prefills: int) -> float:
-        """Estimate the seconds left for a group without any measured answer, from the measured speed of this device."""
-        remaining, config = self.left(group), self.source.config
-        examples = [e for e in group.examples if e.id in remaining]
-        lengths = [len(e.tokens) or len(e.prompt) for e in examples]
-        # lengths are tokens or characters: scaled so that the longest has the estimate's prompt_tokens
-        tokens = [min(takes.prompt_tokens, takes.prompt_tokens * n // max(lengths)) for n in lengths]
-        prompts = [min(n, int(e.meta["prefix"])) if e.tokens else n for n, e in zip(tokens, examples, strict=True)]
-        rest = [n - first for n, first in zip(tokens, prompts, strict=True)]
-        cells = {c.id: c for some in remaining.values() for c in some}
-        needs = [c.chain.needs(takes.prompt_tokens) for c in cells.values()]
-        work = speed_model.Work(
-            prompts=prompts,
-            rest=rest,
-            prefills=prefills,
-            answers=sum(len(some) for some in remaining.values()),
-            new=0 if any(rest) else takes.new_tokens,
-            rows=takes.rows,
-            # half of an estimate's cell is a copy that only the move into the batch needs
-            cell=sum(takes.cells.values()) / max(1, len(takes.cells)) / 2,
-            formats=len(cells),
-            sums=any(need.colsums or need.colsums_bits for need in needs),
-        )
-        return speed_model.seconds(work, *self._speed, from_config(config), getattr(torch, self.dtype).itemsize)
-
-    @cached_property
-    def _speed(self) -> tuple[speed_model.Speed, tuple[int, int]]:
-        """Measure this device's speed with the threads of the run; return it with the model's numbers of weights.
-
-        The weights are counted apart for the layers and for the logits. The thread count of the process is restored.
-        """
-        config, previous_threads = self.source.config, torch.get_num_threads()
-        torch.set_num_threads(threads(self.cfg, config))
-        try:
-            device, dtype = load.resolve_device(self.cfg.device), getattr(torch, self.dtype)
-            speed = speed_model.measure(from_config(config), int(config.hidden_size), dtype, device)
-            return speed, speed_model.weights(config)
-        finally:
-            torch.set_num_threads(previous_threads)
 
     def _prefills(self, group: Group, parts: Sequence[Group]) -> int:
         """Return the number of prompts to read where the group runs in ``parts``."""
