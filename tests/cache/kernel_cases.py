@@ -6,7 +6,7 @@ import torch
 from families import build
 
 import kvbench
-from kvbench.bench import kernels as bench
+from kvbench.bench import decode
 from kvbench.cache.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
 from kvbench.cache.partly_packed import Codes, Residual
 from kvbench.cache.segment import LayerCache, Segment
@@ -340,8 +340,8 @@ def test_models_answer_as_by_plain_pytorch(both, monkeypatch):
 
 def test_the_benchmark_times_kernels_and_plain_pytorch_side_by_side(monkeypatch, counted):
     monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr(bench, "WARM_UP", 1)
-    shape = bench.KernelShape(60, 2, 2, 4, 16, torch.float32)
+    monkeypatch.setattr(decode, "WARM_UP", 1)
+    shape = decode.StepShape(60, 2, 2, 4, 16, torch.float32)
     served = []
 
     def timer(call):
@@ -352,12 +352,12 @@ def test_the_benchmark_times_kernels_and_plain_pytorch_side_by_side(monkeypatch,
 
     for name in ("adakv 12.5 %", "kivi 2 bits"):
         served.clear()
-        row = bench.measure(name, shape, 1, DEVICE, timer)
-        assert served == [1, 0, 0] * (1 + bench.WARM_UP) and SWITCH not in bench.os.environ
+        row = decode.measure(name, shape, 1, timer, DEVICE)
+        assert served == [1, 1, 0, 0] * (1 + decode.WARM_UP) and SWITCH not in decode.os.environ
         # the times are those of the last round
-        assert (row.kernel, row.plain, row.sdpa) == (4, 5, 6)
-        assert row.reached(row.moved / 2) == pytest.approx(0.5)
-        told = bench.table({name: row}, shape, row.moved / 2)
-        assert f"{name:<22}" in told and "0.80x" in told and "0.67x" in told and "50 %" in told
+        assert (row.step, row.full, row.plain, row.sdpa) == (5, 6, 7, 8)
+        # half of the bandwidth: the bytes take 5 s at it twice
+        told = decode.table({name: row}, shape, row.moved / 2.5)
+        assert f"{name:<22}" in told and "0.83x" in told and "0.71x" in told and "0.62x" in told and "50 %" in told
     # 2 rows, 2 heads, 2 x 16 numbers; 7 tokens of each head on average
-    assert bench.measure("adakv 12.5 %", shape, 1, DEVICE, timer).moved == 2 * 2 * 7 * 2 * 16 * 4
+    assert decode.measure("adakv 12.5 %", shape, 1, timer, DEVICE).moved == 2 * 2 * 7 * 2 * 16 * 4

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvbench.bench import kernels as bench
 from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
 from kvbench.run.provenance import provenance
@@ -173,10 +172,3 @@ def test_rows_of_ragged_heads_move_up():
     padded = left.padded()
     assert padded.valid.sum(dim=-1).tolist() == [[2, 0, 3], [4, 2, 5]]
     assert padded.k[1, 2, :, 0].tolist() == [14, 15, 16, 17, 18] and padded.k[0, 2, :3, 0].tolist() == [2, 3, 4]
-
-
-def test_the_benchmark_says_that_there_is_no_gpu(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench.main([]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1 and "needs a GPU" in told.err
