@@ -6,6 +6,7 @@ import argparse
 import json
 
 from kvbench.cli import bench_memory
+from kvbench.run.keys import pairs
 
 EXAMPLES = """examples:
   python -m kvbench bench memory
@@ -63,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     rows, path = request.measure(args.overrides, args.plan, beside=not args.json)
     if args.plan:
         return 0
-    over = request.options(args.overrides)["over"]
+    over = request.OWN["over"].value(pairs(args.overrides))
     if args.json:
         print(json.dumps(time_table.as_json(rows, over), indent=1, ensure_ascii=False))
     else:

@@ -9,21 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UsageError
 from kvbench.run import words
+from kvbench.run.keys import Key, pairs, whole_number
 from kvbench.run.words import split_list
 
 if TYPE_CHECKING:
     from kvbench.run.config import RunConfig
 
-SIZES = "512,4096"
+SIZES = Key(
+    "n",
+    "512,4096",
+    lambda text: [whole_number(n, least=1) for n in split_list(text)],
+    "prompt sizes in tokens, whole numbers, as in n=512,4096",
+)
 KEYS = ("per", "match", "reference", "threads")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the tables. Return exit status 1 if bytes held differ from a formula."""
-    options = dict(o.partition("=")[::2] for o in args.overrides)
+    options = pairs(args.overrides)
     if "paper" in options:
         return _paper(options, args.json)
-    sizes = [_size(n) for n in split_list(options.get("n", SIZES))]
+    sizes = SIZES.value(options)
     from kvbench.bench import memory_table, request
     from kvbench.run import config
 
@@ -76,9 +82,3 @@ def _paper(given: dict[str, str], as_json: bool) -> int:
     plain = [f.as_json() for f in figures]
     print(json.dumps(plain, indent=1, ensure_ascii=False) if as_json else paper_arithmetic.render(figures))
     return 0
-
-
-def _size(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"n={text} is not possible: prompt sizes in tokens, whole numbers, as in n={SIZES}")
-    return int(text)

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from kvbench.errors import UsageError
+from kvbench.run.keys import pairs
 
 EXAMPLES = """examples:
   python -m kvbench claims think limit=8
@@ -35,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "=" in args.paper:
         args.paper, args.overrides = "all", [args.paper, *args.overrides]
-    given = {"limit": "20", **dict(o.partition("=")[::2] for o in args.overrides)}
+    given = {"limit": "20", **pairs(args.overrides)}
     model, results = given.pop("model", "tiny"), Path(given.get("results", "results"))
     if "up_to" in given:
         raise UsageError("up_to= is gone: limit= says how many examples of each task, and no verdict ends a run")

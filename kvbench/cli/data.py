@@ -11,6 +11,7 @@ from textwrap import fill
 from typing import Any
 
 from kvbench.errors import UsageError
+from kvbench.run.keys import divide
 
 EXAMPLES = """examples:
   python -m kvbench data status
@@ -34,8 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Show or fetch datasets. Return exit status 1 if a file has changed or a download failed."""
-    ids = [o for o in args.overrides if "=" not in o]
-    options = dict(o.split("=", 1) for o in args.overrides if "=" in o)
+    ids, options = divide(args.overrides)
     for key in options:
         if key != "data.root":
             raise UsageError(f"data takes data.root=FOLDER, not {key}=")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
+from kvbench.run.keys import divide
 
 EXAMPLES = """examples:
   python -m kvbench model list
@@ -41,8 +42,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.conf import entries
     from kvbench.errors import unknown
 
-    names = [o for o in args.overrides if "=" not in o]
-    given = dict(o.split("=", 1) for o in args.overrides if "=" in o)
+    names, given = divide(args.overrides)
     odd = next((key for key in given if key != "from"), "from" if given and args.action != "fetch" else None)
     if odd:
         takes = "a model, and from=FILE" if args.action == "fetch" else "names of models"

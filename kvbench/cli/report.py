@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import KvbenchError, UsageError
+from kvbench.run.keys import pairs, whole
 
 if TYPE_CHECKING:
     from kvbench.papers.report.page import ReportPage
@@ -27,6 +28,7 @@ streamingllm, h2o, snapkv and snapkv+think on the tiny suite; method=, dataset=,
 `run`. They are measured where they are missing.
 --json prints the same instead of the page: tables (as `table --json`, with what they were measured with), figures (what
 they show, and the path of each picture), claims, audit, samples and runs, each a list."""
+SAMPLES = whole("samples", 0, "1", "a whole number, 0 for none")
 METHODS = ("method=full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio=0.125")
 
 
@@ -39,16 +41,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Write the page and print its path, or print what it shows."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if any("=" not in o for o in args.overrides):
-        raise UsageError("report takes key=value only, as in output=report.html samples=1")
-    given = dict(o.partition("=")[::2] for o in args.overrides)
+    given = pairs(args.overrides, "output=report.html samples=1")
     if args.json and "output" in given:
         raise UsageError(f"output={given['output']} is not possible with --json, which prints and writes no page")
     output = Path(given.pop("output", "report.html"))
-    count = given.pop("samples", "1")
-    if not count.isdigit():
-        raise UsageError(f"samples={count} is not possible: a whole number, 0 for none")
-    report = _collect(given, int(count))
+    count = SAMPLES.value(given)
+    given.pop("samples", None)
+    report = _collect(given, count)
     if args.json:
         print(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
         return 0

@@ -10,6 +10,7 @@ from datetime import datetime
 from functools import partial
 
 from kvbench.errors import UsageError, unknown
+from kvbench.run.keys import one_of, pairs
 from kvbench.run.labels import differences, fields, label
 from kvbench.run.results import CellRecord, ScoreSummary, Status
 from kvbench.run.store import STATUSES, ResultStore
@@ -21,20 +22,16 @@ DAMAGED = "damaged"
 
 def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
     """Parse ``key=value`` arguments. Raises UsageError for one not in ``keys``, given twice or without a value."""
-    values: dict[str, str] = {}
     for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key not in keys:
+        if "=" not in argument or argument.partition("=")[0] not in keys:
             raise unknown("argument", argument, [f"{k}=" for k in keys])
-        if key in values:
-            raise UsageError(f"{key}= is given 2 times: list the values with commas, {key}={values[key]},{value}")
-        if "" in split_list(value):
-            raise UsageError(f"{argument}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
-        values[key] = value
-    for status in split_list(values["status"]) if "status" in values else ():
-        if status not in (*STATUSES, DAMAGED):
-            raise unknown("status", status, (*STATUSES, DAMAGED))
-    return values
+    texts = pairs(arguments)
+    for key, text in texts.items():
+        if "" in split_list(text):
+            raise UsageError(f"{key}={text}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
+    for status in split_list(texts["status"]) if "status" in texts else ():
+        one_of("status", (*STATUSES, DAMAGED), status)
+    return texts
 
 
 @dataclass(frozen=True)

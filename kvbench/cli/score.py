@@ -6,11 +6,13 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvbench.cli.run import output_arguments
-from kvbench.errors import UsageError, unknown
+from kvbench.errors import UsageError
+from kvbench.run.keys import Key, one_of, pairs, values
 
 EXAMPLES = """examples:
   python -m kvbench score tests/predictions
@@ -26,17 +28,16 @@ by the names pred_e and <dataset>_e.jsonl, or if a file has more answers than th
 that are not LongBench's, model= and method= (and setting=kv_size=512, prompt=think) that made the answers: published
 values are shown for them, and --store needs them. results= is the folder that --store writes to."""
 
-KEYS = {
-    "code_sim": "levenshtein",
-    "split": "auto",
-    "metric": None,
-    "model": None,
-    "method": None,
-    "setting": "",
-    "prompt": None,
-    "results": "results",
-}
-SPLITS = ("auto", "standard", "e")
+KEYS = (
+    Key("code_sim", "levenshtein"),
+    Key("split", "auto", partial(one_of, "split", ("auto", "standard", "e"))),
+    Key("metric"),
+    Key("model"),
+    Key("method"),
+    Key("setting", ""),
+    Key("prompt"),
+    Key("results", "results"),
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,24 +106,13 @@ def main(args: argparse.Namespace) -> int:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keys with their defaults. Raises UsageError for an unknown or repeated one."""
-    options = dict(KEYS)
-    pairs = [(k, v) for k, v in (("model", args.model), ("method", args.method)) if v is not None]
-    for argument in args.overrides:
-        key, sign, value = argument.partition("=")
-        if not sign:
-            raise UsageError(f"{argument!r} is not key=value, as in code_sim=difflib")
-        if key not in KEYS:
-            raise unknown("key of score", key, KEYS)
-        pairs.append((key, value))
-    for key, value in pairs:
-        if [k for k, _ in pairs].count(key) > 1:
-            raise UsageError(f"{key}= is given twice")
-        if not value:
+    options = [f"{k}={v}" for k, v in (("model", args.model), ("method", args.method)) if v is not None]
+    texts = pairs([*options, *args.overrides], "code_sim=difflib")
+    for key, text in texts.items():
+        one_of("key of score", [k.name for k in KEYS], key)
+        if not text:
             raise UsageError(f"{key}= is empty")
-        options[key] = value
-    if options["split"] not in SPLITS:
-        raise unknown("split", options["split"], SPLITS)
-    return options
+    return values(KEYS, texts)
 
 
 def _read(paths: list[Path], given: dict[str, Any]) -> tuple[list[tuple[Any, str]], list[dict[str, str]]]:

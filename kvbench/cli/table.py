@@ -12,6 +12,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UsageError
+from kvbench.run.keys import one_of, pairs
 
 if TYPE_CHECKING:
     from kvbench.papers.measured.cell_view import View
@@ -59,15 +60,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure missing cells and print. Return exit status 1 if rows were refused."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from kvbench.errors import unknown
     from kvbench.papers.measured import grid, page
     from kvbench.papers.spec import table_spec
     from kvbench.papers.timed import timings
 
     for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
-        if value not in allowed:
-            raise unknown(f"value of {name}", value, allowed)
-    options = dict(o.partition("=")[::2] for o in args.overrides)
+        one_of(f"value of {name}", allowed, value)
+    options = pairs(args.overrides)
     fixed = next((k for k in options if k in FIXED), None)
     if fixed:
         raise UsageError(f"{fixed}={options[fixed]} is not possible here: the paper's table says it. Use `run` instead")

@@ -17,7 +17,7 @@ from typing import Any
 from kvbench.conf import LISTED, entries, top_level, whole_config
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
-from kvbench.run import presets
+from kvbench.run import keys, presets
 
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
 """The config groups that a command line chooses from, each with an example."""
@@ -58,9 +58,10 @@ class Command:
 
 def read(arguments: Sequence[str], multirun: bool = False) -> Command:
     """Parse ``key=value`` arguments. Raises UsageError naming key, value and the allowed values."""
-    pairs = [_split(a) for a in arguments]
-    _refuse_twice(pairs)
-    typed = dict(pairs)
+    typed = keys.pairs(arguments)
+    empty = next((k for k, v in typed.items() if k in GROUPS and not v), None)
+    if empty is not None:
+        raise UsageError(f"{empty}= is empty: name one, as in {empty}={GROUPS[empty]}")
     methods = split_list(typed["method"]) if "method" in typed else whole_config()["chains"]
     tasks = split_list(typed["dataset"]) if "dataset" in typed else whole_config()["tasks"]
     datasets = _datasets(tasks)
@@ -73,7 +74,7 @@ def read(arguments: Sequence[str], multirun: bool = False) -> Command:
     knobs: dict[str, Any] = {}
     values: dict[str, Any] = {}
     launcher: list[str] = []
-    for key, value in pairs:
+    for key, value in typed.items():
         if key in GROUPS or key in ("preset", "match") or (multirun and key in ("shard", "shards")):
             continue
         if key.startswith(("hydra.", "hydra/", "+hydra.", "++hydra.")):
@@ -90,7 +91,9 @@ def read(arguments: Sequence[str], multirun: bool = False) -> Command:
     if launcher and not multirun:
         raise UsageError(f"{launcher[0]} sets up a launcher and needs -m, as in: -m shard=0,1 {launcher[0]}")
     preset = typed.get("preset")
-    words = [f"{k}={v}" for k, v in pairs if k != "model" and "hydra" not in k and not (sweep and k[:5] == "shard")]
+    words = [
+        f"{k}={v}" for k, v in typed.items() if k != "model" and "hydra" not in k and not (sweep and k[:5] == "shard")
+    ]
     requests = []
     for wanted in models:
         entry, path = _model(wanted)
@@ -144,22 +147,6 @@ def value_of(text: str) -> Any:
     return text
 
 
-def _split(argument: str) -> tuple[str, str]:
-    key, sign, value = argument.partition("=")
-    if not sign or not key:
-        raise UsageError(f"{argument!r} is not key=value, as in method=snapkv+think or kv_size=64,128")
-    if value == "" and key in GROUPS:
-        raise UsageError(f"{key}= is empty: name one, as in {key}={GROUPS[key]}")
-    return key.strip(), value.strip()
-
-
-def _refuse_twice(pairs: Sequence[tuple[str, str]]) -> None:
-    keys = [k for k, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UsageError(f"{key}= is given {keys.count(key)} times: give it once, with a comma list for a grid")
-
-
 def _datasets(tasks: Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(t.partition("/")[0] for t in tasks))
     for name in names:
@@ -192,13 +179,11 @@ def _match(typed: Mapping[str, str], preset: Mapping[str, Any]) -> dict[str, Any
 
 def _sweep(typed: Mapping[str, str]) -> list[str]:
     """Return the overrides that sweep all shards: ``shard=0,1,2,3`` sets their number, ``shards=4`` their indices."""
-    count = typed.get("shards")
-    if count is not None and not (count.isdigit() and int(count) >= 1):
-        raise UsageError(f"shards={count} is not possible: a whole number, 1 or more")
-    value = typed.get("shard", ",".join(map(str, range(int(count or 0)))))
+    count = keys.whole("shards", 1).value(typed)
+    value = typed.get("shard", ",".join(map(str, range(count or 0))))
     parts = split_list(value)
     consecutive = all(p.isdigit() for p in parts) and sorted(map(int, parts)) == list(range(len(parts)))
-    if not consecutive or (count is not None and int(count) != len(parts)):
+    if not consecutive or count not in (None, len(parts)):
         of = f" of shards={count}" if count else ""
         raise UsageError(f"shard={value}{of} is not possible: all shards from 0 on, as in -m shard=0,1,2,3")
     return [f"shard={','.join(parts)}", f"shards={len(parts)}"]

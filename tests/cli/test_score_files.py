@@ -106,7 +106,7 @@ def test_rows_that_match_as_well_are_counted_and_the_setting_shown(capsys):
         ("{good} metric=bleuu", "unknown metric"),
         ("{good} split=f", "unknown split"),
         ("{good} prompt=thinc", "Did you mean think"),
-        ("{good} model=a --model b", "given twice"),
+        ("{good} model=a --model b", "given 2 times"),
         ("{good} model=", "is empty"),
         ("{good} --store", "--store needs model=NAME method=NAME"),
         ("{good} --store model=m method=full results={good}/qasper.jsonl", "cannot be written"),

@@ -1,0 +1,94 @@
+"""``key=value`` arguments, and the keys that verbs take beside those of runs: their defaults, and what values they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvbench.errors import UsageError, unknown
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a verb, with the text of its default; None means that it has none.
+
+    ``read`` returns the value of a text, and raises ValueError for a text that is no value: ``allowed`` says what is.
+    """
+
+    name: str
+    default: str | None = None
+    read: Callable[[str], Any] = str
+    allowed: str = ""
+
+    def value(self, texts: Mapping[str, str]) -> Any:
+        """Return the key's value in ``texts``, or its default. Raises UsageError naming key, text and what is allowed."""
+        text = texts.get(self.name, self.default)
+        try:
+            return None if text is None else self.read(text)
+        except UsageError:
+            raise
+        except ValueError:
+            raise UsageError(f"{self.name}={text} is not possible: {self.allowed}") from None
+
+
+def values(keys: Iterable[Key], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the value of each key by name."""
+    return {key.name: key.value(texts) for key in keys}
+
+
+def whole(name: str, least: int, default: str | None = None, allowed: str = "") -> Key:
+    """Return a key whose values are whole numbers."""
+    return Key(name, default, partial(whole_number, least=least), allowed or f"a whole number, {least} or more")
+
+
+def flag(name: str) -> Key:
+    """Return a key that is true or false, and false unless it is named."""
+    return Key(name, "false", lambda text: ("false", "true").index(text) == 1, "true or false")
+
+
+def choice(name: str, choices: Sequence[str]) -> Key:
+    """Return a key that takes one of ``choices``, the first by default."""
+    return Key(name, choices[0], partial(one_of, f"value of {name}", choices))
+
+
+def optional(key: Key) -> Key:
+    """Return the key with null, which stands for None, as its default."""
+    return Key(key.name, "null", lambda text: None if text == "null" else key.read(text), key.allowed)
+
+
+def whole_number(text: str, least: int) -> int:
+    """Return the number in a text of digits. Raises ValueError for any other text, and for less than ``least``."""
+    if not text.isdigit() or int(text) < least:
+        raise ValueError(text)
+    return int(text)
+
+
+def one_of(kind: str, choices: Collection[str], text: str) -> str:
+    """Return the text. Raises UsageError with the nearest of ``choices`` if it is none of them."""
+    if text not in choices:
+        raise unknown(kind, text, choices)
+    return text
+
+
+def pairs(arguments: Iterable[str], example: str = "method=snapkv+think or kv_size=64,128") -> dict[str, str]:
+    """Return the texts of ``key=value`` arguments by key. Raises UsageError for any other, and a key given twice."""
+    texts: list[tuple[str, str]] = []
+    for argument in arguments:
+        key, sign, text = argument.partition("=")
+        if not sign or not key:
+            raise UsageError(f"{argument!r} is not key=value, as in {example}")
+        texts.append((key.strip(), text.strip()))
+    keys = [key for key, _ in texts]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UsageError(
+                f"{key}= is given {keys.count(key)} times: give it once, with a comma list for several values"
+            )
+    return dict(texts)
+
+
+def divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments without a sign, and the texts of the others by key, as ``pairs`` does."""
+    return [a for a in arguments if "=" not in a], pairs(a for a in arguments if "=" in a)
