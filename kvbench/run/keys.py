@@ -1,4 +1,4 @@
-"""``key=value`` arguments, and the keys that verbs take beside those of runs: their defaults, and what values they take."""
+"""``key=value`` arguments, and the keys that verbs take beside those of runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Key:
     allowed: str = ""
 
     def value(self, texts: Mapping[str, str]) -> Any:
-        """Return the key's value in ``texts``, or its default. Raises UsageError naming key, text and what is allowed."""
+        """Return the key's value in ``texts``, or its default. Raises UsageError naming what is allowed."""
         text = texts.get(self.name, self.default)
         try:
             return None if text is None else self.read(text)
@@ -83,9 +83,7 @@ def pairs(arguments: Iterable[str], example: str = "method=snapkv+think or kv_si
     keys = [key for key, _ in texts]
     for key in keys:
         if keys.count(key) > 1:
-            raise UsageError(
-                f"{key}= is given {keys.count(key)} times: give it once, with a comma list for several values"
-            )
+            raise UsageError(f"{key}= is given {keys.count(key)} times: give it once, with a comma list for a grid")
     return dict(texts)
 
 

@@ -91,9 +91,8 @@ def read(arguments: Sequence[str], multirun: bool = False) -> Command:
     if launcher and not multirun:
         raise UsageError(f"{launcher[0]} sets up a launcher and needs -m, as in: -m shard=0,1 {launcher[0]}")
     preset = typed.get("preset")
-    words = [
-        f"{k}={v}" for k, v in typed.items() if k != "model" and "hydra" not in k and not (sweep and k[:5] == "shard")
-    ]
+    left_out = ("model", "shard", "shards") if sweep else ("model",)
+    words = [f"{k}={v}" for k, v in typed.items() if k not in left_out and "hydra" not in k]
     requests = []
     for wanted in models:
         entry, path = _model(wanted)
