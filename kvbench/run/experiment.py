@@ -27,7 +27,7 @@ from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
 from kvbench.run.run_plan import prepare as prepare
 from kvbench.run.runner import ModelChanged, run_group
-from kvbench.run.summary import collect, completed, summarise
+from kvbench.run.summary import collect, summarise
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.spread import left_out
 
@@ -147,7 +147,7 @@ def _end(prepared: RunPlan, group: Group, broadcast: Listeners, error: BaseExcep
         summary, samples = None, list(store.samples(cell.id).values())
         begun = error is None or cell.id in store.writers
         if begun and samples and store.refusal(cell.id) is None:
-            summary = summarise(completed(cell, samples), group.task.metric, len(group.task.examples))
+            summary = summarise(samples, group.task.metric, len(group.task.examples))
             completeness = "complete" if summary.n == summary.of else "partial"
             store.write_metrics(cell.id, {"status": completeness, **summary.record()})
         stored = store.status(cell.id)

@@ -1,16 +1,16 @@
 """Results as records: a stored answer, the record and the summary of a cell, and the report of a run.
 
 ``read`` takes the JSON that lies on disk, ``record`` returns the JSON to write. A field that an older version did not
-write is None or nan; fields that this version does not know are kept in ``more``.
+write is None; fields that this version does not know are kept in ``more``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import nan
 from typing import TYPE_CHECKING, Any, Self
 
+from kvbench.errors import UsageError
 from kvbench.run.equal_memory import Matched
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Sample:
 
     ``score`` is None if the metric has none for the answer, ``nominal`` if the method has no budget. ``answers`` are
     the references. ``attended`` is the mean number of tokens that a masking method reads. ``provenance`` is an index
-    into the provenance of the cell's record. Bytes at 16 bits are nan in older lines.
+    into the provenance of the cell's record.
     """
 
     id: str
@@ -68,9 +68,13 @@ class Sample:
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Self:
-        """Return the sample of a stored line."""
+        """Return the sample of a stored line. Raises UsageError for one without bytes at 16 bits."""
+        if "full16" not in line:
+            raise UsageError(
+                f"example {line['id']} was measured by an older version, without bytes at 16 bits: measure it again in "
+                "another results=FOLDER"
+            )
         known: dict[str, Any] = dict.fromkeys(("nominal", "payload_kv_head", "payload_query_head"))
-        known |= dict.fromkeys(("payload16", "overhead16", "full16"), nan)
         known |= {name: line[name] for name in _names(cls) if name in line}
         if "answers" in line:
             known["answers"] = tuple(line["answers"])
@@ -82,7 +86,7 @@ class Sample:
         known = {name: getattr(self, name) for name in _names(Sample)}
         known["timing"] = {k: v for k, v in asdict(self.timing).items() if v is not None}
         always = ("nominal", "score")
-        return {k: v for k, v in known.items() if k in always or (v is not None and v == v)} | dict(self.more)
+        return {k: v for k, v in known.items() if k in always or v is not None} | dict(self.more)
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import isnan
 from statistics import fmean
 
 import numpy as np
-import torch
 
-from kvbench.audit.accounting import HALF, POSITION_BYTES
-from kvbench.audit.prompt_audit import MeasuredBytes
-from kvbench.methods.chain import Chain
 from kvbench.metrics import metric, stats
 from kvbench.metrics.stats import FEWEST
 from kvbench.run.advice import about_floors, at_floor
@@ -33,42 +28,6 @@ from kvbench.run.results import (
 )
 from kvbench.run.store import ResultStore
 from kvbench.tasks.longbench import BUCKETS
-
-
-def completed(cell: Cell, samples: Iterable[Sample]) -> list[Sample]:
-    """Return the samples. Older ones without bytes at 16 bits get them by formula."""
-    itemsize, all_known = getattr(torch, cell.identity["model"]["dtype"]).itemsize, []
-    for sample in samples:
-        if isnan(sample.full16):
-            payload16, overhead16, full16 = at_16_bits(cell.chain, sample, itemsize)
-            sample = replace(sample, payload16=payload16, overhead16=overhead16, full16=full16)
-        all_known.append(sample)
-    return all_known
-
-
-def at_16_bits(chain: Chain, sample: Sample | MeasuredBytes, itemsize: int) -> tuple[float, float, float]:
-    """Return payload, overhead and full cache's bytes at 16 bits of a sample measured at ``itemsize`` bytes a number.
-
-    Codes, scales, positions and ids take the same bytes at any width. Exact entries and the values that modifiers carry
-    shrink. The result is exact to the byte if all heads keep as many tokens or nothing is packed; otherwise it is
-    computed from their mean.
-    """
-    slots, exact, coder, selector = round(sample.kept), float(sample.payload), chain.coder, chain.selector
-    if selector is not None and selector.packs:
-        exact = 0.0
-    elif coder is not None:
-        assert sample.payload_kv_head and sample.payload_query_head
-        group = round(sample.payload_query_head / sample.payload_kv_head)
-        # keys and values not packed; full_bytes / (2 n) are the bytes of one entry in all layers and kv heads
-        exact_entries = 2 * slots - coder.keys.packed(slots) - coder.values.packed(slots)
-        exact = chain.heads(1, group) * sample.full_bytes * exact_entries / (2 * sample.n)
-    carried = sum(m.slot_bytes(itemsize) for m in chain.modifiers) if chain.evicts else 0
-    overhead_factor = 1.0
-    if carried:
-        slot_bytes = POSITION_BYTES + chain.layout(slots, 128, itemsize)[0].slot_overhead
-        overhead_factor -= (carried - sum(m.slot_bytes(HALF) for m in chain.modifiers)) / slot_bytes
-    payload16 = sample.payload - exact * (1 - HALF / itemsize)
-    return payload16, sample.overhead * overhead_factor, sample.full_bytes * HALF / itemsize
 
 
 def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
@@ -176,7 +135,7 @@ def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
     floor = None
     if not cell.chain.stages:
         floor = at_floor(group.task, [s.score for s in samples.values() if s.score is not None])
-    summary = summarise(completed(cell, samples.values()), group.task.metric, len(group.task.examples))
+    summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
     delta = _delta(group, cell, samples, store)
     return replace(result, status="measured", floor=floor, summary=summary, delta=delta)
 
