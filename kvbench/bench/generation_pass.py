@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,7 +36,7 @@ class Pass:
     together). ``total`` is measured around everything; with ``sampled`` decoding it is an estimate. ``steps`` are the
     seconds of the decode steps that ran, each by its own marks. ``tpot`` is the mean of one step over the generation.
     ``attention`` is None if it cannot be timed apart. ``cache_bytes`` are held after the prompts, payload and overhead.
-    ``read_bytes`` is the payload that a step reads, on average.
+    ``read_bytes`` is the payload that a step reads, on average. ``tokens`` [B, tokens that were run] are on the CPU.
     """
 
     ttft: float
@@ -50,8 +50,8 @@ class Pass:
     steps: tuple[float, ...]
     cache_bytes: int
     read_bytes: float
+    tokens: Tensor
     sampled: Sampled | None = None
-    tokens: Tensor | None = field(default=None, compare=False)
 
     @property
     def integrated(self) -> bool:
@@ -65,7 +65,6 @@ def run(
     ids: Tensor,
     new: int,
     sample: int | None = None,
-    keep_tokens: bool = False,
     graph: bool = False,
 ) -> Pass:
     """Read ``ids`` [B, n] and generate ``new`` tokens a row under ``chain``.
@@ -126,7 +125,7 @@ def run(
         cache_bytes=cache_bytes,
         read_bytes=sum(reads) / len(reads),
         sampled=interpolated,
-        tokens=torch.cat(tokens, dim=1).cpu() if keep_tokens else None,
+        tokens=torch.cat(tokens, dim=1).cpu(),
     )
 
 

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -25,7 +25,6 @@ from kvbench.errors import KvbenchError, unknown
 
 BITS = 4
 RATIO = 0.5
-QUANTISED = f"transformers' QuantizedCache at {BITS} bits by {{}}"
 WHOLE = "the whole cache is made exact again in every step"
 
 
@@ -40,12 +39,9 @@ class Peer:
     """
 
     name: str
-    what: str
     packages: tuple[str, ...] = ()
-    cache: Callable[[PreTrainedModel, int], Any] = field(
-        default=lambda model, tokens: cache_utils.DynamicCache(config=model.config)
-    )
-    context: Callable[[PreTrainedModel], Any] = field(default=lambda model: nullcontext(model))
+    cache: Callable[[PreTrainedModel, int], Any] = lambda model, tokens: cache_utils.DynamicCache(config=model.config)
+    context: Callable[[PreTrainedModel], Any] = nullcontext
     marks: tuple[str, ...] = ()
     cpu_marks: tuple[str, ...] = ()
     compiled: bool = False
@@ -138,45 +134,36 @@ def _deepspeed(model: PreTrainedModel) -> Iterator[Any]:
 
 
 _PEERS = (
-    Peer("dynamic", "transformers' generate with DynamicCache"),
-    Peer("static", "transformers' generate with StaticCache", cache=_static, compiled=True),
-    Peer("quanto", QUANTISED.format("quanto"), ("optimum.quanto",), _quantised("quanto"), marks=(WHOLE,)),
-    Peer("hqq", QUANTISED.format("hqq"), ("hqq",), _quantised("hqq"), marks=(WHOLE,)),
+    Peer("dynamic"),
+    Peer("static", cache=_static, compiled=True),
+    Peer("quanto", ("optimum.quanto",), _quantised("quanto"), marks=(WHOLE,)),
+    Peer("hqq", ("hqq",), _quantised("hqq"), marks=(WHOLE,)),
     Peer(
         "fp8",
-        "transformers' QuantizedCache in FP8",
         cache=_quantised("fp8"),
         marks=(WHOLE,),
         never="" if hasattr(cache_utils, "Fp8QuantizedLayer") else "needs a newer transformers",
     ),
-    Peer(
-        "accelerate",
-        "generate on a model that accelerate dispatches, all weights on the device",
-        ("accelerate",),
-        context=_dispatched,
-    ),
+    Peer("accelerate", ("accelerate",), context=_dispatched),
     Peer(
         "offload",
-        "generate with weights offloaded by accelerate",
         ("accelerate",),
         context=_offloaded,
         cpu_marks=("weights are read from disk in each step: a CPU has no other memory to bring them from",),
     ),
     Peer(
         "kvpress",
-        f"kvpress' SnapKV that drops {RATIO:.0%} of the prompt",
         ("kvpress",),
         context=_pressed,
         marks=(f"SnapKV at {RATIO:.0%} of the prompt; tokens of the answer are all kept",),
     ),
     Peer(
         "deepspeed",
-        "DeepSpeed-Inference",
         ("deepspeed",),
         context=_deepspeed,
         marks=("the engine alone: none of its kernels, nothing offloaded",),
     ),
-    Peer("flexgen", "FlexGen's own engine", never="declared, not driven from here: it runs its own models alone"),
+    Peer("flexgen", never="declared, not driven from here: it runs its own models alone"),
 )
 PEERS = {peer.name: peer for peer in _PEERS}
 
@@ -207,7 +194,7 @@ class _Marks(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int, keep_tokens: bool = False) -> Pass:
+def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
     """Generate ``new`` tokens for each row of ``ids`` [B, n] by transformers' generate under ``peer``; return the pass.
 
     The prompts are read together. Raises KvbenchError if the peer generates another number of tokens.
@@ -251,7 +238,7 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int, keep_tokens: 
         steps=steps,
         cache_bytes=marks.held,
         read_bytes=read,
-        tokens=tokens.cpu() if keep_tokens else None,
+        tokens=tokens.cpu(),
     )
 
 

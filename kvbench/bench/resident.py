@@ -1,6 +1,6 @@
 """Resident memory of many caches held at once, against the accounted bytes, each method in a process of its own.
 
-    python -m kvbench.bench.resident [--caches 64] [--tokens 4096] [--only kivi] [--small]
+    python -m kvbench.bench.resident [--caches 64] [--tokens 4096] [--only kivi]
 
 Caches are made of random layers by the real stages, in fp16 (full: 2 GiB in all), and stay alive while the process
 is measured; as many processes run at once as processors and memory allow. A method's ratio is what its process grew by
@@ -31,7 +31,6 @@ from kvbench.methods.resolve import chain_of
 LIMIT = 0.05
 WARM = 4
 SHAPE = Shape(layers=2, query_heads=32, kv_heads=8, head_dim=128)
-SMALL = Shape(layers=2, query_heads=8, kv_heads=2, head_dim=64)
 WHY = """\
 As large as 64 full caches fit into 2 GiB. A process pays more than a tensor's bytes: large ones are
 rounded up to pages (4 KiB) of a mapping of their own, small ones share pages with what was freed
@@ -63,9 +62,9 @@ METHODS: dict[str, dict[str, Any]] = {
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 
 
-def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE) -> dict[str, float]:
+def hold(name: str, caches: int, tokens: int) -> dict[str, float]:
     """Return the bytes that this process grows by while it holds so many caches, and those accounted for them."""
-    build = partial(all_layers, chain_of(METHODS[name]), shape, tokens, torch.float16)
+    build = partial(all_layers, chain_of(METHODS[name]), SHAPE, tokens, torch.float16)
     # the first ones load code and leave the allocator's free lists as all later ones find them
     first = [build() for _ in range(WARM)]
     baseline = in_use()
@@ -75,8 +74,8 @@ def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE) -> dict[str,
     return {"grown": grown, "accounted": sum(bytes_held(layer).total for cache in held_caches for layer in cache)}
 
 
-def report(found: Iterable[tuple[str, dict[str, float]]], judged: bool = True) -> int:
-    """Print ratios to ``full``, the first, as results come. Return 1 if one ``judged`` is off by more than LIMIT."""
+def report(found: Iterable[tuple[str, dict[str, float]]]) -> int:
+    """Print ratios to ``full``, the first, as results come. Return 1 if one is off by more than LIMIT."""
     full, status = None, 0
     print(f"{'':26}{'resident':>12}{'accounted':>12}{'measured':>10}{'accounted':>11}{'off':>8}")
     print(f"{'':26}{'MiB':>12}{'MiB':>12}{': full':>10}{': full':>11}{'%':>8}")
@@ -86,18 +85,16 @@ def report(found: Iterable[tuple[str, dict[str, float]]], judged: bool = True) -
         off = measured / accounted - 1
         # the full cache is what the others are compared with, so its own bytes must be right
         missed = abs(f["grown"] / f["accounted"] - 1 if name == "full" else off) > LIMIT
-        status |= missed and judged
+        status |= missed
         verdict = "  MISSED" if missed else "  ok"
-        if not judged:
-            verdict = ""
         row = f"{f['grown'] / MIB:12.1f}{f['accounted'] / MIB:12.1f}{measured:10.4f}{accounted:11.4f}"
         print(f"{name:26}{row}{100 * off:+8.1f}{verdict}", flush=True)
     return int(status)
 
 
-def _at_once(caches: int, tokens: int, shape: Shape) -> int:
+def _at_once(caches: int, tokens: int) -> int:
     """Return the number of processes that fit at once, each with full caches and 1 GiB of scratch memory."""
-    most = (caches + WARM) * shape.full_bytes(tokens, 2) + 2**30
+    most = (caches + WARM) * SHAPE.full_bytes(tokens, 2) + 2**30
     return max(1, min(len(os.sched_getaffinity(0)), int(free_bytes(torch.device("cpu")) // most)))
 
 
@@ -107,24 +104,22 @@ def main() -> int:
     parser.add_argument("--caches", type=int, default=64, help="caches held at once (default 64)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each prompt (default 4096)")
     parser.add_argument("--only", default="", help="methods whose name contains this, besides full")
-    parser.add_argument("--small", action="store_true", help="a small model instead, whose ratios are not judged")
     parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    shape = SMALL if args.small else SHAPE
     if args.one:
         torch.set_num_threads(1)
-        print(json.dumps(hold(args.one, args.caches, args.tokens, shape)))
+        print(json.dumps(hold(args.one, args.caches, args.tokens)))
         return 0
     names = [m for m in METHODS if m == "full" or args.only in m]
-    print(f"{args.caches} caches of {args.tokens} tokens each: {shape}, float16")
-    print("Not judged:\n" if args.small else WHY, flush=True)
-    sizes = ["--caches", args.caches, "--tokens", args.tokens, *(["--small"] if args.small else [])]
+    print(f"{args.caches} caches of {args.tokens} tokens each: {SHAPE}, float16")
+    print(WHY, flush=True)
+    sizes = ["--caches", args.caches, "--tokens", args.tokens]
 
     def measure(name: str) -> dict[str, float]:
         return dict(in_process("resident", "--one", name, *sizes, env=ALLOCATOR))
 
-    with ThreadPoolExecutor(_at_once(args.caches, args.tokens, shape)) as pool:
-        return report(zip(names, pool.map(measure, names), strict=True), not args.small)
+    with ThreadPoolExecutor(_at_once(args.caches, args.tokens)) as pool:
+        return report(zip(names, pool.map(measure, names), strict=True))
 
 
 if __name__ == "__main__":

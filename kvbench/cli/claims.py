@@ -38,8 +38,6 @@ def main(args: argparse.Namespace) -> int:
         args.paper, args.overrides = "all", [args.paper, *args.overrides]
     given = {"limit": "20", **pairs(args.overrides)}
     model, results = given.pop("model", "tiny"), Path(given.get("results", "results"))
-    if "up_to" in given:
-        raise UsageError("up_to= is gone: limit= says how many examples of each task, and no verdict ends a run")
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")
     from kvbench.papers.claims import claim_runner, claims

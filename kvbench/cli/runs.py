@@ -18,6 +18,7 @@ from kvbench.run.words import split_list
 
 FILTERS = ("status", "model", "method", "dataset", "cells")
 DAMAGED = "damaged"
+WIDTH = 24
 
 
 def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
@@ -143,16 +144,16 @@ def _texts(cell: StoredCell) -> tuple[str, ...]:
     )
 
 
-def _fold(text: str, at: str, width: int = 24) -> list[str]:
-    """Break the text into lines of at most ``width`` characters, behind ``at``, or anywhere without one."""
+def _fold(text: str, at: str) -> list[str]:
+    """Break the text into lines of at most WIDTH characters, behind ``at``, or anywhere without one."""
     lines = [""]
     for i, part in enumerate(text.split(at) if text else ()):
         piece = f"{lines[-1]}{at}{part}" if i else part
-        if len(piece) <= width:
+        if len(piece) <= WIDTH:
             lines[-1] = piece
             continue
         lines[-1:] = [f"{lines[-1]}{at}".rstrip(" ")] if i else []
-        lines += [part[i : i + width] for i in range(0, len(part), width)] or [""]
+        lines += [part[i : i + WIDTH] for i in range(0, len(part), WIDTH)] or [""]
     return [line for line in lines if line]
 
 

@@ -70,7 +70,7 @@ def test_a_checkpoint_keeps_its_layers():
 def test_a_pass_gives_the_tokens_of_runs_and_times_that_add_up(model, method):
     (chain,) = chains(method)
     ids = prompts(Workload(150, 12, 3), 721, 0)
-    found = generation_pass.run(model, chain, ids, 12, keep_tokens=True)
+    found = generation_pass.run(model, chain, ids, 12)
     caches = [prefill_chains(model, row, [chain])[0] for row in ids]
     assert found.tokens.tolist() == generated(model, caches, [Ending(12)] * 3)
     assert found.cache_bytes == sum(c.nbytes() for c in caches)
@@ -84,9 +84,7 @@ def test_a_pass_gives_the_tokens_of_runs_and_times_that_add_up(model, method):
 def test_a_pass_by_a_graph_gives_the_same_tokens(model, sample):
     (chain,) = chains("snapkv", kv_size=64)
     ids = prompts(Workload(100, 22, 2), 721, 0)
-    plain, graph = (
-        generation_pass.run(model, chain, ids, 22, sample, keep_tokens=sample is None, graph=by) for by in (False, True)
-    )
+    plain, graph = (generation_pass.run(model, chain, ids, 22, sample, graph=by) for by in (False, True))
     assert graph.cache_bytes == plain.cache_bytes and graph.read_bytes == plain.read_bytes
     assert len(graph.steps) == len(plain.steps) and graph.integrated == plain.integrated
     assert graph.attention is None and graph.build > plain.build
@@ -189,7 +187,7 @@ def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
         return
     ids, weights = prompts(Workload(80, 9, 2), 721, 0), architecture.weight_bytes(model)
     # another process may come in between
-    tries = [peers.run(model, peer, ids, 9, keep_tokens=True) for _ in range(3)]
+    tries = [peers.run(model, peer, ids, 9) for _ in range(3)]
     found = min(tries, key=lambda p: p.total - p.ttft - p.decode)
     assert found.tokens.shape == (2, 9) and len(found.steps) == 8 and 0 < found.attention < found.total
     assert found.total == pytest.approx(found.ttft + found.decode, rel=0.05)
@@ -205,7 +203,7 @@ def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
 def test_a_peer_that_is_not_known():
     with pytest.raises(UsageError, match="unknown peer 'vllm'"):
         peers.find("vllm")
-    assert peers.Peer("x", "", ("no.such", "torch")).missing() == "needs no-such, which is not installed"
+    assert peers.Peer("x", ("no.such", "torch")).missing() == "needs no-such, which is not installed"
 
 
 def test_a_caches_bytes_are_those_of_all_it_is_made_of():
