@@ -22,7 +22,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", help="think, refreekv, uncomp, vatp, qhitter or all; one table as in think/7")
     parser.add_argument("--exact", action="store_true", help="list the cells that need no model instead of findings")
     parser.add_argument("--format", choices=("text", "md"), default="text", help="text or Markdown (default text)")
-    parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -52,7 +52,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="which methods, models and sizes")
     parser.add_argument("--formula", action="store_true", help="memory: build nothing, print the formulas alone")
     parser.add_argument("--plan", action="store_true", help="time: say what would be measured, and stop")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -21,7 +21,6 @@ is kept in calibration=FOLDER, by default results/calibration, and used by every
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="method, model, and how to calibrate")
-    parser.add_argument("--json", action="store_true", help="print the records as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 from kvbench.errors import UsageError
@@ -28,12 +27,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paper", nargs="?", default="all", help="a paper, or all (default)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--format", choices=("text", "md", "latex"), default="text", help="of the ledger")
-    parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure what the claims need and print the ledger."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "=" in args.paper:
         args.paper, args.overrides = "all", [args.paper, *args.overrides]
     given = {"limit": "20", **pairs(args.overrides)}

@@ -35,7 +35,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     chosen = ", ".join(f"{k}=" for k in KEYS[1:])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"results=FOLDER, and which cells: {chosen}")
     parser.add_argument("--yes", action="store_true", help="remove; without it only show")
-    parser.add_argument("--json", action="store_true", help="print what goes as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -30,7 +30,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("action", choices=ACTIONS, help="status: what is there; fetch: download datasets")
     parser.add_argument("overrides", nargs="*", metavar="id | data.root=FOLDER", help="datasets, and the data folder")
-    parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -38,7 +38,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "method=, dataset=",
     )
     parser.add_argument("--results", default="results", help="folder of results, for runs, tables (default results)")
-    parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
         sub.set_defaults(verb_module=module)
     parsed, extra = parser.parse_known_args(arguments)
     if extra:
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if mistakes or not hasattr(parsed, "overrides"):
             parser.error(f"unrecognised: {' '.join(mistakes or extra)} (see python -m kvbench {parsed.verb} --help)")
         parsed.overrides = [*parsed.overrides, *extra]
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return int(parsed.verb_module.main(parsed))
     except KvbenchError as error:

@@ -34,7 +34,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("action", choices=ACTIONS, help="list and status: what is there; fetch: download a model")
     parser.add_argument("overrides", nargs="*", metavar="model | from=FILE", help="entries of conf/model")
-    parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:

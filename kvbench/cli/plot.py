@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -77,7 +76,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="figures, model, and what it reads")
     parser.add_argument("--from-csv", metavar="FILE", help="draw again from a figure's CSV, without a model")
     parser.add_argument("--stored", action="store_true", help="measure nothing, draw what is in the store")
-    parser.add_argument("--json", action="store_true", help="print paths and findings as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -108,7 +106,6 @@ def _plot(names: list[str], options: dict[str, str], quiet: bool, stored: bool) 
             raise UsageError(f"{key}= is not possible: a figure says itself what is read and run, it takes no {key}=")
     if "text" in figure_keys and "dataset" in options:
         raise UsageError("text= and dataset= are two ways to say what is read: give one of them")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.papers.figures import registry
     from kvbench.papers.figures.measured import ResultFigure
 

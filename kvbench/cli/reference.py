@@ -17,7 +17,6 @@ and what the paper says, by its own numbers. docs/reference.md is all of it as M
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("paper", nargs="?", default="all", help="think, refreekv, uncomp, vatp, qhitter (default all)")
-    parser.add_argument("--json", action="store_true", help="print presets, entries and statements as JSON on stdout")
     parser.add_argument("--format", choices=("text", "md"), default="text", help="text or Markdown (default text)")
 
 

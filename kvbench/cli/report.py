@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +34,10 @@ METHODS = ("method=full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio=0.125")
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="output=, samples=, results=, and run's keys")
-    parser.add_argument("--json", action="store_true", help="print what the page shows as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
     """Write the page and print its path, or print what it shows."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     given = pairs(args.overrides, "output=report.html samples=1")
     if args.json and "output" in given:
         raise UsageError(f"output={given['output']} is not possible with --json, which prints and writes no page")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import signal
 import sys
@@ -59,7 +58,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def output_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for printing a report."""
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
     parser.add_argument("--format", choices=("text", "md", "csv", "latex"), default="text", help="of the table")
 
 
@@ -67,7 +65,6 @@ def main(args: argparse.Namespace) -> int:
     """Measure and print. Return exit status 1 if a cell was refused or failed."""
     command = words.read(args.overrides, args.multirun)
     launchers.check(command)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.run import config, experiment
     from kvbench.run.wandb_logger import listeners
 

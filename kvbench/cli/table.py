@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -49,9 +48,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
-    parser.add_argument(
-        "--json", action="store_true", help="print a record per cell, with the notes, as JSON on stdout"
-    )
     parser.add_argument("--stored", action="store_true", help="measure nothing, show what is in the store")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
     parser.add_argument("--trace", nargs=2, metavar=("ROW", "COL"), help="the stored lines behind one number")
@@ -59,7 +55,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure missing cells and print. Return exit status 1 if rows were refused."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.papers.measured import grid, page
     from kvbench.papers.spec import table_spec
     from kvbench.papers.timed import timings
