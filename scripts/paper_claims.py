@@ -96,7 +96,7 @@ def _do(args: argparse.Namespace) -> int:
         return 1 if wrong else 0
     of = target(args.model or stand_ins.MODEL)
     if samples(of).exists():
-        archive.restore(samples(of), ResultStore(Path(args.results)))
+        archive.unpack(samples(of), ResultStore(Path(args.results)))
     if not args.pack:
         restore(of.tables(["all"]), of, args.results)  # many rows of claims are rows of tables
         given = [(p, ((f"claims/{p}",), of.model, args.results, of.arguments)) for p in claims.papers()]

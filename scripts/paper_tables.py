@@ -128,7 +128,7 @@ def restore(tables: Sequence[TableSpec], of: Target, results: str) -> None:
     """Put the committed samples into ``results`` where they are missing there."""
     for table in tables:
         if of.samples(table).exists():
-            archive.restore(of.samples(table), ResultStore(Path(results)))
+            archive.unpack(of.samples(table), ResultStore(Path(results)))
 
 
 def measure(tables: Sequence[TableSpec], of: Target, results: str, workers: int) -> None:
