@@ -50,7 +50,7 @@ smoke: $(VENV)/.ready  ## the main job on two examples a task
 	$(PY) -m kvbench run $(ARGS) limit=2
 
 bench-overhead: $(VENV)/.ready  ## cost of running through kvbench, as ratios
-	$(PY) -m kvbench.bench.overhead
+	$(PY) -m kvbench.bench.tables --part overhead --examples 16 --repeats 5 --threads 1
 
 bench-tables: $(VENV)/.ready .venv-peers/.ready  ## a whole table at once, over its rows one by one and over kvpress
 	$(PY) -m kvbench.bench.tables --peers .venv-peers/bin/python

@@ -127,11 +127,11 @@ def measure(name: str, shape: StepShape, repeats: int, timer: Timer, device: tor
         return torch.randn(shape.batch, heads, tokens, shape.head_dim, dtype=shape.dtype, device=device)
 
     batches = {"step": rows(name), "full": rows("full")}
-    dense: tuple[torch.Tensor, ...] = ()
+    full: tuple[torch.Tensor, torch.Tensor] | None = None
     if kernels.serves(device):
         with switched("off"):
             batches["plain"] = rows(name)
-        dense = draw(shape.heads, shape.tokens + 1), draw(shape.heads, shape.tokens + 1)
+        full = draw(shape.heads, shape.tokens + 1), draw(shape.heads, shape.tokens + 1)
     moved = sum(batches["step"].payload())
     seconds: dict[str, list[float]] = {}
     for _ in range(WARM_UP + repeats):
@@ -139,8 +139,8 @@ def measure(name: str, shape: StepShape, repeats: int, timer: Timer, device: tor
         for way, batch in batches.items():
             with switched("off" if way == "plain" else os.environ.get(SWITCH, "on")):
                 seconds.setdefault(way, []).append(timer(partial(_step, batch, q, k, v)))
-        if dense:
-            sdpa = partial(F.scaled_dot_product_attention, q, *dense, enable_gqa=True)
+        if full is not None:
+            sdpa = partial(F.scaled_dot_product_attention, q, full[0], full[1], enable_gqa=True)
             seconds.setdefault("sdpa", []).append(timer(sdpa))
     return StepTimes(**{way: median(times[WARM_UP:]) for way, times in seconds.items()}, moved=moved)
 

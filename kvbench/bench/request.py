@@ -27,6 +27,8 @@ from kvbench.run.config import RunConfig
 from kvbench.run.keys import Key, choice, flag, one_of, optional, pairs, values, whole
 from kvbench.run.words import RunRequest, read, split_list
 
+GROUPS: dict[str, list[str]] = {"all": list(PEERS), "none": []}
+"""The words that name several peers."""
 OWN = {
     key.name: key
     for key in (
@@ -47,8 +49,6 @@ OWN = {
         flag("again"),
     )
 }
-GROUPS = {"all": list(PEERS), "none": []}
-"""The words that name several peers."""
 OTHERS = ("device", "per", "match", "reference", "threads")
 METHODS = "full,snapkv,kivi"
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}

@@ -1,11 +1,13 @@
-"""What a whole table costs: all its rows at once, over the same rows one by one and over kvpress.
+"""What a whole table costs: all its rows at once, over the same rows one by one, over kvpress and over a bare loop.
 
 Rows: full, and streamingllm, snapkv, keynorm, h2o, snapkv+think at 50, 25, 12.5 and 6.25 % of the prompt (full has no
 budget: one row). (a) The tiny suite. (b) A Llama with random weights: 8 layers, hidden 512, 8 heads, 4 kv heads, a
 prompt of 4k tokens, 32 new ones. Every ratio is of times measured in this run, in turns; kvpress runs in the Python
-given by --peers, on the same checkpoint, tokens and threads.
+given by --peers, on the same checkpoint, tokens and threads. Part overhead, on two tasks of the tiny suite: the full
+cache through kvbench (audit, scoring, storing included) over a bare ``model.generate`` loop, and full and snapkv+think
+together over full alone.
 
-    python -m kvbench.bench.tables [--part a b peers memory] [--repeats 2] [--threads 2] [--peers PYTHON]
+    python -m kvbench.bench.tables [--part a b peers memory overhead] [--repeats 2] [--threads 2] [--peers PYTHON]
 """
 
 from __future__ import annotations
@@ -17,25 +19,73 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvbench.bench.overhead import bare_generate, loaded, planned, through_kvbench
 from kvbench.bench.ratio import in_process, in_turns, median_ratio, options, seconds, verdict
 from kvbench.engine.memory import process_memory
 from kvbench.models import load
+from kvbench.run import config, experiment
 from kvbench.run.experiment import RunPlan
 from kvbench.run.host import Host
+from kvbench.run.provenance import provenance
+from kvbench.run.runner import run_group
+from kvbench.run.store import ResultStore
 
 METHODS = "full,streamingllm,snapkv,keynorm,h2o,snapkv+think"
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 N, NEW = 4096, 32
-AT_ONCE, OVER_PEERS, FULL_ALONE, MEMORY = 8.0, 10.0, 1.05, 2.0
+AT_ONCE, OVER_PEERS, FULL_ALONE, MEMORY, BARE, TOGETHER = 8.0, 10.0, 1.05, 2.0, 1.10, 1.60
+
+
+def planned(*arguments: str) -> RunPlan:
+    """Return the run that ``key=value`` arguments name."""
+    return experiment.prepare(config.read(arguments))
+
+
+def loaded(run: RunPlan) -> Host:
+    """Return the host of a run with its model loaded."""
+    model = load.load_weights(run.cfg.model, run.source, load.resolve_device(run.cfg.device))
+    return experiment.make_host(run, model)
+
+
+def through_kvbench(host: Host, run: RunPlan) -> float:
+    """Return the seconds of the run with an empty store."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = ResultStore(Path(folder))
+        facts = provenance(host.model, torch.get_num_threads())
+        start = time.perf_counter()
+        for group in run.groups:
+            run_group(host, group, store, facts)
+        return time.perf_counter() - start
+
+
+def bare_generate(host: Host, prompt: Sequence[int], new: int, **how: Any) -> torch.Tensor:
+    """Return the tokens that transformers' own greedy ``generate`` answers to one prompt."""
+    ids = torch.tensor([prompt], device=host.model.device)
+    mask = torch.ones_like(ids)
+    out = host.model.generate(  # type: ignore[operator]
+        ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, **how
+    )
+    answer: torch.Tensor = out[0, len(prompt) :]
+    return answer
+
+
+def by_generate(host: Host, run: RunPlan) -> float:
+    """Return the seconds of ``generate`` on the run's prompts, one by one, text encoded and decoded."""
+    start = time.perf_counter()
+    for example in (e for group in run.groups for e in group.examples):
+        prompt = host.tokenizer.encode(example.prompt)
+        answer = bare_generate(host, prompt, example.max_new_tokens, eos_token_id=sorted(host.stop))
+        host.tokenizer.decode(answer.tolist(), skip_special_tokens=True)
+    return time.perf_counter() - start
 
 
 def table(*overrides: str, methods: str = METHODS) -> tuple[Host, RunPlan]:
@@ -132,6 +182,25 @@ def full_alone(host: Host, run: RunPlan, repeats: int) -> bool:
     return compare(what, times["kvbench"], times["generate"], FULL_ALONE, least=False)
 
 
+def overhead(examples: int, repeats: int) -> bool:
+    """Compare the full cache with a bare loop, and two methods together with one."""
+    # one task with short answers and one with long ones
+    shared = ["baseline=false", "dataset=tiny/needle,tiny/listing", f"limit={examples}"]
+    alone, together = (planned(f"method={method}", *shared) for method in ("full", "full,snapkv+think"))
+    host = loaded(alone)
+    variants: dict[str, Callable[[], float]] = {
+        "bare": partial(by_generate, host, alone),
+        "full": partial(through_kvbench, host, alone),
+        "together": partial(through_kvbench, host, together),
+    }
+    in_turns(variants, 1)
+    times = in_turns(variants, repeats)
+    print(f"  {sum(len(g.examples) for g in alone.groups)} prompts of 1024 tokens")
+    over_bare = compare("full through kvbench / bare generate", times["full"], times["bare"], BARE, least=False)
+    what = "full and snapkv+think together / full"
+    return compare(what, times["together"], times["full"], TOGETHER, least=False) and over_bare
+
+
 def memory(threads: int) -> bool:
     """Compare the peak resident memory of all rows with that of the full row alone, in processes of their own."""
     alone, together = (in_process("tables", "--resident", m, "--threads", threads) for m in ("full", METHODS))
@@ -144,7 +213,8 @@ def main() -> int:
     """Print the ratios. Return exit status 1 if one misses its limit, else 0."""
     parser = options(__doc__, repeats=2, threads=2)
     parts = ("a", "b", "peers", "memory")
-    parser.add_argument("--part", nargs="+", choices=parts, default=parts, help="peers: of (b), over kvpress alone")
+    help_text = "peers: of (b), over kvpress alone (default: all but overhead)"
+    parser.add_argument("--part", nargs="+", choices=(*parts, "overhead"), default=parts, help=help_text)
     parser.add_argument("--examples", type=int, default=4, help="prompts per task of the tiny suite")
     parser.add_argument("--peers", help="a Python in which kvpress is installed (make .venv-peers/.ready)")
     parser.add_argument("--resident", help=argparse.SUPPRESS)
@@ -172,6 +242,9 @@ def main() -> int:
                 print("  kvpress is not measured: give --peers")
         if "memory" in args.part:
             ok &= memory(args.threads)
+        if "overhead" in args.part:
+            print("overhead")
+            ok &= overhead(args.examples, args.repeats)
     return 0 if ok else 1
 
 

@@ -53,7 +53,9 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"{next(iter(args.filters))}= chooses among runs: python -m kvbench list runs ...")
     store = ResultStore(Path(args.results).expanduser())
     cells = rows(store, args.filters) if "runs" in kinds else []
-    lists = {kind: [cell.json() for cell in cells] if kind == "runs" else _items(kind, store.root) for kind in kinds}
+    lists: dict[str, list[Any]] = {
+        kind: [cell.json() for cell in cells] if kind == "runs" else _items(kind, store.root) for kind in kinds
+    }
     if args.json:
         print(json.dumps(lists, indent=1, ensure_ascii=False))
         return 0

@@ -55,7 +55,7 @@ def _part(table: TableSpec, model: str, results: str, samples: Path, arguments: 
     if table.measurable and packed.exists():
         with tempfile.TemporaryDirectory() as folder:
             store = ResultStore(Path(folder))
-            cells = archive.unpack(packed, store)
+            cells = list(archive.unpack(packed, store))
             counts = [len(store.samples(c)) for c in cells]
             limit = [f"limit={max(counts)}"] if model == stand_ins.MODEL else []
             ours = our_table.prepare(table, model, [f"results={folder}", *limit, *arguments])
