@@ -131,9 +131,8 @@ def _entrants(cfg: RunConfig, peers: Sequence[Peer], ways: Sequence[str]) -> lis
 
 def _settings(cfg: RunConfig, overrides: Sequence[str], options: Mapping[str, Any], device: torch.device) -> Settings:
     dtype = load.resolve_dtype(cfg.model, device, architecture.model_config(cfg.model))
-    name = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
     facts = {
-        "model": name,
+        "model": cfg.model_name,
         "weights": cfg.model.weights,
         "dtype": str(dtype).removeprefix("torch."),
         **environment.facts(device),

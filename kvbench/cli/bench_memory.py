@@ -58,9 +58,8 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     dtype = getattr(torch, name)
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
-    label = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
     if not quiet:
-        print(f"{label}: {shape}; {name}\n")
+        print(f"{cfg.model_name}: {shape}; {name}\n")
     rows, matches = [], []
     for n in sizes:
         matched_cfg, matched = equal_memory.settle(cfg, shape, n)
@@ -69,7 +68,7 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
         matches += [{"n": n, **asdict(m)} for m in matched]
         if not quiet:
             print(memory_table.render(accounts, [str(m) for m in matched]))
-    return {"model": label, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": matches}
+    return {"model": cfg.model_name, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": matches}
 
 
 def _paper(given: dict[str, str], as_json: bool) -> int:

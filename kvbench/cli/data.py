@@ -51,7 +51,10 @@ def _fetch(ids: list[str], folder: str | None, as_json: bool) -> int:
         raise UsageError(f"data fetch needs a dataset: {', '.join(sorted(n for n, s in fetch.sources().items() if s))}")
     wanted = [fetch.source_of(i) for i in ids]
     if folder is not None:
-        _make(Path(folder).expanduser())
+        try:
+            Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"data.root={Path(folder).expanduser()} cannot be made: {error.strerror}") from None
     root = source.data_root(folder)
     if root is None:
         raise UsageError(f"data fetch needs a data folder: data.root=FOLDER or the variable {source.ENVIRONMENT}")
@@ -66,13 +69,6 @@ def _fetch(ids: list[str], folder: str | None, as_json: bool) -> int:
         what = f"{len(r['fetched'])} of {len(entry.files)} files fetched" if r["fetched"] else "nothing was missing"
         print(f"{r['dataset']}: {what}, in {root}. Licence: {r['licence']}")
     return 0
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"data.root={folder} cannot be made: {error.strerror}") from None
 
 
 def _status(ids: list[str], folder: str | None, as_json: bool) -> int:

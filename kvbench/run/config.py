@@ -108,6 +108,11 @@ class RunConfig:
     reference: str | None = runtime(default=None)
     logger: LoggerConfig = runtime(default_factory=LoggerConfig)
 
+    @property
+    def model_name(self) -> str:
+        """Return the entry of conf/model, or the folder or hub id of a model that has none."""
+        return self.model.name if self.model.name != "hf" else self.model.path
+
     def __post_init__(self) -> None:
         for name in ("baseline", "mix"):
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")

@@ -103,7 +103,7 @@ def _measured(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Iterator[
     threads = set_threads(cfg, prepared.source.config)
     model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
     host = make_host(prepared, model)
-    facts = {**provenance(model, threads), "model": _model_name(cfg), **_rounding(host, groups)}
+    facts = {**provenance(model, threads), "model": cfg.model_name, **_rounding(host, groups)}
     if not quiet and str(facts["commit"]).endswith("+"):
         print(f"kvbench: the code has local changes (commit {facts['commit']}): cells say so", file=sys.stderr)
     for group in prepared.bound(model, quiet):
@@ -220,14 +220,10 @@ def _precision(prepared: RunPlan, records: Sequence[CellRecord]) -> list[str]:
     ]
 
 
-def _model_name(cfg: RunConfig) -> str:
-    return cfg.model.name if cfg.model.name != "hf" else cfg.model.path
-
-
 def settings(prepared: RunPlan) -> str:
     """Return the settings of the run in one line, which tells apart tables with the same rows and columns."""
     cfg, plain = prepared.cfg, entries("dataset")
-    parts = [f"Model {_model_name(cfg)}, {prepared.dtype}"]
+    parts = [f"Model {cfg.model_name}, {prepared.dtype}"]
     if cfg.preset:
         plainly = presets.untouched(cfg.preset, cfg.model.name, (s.id for c in cfg.chains for s in c.chain.stages))
         parts.append(f"preset {cfg.preset}" + (f" (sets nothing of {', '.join(plainly)})" if plainly else ""))

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from kvbench.errors import KvbenchError, UsageError, unknown
 from kvbench.files import (
@@ -142,8 +142,6 @@ class ResultStore:
         is opened again or the cell is complete. A cell left started by a process that is gone counts as interrupted.
         A mark that cannot be written is skipped, so that its error does not hide the one that it records.
         """
-        if status not in get_args(Mark):
-            raise UsageError(f"a cell is marked {', '.join(get_args(Mark))}, not {status!r}")
         writer = self.writers.get(cell.id)
         if writer is not None:
             writer.ended = status != "started"

@@ -241,7 +241,6 @@ def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
     cfg, record = prepared.cfg, prepared.store.cell(cell.id)
     budgets = {k: v for s in cell.chain.stages for k in ALWAYS_NAMED if (v := getattr(s, k, None)) is not None}
     named = cfg.model.name != "hf" or cfg.model.path.count("/") == 1
-    model = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
     return {
         "cell": cell.id,
         "label": cell.label,
@@ -250,7 +249,7 @@ def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
         **budgets,
         "task": cell.task.id,
         "column": cell.column,
-        "model": model if named else Path(model).name,
+        "model": cfg.model_name if named else Path(cfg.model_name).name,
         "preset": cfg.preset,
         "identity": dict(cell.identity),
         "runtime": {k: getattr(cfg, k) for k in ("limit", "batch_rows", "threads", "device", "mix", "shard", "shards")},

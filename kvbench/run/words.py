@@ -95,15 +95,17 @@ def read(arguments: Sequence[str], multirun: bool = False) -> Command:
     words = [f"{k}={v}" for k, v in typed.items() if k not in left_out and "hydra" not in k]
     requests = []
     for wanted in models:
-        entry, path = _model(wanted)
+        # a name that is no entry of conf/model is a checkpoint folder or a hub id
+        known = wanted in entries("model")
         paper = presets.values(preset, wanted) if preset is not None else {}
+        prompt = {"prompt": paper["prompt"]} if "prompt" in paper else {}
         request = RunRequest(
             words=(*([f"model={wanted}"] if "model" in typed else ()), *words),
-            groups={"model": entry, **({"prompt": paper["prompt"]} if "prompt" in paper else {}), **groups},
+            groups={"model": wanted if known else "hf", **prompt, **groups},
             methods=tuple(methods if "method" in typed else ()),
             tasks=tuple(tasks if "dataset" in typed else ()),
             knobs=knobs,
-            values=path | values | _match(typed, paper),
+            values=({} if known else {"model.path": wanted}) | values | _match(typed, paper),
             preset=preset,
         )
         requests.append(request)
@@ -152,11 +154,6 @@ def _datasets(tasks: Sequence[str]) -> list[str]:
         if name not in entries("dataset"):
             raise unknown("dataset", name, entries("dataset"), "A file of your own: dataset=file path=prompts.jsonl")
     return names
-
-
-def _model(wanted: str) -> tuple[str, dict[str, Any]]:
-    """Return the entry of conf/model, and the path if ``wanted`` is a checkpoint folder or hub id."""
-    return (wanted, {}) if wanted in entries("model") else ("hf", {"model.path": wanted})
 
 
 def _match(typed: Mapping[str, str], preset: Mapping[str, Any]) -> dict[str, Any]:
