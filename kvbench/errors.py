@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -20,6 +21,11 @@ class UsageError(KvbenchError, ValueError):
 
 class Refused(KvbenchError):
     """A result that must not be reported: the measurement contradicts the claim, or is not a number."""
+
+
+def say(text: str) -> None:
+    """Print a line to stderr with kvbench's name."""
+    print(f"kvbench: {text}", file=sys.stderr, flush=True)
 
 
 def ending(error: BaseException) -> str:

@@ -21,6 +21,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from kvbench.errors import say
+
 PLAIN_EVERY_S = 15.0
 Tick = Callable[[str, int], None]
 
@@ -63,11 +65,6 @@ def bars_of(more: str) -> Progress:
     bar = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(more)]
     times = [TimeElapsedColumn(), TextColumn("ETA"), Left()]
     return Progress(*bar, *times, console=Console(stderr=True), transient=True)
-
-
-def say(text: str) -> None:
-    """Print a line to stderr with kvbench's name."""
-    print(f"kvbench: {text}", file=sys.stderr, flush=True)
 
 
 class _Plain:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from kvbench.audit.accounting import HALF, bytes_declared
 from kvbench.bench.layers import MeasuredLayers, measure, working_bytes
 from kvbench.cache.model_shape import Shape
 from kvbench.engine.memory import free_bytes
-from kvbench.errors import KvbenchError, UsageError
+from kvbench.errors import KvbenchError, UsageError, say
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
 from kvbench.methods.resolve import ChainConfig
@@ -86,7 +85,7 @@ def default_methods() -> list[str]:
         try:
             stage = registry.make_stage(method, registry.defaults(method)) if method != "full" else None
         except UsageError as error:
-            print(f"kvbench: {error}", file=sys.stderr)
+            say(str(error))
             continue
         if stage is None or not stage.unbound:
             names.append(f"{stage.decorates[0]}+{method}" if isinstance(stage, Modifier) else method)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from kvbench.bench.timing import Entrant, Settings, row_key, settled, why_not
 from kvbench.bench.workload import Workload, parse
 from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.conf import top_level
-from kvbench.errors import unknown
+from kvbench.errors import say, unknown
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
 from kvbench.models import load
@@ -97,10 +96,10 @@ def _one_model(
         if not missing:
             continue
         if model is None:
-            _say(f"building {cfg.model.name}")
+            say(f"building {cfg.model.name}")
             model = architecture.build(cfg.model, device, settings.layers)
         chosen = [e for e in entrants if e.name in (*missing, *beside)]
-        rows = timing.measure(model, chosen, workload, settings, _say)
+        rows = timing.measure(model, chosen, workload, settings)
         records.append(path, [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows])
     known = records.latest(records.read(path))
     wanted = [known[key] for *_, key in requested if key in known]
@@ -110,10 +109,6 @@ def _one_model(
     shown, sessions = {(r["session"], r["key"]) for r in wanted}, {r["session"] for r in wanted}
     session_rows = [r for r in records.read(path) if r["session"] in sessions and r["method"] in beside]
     return [*wanted, *(r for r in session_rows if (r["session"], r["key"]) not in shown)]
-
-
-def _say(text: str) -> None:
-    print(f"kvbench: {text}", file=sys.stderr)
 
 
 def _entrants(cfg: RunConfig, peers: Sequence[Peer], ways: Sequence[str]) -> list[Entrant]:

@@ -18,15 +18,13 @@ from kvbench.bench.peak import Peak
 from kvbench.bench.records import FAILED, FINISHED, MEASURED, NOT_RUN, OOM, REFUSED, Row, key, spread
 from kvbench.bench.workload import Workload, prompts
 from kvbench.engine.memory import is_out_of_memory, release
-from kvbench.errors import KvbenchError
+from kvbench.errors import KvbenchError, say
 from kvbench.methods.resolve import ChainConfig
 
 TOGETHER = "its prompts are read all at once, kvbench's one by one"
 GRAPH = "recording the graph is part of build"
 ON_CPU = "a CPU runs the graph's operations one by one: a check of its answers, not of its speed"
 SECONDS = ("ttft", "prefill", "compress", "build", "decode", "tpot", "attention", "total")
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,6 @@ class Trial:
     entrant: Entrant
     workload: Workload
     settings: Settings
-    say: Say
     status: str = MEASURED
     reason: str = ""
     peak: Peak | None = None
@@ -113,7 +110,7 @@ class Trial:
 
     def tell(self, text: str) -> None:
         """Report the progress of the trial."""
-        self.say(f"{self.workload.name} {self.entrant.name}: {text}")
+        say(f"{self.workload.name} {self.entrant.name}: {text}")
 
     def attempt(self, run: Callable[[], Any]) -> Any:
         """Return the result of ``run``. If it fails, note status and reason and return None."""
@@ -242,14 +239,13 @@ def measure(
     entrants: Sequence[Entrant],
     workload: Workload,
     settings: Settings,
-    say: Say = lambda text: None,
 ) -> list[Row]:
     """Return one row per entrant, measured in turns in this process.
 
     Out of memory, a refusal or a failure is the row's status with its reason; the others go on.
     """
     session, order = f"{time.strftime('%Y%m%dT%H%M%S')}-{random.randrange(16**4):04x}", random.Random(settings.seed)
-    trials = [Trial(model, entrant, workload, settings, say) for entrant in entrants]
+    trials = [Trial(model, entrant, workload, settings) for entrant in entrants]
     # on a CPU the limit holds in the child processes that measure peaks
     limit = settings.limit if model.device.type == "cuda" else None
     with peak.limited(limit, model.device):

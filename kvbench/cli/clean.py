@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
-from kvbench.errors import KvbenchError, UsageError
+from kvbench.errors import KvbenchError, UsageError, say
 
 EXAMPLES = """examples:
   python -m kvbench clean                              (shows what would go; nothing is removed)
@@ -57,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
         )
     removals = [*plan(store, cells, all_samples), *(leftovers(store) if not filters else ())]
     for warning in filter(lambda w: LINK in w, store.warnings):
-        print(f"kvbench: {warning}", file=sys.stderr)
+        say(warning)
     if args.yes:
         carry_out(store, removals)
     if args.json:

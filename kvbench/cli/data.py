@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, say
 from kvbench.run.keys import divide
 
 EXAMPLES = """examples:
@@ -60,7 +59,7 @@ def _fetch(ids: list[str], folder: str | None, as_json: bool) -> int:
         raise UsageError(f"data fetch needs a data folder: data.root=FOLDER or the variable {source.ENVIRONMENT}")
     report = []
     for entry in wanted:
-        came = fetch.fetch(entry, root, hub.HuggingFace(), lambda text: print(f"kvbench: {text}", file=sys.stderr))
+        came = fetch.fetch(entry, root, hub.HuggingFace(), say)
         report.append({"dataset": entry.dataset, "fetched": came, "licence": entry.licence, "root": str(root)})
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
@@ -92,7 +91,7 @@ def _status(ids: list[str], folder: str | None, as_json: bool) -> int:
     else:
         _print(report, root)
     for mistake in mistakes:
-        print(f"kvbench: {mistake}", file=sys.stderr)
+        say(str(mistake))
     return 1 if mistakes else 0
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from textwrap import fill
 
 import kvbench
-from kvbench.errors import KvbenchError
+from kvbench.errors import KvbenchError, say
 
 VERBS = {
     "run": "measure methods on datasets and print the table; run again to resume",
@@ -82,10 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(parsed.verb_module.main(parsed))
     except KvbenchError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
+        say(str(error))
         return error.status
     except KeyboardInterrupt:
-        print("kvbench: interrupted. Finished answers are safe; run the same command to go on.", file=sys.stderr)
+        say("interrupted. Finished answers are safe; run the same command to go on.")
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -93,9 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("KVBENCH_DEBUG"):
             raise
-        print(
-            f"kvbench: internal error, {type(error).__name__}: {error}. Finished answers are safe. "
-            "KVBENCH_DEBUG=1 shows where; please report it",
-            file=sys.stderr,
+        say(
+            f"internal error, {type(error).__name__}: {error}. Finished answers are safe. "
+            "KVBENCH_DEBUG=1 shows where; please report it"
         )
         return 1

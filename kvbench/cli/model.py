@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, say
 from kvbench.run.keys import divide
 
 EXAMPLES = """examples:
@@ -62,9 +61,7 @@ def main(args: argparse.Namespace) -> int:
             )
     for r in records:
         if r["problem"]:
-            print(
-                f"kvbench: {r['problem']}. Fetch it again: python -m kvbench model fetch {r['model']}", file=sys.stderr
-            )
+            say(f"{r['problem']}. Fetch it again: python -m kvbench model fetch {r['model']}")
     return 1 if any(r["problem"] for r in records) else 0
 
 
@@ -112,12 +109,12 @@ def _fetch(names: list[str], every: dict[str, Any], given: str | None, as_json: 
         path, folder = every[name]["path"], None
         if name in packages:
             file = Path(given).expanduser() if given else None
-            came = fetch.fetch(packages[name], _say, file)
+            came = fetch.fetch(packages[name], say, file)
             folder, licence = str(fetch.root() / name), packages[name].licence
         elif path.startswith("embedded:"):
             raise UsageError(f"model {name} comes with kvbench: there is nothing to fetch")
         else:
-            _say(f"fetching safetensors and tokenizer of {path} from the hub")
+            say(f"fetching safetensors and tokenizer of {path} from the hub")
             folder = hub.HuggingFace().snapshot(path, every[name]["revision"])
             came, licence = True, f"see https://huggingface.co/{path}"
         report.append({"model": name, "fetched": came, "folder": folder, "licence": licence})
@@ -127,7 +124,3 @@ def _fetch(names: list[str], every: dict[str, Any], given: str | None, as_json: 
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
     return 0
-
-
-def _say(text: str) -> None:
-    print(f"kvbench: {text}", file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 import signal
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from kvbench.cli import launchers
+from kvbench.errors import say
 from kvbench.run import words
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
     for status, hint in (("refused", ""), ("failed", "; the same command tries them again")):
         if counts[status]:
             text = f"{counts[status]} of the cells {'were ' if status == 'refused' else ''}{status}"
-            print(f"kvbench: {text}; the reasons stand in the table{hint}", file=sys.stderr)
+            say(f"{text}; the reasons stand in the table{hint}")
     return 1 if counts["refused"] or counts["failed"] else 0
 
 
@@ -140,10 +140,7 @@ def stopping(prepared: Sequence[RunPlan], asked: Sequence[str]) -> Iterator[Stop
         todo = [t for p in prepared for t in p.todo()]
         answered, left = (sum(t.answers_done for t in todo), sum(t.answers_to_do for t in todo))
         command = shlex.join(["python", "-m", "kvbench", *asked])
-        print(
-            f"kvbench: interrupted. {answered} of {answered + left} answers are done and safe; to go on:\n  {command}",
-            file=sys.stderr,
-        )
+        say(f"interrupted. {answered} of {answered + left} answers are done and safe; to go on:\n  {command}")
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)

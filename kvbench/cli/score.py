@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvbench.cli.run import output_arguments
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, say
 from kvbench.run.keys import Key, one_of, pairs, values
 
 EXAMPLES = """examples:
@@ -100,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
         print(writers.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
     _report_time(records, timing, time.perf_counter() - start)
     for error in errors:
-        print(f"kvbench: {error['error']}", file=sys.stderr)
+        say(error["error"])
     return 1 if errors else 0
 
 
@@ -124,7 +123,7 @@ def _read(paths: list[Path], given: dict[str, Any]) -> tuple[list[tuple[Any, str
     answers, errors = [], []
     for path in paths:
         if len(paths) > 1 and layouts.unrelated(path):
-            print(f"kvbench: skipped {path}: a CSV without the column predicted_answer", file=sys.stderr)
+            say(f"skipped {path}: a CSV without the column predicted_answer")
             continue
         try:
             answers.append((path, imports.read(path)))
@@ -148,9 +147,8 @@ def _read(paths: list[Path], given: dict[str, Any]) -> tuple[list[tuple[Any, str
 
 def _report_time(records: list[dict[str, Any]], timing: dict[str, float], total: float) -> None:
     slow = ", ".join(f"{r['dataset']} {r['seconds']:.1f} s" for r in sorted(records, key=lambda r: -r["seconds"])[:3])
-    print(
-        f"kvbench: {sum(r['n'] for r in records)} answers to {len(records)} datasets in {total:.1f} s: "
+    say(
+        f"{sum(r['n'] for r in records)} answers to {len(records)} datasets in {total:.1f} s: "
         f"start and reading {timing['read_s']:.1f} s, scoring and intervals {timing['score_s']:.1f} s"
-        + (f"; most in {slow}" if slow else ""),
-        file=sys.stderr,
+        + (f"; most in {slow}" if slow else "")
     )

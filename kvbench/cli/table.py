@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, say
 from kvbench.run.keys import one_of, pairs
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(plain if len(tables) > 1 else plain[0], indent=1, ensure_ascii=False))
     wrong |= any(e.status in ("refused", "failed") for v in views for _, entries in v.rows for e in entries)
     if wrong:
-        print("kvbench: some cells were refused or failed; the reasons stand below the table", file=sys.stderr)
+        say("some cells were refused or failed; the reasons stand below the table")
     return 1 if wrong else 0
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from rich.progress import Progress, TaskID
 
-from kvbench.progress import PLAIN_EVERY_S, bars_of, say
+from kvbench.errors import say
+from kvbench.progress import PLAIN_EVERY_S, bars_of
 from kvbench.run.plan import Cell
 from kvbench.run.results import CellSummary, Sample
 from kvbench.run.run_plan import RunPlan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench.conf import entries
 from kvbench.engine import memory, precision
-from kvbench.errors import UsageError, ending
+from kvbench.errors import UsageError, ending, say
 from kvbench.models import load
 from kvbench.run import presets
 from kvbench.run.config import RunConfig
@@ -105,7 +104,7 @@ def _measured(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Iterator[
     host = make_host(prepared, model)
     facts = {**provenance(model, threads), "model": cfg.model_name, **_rounding(host, groups)}
     if not quiet and str(facts["commit"]).endswith("+"):
-        print(f"kvbench: the code has local changes (commit {facts['commit']}): cells say so", file=sys.stderr)
+        say(f"the code has local changes (commit {facts['commit']}): cells say so")
     for group in prepared.bound(model, quiet):
         for part in prepared.estimate(group).parts(group, host.memory):
             host = _run_part(prepared, host, part, facts, broadcast)
@@ -132,7 +131,7 @@ def _run_part(prepared: RunPlan, host: Host, part: Group, facts: Facts, broadcas
             return host
         except ModelChanged as changed:
             part = replace(part, cells=tuple(c for c in part.cells if c.id not in changed.cells))
-            print(f"kvbench: {changed}: it is read again for the others", file=sys.stderr)
+            say(f"{changed}: it is read again for the others")
         host = make_host(prepared, load.load_weights(cfg.model, prepared.source, host.model.device))
 
 

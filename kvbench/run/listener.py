@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
+from kvbench.errors import say
 from kvbench.run.plan import Cell
 from kvbench.run.results import CellSummary, Sample
 from kvbench.run.run_plan import RunPlan
@@ -53,8 +53,7 @@ class Listeners:
                 getattr(listener, event)(*args)
             except Exception as error:
                 self._listeners.remove(listener)
-                print(
-                    f"kvbench: {type(listener).__name__} failed ({type(error).__name__}: {error}) and is left out from "
+                say(
+                    f"{type(listener).__name__} failed ({type(error).__name__}: {error}) and is left out from "
                     "here on; measuring goes on",
-                    file=sys.stderr,
                 )

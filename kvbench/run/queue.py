@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,6 +12,7 @@ from kvbench.audit.prompt_audit import MeasuredBytes
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.stopping import Ending
+from kvbench.errors import say
 from kvbench.example import Example
 from kvbench.methods.prompt_cache import Cache
 from kvbench.run.plan import Cell
@@ -109,7 +109,7 @@ class DecodeQueue:
             self.most_rows = len(rows) // 2
             self.waiting = [*rows, *self.waiting]
             text = f"out of memory with {len(rows)} answers at once; going on with at most {self.most_rows}"
-            print(f"kvbench: {text}", file=sys.stderr, flush=True)
+            say(text)
         else:
             self.apart = rows
         return []

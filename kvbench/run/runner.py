@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 import zlib
@@ -24,7 +23,7 @@ from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
 from kvbench.engine.prefill import check_capacity, check_window, prefill_chains
-from kvbench.errors import KvbenchError, Refused, UsageError, ending
+from kvbench.errors import KvbenchError, Refused, UsageError, ending, say
 from kvbench.example import Example
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
@@ -267,7 +266,7 @@ class GroupRun:
         trace = self.store.folder(cell.id) / f"traceback-{self.shard}.txt"
         with suppress(OSError):
             trace.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        print(f"kvbench: {cell.label} on {cell.column} failed: {self.failed[cell.id]}; see {trace}", file=sys.stderr)
+        say(f"{cell.label} on {cell.column} failed: {self.failed[cell.id]}; see {trace}")
         self.queue.drop(cell.id)
 
     def _fitting(self, cells: Sequence[Cell], tokens: int, example: Example) -> list[Cell]:

@@ -7,7 +7,6 @@ If the service cannot be reached, the runs are kept below the results folder ins
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from statistics import fmean
 from threading import Thread
 from typing import Any
 
+from kvbench.errors import say
 from kvbench.methods.resolve import ALWAYS_NAMED
 from kvbench.metrics import metric
 from kvbench.run.config import LoggerConfig
@@ -89,10 +89,9 @@ class WandbLogger:
         if not self._warned:
             self._warned = True
             with suppress(OSError, ValueError):
-                print(
-                    f"kvbench: W&B {problem}. Measuring goes on, and the results are in {self._folder} as ever; what "
-                    f"W&B has not got lies in {self._folder}/wandb, and `wandb sync` sends it",
-                    file=sys.stderr,
+                say(
+                    f"W&B {problem}. Measuring goes on, and the results are in {self._folder} as ever; what "
+                    f"W&B has not got lies in {self._folder}/wandb, and `wandb sync` sends it"
                 )
 
 
