@@ -21,13 +21,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from kvbench.bench.layers import random_layer
-from kvbench.bench.ratio import options
+from kvbench.bench.ratio import compared_methods, options
 from kvbench.bench.roofline import copy_bandwidth
 from kvbench.cache.model_shape import Shape
 from kvbench.engine.decode_layer import RowLayer
@@ -37,18 +36,7 @@ from kvbench.storage import kernels
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.kernels import SWITCH
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "full": {"method": "full"},
-    "think 0.4": {"method": "think", "ratio": 0.4},
-    "think 0.6": {"method": "think", "ratio": 0.6},
-    "kivi 2 bits": {"method": "kivi", "bits": 2},
-    "kivi 4 bits": {"method": "kivi", "bits": 4},
-    "kivi 8 bits": {"method": "kivi", "bits": 8},
-    "flexgen 4 bits": {"method": "flexgen", "bits": 4},
-    "think 0.4 + kivi 2": {"method": "think+kivi", "think.ratio": 0.4, "bits": 2},
-    "snapkv 12.5 %": {"method": "snapkv", "kv_ratio": 0.125},
-    "adakv 12.5 %": {"method": "adakv", "kv_ratio": 0.125},
-}
+FORMATS = compared_methods("decode")
 PACKED = ("kivi 2 bits", "kivi 4 bits", "kivi 8 bits", "flexgen 4 bits", "think 0.4 + kivi 2")
 # at most these ratios on a CPU, by (format, tokens, batch); on a GPU none may be slower than full at 16k x 8
 LIMITS = {

@@ -12,8 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+from kvbench.conf import read_yaml
+
+
+def compared_methods(benchmark: str) -> dict[str, dict[str, Any]]:
+    """Return the methods that a benchmark compares, by their names in its table."""
+    methods: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("methods.yaml"))[benchmark]
+    return methods
 
 
 def options(doc: str | None, **defaults: int) -> argparse.ArgumentParser:

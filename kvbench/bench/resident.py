@@ -16,14 +16,13 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import torch
 
 from kvbench.audit.accounting import bytes_held
 from kvbench.bench.layers import all_layers
 from kvbench.bench.memory import MIB, in_use
-from kvbench.bench.ratio import in_process, options
+from kvbench.bench.ratio import compared_methods, in_process, options
 from kvbench.cache.model_shape import Shape
 from kvbench.engine.memory import free_bytes
 from kvbench.methods.resolve import chain_of
@@ -36,28 +35,7 @@ As large as 64 full caches fit into 2 GiB. A process pays more than a tensor's b
 rounded up to pages (4 KiB) of a mapping of their own, small ones share pages with what was freed
 before. That is a share of a small tensor that shows, and next to nothing of a large one.
 """
-EIGHTH = {"kv_ratio": 0.125}
-METHODS: dict[str, dict[str, Any]] = {
-    "full": {"method": "full"},
-    "think 0.4": {"method": "think", "ratio": 0.4},
-    "l2 0.4": {"method": "l2", "ratio": 0.4},
-    "thinkv 0.3 + 0.3": {"method": "thinkv", "ratio": 0.3, "value_ratio": 0.3},
-    "kivi 2 bits": {"method": "kivi", "bits": 2},
-    "kivi 4 bits": {"method": "kivi", "bits": 4},
-    "flexgen 4 bits": {"method": "flexgen", "bits": 4},
-    "think+kivi 2 bits": {"method": "think+kivi", "bits": 2},
-    "snapkv 12.5 %": {"method": "snapkv", **EIGHTH},
-    "adakv 12.5 %": {"method": "adakv", **EIGHTH},
-    "pyramidkv 12.5 %": {"method": "pyramidkv", **EIGHTH},
-    "cake 12.5 %": {"method": "cake", **EIGHTH},
-    "h2o orig 12.5 %": {"method": "h2o", "variant": "orig", **EIGHTH},
-    "h2o orig+think 12.5 %": {"method": "h2o+think", "variant": "orig", **EIGHTH},
-    "qhitter 4 bits 12.5 %": {"method": "qhitter", "bits": 4, **EIGHTH},
-    "qhitter 3 bits 12.5 %": {"method": "qhitter", "bits": 3, **EIGHTH},
-    "snapkv+think 12.5 %": {"method": "snapkv+think", **EIGHTH},
-    "snapkv+kivi 12.5 %": {"method": "snapkv+kivi", **EIGHTH},
-    "snapkv+think+kivi 12.5 %": {"method": "snapkv+think+kivi", **EIGHTH},
-}
+METHODS = compared_methods("resident")
 # large tensors in mappings of their own, which are given back when freed, and cost a page more each; small ones packed
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 
