@@ -7,7 +7,7 @@ import pytest
 from families import build, prompt
 
 import kvbench
-from kvbench.cli.main import main
+from kvbench.cli.main import HELP, main
 from kvbench.conf import conf_dir, entries
 from kvbench.errors import UsageError
 from kvbench.methods import registry
@@ -229,8 +229,6 @@ def test_list_shows_what_each_preset_sets_and_why(capsys):
 
 
 def test_the_help_of_run_has_an_example_with_a_preset_that_composes():
-    from kvbench.cli import run
-
-    (example,) = re.findall(r"python -m kvbench run (preset=.*)", run.EXAMPLES)
+    (example,) = re.findall(r"python -m kvbench run (preset=.*)", HELP["run"]["help"])
     assert parsed(example).preset == "think"
-    assert all(name in run.EXAMPLES for name in PAPERS)
+    assert all(name in HELP["run"]["help"] for name in PAPERS)

@@ -7,15 +7,6 @@ import json
 
 from kvbench.errors import UsageError, unknown
 
-EXAMPLES = """examples:
-  python -m kvbench audit all
-  python -m kvbench audit refreekv --format md
-  python -m kvbench audit think/7 --exact
-  python -m kvbench audit all --json
-
-Everything follows from the published cells in kvbench/papers, with the digits that rounding hides; no model is needed.
-results/audit.md has the whole of it. --exact lists the cells that can be computed again, with ✓ or the difference."""
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""

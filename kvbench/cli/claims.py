@@ -9,18 +9,6 @@ from pathlib import Path
 from kvbench.errors import UsageError
 from kvbench.run.keys import pairs
 
-EXAMPLES = """examples:
-  python -m kvbench claims think limit=8
-  python -m kvbench claims all model=smollm2-135m-q4_1 limit=8
-  python -m kvbench claims vatp limit=8 --format md
-  python -m kvbench claims uncomp model=FOLDER data.root=FOLDER --json
-
-Each claim stands in the paper's own words beside what is tested of it, and compares two methods on the same examples
-(kvbench/papers/data/<paper>/claims.yaml): limit= of each task, 20 by default. Choose it before you look at a verdict.
-On model=tiny, the default, tasks and budgets are those that `table` maps the paper's to, and nothing is said about a
-paper; any other model reads the papers' own data under their budgets and windows, LongBench's as longbench=mini or full
-says. What else you give goes to `run`. The ledger is also written to claims/<model>.json below results=."""
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""

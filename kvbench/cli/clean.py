@@ -9,16 +9,6 @@ from pathlib import Path
 
 from kvbench.errors import KvbenchError, UsageError, say
 
-EXAMPLES = """examples:
-  python -m kvbench clean                              (shows what would go; nothing is removed)
-  python -m kvbench clean --yes
-  python -m kvbench clean status=failed,refused --yes  (these cells, with their samples)
-  python -m kvbench clean method=snapkv dataset=tiny/needle status=complete
-  python -m kvbench clean cells=ID,ID --yes            (ids: python -m kvbench list runs)
-
-Without status= or cells= no intact sample goes: cells in which nothing was measured, marks of runs that failed or were
-interrupted, half-written files, locks that nobody holds, and unreadable lines (moved into damaged-*.jsonl beside them).
-What is gone is measured again by the same run."""
 WORDS = {
     "cell": "cell{s}",
     "mark": "mark{s} of runs that ended early",

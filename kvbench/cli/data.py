@@ -12,15 +12,6 @@ from typing import Any
 from kvbench.errors import UsageError, say
 from kvbench.run.keys import divide
 
-EXAMPLES = """examples:
-  python -m kvbench data status
-  python -m kvbench data status data.root=/tmp/kvbench-data --json
-  python -m kvbench data fetch gsm8k data.root=/tmp/kvbench-data
-
-The data folder is data.root=FOLDER, else the environment variable KVBENCH_DATA; there is no default. fetch writes the
-commit and SHA-256 of every file to kvbench-data.lock.json there; a file that differs from it later is an error. Files
-that you put there yourself are used as they are."""
-
 ACTIONS = ("status", "fetch")
 WIDTH = 100
 

@@ -14,14 +14,6 @@ from kvbench.conf import conf_dir
 from kvbench.errors import UsageError, unknown
 from kvbench.run import presets
 
-EXAMPLES = """examples:
-  python -m kvbench list
-  python -m kvbench list methods --json
-  python -m kvbench list presets            (every value with where it comes from)
-  python -m kvbench list tables             (of the papers, with figures, and what is measured)
-  python -m kvbench list runs
-  python -m kvbench list runs status=failed,interrupted results=FOLDER
-  python -m kvbench list runs method=snapkv dataset=tiny/needle --json"""
 KINDS = ("methods", "datasets", "models", "metrics", "presets", "figures", "tables", "runs")
 ASKED = ("tables", "runs")
 """The kinds that are listed only if they are named."""

@@ -8,30 +8,15 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from textwrap import fill
 
 import kvbench
+from kvbench.conf import read_yaml
 from kvbench.errors import KvbenchError, say
 
-VERBS = {
-    "run": "measure methods on datasets and print the table; run again to resume",
-    "show": "print the table of what was measured, or one cell, without running anything",
-    "table": "a table of a paper on a model, beside what the paper prints; measures what is missing",
-    "claims": "what papers claim, tested on a model, with the evidence for each verdict",
-    "report": "everything on one HTML page: tables, figures, claims, audit, examples, runs",
-    "score": "score answers that were generated elsewhere, beside what papers print",
-    "calibrate": "measure once of a model what a method needs, and keep it (run does it at first use)",
-    "data": "which datasets are there, and fetch them with checksums",
-    "model": "which models are there, and fetch them with checksums",
-    "plot": "figures of papers, computed on a model or drawn again from their data",
-    "bench": "what methods cost: bytes beside their formulas, time and throughput beside the full cache",
-    "audit": "where papers' printed numbers contradict themselves, and which need no model",
-    "reference": "what each preset sets and from where, and what of each paper can be reproduced",
-    "list": "what there is: methods, datasets, models, metrics, presets, figures, tables, runs",
-    "clean": "remove what runs left behind, and cells that are named; shows it first",
-}
-
-
+HELP: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("help.yaml"))
+"""The verbs, each with a line about it and the text of its help."""
 WIDTH = 100
 """The number of characters in a line of help, as in tables."""
 
@@ -59,13 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvbench {kvbench.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True)
-    for verb, text in VERBS.items():
+    for verb, text in HELP.items():
         module = import_module(f"kvbench.cli.{verb}")
         sub = verbs.add_parser(
             verb,
-            help=text,
-            description=text,
-            epilog=folded(module.EXAMPLES),
+            help=text["about"],
+            description=text["about"],
+            epilog=folded(text["help"]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.arguments(sub)

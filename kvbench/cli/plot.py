@@ -15,32 +15,6 @@ from kvbench.run import words
 from kvbench.run.keys import Key, divide, whole, whole_number
 from kvbench.run.words import RunRequest, split_list
 
-EXAMPLES = """examples:
-  python -m kvbench plot list
-  python -m kvbench plot uncomp/fig1
-  python -m kvbench plot think limit=1
-  python -m kvbench plot uncomp/fig2 dataset=tiny/needle,tiny/code limit=4 layers=0,5
-  python -m kvbench plot qhitter/fig3 model=FOLDER_OR_HUB_ID dataset=wikitext2 bits=3
-  python -m kvbench plot uncomp/fig6 text=FILE samples=6 tokens=1024
-  python -m kvbench plot vatp/fig3 limit=2
-  python -m kvbench plot results/budget --stored
-  python -m kvbench plot needle/heatmap model=smollm2-135m-q4_1 lengths=512,1024 depths=0,50,100 repeats=1
-  python -m kvbench plot --from-csv results/figures/uncomp/fig1.csv
-
-Every figure is written as results/figures/<id>.png, .svg and .csv, the tiny model's below results/tiny/figures (another
-folder than results with results=), and what the data say about the paper's finding is printed. The CSV alone makes the
-same pictures again.
-
-What figures of activations read: the tiny suite for the tiny model and WikiText-2 for others, prompts of dataset=, or
-windows of text=FILE.
-limit= prompts of each task, samples= windows, tokens= the first tokens of each. layers=, heads=, bits= and top= go to
-the figures that have a use for them (0 is the first layer and head).
-
-Figures of results (needle/heatmap, results/pareto, vatp/fig3, ...) are drawn from measured cells: what is missing below
-results= is measured first, with limit= prompts of each task, as `run` does it, of the paper's datasets or of dataset=
-with any of its options (lengths=, depths=); where each dataset has its own budget (qhitter/fig7), dataset= leaves out
-the others. --stored measures nothing."""
-
 
 def _numbers(name: str, what: str, of: Collection[int] | None = None) -> Key:
     """Return a key of whole numbers separated by commas, all of them in ``of``."""

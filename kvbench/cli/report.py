@@ -13,20 +13,6 @@ from kvbench.run.keys import pairs, whole
 if TYPE_CHECKING:
     from kvbench.papers.report.page import ReportPage
 
-EXAMPLES = """examples:
-  python -m kvbench report samples=1 output=report.html
-  python -m kvbench report samples=0
-  python -m kvbench report results=results method=full,snapkv,h2o kv_ratio=0.125 samples=2
-  python -m kvbench report samples=0 --json
-
-Tables are those of `table`, from the samples committed in results/tiny (model=tiny) or results/tables (others), and
-where there are none from the store; claims are what `claims` last wrote; figures are those of results/figures, of the
-tiny model results/tiny/figures.
-samples= examples of each task are shown with every method's answer and the tokens that it kept: by default of full,
-streamingllm, h2o, snapkv and snapkv+think on the tiny suite; method=, dataset=, kv_ratio=, ... choose others, as in
-`run`. They are measured where they are missing.
---json prints the same instead of the page: tables (as `table --json`, with what they were measured with), figures (what
-they show, and the path of each picture), claims, audit, samples and runs, each a list."""
 SAMPLES = whole("samples", 0, "1", "a whole number, 0 for none")
 METHODS = ("method=full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio=0.125")
 

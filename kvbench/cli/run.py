@@ -25,27 +25,6 @@ if TYPE_CHECKING:
     from kvbench.run.plan import GroupPlan, Plan
     from kvbench.run.results import Report
 
-EXAMPLES = """examples:
-  python -m kvbench run method=snapkv+think ratio=0.4
-  python -m kvbench run method=full,snapkv,snapkv+think kv_size=64,128 dataset=tiny/needle,tiny/code limit=4
-  python -m kvbench run method=snapkv per=kv_head,query_head limit=4 --plan
-  python -m kvbench run method=streamingllm,snapkv kv_ratio=0.125 limit=4 --json
-  python -m kvbench run preset=think method=snapkv,snapkv+think kv_size=64 limit=4
-  python -m kvbench run method=snapkv,snapkv+think kv_size=128 match=bytes limit=4 --plan
-  python -m kvbench run -m shards=2 method=snapkv limit=4
-  python -m kvbench run method=snapkv limit=4 logger=wandb logger.mode=offline
-  python -m kvbench run method=snapkv --config
-
-keys: method= (joined by +, listed by ,), dataset=, model=, any knob of a method (kv_ratio=, kv_size=, ratio=,
-window=, ...; method.snapkv.window= by full name), per=, limit=, results=, baseline=false. Comma lists are grids.
-
-preset=think|refreekv|uncomp|vatp|qhitter sets the variants, windows, prompt and per of a paper's tables in place of
-the plain defaults; what you type wins. What each sets, and where that comes from: python -m kvbench list presets.
-
-match=bytes sets the kv_size of all other methods to what holds as many bytes as the last one named (or reference=):
-snapkv+think at 128 tokens holds as much as snapkv at 109. match=nominal counts as ThinK's table 7 does, with a fraction
-of a channel; match=true is what preset= says, or bytes. The report states every kv_size found and the bytes of both."""
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""

@@ -13,20 +13,6 @@ from kvbench.cli.run import output_arguments
 from kvbench.errors import UsageError, say
 from kvbench.run.keys import Key, one_of, pairs, values
 
-EXAMPLES = """examples:
-  python -m kvbench score tests/predictions
-  python -m kvbench score tests/predictions code_sim=difflib --json
-  python -m kvbench score tests/predictions model=llama2-7b-chat method=full prompt=longbench --format md
-  python -m kvbench score tests/predictions --store model=llama2-7b-chat method=full results=/tmp/kvbench-imported
-
-PATH is a folder of <dataset>.jsonl files as LongBench's pred.py writes them, of kvpress's predictions.csv, or of
-lm-evaluation-harness's samples_*.jsonl; or one such file.
-
-keys: code_sim=levenshtein|difflib, split=auto|standard|e (LongBench-E, whose scores are also given by length; auto:
-by the names pred_e and <dataset>_e.jsonl, or if a file has more answers than the standard split), metric= for datasets
-that are not LongBench's, model= and method= (and setting=kv_size=512, prompt=think) that made the answers: published
-values are shown for them, and --store needs them. results= is the folder that --store writes to."""
-
 KEYS = (
     Key("code_sim", "levenshtein"),
     Key("split", "auto", partial(one_of, "split", ("auto", "standard", "e"))),

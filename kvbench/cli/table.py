@@ -16,29 +16,6 @@ from kvbench.run.keys import one_of, pairs
 if TYPE_CHECKING:
     from kvbench.papers.measured.cell_view import View
 
-EXAMPLES = """examples:
-  python -m kvbench table think/1 limit=4
-  python -m kvbench table think/5 limit=2 --show ours
-  python -m kvbench table uncomp/1 --stored --format md
-  python -m kvbench table refreekv/4 limit=2 --format latex
-  python -m kvbench table think/2 --stored --show published
-  python -m kvbench table think/1 --stored --trace "h2o kv_size=64" hop
-  python -m kvbench table think/2 limit=2 --plan
-  python -m kvbench table think/10 --plan
-  python -m kvbench table vatp/4 --stored --format csv
-  python -m kvbench table uncomp/1 --stored --json
-
-The tables are those of `python -m kvbench list tables`: think/2, think (all of a paper), all.
-model= is tiny by default, with its own six tasks as columns, and the papers' budgets scaled to its prompts. Any other
-model reads the papers' own datasets under their budgets. On a model of the table, rows of other models are left out and
-differences are shown; any other stands in for it, and both sides are in per cent of their own full cache.
-longbench=mini or full says where LongBench's columns are read from: all of them from LongBench where it is complete,
-else from MiniLongBench where that is there. What else you give goes to `run`: limit=, results=, data.root=, ...
-
-Efficiency tables (think/10, think/11, refreekv/3, refreekv/10, uncomp/3, uncomp/10, vatp/3, vatp/4, qhitter/2) show
-ratios to a base row beside the paper's, and each side's own values. They are timed by `bench time`: on the paper's
-model by scripts/gpu_tables.sh (rows in results/gpu, shown where there are any), else on model=tiny on a CPU at scaled
-sizes (rows in results/cpu, measured here where missing); repeats=, steps=, threads=, again=true, ... go to it."""
 FIXED = ("method", "dataset", "preset", "match", "reference", "tasks")
 
 
