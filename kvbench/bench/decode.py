@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,13 +24,13 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
+from kvbench.bench.clock import Clock
 from kvbench.bench.layers import random_layer
 from kvbench.bench.ratio import compared_methods, options
 from kvbench.bench.roofline import copy_bandwidth
 from kvbench.cache.model_shape import Shape
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods.resolve import chain_of
-from kvbench.models.interface import synchronise
 from kvbench.storage import kernels
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.kernels import SWITCH
@@ -46,7 +45,6 @@ LIMITS = {
 }
 WARM_UP = 3
 FLUSH_BYTES = 2**28  # more than any GPU's last-level cache
-CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 WHY = """Packed formats are read by plain PyTorch on a CPU: it unpacks block by block, a few passes over each more
 than a product with dense keys, in dozens of calls a step."""
 
@@ -138,22 +136,19 @@ def _step(batch: RowLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
     batch.attend(q, q.shape[3] ** -0.5, None)
 
 
-def timer_of(device: torch.device, now: Callable[[], float]) -> Timer:
-    """Return a timer of one call's seconds: by the clock ``now``; on a GPU by CUDA events with its cache flushed."""
+def timer_of(device: torch.device) -> Timer:
+    """Return a timer of one call's seconds on the device; a GPU's cache is flushed before the call."""
+    clock = Clock(device)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if device.type == "cuda" else None
 
     def timed(call: Callable[[], object]) -> float:
-        if flush is None:
-            start = now()
-            call()
-            return now() - start
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
-        begun.record()
+        if flush is not None:
+            flush.zero_()
+        start = clock.mark()
         call()
-        ended.record()
-        synchronise(device)
-        return begun.elapsed_time(ended) / 1000  # ms to s
+        end = clock.mark()
+        clock.wait()
+        return clock.seconds(start, end)
 
     return timed
 
@@ -184,11 +179,7 @@ def main() -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--formats", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), metavar="FORMAT")
-    help_text = "cpu: of one thread, for a machine that others use too; a GPU has its own"
-    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall", help=help_text)
     args = parser.parse_args()
-    if args.clock == "cpu":
-        torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     dtype, bandwidth = args.dtype or ("bfloat16" if on_gpu else "float32"), copy_bandwidth(device)
@@ -197,7 +188,7 @@ def main() -> int:
         f"attention of one step, {args.query_heads} query heads on {args.heads} kv heads of {args.head_dim}, {dtype}, "
         f"{machine}, copies at {bandwidth / 1e9:.0f} GB/s; median of {args.repeats}"
     )
-    missed, timer = [], timer_of(device, CLOCKS[args.clock])
+    missed, timer = [], timer_of(device)
     for n in args.tokens:
         for b in args.batch:
             shape = StepShape(n, b, args.heads, args.query_heads, args.head_dim, getattr(torch, dtype))

@@ -1,7 +1,5 @@
 """The benchmark of decode attention: each format's step over the full cache's."""
 
-import time
-
 import torch
 
 from kvbench.bench import decode
@@ -11,7 +9,7 @@ SMALL = decode.StepShape(300, 1, heads=2, query_heads=4, head_dim=16, dtype=torc
 
 
 def test_formats_are_measured_beside_the_full_cache():
-    timer = decode.timer_of(CPU, time.perf_counter)
+    timer = decode.timer_of(CPU)
     rows = {name: decode.measure(name, SMALL, 3, timer, CPU) for name in ("kivi 2 bits", "snapkv 12.5 %")}
     assert all(r.step > 0 and r.full > 0 and r.plain is None for r in rows.values())
     lines = decode.table(rows, SMALL, 1e9).splitlines()
