@@ -18,7 +18,7 @@ from kvbench.run import presets
 from kvbench.run.config import RunConfig
 from kvbench.run.display import Display
 from kvbench.run.host import Host
-from kvbench.run.listener import Listener, Listeners, Status
+from kvbench.run.listener import Listener, Listeners
 from kvbench.run.plan import Group
 from kvbench.run.provenance import local_changes, provenance
 from kvbench.run.results import CellRecord, Facts, Report
@@ -150,9 +150,9 @@ def _end(prepared: RunPlan, group: Group, broadcast: Listeners, error: BaseExcep
             completeness = "complete" if summary.n == summary.of else "partial"
             store.write_metrics(cell.id, {"status": completeness, **summary.record()})
         stored = store.status(cell.id)
-        status: Status = "interrupted" if error is not None and cell.id in unfinished else "partial"
+        status = "interrupted" if error is not None and cell.id in unfinished else "partial"
         if stored.status in ("complete", "refused", "failed", "interrupted"):
-            status = cast(Status, stored.status)
+            status = stored.status
         reason = stored.reason or (ending(error) if error is not None and status == "interrupted" else None)
         broadcast.ended(cell, status, summary, reason)
 
