@@ -26,6 +26,19 @@ from kvbench.run.config import RunConfig
 from kvbench.run.keys import Key, choice, flag, one_of, optional, pairs, values, whole
 from kvbench.run.words import RunRequest, read, split_list
 
+
+def _gib(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise ValueError(text)
+    return float(text)
+
+
+def _stem(text: str) -> str:
+    if not text or "/" in text or text.startswith("."):
+        raise ValueError(text)
+    return text
+
+
 GROUPS: dict[str, list[str]] = {"all": list(PEERS), "none": []}
 """The words that name several peers."""
 OWN = {
@@ -40,10 +53,10 @@ OWN = {
         Key("step", "plain", lambda text: [one_of("value of step", ("plain", "graph"), w) for w in split_list(text)]),
         Key("peers", "dynamic,static", lambda text: [find(name) for name in GROUPS.get(text, split_list(text))]),
         Key("over", records.FULL),
-        optional(Key("memory_limit", None, lambda text: _gib(text), "GiB, a number above 0, as in memory_limit=40")),
+        optional(Key("memory_limit", None, _gib, "GiB, a number above 0, as in memory_limit=40")),
         optional(whole("layers", 1)),
         whole("seed", 0, "0"),
-        Key("name", "time", lambda text: _stem(text), "the name of a file in folder=, as in name=think"),
+        Key("name", "time", _stem, "the name of a file in folder=, as in name=think"),
         Key("folder", "results/bench", Path),
         flag("again"),
     )
@@ -159,18 +172,6 @@ def _plan(
         line = f"{settings.facts['model']}  {workload.name:<{widths[0]}}  {entrant.name:<{widths[1]}}  {state}"
         print(textwrap.fill(line, 100, subsequent_indent="    ", drop_whitespace=True))
     print(f"Rows: {path}")
-
-
-def _gib(text: str) -> float:
-    if not 0 < float(text) < float("inf"):
-        raise ValueError(text)
-    return float(text)
-
-
-def _stem(text: str) -> str:
-    if not text or "/" in text or text.startswith("."):
-        raise ValueError(text)
-    return text
 
 
 def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: Sequence[str]) -> None:

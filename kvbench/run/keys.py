@@ -45,7 +45,13 @@ def whole(name: str, least: int, default: str | None = None, allowed: str = "") 
 
 def flag(name: str) -> Key:
     """Return a key that is true or false, and false unless it is named."""
-    return Key(name, "false", lambda text: ("false", "true").index(text) == 1, "true or false")
+
+    def read(text: str) -> bool:
+        if text not in ("true", "false"):
+            raise ValueError(text)
+        return text == "true"
+
+    return Key(name, "false", read, "true or false")
 
 
 def choice(name: str, choices: Sequence[str]) -> Key:
