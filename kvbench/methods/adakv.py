@@ -24,7 +24,6 @@ class AdaKV(SnapKV):
     of the layer. Ties go to the lower head, then the lower position. Heads are stored one after the other, without
     padding.
 
-    floor: fraction of an even share that every head keeps, 0 to 1; 1 is SnapKV.
     floor_rule: ``mixed`` gives head h (1 - floor) * B_h + floor * B, as the paper (algorithm 2) and its released code
     do, rounded to whole tokens whose sum is exact. ``safe`` keeps each head's floor * C best and lets all others
     compete, as kvpress does.

@@ -32,11 +32,9 @@ class Asvd(LowRankStage):
 
     Here W S = U diag(s) V^T, and S is diagonal: (mean of |x|)^alpha of each input channel x, at least 1e-6.
 
-    alpha: weight of the activations; 0 is the plain SVD.
     ranks_by: ``uniform`` gives every projection the same rank. ``sensitivity`` tries every projection alone at a tenth,
     two tenths, ... of its rank; each then takes the smallest rank whose loss is at most a threshold. The threshold is
     the smallest under which all ranks add up to the target (bisection).
-    probes: windows that ranks are tried on, the first of the calibration.
     multiple: see ratio; null: a sixteenth of all heads' rank.
     """
 

@@ -38,6 +38,8 @@ DEFAULT_RATIO = 0.25
 class Stage(Knobs):
     """One step of a method. Subclasses are frozen dataclasses whose fields are the knobs that users type.
 
+    conf/method explains them; docstrings say more of those that change the formula.
+
     Fields with ``metadata={"knob": False}`` are no knobs: a stage's calibration is bound to it, see ``recipe``.
     """
 

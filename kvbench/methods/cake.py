@@ -32,10 +32,6 @@ class Cake(EvictingSelector):
     gamma * variance of A over the window, averaged over a group of heads and pooled. Prompts of up to C + w tokens are
     kept whole, as in released code.
 
-    window: observation window w, always kept.
-    kernel: width of the average pooling, odd.
-    gamma: weight of the variance.
-    tau1: temperature of the dispersion.
     tau2: temperature of the variance. Released code sets (tau1, tau2) per model, for C = 1024 and C = 128:
     LLaMA-3.1 (1.6, 0.4), (1.6, 0.6); LLaMA-2-7B (1.9, 1.8), (0.9, 2.3); LLaMA-2-13B (0.5, 0.4), (1.8, 2.0);
     Mistral-v0.3 (0.8, 0.5), (1.0, 0.8); Qwen2.5-7B (1.5, 0.6), (0.4, 0.6); any other model (1, 1).

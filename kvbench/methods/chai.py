@@ -46,13 +46,10 @@ class Chai(HeadSharer):
     32 layers of 32 heads llama3 under GQA and else llama2; for any other shape llama2's mean, 794 / 1024 of the heads.
     like: instead, one of UNComp's lists by name: ``llama2`` (32 layers, 794 of 1024 heads; also run with Mistral),
     ``llama2-13b`` (40 layers, 1042 of 1600), ``llama3`` (32 layers, 900 of 1024).
-    share: instead, the fraction of the query heads that lead in every layer, rounded; 1 changes nothing.
     counts: ``listed`` is all of the above. With ``calibrated``, ``share`` (or else 794 / 1024) is the fraction of heads
     that lead over all layers together, and a layer whose heads are more alike has fewer: of the merges of all layers,
     those at the smallest mean distances over windows of text happen. This is our choice: CHAI reads its counts off the
     bend of each layer's clustering error by eye.
-    samples: windows of the calibration.
-    tokens: tokens of each window, of which only the first five are looked at.
     """
 
     id: ClassVar[str] = "chai"

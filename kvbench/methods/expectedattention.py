@@ -22,12 +22,6 @@ class ExpectedAttention(Selector):
     Future queries are taken as normally distributed. Their mean and covariance are those of the prompt's queries (after
     the sinks, their rotation undone), under the average rotation of the positions to come. This gives E[exp(q.k)] as
     exp(mean.k + k' cov k / 2). Needs rotary positions. Unlike in kvpress, a bias of the query projection counts.
-
-    sinks: first tokens, always kept, whose queries and keys do not count.
-    future: positions to come over which the rotation is averaged.
-    covariance: use the covariance too, or the mean alone.
-    vnorm: weigh scores by the values' norms.
-    epsilon: added to the scores before they are weighed.
     """
 
     id: ClassVar[str] = "expectedattention"

@@ -18,8 +18,6 @@ class FlexGen(Quantiser):
 
     A token is packed after the step that made it, which reads it exactly. A group of one value stores scale 1.
 
-    bits: bits of a code, 2, 3, 4 or 8.
-    group: channels that share a scale and a minimum.
     code_prefill: the prompt's own attention reads all keys and values packed, too (longctx_bench's simulation, arXiv
     2407.01527), and selectors score by what it read.
     """

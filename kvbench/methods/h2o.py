@@ -28,23 +28,12 @@ class H2O(EvictingSelector):
 
     Under ``per=kv_head`` a group's query heads are averaged before the top-k.
 
-    window: last tokens, always kept.
     variant: ``all`` sums over all n queries and evicts once after the prompt. ``win`` sums over the last ``window``
-    queries only (SnapKV without pooling), as ThinK's and ReFreeKV's code does. ``orig`` is the paper's: it sums over
-    all queries, adds the new row after every step, and holds the budget while decoding, half heavy hitters and half
-    recent tokens. ``uncomp`` is UNComp's baseline (its released code, arXiv 2410.03090): ``orig`` with floor(4 C / 512)
-    heavy hitters and floor(508 C / 512) recent tokens of a budget of C, nearly a sliding window. C below 128 leaves no
-    heavy
-    hitter: a kv_size is refused, a fraction of a short prompt keeps recent tokens alone.
-    heavy_ratio: with ``orig``, the heavy hitters as a fraction of the prompt, instead of half a budget.
-    recent_ratio: the recent tokens likewise; given together with heavy_ratio.
-    code_mask: with ``orig``, as FMInference's mask does: a token that leaves the recent ones is not attended for one
-    step before it competes. It is stored meanwhile, one token more than the budget.
-    evict_after: with ``orig``, a step attends the new token beside the whole budget and then evicts, as Q-Hitter's
-    released baseline does: one token more is stored.
-    positions: ``rolled`` with ``orig`` and ``uncomp`` only.
-    score_bits: scores by attention over keys quantised to 8, 3 or 2 bits, per token and head, as in Q-Hitter (MLSys
-    2024, table 1 and figure 2); stored keys and values stay exact.
+    queries only (SnapKV without pooling), as ThinK's and ReFreeKV's code does. ``orig`` is the paper's: it sums
+    over all queries, adds the new row after every step, and holds the budget while decoding, half heavy hitters and
+    half recent tokens. ``uncomp`` is UNComp's baseline (its released code, arXiv 2410.03090): ``orig`` with floor(4
+    C / 512) heavy hitters and floor(508 C / 512) recent tokens of a budget of C, nearly a sliding window. C below
+    128 leaves no heavy hitter: a kv_size is refused, a fraction of a short prompt keeps recent tokens alone.
     """
 
     id: ClassVar[str] = "h2o"

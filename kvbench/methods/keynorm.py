@@ -16,11 +16,7 @@ from kvbench.methods.statistics import at_heads
 
 @dataclass(frozen=True, kw_only=True)
 class KeyNorm(Selector):
-    """Score of token j = -||k_j||_2: the C smallest norms stay. A rotation keeps norms, so RoPE changes nothing.
-
-    protect_recent: last tokens that are always kept; the paper and released code protect none. KVCache-Factory
-    exempts the first two layers: ``frozen_layers=[0,1]``.
-    """
+    """Score of token j = -||k_j||_2: the C smallest norms stay. A rotation keeps norms, so RoPE changes nothing."""
 
     id: ClassVar[str] = "keynorm"
 

@@ -22,10 +22,6 @@ class Kivi(Quantiser):
 
     Behind a pruner the newest ``recent`` tokens stay exact, too. Keys are then packed by groups, once they are no
     longer among these.
-
-    bits: bits of a code, 2, 3, 4 or 8.
-    group: elements that share a scale.
-    residual: R, the tokens that stay exact, at most (keys) or always (values); a multiple of ``group``.
     """
 
     id: ClassVar[str] = "kivi"

@@ -38,8 +38,6 @@ class Palu(LowRankStage):
     Where the sum has no Cholesky factor, the least of 1e-10, 1e-9, ... of its mean diagonal that gives it one is added,
     and recorded in the calibration as ``damping`` per layer. All is computed in fp64.
 
-    ratio: T Table 12's 80 % is 0.8.
-    group: heads that share latents, the largest divisor of the kv heads up to it.
     ranks_by: ``fisher`` divides the remaining rank over all groups of all layers in proportion to sqrt(E[g^2]) of their
     weights (mean over the group's entries, g the gradient of a window's mean loss), capped at the full rank.
     ``fisher_uniform`` gives the groups of a projection their mean, ``uniform`` gives every group the same. The paper

@@ -15,7 +15,6 @@ class PyramidKV(SnapKV):
     Of C - w tokens on average, the last layer gets a share of 1 / beta, and the first layer the number that makes the
     mean right. A prompt shorter than twice C - w, and a model of one layer, get C everywhere.
 
-    beta: steepness of the pyramid; 1 is SnapKV.
     exact_total: deal out whole tokens so that the mean over layers is exactly C. False is KVCache-Factory's schedule,
     whose rounded step keeps more than C on average (2057.5 for C=2048, w=32 and 32 layers).
     """

@@ -37,22 +37,13 @@ class QHitter(EvictingSelector):
     Q(v), recent ones included. A new token is packed before it is attended (the released code reads its key, not its
     value, exactly in that one step). Evicted tokens never return, and the budget holds while decoding.
 
-    bits: bits of a code, 8, 4, 3 or 2.
-    lam: the weight of attention, 0 to 1; 1 is H2O with quantised tokens.
     variant: ``code`` takes first the ``first_ratio`` tokens that received most attention, then the best by
     lam * S + (1 - lam) * (2 - e_K - e_V) / 2, then recent tokens. S is normalised over the tokens of the layer at each
     step, errors once: those of the prompt over its heads and tokens, those of a new token over its heads. ``paper``
     takes the best by lam * S + (1 - lam) * (2 - e_K - e_V), all three normalised over the tokens of the layer at each
     step (the scope is our choice), beside the recent tokens, without which decoding could not begin.
-    heavy_ratio: tokens that are not recent, as a fraction of the prompt, instead of three quarters of a budget.
-    recent_ratio: recent tokens likewise; given together with heavy_ratio. Counts are rounded down one by one, as in the
-    code.
     first_ratio: tokens chosen by attention alone, as a fraction of the prompt. Where a budget leaves fewer than 15 % to
     heavy hitters, the same share of them as of 15 % (our choice). Only in ``code``.
-    evict_after: a step attends the new token beside the whole budget and then evicts, as the code does: one token more
-    is stored.
-    v_alias: the prompt's own attention reads quantised values (as the code does, by quantising in place), keys exactly.
-    positions: ``true`` only, as stored keys are packed.
     """
 
     id: ClassVar[str] = "qhitter"

@@ -22,8 +22,6 @@ class Random(Selector):
 
     The draw depends on (seed, prompt, layer) alone. It is equal between runs and devices, and different between prompts
     and layers; a larger budget keeps all tokens of a smaller one. Source: a control, see the module.
-
-    seed: another seed is another draw.
     """
 
     id: ClassVar[str] = "random"

@@ -29,9 +29,6 @@ class ReFreeKV(TokenSelector):
     The first m tokens rank first, then the newest and so on back. The number of tokens kept depends on the prompt,
     layer by layer.
 
-    T: loss of norm that is tolerated; 0 keeps everything.
-    m: first tokens of the ranking, the attention sinks.
-    k: last queries whose attention is averaged, a whole number, or a fraction of the prompt below 1.
     mode: with ``code``, the first m always stay and count for nothing, the norms of all query heads are averaged, and
     one cut holds for the layer. ``eq1`` is the paper's equations: the first m compete, and the loss is strictly below
     T.
@@ -39,8 +36,6 @@ class ReFreeKV(TokenSelector):
     most, ``per_head`` not at all (each stored head has its own count).
     order: with ``eq1``, ``sinks_last`` sums the norm with the first m at its end, and the count is the (0-based) place
     where it suffices. This gives the n - m tokens of the paper's appendix B.
-    ranking: ``position``, or ``attention``: the tokens after the first m by the mean attention that they receive.
-    frozen_layers: the default, layers 0 and 1, stands for as many of them as the model has.
     """
 
     id: ClassVar[str] = "refreekv"

@@ -36,12 +36,9 @@ class Scissorhands(EvictingSelector):
 
     The first tokens are not protected. Under ``per=kv_head`` a group's query heads are averaged.
 
-    window: queries w that count.
-    recent: last tokens, always kept.
     variant: ``code`` is VATP's: the prompt's score is divided by w, even if the prompt is shorter, and every new row is
     added undivided. A new row so weighs as much as w rows of the prompt, and old rows never leave. ``paper`` slides:
     the last w rows are kept with each token, at 4 w bytes a slot.
-    half_ratio: the budget as VATP's code computes it, 2 * floor(half_ratio * n), instead of kv_size or kv_ratio.
     """
 
     id: ClassVar[str] = "scissorhands"

@@ -15,12 +15,7 @@ from kvbench.methods.statistics import group_mean, pool, window_rows
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Selector):
-    """Score = attention summed over the last ``window`` queries, pooled over ``kernel`` neighbours.
-
-    window: observation window w, always kept.
-    kernel: pooling width, odd.
-    pooling: max or avg.
-    """
+    """Score = attention summed over the last ``window`` queries, pooled over ``kernel`` neighbours."""
 
     id: ClassVar[str] = "snapkv"
 

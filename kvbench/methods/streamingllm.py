@@ -21,7 +21,6 @@ MODES = ("static", "mask", "rolled")
 class StreamingLLM(EvictingSelector):
     """Keep tokens {0 .. S-1} and the last C-S, the same in every head.
 
-    sinks: first tokens S that are always kept.
     mode: ``static`` evicts once after the prompt, keeps original positions and lets the cache grow while decoding (as
     KVCache-Factory does). ``mask`` keeps C tokens at their original positions while decoding, so that the recent ones
     slide (as VATP's code does). ``rolled`` does the same with slot indices as positions and the query at the last slot,

@@ -18,8 +18,6 @@ class Think(ChannelPruner):
 
     This is the Frobenius norm of the channel's share of the logits (section 3.2). Under GQA the queries of a group are
     stacked.
-
-    observed: last queries that are read, the paper's S_obs.
     """
 
     id: ClassVar[str] = "think"

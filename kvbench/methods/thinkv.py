@@ -21,10 +21,6 @@ class ThinkV(Think):
     A holds the attention rows of the last ``observed`` queries over the retained tokens that they see, with all
     channels of the keys; under GQA the rows of a group are stacked. No code was released: to select tokens first, to
     keep A causal and to score only the values that a quantiser packs are our choices.
-
-    ratio: fraction of key channels removed, 0 <= ratio < 1.
-    value_ratio: fraction of value channels removed, likewise.
-    recent: last tokens whose keys and values keep all channels.
     """
 
     id: ClassVar[str] = "thinkv"

@@ -21,8 +21,6 @@ class Twilight(Mask):
 
     p: mass that is kept, 0 < p <= 1; 1 attends every weight above 0. Released code sets 0.85; ReFreeKV compares with
     0.85 on Mistral and 0.95 on LLaMA-3.
-    bits: bits of the quantised keys.
-    exempt_layers: layers that attend everything; the paper's first two.
     """
 
     id: ClassVar[str] = "twilight"

@@ -42,22 +42,12 @@ class UNCompGroup(EvictingSelector):
     up to C tokens is kept whole; heads of smaller budgets then evict with the first new token. Under ``per=kv_head``
     the mean entropy of a group's query heads decides, and their rows are averaged before pooling.
 
-    window: last tokens, always kept, whose rows score the others.
-    kernel: width of the max-pooling, odd.
-    high: tokens of the high group, with low in place of a budget (the paper's remain-N is high=512 low=N).
-    low: tokens of the low group, likewise.
     groups: number of groups, their tokens falling linearly from the first to the last (appendix D.1; 11, 10 and 11 of
     32 heads). Two are made by how often a head was in the upper half, more by the sum of its ranks over samples.
-    scale: factor of all budgets; released code multiplies its argument by 1.5.
     grouping: ``calibrated``; ``random`` draws the groups of each layer; ``reversed`` gives the high group the low
     budget (the ablations of appendix D).
-    seed: seed of random groups.
     delete: number of heads of each layer that are not stored at all, those that rank lowest; all others keep C. While
     decoding, their attention output is that of the most similar head that is stored.
-    similarity: cosine of the attention from the last ``window`` queries (paper) or of the last ``window`` keys (code).
-    top: the k of truncated matrix entropy, the number of eigenvalues that count.
-    samples: windows of text that are measured, 100 in the code and 500 in the paper.
-    tokens: tokens of each window; null: 4096, as far as the context allows (tiny: 1024).
     """
 
     id: ClassVar[str] = "uncomp-group"

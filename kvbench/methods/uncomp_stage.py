@@ -34,19 +34,10 @@ class UncompStage(HiddenPruner):
     first group to ``least`` * n in the last. ``paper`` and ``code`` are for models of 32 and 40 layers, with the groups
     of appendix A.3 and absolute numbers that fall from ``most`` to ``least_size``; a shorter prompt is not pruned. They
     differ in where a step that is not whole is rounded (40 layers: 3731, 3366, ... or 3726, 3361, ...).
-    groups: with ``relative``, the number of groups, of equal sizes.
-    starts: instead, their first layers, 0 first.
     epsilon: instead, a new group begins where the effective rank of the queries (truncated, the mean over heads) falls
     by more than this from one layer to the next (equation 11; the paper's is 1), by the calibration of uncomp-group.
-    least: with ``relative``, the fraction of the prompt that the last group keeps; 1 prunes nothing.
-    most: with ``paper`` and ``code``, tokens of the first group: 4096; for LLaMA-3 8096 in the paper, 8192 in the code.
-    least_size: with ``paper`` and ``code``, tokens of the last group, S_min: 1536; 512 in appendix E and table 3.
-    window: last queries that are observed.
     last: last tokens that always stay, 8 as UNComp's window. Released code forces none, but without the final token
     there is nothing to predict from.
-    top: number of eigenvalues that count in the calibration.
-    samples: windows of text of the calibration.
-    tokens: tokens of each window, as in uncomp-group.
     """
 
     id: ClassVar[str] = "uncomp-stage"

@@ -26,10 +26,6 @@ class Vatp(Modifier):
     While decoding, the base's accumulated score is multiplied by the norm, which equals accumulating attention times
     norm. The norms are kept beside the values at their precision, 1 / (2 D) of the payload. VATP decorates H2O and
     Scissorhands as in the paper, and SnapKV after its pooling (our extension).
-
-    norm: l1 (the paper's choice), l2 or linf, its ablation.
-    sinks: first tokens F that are always kept, within the budget of heavy hitters; the paper keeps 20 with
-    LLaMA-2-7B-chat and 40 with Vicuna-7B-16k.
     """
 
     id: ClassVar[str] = "vatp"
