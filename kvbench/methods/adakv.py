@@ -11,9 +11,8 @@ from kvbench.cache import ops
 from kvbench.cache.apportion import round_shares
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Expected, top_indices
+from kvbench.methods.knobs import Rule, knob, one_of
 from kvbench.methods.snapkv import SnapKV
-
-FLOORS = ("mixed", "safe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +30,8 @@ class AdaKV(SnapKV):
 
     id: ClassVar[str] = "adakv"
 
-    floor: float = 0.2
-    floor_rule: str = "mixed"
-
-    def check(self) -> None:
-        self.require("floor", 0 <= self.floor <= 1, "a fraction of an even share, 0 to 1 (1: even shares)")
-        self.require_one_of("floor_rule", FLOORS)
-        super().check()
+    floor: float = knob(0.2, Rule("a fraction of an even share, 0 to 1 (1: even shares)", lambda x: 0 <= x <= 1))
+    floor_rule: str = knob("mixed", one_of("mixed", "safe"))
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         size = self.budget(n, layer, n_layers)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from kvbench.methods.knobs import Rule, knob, one_of
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
 from kvbench.methods.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import Factors, Spectrum, joined, nearest_rank, searched_ranks
@@ -22,7 +23,6 @@ from kvbench.models.lowrank_statistics import mean_loss, mean_sizes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-RANKS = ("sensitivity", "uniform")
 FRACTIONS = tuple(k / 10 for k in range(1, 10))  # of the rank kept, tried one projection at a time
 
 
@@ -41,14 +41,12 @@ class Asvd(LowRankStage):
     id: ClassVar[str] = "asvd"
 
     samples: int = 32
-    alpha: float = 0.5
-    ranks_by: str = "sensitivity"
+    alpha: float = knob(0.5, Rule("a number, 0 or more", lambda x: x >= 0))
+    ranks_by: str = knob("sensitivity", one_of("sensitivity", "uniform"))
     probes: int = 4
 
     def check(self) -> None:
         super().check()
-        self.require("alpha", self.alpha >= 0, "a number, 0 or more")
-        self.require_one_of("ranks_by", RANKS)
         self.require(
             "probes", 1 <= self.probes <= self.samples, f"a whole number of windows, 1 to samples={self.samples}"
         )

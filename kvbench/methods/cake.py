@@ -15,6 +15,7 @@ from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Expected, top_indices
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.knobs import ODD, Rule, at_least, knob
 from kvbench.methods.statistics import group_mean, group_rows, pool, pool_slots, recent_slots, window_rows
 from kvbench.storage.roles import Slots
 
@@ -43,20 +44,12 @@ class Cake(EvictingSelector):
     revision: ClassVar[int] = 2
     rebalances: ClassVar[bool] = True
 
-    window: int = 32
-    kernel: int = 5
-    gamma: float = 200.0
-    tau1: float = 1.0
-    tau2: float = 1.0
+    window: int = knob(32, at_least(2, "tokens"))
+    kernel: int = knob(5, ODD)
+    gamma: float = knob(200.0, Rule("a number, 0 or more", lambda x: x >= 0))
+    tau1: float = knob(1.0, Rule("a number above 0", lambda x: x > 0))
+    tau2: float = knob(1.0, Rule("a number above 0", lambda x: x > 0))
     decode_evict: bool = True
-
-    def check(self) -> None:
-        self.require_at_least("window", 2, "tokens")
-        self.require_odd("kernel")
-        self.require("gamma", self.gamma >= 0, "a number, 0 or more")
-        for knob in ("tau1", "tau2"):
-            self.require(knob, getattr(self, knob) > 0, "a number above 0")
-        super().check()
 
     @property
     def evicts(self) -> bool:

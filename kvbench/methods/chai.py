@@ -16,12 +16,12 @@ from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.conf import is_whole
 from kvbench.errors import UsageError
+from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.prefill_changing import HeadSharer
 from kvbench.methods.recipe import CalibrationRun, Recipe
 
 OBSERVED = 5
 LONGEST = 64  # tokens of a calibration window: clusters see its first five
-COUNTS = ("listed", "calibrated")
 _MIDDLE = (24, 30, 24, 30, 28, 28, 32, 32)
 _END = (18, 18, 20, 28, 18, 18, 18, 20, *(18,) * 6, 24, 32)
 LISTS: dict[str, tuple[int, ...]] = {
@@ -55,29 +55,23 @@ class Chai(HeadSharer):
     id: ClassVar[str] = "chai"
 
     clusters: tuple[int, ...] = ()
-    like: str | None = None
-    share: float | None = None
-    counts: str = "listed"
-    samples: int = 100
-    tokens: int | None = None
+    like: str | None = knob(None, Rule(f"null, {', '.join(LISTS)}", lambda name: name in LISTS))
+    share: float | None = knob(None, Rule("a fraction of the heads, above 0 and at most 1", lambda x: 0 < x <= 1))
+    counts: str = knob("listed", one_of("listed", "calibrated"))
+    samples: int = knob(100, at_least(1, "windows"))
+    tokens: int | None = knob(None, at_least(1, null=True))
 
     def check(self) -> None:
         listed = isinstance(self.clusters, (list, tuple))
         listed = listed and all(is_whole(c) and c >= 1 for c in self.clusters)
         self.require("clusters", listed, "a list of whole numbers, 1 or more")
         object.__setattr__(self, "clusters", tuple(self.clusters))
-        self.require("like", self.like is None or self.like in LISTS, f"null, {', '.join(LISTS)}")
-        ok = self.share is None or 0 < self.share <= 1
-        self.require("share", ok, "a fraction of the heads, above 0 and at most 1")
         counting = [knob for knob in ("clusters", "like", "share") if getattr(self, knob) not in ((), None)]
         if len(counting) > 1:
             others = " and ".join(counting[1:])
             self.require(counting[0], False, f"{others} says how many heads lead, too: give one of them")
-        self.require_one_of("counts", COUNTS)
         free = self.counts == "listed" or not (self.clusters or self.like)
         self.require("counts", free, "calibrated only without clusters and like, which say how many heads lead")
-        self.require_at_least("samples", 1, "windows")
-        self.require_at_least("tokens", 1)
 
     def recipe(self) -> Recipe | None:
         return Recipe("chai", 1, self.samples, self.tokens, longest=LONGEST) if self.counts == "calibrated" else None

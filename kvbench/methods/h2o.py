@@ -13,12 +13,10 @@ from kvbench.cache.packed import quantise_zero_point
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.statistics import group_mean, group_rows, recent_slots, window_rows
 from kvbench.storage.roles import Slots
 
-VARIANTS = ("all", "win", "orig", "uncomp")
-EVICTING = ("orig", "uncomp")
-SCORE_BITS = (8, 3, 2)
 UNCOMP_HEAVY, UNCOMP_RECENT, UNCOMP_TOTAL = 4, 508, 512
 
 
@@ -38,19 +36,16 @@ class H2O(EvictingSelector):
 
     id: ClassVar[str] = "h2o"
 
-    window: int = 32
-    variant: str = "all"
+    window: int = knob(32, at_least(1, "tokens"))
+    variant: str = knob("all", one_of("all", "win", "orig", "uncomp"))
     heavy_ratio: float | None = None
     recent_ratio: float | None = None
     positions: str | None = "true"
-    score_bits: int | None = None
+    score_bits: int | None = knob(None, Rule("null, 8, 3 or 2", lambda bits: bits in (8, 3, 2)))
     code_mask: bool | None = None
     evict_after: bool | None = None
 
     def check(self) -> None:
-        self.require_at_least("window", 1, "tokens")
-        self.require_one_of("variant", VARIANTS)
-        self.require("score_bits", self.score_bits in (None, *SCORE_BITS), "null, 8, 3 or 2")
         both = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", both, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
@@ -58,8 +53,8 @@ class H2O(EvictingSelector):
             self.require("heavy_ratio", 0 <= self.heavy_ratio <= 1, "a fraction of the prompt")
             fits = 0 < self.recent_ratio <= 1 - self.heavy_ratio
             self.require("recent_ratio", fits, "a fraction of the prompt, above 0, at most 1 together with heavy_ratio")
-        for knob in ("code_mask", "evict_after"):
-            self.require(knob, not getattr(self, knob) or self.variant == "orig", "a knob of variant=orig only")
+        for name in ("code_mask", "evict_after"):
+            self.require(name, not getattr(self, name) or self.variant == "orig", "a knob of variant=orig only")
         self.require("evict_after", not (self.evict_after and self.code_mask), "not together with code_mask")
         super().check()
         if self.heavy_ratio is not None:
@@ -70,7 +65,7 @@ class H2O(EvictingSelector):
 
     @property
     def evicts(self) -> bool:
-        return self.variant in EVICTING
+        return self.variant in ("orig", "uncomp")
 
     def window_size(self) -> int:
         return 1 if self.evicts else self.window

@@ -11,6 +11,7 @@ from kvbench.cache import ops
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity, Selector
+from kvbench.methods.knobs import at_least, knob
 from kvbench.methods.statistics import at_heads
 
 
@@ -20,11 +21,7 @@ class KeyNorm(Selector):
 
     id: ClassVar[str] = "keynorm"
 
-    protect_recent: int = 0
-
-    def check(self) -> None:
-        self.require_at_least("protect_recent", 0, "tokens")
-        super().check()
+    protect_recent: int = knob(0, at_least(0, "tokens"))
 
     def window_size(self) -> int:
         return self.protect_recent

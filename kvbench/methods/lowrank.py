@@ -15,6 +15,7 @@ from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.errors import UsageError
 from kvbench.methods.base import Role, Stage
+from kvbench.methods.knobs import Rule, at_least, knob
 from kvbench.models import lowrank
 from kvbench.models.factors import Factors
 
@@ -45,16 +46,10 @@ class LowRankStage(Stage):
     role: ClassVar[Role] = "lowrank"
     adapts: ClassVar[bool] = True
 
-    ratio: float = 0.5
-    multiple: int | None = None
-    samples: int = 256
-    tokens: int | None = None
-
-    def check(self) -> None:
-        self.require("ratio", 0 <= self.ratio < 1, "a fraction of the rank removed, 0 or more and below 1")
-        self.require_at_least("multiple", 1)
-        self.require_at_least("samples", 1, "windows")
-        self.require_at_least("tokens", 1)
+    ratio: float = knob(0.5, Rule("a fraction of the rank removed, 0 or more and below 1", lambda x: 0 <= x < 1))
+    multiple: int | None = knob(None, at_least(1, null=True))
+    samples: int = knob(256, at_least(1, "windows"))
+    tokens: int | None = knob(None, at_least(1, null=True))
 
     @property
     def prefill_key(self) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from kvbench.methods.knobs import at_least, knob, one_of
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
 from kvbench.methods.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import (
@@ -27,8 +28,6 @@ from kvbench.models.lowrank_statistics import moments, moments_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-RANKS = ("fisher", "fisher_uniform", "uniform")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Palu(LowRankStage):
@@ -46,13 +45,8 @@ class Palu(LowRankStage):
 
     id: ClassVar[str] = "palu"
 
-    group: int = 4
-    ranks_by: str = "fisher"
-
-    def check(self) -> None:
-        super().check()
-        self.require_at_least("group", 1, "heads")
-        self.require_one_of("ranks_by", RANKS)
+    group: int = knob(4, at_least(1, "heads"))
+    ranks_by: str = knob("fisher", one_of("fisher", "fisher_uniform", "uniform"))
 
     def recipe(self) -> Recipe | None:
         knobs = {"fisher": self.ranks_by != "uniform"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvbench.methods.knobs import Rule, knob
 from kvbench.methods.snapkv import SnapKV
 
 
@@ -21,12 +22,8 @@ class PyramidKV(SnapKV):
 
     id: ClassVar[str] = "pyramidkv"
 
-    beta: int = 20
+    beta: int = knob(20, Rule("a whole number, 1 or more (1: the same budget everywhere)", lambda x: x >= 1))
     exact_total: bool = True
-
-    def check(self) -> None:
-        self.require("beta", self.beta >= 1, "a whole number, 1 or more (1: the same budget everywhere)")
-        super().check()
 
     def budget(self, n: int, layer: int, n_layers: int) -> int:
         if layer in self.frozen_layers:

@@ -14,15 +14,15 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.packed import BITS, Packed, quantise_zero_point, run_bytes
+from kvbench.cache.packed import Packed, quantise_zero_point, run_bytes
 from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Block, Capacity, Modifier
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.knobs import CODE_BITS, Rule, knob, one_of
 from kvbench.methods.statistics import group_mean, group_rows, recent_slots
 from kvbench.storage.evicting_rows import ranks
 from kvbench.storage.roles import Packer, Slots
 
-VARIANTS = ("code", "paper")
 HEAVY, PARTS = 3, 4  # heavy hitters of a budget: 15 % of the prompt beside 5 % recent tokens, as in the code
 PUBLISHED_HEAVY = 0.15
 
@@ -50,20 +50,16 @@ class QHitter(EvictingSelector):
     packs: ClassVar[bool] = True
     packs_after_step: ClassVar[bool] = False
 
-    bits: int = 4
-    lam: float = 0.5
-    variant: str = "code"
+    bits: int = knob(4, Rule("8, 4, 3 or 2", CODE_BITS.holds))
+    lam: float = knob(0.5, Rule("a weight, 0 to 1", lambda x: 0 <= x <= 1))
+    variant: str = knob("code", one_of("code", "paper"))
     heavy_ratio: float | None = None
     recent_ratio: float | None = None
-    first_ratio: float = 0.07
+    first_ratio: float = knob(0.07, Rule("a fraction of the prompt, 0 or more and below 1", lambda x: 0 <= x < 1))
     v_alias: bool = False
     evict_after: bool | None = None
 
     def check(self) -> None:
-        self.require("bits", self.bits in BITS and self.bits > 1, "8, 4, 3 or 2")
-        self.require("lam", 0 <= self.lam <= 1, "a weight, 0 to 1")
-        self.require_one_of("variant", VARIANTS)
-        self.require("first_ratio", 0 <= self.first_ratio < 1, "a fraction of the prompt, 0 or more and below 1")
         both = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", both, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:

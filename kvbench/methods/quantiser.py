@@ -14,9 +14,8 @@ from kvbench.cache.packed import Packed
 from kvbench.cache.partly_packed import Codes, Residual, encode, side_by_side
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.methods.base import Block, Role, Stage
+from kvbench.methods.knobs import knob, one_of
 from kvbench.methods.pruner import ChannelPruner
-
-HALVES = ("keys", "values")
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,7 @@ class Quantiser(Stage):
     role: ClassVar[Role] = "quantise"
     by_token: ClassVar[bool] = False  # True: each token is packed alone and at once, so that any can be evicted
 
-    only: str | None = None
-
-    def check(self) -> None:
-        super().check()
-        self.require("only", self.only in (None, *HALVES), " or ".join(HALVES))
+    only: str | None = knob(None, one_of("keys", "values"))
 
     def residuals(self) -> tuple[Residual, Residual]:
         """Return the rules of how many of the newest tokens stay exact, as keys and as values."""

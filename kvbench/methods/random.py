@@ -14,6 +14,7 @@ import torch
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity, Selector
+from kvbench.methods.knobs import at_least, knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +27,7 @@ class Random(Selector):
 
     id: ClassVar[str] = "random"
 
-    seed: int = 0
-
-    def check(self) -> None:
-        self.require_at_least("seed", 0)
-        super().check()
+    seed: int = knob(0, at_least(0))
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         # Drawn on the CPU because devices draw differently; hashed because neighbouring seeds start alike.

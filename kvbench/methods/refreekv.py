@@ -14,12 +14,8 @@ from kvbench.cache import ops
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Expected, TokenSelector
+from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.statistics import group_mean, window_sums
-
-MODES = ("code", "eq1")
-REDUCE = ("mean_heads", "max_heads", "per_head")
-ORDERS = ("sinks_first", "sinks_last")
-RANKINGS = ("position", "attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,28 +36,22 @@ class ReFreeKV(TokenSelector):
 
     id: ClassVar[str] = "refreekv"
 
-    T: float = 0.01
-    m: int = 4
+    T: float = knob(0.01, Rule("a tolerated loss, 0 or more and below 1 (0 keeps everything)", lambda x: 0 <= x < 1))
+    m: int = knob(4, at_least(0, "tokens"))
     k: int | float = 1
-    mode: str = "code"
-    reduce: str = "mean_heads"
-    order: str = "sinks_first"
-    ranking: str = "position"
+    mode: str = knob("code", one_of("code", "eq1"))
+    reduce: str = knob("mean_heads", one_of("mean_heads", "max_heads", "per_head"))
+    order: str = knob("sinks_first", one_of("sinks_first", "sinks_last"))
+    ranking: str = knob("position", one_of("position", "attention"))
     frozen_layers: tuple[int, ...] = (0, 1)
 
     def check(self) -> None:
-        self.require("T", 0 <= self.T < 1, "a tolerated loss, 0 or more and below 1 (0 keeps everything)")
-        self.require_at_least("m", 0, "tokens")
         count = isinstance(self.k, int) and self.k >= 1
         fraction = isinstance(self.k, float) and 0 < self.k < 1
         allowed = "a whole number of queries, 1 or more, or a fraction of the prompt below 1"
         self.require("k", count or fraction, allowed)
-        self.require_one_of("mode", MODES)
-        self.require_one_of("reduce", REDUCE)
         self.require("reduce", self.mode == "eq1" or self.reduce == "mean_heads", "a knob of mode=eq1 only")
-        self.require_one_of("order", ORDERS)
         self.require("order", self.mode == "eq1" or self.order == "sinks_first", "a knob of mode=eq1 only")
-        self.require_one_of("ranking", RANKINGS)
         super().check()
 
     def check_layers(self, n_layers: int) -> None:

@@ -16,6 +16,7 @@ from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.statistics import (
     fold_ring,
     group_mean,
@@ -26,8 +27,6 @@ from kvbench.methods.statistics import (
     window_sums,
 )
 from kvbench.storage.roles import Slots
-
-VARIANTS = ("code", "paper")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +42,14 @@ class Scissorhands(EvictingSelector):
 
     id: ClassVar[str] = "scissorhands"
 
-    window: int = 400
-    recent: int = 10
-    variant: str = "code"
-    half_ratio: float | None = None
+    window: int = knob(400, at_least(1, "queries"))
+    recent: int = knob(10, at_least(1, "tokens"))
+    variant: str = knob("code", one_of("code", "paper"))
+    half_ratio: float | None = knob(
+        None, Rule("a fraction of the prompt, above 0 and at most 0.5", lambda x: 0 < x <= 0.5)
+    )
 
     def check(self) -> None:
-        self.require_at_least("window", 1, "queries")
-        self.require_at_least("recent", 1, "tokens")
-        self.require_one_of("variant", VARIANTS)
-        if self.half_ratio is not None:
-            self.require("half_ratio", 0 < self.half_ratio <= 0.5, "a fraction of the prompt, above 0 and at most 0.5")
         super().check()
         if self.half_ratio is not None:
             self.require_one_budget("half_ratio")

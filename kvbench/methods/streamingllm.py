@@ -12,9 +12,8 @@ from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.knobs import at_least, knob, one_of
 from kvbench.storage.roles import Slots
-
-MODES = ("static", "mask", "rolled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +30,10 @@ class StreamingLLM(EvictingSelector):
     shared: ClassVar[bool] = True
     revision: ClassVar[int] = 1
 
-    sinks: int = 4
-    mode: str = "static"
+    sinks: int = knob(4, at_least(0, "tokens"))
+    mode: str = knob("static", one_of("static", "mask", "rolled"))
 
     def check(self) -> None:
-        self.require_at_least("sinks", 0, "tokens")
-        self.require_one_of("mode", MODES)
         contradiction = self.mode == "rolled" and str(self.positions).lower() == "true"
         self.require("positions", not contradiction, "mode=rolled is rolled positions, mode=mask keeps true ones")
         super().check()

@@ -9,6 +9,7 @@ import torch
 
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
+from kvbench.methods.knobs import at_least, knob
 from kvbench.methods.pruner import ChannelPruner
 
 
@@ -22,11 +23,7 @@ class Think(ChannelPruner):
 
     id: ClassVar[str] = "think"
 
-    observed: int = 32
-
-    def check(self) -> None:
-        super().check()
-        self.require_at_least("observed", 1, "queries")
+    observed: int = knob(32, at_least(1, "queries"))
 
     def needs(self, n: int) -> Needs:
         return Needs(last_q=self.observed)

@@ -10,7 +10,8 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
-from kvbench.methods.pruner import head_lengths, padded
+from kvbench.methods.knobs import knob
+from kvbench.methods.pruner import head_lengths, padded, removed
 from kvbench.methods.think import Think
 
 
@@ -26,11 +27,7 @@ class ThinkV(Think):
     id: ClassVar[str] = "thinkv"
 
     ratio: float = 0.3
-    value_ratio: float = 0.3
-
-    def check(self) -> None:
-        super().check()
-        self.require_ratio("value_ratio", "value")
+    value_ratio: float = knob(0.3, removed("value"))
 
     def kept_values(self, head_dim: int) -> int:
         return self.kept(self.value_ratio, head_dim)

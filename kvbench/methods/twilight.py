@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvbench.methods.base import Mask
+from kvbench.methods.knobs import Rule, knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +26,11 @@ class Twilight(Mask):
 
     id: ClassVar[str] = "twilight"
 
-    p: float = 0.85
-    bits: int = 4
+    p: float = knob(0.85, Rule("a mass above 0 and at most 1", lambda p: 0 < p <= 1))
+    bits: int = knob(4, Rule("a whole number from 1 to 8", lambda bits: 1 <= bits <= 8))
     exempt_layers: tuple[int, ...] = (0, 1)
 
     def check(self) -> None:
-        self.require("p", 0 < self.p <= 1, "a mass above 0 and at most 1")
-        self.require("bits", 1 <= self.bits <= 8, "a whole number from 1 to 8")
         self.require_layers("exempt_layers")
 
     def check_layers(self, n_layers: int) -> None:

@@ -15,6 +15,7 @@ from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Capacity, Expected
 from kvbench.methods.entropy import assign, entropy_recipe, measure_entropy
 from kvbench.methods.evicting import NO_LIMIT, EvictingSelector
+from kvbench.methods.knobs import ODD, Rule, at_least, knob, one_of
 from kvbench.methods.recipe import CalibrationRun, Recipe
 from kvbench.methods.statistics import (
     fold_ring,
@@ -26,9 +27,6 @@ from kvbench.methods.statistics import (
     window_rows,
 )
 from kvbench.storage.roles import Slots
-
-GROUPINGS = ("calibrated", "random", "reversed")
-SIMILARITIES = ("paper", "code")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,29 +50,21 @@ class UNCompGroup(EvictingSelector):
 
     id: ClassVar[str] = "uncomp-group"
 
-    window: int = 8
-    kernel: int = 7
+    window: int = knob(8, at_least(1))
+    kernel: int = knob(7, ODD)
     high: int | None = None
     low: int | None = None
-    groups: int = 2
-    scale: float = 1.0
-    grouping: str = "calibrated"
+    groups: int = knob(2, at_least(1))
+    scale: float = knob(1.0, Rule("a number, 1 or more", lambda x: x >= 1))
+    grouping: str = knob("calibrated", one_of("calibrated", "random", "reversed"))
     seed: int = 0
-    delete: int = 0
-    similarity: str = "paper"
-    top: int = 32
-    samples: int = 100
-    tokens: int | None = None
+    delete: int = knob(0, at_least(0, "heads"))
+    similarity: str = knob("paper", one_of("paper", "code"))
+    top: int = knob(32, at_least(1))
+    samples: int = knob(100, at_least(1))
+    tokens: int | None = knob(None, at_least(2, null=True))
 
     def check(self) -> None:
-        for knob in ("window", "groups", "top", "samples"):
-            self.require_at_least(knob, 1)
-        self.require_odd("kernel")
-        self.require_at_least("delete", 0, "heads")
-        self.require_at_least("tokens", 2)
-        self.require("scale", self.scale >= 1, "a number, 1 or more")
-        self.require_one_of("grouping", GROUPINGS)
-        self.require_one_of("similarity", SIMILARITIES)
         self.require("high", (self.high is None) == (self.low is None), "given together with low")
         if self.high is not None and self.low is not None:
             self.require("low", self.low > self.window, f"above the window {self.window}")

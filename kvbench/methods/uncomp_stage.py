@@ -14,10 +14,10 @@ from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.methods.base import top_indices
 from kvbench.methods.entropy import entropy_recipe, erank_drops, measure_entropy
+from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.prefill_changing import HiddenPruner
 from kvbench.methods.recipe import CalibrationRun, Recipe
 
-SCHEDULES = ("relative", "paper", "code")
 # appendix A.3: first layers of the groups between which the effective rank of the queries drops, by number of layers
 STARTS = {32: (0, 2, 15, 26, 31), 40: (0, 1, 3, 15, 23, 31, 35, 37)}
 
@@ -42,34 +42,27 @@ class UncompStage(HiddenPruner):
 
     id: ClassVar[str] = "uncomp-stage"
 
-    schedule: str = "relative"
-    groups: int = 4
+    schedule: str = knob("relative", one_of("relative", "paper", "code"))
+    groups: int = knob(4, at_least(1))
     starts: tuple[int, ...] = ()
-    epsilon: float | None = None
-    least: float = 0.375
-    most: int = 4096
-    least_size: int = 1536
-    window: int = 8
-    last: int = 8
-    top: int = 32
-    samples: int = 100
-    tokens: int | None = None
+    epsilon: float | None = knob(None, Rule("a fall of the effective rank, 0 or more, or null", lambda x: x >= 0))
+    least: float = knob(0.375, Rule("a fraction of the prompt kept, above 0 and at most 1", lambda x: 0 < x <= 1))
+    most: int = knob(4096, at_least(1))
+    least_size: int = knob(1536, at_least(1))
+    window: int = knob(8, at_least(1))
+    last: int = knob(8, at_least(1))
+    top: int = knob(32, at_least(1))
+    samples: int = knob(100, at_least(1))
+    tokens: int | None = knob(None, at_least(2, null=True))
 
     def check(self) -> None:
-        self.require_one_of("schedule", SCHEDULES)
         ok = isinstance(self.starts, (list, tuple)) and all(is_whole(i) for i in self.starts)
         ok = ok and list(self.starts) == sorted(set(self.starts)) and (not self.starts or self.starts[0] == 0)
         self.require("starts", ok, "an ascending list of layers that starts with 0")
         object.__setattr__(self, "starts", tuple(self.starts))
         self.require("starts", not self.starts or self.schedule == "relative", "a knob of schedule=relative only")
-        falls = self.epsilon is None or self.epsilon >= 0
-        self.require("epsilon", falls, "a fall of the effective rank, 0 or more, or null")
         free = self.epsilon is None or (self.schedule == "relative" and not self.starts)
         self.require("epsilon", free, "a knob of schedule=relative, given instead of starts")
-        self.require("least", 0 < self.least <= 1, "a fraction of the prompt kept, above 0 and at most 1")
-        for knob in ("groups", "most", "least_size", "window", "last", "top", "samples"):
-            self.require_at_least(knob, 1)
-        self.require_at_least("tokens", 2)
         self.require("least_size", self.least_size <= self.most, f"at most most={self.most}")
 
     def check_layers(self, n_layers: int) -> None:

@@ -12,6 +12,7 @@ from kvbench.cache import ops
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Modifier
+from kvbench.methods.knobs import at_least, knob, one_of
 from kvbench.methods.statistics import at_heads
 from kvbench.storage.roles import Slots
 
@@ -31,12 +32,8 @@ class Vatp(Modifier):
     id: ClassVar[str] = "vatp"
     decorates: ClassVar[tuple[str, ...]] = ("h2o", "scissorhands", "snapkv")
 
-    norm: str = "l1"
-    sinks: int = 4
-
-    def check(self) -> None:
-        self.require_one_of("norm", NORMS)
-        self.require_at_least("sinks", 0, "tokens")
+    norm: str = knob("l1", one_of(*NORMS))
+    sinks: int = knob(4, at_least(0, "tokens"))
 
     def sink_size(self) -> int:
         return self.sinks
