@@ -25,7 +25,7 @@ from kvbench.methods.foreign import code_of
 from kvbench.methods.knobs import Knobs
 from kvbench.methods.recipe import Calibration, CalibrationRun, Recipe
 from kvbench.methods.statistics import top_indices as top_indices
-from kvbench.storage.roles import Slots
+from kvbench.storage.roles import Masker, Slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -318,7 +318,7 @@ class Modifier(Stage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mask(Stage):
+class Mask(Stage, Masker):
     """A stage that stores everything and decides at each decode step what is attended: it can save time, not bytes."""
 
     role: ClassVar[Role] = "mask"
@@ -326,14 +326,6 @@ class Mask(Stage):
     def masks(self, layer: int) -> bool:
         """Tell whether the layer is masked at all."""
         return True
-
-    def estimate(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return approximate keys in place of keys [..., D], with which weights are estimated."""
-        return keys
-
-    def mask(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return which of the estimated attention weights [B, Hq, T, S] are attended: bool, at least one a row."""
-        raise TypeError(f"{type(self).__name__} does not say what it masks")
 
 
 def sinks_of(modifiers: Sequence[Modifier]) -> int:

@@ -28,7 +28,7 @@ PUBLISHED_HEAVY = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
-class QHitter(EvictingSelector):
+class QHitter(EvictingSelector, Packer):
     """Score of token j = lam * attention it received + (1 - lam) * its friendliness to quantisation.
 
     Attention is H2O's accumulated sum S[h, j]. The errors of quantisation are e_K = ||k - Q(k)||_2 and e_V likewise,
@@ -83,11 +83,9 @@ class QHitter(EvictingSelector):
         return self
 
     def pack_keys(self, x: torch.Tensor) -> Packed:
-        """Pack keys [..., L, D], each token alone."""
         return quantise_zero_point(x, self.bits)
 
     def pack_values(self, x: torch.Tensor) -> Packed:
-        """Pack values [..., L, D], each token alone."""
         return quantise_zero_point(x, self.bits)
 
     def window_size(self) -> int:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvbench.cache.segment import LayerCache, Segment
-from kvbench.storage.roles import Evictor, Lift, Masker, Rotary, RowCoder
+from kvbench.storage.roles import Coder, Evictor, Lift, Masker, Rotary
 from kvbench.storage.row_segments import format_of
 
 
@@ -25,7 +25,7 @@ class StoredRow:
     cache: LayerCache
     layer: int = 0
     masker: Masker | None = None
-    coder: RowCoder | None = None
+    coder: Coder | None = None
     evictor: Evictor | None = None
     lift: Lift | None = None
     rotary: Rotary | None = None  # the model's, where it has one

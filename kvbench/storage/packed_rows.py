@@ -162,8 +162,8 @@ class PackedRows(Format):
         loaded = [(s, s.codes) for row in rows for s in row.cache.segments if s.codes is not None]
         keys = [(codes.k, s.k, s.key_channels) for s, codes in loaded]
         values = [(codes.v, s.v, s.value_channels) for s, codes in loaded]
-        self.k = PackedHalf(keys, coder.keys, coder.pack_keys, room)
-        self.v = PackedHalf(values, coder.values, coder.pack_values, room)
+        self.k = PackedHalf(keys, coder.keys, coder.packer.pack_keys, room)
+        self.v = PackedHalf(values, coder.values, coder.packer.pack_values, room)
 
     @classmethod
     def takes(cls, row: StoredRow) -> bool:

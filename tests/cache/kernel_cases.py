@@ -214,7 +214,7 @@ class Coder:
     keys, values = Residual(0, 16, 8), Residual(5, 1, 1)
 
     def __init__(self, name, bits):
-        self.bits, (self.k, self.v) = bits, FORMATS[name]
+        self.bits, (self.k, self.v), self.packer = bits, FORMATS[name], self
 
     def pack_keys(self, x):
         return self.k(x, self.bits)
