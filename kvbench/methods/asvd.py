@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from transformers import PreTrainedModel
 
 from kvbench.methods.knobs import Rule, knob, one_of
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
@@ -19,9 +20,6 @@ from kvbench.models.factors import Factors, Spectrum, joined, nearest_rank, sear
 from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import ProjectionShape, linears
 from kvbench.models.lowrank_statistics import mean_loss, mean_sizes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FRACTIONS = tuple(k / 10 for k in range(1, 10))  # of the rank kept, tried one projection at a time
 

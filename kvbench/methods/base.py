@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from kvbench.cache import ops
 from kvbench.cache.observation import Needs, Observation
@@ -26,9 +27,6 @@ from kvbench.methods.knobs import Knobs
 from kvbench.methods.recipe import Calibration, CalibrationRun, Recipe
 from kvbench.methods.statistics import top_indices as top_indices
 from kvbench.storage.roles import Masker, Slots
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Role = Literal["hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share"]
 DEFAULT_RATIO = 0.25

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+from transformers import PreTrainedModel
 
 from kvbench.cache import ops
 from kvbench.cache.observation import Observation
@@ -18,9 +20,6 @@ from kvbench.methods.base import Role, Stage
 from kvbench.methods.knobs import Rule, at_least, knob
 from kvbench.models import lowrank
 from kvbench.models.factors import Factors
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Pairs = tuple[tuple[Factors, Factors], ...]
 LONGEST = 2048  # tokens of a window of calibration text, where the context allows

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from transformers import PreTrainedModel
 
 from kvbench.methods.knobs import at_least, knob, one_of
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
@@ -24,9 +25,6 @@ from kvbench.models.factors import (
 from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import ProjectionShape, linears
 from kvbench.models.lowrank_statistics import moments, moments_bytes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)

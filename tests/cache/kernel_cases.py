@@ -16,7 +16,7 @@ from kvbench.storage import kernels
 from kvbench.storage.attend import attend
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.kernels import SWITCH, exact, softmax
-from kvbench.storage.kernels.merge import Parts
+from kvbench.storage.kernels.softmax import Parts
 from kvbench.storage.packed_rows import PackedRows
 from kvbench.storage.row_segments import Ragged, RowSegment, flat, stack
 

@@ -64,12 +64,11 @@ def attend(
     if not _fits(query, min(heads)) or any(s.shared is not None for s in segments):
         return None
     from kvbench.storage.kernels import exact, softmax
-    from kvbench.storage.kernels.merge import Parts
 
     query, last = query.contiguous(), RowSegment(*tail)
     runs = [*(s for s in segments if s.longest), last]
     cuts = [softmax.cut(query, run.heads, run.longest) for run in runs]
-    parts, first = Parts.room(sum(cut.count for cut in cuts), query), 0
+    parts, first = softmax.Parts.room(sum(cut.count for cut in cuts), query), 0
     with torch.cuda.device_of(query):
         for run, cut in zip(runs, cuts, strict=True):
             exact.attend(query, run, scale, cut, parts.upto(first, cut.count), causal=run is last)
@@ -96,13 +95,12 @@ def attend_packed(
         return None
     from kvbench.storage.kernels import packed as kernel
     from kvbench.storage.kernels import softmax
-    from kvbench.storage.kernels.merge import Parts
 
     if not all(kernel.readable(x) for x in packed):
         return None
     query = query.contiguous()
     cut = softmax.cut(query, heads, max(counts[0]))
-    parts = Parts.room(cut.count, query)
+    parts = softmax.Parts.room(cut.count, query)
     numbers = _numbers(counts, query.device)
     with torch.cuda.device_of(query):
         kernel.attend(query, scale, packed, exact, channels, numbers, cut, parts)
@@ -134,12 +132,11 @@ def _works(device: torch.device) -> bool:
     from triton.errors import TritonError
 
     from kvbench.storage.kernels import exact, softmax
-    from kvbench.storage.kernels.merge import Parts
 
     try:
         query = torch.zeros(1, 1, 1, 16, device=device)
         run, cut = RowSegment(query, query), softmax.cut(query, 1, 1)
-        parts = Parts.room(cut.count, query)
+        parts = softmax.Parts.room(cut.count, query)
         with torch.cuda.device_of(query):
             exact.attend(query, run, 1.0, cut, parts)
             parts.merged(query)

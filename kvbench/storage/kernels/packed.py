@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvbench.cache.packed import Packed
-from kvbench.storage.kernels.merge import Parts
-from kvbench.storage.kernels.softmax import Splits, begun, finished, places, power, product_type, softmax_step
+from kvbench.storage.kernels.softmax import Parts, Splits, begun, finished, places, power, product_type, softmax_step
 
 
 def readable(x: Packed) -> bool:
