@@ -82,6 +82,15 @@ class Stage(Knobs):
         knobs = {k: v for k, v in self.knobs().items() if v is not None}
         return {"id": self.id, "revision": self.revision, **({"code": code} if code else {}), "knobs": knobs}
 
+    def measured(self, what: str, knob: str = "it") -> Mapping[str, torch.Tensor]:
+        """Return the tensors of the stage's calibration, from which ``what`` follows. UsageError without one."""
+        if self.calibration is None:
+            raise UsageError(
+                f"method {self.id} was not calibrated, and {what}, hence its bytes, follow from that: leave {knob} out "
+                "where no model is read (match=, bench), or see kvbench.calibrate"
+            )
+        return self.calibration.tensors
+
     @property
     def unbound(self) -> bool:
         """Whether the stage needs a calibration and has none."""

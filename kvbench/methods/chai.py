@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.model_shape import from_config
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.conf import is_whole
-from kvbench.errors import UsageError
 from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.prefill_changing import HeadSharer
 from kvbench.methods.recipe import CalibrationRun, Recipe
@@ -104,13 +104,7 @@ class Chai(HeadSharer):
         """Return the number of clusters of each layer."""
         share = MEAN if self.share is None else self.share
         if self.counts == "calibrated":
-            if self.calibration is None:
-                raise UsageError(
-                    f"method {self.id} was not calibrated, and with counts=calibrated its clusters, hence its bytes, "
-                    "follow from that: leave counts out where no model is read (match=, bench), or see "
-                    "kvbench.calibrate"
-                )
-            return divide_clusters(self.calibration.tensors["distances"], share)
+            return divide_clusters(self.measured("with counts=calibrated its clusters", "counts")["distances"], share)
         if self.clusters:
             return self.clusters
         name = self.like
@@ -126,7 +120,7 @@ class Chai(HeadSharer):
     ) -> torch.Tensor | None:
         heads = first_q.shape[0]
         count = self.leading_heads(n, layer, n_layers, heads, first_k.shape[0])
-        return None if count == heads else lead_heads(first_q, first_k, scale, count)
+        return None if count == heads else merge_clusters(first_q, first_k, scale, count)[0]
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         if obs.first_q is None:
@@ -139,17 +133,13 @@ class Chai(HeadSharer):
         return replace(cache, segments=(ops.share_keys(ops.only_segment(cache), leads),))
 
 
-def lead_heads(first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int) -> torch.Tensor:
-    """Return the lowest head [Hq] of each head's cluster, of ``count``: first_q [Hq, m, D], first_k [Hk, m, D]."""
-    return merge_clusters(first_q, first_k, scale, count)[0]
-
-
 def merge_clusters(
     first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int
 ) -> tuple[torch.Tensor, list[float]]:
-    """Return ``lead_heads``, and the distances at which clusters merged, ascending [Hq - count].
+    """Return the lowest head [Hq] of each head's cluster, and the distances of the merges, ascending [Hq - count].
 
-    Computed in double precision on the CPU, so that the result is the same on all devices.
+    first_q [Hq, m, D], first_k [Hk, m, D]; ``count`` clusters are left. Computed in double precision on the CPU, so
+    that the result is the same on all devices.
     """
     q, k = (t.detach().to("cpu", torch.float64).contiguous() for t in (first_q, first_k))
     maps = (q @ k.repeat_interleave(len(q) // len(k), dim=0).transpose(1, 2) * scale).softmax(dim=-1).flatten(1)
@@ -183,8 +173,8 @@ def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
 
 def measure_distances(run: CalibrationRun) -> torch.Tensor:
     """Return the mean distance [layers, Hq - 1] of each layer's merges, in their order, over the windows of a run."""
-    n_layers, heads = int(run.model.config.num_hidden_layers), int(run.model.config.num_attention_heads)
-    total, count = torch.zeros(n_layers, heads - 1, dtype=torch.float64), 0
+    shape = from_config(run.model.config)
+    total, count = torch.zeros(shape.layers, shape.query_heads - 1, dtype=torch.float64), 0
 
     def on_layer(obs: Observation, k: torch.Tensor, v: torch.Tensor) -> None:
         assert obs.first_q is not None

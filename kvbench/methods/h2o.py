@@ -132,7 +132,4 @@ class H2O(EvictingSelector):
         """Return the attention [Hq, n] that each token received from the queries that the variant counts."""
         if self.variant == "win":
             return window_rows(cache, obs, window, self.estimate).sum(dim=1)
-        sums = obs.colsums if self.score_bits is None else obs.colsums_q.get(self.score_bits)
-        if sums is None:
-            raise ValueError("h2o reads column sums that were not observed")
-        return sums
+        return obs.received(self.score_bits)

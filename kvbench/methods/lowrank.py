@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
+import torch
 from transformers import PreTrainedModel
 
 from kvbench.cache import ops
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
-from kvbench.errors import UsageError
 from kvbench.methods.base import Role, Stage
 from kvbench.methods.knobs import Rule, at_least, knob
 from kvbench.models import lowrank
@@ -69,14 +69,9 @@ class LowRankStage(Stage):
         """Return the factors of the key and of the value projection of each layer."""
         raise TypeError(f"{type(self).__name__} does not say how it factors")
 
-    def tensor(self, name: str):  # type: ignore[no-untyped-def]
+    def tensor(self, name: str) -> torch.Tensor:
         """Return one of the calibration's tensors. Raises UsageError without a calibration."""
-        if self.calibration is None:
-            raise UsageError(
-                f"method {self.id} was not calibrated, and its ranks, hence its bytes, follow from that: "
-                "leave it out where no model is read (match=, bench), or see kvbench.calibrate"
-            )
-        return self.calibration.tensors[name]
+        return self.measured("its ranks")[name]
 
     def widths(self, layer: int) -> tuple[int, int]:
         """Return the number of latents of a token in this layer, for keys and for values."""

@@ -122,12 +122,10 @@ class QHitter(EvictingSelector, Packer):
         return [replace(block, key_bytes=size, value_bytes=size, slot_overhead=4 * numbers)]
 
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
-        if obs.colsums is None:
-            raise ValueError("qhitter reads column sums that were not observed")
         segment = ops.only_segment(cache)
         losses = self._token_state(segment.k, segment.v, (0, 1))
         return {
-            "mass": group_mean(obs.colsums, cache.heads),
+            "mass": group_mean(obs.received(), cache.heads),
             **{name: per_head(t, cache.heads).clone() for name, t in losses.items()},
         }
 

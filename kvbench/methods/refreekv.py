@@ -91,9 +91,7 @@ class ReFreeKV(TokenSelector):
         if self.ranking == "position":
             rest = torch.arange(obs.n - 1, self.m - 1, -1, device=device)
         else:
-            if obs.colsums is None:
-                raise ValueError("refreekv reads column sums that were not observed")
-            received = obs.colsums.mean(dim=0) / torch.arange(obs.n, 0, -1, device=device)
+            received = obs.received().mean(dim=0) / torch.arange(obs.n, 0, -1, device=device)
             rest = self.m + received[self.m :].sort(descending=True, stable=True).indices
         return torch.cat([torch.arange(self.m, device=device), rest])
 

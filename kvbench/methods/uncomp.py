@@ -143,9 +143,7 @@ class UNCompGroup(EvictingSelector):
         if self.grouping == "random":
             generator = torch.Generator().manual_seed(1_000_003 * self.seed + layer)
             return torch.randperm(heads, generator=generator).float()
-        if self.calibration is None:
-            raise ValueError("uncomp-group is used without its calibration")
-        measured = self.calibration.tensors
+        measured = self.measured("the groups of its heads")
         if heads < measured["entropy"].shape[1]:
             return group_mean(measured["entropy"][layer], heads)
         return measured["counts" if count == 2 else "ranks"][layer]

@@ -11,7 +11,6 @@ import torch
 from kvbench.cache.exact_attention import causal_softmax
 from kvbench.cache.observation import Needs, Observation
 from kvbench.conf import is_whole
-from kvbench.errors import UsageError
 from kvbench.methods.base import top_indices
 from kvbench.methods.entropy import entropy_recipe, erank_drops, measure_entropy
 from kvbench.methods.knobs import Rule, at_least, knob, one_of
@@ -89,13 +88,8 @@ class UncompStage(HiddenPruner):
         if self.starts:
             return self.starts
         if self.epsilon is not None:
-            if self.calibration is None:
-                raise UsageError(
-                    f"method {self.id} was not calibrated, and with epsilon={self.epsilon} its groups, hence its "
-                    "bytes, follow from that: leave epsilon out where no model is read (match=, bench), or see "
-                    "kvbench.calibrate"
-                )
-            return (0, *erank_drops(self.calibration.tensors["erank_k"][0].tolist(), self.epsilon))
+            eranks = self.measured(f"with epsilon={self.epsilon} its groups", "epsilon")["erank_k"][0]
+            return (0, *erank_drops(eranks.tolist(), self.epsilon))
         groups = min(self.groups, n_layers)  # of equal sizes
         return tuple(-(-i * n_layers // groups) for i in range(groups))
 

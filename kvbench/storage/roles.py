@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -54,41 +54,6 @@ class Coder:
     packer: Packer
     keys: Residual
     values: Residual
-
-
-class Projection(Protocol):
-    """The half of a low-rank projection that a cache of its latents needs."""
-
-    @property
-    def ups(self) -> tuple[Tensor | None, ...]:
-        """The up-projection of each group of heads [heads of the group * D, r]; None: the identity."""
-        ...
-
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias [Hk * D] added after the up-projection."""
-        ...
-
-
-class Lift(Protocol):
-    """The way from a layer's latents to its keys and values."""
-
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def v(self) -> Projection: ...
-
-    def keys(self, latent: Tensor, positions: Tensor) -> Tensor:
-        """Return the rotated keys [U, Hk, L, D] of latents [U, L, R] at positions [U, L]."""
-        ...
-
-    def new(self) -> tuple[Tensor, Tensor]:
-        """Return the latents [B, T, R] of keys and of values of the tokens that the model has just read."""
-        ...
 
 
 @dataclass(frozen=True)
