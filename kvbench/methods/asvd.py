@@ -60,12 +60,12 @@ class Asvd(LowRankStage):
         probes: list[torch.Tensor] = []
 
         def samples() -> Iterator[torch.Tensor]:
-            for window in run.samples:
+            for window in run.windows():
                 if len(probes) < self.probes:
                     probes.append(window)
                 yield window
 
-        sizes = mean_sizes(run.model, samples(), run.tick)
+        sizes = mean_sizes(run.model, samples())
         tensors = {"shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]), "mean_abs": sizes}
         if self.ranks_by == "sensitivity":
             tensors["loss"] = self._losses(run.model, sizes, probes)

@@ -53,7 +53,7 @@ class Palu(LowRankStage):
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         shape = ProjectionShape.of(run.model)
         run.recipe.check(shape.hidden, "the hidden size")
-        sums, fisher = moments(run.model, run.samples, run.tick, self.ranks_by != "uniform")
+        sums, fisher = moments(run.model, run.windows(), self.ranks_by != "uniform")
         return {
             "shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]),
             "moments": sums,
