@@ -187,9 +187,7 @@ class PackedRows(Format):
         out = None
         if self.masker is None:
             # where kernels serve, one call replaces dozens of small operations
-            k, v = self.k, self.v
-            packed, exact, channels = (k.old(), v.old()), (k.ring, v.ring), (k.channels, v.channels)
-            out = kernels.attend_packed(query, scale, packed, exact, channels, (k.total, k.packed, v.packed))
+            out = kernels.attend_packed(query, scale, self.k, self.v)
         if out is None:
             logits_of = partial(self._logits, query, scale)
             out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker)
