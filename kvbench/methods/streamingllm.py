@@ -28,7 +28,6 @@ class StreamingLLM(EvictingSelector):
 
     id: ClassVar[str] = "streamingllm"
     shared: ClassVar[bool] = True
-    revision: ClassVar[int] = 1
 
     sinks: int = knob(4, at_least(0, "tokens"))
     mode: str = knob("static", one_of("static", "mask", "rolled"))
