@@ -90,7 +90,7 @@ class RuledElsewhere(Ruled):
 @pytest.mark.parametrize("stage", [Ruled, RuledElsewhere])
 def test_a_rule_holds_for_subclasses_with_another_default_too(stage):
     assert (stage(reach=2).reach, stage().limit) == (2, None)
-    with pytest.raises(UsageError, match=r"method\.ruled\.reach=1 is not possible: a whole number of tokens, 2 or more \("):
+    with pytest.raises(UsageError, match=r"ruled\.reach=1 is not possible: a whole number of tokens, 2 or more \("):
         stage(reach=1)
     with pytest.raises(UsageError, match=r"limit=0 is not possible: a whole number, 1 or more, or null \("):
         stage(limit=0)
