@@ -54,7 +54,7 @@ WHOLE = dict(key_channels=None, value_channels=None, starts=None, lengths=None)
 # numbers that are 1 are compiled in when a kernel is launched
 ONES = dict(longest=1, heads=1, queries=1, k_row=1, v_row=1)
 KIVI, TOKENS = (3, 32, 32, 12, 64, 1, 0), (4, 32, 64, 32, 2, 0, 1)
-FLOATS, CODES = ("parts", "sums", "lse"), ("k_codes", "v_codes")
+FLOATS, CODES = ("split_out", "split_lse", "lse"), ("k_codes", "v_codes")
 HALVES = ("query", "keys", "values", "k_ring", "v_ring")
 
 def kind(name):
