@@ -17,12 +17,8 @@ from kvbench.models.factors import Factors
 from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import ProjectionShape, head_rows, projection, swapped
 
-Tick = Callable[[], None]
 
-
-def moments(
-    model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick, fisher: bool
-) -> tuple[Tensor, Tensor | None]:
+def moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> tuple[Tensor, Tensor | None]:
     """Return the mean of x x^T over all tokens [layers, d, d] fp32 of the projections' inputs x, and Fisher values.
 
     The latter, [layers, 2, Hk], are sqrt(E[g^2]) over windows of the gradients g of a window's mean loss with respect
@@ -47,7 +43,6 @@ def moments(
             for square, grad in zip(squares, grads, strict=True):
                 square += grad.float().square()
             tokens, count = tokens + len(window), count + 1
-            tick()
     mean = (total / max(tokens, 1)).float()
     if not fisher:
         return mean, None
@@ -67,7 +62,7 @@ def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
     return 8 * entries + sum(w.numel() * (4 + w.element_size()) for w in parameters), 4 * entries
 
 
-def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick) -> Tensor:
+def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor]) -> Tensor:
     """Return the mean of |x| over all tokens [layers, d] fp32 of the projections' inputs x."""
     shape = ProjectionShape.of(model)
     total = torch.zeros(shape.layers, shape.hidden, dtype=torch.float64, device=model.device)
@@ -80,7 +75,6 @@ def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick) ->
         for window in samples:
             loss(model, window)
             tokens += len(window)
-            tick()
     return (total / max(tokens, 1)).float()
 
 

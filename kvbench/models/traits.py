@@ -32,12 +32,11 @@ class ModelTraits:
     """A model's family, the shape of its cache, and what keeps methods from running on it (None: nothing).
 
     ``unrolled`` says why cached keys cannot be rotated to other positions, ``mixed`` why keys and values are not
-    linear in what their layer reads (low-rank methods). ``learned``: a table of learned positions limits the text.
+    linear in what their layer reads (low-rank methods).
     """
 
     family: str
     shape: Shape
-    learned: bool
     unrolled: str | None
     mixed: str | None
 
@@ -62,7 +61,7 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     if family not in TESTED and model.device.type != "meta":
         result = probe.probe(model)
         unrolled, mixed = unrolled or result.unrolled, mixed or result.mixed
-    return ModelTraits(family, from_config(model.config), learned, unrolled, mixed)
+    return ModelTraits(family, from_config(model.config), unrolled, mixed)
 
 
 _KNOWN: dict[str, ModelTraits] = {}
@@ -97,7 +96,9 @@ def check_served(model: PreTrainedModel) -> None:
             [m.layer_idx for m in modules] != list(range(layers))
         ),
         "it shares keys and values between layers": getattr(config, "num_kv_shared_layers", 0),
-        "its attention does not go through transformers' attention interface": not all(map(_interfaced, modules)),
+        "its attention does not go through transformers' attention interface": not all(
+            hasattr(sys.modules.get(type(m).__module__), "ALL_ATTENTION_FUNCTIONS") for m in modules
+        ),
         "it takes no position ids": "position_ids" not in arguments,
         "it caps attention logits (softcapping)": getattr(config, "attn_logit_softcapping", None),
         "its attention has sinks that are no tokens": any(hasattr(m, "sinks") for m in modules),
@@ -110,10 +111,6 @@ def check_served(model: PreTrainedModel) -> None:
 
 def _refused(config: Any, reason: str) -> UsageError:
     return UsageError(f"the model family {getattr(config, 'model_type', None)!r} does not run in kvbench: {reason}")
-
-
-def _interfaced(attention: nn.Module) -> bool:
-    return hasattr(sys.modules.get(type(attention).__module__), "ALL_ATTENTION_FUNCTIONS")
 
 
 def learned_positions(model: PreTrainedModel) -> bool:

@@ -108,7 +108,8 @@ class EvictingRows(Format):
             raise UsageError(f"{t} tokens at once do not fit into a budget of {least}: lower chunk=")
         self.newest = positions
         # the best ``budget - t`` stay; a head that is not stored keeps none
-        self.valid &= self._ranks(positions[:, -1]) < (self.budget - t).clamp(min=0)
+        scores = self.evictor.keep_scores(self.view(positions[:, -1])).expand_as(self.valid)
+        self.valid &= ranks(scores, self.positions, self.valid) < (self.budget - t).clamp(min=0)
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t]
         new_k, new_v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
         self.store.add(free, new_k, new_v, self.valid)
@@ -120,10 +121,6 @@ class EvictingRows(Format):
             new = initial.get(name)
             self.state[name] = s.scatter(2, index, torch.zeros_like(index, dtype=s.dtype) if new is None else new)
         self.most = torch.maximum(self.most, self.held().amax(dim=1))
-
-    def _ranks(self, now: Tensor) -> Tensor:
-        """Return each slot's rank [B, H, S] by keep-score, 0 the best; equal ones rank by position, free slots last."""
-        return ranks(self.evictor.keep_scores(self.view(now)).expand_as(self.valid), self.positions, self.valid)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Attend the slots, as ``Format.attend`` does, and let the method fold the weights into its state."""

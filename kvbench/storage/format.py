@@ -9,13 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from kvbench.cache.segment import LayerCache, Segment
-from kvbench.storage.roles import Evictor, Lift, Masker, Rotary, RowCoder
+from kvbench.storage.roles import Coder, Evictor, Masker, Rotary
 from kvbench.storage.row_segments import format_of
+
+if TYPE_CHECKING:
+    from kvbench.models.lowrank import LatentLift
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +28,9 @@ class StoredRow:
     cache: LayerCache
     layer: int = 0
     masker: Masker | None = None
-    coder: RowCoder | None = None
+    coder: Coder | None = None
     evictor: Evictor | None = None
-    lift: Lift | None = None
+    lift: LatentLift | None = None  # where projections are low-rank
     rotary: Rotary | None = None  # the model's, where it has one
 
 

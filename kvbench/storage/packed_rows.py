@@ -162,8 +162,8 @@ class PackedRows(Format):
         loaded = [(s, s.codes) for row in rows for s in row.cache.segments if s.codes is not None]
         keys = [(codes.k, s.k, s.key_channels) for s, codes in loaded]
         values = [(codes.v, s.v, s.value_channels) for s, codes in loaded]
-        self.k = PackedHalf(keys, coder.keys, coder.pack_keys, room)
-        self.v = PackedHalf(values, coder.values, coder.pack_values, room)
+        self.k = PackedHalf(keys, coder.keys, coder.packer.pack_keys, room)
+        self.v = PackedHalf(values, coder.values, coder.packer.pack_values, room)
 
     @classmethod
     def takes(cls, row: StoredRow) -> bool:
@@ -187,9 +187,7 @@ class PackedRows(Format):
         out = None
         if self.masker is None:
             # where kernels serve, one call replaces dozens of small operations
-            k, v = self.k, self.v
-            packed, exact, channels = (k.old(), v.old()), (k.ring, v.ring), (k.channels, v.channels)
-            out = kernels.attend_packed(query, scale, packed, exact, channels, (k.total, k.packed, v.packed))
+            out = kernels.attend_packed(query, scale, self.k, self.v)
         if out is None:
             logits_of = partial(self._logits, query, scale)
             out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker)

@@ -16,7 +16,7 @@ from kvbench.storage import kernels
 from kvbench.storage.attend import attend
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.kernels import SWITCH, exact, softmax
-from kvbench.storage.kernels.merge import Parts
+from kvbench.storage.kernels.softmax import Parts
 from kvbench.storage.packed_rows import PackedRows
 from kvbench.storage.row_segments import Ragged, RowSegment, flat, stack
 
@@ -214,7 +214,7 @@ class Coder:
     keys, values = Residual(0, 16, 8), Residual(5, 1, 1)
 
     def __init__(self, name, bits):
-        self.bits, (self.k, self.v) = bits, FORMATS[name]
+        self.bits, (self.k, self.v), self.packer = bits, FORMATS[name], self
 
     def pack_keys(self, x):
         return self.k(x, self.bits)

@@ -46,14 +46,14 @@ COMPILE = """
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from kvbench.storage.kernels import exact, merge, packed
+from kvbench.storage.kernels import exact, packed, softmax
 
 BLOCKS = dict(T=1, R=4, D=128, BLOCK_R=16, BLOCK_D=128, BLOCK_N=64, PRODUCT=tl.bfloat16)
 WHOLE = dict(key_channels=None, value_channels=None, starts=None, lengths=None)
 # numbers that are 1 are compiled in when a kernel is launched
 ONES = dict(longest=1, heads=1, queries=1, k_row=1, v_row=1)
 KIVI, TOKENS = (3, 32, 32, 12, 64, 1, 0), (4, 32, 64, 32, 2, 0, 1)
-FLOATS, CODES = ("parts", "sums", "lse"), ("k_codes", "v_codes")
+FLOATS, CODES = ("split_out", "split_lse", "lse"), ("k_codes", "v_codes")
 HALVES = ("query", "keys", "values", "k_ring", "v_ring")
 
 def kind(name):
@@ -67,7 +67,7 @@ def kind(name):
 
 def build(channels, kernel, **constants):
     names = kernel.arg_names
-    if kernel is not merge._merge:
+    if kernel is not softmax._merge:
         constants |= dict.fromkeys(("C", "CV", "BLOCK_C", "BLOCK_CV"), channels)
     types = {n: "constexpr" if n in constants else kind(n) for n in names}
     source = ASTSource(kernel, types, {(names.index(n),): x for n, x in constants.items()})
@@ -80,7 +80,7 @@ CALLS = (
     (64, "exact._attend, **BLOCKS, CAUSAL=False"),
     (64, "packed._attend, **BLOCKS, K_FORM=KIVI, V_FORM=TOKENS"),
     (64, "packed._attend, **BLOCKS, K_FORM=TOKENS, V_FORM=TOKENS, rows=1, heads=1, queries=1"),
-    (128, "merge._merge, D=128, BLOCK_S=16, BLOCK_D=128"),
+    (128, "softmax._merge, D=128, BLOCK_S=16, BLOCK_D=128"),
 )
 
 

@@ -13,7 +13,7 @@ from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import weights_of
 from kvbench.errors import UsageError
-from kvbench.methods.chai import LISTS, Chai, divide_clusters, lead_heads
+from kvbench.methods.chai import LISTS, Chai, divide_clusters, merge_clusters
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Calibration, CalibrationRun, digest
 from kvbench.methods.resolve import chain_of
@@ -46,9 +46,9 @@ def test_two_identical_heads_merge_first():
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(6, 5, 8, generator=g) for _ in "qk")
     q[4], k[4] = q[1], k[1]
-    assert lead_heads(q, k, 0.3, 5).tolist() == [0, 1, 2, 3, 1, 5]
-    assert lead_heads(q, k, 0.3, 6).tolist() == list(range(6))
-    assert lead_heads(q, k, 0.3, 1).tolist() == [0] * 6
+    assert merge_clusters(q, k, 0.3, 5)[0].tolist() == [0, 1, 2, 3, 1, 5]
+    assert merge_clusters(q, k, 0.3, 6)[0].tolist() == list(range(6))
+    assert merge_clusters(q, k, 0.3, 1)[0].tolist() == [0] * 6
 
 
 def test_the_maps_are_not_causal():
@@ -56,7 +56,7 @@ def test_the_maps_are_not_causal():
     q, k = torch.zeros(3, 5, 4), torch.zeros(3, 5, 4)
     k[:, 4, 0] = 1.0
     q[1, 0, 0], q[2, 4, 0] = 40.0, 2.0
-    assert lead_heads(q, k, 1.0, 2).tolist() == [0, 1, 0]
+    assert merge_clusters(q, k, 1.0, 2)[0].tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -67,7 +67,7 @@ def test_clusters_are_those_of_average_linkage(seed, kv_heads, count):
     q, k = torch.randn(8, 5, 6, generator=g), torch.randn(kv_heads, 5, 6, generator=g)
     clusters = slow.clustered(q.double(), k.double(), 0.4, count)
     lead = {h: c[0] for c in clusters for h in c}
-    assert lead_heads(q, k, 0.4, count).tolist() == [lead[h] for h in range(8)]
+    assert merge_clusters(q, k, 0.4, count)[0].tolist() == [lead[h] for h in range(8)]
 
 
 def slow_merges(maps):

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.storage.kernels.merge import Parts
-from kvbench.storage.kernels.softmax import Splits, begun, finished, places, power, product_type, softmax_step
+from kvbench.storage.kernels.softmax import Parts, Splits, begun, finished, places, power, product_type, softmax_step
 from kvbench.storage.row_segments import Ragged, RowSegment
 
 
