@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +10,7 @@ from kvbench.imports.scoring import Score, Scored, printed
 from kvbench.imports.verdict import mark
 from kvbench.metrics import metric
 from kvbench.papers.spec import catalogue
+from kvbench.tables import writers
 from kvbench.tables.table import Table
 from kvbench.tasks.longbench import BUCKETS, TASKS, names
 
@@ -54,19 +53,15 @@ def average(records: Sequence[Mapping[str, Any]]) -> float | None:
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
     """Return one line per dataset, range of length and published value, told apart by ``kind``; numbers as they are."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, CSV_FIELDS, restval="", extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+    lines: list[dict[str, Any]] = []
     for r in records:
-        writer.writerow({"kind": "score", **r, **_ends(r["ci"])})
+        lines.append({"kind": "score", **r, **_ends(r["ci"])})
         for name, b in r.get("buckets", {}).items():
-            writer.writerow({**r, "kind": "bucket", "bucket": name, **b, **_ends(b["ci"])})
+            lines.append({**r, "kind": "bucket", "bucket": name, **b, **_ends(b["ci"])})
         for j in r["published"]:
-            because = "; ".join(j["because"])
-            writer.writerow(
-                {**r, **j, "kind": "published", "score": j["value"], "n": "", "unscored": "", "because": because}
-            )
-    return out.getvalue()
+            printed_value = {"score": j["value"], "n": "", "unscored": "", "because": "; ".join(j["because"])}
+            lines.append({**r, **j, "kind": "published", **printed_value})
+    return writers.csv(CSV_FIELDS, lines)
 
 
 def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Means, times: bool = False) -> list[Table]:
@@ -154,13 +149,9 @@ def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the dataset of each record, with its file where two records have the same dataset."""
     plain = [f"{r['dataset']}{' (E)' if r['split'] == 'e' else ''}" for r in records]
     return [
-        name if plain.count(name) == 1 else f"{name}\n{_tail(r['file'])}"
+        name if plain.count(name) == 1 else f"{name}\n{'/'.join(r['file'].rsplit('/', 2)[-2:])}"
         for name, r in zip(plain, records, strict=True)
     ]
-
-
-def _tail(file: str) -> str:
-    return "/".join(file.rsplit("/", 2)[-2:])
 
 
 def _number(value: float | None) -> str:

@@ -1,11 +1,11 @@
 """Intervals of mean scores and of shares of the full cache, by the percentile bootstrap; p-values of mean differences.
 
-Deterministic by seed, vectorised.
+Every interval is of LEVEL, 95 %, and always the same for the same values.
 
 Where all values are equal every resample is too, and the bootstrap would claim certainty after a handful of examples.
-Then the interval says what n equal draws can exclude: with confidence ``level`` at least ``q = (alpha/2)**(1/n)`` of
-all examples give that value, and the others may lie anywhere within ``bounds``. For scores that are all 0 or all 1 this
-is the exact (Clopper-Pearson) binomial interval.
+Then the interval says what n equal draws can exclude: with 95 % confidence at least ``q = (alpha/2)**(1/n)`` of all
+examples give that value, and the others may lie anywhere within ``bounds``. For scores that are all 0 or all 1 this is
+the exact (Clopper-Pearson) binomial interval.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ Bounds = tuple[float, float]
 Pairs = NDArray[np.float64]
 """[n, 2]: a method's score and the full cache's of each example."""
 
+LEVEL = 0.95
 DRAWS = 10_000
 FEWEST = 8
 """The fewest examples for a bootstrap: below, no interval is shown."""
@@ -42,27 +43,18 @@ class Difference(NamedTuple):
     high: float | None
 
 
-def bootstrap_ci(
-    scores: Scores,
-    seed: int = 0,
-    resamples: int = DRAWS,
-    level: float = 0.95,
-    bounds: Bounds | None = (0.0, 1.0),
-) -> tuple[float, float] | None:
+def bootstrap_ci(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> tuple[float, float] | None:
     """Return the interval (low, high) of the mean score; None where n < 2: one example has no spread.
 
     ``bounds`` is the range of a score, used only where all scores are equal (``None``: unbounded, so no interval
     there). Raises ValueError for scores that are not finite: leave unscorable examples out before.
     """
     values = _finite(scores)
-    if not 0 < level < 1 or resamples < 1:
-        raise ValueError(f"bootstrap: level {level} must be between 0 and 1 and resamples {resamples} at least 1")
-    n = len(values)
-    if n < 2:
+    if len(values) < 2:
         return None
     if values.min() == values.max():
-        return _constant(float(values[0]), n, level, bounds)
-    low, high = np.quantile(_resampled(values, seed, resamples), [(1 - level) / 2, (1 + level) / 2])
+        return _constant(float(values[0]), len(values), bounds)
+    low, high = np.quantile(_resampled(values, seed=0), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
@@ -135,13 +127,13 @@ def stratified_ci(
     """
     if min(map(len, strata)) < FEWEST:
         return None
-    means = [_resampled(values, seed, DRAWS) for seed, values in enumerate(strata)]
+    means = [_resampled(values, seed) for seed, values in enumerate(strata)]
     low, high = (float(x) for x in np.quantile(statistic(means), [0.025, 0.975]))
     if high - low > 1e-9:
         return low, high
     if most is None:
         return None
-    return _constant(min(most, max(0.0, low)), sum(map(len, strata)), 0.95, (0.0, most))
+    return _constant(min(most, max(0.0, low)), sum(map(len, strata)), (0.0, most))
 
 
 def at_floor(full: Scores, chance: float = 0.0) -> bool:
@@ -172,7 +164,7 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
     return 1.0 if wealth <= 1 else 1 / wealth
 
 
-def betting_ci(differences: Scores, level: float = 0.95) -> tuple[float, float]:
+def betting_ci(differences: Scores) -> tuple[float, float]:
     """Return the interval of the mean of independent ``differences`` in [-1, 1] that ``p_above`` does not reject."""
     values = _finite(differences)
 
@@ -180,7 +172,7 @@ def betting_ci(differences: Scores, level: float = 0.95) -> tuple[float, float]:
         low, high = -1.0, float(xs.mean())
         for _ in range(30):
             middle = (low + high) / 2
-            rejected = -1 < middle < 1 and p_above(xs, middle) < (1 - level) / 2
+            rejected = -1 < middle < 1 and p_above(xs, middle) < (1 - LEVEL) / 2
             low, high = (middle, high) if rejected else (low, middle)
         return low
 
@@ -204,20 +196,20 @@ def by_example(ways: Mapping[str, Sequence[Sequence[float]]], width: int) -> NDA
     return np.array(means, dtype=np.float64).reshape(-1, width)
 
 
-def _resampled(values: NDArray[np.float64], seed: int, resamples: int) -> NDArray[np.float64]:
-    """Return means [resamples, ...] of n examples each, drawn from ``values`` [n, ...] with replacement."""
+def _resampled(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
+    """Return means [DRAWS, ...] of n examples each, drawn from ``values`` [n, ...] with replacement."""
     rng, rows = np.random.default_rng(seed), max(1, _BLOCK // values.size)
-    sizes = (min(rows, resamples - at) for at in range(0, resamples, rows))
+    sizes = (min(rows, DRAWS - at) for at in range(0, DRAWS, rows))
     return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in sizes])
 
 
-def _constant(value: float, n: int, level: float, bounds: Bounds | None) -> tuple[float, float] | None:
+def _constant(value: float, n: int, bounds: Bounds | None) -> tuple[float, float] | None:
     if bounds is None:
         return None
     if not bounds[0] <= value <= bounds[1]:
         raise ValueError(f"bootstrap: score {value} is outside its bounds {bounds}")
     # q = (alpha / 2)^(1 / n) of all examples have the value, the others lie at a bound
-    q = ((1 - level) / 2) ** (1 / n)
+    q = ((1 - LEVEL) / 2) ** (1 / n)
     low, high = (q * value + (1 - q) * bound for bound in bounds)
     return low, high
 

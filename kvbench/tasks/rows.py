@@ -118,13 +118,23 @@ def read_list(file: Path) -> Iterator[FileRow]:
 
 def read_csv(file: Path) -> Iterator[FileRow]:
     """Yield the rows of CSV with a header line; rows are counted without it."""
-    reader = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
+    return parse_csv(file, _text(file))
+
+
+def parse_csv(file: Path, text: str, by_line: bool = False) -> Iterator[FileRow]:
+    """Yield the rows of CSV with a header line; each has the place ``row 1``, or ``by_line`` that of its first line."""
+    # the default limit of a cell, 128 KiB, is less than a long reference
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next(reader, [])
+        line = reader.line_num + 1
         for number, cells in enumerate(reader, start=1):
+            place = f"line {line}" if by_line else f"row {number}"
             if len(cells) != len(header):
-                raise UsageError(f"{file}, row {number}: {len(cells)} cells, but the header names {len(header)}")
-            yield FileRow(file, f"row {number}", dict(zip(header, cells, strict=True)))
+                raise UsageError(f"{file}, {place}: {len(cells)} cells, but the header names {len(header)}")
+            yield FileRow(file, place, dict(zip(header, cells, strict=True)))
+            line = reader.line_num + 1
     except csv.Error as error:
         raise UsageError(f"{file}, line {reader.line_num}: not CSV: {error}") from None
 

@@ -19,7 +19,7 @@ def slow_bootstrap(values: list[float], seed: int, resamples: int = 4000) -> tup
 def test_interval_equals_a_slow_loop(seed):
     rng = random.Random(seed)
     values = [rng.random() ** 2 for _ in range(40)]
-    low, high = bootstrap_ci(values, seed)
+    low, high = bootstrap_ci(values)
     slow_low, slow_high = slow_bootstrap(values, seed + 100)
     width = slow_high - slow_low
     assert abs(low - slow_low) < 0.05 * width
@@ -30,18 +30,16 @@ def test_interval_equals_a_slow_loop(seed):
 def test_interval_of_two_values_by_hand():
     # Means of two draws from {0, 1} are 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4.
     assert bootstrap_ci([0.0, 1.0]) == (0.0, 1.0)
-    assert bootstrap_ci([0.0, 1.0], level=0.4) == (0.5, 0.5)
 
 
-def test_deterministic_by_seed():
+def test_the_same_values_have_the_same_interval():
     values = np.random.default_rng(0).random(50)
-    assert bootstrap_ci(values, 1) == bootstrap_ci(list(values), 1)
-    assert bootstrap_ci(values, 1) != bootstrap_ci(values, 2)
+    assert bootstrap_ci(values) == bootstrap_ci(list(values))
 
 
 def test_blocks_do_not_show():
     values = np.random.default_rng(0).random(3000)
-    low, high = bootstrap_ci(values, resamples=2000)  # two blocks
+    low, high = bootstrap_ci(values)  # several blocks
     half = 1.96 * values.std() / np.sqrt(len(values))
     assert low == pytest.approx(values.mean() - half, abs=0.1 * half)
     assert high == pytest.approx(values.mean() + half, abs=0.1 * half)
@@ -89,8 +87,6 @@ def test_bad_input():
         paired_difference([], [])
     with pytest.raises(ValueError, match="finite"):
         bootstrap_ci([1.0, float("nan")])
-    with pytest.raises(ValueError, match="level"):
-        bootstrap_ci([1.0, 0.0], level=95)
 
 
 def test_sixteen_tasks_take_seconds():
