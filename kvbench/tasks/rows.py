@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvbench.errors import UsageError
 
@@ -64,7 +64,7 @@ class FileRow:
             return default
         if not is_count(value):
             raise self.wrong(f"{key!r} must be a whole number from 1, got {kind(value)}")
-        return int(value)
+        return value
 
     def name(self, key: str, default: str) -> str:
         """Return text or a whole number, as text; ``default`` where there is none."""
@@ -148,7 +148,7 @@ def parse(file: Path, place: str, text: str) -> Any:
         raise UsageError(f"{file}{', ' if place else ''}{place}: not JSON: {reason}") from None
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Tell if a value is a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
