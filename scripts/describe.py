@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -11,6 +11,7 @@ from kvbench.conf import conf_dir
 from kvbench.example import Example
 from kvbench.metrics import METRICS
 from kvbench.run import presets
+from kvbench.tables import writers
 from kvbench.tasks import longbench
 from kvbench.tasks.base import Task, load_tasks
 from kvbench.tasks.rowset import RowFormat
@@ -54,7 +55,7 @@ def _datasets() -> Iterator[str]:
         if name == "tiny":  # made by kvbench itself
             tasks = load_tasks(name, entry, (), None)
             head = ("task", "examples", "metric", "of the answer")
-            yield _table(head, [(t.id, str(len(t.examples)), t.metric, _answering(t)) for t in tasks])
+            yield writers.table(head, [(t.id, str(len(t.examples)), t.metric, _answering(t)) for t in tasks])
         if "_rows_" in entry:
             yield from _format(RowFormat(**entry["_rows_"]))
 
@@ -98,13 +99,15 @@ def _longbench() -> Iterator[str]:
         )
         for name, spec in longbench.TASKS.items()
     ]
-    yield _table(("task", "examples", "metric", "category", "of the answer", "chat template", "in LongBench-E"), rows)
+    yield writers.table(
+        ("task", "examples", "metric", "category", "of the answer", "chat template", "in LongBench-E"), rows
+    )
 
 
 def _prompts() -> Iterator[str]:
     yield "## Prompt policies (`prompt=`)\n"
     head = ("policy", "template", "truncation", "limit", "least new tokens", "what it is")
-    yield _table(
+    yield writers.table(
         head,
         [
             (*(_plain(e[k]) for k in ("name", "template", "truncation", "limits", "min_new_tokens")), about)
@@ -119,13 +122,13 @@ def _presets() -> Iterator[str]:
         "In place of the plain defaults; knobs that are typed win. Budgets that a preset does not name are the user's. "
         "Every value with where it comes from stands in [reference.md](reference.md), `python -m kvbench reference`.\n"
     )
-    yield _table(("preset", "what it is"), [(name, presets.about(name)) for name in presets.available()])
+    yield writers.table(("preset", "what it is"), [(name, presets.about(name)) for name in presets.available()])
 
 
 def _metrics() -> Iterator[str]:
     yield "## Metrics\n"
     rows = [(m.name, m.description, m.source, str(m.revision)) for m in METRICS.values()]
-    yield _table(("metric", "what it is", "source", "revision"), rows)
+    yield writers.table(("metric", "what it is", "source", "revision"), rows)
     yield (
         "Intervals are 95 % percentile bootstraps over examples (10,000 resamples, seed 0); differences resample "
         "pairs. Where all scores are equal the interval says what that many draws can exclude; below 8 examples "
@@ -137,13 +140,7 @@ def _models() -> Iterator[str]:
     yield "## Models (`model=`)\n"
     head = ("model", "checkpoint", "revision", "context", "prompt limits", "stops")
     keys = ("path", "revision", "context", "prompt_limits", "stop")
-    yield _table(head, [(name, *(_plain(e[k]) for k in keys)) for name, _, e in _entries("model")])
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(['---'] * len(head))}|"]
-    lines += [f"| {' | '.join(c.replace('|', chr(92) + '|') for c in row)} |" for row in rows]
-    return "\n".join(lines) + "\n"
+    yield writers.table(head, [(name, *(_plain(e[k]) for k in keys)) for name, _, e in _entries("model")])
 
 
 def _plain(value: Any) -> str:
