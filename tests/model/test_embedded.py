@@ -95,7 +95,7 @@ def test_training_sequences_have_their_length_and_roles():
 
 def test_noise_is_part_of_the_filler_only():
     rng = random.Random("train/test")
-    spans = [span for _ in range(300) for span in tiny_corpus.questions(rng, 256, ["needle"])]
+    spans = [span for _ in range(300) for span in corpus.sequence(rng, 256, {"needle": 1.0}, 0)]
     roles = [role for span in spans for role in span.roles]
     assert 0.05 < roles.count(Role.NOISE) / len(roles) < 0.3
 
