@@ -1,13 +1,9 @@
-"""Scores of imported answers: LongBench's metrics over many files, on all cores."""
+"""Scores of imported answers: LongBench's metrics and their intervals."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from kvbench.errors import UsageError
@@ -18,9 +14,6 @@ from kvbench.metrics.stats import FEWEST
 from kvbench.tasks import longbench
 
 Score = float | None
-PARALLEL_FROM = 300_000
-"""Characters from which starting processes takes less time than it saves."""
-SLOW_METRICS = ("rouge_l", "rouge_zh", "qa_f1_zh")
 
 
 @dataclass(frozen=True)
@@ -70,16 +63,13 @@ def check(predictions: Predictions, name: str) -> None:
             raise UsageError(f"{predictions.path}, {answer.place}: there is no 'length', which LongBench-E needs")
 
 
-def score_all(files: Sequence[tuple[Predictions, str]], workers: int | None = None) -> list[Scored]:
-    """Score every file under its metric, in order, in ``workers`` processes (None: all cores, or one if short)."""
-    if workers is None:
-        workers = _cores() if sum(_size(p, name) for p, name in files) >= PARALLEL_FROM else 1
-    if workers == 1:
-        return [_score_file(*file) for file in files]
-    # forked processes share what is imported already; elsewhere than on Linux forking is not safe
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return list(pool.map(_score_file, *zip(*files, strict=True)))
+def score_file(predictions: Predictions, name: str) -> Scored:
+    """Score a file's answers under its metric; all of LongBench, 4,750 answers, takes one core five seconds."""
+    start = time.perf_counter()
+    scores = tuple(_score(predictions.dataset, name, answer) for answer in predictions.answers)
+    seconds = time.perf_counter() - start
+    buckets = tuple(Bucket(of, values, _interval(values)) for of, values in _by_length(predictions, scores).items())
+    return Scored(predictions, name, scores, _interval(scores), buckets, seconds)
 
 
 def printed(name: str, scores: Sequence[Score]) -> Score:
@@ -89,14 +79,6 @@ def printed(name: str, scores: Sequence[Score]) -> Score:
     """
     known = [s for s in scores if s is not None]
     return metric(name).scale * sum(known) / len(known) if known else None
-
-
-def _score_file(predictions: Predictions, name: str) -> Scored:
-    start = time.perf_counter()
-    scores = tuple(_score(predictions.dataset, name, answer) for answer in predictions.answers)
-    seconds = time.perf_counter() - start
-    buckets = tuple(Bucket(of, values, _interval(values)) for of, values in _by_length(predictions, scores).items())
-    return Scored(predictions, name, scores, _interval(scores), buckets, seconds)
 
 
 def _score(dataset: str, name: str, answer: ImportedAnswer) -> Score:
@@ -119,13 +101,3 @@ def _by_length(predictions: Predictions, scores: Sequence[Score]) -> dict[str, t
         name: tuple(value for value, of in zip(scores, ranges, strict=True) if of == name)
         for name, _ in longbench.BUCKETS
     }
-
-
-def _size(predictions: Predictions, name: str) -> int:
-    """Return the characters to compare, those of slow metrics four times."""
-    characters = sum(len(a.prediction) + sum(map(len, a.references)) for a in predictions.answers)
-    return characters * (4 if name in SLOW_METRICS else 1)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
