@@ -72,7 +72,9 @@ def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Mean
     body = []
     for label, r in zip(labels, records, strict=True):
         buckets = [_number(r.get("buckets", {}).get(name, {}).get("score")) for name in ranges]
-        body.append((label, *_score_cells(r), *buckets, *([f"{r['seconds']:.2f}"] if times else [])))
+        interval = f"[{r['ci'][0]:.2f}, {r['ci'][1]:.2f}]" if r["ci"] else "—"
+        scores = (r["metric"], _number(r["score"]), interval, str(r["n"]), str(r["unscored"]))
+        body.append((label, *scores, *buckets, *([f"{r['seconds']:.2f}"] if times else [])))
     mean = average(records)
     if mean is not None:
         body.append(("mean of the 16", "", f"{mean:.2f}", *[""] * (len(headers) - 3)))
@@ -137,12 +139,6 @@ def _numbers(name: str, scores: Sequence[Score], interval: tuple[float, float] |
 
 def _ends(ci: Sequence[float] | None) -> dict[str, float]:
     return {"ci_low": ci[0], "ci_high": ci[1]} if ci else {}
-
-
-def _score_cells(record: Mapping[str, Any]) -> tuple[str, ...]:
-    ci = record["ci"]
-    interval = f"[{ci[0]:.2f}, {ci[1]:.2f}]" if ci else "—"
-    return record["metric"], _number(record["score"]), interval, str(record["n"]), str(record["unscored"])
 
 
 def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
