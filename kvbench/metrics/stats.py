@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 Scores = Sequence[float] | NDArray[np.float64]
 Bounds = tuple[float, float]
+Interval = tuple[float, float]
 Pairs = NDArray[np.float64]
 """[n, 2]: a method's score and the full cache's of each example."""
 
@@ -35,15 +36,7 @@ _BLOCK = 2**22
 """Indices drawn at a time: bounds the memory of a bootstrap to some 50 MB whatever n is."""
 
 
-class Difference(NamedTuple):
-    """The mean of differences and its interval; ``low`` and ``high`` are None where n < 2."""
-
-    mean: float
-    low: float | None
-    high: float | None
-
-
-def bootstrap_ci(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> tuple[float, float] | None:
+def bootstrap_ci(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interval | None:
     """Return the interval (low, high) of the mean score; None where n < 2: one example has no spread.
 
     ``bounds`` is the range of a score, used only where all scores are equal (``None``: unbounded, so no interval
@@ -58,8 +51,8 @@ def bootstrap_ci(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> tuple[fl
     return float(low), float(high)
 
 
-def paired_difference(scores: Scores, baseline: Scores) -> Difference:
-    """Return the mean of ``scores - baseline`` over the same examples in the same order, with its interval.
+def paired_difference(scores: Scores, baseline: Scores) -> tuple[float, Interval | None]:
+    """Return the mean of ``scores - baseline`` over the same examples in the same order, and its interval if n > 1.
 
     Scores lie between 0 and 1. Raises ValueError where the lengths differ or there is no example.
     """
@@ -67,21 +60,14 @@ def paired_difference(scores: Scores, baseline: Scores) -> Difference:
     if len(a) != len(b) or not len(a):
         raise ValueError(f"a paired difference needs the same examples twice, got {len(a)} and {len(b)}")
     differences = a - b
-    low, high = bootstrap_ci(differences, bounds=(-1.0, 1.0)) or (None, None)
-    return Difference(float(differences.mean()), low, high)
+    return float(differences.mean()), bootstrap_ci(differences, bounds=(-1.0, 1.0))
 
 
 class Share(NamedTuple):
     """A score in per cent of the full cache's, with its interval; None where there is none."""
 
     point: float | None = None
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def ci(self) -> tuple[float, float] | None:
-        """The interval."""
-        return None if self.low is None or self.high is None else (self.low, self.high)
+    ci: Interval | None = None
 
 
 def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = False) -> Share:
@@ -98,7 +84,7 @@ def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = Fa
         (pairs,) = tasks
         # exp(full loss) / exp(loss)
         interval = stratified_ci([pairs], lambda means: 100 * np.exp(means[0][:, 1] - means[0][:, 0]), None)
-        return Share(100 * float(np.exp(pairs[:, 1].mean() - pairs[:, 0].mean())), *(interval or (None, None)))
+        return Share(100 * float(np.exp(pairs[:, 1].mean() - pairs[:, 0].mean())), interval)
     full_means = [float(t[:, 1].mean()) for t in tasks]
     if not (all(full_means) if of_ratios else any(full_means)):
         return Share()
@@ -112,14 +98,14 @@ def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = Fa
     # the share of a method that scores 1 everywhere
     most = 100 * float(np.mean([1 / f for f in full_means])) if of_ratios else 100 / float(np.mean(full_means))
     point = float(percent([t.mean(0, keepdims=True) for t in tasks])[0])
-    return Share(point, *(stratified_ci(tasks, percent, most) or (None, None)))
+    return Share(point, stratified_ci(tasks, percent, most))
 
 
 def stratified_ci(
     strata: Sequence[NDArray[np.float64]],
     statistic: Callable[[Sequence[NDArray[np.float64]]], NDArray[np.float64]],
     most: float | None,
-) -> tuple[float, float] | None:
+) -> Interval | None:
     """Return the 95 % interval of a statistic of means [DRAWS, ...], resampled within each stratum.
 
     None where a stratum has fewer than FEWEST examples. Where every resample gives the same value, the interval is what
@@ -164,7 +150,7 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
     return 1.0 if wealth <= 1 else 1 / wealth
 
 
-def betting_ci(differences: Scores) -> tuple[float, float]:
+def betting_ci(differences: Scores) -> Interval:
     """Return the interval of the mean of independent ``differences`` in [-1, 1] that ``p_above`` does not reject."""
     values = _finite(differences)
 
@@ -203,7 +189,7 @@ def _resampled(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
     return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in sizes])
 
 
-def _constant(value: float, n: int, bounds: Bounds | None) -> tuple[float, float] | None:
+def _constant(value: float, n: int, bounds: Bounds | None) -> Interval | None:
     if bounds is None:
         return None
     if not bounds[0] <= value <= bounds[1]:
