@@ -107,15 +107,6 @@ def train(
     return model.eval(), progress
 
 
-def load_checkpoint(checkpoint: Path) -> tuple[LlamaForCausalLM, Recipe, Progress]:
-    """The model of a checkpoint, finished or not, with its recipe and progress."""
-    state = torch.load(checkpoint)
-    recipe = Recipe(**state["recipe"] | {"shape": initial.Shape(**state["recipe"]["shape"])})
-    model = LlamaForCausalLM(initial.configuration(recipe.shape))
-    model.load_state_dict(state["model"])
-    return model.eval(), recipe, Progress(**state["progress"])
-
-
 def save_checkpoint(
     checkpoint: Path,
     recipe: Recipe,
