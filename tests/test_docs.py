@@ -121,13 +121,15 @@ def test_the_wheel_carries_conf_and_weights(tmp_path):
         "kvbench/conf/method/snapkv.yaml",
         "kvbench/models/embedded/tiny/model.safetensors",
         "kvbench/models/embedded/tiny/tokenizer.json",
+        "kvbench/tables/figures.mplstyle",
+        "kvbench/tasks/tiny_words.yaml",
     } <= names
 
 
 def test_the_page_of_what_is_measured_is_what_the_code_does(monkeypatch):
     """It is made without the data folder, so that a dataset can be added by whoever has none."""
     sys.path.append(str(ROOT / "scripts"))
-    from describe import page
+    from measured import page
 
     monkeypatch.delenv("KVBENCH_DATA", raising=False)
     committed = (ROOT / "docs" / "what-is-measured.md").read_text(encoding="utf-8")

@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--store needs model=NAME method=NAME: what made these answers")
     files, errors = _read(imports.find(Path(args.path)), options)
     read_at = time.perf_counter()
-    scored = scoring.score_all(files)
+    scored = [scoring.score_file(predictions, name) for predictions, name in files]
     scored_at = time.perf_counter()
     verdicts = verdict.beside(source, scored, options["code_sim"])
     records, means = table.tasks(scored, verdicts), verdict.means(source, scored)

@@ -70,16 +70,16 @@ def texts(row: FileRow, key: str) -> tuple[str, ...]:
     return tuple(map(str, value))
 
 
-def classes(row: FileRow, key: str = "all_classes") -> tuple[str, ...] | None:
+def classes(row: FileRow) -> tuple[str, ...] | None:
     """Return the label list, empty where there is none, None where the key is absent."""
-    if key not in row.values:
+    if "all_classes" not in row.values:
         return None
-    return () if row.values[key] in (None, "", "None") else texts(row, key)
+    return () if row.values["all_classes"] in (None, "", "None") else texts(row, "all_classes")
 
 
-def length(row: FileRow, key: str = "length") -> int | None:
+def length(row: FileRow) -> int | None:
     """Return the stored length, None where there is none."""
-    value = row.values.get(key)
+    value = row.values.get("length")
     if value in (None, ""):
         return None
     try:
@@ -87,7 +87,7 @@ def length(row: FileRow, key: str = "length") -> int | None:
     except (ValueError, OverflowError):
         number = -1
     if number < 0:
-        raise row.wrong(f"{key!r} must be a whole number, got {kind(value)}")
+        raise row.wrong(f"'length' must be a whole number, got {kind(value)}")
     return number
 
 

@@ -138,7 +138,9 @@ class _Reader:
     def _atom(self, depth: int) -> float:
         if number := self._peek(_NUMBER):
             self.at += 1
-            return self._suffixed(_read(number))
+            if len(number) > _LONGEST:
+                raise _Unreadable
+            return self._suffixed(float(number))
         if name := self._peek(_NAME):
             self.at += 1
             if name in _CONSTANTS:
@@ -169,9 +171,3 @@ class _Reader:
         if depth > _DEEPEST:
             raise _Unreadable
         return depth + 1
-
-
-def _read(number: str) -> float:
-    if len(number) > _LONGEST:
-        raise _Unreadable
-    return float(number)

@@ -153,10 +153,9 @@ def _delta(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultSt
     printed = metric(group.task.metric)
     if printed.shown is not None:
         return shown_delta(scores, printed.show)
-    difference = stats.paired_difference([a for a, _ in scores], [b for _, b in scores])
-    low, high = (difference.low, difference.high) if len(scores) >= FEWEST else (None, None)
-    interval = None if low is None or high is None else (printed.scale * low, printed.scale * high)
-    return Delta(printed.scale * difference.mean, interval)
+    mean, ci = stats.paired_difference([a for a, _ in scores], [b for _, b in scores])
+    interval = (printed.scale * ci[0], printed.scale * ci[1]) if ci and len(scores) >= FEWEST else None
+    return Delta(printed.scale * mean, interval)
 
 
 def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], float]) -> Delta:

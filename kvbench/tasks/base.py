@@ -13,6 +13,7 @@ from typing import Any, Protocol, get_type_hints
 
 from kvbench.errors import UsageError, unknown
 from kvbench.example import Example
+from kvbench.metrics.text import first_line
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files, data_root
 from kvbench.tasks.spread import spread
@@ -81,7 +82,7 @@ class Task:
     def answer(self, text: str) -> str:
         """Return the part of a generated text that is scored."""
         if self.first_line:
-            text = text.lstrip("\n").partition("\n")[0]
+            text = first_line(text)
         if self.cut_at:
             text = text.partition(self.cut_at)[0]
         return self.lead + (text.strip() if self.strip else text)

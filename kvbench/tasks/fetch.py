@@ -35,9 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
-from kvbench.conf import conf_dir
+from kvbench.conf import conf_dir, read_yaml
 from kvbench.errors import KvbenchError, UsageError, unknown
 from kvbench.files import sha256, write_json
 from kvbench.tasks.hub import HuggingFace
@@ -78,12 +76,9 @@ class FileSource:
 
 def sources() -> dict[str, FileSource | None]:
     """Return the source of every dataset of conf/dataset by id; None where it names none."""
-    by_dataset: dict[str, FileSource | None] = {}
-    for path in sorted((conf_dir() / "dataset").glob("*.yaml")):
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        entry = (content.get(path.stem) or {}).get("hub")
-        by_dataset[path.stem] = None if entry is None else _source(path.stem, entry)
-    return by_dataset
+    paths = sorted((conf_dir() / "dataset").glob("*.yaml"))
+    hubs = {path.stem: (read_yaml(path).get(path.stem) or {}).get("hub") for path in paths}
+    return {name: None if hub is None else _source(name, hub) for name, hub in hubs.items()}
 
 
 def source_of(dataset: str) -> FileSource:
@@ -176,13 +171,8 @@ def _source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
     where = f"conf/dataset/{dataset}.yaml, hub"
     files: list[Wanted] = []
     for item in entry.get("files") or []:
-        odd_keys = [k for k in item if k not in FILE_KEYS]
-        if (
-            odd_keys
-            or "to" not in item
-            or ("from" in item) == ("url" in item)
-            or ("from" in item and not entry.get("repo"))
-        ):
+        one_source = ("from" in item) != ("url" in item) and ("url" in item or entry.get("repo"))
+        if not one_source or "to" not in item or not set(item) <= {*FILE_KEYS}:
             raise UsageError(f"{where}: {dict(item)} must have to, and either from (with a repo) or url; {FILE_KEYS}")
         for each in item.get("each", [None]):
             fields = {k: v if each is None else str(v).replace("{}", str(each)) for k, v in item.items() if k != "each"}
@@ -217,12 +207,7 @@ def _origin(
 
 
 def _place(
-    wanted: Wanted,
-    path: Path,
-    root: Path,
-    folder: Path,
-    lock: dict[str, dict[str, Any]],
-    origin: Mapping[str, Any],
+    wanted: Wanted, path: Path, root: Path, folder: Path, lock: dict[str, dict[str, Any]], origin: Mapping[str, Any]
 ) -> None:
     """Unpack one file, check it, move it to its place in one step and write it into ``lock``."""
     ready = folder / "ready"
@@ -280,16 +265,8 @@ def _parse(wanted: Wanted, ready: Path) -> None:
                     raise ValueError(f"line {number} is not JSON: {error}") from None
 
 
-_DAMAGED = (
-    OSError,
-    KeyError,
-    ValueError,
-    EOFError,
-    zlib.error,
-    lzma.LZMAError,
-    zipfile.BadZipFile,
-    RuntimeError,  # an encrypted member; an unknown method and too deep JSON are RuntimeErrors too
-)
+_DAMAGED = (OSError, KeyError, ValueError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+"""What a damaged file raises; an encrypted member, an unknown method and too deep JSON are RuntimeErrors."""
 
 
 def _convert(wanted: Wanted, path: Path, ready: Path) -> None:

@@ -11,10 +11,11 @@ from kvbench.errors import UsageError, unknown
 T = TypeVar("T")
 
 
-def whole(dataset: str, knob: str, value: object, least: int = 1) -> int:
-    """Return a whole number of at least ``least``, or raise a UsageError that names the knob."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"dataset.{dataset}.{knob}={value!r} is not possible: a whole number, {least} or more")
+def whole(dataset: str, knob: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """Return a whole number from ``least`` to ``most``, or raise a UsageError that names the knob."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        allowed = f", {least} or more" if most is None else f" from {least} to {most}"
+        raise UsageError(f"dataset.{dataset}.{knob}={value!r} is not possible: a whole number{allowed}")
     return value
 
 

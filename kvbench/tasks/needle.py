@@ -17,6 +17,7 @@ from kvbench import metrics
 from kvbench.errors import UsageError, unknown
 from kvbench.example import Example
 from kvbench.tasks.base import Task, Tokenizer, read_text
+from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import ENVIRONMENT, Files
 from kvbench.tasks.tiny import GOLDEN, HEADER, needle_pair
 
@@ -27,12 +28,6 @@ CHAT_ANSWER = 32
 """The fewest new tokens with a chat template, where answers begin by repeating words of the question."""
 _LONGEST_TOKEN = 1000
 """The mean number of characters per token above which filling a length is given up."""
-
-
-def _question(template: str, prompt: str, question: str) -> str:
-    """Return the end of ``prompt`` after the context if it holds the question, else '' (the question comes first)."""
-    ending = template.partition("{context}")[2].replace("{question}", question)
-    return ending if question in ending and prompt.endswith(ending) else ""
 
 
 @dataclass(frozen=True)
@@ -61,12 +56,7 @@ LEAD_NOTE = (
 CLASSIC_LEAD = "The best thing to do in San Francisco is "
 SENTENCE_PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
 PHRASINGS = {
-    "tiny": Phrasing(
-        needle_pair,
-        f"{HEADER} {{context}} {{question}}",
-        "contains",
-        8,
-    ),
+    "tiny": Phrasing(needle_pair, f"{HEADER} {{context}} {{question}}", "contains", 8),
     "sanfrancisco": Phrasing(lambda _: CLASSIC_NEEDLE, SENTENCE_PROMPT, "rouge1", 30),
     # as UNComp's script scores it (github.com/menik1126/UNComp, run_needle_in_haystack.py)
     "completion": Phrasing(
@@ -103,18 +93,21 @@ def load(dataset: str, tokenizer: Tokenizer | None, files: Files, knobs: NeedleK
     prompt is never longer; it is a few tokens shorter only where no cut of the text gives the exact number. Raises
     UsageError for a haystack that is missing, empty or not text, and for lengths that leave no room.
     """
-    lengths = [int(n) for n in _numbers(dataset, "lengths", knobs.lengths, least=1, most=10_000_000, whole=True)]
-    depths = _numbers(dataset, "depths", knobs.depths, least=0, most=100)
-    (repeats,) = _numbers(dataset, "repeats", [knobs.repeats], least=1, most=1_000_000, whole=True)
+    lengths = [whole(dataset, "lengths", n, 1, 10_000_000) for n in _different(dataset, "lengths", knobs.lengths)]
+    depths = _different(dataset, "depths", knobs.depths)
+    for depth in depths:
+        if not isinstance(depth, int | float) or isinstance(depth, bool) or not 0 <= depth <= 100:
+            raise UsageError(f"dataset.{dataset}.depths={depth!r} is not possible: a number from 0 to 100")
+    whole(dataset, "repeats", knobs.repeats, 1, 1_000_000)
     phrasing = _phrasing(dataset, knobs)
     if knobs.max_new_tokens is not None:
-        _numbers(dataset, "max_new_tokens", [knobs.max_new_tokens], least=1, most=1_000_000, whole=True)
+        whole(dataset, "max_new_tokens", knobs.max_new_tokens, 1, 1_000_000)
     default = max(CHAT_ANSWER, phrasing.max_new_tokens) if chat else phrasing.max_new_tokens
     phrasing = replace(phrasing, max_new_tokens=knobs.max_new_tokens or default)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
     text, source = read_haystack(files, knobs.haystack)
-    starts = [repeat * GOLDEN % 1.0 for repeat in range(int(repeats))]
+    starts = [repeat * GOLDEN % 1.0 for repeat in range(knobs.repeats)]
     stop = ("\n",) if phrasing.lead else ()
     return [
         Task(
@@ -140,13 +133,15 @@ def _examples(
     for repeat, window in enumerate(windows):
         for i, depth in enumerate(depths):
             needle, question, reference = phrasing.pair(repeat * len(depths) + i)
+            # the prompt's end, where that is what asks
+            ending = phrasing.prompt.partition("{context}")[2].replace("{question}", question)
             prompt, meta = window.fill(dataset, phrasing.prompt, needle, question, length, depth)
             yield Example(
                 id=f"needle-{length}-{depth:g}-{repeat}",
                 prompt=prompt,
                 answers=(reference,),
                 max_new_tokens=phrasing.max_new_tokens,
-                question=_question(phrasing.prompt, prompt, question),
+                question=ending if question in ending else "",
                 meta={"length": length, "depth": depth, "repeat": repeat, **meta},
             )
 
@@ -281,24 +276,15 @@ def _phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
     name = metrics.metric(knobs.metric or phrasing.metric).name
     if knobs.phrasing == "sanfrancisco" and not knobs.needle and name in ("rouge1", "rouge_l"):
         # Published needle scores compare the answer with the whole needle sentence.
-        phrasing = Phrasing(
-            lambda _: (*CLASSIC_NEEDLE[:2], CLASSIC_NEEDLE[0]), phrasing.prompt, name, phrasing.max_new_tokens
-        )
+        phrasing = replace(phrasing, pair=lambda _: (*CLASSIC_NEEDLE[:2], CLASSIC_NEEDLE[0]))
     template = knobs.prompt or phrasing.prompt
     if template.count("{context}") != 1 or template.count("{question}") != 1:
         raise UsageError(f"dataset.{dataset}.prompt={template!r} must hold {{context}} and {{question}} once each")
     return replace(phrasing, prompt=template, metric=name)
 
 
-def _numbers(
-    dataset: str, knob: str, value: float | Sequence[float], least: int, most: int, whole: bool = False
-) -> list[float]:
-    numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    for number in numbers:
-        right = isinstance(number, int) if whole else isinstance(number, int | float)
-        if not right or isinstance(number, bool) or not least <= number <= most:
-            kind = "a whole number" if whole else "a number"
-            raise UsageError(f"dataset.{dataset}.{knob}={number!r} is not possible: {kind} from {least} to {most}")
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise UsageError(f"dataset.{dataset}.{knob}={numbers} must be a list of different values, at least one")
-    return numbers
+def _different(dataset: str, knob: str, value: float | Sequence[float]) -> list[float]:
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if not values or any(values.count(v) > 1 for v in values):
+        raise UsageError(f"dataset.{dataset}.{knob}={values} must be a list of different values, at least one")
+    return values

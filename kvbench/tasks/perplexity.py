@@ -11,7 +11,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.tasks import tiny
@@ -60,9 +59,7 @@ def load_stream(dataset: str, tokenizer: Any, knobs: WindowKnobs) -> list[Task]:
     other: nothing that an answer needs is further back than DOCUMENT tokens.
     """
     _check(dataset, tokenizer, knobs)
-    documents = knobs.documents
-    if not is_whole(documents) or not 1 <= documents <= 100_000:
-        raise UsageError(f"dataset.{dataset}.documents={documents!r} is not possible: a whole number from 1 to 100000")
+    documents = whole(dataset, "documents", knobs.documents, 1, 100_000)
     names = list(tiny.TASKS)
     examples = (tiny.example(names[i % len(names)], DOCUMENT, i // len(names)) for i in range(documents))
     text = " ".join(f"{e.prompt} {e.answers[0]}." for e in examples)
@@ -94,16 +91,10 @@ def _windows(dataset: str, tokenizer: Any, text: str, where: str, named: str, kn
     words = _words(tokenizer, text, ids, scored) if unit == "word" else []
     divisor = max(1.0, sum(words) / len(windows)) if words else float(length - prefix)
     meta = {"window": length, "prefix": prefix, "chunk": knobs.chunk, "divisor": divisor, "unit": unit}
+    metas = [meta | {"words": count} for count in words] or [meta] * len(windows)
     examples = tuple(
-        Example(
-            f"{dataset}-{length}-{i:06d}",
-            "",
-            (),
-            length - prefix,
-            tokens=tuple(w),
-            meta=meta | ({"words": words[i]} if words else {}),
-        )
-        for i, w in enumerate(windows)
+        Example(f"{dataset}-{length}-{i:06d}", "", (), length - prefix, tokens=tuple(window), meta=window_meta)
+        for i, (window, window_meta) in enumerate(zip(windows, metas, strict=True))
     )
     remainder = len(ids) - size * len(windows)
     source = f"{named}: {len(windows)} windows of {length} tokens, {remainder} tokens at the end left out"

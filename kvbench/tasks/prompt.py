@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.tasks.base import Task, Tokenizer
@@ -48,10 +49,9 @@ class PromptPolicy:
         for key, allowed in (("template", TEMPLATES), ("truncation", TRUNCATIONS)):
             if getattr(self, key) not in allowed:
                 raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: one of {', '.join(allowed)}")
-        for key in ("max_length", "min_new_tokens"):
+        for key, low in (("max_length", 1), ("min_new_tokens", 0)):
             value = getattr(self, key)
-            low = 1 if key == "max_length" else 0
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+            if value is not None and (not is_whole(value) or value < low):
                 raise UsageError(f"{key}={value!r} is not possible: a whole number, {low} or more")
         for key in ("query_aware", "bos"):
             if not isinstance(getattr(self, key), bool):
@@ -63,7 +63,19 @@ class PromptPolicy:
 
     def render(self, tokenizer: Any, content: str) -> str:
         """Put the chat template around one user message, ready for the answer."""
-        return render(tokenizer, content, self.system, self.frame)
+        if not (self.frame or getattr(tokenizer, "chat_template", None)):
+            raise UsageError(
+                "the prompts are to go through a chat template (prompt=chat, or template=on or skip), and the model's "
+                "tokenizer has no chat template: use prompt=plain or template=off, or give one with "
+                "model.chat_template="
+            )
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": content})
+        options = {} if self.frame is None else {"chat_template": self.frame}
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+        except Exception as error:
+            raise UsageError(f"the model's chat template cannot be applied: {error}") from None
 
     def identity(self, task: Task, tokenizer: Any) -> dict[str, Any]:
         """Return the policy's settings for one task, with the template's text and without the preset's name."""
@@ -114,11 +126,8 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
         held_back = _count(tokenizer, example.prompt, question)
         if held_back > limit - front:
             raise _no_room(task)
-        return Encoded(
-            tuple(shortened[: limit - held_back]),
-            tuple(shortened[limit - held_back :]),
-            len(all_ids) - limit,
-        )
+        divide = limit - held_back
+        return Encoded(tuple(shortened[:divide]), tuple(shortened[divide:]), len(all_ids) - limit)
     half = limit // 2
     content = "".join(
         tokenizer.decode(h, skip_special_tokens=True)
@@ -140,22 +149,6 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
         policy.render(tokenizer, SENTINEL)
     if not task.examples[0].tokens:
         _question(task.examples[0], task, policy)
-
-
-def render(tokenizer: Any, content: str, system: str | None, frame: str | None = None) -> str:
-    """Put a chat template, ``frame`` or the tokenizer's own, around one user message, ready for the answer."""
-    if not (frame or getattr(tokenizer, "chat_template", None)):
-        raise UsageError(
-            "the prompts are to go through a chat template (prompt=chat, or template=on or skip), and the model's "
-            "tokenizer has no chat template: use prompt=plain or template=off, or give one with model.chat_template="
-        )
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": content})
-    try:
-        options = {} if frame is None else {"chat_template": frame}
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
-    except Exception as error:
-        raise UsageError(f"the model's chat template cannot be applied: {error}") from None
 
 
 def _question(example: Example, task: Task, policy: PromptPolicy) -> str:

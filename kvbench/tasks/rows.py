@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvbench.errors import UsageError
 
@@ -64,7 +64,7 @@ class FileRow:
             return default
         if not is_count(value):
             raise self.wrong(f"{key!r} must be a whole number from 1, got {kind(value)}")
-        return int(value)
+        return value
 
     def name(self, key: str, default: str) -> str:
         """Return text or a whole number, as text; ``default`` where there is none."""
@@ -118,13 +118,23 @@ def read_list(file: Path) -> Iterator[FileRow]:
 
 def read_csv(file: Path) -> Iterator[FileRow]:
     """Yield the rows of CSV with a header line; rows are counted without it."""
-    reader = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
+    return parse_csv(file, _text(file))
+
+
+def parse_csv(file: Path, text: str, by_line: bool = False) -> Iterator[FileRow]:
+    """Yield the rows of CSV with a header line; each has the place ``row 1``, or ``by_line`` that of its first line."""
+    # the default limit of a cell, 128 KiB, is less than a long reference
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next(reader, [])
+        line = reader.line_num + 1
         for number, cells in enumerate(reader, start=1):
+            place = f"line {line}" if by_line else f"row {number}"
             if len(cells) != len(header):
-                raise UsageError(f"{file}, row {number}: {len(cells)} cells, but the header names {len(header)}")
-            yield FileRow(file, f"row {number}", dict(zip(header, cells, strict=True)))
+                raise UsageError(f"{file}, {place}: {len(cells)} cells, but the header names {len(header)}")
+            yield FileRow(file, place, dict(zip(header, cells, strict=True)))
+            line = reader.line_num + 1
     except csv.Error as error:
         raise UsageError(f"{file}, line {reader.line_num}: not CSV: {error}") from None
 
@@ -138,7 +148,7 @@ def parse(file: Path, place: str, text: str) -> Any:
         raise UsageError(f"{file}{', ' if place else ''}{place}: not JSON: {reason}") from None
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Tell if a value is a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 

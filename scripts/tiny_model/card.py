@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from kvbench.engine.calibration import tiny_corpus
 from kvbench.example import Example
-from kvbench.tasks import tiny, tiny_corpus, tiny_tokens
-from tiny_model import initial
+from kvbench.tasks import tiny
+from tiny_model import initial, tokenizer
 from tiny_model.train import Progress, Recipe
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -37,7 +38,7 @@ def export(model: LlamaForCausalLM, recipe: Recipe, progress: Progress, threads:
     # Without it, transformers would also compute in float16, which is slow and inexact on a CPU.
     settings["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    tiny_tokens.save(folder)
+    tokenizer.build().save_pretrained(folder)
     record = {"recipe": asdict(recipe), "threads": threads, "torch": torch.__version__}
     record |= {"seconds": round(progress.seconds), "steps": progress.steps, "tokens": progress.tokens}
     (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -86,7 +87,7 @@ def noisy_needle(length: int, index: int) -> Example:
     task = tiny.TASKS["needle"]
     room = length - 1 - tiny.count_tokens(f"{fact} {question}")
     sentences: list[str] = []
-    while (size := len(tiny_tokens.encode(sentence := tiny_corpus.noise(rng)))) < room - 1:
+    while (size := len(tiny_corpus.encode(sentence := tiny_corpus.noise(rng)))) < room - 1:
         sentences.append(sentence)
         room -= size
     sentences += [f" {filler}" for filler in tiny.filler_sentences(rng, room)]
@@ -174,7 +175,7 @@ and loaded in float32; the accuracies above are those of the rounded weights.
 
 ## Data
 
-Generated while training by `kvbench/tasks/tiny_corpus.py`, never stored: facts of the tasks of
+Generated while training by `scripts/tiny_model/corpus.py`, never stored: facts of the tasks of
 `kvbench/tasks/tiny.py` among filler sentences, then as many queries as fit. In 15 % of the sequences all filler is
 byte-spelled noise, in another 15 % a fifth of it. Training and evaluation draw from random streams whose seeds differ
 by construction (`train/...`, `eval/...`). Two auxiliary tasks (copy a random span; random key-value pairs) fade over

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvbench.tasks.tiny_tokens import BOS, EOS, PAD, vocabulary
+from kvbench.engine.calibration.tiny_corpus import BOS, EOS
+from tiny_model.tokenizer import PAD, vocabulary
 
 THETA = 1e6
 CONSTANT = 0.4

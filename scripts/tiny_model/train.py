@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from kvbench.tasks import tiny_corpus
-from kvbench.tasks.tiny_corpus import NAMES, Batch, Role
-from tiny_model import initial
+from kvbench.engine.calibration.tiny_corpus import TASKS, Role
+from tiny_model import corpus, initial
+from tiny_model.corpus import NAMES, Batch
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 LATEST = (0.0, 0.12, 0.25, 0.4, 0.55, 0.75)
@@ -90,7 +90,7 @@ def train(
         if stage and rng.random() < 0.4:
             stage = rng.randrange(max(0, stage - 3), stage)
         length = LENGTHS[stage]
-        data = tiny_corpus.batch(
+        data = corpus.batch(
             rng, length, recipe.tokens_per_step // length, _mix(share), progress.difficulty, progress.stage >= GAPS_FROM
         )
         loss, right = _step(model, optimizer, data)
@@ -105,15 +105,6 @@ def train(
             saved = now
     save_checkpoint(checkpoint, recipe, progress, model, optimizer, rng)
     return model.eval(), progress
-
-
-def load_checkpoint(checkpoint: Path) -> tuple[LlamaForCausalLM, Recipe, Progress]:
-    """The model of a checkpoint, finished or not, with its recipe and progress."""
-    state = torch.load(checkpoint)
-    recipe = Recipe(**state["recipe"] | {"shape": initial.Shape(**state["recipe"]["shape"])})
-    model = LlamaForCausalLM(initial.configuration(recipe.shape))
-    model.load_state_dict(state["model"])
-    return model.eval(), recipe, Progress(**state["progress"])
 
 
 def save_checkpoint(
@@ -203,7 +194,7 @@ def _advance(progress: Progress, stage: int, share: float, data: Batch, right: T
         if len(hits):
             accuracy[name] = _average(accuracy.get(name), hits.mean().item())
     stage_accuracy, steps_at_stage = progress.stage_accuracy, progress.steps_at_stage
-    hits = right[(data.roles == Role.LOOKUP) & (data.tasks < len(tiny_corpus.TASKS))]
+    hits = right[(data.roles == Role.LOOKUP) & (data.tasks < len(TASKS))]
     if stage == progress.stage and len(hits):
         stage_accuracy = _average(stage_accuracy, hits.mean().item())
         steps_at_stage += 1

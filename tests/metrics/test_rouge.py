@@ -77,7 +77,6 @@ def test_depth_is_where_the_official_evaluator_gives_up(tmp_path):
     assert found.split() == ["True", "True", "False", "False"]
     assert [rouge_l("b " + "a " * n, "b c") > 0 for n in (987, 988, 989, 2400)] == [True, True, False, False]
     assert OFFICIAL_DEPTH == 988 + 3
-    assert rouge_l("b " + "a " * 2400, "b c", depth=None) > 0
 
 
 def test_rouge_l_of_long_texts_is_fast():

@@ -110,14 +110,14 @@ def test_printed_shares_are_averaged_as_printed():
 
 def test_the_interval_of_an_average_of_equal_scores_is_not_a_point():
     ones = np.ones((10, 2))
-    share, low, high = stats.share([ones, ones])
+    share, (low, high) = stats.share([ones, ones])
     assert (share, high) == (100, 100)
     assert low == pytest.approx(100 * 0.025 ** (1 / 20))
 
 
 def test_the_share_of_a_perplexity_has_an_interval():
     losses = np.array([[2.0, 1.9], [3.0, 2.8], [2.5, 2.5], [2.2, 2.1], [2.9, 2.6]] * 2)
-    share, low, high = stats.share([losses], log_losses=True)
+    share, (low, high) = stats.share([losses], log_losses=True)
     assert share == pytest.approx(100 * np.exp((losses[:, 1] - losses[:, 0]).mean()))
     assert low < share < high < 100
 

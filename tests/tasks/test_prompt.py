@@ -262,8 +262,6 @@ def test_stop_texts_of_a_model_join_its_end_tokens(monkeypatch):
 
 
 def test_vicunas_template_is_the_one_it_was_trained_with():
-    from kvbench.tasks.prompt import render
-
     run = config.read(["model=vicuna-7b-v1.5-16k"])
     from transformers import AutoTokenizer
 
@@ -271,7 +269,7 @@ def test_vicunas_template_is_the_one_it_was_trained_with():
 
     tokenizer = AutoTokenizer.from_pretrained(embedded.path())
     tokenizer.chat_template = run.model.chat_template
-    text = render(tokenizer, "Hello", None)
+    text = PromptPolicy(template="on").render(tokenizer, "Hello")
     assert text.endswith("to the user's questions. USER: Hello ASSISTANT:")
 
 

@@ -282,6 +282,5 @@ def _scored(tasks: Sequence[NDArray[np.float64]], name: str) -> dict[str, Any]:
 def _relative(tasks: Sequence[stats.Pairs], name: str) -> dict[str, Any]:
     """Return the score in per cent of the full cache's: the mean over tasks of one over that of the other."""
     share = stats.Share() if metric(name).shown else stats.share(tasks)
-    return (
-        {} if share.point is None else {"relative": share.point, "relative_low": share.low, "relative_high": share.high}
-    )
+    low, high = share.ci or (None, None)
+    return {} if share.point is None else {"relative": share.point, "relative_low": low, "relative_high": high}
