@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from kvbench.methods.chain import Chain
-from kvbench.papers.forensics.exact.sizes import kept_share
+from kvbench.papers.forensics.exact import kept_share
 from kvbench.papers.forensics.granularity import fits
 from kvbench.papers.forensics.repeats import repeats
 from kvbench.papers.spec.numbers import exactly, fixed, grade, mean, printed
 from kvbench.papers.spec.published_cells import Book
-from kvbench.papers.timed.paper_arithmetic import FP16, LLAMA2_7B
 
 Facts = dict[str, Any]
 ODD = ("pyramidkv", "cake")
@@ -23,12 +20,6 @@ def off_grid_by_method(book: Book) -> Facts:
     grid_fits = [fit for fit in fits(book) if fit.grid.paper == "refreekv" and fit.grid.holds]
     cells, off = ([row.method in ODD for f in grid_fits for row, _ in getattr(f, field)] for field in ("cells", "off"))
     return {"odd": sum(cells), "odd_off": sum(off), "others": cells.count(False), "off": off.count(False)}
-
-
-def share_of_norms(book: Book) -> Facts:
-    """Return VATP's overhead: one number of a token and head beside its key and value."""
-    (block,) = Chain().layout(1, LLAMA2_7B.head_dim, FP16)
-    return {"share": str(Fraction(FP16, block.key_bytes + block.value_bytes))}
 
 
 def means_of_vatp(book: Book) -> Facts:
@@ -88,18 +79,3 @@ def random_partition(book: Book) -> Facts:
         "needed": fixed((total + Fraction(1, 2)) / len(row.scores), 2),
         "heads": sorted(heads),
     }
-
-
-FACTS: dict[str, Callable[[Book], Facts]] = {
-    f.__name__: f
-    for f in (
-        off_grid_by_method,
-        share_of_norms,
-        means_of_vatp,
-        rounding_of_speedup,
-        sizes_of_groups,
-        kept_hidden_states,
-        two_sets_of_scores,
-        random_partition,
-    )
-}

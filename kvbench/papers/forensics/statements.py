@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from kvbench.papers import DATA
+from kvbench.papers.forensics import special_facts
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.forensics.formulas import evaluate, query, text
-from kvbench.papers.forensics.special_facts import FACTS
 from kvbench.papers.spec.published_cells import Book
 
 PAPERS = ("think", "refreekv", "uncomp", "vatp", "qhitter")
@@ -46,7 +46,7 @@ class Statement:
 
     def judge(self, book: Book) -> Judged:
         """Return the verdict by the cells of ``book``."""
-        names: dict[str, Any] = dict(FACTS[self.uses](book)) if self.uses else {}
+        names: dict[str, Any] = getattr(special_facts, self.uses)(book) if self.uses else {}
         for name, entry in self.values.items():
             names[name] = query(book, self.paper, entry) if isinstance(entry, dict) else evaluate(str(entry), names)
         verdict = NOTE

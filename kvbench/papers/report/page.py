@@ -17,7 +17,7 @@ from typing import Any
 
 from kvbench.papers.claims import claim_runner
 from kvbench.papers.figures.registry import FIGURES
-from kvbench.papers.forensics import Finding
+from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.report.tables import ReportPart
 from kvbench.papers.spec import catalogue
 from kvbench.tables import writers
