@@ -158,7 +158,7 @@ def _of_activations(
     records = []
     for figure in figures:
         prompts = origin.prompts(figure)
-        knobs = source.knob_values(figure, own)
+        knobs = {k: own.get(k, default) for k, default in figure.knobs.items()}
         with progress({figure.id: len(prompts)}, quiet, "prompts") as tick:
             reading = Reading(
                 origin.model,

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from kvbench.metrics import metric
-from kvbench.papers.figures.figure import Code
-from kvbench.papers.figures.findings import Fact
+from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.measured import MeasuredFigure
 from kvbench.tables import heatmap
 

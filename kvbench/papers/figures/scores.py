@@ -8,8 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.papers.figures.figure import Code
-from kvbench.papers.figures.findings import Fact
+from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.measured import FULL, MEAN
 
 CLOSE = 2.0

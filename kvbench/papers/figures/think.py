@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kvbench.cache.exact_attention import causal_softmax
 from kvbench.cache.observation import Needs, Observation
-from kvbench.papers.figures.figure import Code, percent
-from kvbench.papers.figures.findings import Fact
+from kvbench.papers.figures.figure import Code, Fact, percent
 from kvbench.papers.figures.reading import Reading
 
 DEPTHS = (14 / 32, 20 / 32)  # layers 14 and 20 of LLaMA-2-7B's 32
@@ -26,7 +25,7 @@ HIGH, ENOUGH, FIRST = 0.01, 0.9, 50  # a high energy, a share of all energy, and
 def magnitudes(reading: Reading) -> pd.DataFrame:
     """Return mean |K| and |V| per channel over runs of tokens: per layer, kv head, channel and first token."""
     layers = reading.layers(DEPTHS)
-    heads = reading.chosen_heads([0], reading.heads[0])
+    heads = reading.chosen_heads([0], reading.shape.kv_heads)
     rows: list[dict[str, Any]] = []
     ids = reading.ids(reading.prompts[0])
 
@@ -72,7 +71,7 @@ def energies(reading: Reading) -> pd.DataFrame:
     """
     layers = reading.layers(DEPTHS)
     sums: dict[tuple[int, str, int], Tensor] = {}
-    heads = reading.chosen_heads(range(reading.heads[1]), reading.heads[1])
+    heads = reading.chosen_heads(range(reading.shape.query_heads), reading.shape.query_heads)
 
     def add(key: tuple[int, str, int], matrix: Tensor) -> None:
         """Add the leading energies of a matrix to their sum, cut to the shortest prompt's."""

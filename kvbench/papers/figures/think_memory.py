@@ -16,8 +16,7 @@ from kvbench.audit.accounting import bytes_declared
 from kvbench.cache.model_shape import from_entry
 from kvbench.conf import entries
 from kvbench.methods.resolve import chain_of
-from kvbench.papers.figures.figure import Code
-from kvbench.papers.figures.findings import Fact
+from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.measured import MeasuredFigure
 from kvbench.run import presets
 
