@@ -22,7 +22,7 @@ from kvbench.papers.forensics.repeats import repeated
 from kvbench.papers.forensics.statements import judged
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.numbers import decimals, fixed
-from kvbench.papers.spec.published_cells import book, published
+from kvbench.papers.spec.published_cells import Book, published
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def places(found, check):
 
 def with_cell(i, text):
     cells = published().cells
-    return book((*cells[:i], replace(cells[i], printed=text, value=float(text)), *cells[i + 1 :]))
+    return Book((*cells[:i], replace(cells[i], printed=text, value=float(text)), *cells[i + 1 :]))
 
 
 def larger(cell):
@@ -77,9 +77,9 @@ def test_altering_any_cell_makes_a_finding_appear_or_vanish():
         cell = published().cells[i]
         own = [c for c in published().cells if c.paper == cell.paper]
         if cell.paper not in before:
-            before[cell.paper] = ids(audit(book(own)))
+            before[cell.paper] = ids(audit(Book(tuple(own))))
         altered = replace(cell, printed=larger(cell), value=float(larger(cell)))
-        changed = book(altered if c is cell else c for c in own)
+        changed = Book(tuple(altered if c is cell else c for c in own))
         seen = ids(audit(changed)) != before[cell.paper]
         assert seen or altered_tables(changed), cell
         by_arithmetic += seen
@@ -104,7 +104,7 @@ def test_a_last_digit_is_seen_by_the_fingerprint():
 
 
 def test_findings_do_not_depend_on_what_was_flagged(found):
-    assert audit(book(replace(c, flag="") for c in published().cells)) == found
+    assert audit(Book(tuple(replace(c, flag="") for c in published().cells))) == found
 
 
 def test_ids_tell_findings_apart(found):
@@ -206,7 +206,9 @@ def test_a_table_without_recomputable_cells(capsys):
 
 def test_the_committed_audit_is_current():
     committed = (ROOT / "results" / "audit.md").read_text(encoding="utf-8")
-    assert report.page(published()) == committed, "run: python -m kvbench audit all --format md > results/audit.md"
+    assert report.markdown(audit(), published(), "all") == committed, (
+        "run: python -m kvbench audit all --format md > results/audit.md"
+    )
 
 
 # what is known of these tables, beside the project

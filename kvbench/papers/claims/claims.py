@@ -9,7 +9,7 @@ over all claims of a ledger together (Holm). Tasks where the full cache is at th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import yaml
@@ -142,10 +142,10 @@ class Verdict:
 def load(paper: str) -> tuple[Claim, ...]:
     """Read the claims of a paper, in its file's order; raise KvbenchError for a damaged file."""
     (path,) = files(f"{paper}/claims.yaml")
-    lists = {"datasets": tuple, "pairs": lambda pairs: tuple((a, b) for a, b in pairs)}
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return tuple(Claim(paper, **{k: lists.get(k, lambda x: x)(v) for k, v in c.items()}) for c in raw)
+        claims = (Claim(paper, **entry) for entry in raw)
+        return tuple(replace(c, datasets=tuple(c.datasets), pairs=tuple((a, b) for a, b in c.pairs)) for c in claims)
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise KvbenchError(f"{path}: {error}") from None
 
@@ -213,7 +213,8 @@ def evidence(claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool 
         ]
         if ways:  # on tiny several datasets are one task
             by_task.setdefault(tuple(a.group.column for a in ways), (column.dataset, ways))
-    cells = [c for _, ways in by_task.values() for a in ways for pair in a.pairs for c in pair]
+    compared = [pair for _, ways in by_task.values() for asked in ways for pair in asked.pairs]
+    cells = [cell for pair in compared for cell in pair]
     if refused := next(filter(None, (store.refusal(c.id) for c in cells)), None):
         return Evidence(reason=refused)
     floors = [name for name, ways in by_task.values() if all(a.floored(store) for a in ways)]
@@ -227,14 +228,7 @@ def evidence(claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool 
         tuple(floors),
         tuple(waiting),
         tuple(dict.fromkeys(c.id for c in cells)),
-        tuple(
-            dict.fromkeys(
-                f"{label(a.identity)} against {label(b.identity)}"
-                for _, ways in by_task.values()
-                for way in ways
-                for a, b in way.pairs
-            )
-        ),
+        tuple(dict.fromkeys(f"{label(a.identity)} against {label(b.identity)}" for a, b in compared)),
         sum(len({e.id for a in ways for e in a.group.task.examples}) for ways in decidable.values()),
         "; ".join([*reasons, *absent]),
     )

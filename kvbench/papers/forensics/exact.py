@@ -139,15 +139,16 @@ def ratio(row: PublishedRow, full: PublishedRow) -> Number:
 
 def _relative(book: Book) -> Iterator[Exact]:
     """Yield the cells of ReFreeKV's table 1: table 2 in per cent of its full row, and the mean of that."""
+    scores = {(r.model, r.method, r.setting): r.scores for r in book.table("refreekv", 2)}
+    full = {r.model: r.scores for r in book.table("refreekv", 2) if r.method == "full"}
     for row in book.table("refreekv", 1):
         shares: list[Number] = []
         for (dataset, _), cell in row.cells.items():
             if dataset == "avg":
                 yield Exact(cell, row.label, "mean of the three, from table 2", mean(shares))
                 continue
-            score = book.number("refreekv", 2, dataset, model=row.model, method=row.method, setting=row.setting)
-            full = book.number("refreekv", 2, dataset, model=row.model, method="full")
-            shares.append(score / full * 100)
+            score = printed(scores[row.model, row.method, row.setting][dataset].printed)
+            shares.append(score / printed(full[row.model][dataset].printed) * 100)
             yield Exact(cell, row.label, "table 2 divided by its full row", shares[-1])
 
 
@@ -244,10 +245,9 @@ def _schedules(book: Book) -> Iterator[Exact]:
             yield Exact(cell, row.label, f"{largest} − {i} x {step}", exactly(largest - i * step))
         yield Exact(rows[-1][1], rows[-1][0].label, "S_min", exactly(smallest))
         if model == "llama-2-7b-chat" and where == "appendix E":
-            cell = book.cell("uncomp", "text", "hidden_state_ratio")
-            label = next(r.label for r in book.table("uncomp", "text") if cell in r.cells.values())
+            ((_, stated_row, stated),) = cells(book, "uncomp", {"table": "text", "of": "hidden_state_ratio"})
             share = kept_share([row for row, _ in rows], largest)
-            yield Exact(cell, label, "mean over the layers of appendix E / 4096", share)
+            yield Exact(stated, stated_row.label, "mean over the layers of appendix E / 4096", share)
 
 
 def kept_share(rows: list[PublishedRow], most: int) -> Number:

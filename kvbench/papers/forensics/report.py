@@ -8,7 +8,6 @@ from itertools import groupby
 from textwrap import fill
 from typing import Any
 
-from kvbench.papers.forensics import audit
 from kvbench.papers.forensics.exact import Exact, everything
 from kvbench.papers.forensics.finding import WEIGHTS, Finding, place
 from kvbench.papers.forensics.granularity import fits
@@ -248,8 +247,3 @@ def _flags(book: Book, name: str) -> Iterator[str]:
             for (kind, paper, t, row, reason), cells in sorted(flagged.items())
         ]
         yield table(("flag", "paper", "place", "row", "cells", "reason"), rows)
-
-
-def page(book: Book) -> str:
-    """Return the committed page, results/audit.md."""
-    return markdown(audit(book), book, "all")

@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvbench.papers.forensics.exact import kept_share
+from kvbench.papers.forensics.formulas import cells, query
 from kvbench.papers.forensics.granularity import fits
 from kvbench.papers.forensics.repeats import repeats
 from kvbench.papers.spec.numbers import exactly, fixed, grade, mean, printed
@@ -32,9 +33,9 @@ def means_of_vatp(book: Book) -> Facts:
 
 def rounding_of_speedup(book: Book) -> Facts:
     """Return the range of Q-Hitter's largest speed-up that one printed digit allows."""
-    where = {"model": "opt-30b", "setting": "gen=512"}
-    base = book.number("qhitter", 2, "throughput", method="accelerate", **where)
-    speedup = book.number("qhitter", 2, "throughput", method="qhitter", **where) / base
+    where = {"table": 2, "of": "throughput", "model": "opt-30b", "gen": 512}
+    base, own = (query(book, "qhitter", {**where, "method": m}, printed) for m in ("accelerate", "qhitter"))
+    speedup = own / base
     return {"base": float(base), "low": float(speedup.low), "high": float(speedup.high)}
 
 
@@ -55,7 +56,8 @@ def kept_hidden_states(book: Book) -> Facts:
     rows = [r for r in book.table("uncomp", "text") if r.model == "llama-2-7b-chat" and key in r.cells]
     places = ("appendix A.3", "appendix E")
     shares = {place: kept_share([r for r in rows if r.settings["where"] == place], 4096) for place in places}
-    stated = book.cell("uncomp", "text", "hidden_state_ratio").printed
+    ((_, _, cell),) = cells(book, "uncomp", {"table": "text", "of": "hidden_state_ratio"})
+    stated = cell.printed
     names = {"early": shares[places[0]].text(2), "late": shares[places[1]].text(2), "stated": stated}
     matching_place = next((place for place, share in shares.items() if grade(stated, share) == "equal"), "neither")
     consequence = "; tables of scores name appendix A.3, so times seem to be of a stronger compression"
