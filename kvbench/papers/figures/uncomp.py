@@ -28,7 +28,7 @@ OTHERS = "other heads"
 
 def _spectra(reading: Reading, names: str, layers: Collection[int]) -> list[tuple[str, int, str, Tensor]]:
     """Return (text, layer, name, eigenvalues [H, D]) of the ``names`` of q, k, v in these layers, for each prompt."""
-    spectra = []
+    by_layer: list[tuple[str, int, str, Tensor]] = []
     least = reading.shape.head_dim
     for prompt in reading.prompts:
         # fewer tokens than a head has channels bound the rank
@@ -38,11 +38,11 @@ def _spectra(reading: Reading, names: str, layers: Collection[int]) -> list[tupl
             """Append the spectra of a chosen layer."""
             if obs.layer in layers:
                 rows = {"q": obs.queries(obs.n), "k": k, "v": v}
-                spectra.extend((source, obs.layer, name, spectrum(rows[name]).cpu()) for name in names)
+                by_layer.extend((source, obs.layer, name, spectrum(rows[name]).cpu()) for name in names)
 
         reading.read(ids, Needs(last_q=len(ids)), on_layer)
         reading.tick()
-    return spectra
+    return by_layer
 
 
 def rank_by_layer(reading: Reading) -> pd.DataFrame:

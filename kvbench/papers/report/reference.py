@@ -14,7 +14,6 @@ from kvbench.methods import registry
 from kvbench.papers.forensics.exact import everything
 from kvbench.papers.forensics.finding import place
 from kvbench.papers.forensics.statements import NOTE, judged
-from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.catalogue import CatalogueEntry, Paper
 from kvbench.papers.spec.published import SCORES, model_id
 from kvbench.papers.spec.published_cells import Book, published

@@ -99,8 +99,10 @@ class Reader:
         typed, parts = self._typed(), None
         if "lengths" in knobs and "lengths" not in typed:
             parts = tuple(str(n) for n in self._lengths(row, dataset) if self._fits(n, knobs))
-        settings = ((k, _frozen(v)) for k, v in knobs.items() if k not in typed and k != "lengths")
-        return TableWorkload(dataset, name, tuple(settings), parts)
+        settings = tuple(
+            (k, tuple(v) if isinstance(v, list) else v) for k, v in knobs.items() if k not in typed and k != "lengths"
+        )
+        return TableWorkload(dataset, name, settings, parts)
 
     def beyond(self, row: TableRow, dataset: str) -> list[int]:
         """Return the paper's lengths that this model does not take; none where the user typed others."""
@@ -180,8 +182,3 @@ def composed(written: Sequence[str], datasets: Iterable[str], small: bool) -> Ru
         names |= dict.fromkeys(FAMILIES.values() if dataset in TASKS else (dataset, *INSTEAD.get(dataset, ())[:1]))
     entry_names = [n for n in names if n in entries("dataset")]
     return config.read([*written, f"dataset={','.join(entry_names)}"])
-
-
-def _frozen(value: Any) -> Any:
-    """Return a list as a tuple, and any other value as it is."""
-    return tuple(value) if isinstance(value, list) else value
