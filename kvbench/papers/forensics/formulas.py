@@ -189,9 +189,9 @@ def rises(values: pd.Series[Any]) -> int:
     return sum([v for _, v in series] == sorted(v for _, v in series) for _, series in _rows(values))
 
 
-def rows(values: pd.Series[Any]) -> str:
+def rows(values: pd.Series[Any], form: str = "{}", sep: str = ", ") -> str:
     """Return each row's labels with its values."""
-    return "; ".join(" ".join([*name, ", ".join(str(v) for _, v in series)]) for name, series in _rows(values))
+    return "; ".join(" ".join([*name, sep.join(form.format(v) for _, v in series)]) for name, series in _rows(values))
 
 
 def winners(values: pd.Series[Any]) -> pd.Series[Any]:

@@ -1,15 +1,14 @@
-"""Facts that statements need and no formula gives: whole rows, hidden digits, and what other checks find."""
+"""Facts that statements need and no formula gives: lists of sizes, hidden digits, and what other checks find."""
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
 from kvbench.papers.forensics.exact import kept_share
 from kvbench.papers.forensics.formulas import cells, query
 from kvbench.papers.forensics.granularity import fits
 from kvbench.papers.forensics.repeats import repeats
-from kvbench.papers.spec.numbers import exactly, fixed, grade, mean, printed
+from kvbench.papers.spec.numbers import grade, printed
 from kvbench.papers.spec.published_cells import Book
 
 Facts = dict[str, Any]
@@ -21,14 +20,6 @@ def off_grid_by_method(book: Book) -> Facts:
     grid_fits = [fit for fit in fits(book) if fit.grid.paper == "refreekv" and fit.grid.holds]
     cells, off = ([row.method in ODD for f in grid_fits for row, _ in getattr(f, field)] for field in ("cells", "off"))
     return {"odd": sum(cells), "odd_off": sum(off), "others": cells.count(False), "off": off.count(False)}
-
-
-def means_of_vatp(book: Book) -> Facts:
-    """Return the means of VATP's table 1 by method, one for each model."""
-    by_method: dict[str, list[str]] = {}
-    for row in book.table("vatp", 1):
-        by_method.setdefault(row.method, []).append(mean(printed(c.printed) for c in row.scores.values()).text(2))
-    return {"means": "; ".join(f"{m} {' / '.join(v)}" for m, v in by_method.items())}
 
 
 def rounding_of_speedup(book: Book) -> Facts:
@@ -68,16 +59,3 @@ def two_sets_of_scores(book: Book) -> Facts:
     """Return the datasets on which UNComp's main configuration is printed with several scores."""
     findings = [f for f in repeats(book) if f.paper == "uncomp" and f.row.startswith("llama-2-7b-chat")]
     return {"datasets": [f.cell for f in findings if "kv_size=384" in f.row]}
-
-
-def random_partition(book: Book) -> Facts:
-    """Return UNComp's row of table 8 whose average needs half a point more, and the heads of tables 8 and 9."""
-    row = next(r for r in book.table("uncomp", 8) if "random" in r.setting)
-    total = sum(exactly(Fraction(c.printed)).value for c in row.scores.values())
-    heads = {r.settings["partition"] for t in (8, 9) for r in book.table("uncomp", t)} - {"effective_rank"}
-    return {
-        **{name: row.scores[name].printed for name in ("trec", "lcc")},
-        "stated": row.cells["avg", "mean"].printed,
-        "needed": fixed((total + Fraction(1, 2)) / len(row.scores), 2),
-        "heads": sorted(heads),
-    }
