@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvbench.errors import KvbenchError, unknown
 from kvbench.metrics import metric, stats
 from kvbench.papers import files
-from kvbench.papers.measured.our_table import OurTable
+from kvbench.papers.measured.our_table import OurTable, scores
 from kvbench.papers.spec import catalogue, table_spec
 from kvbench.papers.spec.table_spec import Given
 from kvbench.run.advice import at_floor
@@ -241,15 +241,10 @@ class Asked:
     group: Group
     pairs: tuple[tuple[Cell, Cell], ...]
 
-    def scores(self, store: ResultStore, cell: Cell) -> dict[str, float]:
-        """Return the scores of the group's examples in a cell, by example."""
-        samples = store.samples(cell.id)
-        return {e.id: x for e in self.group.examples if e.id in samples and (x := samples[e.id].score) is not None}
-
     def floored(self, store: ResultStore) -> bool:
         """Tell whether the full cache is at the floor."""
         full = next(c for c in self.group.cells if not c.chain.stages)
-        return at_floor(self.group.task, list(self.scores(store, full).values()))
+        return at_floor(self.group.task, list(scores(store, self.group, full).values()))
 
 
 def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
@@ -260,10 +255,10 @@ def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
     ways: dict[str, list[list[float]]] = {}
     for a in asked:
         sign = -1.0 if metric(a.group.task.metric).shown is not None else 1.0
-        scores = [[a.scores(store, cell) for cell in pair] for pair in a.pairs]
+        by_pair = [[scores(store, a.group, cell) for cell in pair] for pair in a.pairs]
         for e in a.group.examples:
-            if all(e.id in s for pair in scores for s in pair):
-                differences = [min(1.0, max(-1.0, sign * (x[e.id] - y[e.id]))) for x, y in scores]
+            if all(e.id in s for pair in by_pair for s in pair):
+                differences = [min(1.0, max(-1.0, sign * (x[e.id] - y[e.id]))) for x, y in by_pair]
                 ways.setdefault(e.id, []).append(differences)
     return stats.by_example(ways, len(asked[0].pairs))
 

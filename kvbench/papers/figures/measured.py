@@ -21,6 +21,7 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig, chain_of
 from kvbench.metrics import metric, stats
 from kvbench.papers.figures.figure import Figure
+from kvbench.papers.measured.our_table import scores
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.run import config, experiment, presets, summary, words
 from kvbench.run.experiment import RunPlan
@@ -120,11 +121,9 @@ class Ran:
 
     def _pairs(self, group: Group, cell: Cell) -> NDArray[np.float64]:
         """Return the scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
-        full = next((c for c in group.cells if not c.chain.stages), cell)
-        samples, full_samples = self.run.store.samples(cell.id), self.run.store.samples(full.id)
-        ids = [e.id for e in group.examples if e.id in samples and e.id in full_samples]
-        pairs = [(samples[i].score, full_samples[i].score) for i in ids]
-        return np.array([p for p in pairs if None not in p], dtype=float).reshape(-1, 2)
+        full_cell = next((c for c in group.cells if not c.chain.stages), cell)
+        own, full = (scores(self.run.store, group, c) for c in (cell, full_cell))
+        return np.array([(x, full[e]) for e, x in own.items() if e in full], dtype=float).reshape(-1, 2)
 
     def left_out(self) -> list[str]:
         """Return the cells that cannot be shown, with the reason."""

@@ -39,8 +39,8 @@ def _figure(name: str, entry: dict[str, Any]) -> Figure[Any]:
     tasks, fact_tables = entry.pop("tasks", "mean"), entry.pop("says", [])
     code = CODE.get(name, Code(None, scores.nothing))
     if code.compute is None:
-        facts = partial(scores.told, says=fact_tables, more=code.facts)
-        code = Code(MeasuredFigure.frame, facts, partial(scores.shown, tasks=tasks, more=code.prepare))
+        prepare, facts = code.prepare, partial(scores.told, says=fact_tables, more=code.facts)
+        code = Code(MeasuredFigure.frame, facts, lambda data: prepare(scores.chosen(data, tasks)))
     return ResultFigure(**texts, **entry, **code._asdict(), sweeps=sweeps)
 
 

@@ -49,11 +49,6 @@ def chosen(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
     return each if tasks == "each" or not several else pd.concat([shown[shown["task"] == MEAN], each])
 
 
-def shown(data: pd.DataFrame, tasks: str, more: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
-    """Return the rows that are drawn: those of ``tasks``, with the columns that ``more`` adds."""
-    return more(chosen(data, tasks))
-
-
 def front(data: pd.DataFrame) -> pd.DataFrame:
     """Return the points that no other equals or beats with fewer bytes, smallest first."""
     rows = data.dropna(subset=["score"]).sort_values(["bytes", "score"], ascending=[True, False], kind="stable")

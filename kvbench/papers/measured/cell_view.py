@@ -12,7 +12,7 @@ from statistics import fmean
 from kvbench.bench.records import NOT_RUN
 from kvbench.metrics import metric, stats
 from kvbench.papers.forensics.exact import exact
-from kvbench.papers.measured.our_table import OurTable, TableLine
+from kvbench.papers.measured.our_table import OurTable, TableLine, scores
 from kvbench.papers.spec.numbers import decimals
 from kvbench.papers.spec.published import MARKS, Published
 from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column
@@ -153,11 +153,9 @@ def _read(ours: OurTable, line: TableLine, column: Column, read_by_cells: dict[t
     by_example: dict[str, list[tuple[float, float]]] = {}
     for (group, own_cell), (_, full_cell) in zip(cells, full_cells if cells else (), strict=True):
         assert ours.run is not None
-        own, full_samples = (ours.run.store.samples(cell.id) for cell in (own_cell, full_cell))
-        for e in sorted({e.id for e in group.examples} & own.keys() & full_samples.keys()):
-            score, full_score = own[e].score, full_samples[e].score
-            if score is not None and full_score is not None:
-                by_example.setdefault(e, []).append((score, full_score))
+        own, full_scores = (scores(ours.run.store, group, cell) for cell in (own_cell, full_cell))
+        for e in sorted(own.keys() & full_scores.keys()):
+            by_example.setdefault(e, []).append((own[e], full_scores[e]))
     # an example that is asked in several ways (MDQA's three positions) is one, with its mean scores
     value, pairs = ours.value(line, column), stats.by_example(by_example, 2)
     floor = any(at_floor(g.task, pairs[:, 1]) for g in groups)
