@@ -12,7 +12,7 @@ import pytest
 
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
-from kvbench.papers.figures import measured, needle, registry, scores, think
+from kvbench.papers.figures import measured, registry, scores, think
 from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, Point, ResultFigure, Sweep, prepare
 from kvbench.run import summary
 
@@ -45,7 +45,7 @@ def invented(figure):
     rng = np.random.default_rng(0)
     if figure.id == "needle/heatmap":
         fields = [(m, n, d) for m in ("full", "h2o") for n in (256, 512) for d in (0, 50, 100)]
-        return pd.DataFrame([(m, n, d, 100 * rng.random(), 2) for m, n, d in fields], columns=list(needle.COLUMNS))
+        return pd.DataFrame([(m, n, d, 100 * rng.random(), 2) for m, n, d in fields], columns=list(figure.columns))
     rows = []
     for sweep in figure.sweeps:
         tasks = sweep.dataset.split(",") if sweep.dataset != "tiny" else ["needle", "hop"]

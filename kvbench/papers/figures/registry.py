@@ -12,12 +12,12 @@ from typing import Any
 from kvbench.conf import read_yaml
 from kvbench.errors import unknown
 from kvbench.papers import DATA
-from kvbench.papers.figures import needle, qhitter, scores, think, uncomp, vatp
+from kvbench.papers.figures import qhitter, scores, think, uncomp, vatp
 from kvbench.papers.figures.figure import Code, Figure
 from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure, Point, ResultFigure, Sweep
 from kvbench.papers.figures.panels import Panel, Picture
 
-CODE = {name: code for module in (needle, qhitter, scores, think, uncomp, vatp) for name, code in module.CODE.items()}
+CODE = {name: code for module in (qhitter, scores, think, uncomp, vatp) for name, code in module.CODE.items()}
 
 
 def _load() -> Iterator[Figure[Any]]:
