@@ -62,11 +62,6 @@ def sentences(facts: Iterable[Fact]) -> str:
     return " ".join(f"{text}." for text in (fact.text() for fact in facts) if text)
 
 
-def unchanged(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the data as they are."""
-    return data
-
-
 class Code(NamedTuple):
     """The functions that compute and describe a figure.
 
@@ -74,9 +69,9 @@ class Code(NamedTuple):
     the columns that the picture shows.
     """
 
-    compute: Callable[[Any], pd.DataFrame] | None
-    facts: Callable[[pd.DataFrame], Iterable[Fact]]
-    prepare: Callable[[pd.DataFrame], pd.DataFrame] = unchanged
+    compute: Callable[[Any], pd.DataFrame] | None = None
+    facts: Callable[[pd.DataFrame], Iterable[Fact]] = lambda data: ()
+    prepare: Callable[[pd.DataFrame], pd.DataFrame] = lambda data: data
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class Figure(Generic[Source]):
     picture: Picture
     compute: Callable[[Source], pd.DataFrame]
     facts: Callable[[pd.DataFrame], Iterable[Fact]]
-    prepare: Callable[[pd.DataFrame], pd.DataFrame] = unchanged
+    prepare: Callable[[pd.DataFrame], pd.DataFrame]
     knobs: Mapping[str, Any] = field(default_factory=dict)
     each: int = 1
     most: int | None = None

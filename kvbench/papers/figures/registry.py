@@ -37,7 +37,7 @@ def _figure(name: str, entry: dict[str, Any]) -> Figure[Any]:
         return Figure(**texts, **entry, **CODE[name]._asdict())
     sweeps = tuple(_sweep(s) for s in entry.pop("sweeps"))
     tasks, fact_tables = entry.pop("tasks", "mean"), entry.pop("says", [])
-    code = CODE.get(name, Code(None, scores.nothing))
+    code = CODE.get(name, Code())
     if code.compute is None:
         prepare, facts = code.prepare, partial(scores.told, says=fact_tables, more=code.facts)
         code = Code(MeasuredFigure.frame, facts, lambda data: prepare(scores.chosen(data, tasks)))

@@ -163,11 +163,6 @@ def _prompt_means(data: pd.DataFrame, by: str | list[str]) -> pd.Series[float]:
     return sums["total"] / sums["n"]
 
 
-def nothing(_: pd.DataFrame) -> Iterator[Fact]:
-    """Return no more facts."""
-    return iter(())
-
-
 CODE = {
     "needle/heatmap": Code(needle_maps, needle_facts, with_map_means),
     "results/pareto": Code(None, front_facts, with_front),

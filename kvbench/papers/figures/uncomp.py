@@ -89,7 +89,9 @@ def spectra(reading: Reading) -> pd.DataFrame:
 
 def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
     """Add a ``panel`` and a ``name`` for each line; heads of lowest and highest effective rank come first."""
-    ranks = _head_ranks(data)
+    mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean().unstack("index")
+    # erank = exp(-sum p log p), untruncated; eigenvalues of 0 add nothing
+    ranks = np.exp(-(mean * np.log(mean.clip(lower=1e-300))).sum(axis=1))
     named = {at: f"layer {at[0]}, head {at[1]}: erank {ranks[at]:.1f}" for at in (ranks.idxmin(), ranks.idxmax())}
     places = list(zip(data["layer"], data["head"], strict=True))
     layers = [f", layer {n}" if data["layer"].nunique() > 1 else "" for n in data["layer"]]
@@ -154,13 +156,6 @@ def _pearson(a: Any, b: Any) -> float:
     """Return the correlation of two rows of numbers; not a number where one of them is constant."""
     a, b = np.asarray(a), np.asarray(b)
     return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else float("nan")
-
-
-def _head_ranks(data: pd.DataFrame) -> pd.Series[float]:
-    """Return the untruncated effective rank of each (layer, head) by its mean spectrum."""
-    mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean().unstack("index")
-    # erank = exp(-sum p log p); eigenvalues of 0 add nothing
-    return np.exp(-(mean * np.log(mean.clip(lower=1e-300))).sum(axis=1))
 
 
 def hidden_entropy(reading: Reading) -> pd.DataFrame:
