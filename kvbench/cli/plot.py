@@ -87,11 +87,10 @@ def _plot(names: list[str], pairs: list[str], quiet: bool, stored: bool) -> list
         raise UsageError("text= and dataset= are two ways to say what is read: give one of them")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.papers.figures import registry
-    from kvbench.papers.figures.measured import ResultFigure
 
     figures = registry.of(names)
-    of_results = [f for f in figures if isinstance(f, ResultFigure)]
-    of_activations = [f for f in figures if not isinstance(f, ResultFigure)]
+    of_results = [f for f in figures if f.sweeps is not None]
+    of_activations = [f for f in figures if f.sweeps is None]
     for key in figure_keys:
         takers = [f.id for f in registry.FIGURES.values() if _takes(f, key)]
         if not any(_takes(f, key) for f in figures):
@@ -116,9 +115,7 @@ def _plot(names: list[str], pairs: list[str], quiet: bool, stored: bool) -> list
 
 def _takes(figure: Any, key: str) -> bool:
     """Return True if the figure uses a key that is not a run's."""
-    from kvbench.papers.figures.measured import ResultFigure
-
-    return key in figure.knobs or (key in ("text", "samples") and not isinstance(figure, ResultFigure))
+    return key in figure.knobs or (key in ("text", "samples") and figure.sweeps is None)
 
 
 def _of_results(figures: Sequence[Any], pairs: Sequence[str], quiet: bool, stored: bool) -> list[dict[str, Any]]:

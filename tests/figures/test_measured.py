@@ -13,10 +13,10 @@ import pytest
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.papers.figures import measured, registry, scores, think
-from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, Point, ResultFigure, Sweep, prepare
+from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, Point, Sweep, prepare
 from kvbench.run import summary
 
-RESULTS = {i: f for i, f in registry.FIGURES.items() if isinstance(f, ResultFigure)}
+RESULTS = {i: f for i, f in registry.FIGURES.items() if f.sweeps is not None}
 TINY = ["length=128", "limit=3"]
 SMALL = replace(
     RESULTS["results/budget"],

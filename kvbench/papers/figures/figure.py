@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -22,7 +22,9 @@ from kvbench.papers.spec import stand_ins
 from kvbench.tables.style import styled
 from kvbench.tasks.base import read_text
 
-Source = TypeVar("Source")
+if TYPE_CHECKING:
+    from kvbench.papers.figures.measured import Sweep
+
 DIGITS = "%.5g"
 
 
@@ -75,13 +77,14 @@ class Code(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Figure(Generic[Source]):
+class Figure:
     """One figure of a paper, ``<paper>/fig<number>``, with its data, its texts and its drawing.
 
     title: its content in a line. shows: its caption, with the exact computation. claim: the paper's reading of its own
     figure. unsaid: points that the paper leaves open, and the choices made here. columns: those of the data. knobs: its
     options with their defaults; None stands for the default in ``shows``. each, most: prompts read by default per task
-    and in all. compute, facts, prepare: as in ``Code``.
+    and in all. compute, facts, prepare: as in ``Code``. sweeps: the runs behind measured scores, empty where formulas
+    alone compute a figure; None for one of a model's activations.
     """
 
     id: str
@@ -91,12 +94,13 @@ class Figure(Generic[Source]):
     unsaid: str
     columns: tuple[str, ...]
     picture: Picture
-    compute: Callable[[Source], pd.DataFrame]
+    compute: Callable[[Any], pd.DataFrame]
     facts: Callable[[pd.DataFrame], Iterable[Fact]]
     prepare: Callable[[pd.DataFrame], pd.DataFrame]
     knobs: Mapping[str, Any] = field(default_factory=dict)
     each: int = 1
     most: int | None = None
+    sweeps: tuple[Sweep, ...] | None = None
 
     @property
     def paper(self) -> str:

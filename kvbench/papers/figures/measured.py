@@ -72,13 +72,6 @@ class Sweep:
         return self.dataset if tiny else self.published or self.dataset
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResultFigure(Figure["MeasuredFigure"]):
-    """A figure of measured scores. ``sweeps`` are the runs behind it, none where formulas alone compute it."""
-
-    sweeps: tuple[Sweep, ...] = ()
-
-
 @dataclass(frozen=True)
 class Ran:
     """A sweep with the run that measures it; ``chains`` are those of its points."""
@@ -167,16 +160,16 @@ class MeasuredFigure:
         }
 
 
-def prepare(figure: ResultFigure, arguments: Sequence[str]) -> MeasuredFigure:
+def prepare(figure: Figure, arguments: Sequence[str]) -> MeasuredFigure:
     """Plan the runs of a figure, checked before any model is loaded.
 
     ``arguments`` are ``run``'s: model=, dataset= in place of the figure's own (of those that it has where each has a
     budget), limit=, results=, data.root=, ... Raises UsageError for a model, a dataset or an argument that is not
     possible.
     """
-    options = dict(a.partition("=")[::2] for a in arguments)
+    options, sweeps = dict(a.partition("=")[::2] for a in arguments), figure.sweeps or ()
     model = options.get("model", stand_ins.MODEL)
-    datasets = list(dict.fromkeys(s.reads(model == stand_ins.MODEL) for s in figure.sweeps))
+    datasets = list(dict.fromkeys(s.reads(model == stand_ins.MODEL) for s in sweeps))
     wanted = split_list(options["dataset"]) if "dataset" in options else datasets
     strange = [n for n in wanted if len(datasets) > 1 and not any(_within(n, dataset) for dataset in datasets)]
     if strange:
@@ -184,10 +177,10 @@ def prepare(figure: ResultFigure, arguments: Sequence[str]) -> MeasuredFigure:
             f"dataset={strange[0]} is not possible with {figure.id}, which has a budget for each of its datasets: "
             f"{', '.join(datasets)}"
         )
-    if options and not figure.sweeps and set(options) - {"results", "limit"}:
+    if options and not sweeps and set(options) - {"results", "limit"}:
         raise UsageError(f"{next(iter(options))}= is not possible with {figure.id}: it is computed from formulas alone")
     ran = []
-    for sweep in figure.sweeps:
+    for sweep in sweeps:
         names = [n for n in wanted if len(datasets) == 1 or _within(n, sweep.reads(model == stand_ins.MODEL))]
         if names:
             ran.append(_ran(sweep, model, {**options, "dataset": ",".join(names)}, figure.each))

@@ -51,7 +51,7 @@ class Origin:
         """Return the loaded model."""
         return load.load_weights(self.cfg.model, self.source, load.resolve_device(self.cfg.device))
 
-    def prompts(self, figure: Figure[Any]) -> list[Prompt]:
+    def prompts(self, figure: Figure) -> list[Prompt]:
         """Return the prompts that the figure reads."""
         if self.text is not None:
             room = self.context or TOKENS

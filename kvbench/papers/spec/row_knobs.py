@@ -78,11 +78,6 @@ def parse(setting: str) -> dict[str, str]:
     return dict(part.partition("=")[::2] for part in setting.split(";") if part)
 
 
-def context(setting: Mapping[str, str]) -> int | None:
-    """Return the tokens of the context that a row states (``context=4k``); None where it states none."""
-    return 1024 * int(setting["context"].removesuffix("k")) if "context" in setting else None
-
-
 def method_of(method: str, setting: Mapping[str, str]) -> str:
     """Return kvbench's name for a published method under a setting."""
     if method == "h2o+quant" and "selection_bits" in setting:

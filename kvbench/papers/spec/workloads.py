@@ -122,8 +122,9 @@ class Reader:
 
     def _lengths(self, row: TableRow, dataset: str) -> list[int]:
         """Return the paper's lengths within the row's own context; none of a dataset without that knob."""
-        most = row_knobs.context(row_knobs.parse(row.setting))
-        return [n for n in self._knobs(row, dataset).get("lengths", ()) if most is None or n <= most]
+        stated = row_knobs.parse(row.setting).get("context")  # as in 4k
+        lengths = self._knobs(row, dataset).get("lengths", ())
+        return [n for n in lengths if stated is None or n <= 1024 * int(stated.removesuffix("k"))]
 
     def _fits(self, length: int, knobs: Mapping[str, Any]) -> bool:
         """Tell whether a prompt of that many tokens is read whole, with room for its answer."""
