@@ -81,11 +81,10 @@ def _plot(names: list[str], options: dict[str, str], quiet: bool, stored: bool) 
     if "text" in figure_keys and "dataset" in options:
         raise UsageError("text= and dataset= are two ways to say what is read: give one of them")
     from kvbench.papers.figures import registry
-    from kvbench.papers.figures.measured import ResultFigure
 
     figures = registry.of(names)
-    of_results = [f for f in figures if isinstance(f, ResultFigure)]
-    of_activations = [f for f in figures if not isinstance(f, ResultFigure)]
+    of_results = [f for f in figures if f.sweeps is not None]
+    of_activations = [f for f in figures if f.sweeps is None]
     for key in figure_keys:
         takers = [f.id for f in registry.FIGURES.values() if _takes(f, key)]
         if not any(_takes(f, key) for f in figures):
@@ -111,9 +110,7 @@ def _plot(names: list[str], options: dict[str, str], quiet: bool, stored: bool) 
 
 def _takes(figure: Any, key: str) -> bool:
     """Return True if the figure uses a key that is not a run's."""
-    from kvbench.papers.figures.measured import ResultFigure
-
-    return key in figure.knobs or (key in ("text", "samples") and not isinstance(figure, ResultFigure))
+    return key in figure.knobs or (key in ("text", "samples") and figure.sweeps is None)
 
 
 def _of_results(
@@ -154,7 +151,7 @@ def _of_activations(
     records = []
     for figure in figures:
         prompts = origin.prompts(figure)
-        knobs = source.knob_values(figure, own)
+        knobs = {k: own.get(k, default) for k, default in figure.knobs.items()}
         with progress({figure.id: len(prompts)}, quiet, "prompts") as tick:
             reading = Reading(
                 origin.model,

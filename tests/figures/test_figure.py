@@ -11,10 +11,9 @@ from figures.readings import reading
 from kvbench.errors import UsageError
 from kvbench.papers.figures import registry
 from kvbench.papers.figures.figure import facts_of, folder, read_csv
-from kvbench.papers.figures.measured import ResultFigure
 from kvbench.tables import style
 
-FIGURES = {i: f for i, f in registry.FIGURES.items() if not isinstance(f, ResultFigure)}
+FIGURES = {i: f for i, f in registry.FIGURES.items() if f.sweeps is None}
 KNOBS = {"qhitter/fig2": {"bits": (4, 2)}}
 
 

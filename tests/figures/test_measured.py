@@ -12,11 +12,11 @@ import pytest
 
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
-from kvbench.papers.figures import measured, needle, registry, scores, think_memory
-from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, Point, ResultFigure, Sweep, prepare
+from kvbench.papers.figures import measured, registry, scores, think
+from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, Point, Sweep, prepare
 from kvbench.run import summary
 
-RESULTS = {i: f for i, f in registry.FIGURES.items() if isinstance(f, ResultFigure)}
+RESULTS = {i: f for i, f in registry.FIGURES.items() if f.sweeps is not None}
 TINY = ["length=128", "limit=3"]
 SMALL = replace(
     RESULTS["results/budget"],
@@ -41,11 +41,11 @@ def ran(tmp_path_factory):
 def invented(figure):
     """Data of a figure's columns for every point that it declares, each with two tasks."""
     if figure.id == "think/fig3b":
-        return think_memory.memory(MeasuredFigure(()))
+        return think.memory(MeasuredFigure(()))
     rng = np.random.default_rng(0)
     if figure.id == "needle/heatmap":
         fields = [(m, n, d) for m in ("full", "h2o") for n in (256, 512) for d in (0, 50, 100)]
-        return pd.DataFrame([(m, n, d, 100 * rng.random(), 2) for m, n, d in fields], columns=list(needle.COLUMNS))
+        return pd.DataFrame([(m, n, d, 100 * rng.random(), 2) for m, n, d in fields], columns=list(figure.columns))
     rows = []
     for sweep in figure.sweeps:
         tasks = sweep.dataset.split(",") if sweep.dataset != "tiny" else ["needle", "hop"]
@@ -116,7 +116,7 @@ def test_the_front_is_what_nothing_beats():
 
 
 def test_memory_of_think_by_hand():
-    data = think_memory.memory(MeasuredFigure(())).groupby("method")["cache"].first()
+    data = think.memory(MeasuredFigure(())).groupby("method")["cache"].first()
     heads, whole, packed = 32 * 32, 497 * 128 * 2, 497 // 32 * 32
     scales = packed // 32 * 128 * 4  # a group of 32 tokens has a scale and a minimum of 2 bytes for each channel
     keys = packed * 128 * 2 // 8 + scales + (497 - packed) * 128 * 2

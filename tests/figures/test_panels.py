@@ -7,7 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from kvbench.papers.figures import registry
-from kvbench.papers.figures.findings import Fact, sentences
+from kvbench.papers.figures.figure import Fact, sentences
 from kvbench.papers.figures.panels import Panel, Picture
 from kvbench.tables import style
 

@@ -92,7 +92,7 @@ def test_a_verdict_that_another_scaling_does_not_share_is_fragile():
 
 def test_one_example_asked_in_three_ways_is_one_pair(tmp_path, monkeypatch):
     """MDQA asks each question with the answer in three places: three equal pairs rejected a true null too often."""
-    monkeypatch.setattr(claims.Asked, "scores", lambda self, store, cell: cell)
+    monkeypatch.setattr(claims, "scores", lambda store, group, cell: cell)
     group = SimpleNamespace(
         examples=[SimpleNamespace(id="a"), SimpleNamespace(id="b")], task=SimpleNamespace(metric="f1")
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvbench.papers.forensics.exact import everything, exact
-from kvbench.papers.spec.published_cells import book, published
+from kvbench.papers.spec.published_cells import Book, published
 
 
 def cell(paper, table, column, **row):
@@ -88,7 +88,7 @@ def test_what_needs_a_model_is_left_out():
 def test_an_altered_input_shows():
     cells = published().cells
     i = next(i for i, c in enumerate(cells) if c.paper == "vatp" and c.table == "4" and c.metric == "throughput")
-    changed = book((*cells[:i], replace(cells[i], printed="99.78", value=99.78), *cells[i + 1 :]))
+    changed = Book((*cells[:i], replace(cells[i], printed="99.78", value=99.78), *cells[i + 1 :]))
     before = [e.ok for e in exact("vatp", "4")]
     after = [e.ok for e in exact("vatp", "4", changed)]
     assert all(before) and after.count(False) == 2

@@ -11,8 +11,8 @@ from statistics import fmean
 
 from kvbench.bench.records import NOT_RUN
 from kvbench.metrics import metric, stats
-from kvbench.papers.forensics.exact import Exact, exact
-from kvbench.papers.measured.our_table import OurTable, TableLine
+from kvbench.papers.forensics.exact import exact
+from kvbench.papers.measured.our_table import OurTable, TableLine, scores
 from kvbench.papers.spec.numbers import decimals
 from kvbench.papers.spec.published import MARKS, Published
 from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column
@@ -95,7 +95,7 @@ class _Read:
 def view(ours: OurTable) -> View:
     """Build all entries of a table, from the paper's data and from the store."""
     table = ours.declared
-    recomputed = {e.cell: e for e in exact(table.paper, table.table)}
+    recomputed = {e.cell: "✓" if e.ok else f"recomputed {e.shown}" for e in exact(table.paper, table.table)}
     if ours.timings is not None:
         rows = tuple(
             (x, tuple(_timed(ours, x.row.cells.get(c.name), recomputed) for c in table.columns)) for x in ours.lines
@@ -120,7 +120,7 @@ def view(ours: OurTable) -> View:
     return View(ours, (*columns, *means), rows)
 
 
-def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, Exact]) -> CellView:
+def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, str]) -> CellView:
     """Build an entry of an efficiency table."""
     if printed is None or ours.timings is None:
         return CellView()
@@ -135,7 +135,7 @@ def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Publis
         published_relative=None if cell.published_ratio is None else 100 * cell.published_ratio,
         mark=MARKS.get(printed.certainty, ""),
         printed=printed.printed,
-        exact=_exact(recomputed.get(printed)),
+        exact=recomputed.get(printed, ""),
         timed=cell,
     )
 
@@ -148,8 +148,16 @@ def _read(ours: OurTable, line: TableLine, column: Column, read_by_cells: dict[t
     ids = tuple(c.id for _, c in cells)
     if cells and ids in read_by_cells:
         return read_by_cells[ids]
-    groups = [group for group, _ in ours.full(line, column)]
-    value, pairs = ours.value(line, column), _pairs(ours, line, column)
+    full_cells = ours.full(line, column)
+    groups = [group for group, _ in full_cells]
+    by_example: dict[str, list[tuple[float, float]]] = {}
+    for (group, own_cell), (_, full_cell) in zip(cells, full_cells if cells else (), strict=True):
+        assert ours.run is not None
+        own, full_scores = (scores(ours.run.store, group, cell) for cell in (own_cell, full_cell))
+        for e in sorted(own.keys() & full_scores.keys()):
+            by_example.setdefault(e, []).append((own[e], full_scores[e]))
+    # an example that is asked in several ways (MDQA's three positions) is one, with its mean scores
+    value, pairs = ours.value(line, column), stats.by_example(by_example, 2)
     floor = any(at_floor(g.task, pairs[:, 1]) for g in groups)
     # of log losses, less is better
     losses = any(metric(g.task.metric).shown is not None for g in groups)
@@ -162,7 +170,7 @@ def _read(ours: OurTable, line: TableLine, column: Column, read_by_cells: dict[t
 
 
 def _entry(
-    ours: OurTable, line: TableLine, column: Column, read: _Read | None, recomputed: Mapping[Published, Exact]
+    ours: OurTable, line: TableLine, column: Column, read: _Read | None, recomputed: Mapping[Published, str]
 ) -> CellView:
     """Build an entry of a table of scores."""
     printed = line.row.cells.get(column.name)
@@ -179,7 +187,7 @@ def _entry(
         published_budget=budget.value if budget else None,
         budgeted=budget is not None,
         printed=printed.shown,
-        exact=_exact(recomputed.get(printed)),
+        exact=recomputed.get(printed, ""),
     )
     summary = result.summary
     if read is None or summary is None or summary.score is None:
@@ -241,13 +249,16 @@ def _average(
     is_full = stated is not None and stated.metric == RATIO
     offset = 100 if ours.declared.average == RELATIVE and not is_full else 0
     mean, share = _printed_average([(_printed_full(ours, line, c), e) for c, e, _ in readable], ratios)
-    published = None if mean is None else mean - offset
+    published, other = None if mean is None else mean - offset, None
+    if stated is not None and stated.value is not None and published is not None and len(readable) == len(scored):
+        differs = abs(stated.value - published) > ROUNDING * 10.0 ** -decimals(stated.printed)
+        other = stated.value if differs else None
     entry = CellView(
         status="missing" if any(e.status in ("missing", "none") for e in entries) else entries[0].status,
         reason=entries[0].reason,
         published=published,
         published_relative=share,
-        stated=stated.value if len(readable) == len(scored) and _differs(stated, published) and stated else None,
+        stated=other,
     )
     if any(e.status != "measured" or e.ours is None for e in entries):
         return entry
@@ -279,20 +290,6 @@ def _printed_average(
     return fmean(values), 100 * fmean(values) / full if full else None
 
 
-def _differs(stated: Published | None, published: float | None) -> bool:
-    """Tell whether a stated average differs from that of its cells by more than rounding explains."""
-    if stated is None or stated.value is None or published is None:
-        return False
-    return abs(stated.value - published) > ROUNDING * 10.0 ** -decimals(stated.printed)
-
-
-def _exact(recomputed: Exact | None) -> str:
-    """Return ✓ where a printed value is right, the recomputed one where it is not, '' where none is known."""
-    if recomputed is None:
-        return ""
-    return "✓" if recomputed.ok else f"recomputed {recomputed.shown}"
-
-
 def _printed_full(ours: OurTable, line: TableLine, column: Column) -> Published | None:
     """Return the printed cell of the full cache in a line's model and a column."""
     full = ours.declared.full_row(line.row.model)
@@ -308,21 +305,3 @@ def _share(value: Published, whole: Published | None) -> float | None:
     # less is better of a perplexity: its share is full / value
     a, b = (whole.points, value.points) if value.metric == "perplexity" else (value.points, whole.points)
     return 100 * a / b
-
-
-def _pairs(ours: OurTable, line: TableLine, column: Column) -> stats.Pairs:
-    """Return the scores [n, 2] of the line and of the full cache, over the examples that both have.
-
-    An example that is asked in several ways (MDQA's three positions) is one, with its mean scores.
-    """
-    pairs: dict[str, list[tuple[float, float]]] = {}
-    cells = ours.cells(line, column)
-    for (group, own_cell), (_, full_cell) in zip(cells, ours.full(line, column) if cells else (), strict=True):
-        assert ours.run is not None
-        wanted = {e.id for e in group.examples}
-        own, full = (ours.run.store.samples(cell.id) for cell in (own_cell, full_cell))
-        for e in sorted(wanted & own.keys() & full.keys()):
-            score, full_score = own[e].score, full[e].score
-            if score is not None and full_score is not None:
-                pairs.setdefault(e, []).append((score, full_score))
-    return stats.by_example(pairs, 2)

@@ -26,6 +26,7 @@ from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Cell, Group
 from kvbench.run.results import CellResult
 from kvbench.run.run_plan import context_of
+from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 
 RESULTS = "results"
@@ -114,6 +115,12 @@ class OurTable:
         return CellResult("", " ".join(c.id for _, c in cells), "measured", summary=pooled)
 
 
+def scores(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
+    """Return the stored scores of a cell by example, in the order of the group's examples."""
+    samples = store.samples(cell.id)
+    return {e.id: x for e in group.examples if e.id in samples and (x := samples[e.id].score) is not None}
+
+
 def printed(declared: TableSpec, model: str, why: str) -> OurTable:
     """Build the table with the paper's side only; ``why`` says why nothing is measured."""
     if declared.kind == timings.KIND:
@@ -129,17 +136,14 @@ def timed(found: Timings) -> OurTable:
     return OurTable(found.table, found.bench.model, found.stand_in, lines, None, timings=found)
 
 
-def prepare(
-    declared: TableSpec, model: str, arguments: Sequence[str] = (), limits: Mapping[str, int] | None = None
-) -> OurTable:
+def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> OurTable:
     """Plan the table on ``model`` (an entry of conf/model, a folder or a hub id); ``arguments`` are ``run``'s.
 
     Rows of other models are skipped. A model that is none of the table's stands in for all of them; tiny does so with
     tasks and budgets of its own. No ``model`` is tiny. Datasets that cannot be read are left out and listed in
     ``absent``; where that is all, ``run`` is None. ``longbench=`` (full, mini) chooses the source of LongBench's
-    columns. ``limits`` are the most examples by dataset where ``limit=`` gives none. An efficiency table shows the rows
-    stored in ``results=``; tiny gives way to the paper's own model where there are rows of it. Raises UsageError for
-    arguments that are not possible.
+    columns. An efficiency table shows the rows stored in ``results=``; tiny gives way to the paper's own model where
+    there are rows of it. Raises UsageError for arguments that are not possible.
     """
     options = dict(a.partition("=")[::2] for a in arguments)
     if declared.kind == timings.KIND:
@@ -182,7 +186,7 @@ def prepare(
     reads = [w for w in workloads if w not in absent]
     if not reads:
         return OurTable(declared, model, stand_in, lines, None, {}, absent, tuple(notes))
-    run, groups = _plan(reader, lines, reads, limits or {})
+    run, groups = _plan(reader, lines, reads)
     mini_sizes = [len(g.task.examples) for w, members in groups.items() for g in members if w.entry == FAMILIES["mini"]]
     if mini_sizes:
         notes.append(f"LongBench columns: MiniLongBench's examples, {min(mini_sizes)} to {max(mini_sizes)} a task.")
@@ -191,15 +195,14 @@ def prepare(
 
 
 def _plan(
-    reader: Reader, lines: Sequence[TableLine], reads: Sequence[TableWorkload], limits: Mapping[str, int]
+    reader: Reader, lines: Sequence[TableLine], reads: Sequence[TableWorkload]
 ) -> tuple[RunPlan, dict[TableWorkload, tuple[Group, ...]]]:
     """Plan the run of the cells behind printed numbers, and of the full cache; return it with groups by workload."""
     label_of = labels(w.whole for w in reads)
     datasets = []
     for whole, label in label_of.items():
         parts = dict.fromkeys(p for w in reads if w.whole == whole for p in w.parts or ())
-        dataset = reader.config(replace(whole, parts=tuple(parts) or None), label)
-        datasets.append(replace(dataset, default_limit=limits.get(whole.dataset, dataset.default_limit)))
+        datasets.append(reader.config(replace(whole, parts=tuple(parts) or None), label))
     chains: dict[Chain, str] = {}
     for line in lines:
         for chain in (line.chain, *line.others.values()):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from textwrap import fill
 from typing import Any
 
-from kvbench.papers.measured.cell_view import View
+from kvbench.papers.measured.cell_view import CellView, View
 from kvbench.papers.measured.grid import grid, notes, title
 from kvbench.papers.timed.row_matching import TimedCell
 from kvbench.tables import writers
@@ -21,6 +21,8 @@ CSV_FIELDS = (
     *("unit", "ratio", "published_ratio", "base", "device", "workload", "marks"),
 )
 SETTINGS = ("model", "method", "setting")
+SAME = ("status", "ours", "n", "of", "published", "mark", "stated", "exact", "reason")
+"""Fields of a record that are those of the cell."""
 
 
 def render(view: View, style: str = "text", show: str = "both", terminal: bool = False) -> str:
@@ -61,33 +63,27 @@ def records(view: View) -> Iterator[dict[str, Any]]:
             if e.status == "none":
                 continue
             low, high = e.ci or (None, None)
-            percent_low, percent_high = e.relative_ci or (None, None)
             yield {
                 **row,
                 "column": column.name,
-                **{
-                    key: getattr(e, key)
-                    for key in ("status", "ours", "n", "of", "published", "mark", "stated", "exact")
-                },
+                **{key: getattr(e, key) for key in SAME},
                 "ci_low": low,
                 "ci_high": high,
                 "delta": None if view.ours.stand_in or e.timed is not None else e.delta,
                 "stand_in": view.ours.model if view.ours.stand_in else "",
                 "kept_percent": e.budget,
                 "published_kept_percent": e.published_budget,
-                "reason": e.reason,
-                **(
-                    {
-                        "ours_percent_of_full": e.relative,
-                        "percent_low": percent_low,
-                        "percent_high": percent_high,
-                        "published_percent_of_full": e.published_relative,
-                        "cell": e.cell,
-                    }
-                    if e.timed is None or timings is None
-                    else _timed(e.timed, timings.bench.base)
-                ),
+                **(_relative(e) if e.timed is None or timings is None else _timed(e.timed, timings.bench.base)),
             }
+
+
+def _relative(e: CellView) -> dict[str, Any]:
+    """Return the fields of a score's cell, whose shares are of its full cache."""
+    low, high = e.relative_ci or (None, None)
+    return {
+        **{"ours_percent_of_full": e.relative, "percent_low": low, "percent_high": high},
+        **{"published_percent_of_full": e.published_relative, "cell": e.cell},
+    }
 
 
 def _timed(cell: TimedCell, base: str) -> dict[str, Any]:

@@ -99,8 +99,10 @@ class Reader:
         typed, parts = self._typed(), None
         if "lengths" in knobs and "lengths" not in typed:
             parts = tuple(str(n) for n in self._lengths(row, dataset) if self._fits(n, knobs))
-        settings = ((k, _frozen(v)) for k, v in knobs.items() if k not in typed and k != "lengths")
-        return TableWorkload(dataset, name, tuple(settings), parts)
+        settings = tuple(
+            (k, tuple(v) if isinstance(v, list) else v) for k, v in knobs.items() if k not in typed and k != "lengths"
+        )
+        return TableWorkload(dataset, name, settings, parts)
 
     def beyond(self, row: TableRow, dataset: str) -> list[int]:
         """Return the paper's lengths that this model does not take; none where the user typed others."""
@@ -120,8 +122,9 @@ class Reader:
 
     def _lengths(self, row: TableRow, dataset: str) -> list[int]:
         """Return the paper's lengths within the row's own context; none of a dataset without that knob."""
-        most = row_knobs.context(row_knobs.parse(row.setting))
-        return [n for n in self._knobs(row, dataset).get("lengths", ()) if most is None or n <= most]
+        stated = row_knobs.parse(row.setting).get("context")  # as in 4k
+        lengths = self._knobs(row, dataset).get("lengths", ())
+        return [n for n in lengths if stated is None or n <= 1024 * int(stated.removesuffix("k"))]
 
     def _fits(self, length: int, knobs: Mapping[str, Any]) -> bool:
         """Tell whether a prompt of that many tokens is read whole, with room for its answer."""
@@ -180,8 +183,3 @@ def composed(written: Sequence[str], datasets: Iterable[str], small: bool) -> Ru
         names |= dict.fromkeys(FAMILIES.values() if dataset in TASKS else (dataset, *INSTEAD.get(dataset, ())[:1]))
     entry_names = [n for n in names if n in entries("dataset")]
     return config.read([*written, f"dataset={','.join(entry_names)}"])
-
-
-def _frozen(value: Any) -> Any:
-    """Return a list as a tuple, and any other value as it is."""
-    return tuple(value) if isinstance(value, list) else value

@@ -17,8 +17,7 @@ from kvbench.bench.records import MEASURED, NOT_RUN, Row
 from kvbench.papers.spec.published import Published
 from kvbench.papers.timed.bench_spec import BenchSpec
 
-GB, MB, MIB = 1e9, 1e6, 2**20
-UNITS = {"s": 1.0, "ms": 1e-3, "ms/token": 1e-3, "s/100token": 0.01, "GB": GB, "MB": MB, "MiB": MIB, "pct": 0.01}
+UNITS = {"s": 1.0, "ms": 1e-3, "ms/token": 1e-3, "s/100token": 0.01, "GB": 1e9, "MB": 1e6, "MiB": 2**20, "pct": 0.01}
 """Our seconds, bytes and fractions per printed unit."""
 MORE_IS_BETTER = ("throughput", "speedup_vs_full")
 MISSING = "missing"
