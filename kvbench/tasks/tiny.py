@@ -26,7 +26,6 @@ from kvbench.tasks.knobs import whole
 
 T = TypeVar("T")
 
-
 WORDS = {
     name: tuple(text.split())
     for name, text in yaml.safe_load(Path(__file__).with_name("tiny_words.yaml").read_text(encoding="utf-8")).items()
