@@ -144,13 +144,7 @@ def tables(found: Iterable[tuple[str, str, str]]) -> str:
 def figures_of(folder: Path) -> list[dict[str, str]]:
     """Return every figure of ``folder``: its picture, what it shows, the paper's finding, and ours."""
     figures = []
-
-    def order(path: Path) -> tuple[Any, ...]:
-        """Return a sort key with numbers as numbers: figure 10 comes behind figure 9."""
-        parts = re.split(r"(\d+)", str(path.relative_to(folder)))
-        return tuple(int(part) if part.isdigit() else part for part in parts)
-
-    for path in sorted(folder.rglob("*.png"), key=order):
+    for path in sorted(folder.rglob("*.png"), key=lambda path: _order(str(path.relative_to(folder)))):
         name, csv = str(path.relative_to(folder).with_suffix("")), path.with_suffix(".csv")
         texts = {"name": name, "picture": str(path)}
         if (figure := FIGURES.get(name)) is not None:
@@ -159,6 +153,11 @@ def figures_of(folder: Path) -> list[dict[str, str]]:
             texts |= {"The paper": figure.claim, "Open": figure.unsaid}
         figures.append(texts)
     return figures
+
+
+def _order(name: str) -> tuple[Any, ...]:
+    """Return a sort key with numbers as numbers: figure 10 comes behind figure 9."""
+    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))
 
 
 def figures(found: Sequence[Mapping[str, str]]) -> str:
