@@ -310,12 +310,12 @@ def test_a_refusal_outlives_other_shards_and_ends_only_when_its_example_passes(t
     LiesOnce.lies[:] = [zlib.crc32(np.array(ids, dtype=np.int64).tobytes())]
     for shard in shards:
         experiment.measure(shard, quiet=True)
-    whole = prepare(*base, chains=chains)
-    (cell,) = experiment.report(whole).rows[0].cells
+    complete = prepare(*base, chains=chains)
+    (cell,) = experiment.report(complete).rows[0].cells
     assert cell.status == "refused"
     assert bad.id in cell.reason
     LiesOnce.lies.clear()
-    (cell,) = experiment.measure(whole, quiet=True).rows[0].cells
+    (cell,) = experiment.measure(complete, quiet=True).rows[0].cells
     assert (cell.status, cell.summary.n) == ("measured", 8)
 
 

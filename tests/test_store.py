@@ -37,8 +37,8 @@ def test_an_end_that_was_marked_stays_until_that_shard_is_opened_again(tmp_path,
     store.mark(cell, status, "why")
     assert store.status(cell.id).status == "started"
     writer.close()
-    found = ResultStore(tmp_path).status(cell.id)
-    assert (found.status, found.reason, found.n, found.measuring) == (status, "why", 1, ())
+    statuses = ResultStore(tmp_path).status(cell.id)
+    assert (statuses.status, statuses.reason, statuses.n, statuses.measuring) == (status, "why", 1, ())
     measure(store, cell, [1], shard=1)
     assert store.status(cell.id).status == status
     measure(store, cell, [2], shard=2)
@@ -67,8 +67,8 @@ def test_a_process_that_vanished_leaves_its_cell_interrupted(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=_die, args=(tmp_path,))
     process.start()
     process.join()
-    found = ResultStore(tmp_path).status(Cell().id)
-    assert (found.status, found.n, found.measuring) == ("interrupted", 1, ())
+    status = ResultStore(tmp_path).status(Cell().id)
+    assert (status.status, status.n, status.measuring) == ("interrupted", 1, ())
 
 
 def test_a_mark_that_is_damaged_or_cannot_be_written_is_no_error(tmp_path):

@@ -10,8 +10,8 @@ from kvbench.cache.model_shape import Shape
 
 
 def test_full_caches_are_accounted_to_the_byte():
-    found = resident.hold("full", 2, 64)
-    assert found["accounted"] == 2 * resident.SHAPE.full_bytes(64, 2) + 2 * resident.SHAPE.layers * 4 * 64
+    actual = resident.hold("full", 2, 64)
+    assert actual["accounted"] == 2 * resident.SHAPE.full_bytes(64, 2) + 2 * resident.SHAPE.layers * 4 * 64
 
 
 @pytest.mark.parametrize("name", resident.METHODS)
@@ -30,16 +30,16 @@ def test_a_ratio_off_by_more_than_a_twentieth_fails(grown, status, capsys):
 
 
 def test_rows_come_in_order(monkeypatch, capsys):
-    asked = []
+    requests = []
 
     def measured(room, one, name, *sizes, env):
-        asked.append(name)
+        requests.append(name)
         return {"grown": 4.0, "accounted": 4.0}
 
     monkeypatch.setattr(resident, "in_process", measured)
     monkeypatch.setattr("sys.argv", ["resident", "--only", "qhitter 4"])
     assert resident.main() == 0
-    assert sorted(asked) == ["full", "qhitter 4 bits 12.5 %"]
+    assert sorted(requests) == ["full", "qhitter 4 bits 12.5 %"]
     text = capsys.readouterr().out
     assert "rounded up to pages" in text and text.index("\nfull") < text.index("\nqhitter")
 
@@ -64,5 +64,5 @@ def test_processes_run_at_once_as_memory_and_processors_allow(monkeypatch, free,
 def test_a_process_holds_what_is_accounted():
     names, sizes = ("full", "kivi 2 bits"), ("--caches", 24, "--tokens", 2048)
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda n: in_process("resident", "--one", n, *sizes, env=resident.ALLOCATOR), names)
-        assert resident.report(zip(names, found, strict=True)) == 0
+        actual = pool.map(lambda n: in_process("resident", "--one", n, *sizes, env=resident.ALLOCATOR), names)
+        assert resident.report(zip(names, actual, strict=True)) == 0

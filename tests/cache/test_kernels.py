@@ -26,8 +26,8 @@ HERE = Path(__file__).parent
 
 
 def child(command, **env):
-    given = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=580, env=given)
+    arguments = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=580, env=arguments)
     return done, done.stdout + done.stderr
 
 
@@ -37,9 +37,9 @@ def child(command, **env):
 def test_numbers_are_those_of_plain_pytorch():
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     command = ["-m", "pytest", "-x", "-p", "no:cacheprovider", str(HERE / "kernel_cases.py")]
-    done, told = child(command, **interpreted)
-    assert done.returncode == 0, told
-    assert " passed" in told and "skipped" not in told
+    done, message = child(command, **interpreted)
+    assert done.returncode == 0, message
+    assert " passed" in message and "skipped" not in message
 
 
 COMPILE = """
@@ -90,8 +90,8 @@ CALLS = (
 def test_kernels_compile_to_machine_code(tmp_path):
     # the interpreter runs code that the compiler refuses
     script = "\n".join([COMPILE, *(f"print('bytes', build({c}, {call}))" for c, call in CALLS)])
-    done, told = child(["-c", script], TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
-    assert done.returncode == 0, told
+    done, message = child(["-c", script], TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert done.returncode == 0, message
     sizes = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("bytes")]
     assert len(sizes) == len(CALLS) and min(sizes) > 1000
 
@@ -153,22 +153,22 @@ def test_provenance_says_which_attention_it_was(monkeypatch):
 
 @pytest.mark.parametrize("counts", [[[5, 5], [3, 3], [0, 0]], [[5, 6], [3, 3], [0, 1]], [[7], [4], [2]]])
 def test_counts_of_rows(counts):
-    found = kernels._numbers(counts, torch.device("cpu"))
-    assert found.tolist() == counts and found.dtype == torch.int32 and found.is_contiguous()
+    actual = kernels._numbers(counts, torch.device("cpu"))
+    assert actual.tolist() == counts and actual.dtype == torch.int32 and actual.is_contiguous()
 
 
 def test_rows_of_ragged_heads_move_up():
     lengths = [[2, 0, 3], [1, 1, 1], [4, 2, 5]]
-    held, start = [], 0
+    stored, start = [], 0
     for row in lengths:
         k = torch.arange(start, start + sum(row)).float().view(1, -1, 1)
-        held.append(Segment(k, -k, torch.zeros(1, k.shape[1]).int(), torch.tensor(row, dtype=torch.int32)))
+        stored.append(Segment(k, -k, torch.zeros(1, k.shape[1]).int(), torch.tensor(row, dtype=torch.int32)))
         start += sum(row)
-    segment = flat(held)
+    segment = flat(stored)
     assert isinstance(segment, Ragged) and segment.starts.tolist() == [[0, 2, 2], [5, 6, 7], [8, 12, 14]]
-    left = segment.rows(torch.tensor([0, 2]))
-    assert left.k[:, 0].tolist() == [*range(5), *range(8, 19)] == (-left.v[:, 0]).tolist()
-    assert (left.starts.tolist(), left.longest) == ([[0, 2, 2], [5, 9, 11]], 5)
-    padded = left.padded()
+    remaining = segment.rows(torch.tensor([0, 2]))
+    assert remaining.k[:, 0].tolist() == [*range(5), *range(8, 19)] == (-remaining.v[:, 0]).tolist()
+    assert (remaining.starts.tolist(), remaining.longest) == ([[0, 2, 2], [5, 9, 11]], 5)
+    padded = remaining.padded()
     assert padded.valid.sum(dim=-1).tolist() == [[2, 0, 3], [4, 2, 5]]
     assert padded.k[1, 2, :, 0].tolist() == [14, 15, 16, 17, 18] and padded.k[0, 2, :3, 0].tolist() == [2, 3, 4]

@@ -38,9 +38,9 @@ ELSEWHERE = {
 def examples():
     for verb in HELP:
         for line in HELP[verb]["help"].splitlines():
-            found = re.match(r"  python -m kvbench (.*?)( {2,}.*)?$", line)
-            if found:
-                yield found[1]
+            match = re.match(r"  python -m kvbench (.*?)( {2,}.*)?$", line)
+            if match:
+                yield match[1]
 
 
 def test_every_verb_has_examples_and_each_exception_is_one_of_them():

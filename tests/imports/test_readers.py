@@ -88,9 +88,12 @@ def fields(predictions):
 def test_kvpress_csv_as_pandas_writes_it(tmp_path):
     path = tmp_path / "predictions.csv"
     frame().to_csv(path, index=False)
-    found = imports.read(path)
-    assert fields(found) == EXPECTED
-    assert [p.answers[0].place for p in found] == ["line 2", "line 4"]  # a quoted line break is a line of the file
+    predictions = imports.read(path)
+    assert fields(predictions) == EXPECTED
+    assert [p.answers[0].place for p in predictions] == [
+        "line 2",
+        "line 4",
+    ]  # a quoted line break is a line of the file
 
 
 @pytest.mark.parametrize("orient", ["records", "columns", "index"])
@@ -119,18 +122,18 @@ def sample(answer, **more):
 def test_lm_eval_samples(tmp_path):
     path = tmp_path / "samples_longbench_qasper_e_2025-01-02T03-04-05.678901.jsonl"
     path.write_text(sample("x") + sample("y", filter="other") + sample(["z", "second"]), encoding="utf-8")
-    (found,) = imports.read(path)
-    assert (found.dataset, found.extended, found.layout) == ("qasper", True, "lm-evaluation-harness")
-    assert [a.prediction for a in found.answers] == ["x", "z"]
-    assert found.answers[0].references == ("a", "b") and found.answers[0].length == 7
-    assert [a.place for a in found.answers] == ["line 1", "line 3"]
+    (predictions,) = imports.read(path)
+    assert (predictions.dataset, predictions.extended, predictions.layout) == ("qasper", True, "lm-evaluation-harness")
+    assert [a.prediction for a in predictions.answers] == ["x", "z"]
+    assert predictions.answers[0].references == ("a", "b") and predictions.answers[0].length == 7
+    assert [a.place for a in predictions.answers] == ["line 1", "line 3"]
 
 
 def test_lm_eval_targets_stand_in_for_references(tmp_path):
     path = tmp_path / "samples_squad.jsonl"
     path.write_text(sample("x", doc={}), encoding="utf-8")
-    (found,) = imports.read(path)
-    assert found.dataset == "squad" and found.answers[0].references == ("a", "b")
+    (predictions,) = imports.read(path)
+    assert predictions.dataset == "squad" and predictions.answers[0].references == ("a", "b")
 
 
 def test_folders_are_read_one_level_deep(tmp_path):

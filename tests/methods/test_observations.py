@@ -24,8 +24,8 @@ def observed(family, n, needs, dtype=torch.float32):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_layer_is_observed_in_the_shapes_and_bytes_of_the_specification(family):
     n, w, d = 70, 32, 16
-    asked = Needs(last_q=w, first_q=5, colsums=True, hidden=True, colsums_bits=frozenset({2, 8}))
-    layers = observed(family, n, asked, torch.bfloat16)
+    arguments = Needs(last_q=w, first_q=5, colsums=True, hidden=True, colsums_bits=frozenset({2, 8}))
+    layers = observed(family, n, arguments, torch.bfloat16)
     hk = 4 if family in ("gpt_neox", "opt") else 2
     assert [o.layer for o, *_ in layers] == [0, 1, 2]
     for o, k, v in layers:

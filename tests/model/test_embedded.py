@@ -120,14 +120,14 @@ def test_structured_beginning_looks_back_one_to_four_tokens(reader):
 
 def test_interrupted_training_goes_on_where_it_was(tmp_path):
     shape = initial.Shape(layers=1, heads=2, kv_heads=1)
-    whole, halves = tmp_path / "whole.pt", tmp_path / "halves.pt"
+    complete, halves = tmp_path / "whole.pt", tmp_path / "halves.pt"
     # So many minutes that the time, which drives the schedules, hardly differs between the two runs.
     recipe = train.Recipe(shape=shape, tokens_per_step=128, minutes=1e9)
-    one, _ = train.train(recipe, whole, log=lambda line: None, max_steps=4)
+    one, _ = train.train(recipe, complete, log=lambda line: None, max_steps=4)
     _, halfway = train.train(recipe, halves, log=lambda line: None, max_steps=2)
     two, progress = train.train(recipe, halves, log=lambda line: None, max_steps=4)
     assert (halfway.steps, progress.steps) == (2, 4)
-    assert torch.load(whole)["progress"]["steps"] == torch.load(halves)["progress"]["steps"] == 4
+    assert torch.load(complete)["progress"]["steps"] == torch.load(halves)["progress"]["steps"] == 4
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     with pytest.raises(ValueError, match="choose another file"):
         train.train(train.Recipe(shape=shape, seed=1), halves, log=lambda line: None)

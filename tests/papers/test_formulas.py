@@ -49,8 +49,11 @@ def test_queries():
 
 
 def names():
-    own = query(BOOK, "vatp", {"table": 1, "of": "scores", "by": ["method", "dataset"]})
-    return {"own": own, "full": query(BOOK, "vatp", {"table": 1, "of": "scores", "method": "full", "by": "dataset"})}
+    own_value = query(BOOK, "vatp", {"table": 1, "of": "scores", "by": ["method", "dataset"]})
+    return {
+        "own": own_value,
+        "full": query(BOOK, "vatp", {"table": 1, "of": "scores", "method": "full", "by": "dataset"}),
+    }
 
 
 @pytest.mark.parametrize(

@@ -53,14 +53,14 @@ def words(tokenizer, ids):
 def test_short_prompts_stay_and_long_ones_lose_exactly_their_middle():
     t, e = task()
     tok = Words()
-    whole = encode(tok, e, t, PromptPolicy(), None)
-    assert (len(whole), whole.cut) == (11, 0)
+    complete = encode(tok, e, t, PromptPolicy(), None)
+    assert (len(complete), complete.cut) == (11, 0)
     for limit in (10, 7, 2, 1):
         cut = encode(tok, e, t, PromptPolicy(max_length=limit), None)
         assert len(cut) == limit
         assert cut.cut == 11 - limit
         front = (limit + 1) // 2
-        assert cut.ids == (*whole.ids[:front], *(whole.ids[11 - (limit - front) :] if limit > front else ()))
+        assert cut.ids == (*complete.ids[:front], *(complete.ids[11 - (limit - front) :] if limit > front else ()))
 
 
 def longbench_ids(tokenizer, prompt, limit):
