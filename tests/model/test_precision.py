@@ -23,7 +23,7 @@ ONE = ["dataset=tiny/needle,tiny/hop", "length=256", "limit=1", "method=snapkv"]
     [
         ((), "auto", "float32", "float32: auto on a CPU; dtype=bfloat16 reads prompts faster", False),
         (("AMX",), "auto", "float32", "which this one has (AMX)", True),
-        (("AMX",), "float32", "float32", "float32: as configured", False),
+        (("AMX",), "float32", "float32", "float32: as asked", False),
         ((), "bfloat16", "bfloat16", "fast only with AVX512-BF16, AMX or Arm's BF16, which this one has not", True),
         (("AMX",), "bfloat16", "bfloat16", "which this one has (AMX)", False),
         ((), "float16", "float16", "slow on a CPU", True),
