@@ -72,7 +72,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class FileSource:
-    """The ``hub`` entry of one dataset."""
+    """The ``hub`` entry of one dataset: where its files come from, and under which licence."""
 
     dataset: str
     repo: str | None
