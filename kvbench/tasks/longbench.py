@@ -125,8 +125,8 @@ def load(
         if not isinstance(template, str) or template.count("{context}") != 1:
             raise UsageError(f"{FOLDER}/{PROMPTS}: the prompt of {name} must be text with one {{context}}")
         if not is_count(limit):
-            what = f"the answer length of {name} must be a whole number, got {kind(limit)}"
-            raise UsageError(f"{FOLDER}/{LENGTHS}: {what}")
+            reason = f"the answer length of {name} must be a whole number, got {kind(limit)}"
+            raise UsageError(f"{FOLDER}/{LENGTHS}: {reason}")
         examples = _examples(path, name, template, limit, split == "e")
         task = Task(
             id=f"{dataset}/{name}",
@@ -153,8 +153,8 @@ def places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
 
 def _paths(files: Files, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Path]:
     """Return {task: file}, each at the first of its places that exists. Raises UsageError unless all are there."""
-    paths = {name: path for name, somewhere in wanted.items() if (path := files.first(*somewhere))}
-    missing = [somewhere[0] for name, somewhere in wanted.items() if name not in paths]
+    paths = {name: path for name, candidates in wanted.items() if (path := files.first(*candidates))}
+    missing = [candidates[0] for name, candidates in wanted.items() if name not in paths]
     if missing:
         where = f" below {files.root}" if files.root else ""
         present = ",".join(f"{files.dataset}/{name}" for name in paths)

@@ -172,8 +172,8 @@ def _decode(file: Path, place: str, raw: bytes, first: bool) -> str:
     try:
         return (raw.removeprefix(b"\xef\xbb\xbf") if first else raw).decode("utf-8")
     except UnicodeDecodeError as error:
-        of = " of the line" if place else ""
-        raise UsageError(f"{file}{place}: not UTF-8 text (byte {error.start}{of})") from None
+        suffix = " of the line" if place else ""
+        raise UsageError(f"{file}{place}: not UTF-8 text (byte {error.start}{suffix})") from None
 
 
 def _object(file: Path, place: str, value: object) -> Mapping[str, Any]:

@@ -110,8 +110,8 @@ def _initialise(model: LlamaForCausalLM, shape: Shape, rng: torch.Generator) -> 
                 shifts = ((0, 1), (1, 2)) if kv % 2 == 0 else ((2, 3), (3, 4))
                 _match(queries[kv], keys[kv], shifts, rotations, rng)
             for g, distance in enumerate(distances):
-                written = COPY_BACK * rotations[distance] @ read.T if index == 0 else COPY_MATCH * read.T
-                outputs[1:, kv, g] = rms * written
+                output = COPY_BACK * rotations[distance] @ read.T if index == 0 else COPY_MATCH * read.T
+                outputs[1:, kv, g] = rms * output
 
 
 def _look_back(queries: Tensor, keys: Tensor, distances: list[int], constant: float, rng: torch.Generator) -> None:
