@@ -63,10 +63,7 @@ class ModelSource:
 
 
 def locate(cfg: ModelConfig) -> ModelSource:
-    """Return the checkpoint of a model. Raises UsageError if it is absent or kvbench cannot run it.
-
-    Nothing large is read before that is known.
-    """
+    """Return the checkpoint of a model, before anything large is read. Raises UsageError if kvbench cannot run it."""
     if cfg.path.startswith("embedded:"):
         folder = EMBEDDED / cfg.path.removeprefix("embedded:")
         if not (folder / "config.json").is_file():
