@@ -26,13 +26,13 @@ test compares it with them. It needs no data: a dataset's own comment says how m
 
 
 def page() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     parts = [HEAD, *_datasets(), *_longbench(), *_prompts(), *_presets(), *_metrics(), *_models()]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _entries(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(id, first comment, content) of every YAML file of a group."""
+    """Yield (id, first comment, content) of every YAML file of a group."""
     for path in sorted((conf_dir() / group).glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text) or {}
@@ -63,7 +63,7 @@ def _datasets() -> Iterator[str]:
 
 
 def _format(form: RowFormat) -> Iterator[str]:
-    """What becomes of a row, in one line, and the prompt."""
+    """Yield a line that says how a row's answer is scored, and the prompt's template."""
     answer = Task("", (Example("", "", (), 1),), "", "", **form.task)
     metric = form.metric if isinstance(form.metric, str) else " or ".join(form.metric)
     yield f"Metric: {metric}; of the answer: {_answering(answer)}.{f' Note: {form.note}.' if form.note else ''}\n"

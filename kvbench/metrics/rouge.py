@@ -62,7 +62,7 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_subsequence(x: list[str], y: list[str]) -> tuple[set[str], int]:
-    """Return the words of one longest common subsequence, and the nested calls that ``rouge`` needs to find it.
+    """Return (words of one longest common subsequence, number of nested calls that ``rouge`` needs to find it).
 
     Rows of the dynamic programme are bit vectors (Hyyro 2004): bit j of row i is 0 where the length grows from column j
     to j + 1. Of several longest subsequences this walks to the one that ``rouge`` finds.

@@ -37,10 +37,10 @@ _BLOCK = 2**22
 
 
 def bootstrap_ci(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interval | None:
-    """Return the interval (low, high) of the mean score; None where n < 2: one example has no spread.
+    """Return the interval (low, high) of the mean score, or None for fewer than two scores, which have no spread.
 
-    ``bounds`` is the range of a score, used only where all scores are equal (``None``: unbounded, so no interval
-    there). Raises ValueError for scores that are not finite: leave unscorable examples out before.
+    ``bounds`` is the range of a score, used only where all scores are equal; if it is None there is no interval then.
+    Raises ValueError for scores that are not finite: leave unscorable examples out before.
     """
     values = _finite(scores)
     if len(values) < 2:
@@ -52,7 +52,7 @@ def bootstrap_ci(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interval
 
 
 def paired_difference(scores: Scores, baseline: Scores) -> tuple[float, Interval | None]:
-    """Return the mean of ``scores - baseline`` over the same examples in the same order, and its interval if n > 1.
+    """Return (mean of ``scores - baseline`` over the same examples in the same order, its interval or None).
 
     Scores lie between 0 and 1. Raises ValueError where the lengths differ or there is no example.
     """
@@ -108,14 +108,14 @@ def stratified_ci(
 ) -> Interval | None:
     """Return the 95 % interval of a statistic of means [DRAWS, ...], resampled within each stratum.
 
-    None where a stratum has fewer than FEWEST examples. Where every resample gives the same value, the interval is what
-    so many equal draws cannot exclude: the statistic lies between 0 and ``most`` (None: unbounded, so no interval).
+    Returns None if a stratum has fewer than FEWEST examples. Where every resample gives the same value, the interval is
+    what so many equal draws cannot exclude if the statistic lies between 0 and ``most``; None if ``most`` is None.
     """
     if min(map(len, strata)) < FEWEST:
         return None
     means = [_resampled(values, seed) for seed, values in enumerate(strata)]
     low, high = (float(x) for x in np.quantile(statistic(means), [0.025, 0.975]))
-    if high - low > 1e-9:
+    if high - low > 1e-9:  # less is rounding: all resamples are equal
         return low, high
     if most is None:
         return None
@@ -132,7 +132,7 @@ def at_floor(full: Scores, chance: float = 0.0) -> bool:
 
 
 def p_above(differences: Scores, least: float = 0.0) -> float:
-    """Return p of the null hypothesis that the mean of independent ``differences`` in [-1, 1] is at most ``least``.
+    """Return the p-value of the null hypothesis: the mean of independent ``differences`` in [-1, 1] is <= ``least``.
 
     A bettor against the null stakes the same part of his wealth on each difference x, which is multiplied by
     ``1 + stake * (x - least)``. Under the null the expected product is at most 1, whatever the distributions of the
@@ -146,7 +146,7 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
     stakes = STAKES / (1 + least)  # the highest stake loses all its wealth on a difference of -1
     with np.errstate(divide="ignore"):
         logs = np.log1p(np.maximum(stakes[:, None] * (values - least), -1.0)).sum(1)
-    wealth = float(np.average(np.exp(np.minimum(logs, 700.0)), weights=WEIGHTS))
+    wealth = float(np.average(np.exp(np.minimum(logs, 700.0)), weights=WEIGHTS))  # exp(710) would overflow
     return 1.0 if wealth <= 1 else 1 / wealth
 
 
@@ -156,7 +156,7 @@ def betting_ci(differences: Scores) -> Interval:
 
     def lowest(xs: NDArray[np.float64]) -> float:
         low, high = -1.0, float(xs.mean())
-        for _ in range(30):
+        for _ in range(30):  # to 2 / 2^30
             middle = (low + high) / 2
             rejected = -1 < middle < 1 and p_above(xs, middle) < (1 - LEVEL) / 2
             low, high = (middle, high) if rejected else (low, middle)
@@ -166,7 +166,10 @@ def betting_ci(differences: Scores) -> Interval:
 
 
 def holm(ps: Mapping[str, float], family: int) -> dict[str, float]:
-    """Return p-values corrected for ``family`` of them (Holm's step-down); those not in ``ps`` count as larger."""
+    """Return {key: p-value} corrected by Holm's step-down for ``family`` tests.
+
+    Tests of the family that are not in ``ps`` count as having larger p-values.
+    """
     corrected: dict[str, float] = {}
     largest = 0.0
     for rank, i in enumerate(sorted(ps, key=lambda i: ps[i])):
@@ -184,8 +187,9 @@ def by_example(ways: Mapping[str, Sequence[Sequence[float]]], width: int) -> NDA
 
 def _resampled(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
     """Return means [DRAWS, ...] of n examples each, drawn from ``values`` [n, ...] with replacement."""
-    rng, rows = np.random.default_rng(seed), max(1, _BLOCK // values.size)
-    sizes = (min(rows, DRAWS - at) for at in range(0, DRAWS, rows))
+    rng = np.random.default_rng(seed)
+    rows = max(1, _BLOCK // values.size)
+    sizes = (min(rows, DRAWS - start) for start in range(0, DRAWS, rows))
     return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in sizes])
 
 

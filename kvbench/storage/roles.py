@@ -25,7 +25,10 @@ class Masker:
         return keys
 
     def mask(self, weights: Tensor) -> Tensor:
-        """Return True for the tokens to attend, at least one of each row of weights [B, Hq, T, S] over stand-ins."""
+        """Return a mask [B, Hq, T, S] of the tokens to attend, at least one for each query.
+
+        ``weights`` [B, Hq, T, S] are the attention weights over the stand-ins.
+        """
         raise TypeError(f"{type(self).__name__} does not say what it masks")
 
 
@@ -39,17 +42,20 @@ class Packer:
     packs_after_step: ClassVar[bool] = True
 
     def pack_keys(self, x: Tensor) -> Packed:
-        """Pack keys [..., L, C]."""
+        """Return keys [..., L, C] packed."""
         raise TypeError(f"{type(self).__name__} does not say how it packs keys")
 
     def pack_values(self, x: Tensor) -> Packed:
-        """Pack values [..., L, C]."""
+        """Return values [..., L, C] packed."""
         raise TypeError(f"{type(self).__name__} does not say how it packs values")
 
 
 @dataclass(frozen=True)
 class Coder:
-    """A packer of a chain's older tokens, with the rules of how many of the newest stay exact as keys and as values."""
+    """A packer of a chain's older tokens.
+
+    keys, values: the rules of how many of the newest tokens stay exact as keys and as values.
+    """
 
     packer: Packer
     keys: Residual
@@ -76,7 +82,7 @@ class Evictor:
 
     @property
     def packer(self) -> Packer | None:
-        """The packer of every token while decoding; None: tokens stay exact."""
+        """The packer of every token while decoding, or None where tokens stay exact."""
         return None
 
     @property
@@ -85,36 +91,36 @@ class Evictor:
         return False
 
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
-        """Return the tokens that each stored head goes on holding; 0: it is not stored, and copies another's output."""
+        """Return how many tokens each stored head goes on holding; a head with 0 copies another's output."""
         raise TypeError(f"{type(self).__name__} does not say how many tokens its heads hold while decoding")
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        """Return numbers of tokens that ``keep_scores`` reads as ``Slots.counts``, after a prompt of n tokens."""
+        """Return {name: number of tokens} for a prompt of n tokens, which ``keep_scores`` reads as ``Slots.counts``."""
         return {}
 
     def unattended(self, n: int) -> int | None:
-        """Return how many positions before a query the one token lies that it does not attend; None: it attends all."""
+        """Return how many positions before a query lies the one token that it does not attend, or None."""
         return None
 
     def keep_scores(self, slots: Slots) -> Tensor:
-        """Return the score of each slot [B, H, S] before new tokens come; the lowest go, +inf stays."""
+        """Return the score of each slot [B, H, S] before new tokens come: the lowest are evicted, +inf never is."""
         raise TypeError(f"{type(self).__name__} does not say what it evicts while decoding")
 
     def new_token_state(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
-        """Return the state [B, H, T, ...] that new tokens with exact k, v [B, H, T, D] start from; others at 0."""
+        """Return {name: state [B, H, T, ...]} of new tokens with exact k, v [B, H, T, D]; other states start at 0."""
         return {}
 
     @property
     def estimates(self) -> bool:
-        """Whether ``fold`` reads the attention over approximate keys, see ``estimate``."""
+        """Whether ``fold`` reads the attention over approximate keys, which ``estimate`` returns."""
         return False
 
     def estimate(self, keys: Tensor) -> Tensor:
-        """Return approximate keys in fp32 in place of keys [..., D], which come block by block where packed."""
+        """Return approximate fp32 keys for keys [..., D]. Packed keys come block by block."""
         return keys
 
     def fold(self, slots: Slots, probs: Tensor) -> Mapping[str, Tensor]:
-        """Return the part of the running state that attention probs [B, Hq, T, S] change, after the change."""
+        """Return {name: new running state} for each state that attention probs [B, Hq, T, S] change."""
         return {}
 
 
@@ -125,7 +131,7 @@ class Rotary:
     inv_freq: Tensor  # [r / 2]
 
     def turn(self, x: Tensor, start: Tensor | int, end: Tensor | int) -> Tensor:
-        """Rotate x [..., D] from positions ``start`` [...] to ``end`` [...]; dimensions past the rotary ones stay.
+        """Return x [..., D] rotated from positions ``start`` [...] to ``end`` [...]; only rotary dimensions change.
 
         Both angles are rounded to fp32 as the model rounds them, and their difference taken in fp64: at positions of
         many thousands an angle of the difference alone would not undo what the model did.

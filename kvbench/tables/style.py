@@ -29,19 +29,19 @@ RC = mpl.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_d
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Return matplotlib's defaults with ours on top, independent of the user's settings."""
+    """Put matplotlib's defaults with ours on top in force, whatever the user's settings are; these return on exit."""
     plain: dict[Any, Any] = {k: v for k, v in mpl.rcParamsDefault.items() if k != "backend"}
     with mpl.rc_context(plain | RC):
         yield
 
 
 def canvas(width: float, height: float) -> Canvas:
-    """Return an empty figure of the given inches."""
+    """Return an empty figure of ``width`` times ``height`` inches."""
     return Canvas(figsize=(width, height), layout="constrained")
 
 
 def tighten(fig: Canvas) -> None:
-    """Leave between panels above each other only the space of their titles and labels."""
+    """Leave no more space between panels above each other than their titles and labels need."""
     engine = fig.get_layout_engine()
     assert engine is not None
     engine.set(hspace=0.0, h_pad=0.01)  # type: ignore[call-arg]
@@ -63,7 +63,7 @@ def shades(count: int) -> list[Any]:
 
 
 def integer_ticks(labels: Sequence[Any], most: int = 8) -> tuple[list[int], list[str]]:
-    """Return places and names of at most ``most`` evenly spaced ticks on an axis with one step per label."""
+    """Return (places, names) of at most ``most`` evenly spaced ticks on an axis with one step per label."""
     step = max(1, -(-len(labels) // most))
     places = list(range(0, len(labels), step))
     return places, [str(labels[i]) for i in places]

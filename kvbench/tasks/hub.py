@@ -29,21 +29,21 @@ class HuggingFace:
         return str(info.sha)
 
     def file(self, repo: str, kind: str, name: str, commit: str, folder: Path) -> Path:
-        """Download one file of a repo at a commit into ``folder``."""
+        """Download one file of a repo at a commit into ``folder`` and return its path."""
         from huggingface_hub import hf_hub_download
 
         with _explained(f"{name} of {repo} at {commit}"):
             return Path(hf_hub_download(repo, name, repo_type=kind, revision=commit, local_dir=folder))
 
     def url(self, url: str, folder: Path) -> Path:
-        """Download an address into ``folder``."""
+        """Download the content of an address into ``folder`` and return its path."""
         path = folder / "download"
         with _explained(url), urllib.request.urlopen(url, timeout=TIMEOUT_S) as content, path.open("wb") as out:
             shutil.copyfileobj(content, out)
         return path
 
     def snapshot(self, repo: str, revision: str) -> str:
-        """Download a model's safetensors and tokenizer into the hub's cache; returns the folder there."""
+        """Download a model's safetensors and tokenizer into the hub's cache and return the folder there."""
         from huggingface_hub import snapshot_download
 
         with _explained(f"{repo} at {revision}"):
@@ -51,7 +51,7 @@ class HuggingFace:
 
 
 def cached(repo: str, revision: str) -> str:
-    """Return ``here``, ``partly`` or ``missing``: how much of a model is in the hub's cache, without any network."""
+    """Return whether a model is in the hub's cache: ``here``, ``partly`` or ``missing``. No network is used."""
     from huggingface_hub import try_to_load_from_cache
 
     def find(name: str) -> str | None:
@@ -70,7 +70,7 @@ def cached(repo: str, revision: str) -> str:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Raise KvbenchError with a remedy where a download fails."""
+    """Raise KvbenchError with a remedy if what runs inside, the download of ``what``, fails."""
     try:
         yield
     except Exception as error:

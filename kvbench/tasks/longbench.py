@@ -30,9 +30,12 @@ BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 
 @dataclass(frozen=True)
 class Spec:
-    """How a task is scored and read: ``first_line`` and ``chat`` as in Task, ``size`` its examples (E has others).
+    """How a task is scored and read.
 
-    ``extended``: LongBench-E has the task too. ``newline_ends``: a newline ends the answer and cannot begin it.
+    extended: LongBench-E has the task too.
+    first_line, chat: as in Task.
+    newline_ends: a newline ends the answer and cannot begin it.
+    size: the number of examples; LongBench-E has other numbers.
     """
 
     metric: str
@@ -75,19 +78,19 @@ TASKS: Mapping[str, Spec] = MappingProxyType(
 
 
 def names(split: str) -> tuple[str, ...]:
-    """Return the tasks of one of SPLITS, in the order of LongBench's tables."""
+    """Return the names of a split's tasks, in the order of LongBench's tables; ``split`` is en, zh or e."""
     if split == "e":
         return tuple(n for n, s in TASKS.items() if s.extended)
     return tuple(n for n, s in TASKS.items() if s.chinese == (split == "zh"))
 
 
 def bucket(length: int) -> str:
-    """Return the range of LongBench-E that a stored ``length`` (words, or characters of Chinese) belongs to."""
+    """Return the name of the range of LongBench-E for a stored ``length``, in words or Chinese characters."""
     return next(name for name, end in BUCKETS if end is None or length < end)
 
 
 def metric_name(task: str, code_sim: str) -> str:
-    """Return the metric of a task, with ``code_sim`` computed by one of BACKENDS."""
+    """Return the name of a task's metric. ``code_sim`` is the backend of code similarity, levenshtein or difflib."""
     if code_sim not in BACKENDS:
         raise unknown("backend of code_sim", code_sim, BACKENDS)
     metric = TASKS[task].metric
@@ -102,7 +105,7 @@ def scored_part(task: str, prediction: str) -> str:
 def load(
     dataset: str, files: Files, selection: Sequence[str], split: str, code_sim: str, folder: str = FOLDER
 ) -> list[Task]:
-    """Load the selected tasks of one split (none selected: all) from the files in ``folder`` below the data folder.
+    """Return the selected tasks of one split, or all, read from ``folder`` below the data folder.
 
     The two official files are always LongBench's own, in its folder. Raises UsageError where files are missing, naming
     them and the ways to get them, and for a damaged line naming file, line and reason.
@@ -122,8 +125,8 @@ def load(
         if not isinstance(template, str) or template.count("{context}") != 1:
             raise UsageError(f"{FOLDER}/{PROMPTS}: the prompt of {name} must be text with one {{context}}")
         if not is_count(limit):
-            what = f"the answer length of {name} must be a whole number, got {kind(limit)}"
-            raise UsageError(f"{FOLDER}/{LENGTHS}: {what}")
+            reason = f"the answer length of {name} must be a whole number, got {kind(limit)}"
+            raise UsageError(f"{FOLDER}/{LENGTHS}: {reason}")
         examples = _examples(path, name, template, limit, split == "e")
         task = Task(
             id=f"{dataset}/{name}",
@@ -149,9 +152,9 @@ def places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
 
 
 def _paths(files: Files, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Path]:
-    """Return each task's file at the first of its places that there is; UsageError unless all are there."""
-    paths = {name: path for name, somewhere in wanted.items() if (path := files.first(*somewhere))}
-    missing = [somewhere[0] for name, somewhere in wanted.items() if name not in paths]
+    """Return {task: file}, each at the first of its places that exists. Raises UsageError unless all are there."""
+    paths = {name: path for name, candidates in wanted.items() if (path := files.first(*candidates))}
+    missing = [candidates[0] for name, candidates in wanted.items() if name not in paths]
     if missing:
         where = f" below {files.root}" if files.root else ""
         present = ",".join(f"{files.dataset}/{name}" for name in paths)

@@ -40,7 +40,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its references, its gold document and the distractors that its line brings along."""
+    """A question with its references, its gold document, and ``own``, the other passages of its line."""
 
     row: FileRow
     text: str
@@ -128,7 +128,7 @@ def _document(row: FileRow) -> Document:
 
 
 def _distractors(question: Question, pool: Sequence[Document], count: int, seed: int) -> list[Document]:
-    """Choose ``count`` documents without an answer, in the order of the prompt."""
+    """Return ``count`` different documents that contain no answer: the line's own first, then drawn from ``pool``."""
     answers = [normalise_answer(answer) for answer in question.answers]
     chosen: dict[str, Document] = {}
     for document in chain(question.own, drawn(pool, f"{seed}:{question.text}")):

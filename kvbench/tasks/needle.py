@@ -32,10 +32,11 @@ _LONGEST_TOKEN = 1000
 
 @dataclass(frozen=True)
 class Phrasing:
-    """The wording of a needle test: ``pair(index)`` is (sentence to hide, question, reference).
+    """The wording of a needle test and the scoring of its answers.
 
-    ``prompt`` holds ``{context}`` and ``{question}`` once each. ``lead`` is scored in front of every answer, which then
-    ends at a newline but cannot begin with it.
+    pair: the function from an index to (sentence to hide, question, reference).
+    prompt: a template that holds ``{context}`` and ``{question}`` once each.
+    lead: a text that is scored in front of every answer, which then ends at a newline but cannot begin with it.
     """
 
     pair: Callable[[int], tuple[str, str, str]]
@@ -93,8 +94,8 @@ def load(dataset: str, tokenizer: Tokenizer | None, files: Files, knobs: NeedleK
     prompt is never longer; it is a few tokens shorter only where no cut of the text gives the exact number. Raises
     UsageError for a haystack that is missing, empty or not text, and for lengths that leave no room.
     """
-    lengths = [whole(dataset, "lengths", n, 1, 10_000_000) for n in _different(dataset, "lengths", knobs.lengths)]
-    depths = _different(dataset, "depths", knobs.depths)
+    lengths = [whole(dataset, "lengths", n, 1, 10_000_000) for n in _check_list(dataset, "lengths", knobs.lengths)]
+    depths = _check_list(dataset, "depths", knobs.depths)
     for depth in depths:
         if not isinstance(depth, int | float) or isinstance(depth, bool) or not 0 <= depth <= 100:
             raise UsageError(f"dataset.{dataset}.depths={depth!r} is not possible: a number from 0 to 100")
@@ -147,9 +148,9 @@ def _examples(
 
 
 def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
-    """Return the text of a file, or of a folder's .txt and .md files in the order of their names, and what to call it.
+    """Return (text, its source in words) of the file ``haystack``, or of a folder's .txt and .md files by name.
 
-    Without ``haystack`` it reads the folder of essays below the data folder.
+    Without ``haystack`` it is the folder of essays below the data folder.
     """
     dataset = files.dataset
     remedy = (
@@ -194,7 +195,7 @@ class Window:
     def fill(
         self, dataset: str, prompt: str, needle: str, question: str, length: int, depth: float
     ) -> tuple[str, dict[str, float]]:
-        """Return a prompt of at most ``length`` tokens, with its length and the needle's true depth and token index."""
+        """Return (a prompt of at most ``length`` tokens, its true length and the needle's true depth and position)."""
         prefix, suffix = prompt.replace("{question}", question).split("{context}")
 
         def assemble(cut: int) -> str:
@@ -232,6 +233,7 @@ class Window:
         }
 
     def _grow(self, chars: int) -> None:
+        """Set ``text`` to the period repeated up to ``chars`` characters, and ``ends`` to its sentence ends."""
         times = -(-chars // len(self.period))
         self.text = (self.period * times)[:chars]
         self.ends = [m.end() for m in _SENTENCE_END.finditer(self.text)]
@@ -247,19 +249,22 @@ class Window:
 def _cut(tokens: Callable[[int], int], length: int, guess: int, most: int, chars_per_token: float) -> int:
     """Return a number of characters up to ``most`` with ``tokens(cut) == length``, or else with slightly fewer tokens.
 
-    Each step is the remaining tokens times ``chars_per_token``, bracketed by bisection: token counts grow with the cut,
-    apart from a token or two.
+    Each step is the remaining tokens times ``chars_per_token``. It stays between bounds as in a bisection, which
+    replaces it after ten steps: token counts grow with the cut, apart from a token or two.
     """
-    low, high, cut, steps = 0, most + 1, min(max(1, guess), most), 0
+    low, high = 0, most + 1
+    cut = min(max(1, guess), most)
+    steps = 0
     while high - low > 1:
         n = tokens(cut)
         if n == length:
             return cut
         low, high, steps = (cut, high, steps + 1) if n < length else (low, cut, steps + 1)
         step = round((length - n) * chars_per_token) or (1 if n < length else -1)
-        cut = cut + step if steps < 10 else 0
+        cut = cut + step if steps < 10 else 0  # 0: outside of the bounds, so that the middle is taken
         if not low < cut < high:
             cut = (low + high) // 2
+    # a longer cut can have a token less: the neighbours of the bound may have the exact number
     around = range(max(0, low - 8), min(low + 8, most) + 1)
     return next((nearby for nearby in around if tokens(nearby) == length), low)
 
@@ -283,7 +288,8 @@ def _phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
     return replace(phrasing, prompt=template, metric=name)
 
 
-def _different(dataset: str, knob: str, value: float | Sequence[float]) -> list[float]:
+def _check_list(dataset: str, knob: str, value: float | Sequence[float]) -> list[float]:
+    """Return a knob's value as a list. Raises UsageError if it is empty or holds a value twice."""
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not values or any(values.count(v) > 1 for v in values):
         raise UsageError(f"dataset.{dataset}.{knob}={values} must be a list of different values, at least one")

@@ -26,10 +26,13 @@ UNITS = {"token": "perplexity", "word": "word_perplexity"}
 class WindowKnobs:
     """The knobs that cut a text into equal windows without overlap.
 
-    length: tokens of a window, BOS included. prefix: of them compressed before the rest is scored. bos: start every
-    window with the tokenizer's BOS token, which models use as an attention sink. unit: ``token`` or ``word``
-    (whitespace words of the text that end in the scored part of a window). ``file`` holds the text, or it is made of
-    ``documents`` prompts.
+    length: the tokens of a window, BOS included.
+    prefix: how many of them are compressed before the rest is scored.
+    chunk: how many of the others are fed at a time.
+    bos: whether every window starts with the tokenizer's BOS token, which models use as an attention sink.
+    unit: ``token`` or ``word``, a whitespace word of the text that ends in the scored part of a window.
+    file: the file that holds the text, for ``load``.
+    documents: the number of prompts that make up the text, for ``load_stream``.
     """
 
     length: int
@@ -42,10 +45,10 @@ class WindowKnobs:
 
 
 def load(dataset: str, tokenizer: Any, files: Files, knobs: WindowKnobs) -> list[Task]:
-    """Return one task of the windows of a file; a last partial window is left out, and the source says so.
+    """Return one task with an example for each window of a file; tokens that fill no whole window are left out.
 
-    Losses are divided by the mean number of words over all windows, so the mean over all of them is the ratio of sums;
-    with ``limit=`` the divisor is still that of all windows, and ``words`` in an example's meta is its own number.
+    Losses per word are divided by the mean number of words over all windows, so that their mean is the ratio of the
+    sums. With ``limit=`` the divisor is still that of all windows; an example's meta has its own number as ``words``.
     """
     _check(dataset, tokenizer, knobs)
     path = files.path(knobs.file)
@@ -88,7 +91,7 @@ def _windows(dataset: str, tokenizer: Any, text: str, where: str, named: str, kn
     if not windows:
         raise UsageError(f"dataset={dataset}: {where} has {len(ids)} tokens, less than one window of {length}")
     scored = [(i * size + prefix - len(first), (i + 1) * size) for i in range(len(windows))]
-    words = _words(tokenizer, text, ids, scored) if unit == "word" else []
+    words = _count_words(tokenizer, text, ids, scored) if unit == "word" else []
     divisor = max(1.0, sum(words) / len(windows)) if words else float(length - prefix)
     meta = {"window": length, "prefix": prefix, "chunk": knobs.chunk, "divisor": divisor, "unit": unit}
     metas = [meta | {"words": count} for count in words] or [meta] * len(windows)
@@ -101,10 +104,10 @@ def _windows(dataset: str, tokenizer: Any, text: str, where: str, named: str, kn
     return [Task(f"{dataset}/{unit}", examples, UNITS[unit], source, "language modelling")]
 
 
-def _words(tokenizer: Any, text: str, ids: list[int], parts: list[tuple[int, int]]) -> list[int]:
-    """Count the whitespace words of the text that end within each part, given as (first, end) of its tokens.
+def _count_words(tokenizer: Any, text: str, ids: list[int], parts: list[tuple[int, int]]) -> list[int]:
+    """Return how many whitespace words of the text end within each of ``parts``, (first token, end).
 
-    A tokenizer without offsets is asked to decode, and its text need not be the original exactly.
+    Without a fast tokenizer's offsets, words are counted in the decoded text, which may differ from the original.
     """
     if getattr(tokenizer, "is_fast", False):
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

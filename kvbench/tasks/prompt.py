@@ -24,14 +24,15 @@ SENTINEL = "kvbench5entinel"
 class PromptPolicy:
     """How prompts reach the model.
 
-    template: the tokenizer's own chat template ``on`` or ``off`` for all tasks, or ``skip``: on, but for tasks that
-    are read without one (few-shot and code).
-    truncation: a prompt longer than ``max_length`` tokens loses its middle, by ``tokens`` exactly, or as ``text``:
-    both halves are decoded and tokenised again, as LongBench's scripts do (and as a template needs in any case).
-    max_length: tokens of the prompt without template, special tokens counted; None: the context minus the answer.
-    min_new_tokens: for every task; None: as each task says. system: text of a system message, with the template.
+    template: whether the tokenizer's chat template is ``on`` or ``off`` for all tasks, or ``skip``: on except for
+    tasks that are read without one (few-shot and code).
+    truncation: how a prompt longer than ``max_length`` tokens loses its middle: by ``tokens`` exactly, or as ``text``,
+    whose halves are decoded and tokenised again, as LongBench's scripts do (and as a template needs in any case).
+    max_length: the most tokens of a prompt without template, special tokens counted; None for context minus answer.
+    min_new_tokens: the least tokens of an answer for every task; None to take each task's own.
+    system: the text of a system message, used with the template.
     query_aware: False compresses the context before the question is known, which is then appended whole.
-    frame: text of a chat template in place of the tokenizer's own, where a paper's script had one.
+    frame: the text of a chat template in place of the tokenizer's own, where a paper's script had one.
     bos: False leaves out the special tokens that the tokenizer puts around a text; a template has its own.
     """
 
@@ -62,7 +63,7 @@ class PromptPolicy:
         return self.template == "on" or (self.template == "skip" and task.chat)
 
     def render(self, tokenizer: Any, content: str) -> str:
-        """Put the chat template around one user message, ready for the answer."""
+        """Return the text of one user message inside the chat template, ready for the answer."""
         if not (self.frame or getattr(tokenizer, "chat_template", None)):
             raise UsageError(
                 "the prompts are to go through a chat template (prompt=chat, or template=on or skip), and the model's "
@@ -95,7 +96,12 @@ class PromptPolicy:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids that are prefilled, those appended after compression (``query_aware=false``), and how many were cut."""
+    """A prompt as token ids.
+
+    ids: the tokens that are prefilled.
+    question: the tokens that are appended after compression, none unless ``query_aware=false``.
+    cut: the number of tokens that were cut out.
+    """
 
     ids: tuple[int, ...]
     question: tuple[int, ...]
@@ -106,7 +112,7 @@ class Encoded:
 
 
 def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, room: int | None) -> Encoded:
-    """Encode a prompt. ``room`` is the model's context minus the answer, or None if it has no limit.
+    """Return the token ids of a prompt. ``room`` is the model's context minus the answer, None if there is no limit.
 
     The prompt is cut first, counted with its special tokens as LongBench's scripts count; then the template is rendered
     with the real content and tokenised once, so that the ids are those of the template's own text.
@@ -152,7 +158,7 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
 
 
 def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
-    """Return the prompt's end that is withheld under ``query_aware=false``, else ''."""
+    """Return the question at the prompt's end, which ``query_aware=false`` withholds, or '' if the policy does not."""
     if policy.query_aware:
         return ""
     if not example.question or not example.prompt.endswith(example.question):
@@ -165,7 +171,7 @@ def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
 def _limit(
     tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, room: int | None, all_ids: Sequence[int]
 ) -> int | None:
-    """Return the most tokens of the raw prompt that may stay."""
+    """Return how many tokens of the prompt without template may stay, None if there is no limit."""
     available = room
     if room is not None and policy.templated(task):
         framed = _plain(tokenizer, policy.render(tokenizer, example.prompt))
@@ -177,13 +183,13 @@ def _limit(
 
 
 def _divide(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut: int) -> Encoded:
-    """Divide the ids of ``text`` into context and question: the same tokens as when the question is known."""
+    """Return the ids of ``text`` divided into context and question; together they are the ids of the whole text."""
     question_length = _count(tokenizer, text, question)
     return Encoded(tuple(ids[: len(ids) - question_length]), tuple(ids[len(ids) - question_length :]), cut)
 
 
 def _count(tokenizer: Any, text: str, question: str) -> int:
-    """Count the tokens of ``text`` from the beginning of ``question`` (its last occurrence) to the end."""
+    """Return how many tokens of ``text`` lie between the start of the last ``question`` in it and the end."""
     if not question:
         return 0
     # a template may strip the whitespace around the message

@@ -98,7 +98,7 @@ def _articles(dataset: str, path: Path, knobs: SummaryKnobs, shots: str) -> Iter
 
 
 def _ready(dataset: str, path: Path, max_new_tokens: int) -> Iterator[Example]:
-    """Yield lines with a prompt in this layout and its summary, as in the files that Q-Hitter's predecessors share."""
+    """Yield an example for each line with a ready prompt and its summary, as Q-Hitter's predecessors share them."""
     for i, row in enumerate(read(path)):
         prompt = row.text("prompt")
         article, separator, end = prompt.rpartition("\n\n")
@@ -126,5 +126,5 @@ def _shots(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
 
 
 def _line(row: FileRow, key: str) -> str:
-    """Return text with its line breaks as spaces, so that blank lines part nothing but the blocks."""
+    """Return the text under ``key`` with its line breaks as spaces, so that blank lines part nothing but the blocks."""
     return row.text(key).replace("\r", " ").replace("\n", " ").strip()

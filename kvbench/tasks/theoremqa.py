@@ -12,9 +12,9 @@ TYPES = {"integer": int, "float": float, "bool": bool, "option": str, "list of i
 
 
 def reference(row: FileRow) -> str:
-    """Return the answer of a question as text whose form gives its type: ``3`` an integer, ``3.0`` a float.
+    """Return the answer of a question as text whose form gives its type: ``3`` is an integer, ``3.0`` a float.
 
-    It is text in the hub's table. Raises UsageError for an unknown type, or an answer that is not of its type.
+    In the hub's table the answer is text already. Raises UsageError if its type is unknown or it is of another type.
     """
     answer_type, answer = row.text("Answer_type"), row.value("Answer")
     if answer_type not in TYPES:

@@ -84,7 +84,12 @@ class Puzzle:
 
 @dataclass(frozen=True)
 class TinyTask:
-    """One task of the suite. ``tokens_per_fact`` decides how many facts fill a given length; ``most`` caps them."""
+    """One task of the suite.
+
+    puzzle: the function that draws facts and queries from (random stream, number of facts).
+    tokens_per_fact: the tokens of a prompt for each fact; 0 for tasks with one fact or a number of their own.
+    most: the most facts of a prompt.
+    """
 
     category: str
     metric: str
@@ -96,7 +101,7 @@ class TinyTask:
 
 
 def needle_pair(index: int) -> tuple[str, str, str]:
-    """Return the ``(sentence, question, answer)`` of an index, to hide in real text; its seed is not training's."""
+    """Return (sentence to hide in real text, question, answer) of an index; training draws from other seeds."""
     rng = random.Random(f"eval/needle-pair/{index}")
     city, number = rng.choice(CITIES), _digits(rng)
     return NEEDLE.format(key=city, value=number), NEEDLE_QUESTION.format(key=city), number
@@ -105,7 +110,7 @@ def needle_pair(index: int) -> tuple[str, str, str]:
 def lookups(
     keys: Sequence[str], draw: Callable[[random.Random], str], fact: str, question: str
 ) -> Callable[[random.Random, int], Puzzle]:
-    """Return the maker of up to n facts of different ``keys``, each with a drawn value, and one query for each.
+    """Return the function that makes up to n facts of different ``keys``, with drawn values, and a query for each.
 
     The template ``fact`` holds ``{key}`` and ``{value}``, ``question`` the key alone.
     """
@@ -221,12 +226,12 @@ def load(dataset: str, length: int, examples: int) -> list[Task]:
 
 @lru_cache(maxsize=24)
 def _examples(task: str, length: int, count: int) -> tuple[Example, ...]:
-    """Make the examples from their numbers alone; a report asks for the same ones once for every table."""
+    """Return the first ``count`` examples of a task; cached, since a report asks for them once for every table."""
     return tuple(example(task, length, i) for i in range(count))
 
 
 def filler_sentences(rng: random.Random, room: int) -> list[str]:
-    """Return random sentences without facts that have ``room`` tokens together (``room`` 0 or at least 2)."""
+    """Return random sentences without facts that together have ``room`` tokens, which must be 0 or at least 2."""
     if room == 1 or room < 0:
         raise ValueError(f"no filler sentences have {room} tokens together")
     sentences: list[str] = []

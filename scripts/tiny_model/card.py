@@ -29,7 +29,7 @@ Table = Mapping[str, Mapping[int, float]]
 
 
 def export(model: LlamaForCausalLM, recipe: Recipe, progress: Progress, threads: int, folder: Path) -> None:
-    """Writes weights (float16 on disk, loaded as float32), tokenizer and the record of the training run."""
+    """Write weights (float16 on disk, loaded as float32), tokenizer and the record of the training to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     half = LlamaForCausalLM(initial.configuration(recipe.shape)).half()
     half.load_state_dict(model.state_dict())
@@ -45,12 +45,12 @@ def export(model: LlamaForCausalLM, recipe: Recipe, progress: Progress, threads:
 
 
 def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Model in float32 and tokenizer, as any user of transformers loads them."""
+    """Return (model in float32, tokenizer), loaded as any user of transformers loads them."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def exact_match(model: LlamaForCausalLM, reader: PreTrainedTokenizerBase, examples: Sequence[Example]) -> float:
-    """Share of the examples, all of one prompt length, whose greedy answer equals the reference."""
+    """Return the share of the examples, all of one prompt length, whose greedy answer equals the reference."""
     right = 0
     ids = torch.tensor([reader(example.prompt)["input_ids"] for example in examples])
     size = max(1, BATCH_TOKENS // ids.shape[1])
@@ -70,7 +70,7 @@ def exact_match(model: LlamaForCausalLM, reader: PreTrainedTokenizerBase, exampl
 def accuracies(
     model: LlamaForCausalLM, reader: PreTrainedTokenizerBase, lengths: Sequence[int], limit: int, noisy: bool = True
 ) -> Table:
-    """Exact match per task and length over ``limit`` examples each; with ``noisy`` also of a needle in noise."""
+    """Return {task: {length: exact match}} over ``limit`` examples each; ``noisy`` adds the needle in noise."""
     table = {
         task: {n: exact_match(model, reader, [tiny.example(task, n, i) for i in range(limit)]) for n in lengths}
         for task in tiny.TASKS
@@ -81,7 +81,7 @@ def accuracies(
 
 
 def noisy_needle(length: int, index: int) -> Example:
-    """A needle in byte-spelled noise, ``length`` tokens long; depth varies with the index."""
+    """Return an example of ``length`` tokens, a needle in byte-spelled noise; its depth varies with the index."""
     rng = random.Random(f"eval/noise/{length}/{index}")
     fact, question, answer = tiny.needle_pair(index)
     task = tiny.TASKS["needle"]
@@ -96,7 +96,7 @@ def noisy_needle(length: int, index: int) -> Example:
 
 
 def write(folder: Path, lengths: Sequence[int], limit: int) -> str:
-    """Measures the model in ``folder`` and its untrained beginning; writes ``README.md`` there and returns its text."""
+    """Measure the model in ``folder`` and its untrained beginning, write README.md there and return its text."""
     record = json.loads((folder / "training.json").read_text())
     shape = initial.Shape(**record["recipe"]["shape"])
     model, reader = load(folder)

@@ -26,7 +26,11 @@ ENDS = tuple(len(tokenizer.SPECIAL) + ord(mark) for mark in ".;")
 
 @dataclass(frozen=True)
 class Batch:
-    """``ids`` and ``positions`` are [B, T]; ``targets``, ``roles`` and ``tasks`` (indices into NAMES) are [B * T]."""
+    """Sequences to train on.
+
+    ids, positions: [B, T].
+    targets, roles, tasks: [B * T]; tasks are indices into NAMES.
+    """
 
     ids: Tensor
     positions: Tensor
@@ -59,7 +63,10 @@ def sequence(rng: random.Random, length: int, mix: Mapping[str, float], difficul
 
 
 def _copy(rng: random.Random, length: int, difficulty: int) -> list[Span]:
-    """Draw a random span, filler, and the span again (plain induction); fewer distinct tokens need longer contexts."""
+    """Draw a random span, filler, and the span again: plain induction.
+
+    The higher the difficulty, the fewer the distinct tokens, so that longer contexts are needed to tell them apart.
+    """
     span_length = rng.randrange(10, length // 2)
     if difficulty == 0 or rng.random() < 0.2:
         size = 450
@@ -111,5 +118,5 @@ def _positions(rng: random.Random, ids: Sequence[int], gaps: bool) -> list[int]:
 
 @cache
 def _words() -> range:
-    """Return the ids of the random copy tasks: every word piece."""
+    """Return the ids that the random copy tasks draw from: those of all word pieces."""
     return range(tokenizer.FIRST_WORD, len(tokenizer.vocabulary()))

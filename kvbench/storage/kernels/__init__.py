@@ -62,7 +62,10 @@ def attend(
     tail: tuple[Tensor, Tensor],
     scale: float,
 ) -> Tensor | None:
-    """Return attention [B, Hq, T, D] of query [B, Hq, T, D] over exact segments and a dense tail [B, Hk, t, D]."""
+    """Return attention [B, Hq, T, D] of query [B, Hq, T, D] over exact segments and a dense tail [B, Hk, t, D].
+
+    Returns None if no kernel serves them.
+    """
     heads = [tail[0].shape[1], *(s.heads for s in segments)]
     if not _fits(query, min(heads)) or any(s.shared is not None for s in segments):
         return None
@@ -80,7 +83,10 @@ def attend(
 
 
 def attend_packed(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) -> Tensor | None:
-    """Return attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], over packed and exact tokens."""
+    """Return attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], over packed and exact tokens.
+
+    Returns None if no kernel serves them.
+    """
     heads = keys.ring.shape[1]
     if not _fits(query, heads):
         return None

@@ -61,7 +61,7 @@ def attend(
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Return strides in elements by row, head and token; 0 by row and head of ragged x, whose heads have ``starts``."""
+    """Return the strides of x by (row, head, token) in elements; those by row and head are 0 for ragged x."""
     return (0, 0, x.stride(0)) if x.dim() == 2 else (x.stride(0), x.stride(1), x.stride(2))
 
 

@@ -33,7 +33,7 @@ class Splits:
 
 
 def splits(longest: int, programs: int, token_bytes: int, processors: int) -> Splits:
-    """Cut up to ``longest`` tokens in each of ``programs`` heads; one token's keys take ``token_bytes``."""
+    """Return how to cut up to ``longest`` tokens in each of ``programs`` heads; a token's keys take ``token_bytes``."""
     block = min(64, max(16, power(TILE_BYTES // token_bytes + 1) // 2))
     wanted = max(1, min(WAVES * processors // max(programs, 1), longest // LEAST_SPAN, MOST_SPLITS))
     span = max(-(-longest // (wanted * block)), 1) * block
@@ -41,7 +41,7 @@ def splits(longest: int, programs: int, token_bytes: int, processors: int) -> Sp
 
 
 def cut(query: Tensor, heads: int, longest: int) -> Splits:
-    """Cut up to ``longest`` tokens of each of ``heads`` stored heads, to be attended by query [B, Hq, T, D]."""
+    """Return how to cut up to ``longest`` tokens of each of ``heads`` stored heads for query [B, Hq, T, D]."""
     # a token of any format is converted to the query's type when it is read
     token_bytes = query.element_size() * power(query.shape[3], 16)
     return splits(longest, len(query) * heads, token_bytes, processors(query.device))
@@ -78,9 +78,9 @@ def begun(R: tl.constexpr) -> Any:
 
 @triton.jit
 def softmax_step(logits: tl.tensor, best: tl.tensor, total: tl.tensor) -> Any:
-    """Update a running softmax by logits [R, N].
+    """Return (weights of logits [R, N], factor for all earlier sums, largest logit, sum of exponentials).
 
-    Returns their weights, the factor for all earlier sums, the largest logit, and the sum of exponentials.
+    The last two are those of the running softmax, ``best`` and ``total`` before this step, with the logits.
     """
     largest = tl.maximum(best, tl.max(logits, 1))
     # a query that has seen no token yet has no largest logit: -inf - -inf would be NaN
@@ -92,7 +92,7 @@ def softmax_step(logits: tl.tensor, best: tl.tensor, total: tl.tensor) -> Any:
 
 @triton.jit
 def finished(sums: tl.tensor, best: tl.tensor, total: tl.tensor) -> Any:
-    """Return a split's outputs [R, D] and lse [R] from its weighted sums [R, D] of values."""
+    """Return a split's (outputs [R, D], lse [R]) from its weighted sums [R, D] of values."""
     # only 0, of a query that saw no token, is replaced: NaN stays NaN
     divisor = tl.where(total == 0, 1.0, total)
     return sums / divisor[:, None], tl.where(total == 0, -float("inf"), best + tl.log(divisor))
