@@ -107,7 +107,7 @@ def _cell(entry: CellView, show: str, stand_in: bool) -> list[str]:
 
 
 def _ours(entry: CellView, stand_in: bool) -> list[str]:
-    """Return the lines of our side of a cell."""
+    """Return our side of a cell as lines: its number and, if known, its interval; or a sign in place of a number."""
     if entry.status == "none":
         return [""]
     if entry.status in WRONG:
@@ -284,11 +284,11 @@ def _heading(key: str, value: str) -> str:
     return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
 
 
-def _by_block(rows: Sequence[Line], keys: Sequence[str]) -> Mapping[str, list[Line]]:
-    """Return the rows by the heading above them, in the paper's order."""
+def _by_block(rows: Sequence[Line], heading_keys: Sequence[str]) -> Mapping[str, list[Line]]:
+    """Group rows by the heading above them, in the paper's order; '' is the heading of rows without one."""
     blocks: dict[str, list[Line]] = {}
     for line, entries in rows:
         setting = {"model": line.row.model, **parse(line.row.setting)}
-        heading = ", ".join(_heading(k, setting[k]) for k in keys if setting.get(k))
+        heading = ", ".join(_heading(k, setting[k]) for k in heading_keys if setting.get(k))
         blocks.setdefault(heading, []).append((line, entries))
     return blocks
