@@ -243,7 +243,7 @@ def _full_scores(view: View) -> Iterator[str]:
 
 
 def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> Iterator[str]:
-    """Yield the marks of printed values, and averages that the paper states and its cells do not give."""
+    """Yield notes that explain the marks of printed values, and averages that the paper states against its cells."""
     paper = view.ours.declared.paper
     for mark, text in (("?", "suspect"), ("~", "repaired")):
         if any(e.mark == mark for e in entries):
@@ -280,7 +280,7 @@ def _number(value: float | None, digits: int, sign: bool = False) -> str:
 
 
 def _heading(key: str, value: str) -> str:
-    """Return a part of a block's heading. A GPU is the paper's: ours is named below the table."""
+    """Return the text of one setting in a block's heading. A GPU is the paper's: ours is named below the table."""
     return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
 
 
