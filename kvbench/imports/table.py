@@ -52,7 +52,7 @@ def average(records: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return a record for each dataset, range of length and published value, told apart by its field ``kind``."""
+    """Return CSV text, a line for each dataset, range of length and published value, told apart by ``kind``."""
     lines: list[dict[str, Any]] = []
     for r in records:
         lines.append({"kind": "score", **r, **_ends(r["ci"])})
