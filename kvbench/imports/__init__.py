@@ -16,7 +16,10 @@ LAYOUTS = "<dataset>.jsonl of LongBench, predictions.csv of kvpress, samples_*.j
 
 
 def find(path: Path) -> list[Path]:
-    """Return a folder's prediction files, else those of the folders in it, or the file itself; UsageError if none."""
+    """Return the prediction files at ``path``: the file itself, those of a folder, or else those of its subfolders.
+
+    Raises UsageError if there are none, or ``path`` does not exist, cannot be read or has an unknown layout.
+    """
     if path.is_file():
         if not _layout(path):
             raise UsageError(f"{path} is not a file of predictions ({LAYOUTS})")
@@ -35,7 +38,10 @@ def find(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> list[Predictions]:
-    """Read all predictions of one file that ``find`` named; UsageError naming file, line and reason if that fails."""
+    """Return the predictions of one file that ``find`` returned, one entry for each task in it.
+
+    Raises UsageError, with file, line and reason, if the file cannot be read.
+    """
     layout = _layout(path)
     assert layout is not None
     try:

@@ -41,7 +41,7 @@ class Predictions:
 
 
 def dataset_of(name: str) -> tuple[str, bool]:
-    """Return LongBench's task name, and whether it is of LongBench-E: ``longbench_qasper_e`` -> (qasper, True)."""
+    """Return (LongBench's task name, whether it is of LongBench-E): ``longbench_qasper_e`` -> (qasper, True)."""
     short = name.removeprefix("longbench_")
     base = re.sub(r"[_-]e$", "", short)
     return (base, True) if base != short and base in TASKS else (short, False)
@@ -71,14 +71,14 @@ def texts(row: FileRow, key: str) -> tuple[str, ...]:
 
 
 def classes(row: FileRow) -> tuple[str, ...] | None:
-    """Return the label list, empty where there is none, None where the key is absent."""
+    """Return the closed set of labels: () if the row gives none, None if it lacks the key."""
     if "all_classes" not in row.values:
         return None
     return () if row.values["all_classes"] in (None, "", "None") else texts(row, "all_classes")
 
 
 def length(row: FileRow) -> int | None:
-    """Return the stored length, None where there is none."""
+    """Return the stored length of the example, or None if the row has none."""
     value = row.values.get("length")
     if value in (None, ""):
         return None

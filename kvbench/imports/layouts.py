@@ -39,13 +39,13 @@ class Layout:
 
 
 def longbench(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
-    """Yield the answers of a file of LongBench's own."""
+    """Yield (task, answer) for each line of a predictions file written by LongBench, which is named after its task."""
     for row in read_lines(path):
         yield path.stem, _answer(row, text(row, "pred"), texts(row, "answers"))
 
 
 def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
-    """Yield the answers of a file of lm-evaluation-harness."""
+    """Yield (task, answer) for each line of an lm-evaluation-harness file that belongs to the file's first filter."""
     match = _SAMPLES.fullmatch(path.stem)
     chosen = None
     for row in read_lines(path):
@@ -67,7 +67,7 @@ def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
 
 
 def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
-    """Yield the answers of a kvpress file.
+    """Yield (task, answer) for each record of a kvpress file, CSV or JSON.
 
     Its folder is named ``dataset__task__model__press__ratio``, which gives the task where no column does.
     """

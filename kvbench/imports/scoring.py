@@ -20,8 +20,9 @@ Score = float | None
 class Scored:
     """The scores of one file's answers to one dataset, in their order; None where an answer cannot be scored.
 
-    ``interval`` and those of ``buckets`` are 95 % bootstrap intervals of the mean in [0, 1]. ``seconds`` is the time
-    that scoring took.
+    interval: the 95 % bootstrap interval of the mean, in [0, 1]; the buckets have intervals of the same kind.
+    buckets: the scores by range of length, for LongBench-E alone.
+    seconds: the time that scoring took.
     """
 
     predictions: Predictions
@@ -34,7 +35,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One range of length of LongBench-E."""
+    """The scores of the answers in one range of length of LongBench-E."""
 
     name: str
     scores: tuple[Score, ...]
@@ -42,7 +43,10 @@ class Bucket:
 
 
 def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None) -> str:
-    """Return the metric of a file's dataset, else ``fallback``; UsageError naming the file where that leaves none."""
+    """Return the name of the metric of a file's dataset, or of ``fallback`` if the dataset is none of LongBench's.
+
+    Raises UsageError, which names the file, if it is none and there is no ``fallback``.
+    """
     dataset = predictions.dataset
     if dataset in longbench.TASKS:
         return longbench.metric_name(dataset, code_sim)
@@ -68,7 +72,9 @@ def score_file(predictions: Predictions, name: str) -> Scored:
     start = time.perf_counter()
     scores = tuple(_score(predictions.dataset, name, answer) for answer in predictions.answers)
     seconds = time.perf_counter() - start
-    buckets = tuple(Bucket(of, values, _interval(values)) for of, values in _by_length(predictions, scores).items())
+    buckets = tuple(
+        Bucket(range_name, values, _interval(values)) for range_name, values in _by_length(predictions, scores).items()
+    )
     return Scored(predictions, name, scores, _interval(scores), buckets, seconds)
 
 
@@ -93,11 +99,11 @@ def _interval(scores: Sequence[Score]) -> tuple[float, float] | None:
 
 
 def _by_length(predictions: Predictions, scores: Sequence[Score]) -> dict[str, tuple[Score, ...]]:
-    """Return the scores in each range of length of LongBench-E; {} for other datasets."""
+    """Return the scores by range of length of LongBench-E; {} if the predictions are not of LongBench-E."""
     if not predictions.extended:
         return {}
     ranges = [longbench.bucket(answer.length or 0) for answer in predictions.answers]
     return {
-        name: tuple(value for value, of in zip(scores, ranges, strict=True) if of == name)
+        name: tuple(value for value, range_name in zip(scores, ranges, strict=True) if range_name == name)
         for name, _ in longbench.BUCKETS
     }

@@ -52,7 +52,7 @@ def average(records: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line per dataset, range of length and published value, told apart by ``kind``; numbers as they are."""
+    """Return CSV text, a line for each dataset, range of length and published value, told apart by ``kind``."""
     lines: list[dict[str, Any]] = []
     for r in records:
         lines.append({"kind": "score", **r, **_ends(r["ci"])})
@@ -93,7 +93,7 @@ def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Mean
 
 
 def notes(records: Sequence[Mapping[str, Any]], verdicts: Verdicts) -> list[str]:
-    """Return the sentences that a reader of these tables must know."""
+    """Return the notes below these tables, a sentence each."""
     lines = ["[a, b]: 95 % bootstrap interval over examples. unscored: answers whose references cannot be scored."]
     sizes = [TASKS[r["dataset"]].size if r["split"] == "standard" else r["n"] for r in records]
     odd = [f"{r['dataset']} {r['n']} of {size}" for r, size in zip(records, sizes, strict=True) if r["n"] != size]

@@ -64,7 +64,7 @@ class Claim:
     why: str = ""
 
     def __post_init__(self) -> None:
-        """Raise KvbenchError for a test that there is not."""
+        """Raise KvbenchError if ``test`` is not one of TESTS."""
         if self.test not in TESTS:
             raise KvbenchError(f"claim {self.id}: test must be one of {', '.join(TESTS)}, not {self.test!r}")
 
@@ -164,27 +164,31 @@ def find(wanted: str) -> tuple[str, ...]:
 
 
 def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
-    """Return tables of all rows that a paper's claims compare, one for each set of datasets.
+    """Return tables of the rows that a paper's claims compare: one table for each set of datasets.
 
-    With ``scaled`` the model scales windows, so that each row also comes with the paper's own windows.
+    ``scaled``: the model runs with scaled-down windows, so each row is added again with the paper's own.
     """
-    by_columns: dict[tuple[str, ...], list[str]] = {}
+    sides_by_datasets: dict[tuple[str, ...], list[str]] = {}
     for claim in claims:
         for side in (s for pair in claim.pairs for s in pair):
-            by_columns.setdefault(claim.columns, []).extend((side, as_printed(side)) if scaled else (side,))
+            sides_by_datasets.setdefault(claim.columns, []).extend((side, as_printed(side)) if scaled else (side,))
     paper_tables = table_spec.find(claims[0].paper)
-    base = next(t for t in paper_tables if t.measurable)
+    template = next(t for t in paper_tables if t.measurable)
     workloads = {k: v for t in paper_tables for k, v in t.workloads.items()}
     tables = []
-    for columns, rows in by_columns.items():
+    for columns, rows in sides_by_datasets.items():
         row_parts = (row.partition(" ") for row in dict.fromkeys(rows))
-        cells = [(base.models()[0], method, setting, c, "mean") for method, _, setting in row_parts for c in columns]
-        tables.append(table_spec.given(base, cells, table=TABLE, title=TABLE, workloads=workloads))
+        cells = [
+            (template.models()[0], method, setting, dataset, "mean")
+            for method, _, setting in row_parts
+            for dataset in columns
+        ]
+        tables.append(table_spec.given(template, cells, table=TABLE, title=TABLE, workloads=workloads))
     return tables
 
 
 def as_printed(side: str) -> str:
-    """Return a side with the paper's own windows."""
+    """Return the name of a side's row that runs with the paper's own windows."""
     return f"{side};{AS_PRINTED}"
 
 
@@ -303,7 +307,7 @@ def decide(
 def _word(
     claim: Claim, evidence: Evidence, p_for: float, p_against: float, elsewhere: float | None, family: int
 ) -> tuple[str, str]:
-    """Return the verdict, and the side that a mixed or fragile one is on."""
+    """Return (verdict, side); the side, supported or contradicted, is '' unless the verdict is mixed or fragile."""
     decided = UNDECIDED
     if p_for < LEVEL / 2 or p_against < LEVEL / 2:
         decided = SUPPORTED if p_for < LEVEL / 2 else CONTRADICTED

@@ -60,7 +60,7 @@ class Fact:
 
 
 def sentences(facts: Iterable[Fact]) -> str:
-    """Return the facts, a sentence each."""
+    """Return the facts as one text, a sentence each, without those that have no value."""
     return " ".join(f"{text}." for text in (fact.text() for fact in facts) if text)
 
 
@@ -116,16 +116,20 @@ class Figure:
         return sentences(self.facts(data))
 
     def write(self, data: pd.DataFrame, facts: Mapping[str, Any], folder: Path) -> tuple[list[Path], str]:
-        """Write CSV, PNG and SVG below ``folder``, and return their paths and the finding."""
+        """Write the data as CSV, headed by comment lines of ``facts`` (their provenance), and as PNG and SVG.
+
+        Returns (paths, finding).
+        """
         head = "".join(f"# {key}: {value}\n" for key, value in {"figure": self.id, **facts}.items())
-        text = head + data[list(self.columns)].to_csv(index=False, float_format=DIGITS, lineterminator="\n")
+        csv_text = head + data[list(self.columns)].to_csv(index=False, float_format=DIGITS, lineterminator="\n")
         path = folder / f"{self.id}.csv"
-        _save(path, text.encode())
-        pictures, finding = self.redraw(text, path.with_suffix(""))
+        _save(path, csv_text.encode())
+        # drawn from the CSV, so that a later redraw gives the same picture
+        pictures, finding = self.redraw(csv_text, path.with_suffix(""))
         return [*pictures, path], finding
 
     def redraw(self, text: str, stem: Path) -> tuple[list[Path], str]:
-        """Write ``stem``.png and ``stem``.svg from the text of a CSV, and return their paths and the finding."""
+        """Write ``stem``.png and ``stem``.svg from the text of a CSV, and return (paths, finding)."""
         data = self.parse(text)
         paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
         with styled():
@@ -172,7 +176,7 @@ def percent(x: float) -> str:
 
 
 def facts_of(text: str) -> dict[str, str]:
-    """Return the ``# key: value`` lines of a CSV."""
+    """Return {key: value} of the ``# key: value`` lines at the start of a CSV."""
     facts = {}
     for line in text.splitlines():
         if not line.startswith("# "):

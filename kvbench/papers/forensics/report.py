@@ -157,7 +157,7 @@ def _title(paper: str) -> str:
 
 
 def _summary(findings: Sequence[Finding], book: Book) -> Iterator[str]:
-    """Yield the table of counts by paper, and the number of repeated measurements."""
+    """Yield a table by paper (cells, recomputed cells, findings, verdicts), then how many measurements are repeated."""
     exact, ledger = everything(book), judged(book)
     rows = []
     for paper in dict.fromkeys(f.paper for f in findings if "+" not in f.paper):

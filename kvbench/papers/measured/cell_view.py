@@ -34,13 +34,17 @@ ROUNDING = 2
 class CellView:
     """One cell of a table: our number, the printed one, and what marks and notes say about both.
 
-    status: measured, refused (with ``reason``), missing, or none where the paper has no such cell; also OOM in an
-    efficiency table. ours, published: in printed units, a fraction in per cent. relative, published_relative: per
-    cent of the own full cache, or of the base row of an efficiency table. stated: an average that the paper prints
-    although its cells give another. floor: the full cache scores too little for a share of it; ``full`` is its score on
-    the same examples. budgeted: the share of tokens kept is shown. printed: the characters on the page, a fraction in
-    per cent. exact: ✓ where the printed value follows without a model, else the value that follows. timed: the cell of
-    an efficiency table. n, of: examples measured, and those there are. unlike: see ``delta``.
+    status: measured, refused (see ``reason``), missing, or none if the paper has no such cell; OOM for timings, too.
+    ours, published: the values in printed units, fractions in per cent.
+    relative, published_relative: per cent of each side's full cache, or of its base row in an efficiency table.
+    stated: an average that the paper prints although its cells give another.
+    floor: whether the full cache scores too little for a share of it; full: its score on the same examples.
+    budgeted: whether the share of tokens kept is shown.
+    printed: the characters on the page, or a fraction in per cent.
+    exact: ✓ if the printed value follows without a model, else the value that follows.
+    timed: the cell of an efficiency table.
+    n, of: how many examples are measured, and how many there are.
+    unlike: the conditions that differ from the paper's.
     """
 
     status: str = "none"
@@ -141,7 +145,7 @@ def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Publis
 
 
 def _read(ours: OurTable, line: TableLine, column: Column, read_by_cells: dict[tuple[str, ...], _Read]) -> _Read | None:
-    """Read a score from the store, once for all rows and columns that show it; return None for other columns."""
+    """Return our score in a column, read once for all cells that show it; None for columns of other values."""
     if column.what != SCORE:
         return None
     cells = ours.cells(line, column)
@@ -230,7 +234,7 @@ def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
 def _average(
     ours: OurTable, line: TableLine, columns: Sequence[tuple[Column, CellView, _Read | None]], kind: Column
 ) -> CellView:
-    """Return the mean over columns as the paper takes it, both sides over the columns that can be read here.
+    """Return the entry of a line's average, taken as the paper does, over the columns that can be read here.
 
     On a stand-in the mean leaves out columns where the full cache is at the floor; that of OF_ALL keeps them.
     """
@@ -249,16 +253,16 @@ def _average(
     is_full = stated is not None and stated.metric == RATIO
     offset = 100 if ours.declared.average == RELATIVE and not is_full else 0
     mean, share = _printed_average([(_printed_full(ours, line, c), e) for c, e, _ in readable], ratios)
-    published, other = None if mean is None else mean - offset, None
+    published, stated_otherwise = None if mean is None else mean - offset, None
     if stated is not None and stated.value is not None and published is not None and len(readable) == len(scored):
         differs = abs(stated.value - published) > ROUNDING * 10.0 ** -decimals(stated.printed)
-        other = stated.value if differs else None
+        stated_otherwise = stated.value if differs else None
     entry = CellView(
         status="missing" if any(e.status in ("missing", "none") for e in entries) else entries[0].status,
         reason=entries[0].reason,
         published=published,
         published_relative=share,
-        stated=other,
+        stated=stated_otherwise,
     )
     if any(e.status != "measured" or e.ours is None for e in entries):
         return entry
@@ -279,14 +283,14 @@ def _average(
 def _printed_average(
     entries: Sequence[tuple[Published | None, CellView]], ratios: bool
 ) -> tuple[float | None, float | None]:
-    """Return the mean of what is printed, or of its shares, and the mean's own share of the full cache."""
+    """Return (mean, share): the mean of the printed values or of their shares, and its own share of the full cache."""
     values = [v for v in (e.published_relative if ratios else e.published for _, e in entries) if v is not None]
     if len(values) < len(entries):
         return None, None
     if ratios:
         return fmean(values), fmean(values)
-    wholes = [w.points for w, _ in entries if w is not None and w.points is not None]
-    full = fmean(wholes) if len(wholes) == len(entries) else 0
+    full_values = [whole.points for whole, _ in entries if whole is not None and whole.points is not None]
+    full = fmean(full_values) if len(full_values) == len(entries) else 0
     return fmean(values), 100 * fmean(values) / full if full else None
 
 
@@ -303,5 +307,7 @@ def _share(value: Published, whole: Published | None) -> float | None:
     if whole is None or value.points is None or not whole.points:
         return None
     # less is better of a perplexity: its share is full / value
-    a, b = (whole.points, value.points) if value.metric == "perplexity" else (value.points, whole.points)
-    return 100 * a / b
+    numerator, denominator = (
+        (whole.points, value.points) if value.metric == "perplexity" else (value.points, whole.points)
+    )
+    return 100 * numerator / denominator

@@ -107,7 +107,7 @@ def _cell(entry: CellView, show: str, stand_in: bool) -> list[str]:
 
 
 def _ours(entry: CellView, stand_in: bool) -> list[str]:
-    """Return the lines of our side of a cell."""
+    """Return our side of a cell as lines: its number and, if known, its interval; or a sign in place of a number."""
     if entry.status == "none":
         return [""]
     if entry.status in WRONG:
@@ -243,7 +243,7 @@ def _full_scores(view: View) -> Iterator[str]:
 
 
 def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> Iterator[str]:
-    """Yield the marks of printed values, and averages that the paper states and its cells do not give."""
+    """Yield notes that explain the marks of printed values, and averages that the paper states against its cells."""
     paper = view.ours.declared.paper
     for mark, text in (("?", "suspect"), ("~", "repaired")):
         if any(e.mark == mark for e in entries):
@@ -280,15 +280,15 @@ def _number(value: float | None, digits: int, sign: bool = False) -> str:
 
 
 def _heading(key: str, value: str) -> str:
-    """Return a part of a block's heading. A GPU is the paper's: ours is named below the table."""
+    """Return the text of one setting in a block's heading. A GPU is the paper's: ours is named below the table."""
     return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
 
 
-def _by_block(rows: Sequence[Line], keys: Sequence[str]) -> Mapping[str, list[Line]]:
-    """Return the rows by the heading above them, in the paper's order."""
+def _by_block(rows: Sequence[Line], heading_keys: Sequence[str]) -> Mapping[str, list[Line]]:
+    """Group rows by the heading above them, in the paper's order; '' is the heading of rows without one."""
     blocks: dict[str, list[Line]] = {}
     for line, entries in rows:
         setting = {"model": line.row.model, **parse(line.row.setting)}
-        heading = ", ".join(_heading(k, setting[k]) for k in keys if setting.get(k))
+        heading = ", ".join(_heading(k, setting[k]) for k in heading_keys if setting.get(k))
         blocks.setdefault(heading, []).append((line, entries))
     return blocks

@@ -62,10 +62,13 @@ Parts = tuple[tuple[Group, Cell], ...]
 class OurTable:
     """A paper's table on ``model``: one line per row, and the run that measures them.
 
-    ``stand_in``: the model is none of the table's. ``run`` is None where nothing of the table can be run. ``groups``
-    are its groups by workload. ``absent`` gives the reason by workload that cannot be read. ``notes`` tell readers
-    about the data that are read. ``timings`` are the timed rows of an efficiency table. ``typed`` are the user's
-    arguments that change how prompts are read and answered.
+    stand_in: whether the model is none of the table's.
+    run: the run of all lines; None if nothing of the table can be run.
+    groups: the groups of the run by workload.
+    absent: for each workload that cannot be read, the reason.
+    notes: what readers must know about the data that are read.
+    timings: the timed rows of an efficiency table.
+    typed: the user's arguments that change how prompts are read and answered.
     """
 
     declared: TableSpec
@@ -80,12 +83,12 @@ class OurTable:
     typed: tuple[str, ...] = ()
 
     def cells(self, line: TableLine, column: Column, chain: Chain | None = None) -> Parts:
-        """Return the store's cells behind a score, or those of another ``chain``; none where it is not measured."""
-        wanted = line.chain_of(column.dataset) if chain is None else chain
+        """Return the store's cells of a line's chain, or of ``chain``, in a column; none if it is not measured."""
+        wanted_chain = line.chain_of(column.dataset) if chain is None else chain
         workload = line.reads.get(column.dataset)
-        if wanted is None or workload is None:
+        if wanted_chain is None or workload is None:
             return ()
-        return tuple((g, c) for g in self.groups.get(workload, ()) for c in g.cells if c.chain == wanted)
+        return tuple((g, c) for g in self.groups.get(workload, ()) for c in g.cells if c.chain == wanted_chain)
 
     def full(self, line: TableLine, column: Column) -> Parts:
         """Return the full-cache cells of a line's workload in a column."""
@@ -242,7 +245,7 @@ def _distinct(
 def _reading(
     reader: Reader, lines: Sequence[TableLine], family: str, stand_in: bool
 ) -> tuple[tuple[TableLine, ...], dict[TableWorkload, str], list[str]]:
-    """Return the lines with their workloads, those that cannot be read, and notes on what is read instead."""
+    """Return (lines with workloads, reason by workload that cannot be read, notes on what is read instead)."""
     datasets = list(dict.fromkeys(c.dataset for c in reader.declared.scores))
     family_name = reader.family(datasets, family)
     absent: dict[TableWorkload, str] = {}

@@ -26,26 +26,26 @@ SAME = ("status", "ours", "n", "of", "published", "mark", "stated", "exact", "re
 
 
 def render(view: View, style: str = "text", show: str = "both", terminal: bool = False) -> str:
-    """Format the table in one of FORMATS, showing one of SHOWS, with the notes for readers below it.
+    """Return the table as text in one of FORMATS, with ``show`` (one of SHOWS) in its cells and notes below.
 
-    ``terminal``: text is for a terminal, where the best of a block is bold.
+    ``terminal`` marks the best value of each block in bold, in text only.
     """
     if style == "csv":
         return writers.csv(CSV_FIELDS, records(view))
-    name, table, lines = title(view, show), grid(view, show), notes(view, show)
+    heading, table, footnotes = title(view, show), grid(view, show), notes(view, show)
     if style == "html":
-        name, items = html.escape(name), "".join(f"<li>{html.escape(n)}</li>" for n in lines)
+        heading, items = html.escape(heading), "".join(f"<li>{html.escape(n)}</li>" for n in footnotes)
         return (
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title></head>\n<body>\n'
-            f"<h1>{name}</h1>\n{writers.html(table)}\n<ul>{items}</ul>\n</body></html>\n"
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title></head>\n<body>\n'
+            f"<h1>{heading}</h1>\n{writers.html(table)}\n<ul>{items}</ul>\n</body></html>\n"
         )
     if style == "md":
-        return f"# {name}\n\n{writers.compose([table], lines, style)}"
-    footer = "".join(f"{writers.note(n, style)}\n" for n in lines)
+        return f"# {heading}\n\n{writers.compose([table], footnotes, style)}"
+    footer = "".join(f"{writers.note(n, style)}\n" for n in footnotes)
     if style == "latex":
-        return f"% {name}\n% needs booktabs, makecell and amssymb\n{writers.latex(table)}{footer}"
+        return f"% {heading}\n% needs booktabs, makecell and amssymb\n{writers.latex(table)}{footer}"
     pieces = "".join(writers.text(piece, terminal) for piece in table.folded())
-    return f"{fill(name, WIDTH, break_on_hyphens=False)}\n\n{pieces}{footer}"
+    return f"{fill(heading, WIDTH, break_on_hyphens=False)}\n\n{pieces}{footer}"
 
 
 def as_json(view: View) -> dict[str, Any]:

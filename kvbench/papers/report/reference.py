@@ -75,7 +75,7 @@ def markdown(papers: Sequence[Paper]) -> str:
 
 
 def text(papers: Sequence[Paper]) -> str:
-    """Return papers as text for a terminal of 100 columns."""
+    """Return papers as plain text of WIDTH columns: preset with its sources, what can be reproduced, and claims."""
     book, lines = published(), []
     for paper in papers:
         preset = f", preset={paper.preset}" if paper.preset else ""

@@ -35,9 +35,11 @@ ROW_KNOBS = ("shots",)
 
 @dataclass(frozen=True)
 class TableWorkload:
-    """The data read for a published ``dataset``: ``name`` as ``run`` takes it, and knobs beside the entry's.
+    """What is read for a published ``dataset``.
 
-    ``parts`` are the tasks of it that count (a needle's lengths); none named: all.
+    name: the dataset as ``run`` takes it (``longbench/qasper``).
+    knobs: settings that replace those of its conf/dataset entry.
+    parts: the lengths of a needle test that are read; None for all.
     """
 
     dataset: str
@@ -105,14 +107,14 @@ class Reader:
         return TableWorkload(dataset, name, settings, parts)
 
     def beyond(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's lengths that this model does not take; none where the user typed others."""
+        """Return the paper's lengths that do not fit this model's context; none if the user typed lengths."""
         if "lengths" in self._typed():
             return []
         knobs = self._knobs(row, dataset)
         return [n for n in self._lengths(row, dataset) if not self._fits(n, knobs)]
 
     def _typed(self) -> set[str]:
-        """Return the knobs that the user typed; they win."""
+        """Return the names, without owners, of the knobs that the user typed; these override the paper's."""
         return {w.partition("=")[0].rpartition(".")[2] for w in self.written}
 
     def _knobs(self, row: TableRow, dataset: str) -> dict[str, Any]:
@@ -164,7 +166,11 @@ class Reader:
         return ""
 
     def family(self, datasets: Iterable[str], asked: str) -> str:
-        """Return the one of FAMILIES that a table's LongBench columns are read from."""
+        """Return the conf/dataset entry that a table's LongBench columns are read from.
+
+        It is ``longbench`` or ``longbench_mini``: what the user ``asked`` for, else the one from which most columns can
+        be read here.
+        """
         if asked and asked not in FAMILIES:
             raise unknown("value of longbench", asked, FAMILIES)
         if asked and self.small:
@@ -173,7 +179,7 @@ class Reader:
         if asked or self.small or not columns:
             return FAMILIES[asked or "full"]
         readable = {f: sum(not self.why_not(TableWorkload(d, f"{f}/{d}")) for d in columns) for f in FAMILIES.values()}
-        return max(readable, key=lambda f: readable[f])  # the first of those that have most
+        return max(readable, key=lambda f: readable[f])  # a tie goes to the first: the full data
 
 
 def composed(written: Sequence[str], datasets: Iterable[str], small: bool) -> RunConfig:
