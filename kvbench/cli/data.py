@@ -35,11 +35,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _fetch(ids: list[str], folder: str | None, as_json: bool) -> int:
+    """Fetch the datasets with these ids and print what was fetched. Return exit status 0."""
     from kvbench.tasks import fetch, hub, source
 
     if not ids:
         raise UsageError(f"data fetch needs a dataset: {', '.join(sorted(n for n, s in fetch.sources().items() if s))}")
-    wanted = [fetch.source_of(i) for i in ids]
+    sources = [fetch.source_of(i) for i in ids]
     if folder is not None:
         try:
             Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
@@ -49,41 +50,54 @@ def _fetch(ids: list[str], folder: str | None, as_json: bool) -> int:
     if root is None:
         raise UsageError(f"data fetch needs a data folder: data.root=FOLDER or the variable {source.ENVIRONMENT}")
     report = []
-    for entry in wanted:
-        came = fetch.fetch(entry, root, hub.HuggingFace(), say)
-        report.append({"dataset": entry.dataset, "fetched": came, "licence": entry.licence, "root": str(root)})
+    for dataset_source in sources:
+        fetched_paths = fetch.fetch(dataset_source, root, hub.HuggingFace(), say)
+        report.append(
+            {
+                "dataset": dataset_source.dataset,
+                "fetched": fetched_paths,
+                "licence": dataset_source.licence,
+                "root": str(root),
+            }
+        )
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
         return 0
-    for r, entry in zip(report, wanted, strict=True):
-        what = f"{len(r['fetched'])} of {len(entry.files)} files fetched" if r["fetched"] else "nothing was missing"
-        print(f"{r['dataset']}: {what}, in {root}. Licence: {r['licence']}")
+    for line, dataset_source in zip(report, sources, strict=True):
+        outcome = (
+            f"{len(line['fetched'])} of {len(dataset_source.files)} files fetched"
+            if line["fetched"]
+            else "nothing was missing"
+        )
+        print(f"{line['dataset']}: {outcome}, in {root}. Licence: {line['licence']}")
     return 0
 
 
 def _status(ids: list[str], folder: str | None, as_json: bool) -> int:
+    """Print the state of the datasets with these ids, or of all. Return exit status 1 if a file has changed."""
     from kvbench.errors import unknown
     from kvbench.tasks import fetch, source
 
     root = source.data_root(folder)
-    every = fetch.sources()
+    sources = fetch.sources()
     for name in ids:
-        if name not in every:
-            raise unknown("dataset", name, every)
+        if name not in sources:
+            raise unknown("dataset", name, sources)
     lock = fetch.read_lock(root) if root else {}
-    report, mistakes = [], []
-    for name in ids or every:
-        entry = every[name]
+    report = []
+    changed_files = []
+    for name in ids or sources:
+        entry = sources[name]
         states = {w: fetch.state(root, w, lock) for w in entry.files} if entry else {}
-        mistakes += [fetch.changed(root, w) for w, s in states.items() if s == "changed" and root]
+        changed_files += [fetch.changed(root, w) for w, s in states.items() if s == "changed" and root]
         report.append(_record(name, entry, {w.to: s for w, s in states.items()}, lock))
     if as_json:
         print(json.dumps({"root": str(root) if root else None, "datasets": report}, indent=1, ensure_ascii=False))
     else:
         _print(report, root)
-    for mistake in mistakes:
-        say(str(mistake))
-    return 1 if mistakes else 0
+    for changed_file in changed_files:
+        say(str(changed_file))
+    return 1 if changed_files else 0
 
 
 def _record(name: str, entry: Any, states: dict[str, str], lock: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -101,6 +115,7 @@ def _record(name: str, entry: Any, states: dict[str, str], lock: dict[str, dict[
 
 
 def _summary(states: dict[str, str]) -> str:
+    """Return the state that all files have, or else how many files are in each state."""
     if not states:
         return "no files listed"
     counts = Counter(states.values())
