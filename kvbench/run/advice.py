@@ -40,7 +40,7 @@ def at_floor(task: Task, full: stats.Scores) -> bool:
 
 
 def chance(task: Task) -> float:
-    """Return the score, from 0 to 1, of an empty answer or of guessing a class, whichever is higher. A likelihood has 0."""
+    """Return the score of an empty answer or of guessing a class, whichever is higher; 0 for a likelihood."""
     first = task.examples[0]
     if first.tokens:
         return 0.0
@@ -49,7 +49,10 @@ def chance(task: Task) -> float:
 
 
 def about_floors(names: Sequence[str], columns: int) -> list[str]:
-    """Return the note on the columns, by ``names``, in clause the full cache's scores say nothing."""
+    """Return the note on the columns ``names``, in which the full cache's scores say nothing; [] without names.
+
+    ``columns`` is the number of all columns.
+    """
     if not names:
         return []
     clause = "that column shows" if len(names) == 1 else "those columns show"

@@ -25,7 +25,7 @@ def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
 
 
 def unpack(path: Path, store: ResultStore) -> dict[str, int]:
-    """Add the records and samples of ``path`` that ``store`` lacks. Return how many samples each cell got, by its id."""
+    """Add the records and samples of ``path`` that ``store`` lacks. Return how many samples were added, by cell id."""
     records = {}
     samples = defaultdict(list)
     try:

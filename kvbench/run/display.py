@@ -36,7 +36,7 @@ class Count:
     line: TaskID | None = None
 
     def text(self, now: float) -> str:
-        """Return the answers per second (seconds per answer if below 0.05) and the mean share of tokens kept, as text."""
+        """Return as text the answers per second, or seconds per answer if slow, and the mean share of tokens kept."""
         elapsed = max(now - (self.start or now), 1e-9)  # not 0, which the rate is divided by
         rate = self.done / elapsed
         pace = f"{rate:.1f} answers/s" if rate >= 0.05 or not self.done else f"{1 / rate:.0f} s per answer"

@@ -35,17 +35,17 @@ class Estimate:
     seconds: float | None
 
     def bytes(self, cells: Sequence[Cell], memory: int) -> int:
-        """Return the peak bytes of caches and observations, with as many prompts at once as ``rows`` and ``memory`` allow."""
+        """Return the peak bytes of caches and observations, with as many prompts as ``rows`` and ``memory`` allow."""
         per_prompt = sum(self.cells[c.id] for c in cells)
         prompts = max(1, self.rows // max(1, len(cells)))
         return self.layer + max(per_prompt, min(prompts * per_prompt, memory))
 
     def alone(self, cell: Cell) -> int:
-        """Return the bytes that one prompt of the cell takes, which no part of the group with this cell can go below."""
+        """Return the bytes that one prompt of the cell takes: the least for any part of the group with this cell."""
         return self.layer + self.cells.get(cell.id, 0)
 
     def parts(self, group: Group, memory: int) -> list[Group]:
-        """Return the parts of the group that each fit into ``memory`` with one prompt. A cell that does not is a part alone.
+        """Return parts of the group that fit into ``memory`` with one prompt each. A cell that does not fit is a part alone.
 
         Cells that share a prefill stay together where they can, since each further part reads the prompts again.
         """
@@ -123,7 +123,7 @@ def _observation_bytes(needs: Needs, shape: Shape, n: int, itemsize: int, hidden
 
 
 def _seconds_left(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapping[str, Sample]]) -> float | None:
-    """Return the seconds that the work left will take, by the mean times of the stored samples; None without samples."""
+    """Return the seconds that the remaining work takes, by mean times of the stored samples; None without samples."""
     if not todo:
         return 0.0
     timings = {i: [s.timing for s in of_cell.values()] for i, of_cell in samples.items()}

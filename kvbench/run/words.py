@@ -59,7 +59,7 @@ class Command:
 
 
 def read(arguments: Sequence[str], multirun: bool = False) -> Command:
-    """Return the command that ``key=value`` arguments ask for. Raises UsageError for an argument that is not allowed."""
+    """Return the command that ``key=value`` arguments ask for. Raises UsageError for one that is not allowed."""
     texts = keys.pairs(arguments)
     empty = next((k for k, v in texts.items() if k in GROUPS and not v), None)
     if empty is not None:
