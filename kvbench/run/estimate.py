@@ -45,7 +45,7 @@ class Estimate:
         return self.layer + self.cells.get(cell.id, 0)
 
     def parts(self, group: Group, memory: int) -> list[Group]:
-        """Return parts of the group that fit into ``memory`` with one prompt each. A cell that does not fit is a part alone.
+        """Return parts of the group that fit into ``memory`` with one prompt each. A cell that cannot is a part alone.
 
         Cells that share a prefill stay together where they can, since each further part reads the prompts again.
         """

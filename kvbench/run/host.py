@@ -60,5 +60,5 @@ class Host:
         return encode(self.tokenizer, example, task, self.policy, longest)
 
     def batching(self) -> dict[str, object]:
-        """Return the most rows of a batch and their order, which affect numbers in half precision, for the provenance."""
+        """Return the most rows of a batch and their order, for the provenance: both affect half precision."""
         return {"rows": self.most_rows, "order": "by example, then by cell; rows enter as others leave"}

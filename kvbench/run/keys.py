@@ -25,7 +25,7 @@ class Key:
     allowed: str = ""
 
     def value(self, texts: Mapping[str, str]) -> Any:
-        """Return the value of the key's text in ``texts``, or of its default. Raises UsageError for a text not allowed."""
+        """Return the value of the key's text, or of its default. Raises UsageError for a text that is not allowed."""
         text = texts.get(self.name, self.default)
         try:
             return None if text is None else self.read(text)

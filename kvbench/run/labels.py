@@ -37,7 +37,7 @@ def label(identity: Identity, otherwise: str = "") -> str:
 
 
 def fields(identity: Identity) -> dict[str, object]:
-    """Return the settings of a cell by name, as ``--json`` prints them; None for settings that an imported cell lacks."""
+    """Return a cell's settings by name, as ``--json`` prints them. Settings that an imported cell lacks are None."""
     chain, prompt, model = (identity.get(k) for k in ("chain", "prompt", "model"))
     chain = chain if isinstance(chain, Mapping) else {}
     policy = prompt if isinstance(prompt, Mapping) else {}

@@ -162,7 +162,7 @@ def build_groups(
 
 
 def _check_answers(task: Task, context: int | None) -> None:
-    """Raise UsageError if an answer leaves no room for its prompt, or for a needle prompt uncut, in the model's context."""
+    """Raise UsageError if an answer leaves no room for its prompt, or not for its whole needle prompt."""
     for example in task.examples:
         length = example.meta.get("length", 0) if task.category == "needle" else 0
         if context is not None and length and length + example.max_new_tokens > context:

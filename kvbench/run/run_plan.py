@@ -60,27 +60,27 @@ class RunPlan:
         """
         limit = memory.cache_limit(self.cfg.memory, self.devices())
         weights = int(memory.USED_SHARE * load.weight_bytes(self.source))
-        room = limit if self.cfg.memory is not None else max(0, limit - weights)
+        cache_memory = limit if self.cfg.memory is not None else max(0, limit - weights)
         device = load.resolve_device(self.cfg.device)
         groups = []
         for group, todo in zip(self.groups, self.todo(), strict=True):
-            estimate = self.estimate(group)
-            parts = estimate.parts(group, room)
+            group_estimate = self.estimate(group)
+            parts = group_estimate.parts(group, cache_memory)
             extra_prefills = self._prefills(group, parts) - todo.prefills
             todo = replace(
                 todo, prefills=todo.prefills + extra_prefills, prefills_saved=todo.prefills_saved - extra_prefills
             )
             planned = GroupPlan(
                 **vars(todo),
-                prompt_tokens=estimate.prompt_tokens,
-                bytes=max((estimate.bytes(p.cells, room) for p in parts), default=0),
+                prompt_tokens=group_estimate.prompt_tokens,
+                bytes=max((group_estimate.bytes(p.cells, cache_memory) for p in parts), default=0),
                 parts=[[c.label for c in p.cells] for p in parts],
-                too_large=[c.label for p in parts for c in p.cells if estimate.alone(c) > room],
-                seconds=estimate.seconds,
+                too_large=[c.label for p in parts for c in p.cells if group_estimate.alone(c) > cache_memory],
+                seconds=group_estimate.seconds,
             )
             groups.append(planned)
         dtype = precision.dtype_reason(self.cfg.model.dtype, self.dtype, device)
-        return Plan(room, str(device), dtype, groups, self.advice())
+        return Plan(cache_memory, str(device), dtype, groups, self.advice())
 
     def devices(self) -> dict[torch.device, float]:
         """Return the devices that will hold the model, each with its share of the layers.
