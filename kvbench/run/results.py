@@ -76,7 +76,7 @@ class Sample:
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Self:
-        """Return the sample in a stored line. Raises UsageError for an older version's line, without bytes at 16 bits."""
+        """Return the sample in a stored line. Raises UsageError for an old version's line, without bytes at 16 bits."""
         if "full16" not in line:
             raise UsageError(
                 f"example {line['id']} was measured by an older version, without bytes at 16 bits: measure it again in "

@@ -89,7 +89,7 @@ class GroupRun:
         return [c for c in cells if c.id not in self.refused and c.id not in self.failed]
 
     def read(self, example: Example, cells: Sequence[Cell]) -> None:
-        """Prefill one prompt for its cells and audit their caches. Queue them to be decoded, or score a text at once."""
+        """Prefill one prompt for its cells and audit their caches. Queue them to be decoded, or score a text now."""
         try:
             encoded = self.host.encode(example, cells[0].task)
             ids = torch.tensor(encoded.ids)
@@ -125,7 +125,7 @@ class GroupRun:
                     self.queue.add(row)
 
     def _with_room(self, work: Callable[[], Result]) -> Result:
-        """Return the result of ``work``. If memory runs out while rows are queued, decode all and call ``work`` once more."""
+        """Return the result of ``work``. If memory runs out while rows are queued, decode them and call it once more."""
         try:
             return work()
         except Exception as error:
