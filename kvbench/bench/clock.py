@@ -19,7 +19,7 @@ Mark = Any
 
 @dataclass
 class Clock:
-    """The clock of one pass. ``attention`` holds the (start, end) of each call of attention since it was last summed."""
+    """The clock of one pass. ``attention`` holds (start, end) of each call of attention since it was last summed."""
 
     device: torch.device
     attention: list[tuple[Mark, Mark]] = field(default_factory=list)

@@ -74,7 +74,7 @@ def run(
     """Read ``ids`` [B, n], generate ``new`` tokens a row under ``chain``, and return the cost of that.
 
     With ``sample``, only so many steps run at each of several cache lengths, if the method allows it; the others are
-    estimate. With ``graph``, one recorded step decodes; recording it counts as build, and its attention is not
+    interpolated. With ``graph``, one recorded step decodes; recording it counts as build, and its attention is not
     timed. Running out of memory raises PyTorch's error. Raises KvbenchError if the step cannot be recorded.
     """
     clock = Clock(model.device)

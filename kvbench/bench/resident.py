@@ -41,7 +41,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "0", 
 
 
 def hold(name: str, caches: int, tokens: int) -> dict[str, float]:
-    """Return the bytes that this process grows by while it holds so many caches, and those accounted for them."""
+    """Return how many bytes this process grows by while it holds ``caches`` caches, and the bytes accounted for them."""
     build = partial(all_layers, chain_of(METHODS[name]), SHAPE, tokens, torch.float16)
     # the first ones load code and leave the allocator's free lists as all later ones find them
     first = [build() for _ in range(WARM)]

@@ -125,7 +125,7 @@ class GroupRun:
                     self.queue.add(row)
 
     def _with_room(self, work: Callable[[], Result]) -> Result:
-        """Return the result of ``work``. If memory runs out while rows are queued, decode them and call it once more."""
+        """Return the result of ``work``. If memory runs out while rows are queued, decode them and call it again."""
         try:
             return work()
         except Exception as error:
