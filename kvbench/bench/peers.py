@@ -204,7 +204,7 @@ class _Marks(StoppingCriteria):
 def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
     """Generate ``new`` tokens for each row of ``ids`` [B, n] under ``peer``, and return the cost of that.
 
-    transformers' ``generate`` does it, with all prompts read together. Raises KvbenchError if the peer generates another
+    transformers' ``generate`` does it and reads all prompts together. Raises KvbenchError if the peer generates another
     number of tokens.
     """
     device, n = model.device, ids.shape[1]

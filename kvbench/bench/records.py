@@ -88,6 +88,6 @@ def base(row: Mapping[str, Any], rows: Sequence[Row], method: str = FULL) -> Row
 
 
 def ratio(row: Mapping[str, Any], to: Mapping[str, Any] | None, quantity: str) -> float | None:
-    """Return the median of the row's quantity over that of ``to``, or None if one of them is missing or ``to``'s is 0."""
+    """Return the median of the row's quantity over that of ``to``, or None if one is missing or ``to``'s is 0."""
     numerator, denominator = value(row, quantity), None if to is None else value(to, quantity)
     return numerator / denominator if numerator is not None and denominator else None
