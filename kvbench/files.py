@@ -199,7 +199,7 @@ def lock(path: Path, wait_s: float) -> int | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         # a file that was removed between opening and locking locks nothing any more
-        if _try_lock(fd, fcntl.LOCK_EX, path) and _is_still_at(path, fd):
+        if _take(fd, fcntl.LOCK_EX, path) and _is_still_at(path, fd):
             return fd
         os.close(fd)
         if time.monotonic() > end:
@@ -214,7 +214,7 @@ def locked(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return not _try_lock(fd, fcntl.LOCK_SH, path)
+        return not _take(fd, fcntl.LOCK_SH, path)
     finally:
         os.close(fd)
 
@@ -241,7 +241,7 @@ def disk_error(error: OSError, path: Path) -> KvbenchError:
     return KvbenchError(f"{path} could not be written ({error.strerror}). Everything before is safe")
 
 
-def _try_lock(fd: int, kind: int, path: Path) -> bool:
+def _take(fd: int, kind: int, path: Path) -> bool:
     """Take a lock without waiting, and return False if another process holds it.
 
     Raises UsageError if the file system has no locks.

@@ -70,7 +70,7 @@ def report(results: Iterable[tuple[str, dict[str, float]]]) -> int:
     return int(status)
 
 
-def _parallel_processes(caches: int, tokens: int) -> int:
+def _at_once(caches: int, tokens: int) -> int:
     """Return how many processes fit into memory at once, each with full caches and 1 GiB of scratch memory."""
     most = (caches + WARM) * SHAPE.full_bytes(tokens, 2) + 2**30
     return max(1, min(len(os.sched_getaffinity(0)), int(free_bytes(torch.device("cpu")) // most)))
@@ -96,7 +96,7 @@ def main() -> int:
     def measure(name: str) -> dict[str, float]:
         return dict(in_process("resident", "--one", name, *sizes, env=ALLOCATOR))
 
-    with ThreadPoolExecutor(_parallel_processes(args.caches, args.tokens)) as pool:
+    with ThreadPoolExecutor(_at_once(args.caches, args.tokens)) as pool:
         return report(zip(names, pool.map(measure, names), strict=True))
 
 

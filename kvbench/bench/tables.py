@@ -79,7 +79,7 @@ def bare_generate(host: Host, prompt: Sequence[int], new: int, **how: Any) -> to
 
 
 def by_generate(host: Host, run: RunPlan) -> float:
-    """Return the seconds that ``generate`` takes for the run's prompts one by one, text encoding and decoding included."""
+    """Return the seconds that ``generate`` takes for the run's prompts one by one, with text encoded and decoded."""
     start = time.perf_counter()
     for example in (e for group in run.groups for e in group.examples):
         prompt = host.tokenizer.encode(example.prompt)
