@@ -26,10 +26,12 @@ RETRY_S = 0.02
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of a file of samples: the intact ones in order, and the numbers of the damaged ones, counted from 1.
+    """The lines of a file of samples.
 
-    ``torn`` is the number of a last line without a newline that cannot be read. It is being written, or its process
-    was killed.
+    intact: (line, sample) of each intact line, in order.
+    damaged: the numbers of the damaged lines, counted from 1.
+    torn: the number of a last line without a newline that cannot be read. It is being written, or its process was
+    killed.
     """
 
     intact: tuple[tuple[bytes, Line], ...]
@@ -72,7 +74,7 @@ def _with_checksum(body: str) -> str:
 
 
 def read_lines(path: Path) -> Lines:
-    """Read the lines of a file of samples. Raises UsageError if the file cannot be read."""
+    """Return the lines of a file of samples. Raises UsageError if the file cannot be read."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -88,8 +90,9 @@ def read_lines(path: Path) -> Lines:
 class Appender:
     """A file to which one process appends whole lines.
 
-    ``torn`` is True if the file does not end with a newline, so that the next line starts with one. ``unsynced`` is the
-    monotonic time of the oldest line that is not synced yet.
+    fd: its open descriptor.
+    torn: whether the file does not end with a newline, so that the next line must start with one.
+    unsynced: the monotonic time of the oldest line that is not synced yet; None if all are.
     """
 
     path: Path

@@ -67,7 +67,7 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
         return cfg, ()
     name = _reference_name(cfg)
     references = [c for c in cfg.chains if c.chain.name == name]
-    others = _without_budgets([c for c in cfg.chains if c.chain.name != name and c.chain.stages])
+    others = _distinct_templates([c for c in cfg.chains if c.chain.name != name and c.chain.stages])
     if not others:
         raise UsageError(
             f"match={cfg.match} sets the kv_size of other methods by {name}, and this run has none: "
@@ -152,7 +152,7 @@ def _reference_name(cfg: RunConfig) -> str:
     return match
 
 
-def _without_budgets(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
+def _distinct_templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
     """Return the first of each set of chains that differ in their budget alone."""
     distinct: dict[str, ChainConfig] = {}
     for config in chains:

@@ -51,7 +51,7 @@ def fields(identity: Identity) -> dict[str, object]:
 
 
 def differences(identities: Sequence[Identity]) -> list[str]:
-    """Return one text per cell with its values of the settings that differ between them (``template=off limit=3``)."""
+    """Return one text per cell: the settings that differ between the cells, as ``template=off query_aware=true``."""
     flat = [dict(_settings_by_path(i)) for i in identities]
     keys = list(dict.fromkeys(k for f in flat for k in f))
     differing = [k for k in keys if len({json.dumps(f.get(k), sort_keys=True, default=str) for f in flat}) > 1]
