@@ -29,9 +29,9 @@ Tick = Callable[[str, int], None]
 
 @contextmanager
 def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answers") -> Iterator[Tick]:
-    """Yield a function to call with (name, number done). ``totals`` are the numbers still to do by name.
+    """Yield a function to call with (name, number done). ``totals`` are the numbers still to do, by name.
 
-    ``unit`` names the things counted in the plain lines.
+    ``unit`` names what is counted, for the plain lines.
     """
     if quiet or not sum(totals.values()):
         yield lambda name, n: None

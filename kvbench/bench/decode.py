@@ -65,10 +65,12 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The median seconds of a step in one format and over the full cache, and the bytes that all rows hold.
+    """The median seconds of a step in one format, and what they are compared with.
 
-    ``plain`` and ``sdpa`` are those of the same step without kernels, and of SDPA over the whole cache; None where no
-    kernels are timed.
+    step, full: seconds in the format, and over the full cache.
+    moved: the bytes that all rows hold in the format.
+    plain: seconds of the same step without kernels; None if no kernels are timed.
+    sdpa: seconds of dense SDPA over the whole cache; None if no kernels are timed.
     """
 
     step: float
@@ -78,7 +80,7 @@ class StepTimes:
     sdpa: float | None = None
 
     def line(self, bandwidth: float) -> str:
-        """Return its times and ratios as a line of the table; ``bandwidth`` is in bytes a second."""
+        """Return the times and ratios as a line of the table. ``bandwidth`` is in bytes a second."""
         text = f"{1000 * self.step:>9.3f} ms{self.step / self.full:>9.2f}x"
         if self.plain is None or self.sdpa is None:
             return text
@@ -101,10 +103,11 @@ def switched(state: str) -> Iterator[None]:
 
 
 def measure(name: str, shape: StepShape, repeats: int, timer: Timer, device: torch.device) -> StepTimes:
-    """Time a step in the format ``name`` of FORMATS at one shape, beside the full cache's."""
+    """Return the median times of a step in the format ``name`` of FORMATS, timed in turns with the full cache's."""
 
     def rows(format_name: str) -> RowLayer:
-        chain, layer_shape = chain_of(FORMATS[format_name]), Shape(1, shape.query_heads, shape.heads, shape.head_dim)
+        chain = chain_of(FORMATS[format_name])
+        layer_shape = Shape(layers=1, query_heads=shape.query_heads, kv_heads=shape.heads, head_dim=shape.head_dim)
         obs, dense = random_layer(chain, layer_shape, shape.tokens, shape.dtype, device=device)
         row = StoredRow(cache=chain.compress(dense, obs), coder=chain.coder)
         return RowLayer([row] * shape.batch, Room(tokens=repeats + WARM_UP))
@@ -132,6 +135,7 @@ def measure(name: str, shape: StepShape, repeats: int, timer: Timer, device: tor
 
 
 def _step(batch: RowLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Add one token to every row and attend all tokens."""
     batch.add(k, v)
     batch.attend(q, q.shape[3] ** -0.5, None)
 
@@ -163,7 +167,7 @@ def table(rows: Mapping[str, StepTimes], shape: StepShape, bandwidth: float) -> 
 
 
 def limit(name: str, n: int, b: int, device: torch.device) -> float:
-    """Return the largest allowed ratio of a format, by its name in the table."""
+    """Return the largest allowed ratio of a format to the full cache, for n tokens and b rows; inf if there is none."""
     if device.type == "cuda":
         return 1.0 if (n, b) == (16384, 8) and name != "full" else math.inf
     return LIMITS.get((name, n, b), math.inf)
@@ -182,13 +186,15 @@ def main() -> int:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
-    dtype, bandwidth = args.dtype or ("bfloat16" if on_gpu else "float32"), copy_bandwidth(device)
+    dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    bandwidth = copy_bandwidth(device)
     machine = torch.cuda.get_device_name(device) if on_gpu else f"{torch.get_num_threads()} threads"
     print(
         f"attention of one step, {args.query_heads} query heads on {args.heads} kv heads of {args.head_dim}, {dtype}, "
         f"{machine}, copies at {bandwidth / 1e9:.0f} GB/s; median of {args.repeats}"
     )
-    missed, timer = [], timer_of(device)
+    missed = []
+    timer = timer_of(device)
     for n in args.tokens:
         for b in args.batch:
             shape = StepShape(n, b, args.heads, args.query_heads, args.head_dim, getattr(torch, dtype))

@@ -59,7 +59,7 @@ def in_use() -> int:
 
 
 def prefill_peak(method: str, tokens: int) -> dict[str, float]:
-    """Return the peak growth in bytes of this process while it reads ``tokens``, and the bytes of the cache."""
+    """Return how much this process grows at its peak while it reads ``tokens``, and the bytes of the cache."""
     torch.set_num_threads(2)
     llama = model()
     api.prefill(llama, prompt(512), [method])
@@ -74,9 +74,9 @@ def prefill_peak(method: str, tokens: int) -> dict[str, float]:
 
 
 def decode_growth(name: str, new: int) -> dict[str, float]:
-    """Return the bytes in use after a tenth of ``new`` tokens and after all, and the tokens held at the end, per head.
+    """Return the bytes in use after a tenth of ``new`` tokens and after all, and the tokens held at the end.
 
-    ``tokens`` is the mean over layers and heads, ``excess`` the tokens by which the worst head exceeds its promise.
+    ``tokens`` is the mean over layers and heads. ``excess`` is by how many tokens the worst head exceeds its promise.
     """
     torch.set_num_threads(1)
     llama = model()

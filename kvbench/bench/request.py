@@ -27,13 +27,15 @@ from kvbench.run.keys import Key, choice, flag, one_of, optional, pairs, values,
 from kvbench.run.words import RunRequest, read, split_list
 
 
-def _gib(text: str) -> float:
+def _read_gib(text: str) -> float:
+    """Return a number above 0 that a text states. Raises ValueError for any other text."""
     if not 0 < float(text) < float("inf"):
         raise ValueError(text)
     return float(text)
 
 
-def _stem(text: str) -> str:
+def _read_file_name(text: str) -> str:
+    """Return the text if it can name a visible file in a folder. Raises ValueError if it cannot."""
     if not text or "/" in text or text.startswith("."):
         raise ValueError(text)
     return text
@@ -53,10 +55,10 @@ OWN = {
         Key("step", "plain", lambda text: [one_of("value of step", ("plain", "graph"), w) for w in split_list(text)]),
         Key("peers", "dynamic,static", lambda text: [find(name) for name in GROUPS.get(text, split_list(text))]),
         Key("over", records.FULL),
-        optional(Key("memory_limit", None, _gib, "GiB, a number above 0, as in memory_limit=40")),
+        optional(Key("memory_limit", None, _read_gib, "GiB, a number above 0, as in memory_limit=40")),
         optional(whole("layers", 1)),
         whole("seed", 0, "0"),
-        Key("name", "time", _stem, "the name of a file in folder=, as in name=think"),
+        Key("name", "time", _read_file_name, "the name of a file in folder=, as in name=think"),
         Key("folder", "results/bench", Path),
         flag("again"),
     )
@@ -67,10 +69,10 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
 def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tuple[list[dict[str, Any]], Path]:
-    """Measure the missing rows of ``bench time``'s words. Return all rows asked for, and the file that stores them.
+    """Measure the missing rows that ``bench time``'s words ask for. Return (all rows asked for, the file with them).
 
-    With ``plan`` only print the rows that would be measured. With ``beside`` each older row comes with the full cache
-    of its own session.
+    With ``plan`` only the rows that would be measured are printed. With ``beside`` each older row comes with the full
+    cache of its own session.
     """
     arguments = pairs(words)
     refuse_keys("time", arguments, OTHERS, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
@@ -81,10 +83,12 @@ def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tu
     if not {"weights", "model.weights"} & set(arguments):
         run_words.append("weights=random")
     path = settings["folder"] / f"{settings['name']}.jsonl"
-    return [row for request in read(run_words).runs for row in _one_model(request, settings, path, plan, beside)], path
+    return [
+        row for request in read(run_words).runs for row in _measure_model(request, settings, path, plan, beside)
+    ], path
 
 
-def _one_model(
+def _measure_model(
     request: RunRequest, options: Mapping[str, Any], path: Path, plan: bool, older: bool
 ) -> list[dict[str, Any]]:
     """Measure the missing rows of one model and return all rows asked for."""
@@ -92,7 +96,8 @@ def _one_model(
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     device = load.resolve_device(cfg.device)
-    workloads, entrants = options["workloads"], _entrants(cfg, options["peers"], options["step"])
+    workloads = options["workloads"]
+    entrants = _entrants(cfg, options["peers"], options["step"])
     one_of("value of over", [e.name for e in entrants], options["over"])
     beside = (records.FULL, options["over"])
     settings = _settings(cfg, request.words, options, device)
@@ -100,7 +105,7 @@ def _one_model(
     known = {} if options["again"] else records.latest(records.read(path))
     finished = {key for w, e, key in requested if settled(known.get(key), e, w, settings)}
     if plan:
-        _plan(requested, {key for key in finished if known[key]["status"] != NOT_RUN}, settings, path)
+        _print_plan(requested, {key for key in finished if known[key]["status"] != NOT_RUN}, settings, path)
         return []
     model: PreTrainedModel | None = None
     for workload in workloads:
@@ -119,13 +124,14 @@ def _one_model(
     if not older:
         return wanted
     # rows of earlier sessions come with the full cache of their own session
-    shown, sessions = {(r["session"], r["key"]) for r in wanted}, {r["session"] for r in wanted}
+    shown = {(r["session"], r["key"]) for r in wanted}
+    sessions = {r["session"] for r in wanted}
     session_rows = [r for r in records.read(path) if r["session"] in sessions and r["method"] in beside]
     return [*wanted, *(r for r in session_rows if (r["session"], r["key"]) not in shown)]
 
 
 def _entrants(cfg: RunConfig, peers: Sequence[Peer], ways: Sequence[str]) -> list[Entrant]:
-    """Return the full cache, then the methods, each in all ``ways`` to run a step, then the peers."""
+    """Return what is timed: the full cache, then the methods, each in all ``ways`` to run a step, then the peers."""
     full = ChainConfig(Chain(), "full")
     chains = [full, *(c for c in cfg.chains if c.chain.stages)]
     timed = {"plain": [Entrant(c.label, c) for c in chains]}
@@ -154,7 +160,7 @@ def _settings(cfg: RunConfig, overrides: Sequence[str], options: Mapping[str, An
     )
 
 
-def _plan(
+def _print_plan(
     requested: Sequence[tuple[Workload, Entrant, str]],
     measured: Collection[str],
     settings: Settings,
@@ -175,14 +181,14 @@ def _plan(
 
 
 def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: Sequence[str]) -> None:
-    """Raise UsageError for keys that only runs use: a benchmark reads, scores and stores no answers."""
+    """Raise UsageError for a key that only runs use, unless it is in ``top``. Benchmarks read and score no answers."""
     for key in given:
         if key.partition(".")[0] in ("dataset", "prompt") or (key in top_level() and key not in top):
             raise unknown(f"key of bench {what}", key, allowed)
 
 
 def shape_of(cfg: RunConfig) -> Shape:
-    """Return the shape in conf/model, or else the checkpoint's."""
+    """Return the model's shape as its entry in conf/model states it, or else as its checkpoint does."""
     if cfg.model.shape is not None:
         return from_entry(cfg.model.shape)
     return from_config(load.locate(cfg.model).config)

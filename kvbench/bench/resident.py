@@ -41,7 +41,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "0", 
 
 
 def hold(name: str, caches: int, tokens: int) -> dict[str, float]:
-    """Return the bytes that this process grows by while it holds so many caches, and those accounted for them."""
+    """Return the bytes that this process grows by while it holds ``caches`` caches, and those accounted for them."""
     build = partial(all_layers, chain_of(METHODS[name]), SHAPE, tokens, torch.float16)
     # the first ones load code and leave the allocator's free lists as all later ones find them
     first = [build() for _ in range(WARM)]
@@ -52,26 +52,26 @@ def hold(name: str, caches: int, tokens: int) -> dict[str, float]:
     return {"grown": grown, "accounted": sum(bytes_held(layer).total for cache in held_caches for layer in cache)}
 
 
-def report(found: Iterable[tuple[str, dict[str, float]]]) -> int:
-    """Print ratios to ``full``, the first, as results come. Return 1 if one is off by more than LIMIT."""
+def report(results: Iterable[tuple[str, dict[str, float]]]) -> int:
+    """Print each method's ratios to ``full``, the first, as results come. Return 1 if one is off by over LIMIT."""
     full, status = None, 0
     print(f"{'':26}{'resident':>12}{'accounted':>12}{'measured':>10}{'accounted':>11}{'off':>8}")
     print(f"{'':26}{'MiB':>12}{'MiB':>12}{': full':>10}{': full':>11}{'%':>8}")
-    for name, f in found:
-        full = full or f
-        measured, accounted = f["grown"] / full["grown"], f["accounted"] / full["accounted"]
+    for name, result in results:
+        full = full or result
+        measured, accounted = result["grown"] / full["grown"], result["accounted"] / full["accounted"]
         off = measured / accounted - 1
         # the full cache is what the others are compared with, so its own bytes must be right
-        missed = abs(f["grown"] / f["accounted"] - 1 if name == "full" else off) > LIMIT
+        missed = abs(result["grown"] / result["accounted"] - 1 if name == "full" else off) > LIMIT
         status |= missed
         verdict = "  MISSED" if missed else "  ok"
-        row = f"{f['grown'] / MIB:12.1f}{f['accounted'] / MIB:12.1f}{measured:10.4f}{accounted:11.4f}"
+        row = f"{result['grown'] / MIB:12.1f}{result['accounted'] / MIB:12.1f}{measured:10.4f}{accounted:11.4f}"
         print(f"{name:26}{row}{100 * off:+8.1f}{verdict}", flush=True)
     return int(status)
 
 
 def _at_once(caches: int, tokens: int) -> int:
-    """Return the number of processes that fit at once, each with full caches and 1 GiB of scratch memory."""
+    """Return how many processes fit into memory at once, each with full caches and 1 GiB of scratch memory."""
     most = (caches + WARM) * SHAPE.full_bytes(tokens, 2) + 2**30
     return max(1, min(len(os.sched_getaffinity(0)), int(free_bytes(torch.device("cpu")) // most)))
 

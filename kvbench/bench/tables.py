@@ -46,7 +46,7 @@ AT_ONCE, OVER_PEERS, FULL_ALONE, MEMORY, BARE, TOGETHER = 8.0, 10.0, 1.05, 2.0, 
 
 
 def planned(*arguments: str) -> RunPlan:
-    """Return the run that ``key=value`` arguments name."""
+    """Return the plan of the run that ``key=value`` arguments ask for."""
     return experiment.prepare(config.read(arguments))
 
 
@@ -57,7 +57,7 @@ def loaded(run: RunPlan) -> Host:
 
 
 def through_kvbench(host: Host, run: RunPlan) -> float:
-    """Return the seconds of the run with an empty store."""
+    """Return the seconds that kvbench takes for the whole run, from an empty store."""
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
         facts = provenance(host.model, torch.get_num_threads())
@@ -79,7 +79,7 @@ def bare_generate(host: Host, prompt: Sequence[int], new: int, **how: Any) -> to
 
 
 def by_generate(host: Host, run: RunPlan) -> float:
-    """Return the seconds of ``generate`` on the run's prompts, one by one, text encoded and decoded."""
+    """Return the seconds that ``generate`` takes for the run's prompts one by one, with text encoded and decoded."""
     start = time.perf_counter()
     for example in (e for group in run.groups for e in group.examples):
         prompt = host.tokenizer.encode(example.prompt)
@@ -89,20 +89,20 @@ def by_generate(host: Host, run: RunPlan) -> float:
 
 
 def table(*overrides: str, methods: str = METHODS) -> tuple[Host, RunPlan]:
-    """Return a loaded run of ``methods`` at all budgets on what ``overrides`` name."""
+    """Return (host, run) for ``methods`` at all budgets, on what ``overrides`` name."""
     budgets = [] if methods == "full" else [f"kv_ratio={','.join(map(str, BUDGETS))}"]
     run = planned(f"method={methods}", *budgets, *overrides)
     return loaded(run), run
 
 
 def row(host: Host, run: RunPlan, label: str) -> float:
-    """Return the seconds of one row from scratch, one example at a time."""
+    """Return the seconds of the one row ``label`` from an empty store, one example at a time."""
     groups = tuple(replace(g, cells=tuple(c for c in g.cells if c.label == label)) for g in run.groups)
     return through_kvbench(replace(host, batch_rows=1), replace(run, groups=groups))
 
 
 def random_llama(folder: Path, methods: str = METHODS) -> tuple[Host, RunPlan]:
-    """Return case (b), its checkpoint and prompt written to ``folder``; no token ends an answer."""
+    """Return (host, run) of case (b). Its checkpoint and prompt are written to ``folder``; no token ends an answer."""
     tiny = load.EMBEDDED / "tiny"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny / name, folder / name)
@@ -128,7 +128,7 @@ def random_llama(folder: Path, methods: str = METHODS) -> tuple[Host, RunPlan]:
 
 
 def compare(what: str, above: Sequence[float], below: Sequence[float], limit: float, least: bool = True) -> bool:
-    """Print the median over repeats of above / below beside both times, and whether it keeps to ``limit``."""
+    """Print the median over repeats of ``above`` / ``below`` and both times. Return True if it keeps to ``limit``."""
     ratio = median_ratio(above, below)
     spent = f"{statistics.median(above):.2f} s / {statistics.median(below):.2f} s"
     terms = f"{spent}; at {'least' if least else 'most'} {limit:g}x"
@@ -136,7 +136,7 @@ def compare(what: str, above: Sequence[float], below: Sequence[float], limit: fl
 
 
 def table_against_rows(host: Host, run: RunPlan, repeats: int) -> bool:
-    """Compare all rows at once with all rows one by one."""
+    """Compare all rows at once with all rows one by one. Return True if the ratio keeps to its limit."""
     rows = [c.label for c in run.groups[0].cells]
     row(host, run, rows[0])
     # at once at both ends and in the middle: a machine that grows busier or calmer shifts both sides alike
@@ -150,7 +150,7 @@ def table_against_rows(host: Host, run: RunPlan, repeats: int) -> bool:
 
 
 def against_peers(host: Host, run: RunPlan, folder: Path, python: str, repeats: int, threads: int) -> bool:
-    """Compare our whole table with kvpress over the rows that it has: all of them."""
+    """Compare our whole table with kvpress over the rows that it has. Return True if the ratio keeps to its limit."""
     sizes = ["--n", N, "--new", NEW, "--threads", threads, "--budgets", *BUDGETS]
     ours, theirs, others = [], [], []
     by_row: dict[str, float] = {}
@@ -170,7 +170,7 @@ def against_peers(host: Host, run: RunPlan, folder: Path, python: str, repeats: 
 
 
 def full_alone(host: Host, run: RunPlan, repeats: int) -> bool:
-    """Compare the full cache through kvbench with a bare ``generate``."""
+    """Compare the full cache through kvbench with a bare ``generate``. Return True if it keeps to its limit."""
     (example,) = run.groups[0].examples
     ids = host.tokenizer.encode(example.prompt)
     # the middle is cut out, as of every prompt
@@ -183,7 +183,7 @@ def full_alone(host: Host, run: RunPlan, repeats: int) -> bool:
 
 
 def overhead(examples: int, repeats: int) -> bool:
-    """Compare the full cache with a bare loop, and two methods together with one."""
+    """Compare the full cache with a bare loop, and two methods with one. Return True if both keep to their limits."""
     # one task with short answers and one with long ones
     shared = ["baseline=false", "dataset=tiny/needle,tiny/listing", f"limit={examples}"]
     alone, together = (planned(f"method={method}", *shared) for method in ("full", "full,snapkv+think"))
@@ -202,7 +202,10 @@ def overhead(examples: int, repeats: int) -> bool:
 
 
 def memory(threads: int) -> bool:
-    """Compare the peak resident memory of all rows with that of the full row alone, in processes of their own."""
+    """Compare the peak memory of all rows with that of the full row alone. Return True if it keeps to its limit.
+
+    Both are resident memory, in processes of their own.
+    """
     alone, together = (in_process("tables", "--resident", m, "--threads", threads) for m in ("full", METHODS))
     terms = f"{together:.0f} MiB / {alone:.0f} MiB; below {MEMORY:g}x"
     ratio = together / alone

@@ -16,7 +16,7 @@ BYTES = (("peak_allocated", "peak"), ("peak_reserved", "reserved"), ("cache_byte
 
 
 def render(rows: Sequence[Row], over: str = FULL) -> str:
-    """Return one block of sheets per model and workload, with ratios to the row of ``over``, and notes."""
+    """Return as text the tables of each model and workload, with ratios to the row of ``over``, and notes below."""
     blocks = dict.fromkeys((r["model"], r["workload"]) for r in rows)
     parts = []
     for model, workload in blocks:

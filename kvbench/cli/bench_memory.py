@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the tables. Return exit status 1 if bytes held differ from a formula."""
     options = pairs(args.overrides)
     if "paper" in options:
-        return _paper(options, args.json)
+        return _print_paper(options, args.json)
     sizes = SIZES.value(options)
     from kvbench.bench import memory_table, request
     from kvbench.run import config
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict[str, Any]:
-    """Measure the rows of one model at all prompt sizes. Print each table once it is ready, unless ``quiet``."""
+    """Return the rows of one model at all prompt sizes. Print each table once it is ready, unless ``quiet``."""
     import torch
 
     from kvbench.bench import memory_table, request
@@ -71,13 +71,13 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     return {"model": cfg.model_name, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": matches}
 
 
-def _paper(given: dict[str, str], as_json: bool) -> int:
+def _print_paper(options: dict[str, str], as_json: bool) -> int:
     from kvbench.papers.timed import paper_arithmetic
 
-    if set(given) != {"paper"}:
-        other = next(k for k in given if k != "paper")
-        raise UsageError(f"{other}={given[other]} is not possible with paper=: a paper's figures have no knobs")
-    figures = paper_arithmetic.of(given["paper"])
+    if set(options) != {"paper"}:
+        other = next(k for k in options if k != "paper")
+        raise UsageError(f"{other}={options[other]} is not possible with paper=: a paper's figures have no knobs")
+    figures = paper_arithmetic.of(options["paper"])
     plain = [f.as_json() for f in figures]
     print(json.dumps(plain, indent=1, ensure_ascii=False) if as_json else paper_arithmetic.render(figures))
     return 0

@@ -21,15 +21,15 @@ def main(args: argparse.Namespace) -> int:
     """Measure what the claims need and print the ledger."""
     if "=" in args.paper:
         args.paper, args.overrides = "all", [args.paper, *args.overrides]
-    given = {"limit": "20", **pairs(args.overrides)}
-    model, results = given.pop("model", "tiny"), Path(given.get("results", "results"))
+    options = {"limit": "20", **pairs(args.overrides)}
+    model, results = options.pop("model", "tiny"), Path(options.get("results", "results"))
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")
     from kvbench.papers.claims import claim_runner, claims
     from kvbench.tables import writers
 
     papers = claims.find(args.paper)
-    prepared = claim_runner.prepare(papers, model, [f"{k}={v}" for k, v in given.items()])
+    prepared = claim_runner.prepare(papers, model, [f"{k}={v}" for k, v in options.items()])
     claim_runner.measure(prepared)
     content = claim_runner.plain(prepared, model, claim_runner.settle(prepared, model))
     claim_runner.write(content, results, papers)

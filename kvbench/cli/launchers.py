@@ -30,7 +30,7 @@ def check(command: Command) -> None:
 
 
 def installed(module: str) -> bool:
-    """Return True if a module can be imported, without importing it."""
+    """Return True if a module could be imported. It is not imported."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:

@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _items(kind: str, results: Path) -> list[dict[str, Any]]:
-    """Return what there is of one kind: each with ``id``, ``about`` and more."""
+    """Return the entries of one kind as plain data, each with ``id``, ``about`` and more."""
     if kind == "methods":
         return _methods()
     if kind == "tables":

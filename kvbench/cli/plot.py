@@ -16,16 +16,16 @@ from kvbench.run.keys import Key, divide, whole, whole_number
 from kvbench.run.words import RunRequest, split_list
 
 
-def _numbers(name: str, what: str, of: Collection[int] | None = None) -> Key:
-    """Return a key of whole numbers separated by commas, all of them in ``of``."""
+def _numbers(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
+    """Return a key of whole numbers separated by commas, each one of ``allowed`` if that is given."""
 
     def read(text: str) -> tuple[int, ...]:
         numbers = [whole_number(part, least=0) for part in split_list(text)]
-        if of is not None and not set(numbers) <= set(of):
+        if allowed is not None and not set(numbers) <= set(allowed):
             raise ValueError(text)
         return tuple(dict.fromkeys(numbers))
 
-    return Key(name, read=read, allowed=f"{what}, separated by commas")
+    return Key(name, read=read, allowed=f"{kind}, separated by commas")
 
 
 OWN = {
@@ -63,15 +63,15 @@ def main(args: argparse.Namespace) -> int:
     elif not names:
         raise UsageError("plot needs a figure, as in: python -m kvbench plot uncomp/fig1 (all: plot list)")
     else:
-        records = _plot(names, options, args.json, args.stored)
+        records = _draw_figures(names, options, args.json, args.stored)
     if args.json and records:
         print(json.dumps(records, indent=1, ensure_ascii=False))
     elif records:
-        print("\n\n".join(_written(m) for m in records))
+        print("\n\n".join(_describe(m) for m in records))
     return 0
 
 
-def _plot(names: list[str], options: dict[str, str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
+def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
     figure_keys = {key: OWN[key].value(options) for key in options if key in OWN}
     if figure_keys.get("text") == "":
         raise UsageError("text= is empty: give a text file")
@@ -104,16 +104,16 @@ def _plot(names: list[str], options: dict[str, str], quiet: bool, stored: bool) 
     records = []
     if of_activations:
         request = words.read([*plain, "method=full"]).runs[0]
-        records = _of_activations(of_activations, request, "dataset" in options, figure_keys, quiet)
-    return records + _of_results(of_results, plain, options, quiet, stored)
+        records = _draw_activations(of_activations, request, "dataset" in options, figure_keys, quiet)
+    return records + _draw_results(of_results, plain, options, quiet, stored)
 
 
 def _takes(figure: Any, key: str) -> bool:
-    """Return True if the figure uses a key that is not a run's."""
+    """Return True if the figure takes ``key``, one of the keys that runs do not have."""
     return key in figure.knobs or (key in ("text", "samples") and figure.sweeps is None)
 
 
-def _of_results(
+def _draw_results(
     figures: Sequence[Any], arguments: Sequence[str], options: Mapping[str, str], quiet: bool, stored: bool
 ) -> list[dict[str, Any]]:
     """Draw figures of measured cells. Missing cells are measured first, unless ``stored``."""
@@ -136,8 +136,8 @@ def _of_results(
     return records
 
 
-def _of_activations(
-    figures: Sequence[Any], request: RunRequest, of_dataset: bool, own: dict[str, Any], quiet: bool
+def _draw_activations(
+    figures: Sequence[Any], request: RunRequest, of_dataset: bool, figure_keys: dict[str, Any], quiet: bool
 ) -> list[dict[str, Any]]:
     """Draw figures of a model's activations while it reads."""
     from kvbench.papers.figures import source
@@ -147,11 +147,13 @@ def _of_activations(
     from kvbench.run import config
 
     cfg = config.parse(request)
-    origin = source.locate(cfg, of_dataset, own.get("text"), own.get("samples"), own.get("tokens"))
+    origin = source.locate(
+        cfg, of_dataset, figure_keys.get("text"), figure_keys.get("samples"), figure_keys.get("tokens")
+    )
     records = []
     for figure in figures:
         prompts = origin.prompts(figure)
-        knobs = {k: own.get(k, default) for k, default in figure.knobs.items()}
+        knobs = {k: figure_keys.get(k, default) for k, default in figure.knobs.items()}
         with progress({figure.id: len(prompts)}, quiet, "prompts") as tick:
             reading = Reading(
                 origin.model,
@@ -185,7 +187,7 @@ def _redraw(path: Path, names: list[str], options: dict[str, str]) -> dict[str, 
 
 
 def listing() -> list[dict[str, Any]]:
-    """Return every figure: its id, content, the paper's finding, and its knobs."""
+    """Return every figure as plain data: its id, what it shows, the paper's finding, and its knobs."""
     from kvbench.papers.figures.registry import FIGURES
 
     return [
@@ -210,9 +212,9 @@ def _record(figure: Any, paths: list[Path], finding: str) -> dict[str, Any]:
     }
 
 
-def _written(made: dict[str, Any]) -> str:
-    parts = ((made["id"], " ".join(made["files"])), ("here", made["finding"]), ("paper", made["claim"]))
+def _describe(record: dict[str, Any]) -> str:
+    parts = ((record["id"], " ".join(record["files"])), ("here", record["finding"]), ("paper", record["claim"]))
     return "\n".join(
         fill(text, 100, initial_indent=f"{name}: ", subsequent_indent="  ", break_long_words=False)
-        for name, text in (*parts, ("open", made["unsaid"]))
+        for name, text in (*parts, ("open", record["unsaid"]))
     )

@@ -24,13 +24,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the page and print its path, or print what it shows."""
-    given = pairs(args.overrides, "output=report.html samples=1")
-    if args.json and "output" in given:
-        raise UsageError(f"output={given['output']} is not possible with --json, which prints and writes no page")
-    output = Path(given.pop("output", "report.html"))
-    count = SAMPLES.value(given)
-    given.pop("samples", None)
-    report = _collect(given, count)
+    options = pairs(args.overrides, "output=report.html samples=1")
+    if args.json and "output" in options:
+        raise UsageError(f"output={options['output']} is not possible with --json, which prints and writes no page")
+    output = Path(options.pop("output", "report.html"))
+    count = SAMPLES.value(options)
+    options.pop("samples", None)
+    report = _collect_page(options, count)
     if args.json:
         print(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
         return 0
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _collect(given: dict[str, str], count: int) -> ReportPage:
+def _collect_page(options: dict[str, str], count: int) -> ReportPage:
     from kvbench.papers.claims import claim_runner
     from kvbench.papers.figures.figure import folder
     from kvbench.papers.forensics import audit
@@ -52,28 +52,28 @@ def _collect(given: dict[str, str], count: int) -> ReportPage:
     from kvbench.papers.spec import stand_ins
     from kvbench.run import config, experiment, words
 
-    results, model = Path(given.get("results", "results")), given.get("model", "tiny")
-    written = [f"{k}={v}" for k, v in given.items() if k not in ("results", "longbench")]
-    methods = () if "method" in given else METHODS
-    run = words.read([*methods, *written, f"results={results}", f"limit={max(1, count)}"]).runs[0]
-    shown: list[dict[str, Any]] = []
+    results, model = Path(options.get("results", "results")), options.get("model", "tiny")
+    arguments = [f"{k}={v}" for k, v in options.items() if k not in ("results", "longbench")]
+    methods = () if "method" in options else METHODS
+    run = words.read([*methods, *arguments, f"results={results}", f"limit={max(1, count)}"]).runs[0]
+    answers: list[dict[str, Any]] = []
     if count:
-        shown = samples.collect(experiment.prepare(config.parse(run)), count)
-    own = [f"{k}={given[k]}" for k in ("data.root", "longbench") if k in given]
+        answers = samples.collect(experiment.prepare(config.parse(run)), count)
+    table_arguments = [f"{k}={options[k]}" for k in ("data.root", "longbench") if k in options]
     committed = results / ("tiny" if model == stand_ins.MODEL else "tables")
     return page.ReportPage(
         model,
-        tables.parts(model, str(results), committed, own),
+        tables.parts(model, str(results), committed, table_arguments),
         page.figures_of(folder(results, model)),
         claim_runner.read(results),
         audit(),
-        shown,
-        _runs(results),
+        answers,
+        _stored_runs(results),
     )
 
 
-def _runs(results: Path) -> list[dict[str, Any]]:
-    """Return every cell of the store with its provenance."""
+def _stored_runs(results: Path) -> list[dict[str, Any]]:
+    """Return every cell of the store as plain data, with the last facts of its provenance."""
     from kvbench.cli import runs
     from kvbench.run.labels import fields
     from kvbench.run.store import ResultStore

@@ -92,7 +92,7 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
 
 @dataclass
 class Stop:
-    """The exit status of a run that a signal ended, or None for one that finished."""
+    """The end of a run. ``status`` is the exit status if a signal ended it, else None."""
 
     status: int | None = None
 
@@ -144,7 +144,7 @@ def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
 
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the lines of a plan: each group, the sum, memory, notes, calibrations, the cells of each method."""
+    """Yield the lines of a plan: each group, the sum, dtype, memory, notes, calibrations, and each method's cells."""
     from kvbench.tables.render import size
 
     for group in plan.groups:
@@ -185,7 +185,7 @@ def _planned(g: GroupPlan) -> Iterator[str]:
 
 
 def _together(plan: Plan) -> Iterator[str]:
-    """Yield the sum of all groups, with its time or how to get one."""
+    """Yield the line on all groups together, with their time or how to get one. No line if nothing is left to do."""
     todo = [g for g in plan.groups if g.answers_to_do]
     if not todo:
         return

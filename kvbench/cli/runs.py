@@ -22,7 +22,10 @@ WIDTH = 24
 
 
 def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-    """Parse ``key=value`` arguments. Raises UsageError for one not in ``keys``, given twice or without a value."""
+    """Return the values of ``key=value`` arguments by key.
+
+    Raises UsageError for a key not in ``keys``, for one given twice or without a value, and for an unknown status.
+    """
     for argument in arguments:
         if "=" not in argument or argument.partition("=")[0] not in keys:
             raise unknown("argument", argument, [f"{k}=" for k in keys])
@@ -37,10 +40,10 @@ def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class StoredCell:
-    """The summary of one stored cell in a list.
+    """One stored cell in a list.
 
-    ``summary`` is of all its samples; None if there is no current one. ``differs`` states the settings that tell it
-    from cells of the same label, dataset and model.
+    summary: the means over all its samples; None if there are none that are up to date.
+    differs: the settings in which it differs from cells of the same label, dataset and model.
     """
 
     id: str
@@ -63,7 +66,7 @@ class StoredCell:
         return None if time_s is None else datetime.fromtimestamp(time_s).astimezone().isoformat("T", "seconds")
 
     def json(self) -> dict[str, object]:
-        """Return it as ``--json`` prints it."""
+        """Return the cell as ``--json`` prints it."""
         score = self.summary
         return {
             "id": self.id,
@@ -97,7 +100,7 @@ def rows(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCell]:
 
 
 def row(store: ResultStore, name: str) -> StoredCell:
-    """Return the summary of one cell; a damaged one gets the status DAMAGED."""
+    """Return one stored cell with its summary. A damaged cell has the status DAMAGED."""
     folder = str(store.folder(name))
     try:
         record, status = store.cell(name) or CellRecord(), store.status(name)
@@ -145,7 +148,7 @@ def _texts(cell: StoredCell) -> tuple[str, ...]:
 
 
 def _fold(text: str, at: str) -> list[str]:
-    """Break the text into lines of at most WIDTH characters, behind ``at``, or anywhere without one."""
+    """Return the lines, of at most WIDTH characters, of a text broken behind ``at``. Longer parts are cut anywhere."""
     lines = [""]
     for i, part in enumerate(text.split(at) if text else ()):
         piece = f"{lines[-1]}{at}{part}" if i else part

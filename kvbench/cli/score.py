@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Score and print. Return exit status 1 if a file could not be scored, 2 if there is nothing to score."""
     start = time.perf_counter()
-    options = _given(args)
+    options = _parse_options(args)
     from kvbench import imports, metrics
     from kvbench.imports import scoring, stored, table, verdict
     from kvbench.run.store import ResultStore
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     source = verdict.PredictionSource(options["model"], options["method"], options["setting"], options["prompt"])
     if args.store and not (source.model and source.method):
         raise UsageError("--store needs model=NAME method=NAME: what made these answers")
-    files, errors = _read(imports.find(Path(args.path)), options)
+    files, errors = _read_predictions(imports.find(Path(args.path)), options)
     read_at = time.perf_counter()
     scored = [scoring.score_file(predictions, name) for predictions, name in files]
     scored_at = time.perf_counter()
@@ -89,8 +89,8 @@ def main(args: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keys with their defaults. Raises UsageError for an unknown or repeated one."""
+def _parse_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the value of each of KEYS by name. Raises UsageError for an unknown, repeated or empty key."""
     options = [f"{k}={v}" for k, v in (("model", args.model), ("method", args.method)) if v is not None]
     texts = pairs([*options, *args.overrides], "code_sim=difflib")
     for key, text in texts.items():
@@ -100,8 +100,8 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return values(KEYS, texts)
 
 
-def _read(paths: list[Path], given: dict[str, Any]) -> tuple[list[tuple[Any, str]], list[dict[str, str]]]:
-    """Return the predictions that can be scored, each with its metric, and the errors of other files."""
+def _read_predictions(paths: list[Path], options: dict[str, Any]) -> tuple[list[tuple[Any, str]], list[dict[str, str]]]:
+    """Return (predictions with their metrics, errors): the files that can be scored, and the errors of the others."""
     from kvbench import imports
     from kvbench.imports import layouts, scoring
     from kvbench.tasks import longbench
@@ -117,11 +117,11 @@ def _read(paths: list[Path], given: dict[str, Any]) -> tuple[list[tuple[Any, str
             errors.append({"file": str(path), "error": str(error)})
     if not answers and not errors:
         raise UsageError(f"{paths[0].parent} holds no predictions ({imports.LAYOUTS})")
-    predictions_by_split = imports.settle_split([p for _, every in answers for p in every], given["split"])
+    predictions_by_split = imports.settle_split([p for _, every in answers for p in every], options["split"])
     files = []
     for predictions in predictions_by_split:
         try:
-            name = scoring.choose_metric(predictions, given["code_sim"], given["metric"])
+            name = scoring.choose_metric(predictions, options["code_sim"], options["metric"])
             scoring.check(predictions, name)
             files.append((predictions, name))
         except UsageError as error:

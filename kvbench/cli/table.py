@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int | View:
-    """Measure one table and return its view; a status where something else was printed, or a signal ended it."""
+    """Measure one table and return its view, or an exit status if something else was printed or a signal ended it."""
     from kvbench.cli.run import print_plans, stopping
     from kvbench.papers.measured import cell_view, grid, our_table, trace
     from kvbench.run import experiment
@@ -112,7 +112,7 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
 
 
 def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int | View:
-    """Time one efficiency table and return its view; a status where something else was printed."""
+    """Time one efficiency table and return its view. Return exit status 0 if something else was printed."""
     from kvbench.papers.measured import cell_view, our_table
     from kvbench.papers.timed import timings
 

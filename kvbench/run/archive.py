@@ -19,14 +19,15 @@ def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
     with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as out:
         for cell in sorted(set(cells)):
             record = store.cell(cell)
-            out.write(_line({"cell": None if record is None else record.record()}))
+            out.write(_line_of({"cell": None if record is None else record.record()}))
             for line in store.lines(cell).values():
-                out.write(_line({"of": cell, "sample": line}))
+                out.write(_line_of({"of": cell, "sample": line}))
 
 
 def unpack(path: Path, store: ResultStore) -> dict[str, int]:
-    """Add the records and samples of ``path`` that ``store`` lacks. Return the number of samples added to each cell."""
-    records, samples = {}, defaultdict(list)
+    """Add the records and samples of ``path`` that ``store`` lacks. Return how many samples were added, by cell id."""
+    records = {}
+    samples = defaultdict(list)
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             for entry in map(json.loads, lines):
@@ -40,8 +41,8 @@ def unpack(path: Path, store: ResultStore) -> dict[str, int]:
     for cell, record in records.items():
         if store.cell(cell) is None:
             write_json(store.folder(cell) / "cell.json", record)
-        known = store.lines(cell)
-        missing = [line_of(sample) for sample in samples[cell] if sample["id"] not in known]
+        stored = store.lines(cell)
+        missing = [line_of(sample) for sample in samples[cell] if sample["id"] not in stored]
         if missing:
             with (store.folder(cell) / "samples-0.jsonl").open("a", encoding="utf-8") as out:
                 out.writelines(missing)
@@ -49,5 +50,6 @@ def unpack(path: Path, store: ResultStore) -> dict[str, int]:
     return added
 
 
-def _line(entry: object) -> bytes:
+def _line_of(entry: object) -> bytes:
+    """Return an entry as a line of JSON. Its keys are sorted, so that equal entries give equal bytes."""
     return (json.dumps(entry, ensure_ascii=False, sort_keys=True) + "\n").encode()

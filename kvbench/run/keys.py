@@ -12,9 +12,11 @@ from kvbench.errors import UsageError, unknown
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a verb, with the text of its default; None means that it has none.
+    """One key of a verb.
 
-    ``read`` returns the value of a text, and raises ValueError for a text that is no value: ``allowed`` says what is.
+    default: the text that stands for the key if it is not given; None if its value is None then.
+    read: a function from a text to its value, which raises ValueError for a text that is not allowed.
+    allowed: what is allowed, in words, for the message to the user.
     """
 
     name: str
@@ -23,7 +25,7 @@ class Key:
     allowed: str = ""
 
     def value(self, texts: Mapping[str, str]) -> Any:
-        """Return the key's value in ``texts``, or its default. Raises UsageError naming what is allowed."""
+        """Return the value of the key's text, or of its default. Raises UsageError for a text that is not allowed."""
         text = texts.get(self.name, self.default)
         try:
             return None if text is None else self.read(text)
@@ -34,17 +36,17 @@ class Key:
 
 
 def values(keys: Iterable[Key], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the value of each key by name."""
+    """Return the value of each key by the key's name, from its text in ``texts`` or its default."""
     return {key.name: key.value(texts) for key in keys}
 
 
 def whole(name: str, least: int, default: str | None = None, allowed: str = "") -> Key:
-    """Return a key whose values are whole numbers."""
+    """Return a key whose values are whole numbers of at least ``least``."""
     return Key(name, default, partial(whole_number, least=least), allowed or f"a whole number, {least} or more")
 
 
 def flag(name: str) -> Key:
-    """Return a key that is true or false, and false unless it is named."""
+    """Return a key that is true or false, by default false."""
 
     def read(text: str) -> bool:
         if text not in ("true", "false"):
@@ -60,26 +62,29 @@ def choice(name: str, choices: Sequence[str]) -> Key:
 
 
 def optional(key: Key) -> Key:
-    """Return the key with null, which stands for None, as its default."""
+    """Return the key with null, which stands for None, as an allowed text and as its default."""
     return Key(key.name, "null", lambda text: None if text == "null" else key.read(text), key.allowed)
 
 
 def whole_number(text: str, least: int) -> int:
-    """Return the number in a text of digits. Raises ValueError for any other text, and for less than ``least``."""
+    """Return the number that a text of digits states. Raises ValueError for other texts and numbers below ``least``."""
     if not text.isdigit() or int(text) < least:
         raise ValueError(text)
     return int(text)
 
 
 def one_of(kind: str, choices: Collection[str], text: str) -> str:
-    """Return the text. Raises UsageError with the nearest of ``choices`` if it is none of them."""
+    """Return ``text`` if it is one of ``choices``. Raises UsageError that names the nearest choices if it is not."""
     if text not in choices:
         raise unknown(kind, text, choices)
     return text
 
 
 def pairs(arguments: Iterable[str], example: str = "method=snapkv+think or kv_size=64,128") -> dict[str, str]:
-    """Return the texts of ``key=value`` arguments by key. Raises UsageError for any other, and a key given twice."""
+    """Return the values of ``key=value`` arguments as texts by key.
+
+    Raises UsageError for an argument of another form, and for a key given twice.
+    """
     texts: list[tuple[str, str]] = []
     for argument in arguments:
         key, sign, text = argument.partition("=")
@@ -94,5 +99,5 @@ def pairs(arguments: Iterable[str], example: str = "method=snapkv+think or kv_si
 
 
 def divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments without a sign, and the texts of the others by key, as ``pairs`` does."""
+    """Return (arguments without =, texts of the ``key=value`` arguments by key as ``pairs`` returns them)."""
     return [a for a in arguments if "=" not in a], pairs(a for a in arguments if "=" in a)

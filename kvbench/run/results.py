@@ -23,7 +23,12 @@ CELL_RECORD: Mapping[str, type] = {"label": str, "column": str, "of": int, "iden
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of one answer, the rows decoded with it, and the bytes of that batch over those of its tokens."""
+    """The time of one answer.
+
+    prefill_s, compress_s, decode_s: seconds of each stage.
+    batch_rows: how many rows were decoded together.
+    batch_factor: the key and value bytes of that batch over those of its rows' tokens.
+    """
 
     prefill_s: float
     compress_s: float
@@ -36,9 +41,12 @@ class Timing:
 class Sample:
     """One stored answer: tokens and bytes of its cache as audited, seconds, the text, and its score.
 
-    ``score`` is None if the metric has none for the answer, ``nominal`` if the method has no budget. ``answers`` are
-    the references. ``attended`` is the mean number of tokens that a masking method reads. ``provenance`` is an index
-    into the provenance of the cell's record.
+    nominal: the tokens of the method's budget; None if it has none.
+    cut: the tokens cut out of the prompt.
+    score: None if the metric gives this answer none.
+    answers: the references.
+    attended: the mean number of tokens that a masking method reads.
+    provenance: an index into the provenance of the cell's record.
     """
 
     id: str
@@ -68,22 +76,22 @@ class Sample:
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Self:
-        """Return the sample of a stored line. Raises UsageError for one without bytes at 16 bits."""
+        """Return the sample in a stored line. Raises UsageError for an old version's line, without bytes at 16 bits."""
         if "full16" not in line:
             raise UsageError(
                 f"example {line['id']} was measured by an older version, without bytes at 16 bits: measure it again in "
                 "another results=FOLDER"
             )
         known: dict[str, Any] = dict.fromkeys(("nominal", "payload_kv_head", "payload_query_head"))
-        known |= {name: line[name] for name in _names(cls) if name in line}
+        known |= {name: line[name] for name in _field_names(cls) if name in line}
         if "answers" in line:
             known["answers"] = tuple(line["answers"])
-        timing = {key: line["timing"][key] for key in _names(Timing) if key in line["timing"]}
-        return cls(**known | {"timing": Timing(**timing), "more": _unknown(cls, line)})
+        timing = {key: line["timing"][key] for key in _field_names(Timing) if key in line["timing"]}
+        return cls(**known | {"timing": Timing(**timing), "more": _unknown_fields(cls, line)})
 
     def record(self) -> dict[str, object]:
-        """Return the line to store."""
-        known = {name: getattr(self, name) for name in _names(Sample)}
+        """Return the sample as the JSON to store."""
+        known = {name: getattr(self, name) for name in _field_names(Sample)}
         known["timing"] = {k: v for k, v in asdict(self.timing).items() if v is not None}
         always = ("nominal", "score")
         return {k: v for k, v in known.items() if k in always or v is not None} | dict(self.more)
@@ -91,9 +99,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class CellRecord:
-    """The record of a cell: method and task in words, number of examples, identity and provenance.
+    """The record of a cell.
 
-    ``kind`` is None for cells that kvbench measured, and "imported" for others.
+    kind: None for a cell that kvbench measured, "imported" for any other.
+    label, column: the method and the task in words.
+    of: the number of examples of the task.
+    identity: all that decides the cell's numbers.
+    provenance: the facts of each process that measured samples.
     """
 
     id: str = ""
@@ -107,25 +119,25 @@ class CellRecord:
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Self:
-        """Return the record in a cell.json. Raises ValueError naming its damaged fields."""
-        wrong = [key for key, kind in CELL_RECORD.items() if not isinstance(record.get(key, kind()), kind)]
-        if not wrong and not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
-            wrong = ["provenance"]
-        if not wrong and not _whole_chain(record.get("identity", {}).get("chain", {"per": "", "stages": []})):
-            wrong = ["identity"]
-        if wrong:
-            raise ValueError(f"{', '.join(wrong)} of it is damaged")
-        known = {name: record[name] for name in _names(cls) if name in record}
-        return cls(**known | {"provenance": tuple(record.get("provenance", ())), "more": _unknown(cls, record)})
+        """Return the record that the JSON of a cell.json states. Raises ValueError naming its damaged fields."""
+        damaged = [key for key, kind in CELL_RECORD.items() if not isinstance(record.get(key, kind()), kind)]
+        if not damaged and not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
+            damaged = ["provenance"]
+        if not damaged and not _whole_chain(record.get("identity", {}).get("chain", {"per": "", "stages": []})):
+            damaged = ["identity"]
+        if damaged:
+            raise ValueError(f"{', '.join(damaged)} of it is damaged")
+        known = {name: record[name] for name in _field_names(cls) if name in record}
+        return cls(**known | {"provenance": tuple(record.get("provenance", ())), "more": _unknown_fields(cls, record)})
 
     def record(self) -> dict[str, object]:
-        """Return the JSON of cell.json."""
-        known = {name: getattr(self, name) for name in _names(CellRecord)}
+        """Return the record as the JSON of cell.json."""
+        known = {name: getattr(self, name) for name in _field_names(CellRecord)}
         return {k: v for k, v in known.items() if v is not None} | dict(self.more)
 
     @property
     def model(self) -> str:
-        """Return the model's name as the last run gave it, or its fingerprint if no run did."""
+        """Return the model's name as the last run gave it, or its fingerprint if no run gave a name."""
         names = [facts["model"] for facts in self.provenance if facts.get("model")]
         if names:
             return str(names[-1])
@@ -137,9 +149,11 @@ class CellRecord:
 class Status:
     """The current status of a cell.
 
-    ``status`` is never, started (being measured now), partial, complete, refused, failed or interrupted. ``n`` of
-    ``of`` examples are measured (``of`` is None if unknown). ``measuring`` holds the shards that a process is measuring
-    now. ``changed`` is the time of the last write, in seconds since the epoch.
+    status: never, started (being measured now), partial, complete, refused, failed or interrupted.
+    n, of: how many examples are measured, and how many there are; ``of`` is None if unknown.
+    reason: why the cell is refused, failed or interrupted.
+    measuring: the shards that some process is measuring now.
+    changed: the time of the last write, in seconds since the epoch.
     """
 
     status: str
@@ -152,7 +166,11 @@ class Status:
 
 @dataclass(frozen=True)
 class ScoreSummary:
-    """The mean score of ``n`` of ``of`` answers in printed units, with its 95 % interval."""
+    """The mean score of a cell in printed units, with its 95 % interval.
+
+    n, of: how many examples are answered, and how many there are.
+    unscored: the answers that the metric gives no score.
+    """
 
     metric: str
     n: int
@@ -163,18 +181,18 @@ class ScoreSummary:
 
     @classmethod
     def read(cls, metrics: Mapping[str, Any]) -> Self | None:
-        """Return the summary in a metrics.json, or None if it has none."""
-        known: dict[str, Any] = {name: metrics.get(name) for name in _names(cls)}
+        """Return the summary in the JSON of a metrics.json, or None if that holds no metric."""
+        known: dict[str, Any] = {name: metrics.get(name) for name in _field_names(cls)}
         return cls(**known) if "metric" in metrics else None
 
     def record(self) -> dict[str, object]:
-        """Return the JSON of metrics.json, without the status."""
+        """Return the summary as the JSON of metrics.json, without the status."""
         return {k: v for k, v in asdict(self).items() if k != "buckets" or v}
 
 
 @dataclass(frozen=True)
 class MeanTiming:
-    """Mean seconds of a cell's answers."""
+    """The mean seconds of a cell's answers, and their mean ``batch_factor``."""
 
     prefill_s: float
     compress_s: float
@@ -216,7 +234,7 @@ class CellSummary(ScoreSummary):
 
 @dataclass(frozen=True)
 class Delta:
-    """The paired difference to the full cache in printed units, with its 95 % interval."""
+    """The mean paired difference to the full cache in printed units, with its 95 % interval."""
 
     mean: float
     ci: tuple[float, float] | None
@@ -224,10 +242,11 @@ class Delta:
 
 @dataclass(frozen=True)
 class CellResult:
-    """The entry of one cell in a table: a summary, or the reason why there is none.
+    """One cell of a report: a summary, or the reason why there is none.
 
-    ``status`` is measured, missing, refused or failed. ``settings`` are those of ``labels.fields``. ``floor`` is True
-    for a full cache whose scores say nothing.
+    status: measured, missing, refused or failed.
+    settings: the settings that ``labels.fields`` returns.
+    floor: whether a full cache's scores say nothing; None for other cells.
     """
 
     task: str
@@ -241,7 +260,7 @@ class CellResult:
     delta: Delta | None = None
 
     def record(self) -> dict[str, object]:
-        """Return it as ``--json`` prints it."""
+        """Return the cell as ``--json`` prints it."""
         return {
             **{"task": self.task, "cell": self.cell, "evicts": self.evicts, **self.settings},
             **({} if self.floor is None else {"floor": self.floor}),
@@ -254,7 +273,7 @@ class CellResult:
 
 @dataclass(frozen=True)
 class RowMeans:
-    """Score, tokens, bytes and milliseconds of one method over all its measured cells, by mean over prompts."""
+    """Means of one method over all its measured cells, weighted by prompts: score, tokens, bytes and milliseconds."""
 
     score_mean: float | None
     kept_percent: float
@@ -281,14 +300,14 @@ class ReportRow:
     means: RowMeans | None
 
     def record(self) -> dict[str, object]:
-        """Return it as ``--json`` prints it."""
+        """Return the row as ``--json`` prints it."""
         row = {"method": self.method, "evicts": self.evicts, "cells": [cell.record() for cell in self.cells]}
         return row | (asdict(self.means) if self.means else {})
 
 
 @dataclass(frozen=True)
 class ReportColumn:
-    """One task of a report; ``floor`` is True if the full cache's own scores say nothing."""
+    """One task of a report. ``floor`` is True if the full cache's own scores on it say nothing."""
 
     task: str
     metric: str
@@ -314,7 +333,7 @@ class Report:
         return [cell for row in self.rows for cell in row.cells]
 
     def record(self) -> dict[str, object]:
-        """Return it as ``--json`` prints it."""
+        """Return the report as ``--json`` prints it."""
         return {
             "model": self.model,
             "settings": self.settings,
@@ -327,16 +346,18 @@ class Report:
 
 
 def share(payload16: float, overhead16: float, full16: float) -> float:
-    """Return the bytes held in per cent of the full cache's keys and values, both at 16 bits."""
+    """Return the bytes held in per cent of the bytes of the full cache, both at 16 bits."""
     return 100 * (payload16 + overhead16) / full16
 
 
-def _names(cls: type[DataclassInstance]) -> list[str]:
+def _field_names(cls: type[DataclassInstance]) -> list[str]:
+    """Return the names of a record's fields, without ``more``."""
     return [name for name in cls.__dataclass_fields__ if name != "more"]
 
 
-def _unknown(cls: type[DataclassInstance], record: Mapping[str, Any]) -> dict[str, object]:
-    names = _names(cls)
+def _unknown_fields(cls: type[DataclassInstance], record: Mapping[str, Any]) -> dict[str, object]:
+    """Return the entries of a JSON record for which ``cls`` has no field."""
+    names = _field_names(cls)
     return {key: value for key, value in record.items() if key not in names}
 
 
