@@ -9,7 +9,8 @@ import pytest
 from stored import sample
 
 from kvbench.errors import UsageError
-from kvbench.run.results import CellRecord, CellResult, Delta, Report, ReportRow, Sample, ScoreSummary
+from kvbench.run.report import CellResult, Delta, Report, ReportRow
+from kvbench.run.results import CellRecord, Sample, ScoreSummary
 from kvbench.run.summary import summarise
 
 COMMITTED = Path(__file__).parents[1] / "results" / "tables"

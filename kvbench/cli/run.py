@@ -23,7 +23,7 @@ from kvbench.run import words
 if TYPE_CHECKING:
     from kvbench.run.experiment import RunPlan
     from kvbench.run.plan import GroupPlan, Plan
-    from kvbench.run.results import Report
+    from kvbench.run.report import Report
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

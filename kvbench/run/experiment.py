@@ -21,7 +21,8 @@ from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners
 from kvbench.run.plan import Group
 from kvbench.run.provenance import local_changes, provenance
-from kvbench.run.results import CellRecord, Facts, Report
+from kvbench.run.report import Report
+from kvbench.run.results import CellRecord, Facts
 from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
 from kvbench.run.run_plan import prepare as prepare

@@ -13,19 +13,8 @@ from kvbench.metrics.stats import FEWEST
 from kvbench.run.advice import about_floors, at_floor
 from kvbench.run.labels import fields
 from kvbench.run.plan import Cell, Group
-from kvbench.run.results import (
-    BucketScore,
-    CellResult,
-    CellSummary,
-    Delta,
-    MeanTiming,
-    Report,
-    ReportColumn,
-    ReportRow,
-    RowMeans,
-    Sample,
-    share,
-)
+from kvbench.run.report import CellResult, Delta, Report, ReportColumn, ReportRow, RowMeans
+from kvbench.run.results import BucketScore, CellSummary, MeanTiming, Sample, share
 from kvbench.run.store import ResultStore
 from kvbench.tasks.longbench import BUCKETS
 

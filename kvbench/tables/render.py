@@ -11,7 +11,7 @@ from kvbench.tables import writers
 from kvbench.tables.table import Table
 
 if TYPE_CHECKING:
-    from kvbench.run.results import CellResult, Report, RowMeans
+    from kvbench.run.report import CellResult, Report, RowMeans
 
 FORMATS = ("text", "md", "csv", "latex")
 BROKEN = ("refused", "failed")

@@ -20,7 +20,7 @@ from kvbench.papers.spec.workloads import FAMILIES
 from kvbench.papers.timed.row_matching import TimedCell as Timed
 from kvbench.run import presets
 from kvbench.run.advice import at_floor
-from kvbench.run.results import CellResult
+from kvbench.run.report import CellResult
 from kvbench.tasks.longbench import TASKS
 
 AVERAGE = Column("avg", SCORE)

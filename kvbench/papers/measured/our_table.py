@@ -24,7 +24,7 @@ from kvbench.papers.timed.timings import Timings
 from kvbench.run import experiment, presets, summary
 from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Cell, Group
-from kvbench.run.results import CellResult
+from kvbench.run.report import CellResult
 from kvbench.run.run_plan import context_of
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
