@@ -8,7 +8,7 @@ KILLS ?= 100
 DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
 
-.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-kernels bench-tiny verify-tables verify-docs card tables tables-real tables-quick claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-tiny verify-tables verify-docs card tables tables-real tables-quick claims claims-real report audit clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -50,7 +50,7 @@ smoke: $(VENV)/.ready  ## the main job on two examples a task
 	$(PY) -m kvbench run $(ARGS) limit=2
 
 bench-overhead: $(VENV)/.ready  ## cost of running through kvbench, as ratios
-	$(PY) -m kvbench.bench.overhead
+	$(PY) -m kvbench.bench.tables --part overhead --examples 16 --repeats 5 --threads 1
 
 bench-tables: $(VENV)/.ready .venv-peers/.ready  ## a whole table at once, over its rows one by one and over kvpress
 	$(PY) -m kvbench.bench.tables --peers .venv-peers/bin/python
@@ -68,11 +68,8 @@ bench-bytes: $(VENV)/.ready  ## bytes of every method beside its formula; anothe
 bench-time: $(VENV)/.ready  ## time, throughput and peaks end to end; other rows with BENCH="method=full,h2o workloads=512+64x8"
 	$(PY) -m kvbench bench time $(BENCH)
 
-bench-decode: $(VENV)/.ready  ## attention of one decode step by storage format, over the full cache's
+bench-decode: $(VENV)/.ready  ## attention of one decode step by storage format, over the full cache's; on a GPU by kernels, beside plain PyTorch and SDPA
 	$(PY) -m kvbench.bench.decode
-
-bench-kernels: $(VENV)/.ready  ## decode attention by Triton kernels, over plain PyTorch and dense SDPA; needs a GPU
-	$(PY) -m kvbench.bench.kernels
 
 bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (results/tiny)
 	$(PY) scripts/tiny_table.py

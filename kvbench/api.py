@@ -62,17 +62,17 @@ def prefill(
 def _chains(
     model: PreTrainedModel, methods: Sequence[Entry], preset: str | None, knobs: Mapping[str, Any]
 ) -> list[Chain]:
-    """Return the chain of each entry; chains are returned as they are."""
-    values = presets.values(preset, _entry(model)) if preset is not None else {}
+    """Return the chain of each entry. An entry that is a chain is returned as it is."""
+    values = presets.values(preset, _model_entry(model)) if preset is not None else {}
     try:
-        named = iter(chains_of([m for m in methods if not isinstance(m, Chain)], knobs, values))
+        resolved = iter(chains_of([m for m in methods if not isinstance(m, Chain)], knobs, values))
     except UsageError as error:
         raise presets.explain(error, preset) from None
-    return [m if isinstance(m, Chain) else next(named) for m in methods]
+    return [m if isinstance(m, Chain) else next(resolved) for m in methods]
 
 
-def _entry(model: PreTrainedModel) -> str:
-    """Return the entry of conf/model with the model's hub id, or ''."""
+def _model_entry(model: PreTrainedModel) -> str:
+    """Return the name of the entry of conf/model with the model's hub id, or '' if there is none."""
     path = str(getattr(model.config, "_name_or_path", ""))
     return next((name for name, entry in entries("model").items() if entry["path"] == path), "")
 

@@ -24,7 +24,7 @@ def conf_dir() -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raises UsageError with the line if there is none."""
+    """Return the mapping in a YAML file. Raises UsageError with file and line if the file holds none."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except UnicodeDecodeError as error:
@@ -40,7 +40,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """Return the entry of a method: ``_target_`` and its knobs; {} for ``full``."""
+    """Return the entry in a method's file: ``_target_`` and its knobs. That of ``full`` is {}."""
     method = path.stem
     entry = read_yaml(path).get(method)
     if method == "full":
@@ -93,6 +93,6 @@ def is_whole(value: Any) -> bool:
 
 
 def check(key: str, value: Any, ok: bool, allowed: str) -> None:
-    """Raise UsageError naming the key, its value and the allowed values, unless ``ok``."""
+    """Raise UsageError that names the key, its value and the allowed values, unless ``ok``."""
     if not ok:
         raise UsageError(f"{key}={value!r} is not possible: {allowed} (see conf/config.yaml)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -22,15 +23,20 @@ class Refused(KvbenchError):
     """A result that must not be reported: the measurement contradicts the claim, or is not a number."""
 
 
+def say(text: str) -> None:
+    """Print a line to stderr with kvbench's name."""
+    print(f"kvbench: {text}", file=sys.stderr, flush=True)
+
+
 def ending(error: BaseException) -> str:
-    """Return in words why a run ended early."""
+    """Return as text why a run ended early."""
     if isinstance(error, SystemExit):
         return "its process was told to end"
     return str(error) or type(error).__name__
 
 
 def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "") -> UsageError:
-    """Return the error for a name that is not one of ``allowed``, with the nearest ones first."""
+    """Return the error for a name that is not one of ``allowed``. It names the nearest ones, then all."""
     names = sorted(set(allowed))
     near = difflib.get_close_matches(str(value), names, n=3, cutoff=0.5)
     meant = f" Did you mean {' or '.join(near)}?" if near else ""

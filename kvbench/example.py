@@ -11,11 +11,12 @@ from typing import Any
 class Example:
     """One prompt with its references.
 
-    ``prompt`` is text before tokenisation; ``answers`` are the acceptable references; ``classes`` is the closed
-    label set of classification tasks; ``question`` is the prompt's end that ``query_aware=false`` withholds until the
-    rest is compressed ('' where that cannot be told apart); ``tokens`` are the exact ids of a text that is not
-    answered but scored by its likelihood, from token ``meta["prefix"]`` on; ``meta`` holds facts about the example
-    (length, depth, ...) that reports use.
+    prompt: the text before tokenisation.
+    answers: the acceptable references.
+    classes: the closed set of labels of a classification task.
+    question: the end of the prompt that ``query_aware=false`` withholds until the rest is compressed; '' if unknown.
+    tokens: the exact ids of a text that is not answered but scored by its likelihood, from ``meta["prefix"]`` on.
+    meta: facts about the example (length, depth, ...) that reports use.
     """
 
     id: str

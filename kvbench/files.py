@@ -26,10 +26,12 @@ RETRY_S = 0.02
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of a file of samples: the intact ones in order, and the numbers of the damaged ones, counted from 1.
+    """The lines of a file of samples.
 
-    ``torn`` is the number of a last line without a newline that cannot be read. It is being written, or its process
-    was killed.
+    intact: (line, sample) of each intact line, in order.
+    damaged: the numbers of the damaged lines, counted from 1.
+    torn: the number of a last line without a newline that cannot be read. It is being written, or its process was
+    killed.
     """
 
     intact: tuple[tuple[bytes, Line], ...]
@@ -38,27 +40,27 @@ class Lines:
 
     @property
     def unread(self) -> tuple[int, ...]:
-        """Return the numbers of all lines that cannot be read, including the torn one."""
+        """Return the line numbers of all lines that cannot be read, including the torn one."""
         return (*self.damaged, *((self.torn,) if self.torn else ()))
 
 
 def sha256(path: Path) -> str:
-    """Return the checksum of a file's content."""
+    """Return the SHA-256 of a file's content as hexadecimal digits."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def line_of(sample: Mapping[str, object]) -> str:
-    """Return one JSON line that ends with the CRC-32 of everything before it."""
-    return _checked(json.dumps(dict(sample), ensure_ascii=False)) + "\n"
+    """Return the sample as a line of JSON whose last field, ``crc``, is the CRC-32 of the JSON without that field."""
+    return _with_checksum(json.dumps(dict(sample), ensure_ascii=False)) + "\n"
 
 
 def parse_line(line: bytes) -> Line | None:
-    """Return the sample of one line without its checksum, or None if it is torn or damaged."""
+    """Return the sample in one line, without its checksum. Return None if the line is torn or damaged."""
     try:
         text = line.decode("utf-8")
         body = text.rpartition(', "crc": ')[0] + "}"
-        if text != _checked(body):
+        if text != _with_checksum(body):
             return None
         sample = json.loads(body)
     except ValueError:
@@ -66,12 +68,13 @@ def parse_line(line: bytes) -> Line | None:
     return sample if isinstance(sample, dict) and "id" in sample else None
 
 
-def _checked(body: str) -> str:
+def _with_checksum(body: str) -> str:
+    """Return a JSON object with its CRC-32 added as the last field, ``crc``."""
     return f'{body[:-1]}, "crc": {zlib.crc32(body.encode())}}}'
 
 
 def read_lines(path: Path) -> Lines:
-    """Read the lines of a file of samples. Raises UsageError if the file cannot be read."""
+    """Return the lines of a file of samples. Raises UsageError if the file cannot be read."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -87,8 +90,9 @@ def read_lines(path: Path) -> Lines:
 class Appender:
     """A file to which one process appends whole lines.
 
-    ``torn`` is True if the file does not end with a newline, so that the next line starts with one. ``unsynced`` is the
-    monotonic time of the oldest line that is not synced yet.
+    fd: its open descriptor.
+    torn: whether the file does not end with a newline, so that the next line must start with one.
+    unsynced: the monotonic time of the oldest line that is not synced yet; None if all are.
     """
 
     path: Path
@@ -182,14 +186,15 @@ def read_json(path: Path) -> Line | None:
 
 
 def unreadable(path: Path, why: object) -> UsageError:
-    """Return the error for a damaged JSON file."""
+    """Return the error that says that a JSON file cannot be read, and ``why``."""
     return UsageError(f"{path} cannot be read ({why}); move its folder away to measure this cell again")
 
 
 def lock(path: Path, wait_s: float) -> int | None:
-    """Take an exclusive lock on a file, which is created. Return a descriptor to close, or None after ``wait_s``.
+    """Take an exclusive lock on a file, which is created. Return its open descriptor, or None after ``wait_s`` seconds.
 
-    None means that another process held the lock all the time. The lock ends with the process, however that ends.
+    None means that another process held the lock all the time. The lock ends when the descriptor is closed, or with
+    the process, however that ends.
     ``locked`` takes it for a moment, so ``wait_s`` should not be 0.
     """
     end = time.monotonic() + wait_s
@@ -197,7 +202,7 @@ def lock(path: Path, wait_s: float) -> int | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         # a file that was removed between opening and locking locks nothing any more
-        if _take(fd, fcntl.LOCK_EX, path) and _names(path, fd):
+        if _take(fd, fcntl.LOCK_EX, path) and _is_still_at(path, fd):
             return fd
         os.close(fd)
         if time.monotonic() > end:
@@ -206,7 +211,7 @@ def lock(path: Path, wait_s: float) -> int | None:
 
 
 def locked(path: Path) -> bool:
-    """Return True if a process holds the lock now."""
+    """Return True if some process holds the exclusive lock on a file now."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -230,7 +235,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def disk_error(error: OSError, path: Path) -> KvbenchError:
-    """Return the error for a failed write."""
+    """Return the error that says that ``path`` could not be written, and that the disk is full if that is why."""
     if error.errno in FULL:
         return KvbenchError(
             f"the disk is full: {path} could not be written. Everything before is safe; free some space and run the "
@@ -240,7 +245,10 @@ def disk_error(error: OSError, path: Path) -> KvbenchError:
 
 
 def _take(fd: int, kind: int, path: Path) -> bool:
-    """Take a lock without waiting; return False if another process holds it. Raises UsageError without locks."""
+    """Take a lock without waiting, and return False if another process holds it.
+
+    Raises UsageError if the file system has no locks.
+    """
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -253,8 +261,8 @@ def _take(fd: int, kind: int, path: Path) -> bool:
     return True
 
 
-def _names(path: Path, fd: int) -> bool:
-    """Return True if the path still names the open file."""
+def _is_still_at(path: Path, fd: int) -> bool:
+    """Return True if the file at ``path`` is still the open one."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:

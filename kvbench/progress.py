@@ -21,15 +21,17 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from kvbench.errors import say
+
 PLAIN_EVERY_S = 15.0
 Tick = Callable[[str, int], None]
 
 
 @contextmanager
 def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answers") -> Iterator[Tick]:
-    """Yield a function to call with (name, number done). ``totals`` are the numbers still to do by name.
+    """Yield a function to call with (name, number done). ``totals`` are the numbers still to do, by name.
 
-    ``unit`` names the things counted in the plain lines.
+    ``unit`` names what is counted, for the plain lines.
     """
     if quiet or not sum(totals.values()):
         yield lambda name, n: None
@@ -63,11 +65,6 @@ def bars_of(more: str) -> Progress:
     bar = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(more)]
     times = [TimeElapsedColumn(), TextColumn("ETA"), Left()]
     return Progress(*bar, *times, console=Console(stderr=True), transient=True)
-
-
-def say(text: str) -> None:
-    """Print a line to stderr with kvbench's name."""
-    print(f"kvbench: {text}", file=sys.stderr, flush=True)
 
 
 class _Plain:

@@ -30,25 +30,25 @@ from kvbench.run.store import ResultStore
 from kvbench.tables import writers
 
 
-def samples(of: Target) -> Path:
-    """The committed samples behind a model's ledger."""
-    return ROWS / claim_runner.FOLDER / f"{of.model}.samples.jsonl.gz"
+def samples(goal: Target) -> Path:
+    """Return the path of the committed samples behind a model's ledger."""
+    return ROWS / claim_runner.FOLDER / f"{goal.model}.samples.jsonl.gz"
 
 
-def content(of: Target, results: str, packed: Path | None = None) -> dict[str, Any]:
-    """The ledger of what ``results`` has; its samples are packed if asked for."""
-    prepared = claim_runner.prepare(claims.papers(), of.model, [f"results={results}", *of.arguments])
+def content(goal: Target, results: str, packed: Path | None = None) -> dict[str, Any]:
+    """Return the ledger of what is measured in ``results``, and pack its samples into the file ``packed`` if given."""
+    prepared = claim_runner.prepare(claims.papers(), goal.model, [f"results={results}", *goal.arguments])
     if packed is not None:
-        runs = [ours.run for some in prepared.values() for ours in some if ours.run is not None]
+        runs = [row_run.run for rows in prepared.values() for row_run in rows if row_run.run is not None]
         for run in runs:
             experiment.settle(run)
         store = ResultStore(Path(results))
         archive.pack(store, {c.id for r in runs for g in r.groups for c in g.cells if store.samples(c.id)}, packed)
-    return json.loads(json.dumps(claim_runner.plain(prepared, of.model, claim_runner.settle(prepared, of.model))))
+    return json.loads(json.dumps(claim_runner.plain(prepared, goal.model, claim_runner.settle(prepared, goal.model))))
 
 
 def page() -> str:
-    """All committed ledgers side by side, as Markdown."""
+    """Return all committed ledgers side by side, as Markdown."""
     ledgers = claim_runner.read(ROWS)
     if not ledgers:
         raise UsageError(f"{ROWS / claim_runner.FOLDER} has no ledger: make claims writes one")
@@ -56,30 +56,33 @@ def page() -> str:
     return writers.compose([claim_runner.sheet(ledgers)], list(dict.fromkeys(lines)), "md")
 
 
-def write(of: Target, results: str) -> None:
-    """Write a model's ledger, its samples and the page of all."""
-    claim_runner.write(content(of, results, samples(of)), ROWS, claims.papers())
+def write(goal: Target, results: str) -> None:
+    """Write a model's ledger, its samples, and the page of all ledgers."""
+    claim_runner.write(content(goal, results, samples(goal)), ROWS, claims.papers())
     (ROWS / "claims.md").write_text(page(), encoding="utf-8")
 
 
-def verified(of: Target) -> bool:
-    """Tell whether a committed ledger is what its samples give; a missing model is told, and no error."""
-    path = claim_runner.place(of.model, ROWS, claims.papers())
+def verified(goal: Target) -> bool:
+    """Tell whether a committed ledger is what its samples give.
+
+    A model that is not here is reported and is no error, unless KVBENCH_REQUIRE_MODELS is 1.
+    """
+    path = claim_runner.place(goal.model, ROWS, claims.papers())
     if not path.exists():
         return True
     try:
         with tempfile.TemporaryDirectory() as folder:
-            archive.unpack(samples(of), ResultStore(Path(folder)))
-            return bool(content(of, folder) == json.loads(path.read_text(encoding="utf-8")))
+            archive.unpack(samples(goal), ResultStore(Path(folder)))
+            return bool(content(goal, folder) == json.loads(path.read_text(encoding="utf-8")))
     except UsageError as error:
-        if of.model == stand_ins.MODEL or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
+        if goal.model == stand_ins.MODEL or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
             raise
-        print(f"kvbench: claims on {of.model} are not verified: {error}", file=sys.stderr)
+        print(f"kvbench: claims on {goal.model} are not verified: {error}", file=sys.stderr)
         return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure or verify a ledger."""
+    """Measure or verify a ledger; return the exit status."""
     args = shards.arguments(__doc__).parse_args(arguments)
     return shards.ended(lambda: _do(args))
 
@@ -88,21 +91,21 @@ def _do(args: argparse.Namespace) -> int:
     if args.verify:
         models = [args.model] if args.model else [PRETRAINED, stand_ins.MODEL]
         wrong = [m for m in models if not verified(target(m))]
-        made = ROWS / "claims.md"
-        if not wrong and (not made.exists() or page() != made.read_text(encoding="utf-8")):
-            wrong = [made.name]
+        claims_page = ROWS / "claims.md"
+        if not wrong and (not claims_page.exists() or page() != claims_page.read_text(encoding="utf-8")):
+            wrong = [claims_page.name]
         if wrong:
             print(f"kvbench: {', '.join(wrong)}: the ledger differs from its samples; make claims", file=sys.stderr)
         return 1 if wrong else 0
-    of = target(args.model or stand_ins.MODEL)
-    if samples(of).exists():
-        archive.restore(samples(of), ResultStore(Path(args.results)))
+    goal = target(args.model or stand_ins.MODEL)
+    if samples(goal).exists():
+        archive.unpack(samples(goal), ResultStore(Path(args.results)))
     if not args.pack:
-        restore(of.tables(["all"]), of, args.results)  # many rows of claims are rows of tables
-        given = [(p, ((f"claims/{p}",), of.model, args.results, of.arguments)) for p in claims.papers()]
-        rounds = shards.ROUNDS if of.scored else (None,)
-        shards.measure(given, rounds, args.workers, lambda: write(of, args.results))
-    write(of, args.results)
+        restore(goal.tables(["all"]), goal, args.results)  # many rows of claims are rows of tables
+        shares = [(p, ((f"claims/{p}",), goal.model, args.results, goal.arguments)) for p in claims.papers()]
+        rounds = shards.ROUNDS if goal.scored else (None,)
+        shards.measure(shares, rounds, args.workers, lambda: write(goal, args.results))
+    write(goal, args.results)
     return 0
 
 

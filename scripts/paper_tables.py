@@ -41,9 +41,10 @@ PRETRAINED = "smollm2-135m-q4_1"
 
 @dataclass(frozen=True)
 class Target:
-    """A model's tables: where they are committed, and what is said to ``run`` beside the table's own.
+    """A model's tables and the folder where they are committed.
 
-    ``scored``: tables of scores alone are written, not those of times and of facts.
+    arguments: what is given to ``run`` beside the arguments of each table.
+    scored: only tables of scores are written, no tables of times or of facts.
     """
 
     model: str
@@ -58,33 +59,37 @@ class Target:
         return self.folder / f"{table.paper}-{table.table}.samples.jsonl.gz"
 
     def tables(self, wanted: Sequence[str]) -> list[TableSpec]:
-        """Those of ``wanted`` that this target writes."""
-        found = {t.id: t for name in wanted for t in table_spec.find(name)}.values()
-        return [t for t in found if t.measurable or not self.scored]
+        """Return the tables named in ``wanted`` that this target writes."""
+        specs = {t.id: t for name in wanted for t in table_spec.find(name)}.values()
+        return [t for t in specs if t.measurable or not self.scored]
 
 
 def target(model: str) -> Target:
-    """The tables of one model."""
+    """Return the target of one model: the stand-in's tables in results/tiny, others' scores in results/tables."""
     if model == stand_ins.MODEL:
         return Target(model, ROWS / "tiny", ("limit=50",))
     return Target(model, ROWS / "tables", scored=True)
 
 
-def rendered(seen: View, of: Target) -> str:
-    """The table as Markdown, with the command that makes it."""
+def rendered(seen: View, goal: Target) -> str:
+    """Return the table as Markdown, with the command that makes it."""
     table = seen.ours.declared
-    model = "" if of.model == stand_ins.MODEL else f" --model {of.model}"
-    made = f"python scripts/paper_tables.py {table.id}{model}" if model else f"python -m kvbench table {table.id}"
-    limit = "" if table.kind == timings.KIND or model else " ".join(("", *of.arguments))
-    head, _, rest = page.render(seen, "md").partition("\n")
-    return f"{head}\n\n`{made}{limit}`\n{rest}{cost(seen.ours) if of.scored else ''}"
+    option = "" if goal.model == stand_ins.MODEL else f" --model {goal.model}"
+    command = f"python scripts/paper_tables.py {table.id}{option}" if option else f"python -m kvbench table {table.id}"
+    limit = "" if table.kind == timings.KIND or option else " ".join(("", *goal.arguments))
+    heading, _, body = page.render(seen, "md").partition("\n")
+    return f"{heading}\n\n`{command}{limit}`\n{body}{cost(seen.ours) if goal.scored else ''}"
 
 
 def cost(ours: OurTable) -> str:
-    """A line that says how long a table's answers took; a prompt's reading counts once for all of its rows."""
+    """Return a line that says how long a table's answers took, or '' if none was measured.
+
+    The time to read a prompt counts once for all rows of the table.
+    """
     if ours.run is None:
         return ""
-    reads, rows = {}, 0.0
+    reads: dict[tuple[str, str, str], float] = {}
+    rows = 0.0
     for group in ours.run.groups:
         for cell in group.cells:
             for sample in ours.run.store.samples(cell.id).values():
@@ -100,75 +105,80 @@ def cost(ours: OurTable) -> str:
     )
 
 
-def prepare(table: TableSpec, of: Target, results: str, *more: str) -> OurTable:
-    """The table's run with its results in ``results``; what was timed is in a folder of its own, which is committed."""
+def prepare(table: TableSpec, goal: Target, results: str, *more: str) -> OurTable:
+    """Return the table's run with its results in ``results``; a timed table's results are those committed."""
     if table.kind == timings.KIND:
         return our_table.timed(timings.read(table, "", ROWS))
-    return shards.prepare(table, of.model, results, *of.arguments, *more)
+    return shards.prepare(table, goal.model, results, *goal.arguments, *more)
 
 
-def write(table: TableSpec, of: Target, results: str, time_it: bool = True) -> None:
-    """Write the table from what is measured of it, and its samples; what is timed is measured here, alone."""
-    ours = prepare(table, of, results)
+def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) -> None:
+    """Write the table from what is measured of it, and its samples; ``time_it`` measures a timed table first."""
+    ours = prepare(table, goal, results)
     if ours.timings is not None and time_it:
         timings.measure(ours.timings)
-        ours = prepare(table, of, results)
+        ours = prepare(table, goal, results)
     elif ours.run is not None:
         experiment.settle(ours.run)
         cells = {c.id for g in ours.run.groups for c in g.cells if ours.run.store.samples(c.id)}
-        archive.pack(ours.run.store, cells, of.samples(table))
+        archive.pack(ours.run.store, cells, goal.samples(table))
     seen = view(ours)
-    of.page(table).parent.mkdir(parents=True, exist_ok=True)
-    of.page(table).write_text(rendered(seen, of), encoding="utf-8")
+    goal.page(table).parent.mkdir(parents=True, exist_ok=True)
+    goal.page(table).write_text(rendered(seen, goal), encoding="utf-8")
     if _counted(table):
-        coverage.write(of.folder, coverage.count(seen))
+        coverage.write(goal.folder, coverage.count(seen))
 
 
-def restore(tables: Sequence[TableSpec], of: Target, results: str) -> None:
+def restore(tables: Sequence[TableSpec], goal: Target, results: str) -> None:
     """Put the committed samples into ``results`` where they are missing there."""
     for table in tables:
-        if of.samples(table).exists():
-            archive.restore(of.samples(table), ResultStore(Path(results)))
+        if goal.samples(table).exists():
+            archive.unpack(goal.samples(table), ResultStore(Path(results)))
 
 
-def measure(tables: Sequence[TableSpec], of: Target, results: str, workers: int) -> None:
+def measure(tables: Sequence[TableSpec], goal: Target, results: str, workers: int) -> None:
     """Measure what is missing of all tables, a paper at a time, and write them after each round."""
-    papers = [(paper, list(some)) for paper, some in groupby(tables, key=lambda t: t.paper)]
-    given = [(p, (tuple(t.id for t in some if t.measurable), of.model, results, of.arguments)) for p, some in papers]
+    papers = [(paper, list(specs)) for paper, specs in groupby(tables, key=lambda t: t.paper)]
+    shares = [
+        (p, (tuple(t.id for t in specs if t.measurable), goal.model, results, goal.arguments)) for p, specs in papers
+    ]
 
     def write_scores() -> None:
         for table in tables:
             if table.kind != timings.KIND:
-                write(table, of, results)
+                write(table, goal, results)
 
-    shards.measure(given, shards.ROUNDS if of.scored else (None,), workers, write_scores)
+    shards.measure(shares, shards.ROUNDS if goal.scored else (None,), workers, write_scores)
     for table in tables:
-        if table.kind == timings.KIND:  # what is timed waits until nothing else runs
-            write(table, of, results)
+        if table.kind == timings.KIND:  # times are taken while nothing else runs
+            write(table, goal, results)
 
 
-def verify(table: TableSpec, of: Target) -> bool:
-    """Whether the committed table, and what is counted of it, is what its samples or rows give."""
+def verify(table: TableSpec, goal: Target) -> bool:
+    """Tell whether the committed table, and its entry in counts.csv, is what its samples or timed rows give."""
     with tempfile.TemporaryDirectory() as folder:
-        if table.measurable and of.samples(table).exists():
-            archive.unpack(of.samples(table), ResultStore(Path(folder)))
-        seen = view(prepare(table, of, folder))
-        same = of.page(table).exists() and rendered(seen, of) == of.page(table).read_text(encoding="utf-8")
-        return same and (not _counted(table) or coverage.read(of.folder).get(table.id) == coverage.count(seen))
+        if table.measurable and goal.samples(table).exists():
+            archive.unpack(goal.samples(table), ResultStore(Path(folder)))
+        seen = view(prepare(table, goal, folder))
+        same = goal.page(table).exists() and rendered(seen, goal) == goal.page(table).read_text(encoding="utf-8")
+        return same and (not _counted(table) or coverage.read(goal.folder).get(table.id) == coverage.count(seen))
 
 
 def verified(wanted: Sequence[str], models: Sequence[str]) -> int:
-    """Verify the committed tables of each model; one that is not here is told, and no error."""
+    """Verify the committed tables of each model and return the exit status: 1 if any differs.
+
+    A model that is not here is reported and is no error, unless KVBENCH_REQUIRE_MODELS is 1.
+    """
     wrong = []
-    for of in map(target, models):
+    for goal in map(target, models):
         try:
-            for table in of.tables(wanted):
-                if of.page(table).exists() or of.model == stand_ins.MODEL:
-                    wrong += [] if verify(table, of) else [of.page(table).name]
+            for table in goal.tables(wanted):
+                if goal.page(table).exists() or goal.model == stand_ins.MODEL:
+                    wrong += [] if verify(table, goal) else [goal.page(table).name]
         except UsageError as error:
-            if of.model == stand_ins.MODEL or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
+            if goal.model == stand_ins.MODEL or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
                 raise
-            print(f"kvbench: tables of {of.model} are not verified: {error}", file=sys.stderr)
+            print(f"kvbench: tables of {goal.model} are not verified: {error}", file=sys.stderr)
     if wrong:
         print(f"kvbench: {', '.join(wrong)} differ from their samples; make tables", file=sys.stderr)
     return 1 if wrong else 0
@@ -179,7 +189,7 @@ def _counted(table: TableSpec) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure or verify the tables named, all by default."""
+    """Measure or verify the tables that are named, or all; return the exit status."""
     parser = shards.arguments(__doc__)
     parser.add_argument("tables", nargs="*", default=["all"], help="paper/number, paper or all (default)")
     args = parser.parse_args(arguments)
@@ -189,14 +199,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _do(args: argparse.Namespace) -> int:
     if args.verify:
         return verified(args.tables, [args.model] if args.model else [stand_ins.MODEL, PRETRAINED])
-    of = target(args.model or stand_ins.MODEL)
-    tables = of.tables(args.tables)
-    restore(tables, of, args.results)
+    goal = target(args.model or stand_ins.MODEL)
+    tables = goal.tables(args.tables)
+    restore(tables, goal, args.results)
     if args.pack:
         for table in tables:
-            write(table, of, args.results, time_it=False)
+            write(table, goal, args.results, time_it=False)
     else:
-        measure(tables, of, args.results, args.workers)
+        measure(tables, goal, args.results, args.workers)
     return 0
 
 

@@ -39,54 +39,57 @@ Shard = tuple[tuple[str, ...], str, str, tuple[str, ...]]
 
 
 def find(name: str, model: str) -> Sequence[TableSpec]:
-    """The tables of a name; ``claims/<paper>`` are the rows that its claims compare."""
+    """Return the tables of a name; ``claims/<paper>`` names the tables of rows that the paper's claims compare."""
     first, _, paper = name.partition("/")
     return claim_runner.tables([paper], model) if first == claims.TABLE else table_spec.find(name)
 
 
 def prepare(table: TableSpec, model: str, results: str, *more: str) -> OurTable:
-    """The table's run with its results in ``results``."""
+    """Return the table's run with its results in ``results``."""
     return our_table.prepare(table, model, [f"results={results}", *more])
 
 
-def measure_shard(given: Shard, shard: int, shards: int, most: int | None) -> None:
-    """Measure one process's part of some tables, of ``most`` examples of each task; each prompt is read once for all.
+def measure_shard(shard_tables: Shard, shard: int, shards: int, most: int | None) -> None:
+    """Measure one process's part of some tables, at most ``most`` examples of each task.
 
-    Of tasks with the cheapest answers first.
+    Each prompt is read once for all tables. The tasks with the cheapest answers come first.
     """
-    for run in _runs(given, shard, shards):
+    for run in _runs(shard_tables, shard, shards):
         groups = sorted((_few(g, most) for g in run.groups), key=_cost)
         experiment.fill(replace(run, groups=tuple(groups)), quiet=True)
 
 
-def calibrate_shard(given: Shard, shard: int, shards: int) -> None:
-    """Compute one process's part of the calibrations that are missing, so that no two compute the same."""
-    for run in _runs(given, shard, shards):
-        asked = {r.key: c.chain for g in run.groups for c in g.cells for r in run.session.requests(c.chain).values()}
-        todo = [asked[key] for key in sorted(asked)[shard::shards] if run.session.missing(asked[key])]
-        if todo:
+def calibrate_shard(shard_tables: Shard, shard: int, shards: int) -> None:
+    """Compute one process's part of the missing calibrations; no two processes compute the same one."""
+    for run in _runs(shard_tables, shard, shards):
+        chain_of = {r.key: c.chain for g in run.groups for c in g.cells for r in run.session.requests(c.chain).values()}
+        chains = [chain_of[key] for key in sorted(chain_of)[shard::shards] if run.session.missing(chain_of[key])]
+        if chains:
             weights = load.load_weights(run.cfg.model, run.source, load.resolve_device(run.cfg.device))
-            for chain in todo:
+            for chain in chains:
                 run.session.bind(chain, weights, quiet=True)
 
 
 @cache
-def _runs(given: Shard, shard: int, shards: int) -> list[experiment.RunPlan]:
-    """The runs of some tables, which read alike as one; a process needs them in every round."""
+def _runs(shard_tables: Shard, shard: int, shards: int) -> list[experiment.RunPlan]:
+    """Return the runs of some tables; those that read the same prompts are joined into one.
+
+    They are cached, since a process needs them in every round.
+    """
     free = memory.cache_limit(None, {torch.device("cpu"): 1.0}) / memory.GIB
-    names, model, results, own = given
-    more = (*own, f"shard={shard}", f"shards={shards}", "threads=1", f"memory={free / shards:.2f}")
-    found = [prepare(t, model, results, *more).run for name in names for t in find(name, model)]
-    return joint(r for r in found if r is not None)
+    names, model, results, table_arguments = shard_tables
+    options = (*table_arguments, f"shard={shard}", f"shards={shards}", "threads=1", f"memory={free / shards:.2f}")
+    runs = [prepare(t, model, results, *options).run for name in names for t in find(name, model)]
+    return joint(r for r in runs if r is not None)
 
 
 def _few(group: Group, most: int | None) -> Group:
-    """The group with as many of its task's first examples as a round measures, whichever process has them."""
+    """Return the group without the examples that a round of ``most`` examples a task does not measure."""
     if most is None:
         return group
-    long = group.task.examples[0].max_new_tokens >= LONG_ANSWER
-    first = {e.id for e in group.task.taken(min(most // 2, FEW) if long else most)}
-    return replace(group, examples=tuple(e for e in group.examples if e.id in first))
+    is_long = group.task.examples[0].max_new_tokens >= LONG_ANSWER
+    first_ids = {e.id for e in group.task.taken(min(most // 2, FEW) if is_long else most)}
+    return replace(group, examples=tuple(e for e in group.examples if e.id in first_ids))
 
 
 def _cost(group: Group) -> int:
@@ -94,29 +97,29 @@ def _cost(group: Group) -> int:
 
 
 def measure(
-    given: Sequence[tuple[str, Shard]], rounds: Sequence[int | None], workers: int, ended: Callable[[], None]
+    shares: Sequence[tuple[str, Shard]], rounds: Sequence[int | None], workers: int, ended: Callable[[], None]
 ) -> None:
-    """Measure what is missing of each of ``given`` (a name that is told, and its tables); ``ended`` ends every round.
+    """Measure what is missing of each of ``shares``, (name to print, its tables), and call ``ended`` after each round.
 
-    Every process takes its share of the examples: never two of them the same share of a cell that tables share.
+    Every process takes its own share of the examples, so that no two measure the same part of a cell.
     """
     start = time.monotonic()
     with ExitStack() as stack:
         pools = [ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) for _ in range(workers)]
         for pool in pools:
             stack.callback(pool.shutdown, cancel_futures=True)
-        _wait(pool.submit(calibrate_shard, g, i, workers) for _, g in given for i, pool in enumerate(pools))
+        _wait(pool.submit(calibrate_shard, g, i, workers) for _, g in shares for i, pool in enumerate(pools))
         for most in rounds:  # within a round no process waits for another
-            told = "" if most is None else f", {most} examples a task"
-            parts = [[p.submit(measure_shard, g, i, workers, most) for i, p in enumerate(pools)] for _, g in given]
-            for (name, _), some in zip(given, parts, strict=True):
-                _wait(some)
-                print(f"{name}{told}  ({time.monotonic() - start:.0f} s so far)", flush=True)
+            amount = "" if most is None else f", {most} examples a task"
+            parts = [[p.submit(measure_shard, g, i, workers, most) for i, p in enumerate(pools)] for _, g in shares]
+            for (name, _), futures in zip(shares, parts, strict=True):
+                _wait(futures)
+                print(f"{name}{amount}  ({time.monotonic() - start:.0f} s so far)", flush=True)
             ended()
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """The options of every script that measures in shards."""
+    """Return a parser with the options of every script that measures in shards."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="tiny (default) or an entry of conf/model; --verify: of each, by default")
     parser.add_argument("--verify", action="store_true", help="make it again from samples and compare")
@@ -127,7 +130,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def ended(work: Callable[[], int]) -> int:
-    """The exit status of ``work``, which an error or a signal may end; processes that measure end with it."""
+    """Return the exit status of ``work``. An error or a signal may end it, and the processes that measure with it."""
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         return work()
@@ -142,13 +145,13 @@ def ended(work: Callable[[], int]) -> int:
 
 
 def _wait(parts: Iterable[Future[None]]) -> None:
-    """Wait for all of ``parts``; raises what one of them raised."""
+    """Wait for all of ``parts``. Raises what one of them raised."""
     for part in list(parts):
         part.result()
 
 
 def _terminated(*_: object) -> None:
-    """Ends as an interrupt does, and the processes that measure with it: they would go on for hours."""
+    """End as an interrupt does, together with the processes that measure, which would go on for hours."""
     for child in multiprocessing.active_children():
         child.terminate()
     raise KeyboardInterrupt

@@ -82,12 +82,12 @@ TABLES = {
 
 
 def prepare(table: str, results: str) -> RunPlan:
-    """The run behind a table, with its results in ``results``."""
+    """Return the run behind a table, with its results in ``results``."""
     return experiment.prepare(config.read([*TABLES[table], f"results={results}"]))
 
 
 def rendered(prepared: RunPlan, table: str) -> str:
-    """The table as Markdown, with the command that makes it."""
+    """Return the table as Markdown, with the command that makes it."""
     content = replace(experiment.report(prepared), results="results")
     return f"# {table}\n\n`python -m kvbench run {' '.join(TABLES[table])}`\n\n{render.render(content, 'md')}"
 
@@ -102,14 +102,14 @@ def measure(table: str, results: str) -> None:
 
 
 def verify(table: str) -> bool:
-    """Whether the committed table is what its samples give."""
+    """Tell whether the committed table is what its samples give."""
     with tempfile.TemporaryDirectory() as folder:
         archive.unpack(FOLDER / f"{table}.samples.jsonl.gz", ResultStore(Path(folder)))
         return rendered(prepare(table, folder), table) == (FOLDER / f"{table}.md").read_text(encoding="utf-8")
 
 
 def main() -> int:
-    """Measure or verify the tables named, all by default."""
+    """Measure or verify the tables that are named, or all; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="which (default: all)")
     parser.add_argument("--verify", action="store_true", help="re-render from samples and compare")

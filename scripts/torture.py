@@ -41,7 +41,19 @@ Sampled = dict[tuple[str, str], dict[str, Any]]
 
 @dataclass
 class Tally:
-    """What happened, for the closing summary."""
+    """What happened, for the closing summary.
+
+    kills: lives that were killed.
+    measuring: kills after which a file had changed.
+    rounds: runs that were begun.
+    torn: files that a kill left with a half-written line.
+    damaged: damaged lines found in finished rounds.
+    lines: whole lines that were compared with those on disk after an earlier kill.
+    lost: whole lines that had gone.
+    doubled: samples that occurred twice.
+    different: what differed from the undisturbed run, in words.
+    disk: what came of the full disk, in words.
+    """
 
     kills: int = 0
     measuring: int = 0
@@ -60,7 +72,7 @@ class Tally:
 
 
 def main() -> int:
-    """Torture, print the summary; 1 if anything was lost, doubled or different."""
+    """Torture the run and print the summary; return 1 if anything was lost, doubled or different."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="kills that must land (default 100)")
     parser.add_argument("--examples", type=int, default=24, help="of each of two tasks (default 24)")
@@ -74,28 +86,28 @@ def main() -> int:
         undisturbed = root / "undisturbed"
         # reads configuration and tokenizer once, before any child is forked
         experiment.prepare(config.read([*RUN, f"results={undisturbed}"]))
-        begun = time.monotonic()
+        run_start = time.monotonic()
         if finish(undisturbed):
             print((root / "undisturbed.log").read_text(), file=sys.stderr)
             return 1
-        lasts = time.monotonic() - begun
+        run_s = time.monotonic() - run_start
         while tally.kills < args.kills:
             results = root / f"round{tally.rounds}"
-            torture(results, args.kills, lasts, chance, tally)
+            torture(results, args.kills, run_s, chance, tally)
             compare(results, undisturbed, tally)
             say(f"round {tally.rounds}: {tally.kills} kills so far, {tally.lines} lines held, {tally.lost} lost")
             shutil.rmtree(results)
         tally.disk = fill_disk(root, undisturbed, tally)
-    took = time.monotonic() - start
+    seconds = time.monotonic() - start
     if args.json:
-        print(json.dumps({**asdict(tally), "right": tally.right, "seconds": round(took, 1)}))
+        print(json.dumps({**asdict(tally), "right": tally.right, "seconds": round(seconds, 1)}))
     else:
-        print(summary(tally, took))
+        print(summary(tally, seconds))
     return 0 if tally.right else 1
 
 
-def summary(tally: Tally, took: float) -> str:
-    """The closing lines."""
+def summary(tally: Tally, seconds: float) -> str:
+    """Return the closing summary as text."""
     same = "identical to the undisturbed run" if not tally.different else f"DIFFERENT: {'; '.join(tally.different[:5])}"
     return (
         f"{tally.kills} kills in {tally.rounds} rounds, {tally.measuring} of them of lives that had written, "
@@ -103,22 +115,22 @@ def summary(tally: Tally, took: float) -> str:
         f"lines that were on disk after a kill: {tally.lines} checked, {tally.lost} lost, {tally.doubled} doubled\n"
         f"samples and metrics of every round: {same}\n"
         f"full disk: {tally.disk}\n"
-        f"{'right' if tally.right else 'WRONG'} ({took:.0f} s)"
+        f"{'right' if tally.right else 'WRONG'} ({seconds:.0f} s)"
     )
 
 
-def torture(results: Path, kills: int, lasts: float, chance: random.Random, tally: Tally) -> None:
+def torture(results: Path, kills: int, run_s: float, chance: random.Random, tally: Tally) -> None:
     """Kill lives of one run until it is finished or has been killed often enough; then let it finish."""
     shards = 1 + tally.rounds % 2
     tally.rounds += 1
     before: dict[Path, bytes] = {}
     while tally.kills < kills:
-        broken = bool(tally.kills % 2)
+        is_torn = bool(tally.kills % 2)
         lives = [
-            fork([*RUN, f"results={results}", *shard], results.with_suffix(".log"), tear if broken else None)
+            fork([*RUN, f"results={results}", *shard], results.with_suffix(".log"), tear if is_torn else None)
             for shard in ([[f"shards={shards}", f"shard={i}"] for i in range(shards)] if shards > 1 else [[]])
         ]
-        await_moment(results, before, lasts, chance)
+        await_moment(results, before, run_s, chance)
         for pid in lives:
             os.kill(pid, signal.SIGKILL)
         ended = [os.waitpid(pid, 0)[1] for pid in lives]
@@ -134,24 +146,24 @@ def torture(results: Path, kills: int, lasts: float, chance: random.Random, tall
     check_files(results, before, tally)
 
 
-def await_moment(results: Path, before: dict[Path, bytes], lasts: float, chance: random.Random) -> None:
+def await_moment(results: Path, before: dict[Path, bytes], run_s: float, chance: random.Random) -> None:
     """Sleep up to the kill: any moment of a life, or, as often, one soon after it has written something."""
     if chance.random() < 0.5:
-        time.sleep(chance.uniform(0.0, 0.6 * lasts))
+        time.sleep(chance.uniform(0.0, 0.6 * run_s))
         return
-    end = time.monotonic() + lasts
+    end = time.monotonic() + run_s
     while time.monotonic() < end and read_files(results) == before:
         time.sleep(0.01)
-    time.sleep(chance.uniform(0.0, 0.2 * lasts))
+    time.sleep(chance.uniform(0.0, 0.2 * run_s))
 
 
 def read_files(results: Path) -> dict[Path, bytes]:
-    """What every file of samples holds."""
+    """Return {path: content} of every file of samples."""
     return {path: path.read_bytes() for path in sorted(results.glob("cells/*/samples-*.jsonl"))}
 
 
 def check_files(results: Path, before: dict[Path, bytes], tally: Tally) -> dict[Path, bytes]:
-    """Hold every file of samples against what it held before: it may only have grown."""
+    """Return {path: content} of every file of samples, after checking that each has only grown since ``before``."""
     now = read_files(results)
     for path, data in before.items():
         whole = data[: data.rfind(b"\n") + 1]
@@ -178,26 +190,26 @@ def compare(results: Path, undisturbed: Path, tally: Tally) -> None:
 
 
 def samples_of(results: Path, tally: Tally) -> Sampled:
-    """Every intact line by cell and example, without what depends on the clock and on what ran beside it."""
-    found: Sampled = {}
+    """Return {(cell, example id): sample} of all intact lines, without times and provenance."""
+    samples: Sampled = {}
     for path in sorted(results.glob("cells/*/samples-*.jsonl")):
         lines = read_lines(path)
         tally.damaged += len(lines.damaged)
         for _, sample in lines.intact:
             key = (path.parent.name, str(sample["id"]))
-            tally.doubled += key in found
-            found[key] = {k: v for k, v in sample.items() if k not in ("timing", "provenance")}
-    return found
+            tally.doubled += key in samples
+            samples[key] = {k: v for k, v in sample.items() if k not in ("timing", "provenance")}
+    return samples
 
 
 def metrics_of(results: Path) -> dict[str, dict[str, Any]]:
-    """Every cell's metrics without times."""
+    """Return {cell: metrics} of all cells, without times."""
     paths = sorted(results.glob("cells/*/metrics.json"))
     return {p.parent.name: {k: v for k, v in (read_json(p) or {}).items() if k != "timing"} for p in paths}
 
 
 def fill_disk(root: Path, undisturbed: Path, tally: Tally) -> str:
-    """Run into a full disk in the middle, make room, resume; says what was found."""
+    """Run into a full disk in the middle, make room and resume; return what happened in words."""
     files = [p for p in undisturbed.rglob("*") if p.is_file()]
     half = sum(p.stat().st_size for p in files if p.suffix == ".jsonl") // 2
     try:
@@ -215,8 +227,8 @@ def fill_disk(root: Path, undisturbed: Path, tally: Tally) -> str:
         def limited() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-        said = _resume_after(root / "limited", undisturbed, "could not be written", lambda: None, limited, tally)
-        return f"{said} (by a limit on file sizes: a small file system cannot be mounted here, {error})"
+        outcome = _resume_after(root / "limited", undisturbed, "could not be written", lambda: None, limited, tally)
+        return f"{outcome} (by a limit on file sizes: a small file system cannot be mounted here, {error})"
 
 
 def _resume_after(
@@ -227,32 +239,35 @@ def _resume_after(
     limit: Callable[[], None] | None,
     tally: Tally,
 ) -> str:
-    # beside the disk: the message about a full one must go somewhere
+    # not on the disk itself: the message that it is full needs room
     log = undisturbed.parent / "disk.log"
     status = os.waitstatus_to_exitcode(os.waitpid(fork([*RUN, f"results={results}"], log, limit), 0)[1])
-    said = log.read_text().strip().splitlines()
-    held = check_files(results, {}, Tally())
-    lines = sum(data.count(b"\n") for data in held.values())
-    if status != 1 or not said or message not in said[-1] or "Traceback" in " ".join(said):
-        return f"WRONG: exit {status}, {' / '.join(said[-3:])!r}"
+    log_lines = log.read_text().strip().splitlines()
+    contents = check_files(results, {}, Tally())
+    lines = sum(data.count(b"\n") for data in contents.values())
+    if status != 1 or not log_lines or message not in log_lines[-1] or "Traceback" in " ".join(log_lines):
+        return f"WRONG: exit {status}, {' / '.join(log_lines[-3:])!r}"
     relieve()
     if finish(results):
         return f"WRONG: the resumed run failed: {results.with_suffix('.log').read_text()[-300:]}"
     checked = Tally()
-    check_files(results, held, checked)
+    check_files(results, contents, checked)
     compare(results, undisturbed, checked)
     tally.lines += checked.lines
     tally.lost += checked.lost
     tally.doubled += checked.doubled
     if not checked.right:
         return f"WRONG: {checked.lost} lost, {checked.doubled} doubled, {'; '.join(checked.different[:3])}"
-    of = len(samples_of(undisturbed, Tally()))
-    return f"one message after {lines} of {of} lines; resumed, none lost, metrics identical"
+    total = len(samples_of(undisturbed, Tally()))
+    return f"one message after {lines} of {total} lines; resumed, none lost, metrics identical"
 
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Path]:
-    """A file system of ``size`` bytes, for root; raises CalledProcessError or OSError where it cannot be mounted."""
+    """Mount a file system of ``size`` bytes at ``folder``, which needs root, and yield the folder.
+
+    Raises CalledProcessError or OSError if it cannot be mounted.
+    """
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
     subprocess.run(mount, check=True, capture_output=True)
@@ -263,13 +278,13 @@ def small_disk(folder: Path, size: int) -> Iterator[Path]:
 
 
 def finish(results: Path) -> int:
-    """Run to the end in a child; its exit status."""
+    """Run to the end in a child process; return its exit status."""
     pid = fork([*RUN, f"results={results}"], results.with_suffix(".log"), None)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def fork(arguments: list[str], log: Path, prepare: Callable[[], None] | None) -> int:
-    """Start the main job in a child that has all imports already; its process id."""
+    """Start the main job in a child process, which has all imports already; return its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()

@@ -13,7 +13,7 @@ from kvbench.models import embedded
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     shape, recipe = initial.Shape(), train.Recipe()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--minutes", type=float, default=recipe.minutes, help="training time")
@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains and exports unless only the card is wanted, then measures and writes the card."""
+    """Train and export the model unless only its card is wanted, then measure it and write the card."""
     args = arguments()
     torch.set_num_threads(args.threads)
     if not args.card_only:

@@ -29,7 +29,7 @@ Lines = list[tuple[int, str]]
 
 
 def sections(text: str) -> Iterator[tuple[str, Lines]]:
-    """Each heading with its numbered lines, without code and without the tables of figures."""
+    """Yield (heading, numbered lines) of each section, without code and without the tables of figures."""
     title, code, figures = "", False, False
     lines: Lines = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -45,30 +45,30 @@ def sections(text: str) -> Iterator[tuple[str, Lines]]:
 
 
 def sources(lines: Lines, folder: Path) -> set[str]:
-    """The numbers of all files that ``lines`` link to."""
-    found: set[str] = set()
+    """Return the numbers in all files that ``lines`` link to; a picture counts as the CSV beside it."""
+    numbers: set[str] = set()
     for link in LINK.findall("\n".join(line for _, line in lines)):
         path = folder / link
         path = path.with_suffix(".csv") if path.suffix in (".png", ".svg") else path
         if path.is_file() and path.suffix in (".md", ".csv", ".txt", ".jsonl", ".yaml"):
             text = path.read_text(encoding="utf-8")
-            found |= {*NUMBER.findall(text), *ANY.findall(text)}
-    return found
+            numbers |= {*NUMBER.findall(text), *ANY.findall(text)}
+    return numbers
 
 
 def unsourced(page: Path, root: Path = ROOT) -> Iterator[str]:
-    """Every decimal number and per cent of a page that no source of its section has."""
+    """Yield a message for each decimal number or per cent of a page that no source of its section has."""
     for title, lines in sections(page.read_text(encoding="utf-8")):
-        known = sources(lines, page.parent)
-        for number, line in lines:
+        source_numbers = sources(lines, page.parent)
+        for line_number, line in lines:
             prose = NO_RESULT.sub("", line)
-            for found in (*NUMBER.findall(prose), *PERCENT.findall(prose)):
-                if found not in known:
-                    yield f"{page.relative_to(root)}:{number}: {found} is in no file that '{title}' links to"
+            for number in (*NUMBER.findall(prose), *PERCENT.findall(prose)):
+                if number not in source_numbers:
+                    yield f"{page.relative_to(root)}:{line_number}: {number} is in no file that '{title}' links to"
 
 
 def main() -> int:
-    """Print what has no source; 1 if there is anything."""
+    """Print the numbers without a source; return 1 if there are any."""
     wrong = [line for page in PAGES for line in unsourced(ROOT / page)]
     print("\n".join(wrong), end="\n" if wrong else "")
     return 1 if wrong else 0

@@ -45,7 +45,7 @@ SECTIONS: Mapping[str, Sequence[Panel]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Save the workspace, or print it."""
+    """Save the workspace at W&B, or print what it would be; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--entity", default="", help="user or team (default: W&B's)")
     parser.add_argument("--project", default="kvbench", help="as in logger.project= (default kvbench)")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def workspace(entity: str, project: str) -> Any:
-    """The dashboard as a wandb_workspaces Workspace, not yet saved."""
+    """Return the dashboard as a wandb_workspaces Workspace that is not yet saved."""
     import wandb_workspaces.workspaces as ws
 
     sections = [

@@ -40,24 +40,24 @@ def loop(
     n, tokens, answer = len(ids), ids.tolist(), []
     heads = heads or getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
     seen: list[list[list[set[int]]]] = []  # by generated token, layer, stored head
-    held = copies = None
+    held_tokens = copies = None
     for _ in range(new):
         layers, logits = whole_pass(model, torch.tensor(tokens), read, n, seen, late, coarse, copies)
-        if held is None:
+        if held_tokens is None:
             copies = None if copied is None else [copied(attn) for attn in layers]
-            held = [[set(h) for h in decide(attn, [set(range(n))] * heads, n - 1)] for attn in layers]
+            held_tokens = [[set(h) for h in decide(attn, [set(range(n))] * heads, n - 1)] for attn in layers]
             if started is not None:
-                started(layers, held)
+                started(layers, held_tokens)
         answer.append(int(logits.argmax()))
         tokens.append(answer[-1])
         now = len(tokens) - 1
-        held = [decide(attn, held[i], now) for i, attn in enumerate(layers)]
-        held = [
+        held_tokens = [decide(attn, held_tokens[i], now) for i, attn in enumerate(layers)]
+        held_tokens = [
             [set(h) | {now} if copies is None or copies[i][j] == j else set() for j, h in enumerate(layer)]
-            for i, layer in enumerate(held)
+            for i, layer in enumerate(held_tokens)
         ]
-        seen.append([[h - ({now - blind} if blind else set()) for h in layer] for layer in held])
-    return answer, [[sorted(h) for h in layer] for layer in held]
+        seen.append([[h - ({now - blind} if blind else set()) for h in layer] for layer in held_tokens])
+    return answer, [[sorted(h) for h in layer] for layer in held_tokens]
 
 
 def whole_pass(model, tokens, read=exactly, first=0, seen=None, late=False, coarse=None, copies=None):
@@ -126,21 +126,21 @@ class Thin:
         for attn, tokens in zip(layers, held, strict=True):
             n, stored_heads = attn.k.shape[1], len(tokens)
             old, channels = [], []
-            for h, kept in enumerate(sorted(t) for t in tokens):
+            for h, kept_tokens in enumerate(sorted(t) for t in tokens):
                 group = len(attn.q) // stored_heads
                 q = attn.q[h * group : (h + 1) * group, n - self.observed :]
                 k, v = (x[h * len(x) // stored_heads] for x in (attn.k, attn.v))
-                by_key = key_scores(self.kind, q, k[kept])
-                by_value = value_scores(q, k, v, kept, len(kept), n, self.scale)
+                by_key = key_scores(self.kind, q, k[kept_tokens])
+                by_value = value_scores(q, k, v, kept_tokens, len(kept_tokens), n, self.scale)
                 channels.append({"k": top(by_key, self.sizes["k"]), "v": top(by_value, self.sizes["v"])})
-                old.append(kept[: max(0, len(kept) - self.recent)])
+                old.append(kept_tokens[: max(0, len(kept_tokens) - self.recent)])
             self.old.append(old)
             self.channels.append(channels)
 
     def gone(self, what, layer, head):
         """(tokens, channels) that are not there."""
-        left = self.channels[layer][head][what]
-        return self.old[layer][head], [c for c in range(16) if c not in left]
+        remaining = self.channels[layer][head][what]
+        return self.old[layer][head], [c for c in range(16) if c not in remaining]
 
     def read(self, what, layer, x):
         if not self.old:
@@ -158,10 +158,10 @@ class Thin:
         def stand_ins(layer, keys):
             out = rounded(keys, bits)
             for h in range(0 if layer is None or not self.old else len(keys)):
-                left = self.channels[layer][h]["k"]
+                remaining = self.channels[layer][h]["k"]
                 for j in self.old[layer][h]:
                     out[h, j] = 0
-                    out[h, j, left] = rounded(keys[h, j, left], bits)
+                    out[h, j, remaining] = rounded(keys[h, j, remaining], bits)
             return out
 
         return stand_ins

@@ -47,33 +47,39 @@ def _far(x):
 
 
 def _run(func, args, kwargs, waits):
-    name, asked = func._schema.name, kwargs.get("device")
-    given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-    far, near = [x for x in given if _far(x)], [x for x in given if not _far(x)]
+    name, requested = func._schema.name, kwargs.get("device")
+    inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    distant, near = [x for x in inputs if _far(x)], [x for x in inputs if not _far(x)]
     moves = name in ("aten::copy_", "aten::_to_copy")
-    to = _far(args[0]) if name == "aten::copy_" else bool(far) if asked is None else torch.device(asked).type != "cpu"
-    if far and near and not moves:
-        same = args[:1] + args[2:3] if name in INDEXING else given
+    to = (
+        _far(args[0])
+        if name == "aten::copy_"
+        else bool(distant)
+        if requested is None
+        else torch.device(requested).type != "cpu"
+    )
+    if distant and near and not moves:
+        same = args[:1] + args[2:3] if name in INDEXING else inputs
         if len({_far(x) for x in same if isinstance(x, torch.Tensor) and (x.dim() or _far(x))}) > 1:
-            shapes = [("cuda" if _far(x) else "cpu", *x.shape) for x in given]
+            shapes = [("cuda" if _far(x) else "cpu", *x.shape) for x in inputs]
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, found {shapes}")
-    if (moves and given and to != _far(given[-1])) or (far and name.endswith(WAITING)):
+    if (moves and inputs and to != _far(inputs[-1])) or (distant and name.endswith(WAITING)):
         waits.append(name)
-    if far and name in INDEXING:
+    if distant and name in INDEXING:
         index = [x for x in args[1] if x is not None]
         waits.extend(name for x in index if not _far(x) or x.dtype == torch.bool)
-    if asked is not None:
+    if requested is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     inner = tree_map(lambda x: x.inner if _far(x) else x, (args, kwargs))
-    found = func(*inner[0], **inner[1])
-    wrapped = {id(x.inner): x for x in far}
+    actual = func(*inner[0], **inner[1])
+    wrapped = {id(x.inner): x for x in distant}
 
     def back(x):
         if not isinstance(x, torch.Tensor) or not to:
             return x
         return wrapped.get(id(x)) if id(x) in wrapped else Elsewhere(x)
 
-    return tree_map(back, found)
+    return tree_map(back, actual)
 
 
 class _Operations(TorchDispatchMode):
@@ -94,8 +100,8 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        made = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor)
-        if made and torch.device(kwargs.get("device") or "cpu").type == "cuda":
+        built = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor)
+        if built and torch.device(kwargs.get("device") or "cpu").type == "cuda":
             self.waits.append("tensor")
             del kwargs["device"]
             with _disable_current_modes():

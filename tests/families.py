@@ -67,7 +67,7 @@ def heads_of(model: PreTrainedModel) -> tuple[int, int]:
 
 def of_layers(n: int) -> ModelTraits:
     """The traits of a Llama with n layers."""
-    return ModelTraits("llama", Shape(n, 4, 2, 16), False, None, None)
+    return ModelTraits("llama", Shape(n, 4, 2, 16), None, None)
 
 
 def hooks(model: PreTrainedModel) -> int:

@@ -47,8 +47,8 @@ IN_PLACE = {
 def in_place(name, how):
     def act(stage, cache, obs):
         (s,) = cache.segments
-        own = {"keys": s.k, "values": s.v, "positions": s.positions}
-        how(own[name] if name in own else getattr(obs, name))
+        own_value = {"keys": s.k, "values": s.v, "positions": s.positions}
+        how(own_value[name] if name in own_value else getattr(obs, name))
 
     return act
 
@@ -119,133 +119,133 @@ def hoards(stage, cache, obs):
 
 
 @result("'NoneType' object has no attribute")
-def nothing(stage, found, cache, obs):
+def nothing(stage, honest, cache, obs):
     return None
 
 
 @result("has no attribute")
-def another_type(stage, found, cache, obs):
-    return found.segments[0].k
+def another_type(stage, honest, cache, obs):
+    return honest.segments[0].k
 
 
 @result("layer 3 keeps 256 tokens per head of 256, but the method declares exactly 64")
-def all_of_it(stage, found, cache, obs):
+def all_of_it(stage, honest, cache, obs):
     return cache
 
 
 @result("is a view that keeps")
-def views(stage, found, cache, obs):
+def views(stage, honest, cache, obs):
     (s,) = cache.segments
     few = replace(s, k=s.k[:, :64], v=s.v[:, :64], positions=s.positions[:, :64])
     return replace(cache, segments=(few,))
 
 
 @result("payload bytes")
-def half_precision(stage, found, cache, obs):
-    (s,) = found.segments
-    return replace(found, segments=(replace(s, k=s.k.half(), v=s.v.half()),))
+def half_precision(stage, honest, cache, obs):
+    (s,) = honest.segments
+    return replace(honest, segments=(replace(s, k=s.k.half(), v=s.v.half()),))
 
 
 @result("overhead bytes")
-def hides_a_copy_in_its_state(stage, found, cache, obs):
-    (s,) = found.segments
-    return replace(found, segments=(replace(s, state={"copy": s.k.clone()}),))
+def hides_a_copy_in_its_state(stage, honest, cache, obs):
+    (s,) = honest.segments
+    return replace(honest, segments=(replace(s, state={"copy": s.k.clone()}),))
 
 
 @result("shares its storage")
-def values_are_keys(stage, found, cache, obs):
-    (s,) = found.segments
-    return replace(found, segments=(replace(s, v=s.k),))
+def values_are_keys(stage, honest, cache, obs):
+    (s,) = honest.segments
+    return replace(honest, segments=(replace(s, v=s.k),))
 
 
-def placed(found, change):
-    (s,) = found.segments
-    return replace(found, segments=(replace(s, positions=change(s.positions.clone())),))
+def placed(honest, change):
+    (s,) = honest.segments
+    return replace(honest, segments=(replace(s, positions=change(s.positions.clone())),))
 
 
 ORDER = "does not hold distinct prompt positions 0..255 in order"
 
 
 @result(ORDER)
-def twice_the_same(stage, found, cache, obs):
-    return placed(found, lambda p: p[:, :1].expand_as(p).contiguous())
+def twice_the_same(stage, honest, cache, obs):
+    return placed(honest, lambda p: p[:, :1].expand_as(p).contiguous())
 
 
 @result(ORDER)
-def unsorted(stage, found, cache, obs):
-    return placed(found, lambda p: p.flip(1))
+def unsorted(stage, honest, cache, obs):
+    return placed(honest, lambda p: p.flip(1))
 
 
 @result(ORDER)
-def beyond_the_prompt(stage, found, cache, obs):
-    return placed(found, lambda p: p + 200)
+def beyond_the_prompt(stage, honest, cache, obs):
+    return placed(honest, lambda p: p + 200)
 
 
 @result(ORDER)
-def before_the_prompt(stage, found, cache, obs):
-    return placed(found, lambda p: p - 200)
+def before_the_prompt(stage, honest, cache, obs):
+    return placed(honest, lambda p: p - 200)
 
 
 OTHERS = "that are not those of the prompt at the positions it names"
 
 
 @result()
-def says_that_it_merges(stage, found, cache, obs):
-    (s,) = found.segments
+def says_that_it_merges(stage, honest, cache, obs):
+    (s,) = honest.segments
     object.__setattr__(stage, "changes", "halves keys")
-    return replace(found, segments=(replace(s, k=s.k / 2),))
+    return replace(honest, segments=(replace(s, k=s.k / 2),))
 
 
 @result(OTHERS)
-def the_first_under_the_positions_of_the_last(stage, found, cache, obs):
+def the_first_under_the_positions_of_the_last(stage, honest, cache, obs):
     first = ops.select(cache, torch.arange(64)[None]).segments[0]
-    return replace(found, segments=(replace(first, positions=found.segments[0].positions),))
+    return replace(honest, segments=(replace(first, positions=honest.segments[0].positions),))
 
 
 @result(f"holds values {OTHERS}")
-def values_of_other_heads(stage, found, cache, obs):
-    (s,) = found.segments
-    return replace(found, segments=(replace(s, v=s.v.flip(0)),))
+def values_of_other_heads(stage, honest, cache, obs):
+    (s,) = honest.segments
+    return replace(honest, segments=(replace(s, v=s.v.flip(0)),))
 
 
 @result(f"holds keys {OTHERS}")
-def keys_that_nobody_computed(stage, found, cache, obs):
-    (s,) = found.segments
-    return replace(found, segments=(replace(s, k=s.k + 1),))
+def keys_that_nobody_computed(stage, honest, cache, obs):
+    (s,) = honest.segments
+    return replace(honest, segments=(replace(s, k=s.k + 1),))
 
 
 @result()
-def on_another_device(stage, found, cache, obs):
-    (s,) = found.segments
-    return replace(found, segments=(replace(s, k=s.k.to("meta")),))
+def on_another_device(stage, honest, cache, obs):
+    (s,) = honest.segments
+    return replace(honest, segments=(replace(s, k=s.k.to("meta")),))
 
 
 @result("different lengths")
-def fewer_values(stage, found, cache, obs):
-    (s,) = found.segments
-    return replace(found, segments=(replace(s, v=s.v[:, :-1].clone()),))
+def fewer_values(stage, honest, cache, obs):
+    (s,) = honest.segments
+    return replace(honest, segments=(replace(s, v=s.v[:, :-1].clone()),))
 
 
 @result("payload bytes")
-def more_heads(stage, found, cache, obs):
-    (s,) = found.segments
+def more_heads(stage, honest, cache, obs):
+    (s,) = honest.segments
     k, v, p = (torch.cat([t, t]) for t in (s.k, s.v, s.positions))
-    return replace(found, segments=(replace(s, k=k, v=v, positions=p),))
+    return replace(honest, segments=(replace(s, k=k, v=v, positions=p),))
 
 
 @result("holds no token at all|keeps 0 tokens")
-def no_tokens(stage, found, cache, obs):
+def no_tokens(stage, honest, cache, obs):
     return ops.select(cache, torch.zeros(1, 0, dtype=torch.int64))
 
 
 @result()
-def no_segments(stage, found, cache, obs):
-    return replace(found, segments=())
+def no_segments(stage, honest, cache, obs):
+    return replace(honest, segments=())
 
 
 @result("says that it has read 999 tokens")
-def read_more_than_there_was(stage, found, cache, obs):
-    return replace(found, seen=999)
+def read_more_than_there_was(stage, honest, cache, obs):
+    return replace(honest, seen=999)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +264,6 @@ class Hostile(Selector):
         if act and obs.layer >= 3:
             act(self, cache, obs)
         budget = self.budget(len(cache.segments[0].positions[0]), obs.layer, obs.n_layers)
-        found = ops.select(cache, torch.arange(obs.n)[None, -budget:])
+        actual = ops.select(cache, torch.arange(obs.n)[None, -budget:])
         change, _ = RESULTS.get(self.mode, (None, None))
-        return change(self, found, cache, obs) if change and obs.layer >= 3 else found
+        return change(self, actual, cache, obs) if change and obs.layer >= 3 else actual

@@ -24,17 +24,17 @@ def parts(attention, which: int, head_dim: int = 16) -> torch.Tensor:
 
 def with_weights(model, new):
     """A copy of the model whose key and value projections are ``new[layer][0 or 1]``."""
-    found = copy.deepcopy(model)
-    for attention, pair in zip(attentions(found), new, strict=True):
+    actual = copy.deepcopy(model)
+    for attention, pair in zip(attentions(actual), new, strict=True):
         for which, w in enumerate(pair):
-            w = w.to(found.dtype)
+            w = w.to(actual.dtype)
             with torch.no_grad():
                 if hasattr(attention, "query_key_value"):
-                    own = attention.query_key_value.weight
-                    own.view(-1, 3, 16, own.shape[1])[:, 1 + which] = w.view(-1, 16, w.shape[1])
+                    own_value = attention.query_key_value.weight
+                    own_value.view(-1, 3, 16, own_value.shape[1])[:, 1 + which] = w.view(-1, 16, w.shape[1])
                 else:
                     (attention.k_proj, attention.v_proj)[which].weight.copy_(w)
-    return found
+    return actual
 
 
 def palu(model, moments, ranks, rows):
@@ -74,7 +74,7 @@ def rows_of_attention(model, ids):
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            found = model(ids[None], output_attentions=True).attentions
+            actual = model(ids[None], output_attentions=True).attentions
     finally:
         model.set_attn_implementation(before)
-    return [layer[0].double().tolist() for layer in found]
+    return [layer[0].double().tolist() for layer in actual]

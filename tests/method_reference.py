@@ -163,9 +163,9 @@ def think(q: torch.Tensor, k: torch.Tensor, tokens: list[list[int]], count: int,
     group_q, group_k = len(queries) // heads, heads // len(keys)
     result = []
     for h in range(heads):
-        mine = [row for head in queries[h * group_q : (h + 1) * group_q] for row in head[-observed:]]
-        held = [keys[h // group_k][t] for t in tokens[h]]
-        scores = [sum((a[j] * b[j]) ** 2 for a in mine for b in held) for j in range(k.shape[2])]
+        ours = [row for head in queries[h * group_q : (h + 1) * group_q] for row in head[-observed:]]
+        held_tokens = [keys[h // group_k][t] for t in tokens[h]]
+        scores = [sum((a[j] * b[j]) ** 2 for a in ours for b in held_tokens) for j in range(k.shape[2])]
         result.append(top(scores, count))
     return result
 
@@ -226,9 +226,9 @@ def refreekv(attn, heads: int, T: float, m: int, k: int, mode: str, reduce: str,
         return math.sqrt(sum(head[j] ** 2 for j in tokens))
 
     if mode == "code":
-        whole = sum(norm(head, ranked[m:]) for head in mean_rows) / hq
+        complete = sum(norm(head, ranked[m:]) for head in mean_rows) / hq
         count = m + 1
-        while (whole - sum(norm(head, ranked[m:count]) for head in mean_rows) / hq) / whole > T:
+        while (complete - sum(norm(head, ranked[m:count]) for head in mean_rows) / hq) / complete > T:
             count += 1
         return [sorted(ranked[:count])] * heads
     vectors = {

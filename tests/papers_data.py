@@ -54,7 +54,7 @@ def data(root: Path) -> Path:
     turn = {"questions": [{"input_text": "What?"}], "answers": [{"input_text": "a river"}]}
     stories = [{"id": f"s{i}", "story": f"{WORDS} {i}", **turn} for i in range(EXAMPLES)]
     (root / "coqa-dev-v1.0.json").write_text(json.dumps({"data": stories}))
-    asked = [
+    requested = [
         {
             "question": f"what {i}",
             "answers": [f"answer{i}"],
@@ -62,7 +62,7 @@ def data(root: Path) -> Path:
         }
         for i in range(12)
     ]
-    lines(root / "nq_open_oracle.jsonl", asked)
+    lines(root / "nq_open_oracle.jsonl", requested)
     for name in ("xsum", "cnn_dailymail"):
         article = "article" if name == "cnn_dailymail" else "document"
         summary = "highlights" if name == "cnn_dailymail" else "summary"

@@ -15,8 +15,8 @@ from kvbench.methods.quantiser import Quantiser
 class Raw(Packed):
     dtype: torch.dtype = torch.float32
 
-    def dequantise(self, dtype, start=None, stop=None, scratch=None):
-        return self.tokens(start, stop).codes.contiguous().view(self.dtype).to(dtype)
+    def dequantise(self, dtype, scratch=None):
+        return self.codes.contiguous().view(self.dtype).to(dtype)
 
 
 def raw(self, x):

@@ -49,16 +49,16 @@ def choose(mass, k_loss, v_loss, held, n, parts, room, now, lam, variant) -> lis
         good = {at: 2 - e_k[at] - e_v[at] for at in places}
     result = []
     for h, tokens in enumerate(held):
-        kept = {j for j in tokens if j > now - recent}
-        old = sorted(tokens - kept)
+        kept_tokens = {j for j in tokens if j > now - recent}
+        old = sorted(tokens - kept_tokens)
         by_attention = sorted(old, key=lambda j: (-mass[h][j], j))[: first if variant == "code" else 0]
-        kept |= set(by_attention)
+        kept_tokens |= set(by_attention)
 
         def score(j, h=h):
             return mass[h][j] if lam == 1 else lam * attention[h, j] + (1 - lam) * good[h, j]
 
-        rest = sorted((j for j in old if j not in kept), key=lambda j: (-score(j), j))
-        result.append(kept | set(rest[: max(0, room - len(kept))]))
+        rest = sorted((j for j in old if j not in kept_tokens), key=lambda j: (-score(j), j))
+        result.append(kept_tokens | set(rest[: max(0, room - len(kept_tokens))]))
     return result
 
 

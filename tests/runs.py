@@ -16,12 +16,12 @@ def prepare(*overrides, **changes):
 
 def metrics_of(results):
     """Every cell's metrics without what depends on the clock."""
-    found = {}
+    collected = {}
     for path in sorted(Path(results).glob("cells/*/metrics.json")):
         metrics = json.loads(path.read_text())
         metrics.pop("timing")
-        found[path.parent.name] = metrics
-    return found
+        collected[path.parent.name] = metrics
+    return collected
 
 
 def run_json(capsys, *arguments):

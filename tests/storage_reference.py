@@ -113,10 +113,10 @@ class Layer:
     def __init__(self, storage: Storage, q, k, v, tokens: list[list[int]], scale: float) -> None:
         self.scale, self.query_heads, self.shared = scale, len(q), len(k)
         self.heads = []
-        for h, held in enumerate(tokens):
+        for h, stored in enumerate(tokens):
             queries = q[h * len(q) // len(tokens) : (h + 1) * len(q) // len(tokens), -storage.observed :]
             source = h * len(k) // len(tokens)
-            self.heads.append(_stored(storage, queries, k[source], v[source], held, q.shape[1], scale))
+            self.heads.append(_stored(storage, queries, k[source], v[source], stored, q.shape[1], scale))
 
     def step(self, q, k, v, mass: float | None = None, estimate=lambda key: key) -> torch.Tensor:
         """Attention [Hq, T, D] of T new tokens q [Hq, T, D], k and v [Hk, T, D]; then tokens leave the residual.
@@ -128,16 +128,16 @@ class Layer:
             source = h * self.shared // len(self.heads)
             head.k, head.v = torch.cat([head.k, k[source]]), torch.cat([head.v, v[source]])
             thin = [head.key_channels if i < head.old_k else None for i in range(len(head.k))]
-            for mine in range(h * group, (h + 1) * group):
+            for ours in range(h * group, (h + 1) * group):
                 for t in range(q.shape[1]):
                     seen = len(head.k) - q.shape[1] + t + 1
-                    logits = head.k[:seen] @ q[mine, t] * self.scale
+                    logits = head.k[:seen] @ q[ours, t] * self.scale
                     if mass is not None:
                         coarse = torch.stack([estimated(x, c, estimate) for x, c in zip(head.k, thin, strict=True)])
-                        weights = (coarse[:seen] @ q[mine, t] * self.scale).softmax(0)
+                        weights = (coarse[:seen] @ q[ours, t] * self.scale).softmax(0)
                         chosen = fewest(weights.tolist(), mass)
                         logits[[j for j in range(seen) if j not in chosen]] = -math.inf
-                    out[mine, t] = logits.softmax(0) @ head.v[:seen]
+                    out[ours, t] = logits.softmax(0) @ head.v[:seen]
             head.settle()
         return out
 

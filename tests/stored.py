@@ -10,9 +10,9 @@ FACTS = {"device": "cpu", "torch": "2"}
 
 def cell_id(name):
     """The id of the cell that tests call ``name``; ``NAMES`` has the way back."""
-    found = hashlib.sha256(name.encode()).hexdigest()[:16]
-    NAMES[found] = name
-    return found
+    actual = hashlib.sha256(name.encode()).hexdigest()[:16]
+    NAMES[actual] = name
+    return actual
 
 
 @dataclass(frozen=True)

@@ -38,21 +38,21 @@ def test_rows_of_one_batch_equal_rows_alone_and_caches_are_reusable(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_extend_reads_a_question_as_the_full_prompt_does(family):
     model, ids = build(family), prompt(60, 5)
-    (whole,) = kvbench.prefill(model, ids, ["full"])
+    (full_cache,) = kvbench.prefill(model, ids, ["full"])
     (context,) = kvbench.prefill(model, ids[:45], ["full"])
     before = context.nbytes()
-    asked = kvbench.extend(model, context, ids[45:])
-    assert context.nbytes() == before and context.seen == 45 and asked.seen == 60
-    torch.testing.assert_close(asked.logits, whole.logits, atol=1e-4, rtol=1e-4)
+    requested = kvbench.extend(model, context, ids[45:])
+    assert context.nbytes() == before and context.seen == 45 and requested.seen == 60
+    torch.testing.assert_close(requested.logits, full_cache.logits, atol=1e-4, rtol=1e-4)
     twice = kvbench.extend(model, kvbench.extend(model, context, ids[45:50]), ids[50:])
-    assert kvbench.generate(model, [asked, twice], 12) == [reference(model, ids, 12)] * 2
+    assert kvbench.generate(model, [requested, twice], 12) == [reference(model, ids, 12)] * 2
 
 
 def test_extend_on_a_compressed_cache_keeps_the_appended_text_whole():
     model, ids = build("llama"), prompt(60, 5)
     (small,) = kvbench.prefill(model, ids, ["snapkv+think"], kv_size=16, recent=4, **{"snapkv.window": 8})
-    asked = kvbench.extend(model, small, prompt(9, 6))
-    for layer in asked.layers:
+    requested = kvbench.extend(model, small, prompt(9, 6))
+    for layer in requested.layers:
         for positions in layer.kept_positions():
             assert positions[-9:].tolist() == list(range(60, 69)) and len(positions) == 16 + 9
 
@@ -187,16 +187,16 @@ def test_column_sums_are_charged_to_the_methods_that_need_them():
 def test_chains_that_begin_alike_choose_their_tokens_once_and_store_them_as_each_alone(monkeypatch):
     from kvbench.methods.snapkv import SnapKV
 
-    asked = []
+    requests = []
     choose = SnapKV.choose
-    monkeypatch.setattr(SnapKV, "choose", lambda *a: asked.append(a[2].layer) or choose(*a))
+    monkeypatch.setattr(SnapKV, "choose", lambda *a: requests.append(a[2].layer) or choose(*a))
     model, ids = build("llama"), prompt(90)
     knobs = {"kv_size": 40, "snapkv.window": 8, "recent": 8, "group": 16, "residual": 16}
     methods = ["snapkv", "snapkv+think", "snapkv+kivi"]
     together = kvbench.prefill(model, ids, methods, **knobs)
-    assert asked == list(range(len(together[0].layers)))
+    assert requests == list(range(len(together[0].layers)))
     other = kvbench.prefill(model, ids, ["snapkv", {"method": "snapkv", "window": 9}], kv_size=40)
-    assert len(asked) == 3 * len(other[0].layers)  # another knob is another choice
+    assert len(requests) == 3 * len(other[0].layers)  # another knob is another choice
     for method, shared in zip(methods, together, strict=True):
         (alone,) = kvbench.prefill(model, ids, [method], **{k: v for k, v in knobs.items() if _knows(method, k)})
         for a, b in zip(alone.layers, shared.layers, strict=True):

@@ -40,13 +40,13 @@ def alone(model, row):
 
 def drained(queue):
     """All outcomes by row, each exactly once, and how many rows ran together when each step began."""
-    found, sizes = {}, []
+    collected, sizes = {}, []
     while len(queue):
         for row, outcome in queue.advance():
-            assert row not in found
-            found[row] = outcome
+            assert row not in collected
+            collected[row] = outcome
         sizes.append(len(queue.running))
-    return found, sizes
+    return collected, sizes
 
 
 @pytest.mark.parametrize(("family", "per"), [*((f, "kv_head") for f in FAMILIES), ("qwen2", "query_head")])
@@ -59,10 +59,10 @@ def test_rows_that_enter_and_leave_answer_as_alone(family, per, monkeypatch):
     )
     for row in rows:
         queue.add(row)
-    found, sizes = drained(queue)
-    assert set(found) == set(rows)
+    answers, sizes = drained(queue)
+    assert set(answers) == set(rows)
     assert max(sizes) <= 24 and min(entries) == 1 < max(entries), "no rows entered beside others"
-    for row, answer in found.items():
+    for row, answer in answers.items():
         (apart,) = generate_rows(model, [row.cache], [row.ending])
         assert (apart.tokens, apart.held) == (answer.tokens, answer.held), row.cell.id
         assert answer.rows <= 24
@@ -80,11 +80,11 @@ def test_the_limit_of_bytes_holds_and_one_row_always_runs():
         for row in rows:
             queue.add(row)
         assert not queue.takes(1)
-        found = {}
+        collected = {}
         while len(queue):
-            found.update(queue.advance())
+            collected.update(queue.advance())
             assert sum(r.cost for r in queue.running) <= most or len(queue.running) <= 1
-        assert {row: answer.tokens for row, answer in found.items()} == {row: alone(model, row) for row in rows}
+        assert {row: answer.tokens for row, answer in collected.items()} == {row: alone(model, row) for row in rows}
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["gpu", "cpu"])
@@ -103,8 +103,8 @@ def test_out_of_memory_halves_the_batch_and_every_row_answers_once(error, monkey
     queue = DecodeQueue(model, 12, ROOMY)
     for row in rows:
         queue.add(row)
-    found, _ = drained(queue)
-    assert [found[row].tokens for row in rows] == want
+    answers, _ = drained(queue)
+    assert [answers[row].tokens for row in rows] == want
     assert queue.most_rows < 12 and "out of memory with" in capsys.readouterr().err
 
 
@@ -118,10 +118,10 @@ def test_a_row_that_does_not_fit_alone_has_failed_with_the_reason(monkeypatch):
     queue = DecodeQueue(model, 12, ROOMY)
     for row in rows:
         queue.add(row)
-    found, _ = drained(queue)
+    answers, _ = drained(queue)
     short = [row for row in rows if row.ending.limit == 1]
-    assert short and all(len(found[row].tokens) == 1 for row in short)
-    assert all(found[row] is OUT_OF_MEMORY[0] for row in rows if len(alone_limits(row)) == 0)
+    assert short and all(len(answers[row].tokens) == 1 for row in short)
+    assert all(answers[row] is OUT_OF_MEMORY[0] for row in rows if len(alone_limits(row)) == 0)
 
 
 def alone_limits(row):
@@ -145,9 +145,9 @@ def test_only_the_row_that_breaks_its_batch_has_failed(monkeypatch):
     queue = DecodeQueue(model, 12, ROOMY)
     for row in rows:
         queue.add(row)
-    found, _ = drained(queue)
-    assert str(found.pop(bad)) == "this method cannot decode"
-    assert {r: a.tokens for r, a in found.items()} == {r: w for r, w in zip(rows, want, strict=True) if r is not bad}
+    answers, _ = drained(queue)
+    assert str(answers.pop(bad)) == "this method cannot decode"
+    assert {r: a.tokens for r, a in answers.items()} == {r: w for r, w in zip(rows, want, strict=True) if r is not bad}
 
 
 def test_parts_shrink_until_what_fails_is_alone():
@@ -161,7 +161,7 @@ def test_parts_shrink_until_what_fails_is_alone():
             raise ValueError("five")
         return [10 * i for i in items]
 
-    found = in_parts(range(8), work)
-    assert [(i, x) for i, x in found if i != 5] == [(i, 10 * i) for i in range(8) if i != 5]
-    assert str(dict(found)[5]) == "five"
+    actual = in_parts(range(8), work)
+    assert [(i, x) for i, x in actual if i != 5] == [(i, 10 * i) for i in range(8) if i != 5]
+    assert str(dict(actual)[5]) == "five"
     assert calls[:3] == [list(range(8)), [0, 1, 2, 3], [0, 1]]

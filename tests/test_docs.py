@@ -24,9 +24,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def block(marker):
     """The fenced block that follows a line with ``marker``."""
-    found = re.search(rf"{re.escape(marker)}[^\n]*\n+```\w*\n(.*?)```", README, re.DOTALL)
-    assert found, f"README.md has no block after {marker!r}"
-    return found.group(1)
+    match = re.search(rf"{re.escape(marker)}[^\n]*\n+```\w*\n(.*?)```", README, re.DOTALL)
+    assert match, f"README.md has no block after {marker!r}"
+    return match.group(1)
 
 
 def test_adding_the_readmes_method_takes_one_file(tmp_path):
@@ -82,10 +82,10 @@ def test_the_tables_to_scale_out_have_the_rows_and_bytes_that_their_cost_is_reck
     (words,) = (t for t in re.findall(r'TABLE="(.*?)"', text, re.DOTALL) if f"model={model}" in t.split())
     chains = with_baseline(read(words.split()).chains, baseline=True)
     assert len(chains) == rows
-    found = sum(cache_bytes(c.chain, shape, n=6400, itemsize=2) for c in chains)
+    held_bytes = sum(cache_bytes(c.chain, shape, n=6400, itemsize=2) for c in chains)
     new_tokens = rows * shape.full_bytes(509_000 // 3750, 2)
-    assert f"{found / 2**30:.1f}" == f"{held}"
-    assert round((2 * found + new_tokens) / 2**30) == decoding
+    assert f"{held_bytes / 2**30:.1f}" == f"{held}"
+    assert round((2 * held_bytes + new_tokens) / 2**30) == decoding
     assert f"{held} GiB" in text and f"{decoding} GiB" in text
 
 
@@ -121,13 +121,15 @@ def test_the_wheel_carries_conf_and_weights(tmp_path):
         "kvbench/conf/method/snapkv.yaml",
         "kvbench/models/embedded/tiny/model.safetensors",
         "kvbench/models/embedded/tiny/tokenizer.json",
+        "kvbench/tables/figures.mplstyle",
+        "kvbench/tasks/tiny_words.yaml",
     } <= names
 
 
 def test_the_page_of_what_is_measured_is_what_the_code_does(monkeypatch):
     """It is made without the data folder, so that a dataset can be added by whoever has none."""
     sys.path.append(str(ROOT / "scripts"))
-    from describe import page
+    from measured import page
 
     monkeypatch.delenv("KVBENCH_DATA", raising=False)
     committed = (ROOT / "docs" / "what-is-measured.md").read_text(encoding="utf-8")
@@ -142,5 +144,5 @@ def test_every_number_of_the_readmes_stands_in_a_file_that_they_link_to(tmp_path
     page = tmp_path / "page.md"
     of_one = "12.5 and 3.25 of [a](a.csv), `9.75`, 12 %, 95 %, 7"
     page.write_text(f"# One\n{of_one}\n# Two\n12.5\n| figure | x |\n| 1.5 | 2.5 |\n")
-    found = [line.partition(": ")[2].split()[0] for line in verify_docs.unsourced(page, tmp_path)]
-    assert found == ["3.25", "12", "12.5"]
+    actual = [line.partition(": ")[2].split()[0] for line in verify_docs.unsourced(page, tmp_path)]
+    assert actual == ["3.25", "12", "12.5"]

@@ -276,10 +276,10 @@ CHANGES = {
 
 @pytest.mark.parametrize("mode", CHANGES)
 def test_a_model_that_a_method_changed_is_read_again_for_the_others(mode, bench, tmp_path, capsys):
-    asked = "dataset=tiny/needle", "length=256", "limit=1", "method=snapkv", "kv_size=64", f"results={tmp_path}"
-    chains = prepare(*asked).cfg.chains
+    arguments = "dataset=tiny/needle", "length=256", "limit=1", "method=snapkv", "kv_size=64", f"results={tmp_path}"
+    chains = prepare(*arguments).cfg.chains
     hostile = ChainConfig(Chain((Changing(mode=mode, kv_size=64),)), "hostile")
-    prepared = prepare(*asked, chains=(hostile, *chains))
+    prepared = prepare(*arguments, chains=(hostile, *chains))
     experiment.measure(prepared, quiet=True)
     cells = {c.label: c for c in prepared.groups[0].cells}
     lines = {name: line for name, c in cells.items() for line in prepared.store.lines(c.id).values()}

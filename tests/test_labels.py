@@ -78,9 +78,11 @@ def test_a_knob_of_two_stages_says_whose_it_is():
 def test_committed_cells_of_different_knobs_have_different_labels(path, tmp_path):
     store = ResultStore(tmp_path)
     chains = [store.cell(c).identity["chain"] for c in archive.unpack(path, store)]
-    told = {json.dumps([[[s["id"], s["knobs"]] for s in c["stages"]], c["per"]]): label({"chain": c}) for c in chains}
-    assert len(set(told.values())) == len(told) > 1
-    assert not any(";" in text for text in told.values())
+    printed = {
+        json.dumps([[[s["id"], s["knobs"]] for s in c["stages"]], c["per"]]): label({"chain": c}) for c in chains
+    }
+    assert len(set(printed.values())) == len(printed) > 1
+    assert not any(";" in text for text in printed.values())
 
 
 def test_labels_of_other_tables_are_not_repeated(tmp_path, capsys):
@@ -90,8 +92,8 @@ def test_labels_of_other_tables_are_not_repeated(tmp_path, capsys):
     shown = called(store, capsys, "show", f"{0:016x}")
     assert shown.startswith("cell 0000000000000000: snapkv kv_size=16 window=12 on tiny/needle\n")
     assert "kv_size 16" in shown and "query_aware True" in shown and "dtype float32" in shown
-    found = json.loads(called(store, capsys, "show", f"{1:016x}", options=["--json"]))
-    assert (found["label"], found["knobs"]) == ("snapkv kv_size=64 window=12", {"snapkv": {**SNAPKV, "kv_size": 64}})
+    result = json.loads(called(store, capsys, "show", f"{1:016x}", options=["--json"]))
+    assert (result["label"], result["knobs"]) == ("snapkv kv_size=64 window=12", {"snapkv": {**SNAPKV, "kv_size": 64}})
 
 
 def test_lines_that_would_be_equal_say_in_what_the_cells_differ(tmp_path, capsys):
@@ -103,15 +105,15 @@ def test_lines_that_would_be_equal_say_in_what_the_cells_differ(tmp_path, capsys
         identity(dtype="bfloat16"),
         identity(knobs={"kv_size": 99}),
     )
-    found = {r["id"]: r for r in json.loads(called(store, capsys, "list", "runs", options=["--json"]))["runs"]}
-    assert [found[f"{i:016x}"]["differs"] for i in range(5)] == [
+    result = {r["id"]: r for r in json.loads(called(store, capsys, "list", "runs", options=["--json"]))["runs"]}
+    assert [result[f"{i:016x}"]["differs"] for i in range(5)] == [
         "dtype=float32 template=off query_aware=true",
         "dtype=float32 template=1a2b3c4d query_aware=true",
         "dtype=float32 template=off query_aware=false",
         "dtype=bfloat16 template=off query_aware=true",
         "",
     ]
-    one = found[f"{1:016x}"]
+    one = result[f"{1:016x}"]
     assert (one["per"], one["query_aware"], one["dtype"]) == ("kv_head", True, "float32")
     assert one["prompt"]["template"] == "1a2b3c4d5e6f7081" and one["model"] == "/home/me/smollm2"
     out = called(store, capsys, "list", "runs")

@@ -30,8 +30,8 @@ def sizes(line, shape=MISTRAL, tokens=None):
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 @pytest.mark.parametrize(("kind", "last"), [("bytes", 1646), ("nominal", 1645)])
 def test_the_sizes_of_thinks_table_7(base, per, kind, last):
-    found = sizes(f"method={base},{base}+think {TABLE7} per={per} match={kind}")
-    assert found == [109, 416, 826, last]
+    actual = sizes(f"method={base},{base}+think {TABLE7} per={per} match={kind}")
+    assert actual == [109, 416, 826, last]
 
 
 @pytest.mark.parametrize("shape", [Shape(8, 32, 8, 128), Shape(5, 8, 4, 32)])
@@ -39,18 +39,18 @@ def test_the_sizes_of_thinks_table_7(base, per, kind, last):
 @pytest.mark.parametrize("kind", equal_memory.KINDS)
 def test_no_other_size_comes_nearer(kind, other, shape):
     cfg = parsed(f"method={other},snapkv+think snapkv.kv_size=600 match={kind}")
-    (settled, (found,)) = equal_memory.settle(cfg, shape)
+    (settled, (matched,)) = equal_memory.settle(cfg, shape)
     price = equal_memory._price(kind, shape, equal_memory.LONG)
     template = next(c for c in cfg.chains if c.chain.name == other.replace("vatp+h2o", "h2o+vatp"))
     target = price(settled.chains[-1].chain)
     off = {size: abs(price(equal_memory.with_size(template, size).chain) - target) for size in range(140, 2400)}
     if template.chain.coder is None:
-        assert found.kv_size == min(off, key=lambda size: (off[size], size))
+        assert matched.kv_size == min(off, key=lambda size: (off[size], size))
     else:
-        assert off[found.kv_size] <= max(equal_memory.CLOSE * target, min(off.values()))
-    assert [c.chain.selector.kv_size for c in settled.chains] == [found.kv_size, 600]
-    held = found.bytes if kind == "bytes" else found.nominal
-    assert held == (price(settled.chains[0].chain), target)
+        assert off[matched.kv_size] <= max(equal_memory.CLOSE * target, min(off.values()))
+    assert [c.chain.selector.kv_size for c in settled.chains] == [matched.kv_size, 600]
+    stored = matched.bytes if kind == "bytes" else matched.nominal
+    assert stored == (price(settled.chains[0].chain), target)
 
 
 def test_the_nominal_formula_is_the_papers():
@@ -71,15 +71,15 @@ def test_the_nominal_formula_is_the_papers():
 
 def test_grids_of_the_reference_give_each_other_method_one_size_each():
     cfg = parsed("method=h2o,snapkv+think kv_size=128,256 ratio=0.4,0.6 match=bytes")
-    settled, found = equal_memory.settle(cfg, MISTRAL)
-    assert [(m.method.split()[0], "ratio=0.6" in m.reference) for m in found] == [("h2o", r) for r in (0, 1, 0, 1)]
+    settled, matched = equal_memory.settle(cfg, MISTRAL)
+    assert [(m.method.split()[0], "ratio=0.6" in m.reference) for m in matched] == [("h2o", r) for r in (0, 1, 0, 1)]
     assert len(settled.chains) == 8 and len({repr(c.chain.identity()) for c in settled.chains}) == 8
 
 
 def test_knobs_that_depend_on_the_budget_follow_the_size_found():
     line = "preset=refreekv model=llama2-7b-chat method=cake,snapkv+think kv_size=1300 match=bytes per=kv_head"
-    (settled, (found,)) = equal_memory.settle(parsed(line), Shape(32, 32, 32, 128))
-    assert found.kv_size < 1100 and settled.chains[0].chain.stages[0].tau1 == 1.9
+    (settled, (matched,)) = equal_memory.settle(parsed(line), Shape(32, 32, 32, 128))
+    assert matched.kv_size < 1100 and settled.chains[0].chain.stages[0].tau1 == 1.9
     small = line.replace("1300", "150")
     assert equal_memory.settle(parsed(small), Shape(32, 32, 32, 128))[0].chains[0].chain.stages[0].tau1 == 0.9
 
@@ -100,9 +100,9 @@ def test_a_reference_may_stand_anywhere_and_be_written_in_any_order():
 
 def test_budgets_of_other_kinds_give_way():
     cfg = parsed("preset=vatp method=h2o,snapkv+think snapkv.kv_size=256 match=bytes")
-    (settled, (found,)) = equal_memory.settle(cfg, MISTRAL)
+    (settled, (matched,)) = equal_memory.settle(cfg, MISTRAL)
     h2o = settled.chains[0].chain.selector
-    assert sum(h2o.parts(4096)) == found.kv_size == 211 and h2o.heavy_ratio is None
+    assert sum(h2o.parts(4096)) == matched.kv_size == 211 and h2o.heavy_ratio is None
 
 
 BAD = {
@@ -125,21 +125,23 @@ BAD = {
 @pytest.mark.parametrize("line", BAD)
 def test_impossible_requests_are_refused_before_anything_runs(line, capsys):
     assert main(["run", *line.split(), "limit=1", "--plan"]) == 2
-    said = capsys.readouterr().err
-    assert BAD[line] in said and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert BAD[line] in message and message.count("\n") == 1
 
 
 def test_a_run_has_the_size_found_in_its_ids_its_table_and_its_bytes(tmp_path, capsys):
     line = ["method=snapkv,snapkv+think", "kv_size=100", f"results={tmp_path}", *SMALL, "limit=1"]
     status, report = run_json(capsys, *line, "match=bytes")
     assert status == 0
-    (found,) = report["matched"]
-    held = {r["method"]: r["cells"][0]["payload16"] for r in report["rows"]}
-    assert held[found["method"]] == found["bytes"][0] and held[found["reference"]] == found["bytes"][1]
-    assert any(f"kv_size={found['kv_size']}" in note and "match=bytes" in note for note in report["notes"])
-    by_hand = prepare(*line[:1], f"kv_size={found['kv_size']}", f"results={tmp_path}", *SMALL, "limit=1")
-    ids = {c["cell"] for r in report["rows"] for c in r["cells"] if r["method"] == found["method"]}
-    assert ids == {c.id for g in by_hand.groups for c in g.cells if c.label == found["method"]}
+    (matched,) = report["matched"]
+    held_bytes = {r["method"]: r["cells"][0]["payload16"] for r in report["rows"]}
+    assert (
+        held_bytes[matched["method"]] == matched["bytes"][0] and held_bytes[matched["reference"]] == matched["bytes"][1]
+    )
+    assert any(f"kv_size={matched['kv_size']}" in note and "match=bytes" in note for note in report["notes"])
+    by_hand = prepare(*line[:1], f"kv_size={matched['kv_size']}", f"results={tmp_path}", *SMALL, "limit=1")
+    ids = {c["cell"] for r in report["rows"] for c in r["cells"] if r["method"] == matched["method"]}
+    assert ids == {c.id for g in by_hand.groups for c in g.cells if c.label == matched["method"]}
     assert main(["run", *line, "match=nominal", "--plan"]) == 0
     shown = capsys.readouterr().out
     assert "match=nominal" in shown and all(len(x) <= 100 for x in shown.splitlines())

@@ -7,7 +7,7 @@ import pytest
 from families import build, prompt
 
 import kvbench
-from kvbench.cli.main import main
+from kvbench.cli.main import HELP, main
 from kvbench.conf import conf_dir, entries
 from kvbench.errors import UsageError
 from kvbench.methods import registry
@@ -82,9 +82,9 @@ def test_every_preset_composes_for_every_model_with_the_papers_methods(name, mod
         assert chain.chain.per == wanted.get("per", "kv_head")
         for stage in chain.chain.stages:
             for knob, value in stage.knobs().items():
-                asked = wanted.get(f"method.{stage.id}.{knob}")
-                if asked is not None and not isinstance(asked, dict):
-                    assert value == (tuple(asked) if isinstance(asked, list) else asked), (stage.id, knob)
+                requested = wanted.get(f"method.{stage.id}.{knob}")
+                if requested is not None and not isinstance(requested, dict):
+                    assert value == (tuple(requested) if isinstance(requested, list) else requested), (stage.id, knob)
 
 
 def test_a_preset_replaces_defaults_and_what_is_typed_replaces_it():
@@ -136,8 +136,8 @@ def test_vatp_keeps_as_many_first_tokens_as_the_model_has_in_the_paper():
 
 def test_each_models_own_values_hold_in_a_run_of_several():
     runs = words.read(["preset=refreekv", "method=twilight", "model=llama3-8b-instruct,mistral-7b-instruct-v0.3"]).runs
-    found = [config.parse(r).chains[0].chain.stages[0].p for r in runs]
-    assert found == [0.95, 0.85]
+    actual = [config.parse(r).chains[0].chain.stages[0].p for r in runs]
+    assert actual == [0.95, 0.85]
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,6 @@ def test_list_shows_what_each_preset_sets_and_why(capsys):
 
 
 def test_the_help_of_run_has_an_example_with_a_preset_that_composes():
-    from kvbench.cli import run
-
-    (example,) = re.findall(r"python -m kvbench run (preset=.*)", run.EXAMPLES)
+    (example,) = re.findall(r"python -m kvbench run (preset=.*)", HELP["run"]["help"])
     assert parsed(example).preset == "think"
-    assert all(name in run.EXAMPLES for name in PAPERS)
+    assert all(name in HELP["run"]["help"] for name in PAPERS)

@@ -31,9 +31,9 @@ def cell(name):
 
 
 def run(display, clock):
-    for kept in (100, 50, 25, 25):
+    for kept_tokens in (100, 50, 25, 25):
         clock.now += 10
-        display.stored(cell("needle"), SimpleNamespace(kept=kept, n=100))
+        display.stored(cell("needle"), SimpleNamespace(kept=kept_tokens, n=100))
     display.ended(cell("needle"), "complete", None, None)
     display.ended(cell("needle"), "complete", None, None)
     for _ in range(2):
@@ -64,12 +64,12 @@ def test_a_group_that_ends_early_says_how_far_it_came(monkeypatch, capsys):
 
 
 def test_time_left_is_by_the_mean_rate_though_answers_come_in_bursts():
-    left, task = progress.Left(), SimpleNamespace(id=0, completed=0, total=150, elapsed=5.0)
-    assert left.render(task).plain == "-:--:--"
+    remaining, task = progress.Left(), SimpleNamespace(id=0, completed=0, total=150, elapsed=5.0)
+    assert remaining.render(task).plain == "-:--:--"
     seen = []
     # 75 answers at once after 15 s, and none for a while: as many again take 15 s more
     for task.completed, task.elapsed in ((75, 15.0), (75, 20.0), (75, 40.0), (150, 42.0)):
-        seen.append(left.render(task).plain)
+        seen.append(remaining.render(task).plain)
     assert seen == ["0:00:15", "0:00:10", "0:00:00", "0:00:00"]
 
 

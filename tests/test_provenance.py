@@ -44,5 +44,5 @@ def test_without_a_clone_there_is_no_commit(tmp_path, monkeypatch):
 def test_a_table_says_which_cells_no_commit_can_make_again():
     clean, changed, none = (CellRecord(provenance=({"commit": c},)) for c in ("abc", "def+", None))
     assert local_changes([clean, none, CellRecord()]) == ""
-    told = local_changes([clean, changed, changed, none])
-    assert told.startswith("2 of 4 cells were measured with local changes to the code (behind commit def)")
+    printed = local_changes([clean, changed, changed, none])
+    assert printed.startswith("2 of 4 cells were measured with local changes to the code (behind commit def)")

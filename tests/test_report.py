@@ -44,11 +44,11 @@ def test_both_byte_counts_stand_in_lines_metrics_and_table(tmp_path, capsys):
     _, report = run_json(capsys, *arguments, f"results={tmp_path}")
     full, native, expanded = report["rows"]
     one = 6 * 64 * 2 * 32 * 4
-    for row, held in ((native, 4 * one), (expanded, 8 * one)):
+    for row, stored in ((native, 4 * one), (expanded, 8 * one)):
         cell = row["cells"][0]
         lines = ResultStore(tmp_path).lines(cell["cell"]).values()
         for record in (row, cell, metrics_of(tmp_path)[cell["cell"]], *lines):
-            assert record["payload"] == held
+            assert record["payload"] == stored
             assert (record["payload_kv_head"], record["payload_query_head"]) == (4 * one, 8 * one)
     assert expanded["payload_percent_of_full"] == 2 * native["payload_percent_of_full"] == 50
     assert full["payload_query_head"] == 2 * full["payload"]
@@ -199,8 +199,8 @@ def test_tiny_model_on_other_text_says_that_it_was_not_trained_on_it(tmp_path, c
     status, report = run_json(capsys, *arguments)
     assert status == 0
     assert any("trained on synthetic text only" in note for note in report["notes"])
-    own = run_json(capsys, "dataset=tiny/needle", "length=256", "examples=1", f"results={tmp_path}")[1]["notes"]
-    assert [n for n in own if "local changes" not in n] == []
+    result = run_json(capsys, "dataset=tiny/needle", "length=256", "examples=1", f"results={tmp_path}")[1]["notes"]
+    assert [n for n in result if "local changes" not in n] == []
 
 
 def test_few_examples_get_no_interval_and_settings_stand_in_the_legend(tmp_path, capsys):

@@ -3,13 +3,14 @@
 import gzip
 import json
 from dataclasses import asdict
-from math import isnan
 from pathlib import Path
 
 import pytest
 from stored import sample
 
-from kvbench.run.results import CellRecord, CellResult, Delta, Report, ReportRow, Sample, ScoreSummary
+from kvbench.errors import UsageError
+from kvbench.run.report import CellResult, Delta, Report, ReportRow
+from kvbench.run.results import CellRecord, Sample, ScoreSummary
 from kvbench.run.summary import summarise
 
 COMMITTED = Path(__file__).parents[1] / "results" / "tables"
@@ -30,11 +31,14 @@ def test_committed_records_are_the_same_when_written_again(name):
 def test_unknown_fields_survive_and_older_lines_lack_some():
     line = sample(3, from_the_future={"a": 1}, provenance=2)
     assert Sample.read(line).record() == {**line, "from_the_future": {"a": 1}}
-    for key in ("payload16", "overhead16", "full16", "payload_kv_head", "decode_peak"):
+    for key in ("payload_kv_head", "decode_peak"):
         line.pop(key)
     old = Sample.read(line)
-    assert isnan(old.full16) and old.payload_kv_head is None and old.decode_peak is None
+    assert old.payload_kv_head is None and old.decode_peak is None
     assert old.record() == line
+    line.pop("full16")
+    with pytest.raises(UsageError, match=r"example e3 was measured by an older version"):
+        Sample.read(line)
     record = {"id": "a", "label": "b", "column": "c", "of": 3, "identity": {}, "provenance": [{}], "later": 1}
     assert json.loads(json.dumps(CellRecord.read(record).record())) == record
 

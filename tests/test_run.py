@@ -181,6 +181,30 @@ def test_plan_and_config_and_lists(tmp_path, capsys):
     assert "snapkv" in capsys.readouterr().out
 
 
+def test_a_plan_has_a_time_once_something_is_measured(tmp_path, capsys):
+    arguments = ["run", *SMALL, "method=h2o", f"results={tmp_path}", "limit=1"]
+
+    def seconds():
+        assert main([*arguments, "--plan", "--json"]) == 0
+        return [g["seconds"] for g in json.loads(capsys.readouterr().out)[0]["groups"]]
+
+    assert seconds() == [None, None]
+    assert main([*arguments, "--plan"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    hint = "for a time measure a few first (limit=2), then ask again"
+    assert f"together: 4 answers in 2 prefills (2 saved by sharing); {hint}" in text
+    assert main(["run", SMALL[0].replace(",tiny/code", ""), *SMALL[1:], *arguments[4:]]) == 0
+    capsys.readouterr()
+    # nothing is left of the group that is measured
+    assert seconds() == [0.0, None]
+    arguments[-1] = "limit=2"
+    needle, code = seconds()
+    assert needle > 0 and code is None
+    assert main([*arguments, "--plan"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert ", about " in text and hint in text
+
+
 def test_list_runs_and_show_cell(tmp_path, capsys):
     run_json(capsys, "dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}")
     assert main(["list", "runs", "--results", str(tmp_path), "--json"]) == 0
@@ -286,12 +310,12 @@ def test_a_refusal_outlives_other_shards_and_ends_only_when_its_example_passes(t
     LiesOnce.lies[:] = [zlib.crc32(np.array(ids, dtype=np.int64).tobytes())]
     for shard in shards:
         experiment.measure(shard, quiet=True)
-    whole = prepare(*base, chains=chains)
-    (cell,) = experiment.report(whole).rows[0].cells
+    complete = prepare(*base, chains=chains)
+    (cell,) = experiment.report(complete).rows[0].cells
     assert cell.status == "refused"
     assert bad.id in cell.reason
     LiesOnce.lies.clear()
-    (cell,) = experiment.measure(whole, quiet=True).rows[0].cells
+    (cell,) = experiment.measure(complete, quiet=True).rows[0].cells
     assert (cell.status, cell.summary.n) == ("measured", 8)
 
 

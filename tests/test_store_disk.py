@@ -111,10 +111,10 @@ def _limited(root, said):
 
 def test_a_limit_on_file_sizes(tmp_path):
     context = multiprocessing.get_context("fork")
-    said = context.Queue()
-    process = context.Process(target=_limited, args=(tmp_path, said))
+    text = context.Queue()
+    process = context.Process(target=_limited, args=(tmp_path, text))
     process.start()
-    written, message = said.get(timeout=60)
+    written, message = text.get(timeout=60)
     process.join()
     assert "File too large" in message
     assert len(ResultStore(tmp_path).lines(Cell().id)) == written > 2

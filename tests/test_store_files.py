@@ -62,23 +62,23 @@ def finished(store, cell):
 
 @pytest.mark.parametrize("damage", [cut, flip, double, drop, fill, double_lines])
 def test_no_damage_is_taken_for_a_sample_and_none_spreads(damage, tmp_path):
-    whole = pristine()
-    originals = {parse_line(line)["id"]: line for line in whole.splitlines()}
+    complete = pristine()
+    originals = {parse_line(line)["id"]: line for line in complete.splitlines()}
     path = tmp_path / "samples-0.jsonl"
     for seed in range(300):
         chance = random.Random(f"{damage.__name__}{seed}")
-        data = damage(damage(whole, chance) or whole, chance) if seed % 2 else damage(whole, chance)
+        data = damage(damage(complete, chance) or complete, chance) if seed % 2 else damage(complete, chance)
         path.write_bytes(data)
-        found = read_lines(path)
-        for line, got in found.intact:
+        actual = read_lines(path)
+        for line, got in actual.intact:
             assert originals[got["id"]] == line
             assert got == sample(int(got["id"][1:]))
-        left = data.split(b"\n")
-        whole_left = [line for line in left if line in originals.values()]
-        assert [line for line, _ in found.intact] == whole_left
-        reported = {*found.damaged, *((found.torn,) if found.torn else ())}
-        assert reported == {i for i, line in enumerate(left, 1) if line and line not in originals.values()}
-        assert found.torn in (None, len(left))
+        remaining = data.split(b"\n")
+        whole_left = [line for line in remaining if line in originals.values()]
+        assert [line for line, _ in actual.intact] == whole_left
+        reported = {*actual.damaged, *((actual.torn,) if actual.torn else ())}
+        assert reported == {i for i, line in enumerate(remaining, 1) if line and line not in originals.values()}
+        assert actual.torn in (None, len(remaining))
 
 
 @pytest.mark.parametrize("damage", [cut, flip, double, drop, fill, double_lines])
@@ -113,7 +113,7 @@ def test_metrics_do_not_depend_on_order_or_on_the_files(tmp_path):
     """Nor on which of two lines about one example was written first."""
     lines = [line_of(sample(i)) for i in range(SIZE)]
     again = line_of(sample(3, timing={"prefill_s": 9.0, "compress_s": 9.0, "decode_s": 9.0}))
-    found = set()
+    collected = set()
     for seed in range(20):
         chance = random.Random(seed)
         store, cell = ResultStore(tmp_path / str(seed)), Cell(size=SIZE)
@@ -123,8 +123,8 @@ def test_metrics_do_not_depend_on_order_or_on_the_files(tmp_path):
             with (folder / f"samples-{chance.randrange(12)}.jsonl").open("a") as out:
                 out.write(line)
         assert list(store.lines(cell.id)) == sorted(f"e{i}" for i in range(SIZE))
-        found.add(finished(store, cell)[0])
-    assert len(found) == 1
+        collected.add(finished(store, cell)[0])
+    assert len(collected) == 1
 
 
 def test_an_example_in_the_files_of_two_shards_counts_once(tmp_path):

@@ -101,8 +101,8 @@ def test_eight_shards_that_start_together_are_all_registered_and_lose_nothing(tm
     assert (store.status(Cell().id).status, store.status(Cell().id).n) == ("complete", 80)
     known = store.cell(Cell().id).provenance
     assert sorted(p["threads"] for p in known) == list(range(8))
-    for found in store.lines(Cell().id).values():
-        assert known[found["provenance"]]["threads"] == int(found["id"][1:]) // 10
+    for actual in store.lines(Cell().id).values():
+        assert known[actual["provenance"]]["threads"] == int(actual["id"][1:]) // 10
 
 
 def _same_shard(i, root):
@@ -143,32 +143,32 @@ def test_looking_at_a_cell_never_keeps_a_process_from_measuring_it(tmp_path):
 
 
 def test_a_lock_file_removed_between_opening_and_locking_is_made_again(tmp_path, monkeypatch):
-    path, taken = tmp_path / "lock-0", []
+    path, chosen = tmp_path / "lock-0", []
     take = files._take
 
     def late(fd, kind, name):
-        if not taken:
+        if not chosen:
             name.unlink()
-        taken.append(fd)
+        chosen.append(fd)
         return take(fd, kind, name)
 
     monkeypatch.setattr(files, "_take", late)
-    held = lock(path, 5.0)
+    stored = lock(path, 5.0)
     monkeypatch.undo()
-    assert len(taken) == 2
+    assert len(chosen) == 2
     assert locked(path)
-    os.close(held)
+    os.close(stored)
 
 
 def test_a_lock_whose_file_was_removed_locks_nothing(tmp_path):
     path = tmp_path / "lock-0"
-    held = lock(path, 0.1)
+    stored = lock(path, 0.1)
     assert locked(path)
     assert lock(path, 0.1) is None
     path.unlink()
     again = lock(path, 0.1)
     assert again is not None
-    os.close(held)
+    os.close(stored)
     assert locked(path)
     os.close(again)
     assert not locked(path)

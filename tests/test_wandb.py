@@ -53,10 +53,10 @@ def test_each_cell_is_a_run_that_holds_its_metrics_and_goes_on_when_resumed(tmp_
     measure(*arguments, "limit=2")
     time.sleep(1.1)  # W&B names its folders by the second
     prepared = measure(*arguments, "logger.group=think/2")
-    found = wandb_files.runs(tmp_path)
+    runs = wandb_files.runs(tmp_path)
     cells = {c.id: (g, c) for g in prepared.groups for c in g.cells}
-    assert found.keys() == cells.keys()
-    for cell_id, (first, resumed) in found.items():
+    assert runs.keys() == cells.keys()
+    for cell_id, (first, resumed) in runs.items():
         group, cell = cells[cell_id]
         assert first["id"] == resumed["id"] == cell_id
         assert (first["group"], resumed["group"]) == ("tiny", "think/2")
@@ -71,8 +71,8 @@ def test_each_cell_is_a_run_that_holds_its_metrics_and_goes_on_when_resumed(tmp_
             assert resumed["summary"][key] == on_disk[key]
         assert resumed["summary"]["status"] == on_disk["status"] == "complete"
         assert resumed["summary"]["timing/prefill_s"] == on_disk["timing"]["prefill_s"]
-        held = on_disk["payload16"] + on_disk["overhead16"]
-        assert resumed["summary"]["percent_of_full"] == pytest.approx(100 * held / on_disk["full16"])
+        held_bytes = on_disk["payload16"] + on_disk["overhead16"]
+        assert resumed["summary"]["percent_of_full"] == pytest.approx(100 * held_bytes / on_disk["full16"])
         config = resumed["config"]
         assert config["identity"] == json.loads(json.dumps(cell.identity))
         assert (config["method"], config["task"]) == (cell.chain.name, group.task.id)
@@ -96,10 +96,10 @@ def test_needle_runs_have_a_heat_map_over_all_lengths(tmp_path):
     (tmp_path / "essay.txt").write_text(HAYSTACK)
     needle = ["dataset=needle", f"haystack={tmp_path / 'essay.txt'}", "lengths=128,192", "depths=0,100", "repeats=2"]
     prepared = measure(*needle, "method=keynorm", f"results={tmp_path}", *OFFLINE)
-    found = wandb_files.runs(tmp_path)
-    ((heat,),) = [runs for name, runs in found.items() if name.startswith("needle-")]
+    logged = wandb_files.runs(tmp_path)
+    ((heat,),) = [runs for name, runs in logged.items() if name.startswith("needle-")]
     assert heat["config"]["cells"] == sorted(c.id for g in prepared.groups for c in g.cells)
-    assert found.keys() - {heat["id"]} == {c.id for g in prepared.groups for c in g.cells}
+    assert logged.keys() - {heat["id"]} == {c.id for g in prepared.groups for c in g.cells}
     rows = table(heat, "heatmap_values")["data"]
     assert len(rows) == 2 * 2 * 2
     for label, length, depth, score, n in rows:
@@ -127,14 +127,14 @@ def test_shards_have_runs_of_their_own_and_the_whole_has_the_cells(tmp_path, cap
     arguments = ["dataset=tiny/needle", "length=256", "examples=6", "method=snapkv", f"results={tmp_path}", *OFFLINE]
     assert main(["run", "-m", "shards=2", *arguments, "--json"]) == 0
     capsys.readouterr()
-    found = wandb_files.runs(tmp_path)
+    runs = wandb_files.runs(tmp_path)
     cells = {c.id for g in prepare(*arguments).groups for c in g.cells}
-    assert found.keys() == cells | {f"{c}-{i}of2" for c in cells for i in range(2)}
+    assert runs.keys() == cells | {f"{c}-{i}of2" for c in cells for i in range(2)}
     for cell in cells:
-        parts = [found[f"{cell}-{i}of2"][-1] for i in range(2)]
+        parts = [runs[f"{cell}-{i}of2"][-1] for i in range(2)]
         assert sum(p["rows"][max(p["rows"])]["progress/answers"] for p in parts) == 6
         assert {p["job_type"] for p in parts} == {"shard"}
-        assert found[cell][-1]["summary"]["n"] == 6 and found[cell][-1]["job_type"] == "cell"
+        assert runs[cell][-1]["summary"]["n"] == 6 and runs[cell][-1]["job_type"] == "cell"
 
 
 def test_metrics_become_flat_names():
@@ -176,6 +176,6 @@ def test_the_dashboard_is_a_workspace_that_the_package_takes():
     spec = importlib.util.spec_from_file_location("d", Path(__file__).parent.parent / "scripts" / "wandb_dashboard.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    made = module.workspace("team", "kvbench")
-    assert [s.name for s in made.sections] == list(module.SECTIONS)
-    made._to_model()
+    built = module.workspace("team", "kvbench")
+    assert [s.name for s in built.sections] == list(module.SECTIONS)
+    built._to_model()

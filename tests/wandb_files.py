@@ -35,25 +35,25 @@ def records(path):
 
 def read(path):
     """What one file holds: the run's facts, config, the rows of its history by step, its summary, and how it ended."""
-    found = {"id": None, "config": {}, "rows": {}, "summary": {}, "exit": None}
+    actual = {"id": None, "config": {}, "rows": {}, "summary": {}, "exit": None}
     for record in records(path):
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run = record.run
-            found |= {"id": run.run_id, "group": run.run_group, "name": run.display_name, "project": run.project}
-            found["job_type"] = run.job_type
-            _update(found["config"], run.config.update)
+            actual |= {"id": run.run_id, "group": run.run_group, "name": run.display_name, "project": run.project}
+            actual["job_type"] = run.job_type
+            _update(actual["config"], run.config.update)
         elif kind == "config":
-            _update(found["config"], record.config.update)
+            _update(actual["config"], record.config.update)
         elif kind == "history":
             row = {}
             _update(row, record.history.item)
-            found["rows"].setdefault(int(row["_step"]), {}).update(row)
+            actual["rows"].setdefault(int(row["_step"]), {}).update(row)
         elif kind == "summary":
-            _update(found["summary"], record.summary.update)
+            _update(actual["summary"], record.summary.update)
         elif kind == "exit":
-            found["exit"] = record.exit.exit_code
-    return found
+            actual["exit"] = record.exit.exit_code
+    return actual
 
 
 def _update(target, items):
@@ -63,15 +63,15 @@ def _update(target, items):
 
 def runs(results):
     """Every offline run below a results folder: id -> what its files hold, in the order of their start."""
-    found = {}
+    collected = {}
     for path in sorted(Path(results).glob("wandb/offline-run-*/run-*.wandb")):
-        found.setdefault(path.stem.removeprefix("run-"), []).append({**written(path), "folder": path.parent})
-    return found
+        collected.setdefault(path.stem.removeprefix("run-"), []).append({**written(path), "folder": path.parent})
+    return collected
 
 
 def written(path, patience=20.0):
     """What a file holds once W&B's own process has written it, which may be a while after ``finish``."""
     end = time.monotonic() + patience
-    while (found := read(path))["id"] is None and time.monotonic() < end:
+    while (actual := read(path))["id"] is None and time.monotonic() < end:
         time.sleep(0.1)
-    return found
+    return actual

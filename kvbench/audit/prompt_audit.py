@@ -84,18 +84,19 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         raise Refused(f"{chain.name}: keeps {tokens} tokens over all layers and heads, declared were {declared}")
     if cache.mismatch:
         raise Refused(f"{chain.name}: {cache.mismatch}")
+    entries = 2 * n_layers * kv_heads * n * head_dim  # numbers of the full cache
     return MeasuredBytes(
         n=n,
         kept=tokens / head_count,
         nominal=chain.nominal(n),
         payload=payload,
         overhead=overhead,
-        full_bytes=full_bytes(n, n_layers, kv_heads, head_dim, itemsize),
+        full_bytes=entries * itemsize,
         payload_kv_head=payload if chain.lowrank else round(payload * n_layers * kv_heads / head_count),
         payload_query_head=payload if chain.lowrank else round(payload * query_heads / head_count),
         payload16=payload16,
         overhead16=overhead16,
-        full16=full_bytes(n, n_layers, kv_heads, head_dim, HALF),
+        full16=entries * HALF,
     )
 
 
@@ -122,11 +123,6 @@ def _blocks(chain: Chain, counts: list[int], head_dim: int, itemsize: int, layer
     """Return the declared blocks of each head."""
     layouts = {count: chain.layout(count, head_dim, itemsize, layer) for count in set(counts)}
     return [layouts[count] for count in counts]
-
-
-def full_bytes(n: int, n_layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Return the bytes of all keys and values of n tokens, under kv heads."""
-    return 2 * n_layers * kv_heads * n * head_dim * itemsize
 
 
 def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int) -> list[int]:

@@ -17,30 +17,30 @@ from kvbench.models.config import ModelConfig
 def model_config(cfg: ModelConfig) -> PretrainedConfig:
     """Return the Hugging Face configuration: the checkpoint's, or with ``weights=random`` that of the model's entry.
 
-    Raises UsageError for a missing model, or one that has no checkpoint and states no architecture.
+    Raises UsageError if the model is missing, or has neither a checkpoint nor an architecture in its entry.
     """
     if cfg.weights != "random" or cfg.architecture is None or cfg.shape is None:
         return load.locate(cfg).config
-    known, shape = dict(cfg.architecture), from_entry(cfg.shape)
-    family = known.pop("model_type", None)
+    settings, shape = dict(cfg.architecture), from_entry(cfg.shape)
+    family = settings.pop("model_type", None)
     if family not in CONFIG_MAPPING:
         raise UsageError(f"model.architecture.model_type={family!r} is not possible: transformers has no such family")
-    sizes: dict[str, Any] = {"num_hidden_layers": shape.layers, "num_attention_heads": shape.query_heads}
-    if "rope_theta" not in known:  # learned positions
-        return load.scaled(cfg, AutoConfig.for_model(family, **sizes, **known))
-    theta = known.pop("rope_theta")
-    sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
-    sizes["tie_word_embeddings"] = known.pop("tie_word_embeddings", False)
+    size_settings: dict[str, Any] = {"num_hidden_layers": shape.layers, "num_attention_heads": shape.query_heads}
+    if "rope_theta" not in settings:  # learned positions
+        return load.scaled(cfg, AutoConfig.for_model(family, **size_settings, **settings))
+    theta = settings.pop("rope_theta")
+    size_settings |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    size_settings["tie_word_embeddings"] = settings.pop("tie_word_embeddings", False)
     config = AutoConfig.for_model(
-        family, **sizes, **known, rope_parameters={"rope_type": "default", "rope_theta": float(theta)}
+        family, **size_settings, **settings, rope_parameters={"rope_type": "default", "rope_theta": float(theta)}
     )
     return load.scaled(cfg, config)
 
 
 def build(cfg: ModelConfig, device: torch.device, layers: int | None = None) -> PreTrainedModel:
-    """Return the model in eval mode on ``device``, where random weights are drawn, with its first ``layers`` alone.
+    """Return the model in eval mode on ``device``, cut to its first ``layers``. Random weights are drawn there.
 
-    Raises UsageError if a checkpoint's layers are to be cut, KvbenchError for a model that does not fit.
+    Raises UsageError if a checkpoint is to be cut, and KvbenchError if the model does not fit into memory.
     """
     if cfg.weights != "random":
         if layers is not None:
@@ -62,15 +62,15 @@ def build(cfg: ModelConfig, device: torch.device, layers: int | None = None) -> 
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of the model's parameters and buffers; tied ones count once."""
+    """Return the bytes of the model's parameters and buffers. Tied ones count once."""
     tensors = {t.untyped_storage().data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     return sum(tensors.values())
 
 
 def step_weight_bytes(model: PreTrainedModel, batch: int) -> int:
-    """Return the bytes of weights that a decode step of ``batch`` rows reads: all, but only ``batch`` embedding rows.
+    """Return the bytes of weights that a decode step of ``batch`` rows reads.
 
-    An embedding that is also the output layer is read whole.
+    They are all, but only ``batch`` rows of the embedding. An embedding that is also the output layer is read whole.
     """
     total = weight_bytes(model)
     output = model.get_output_embeddings()

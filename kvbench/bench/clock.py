@@ -19,7 +19,7 @@ Mark = Any
 
 @dataclass
 class Clock:
-    """The clock of one pass, with the spans of attention in it."""
+    """The clock of one pass. ``attention`` holds (start, end) of each call of attention since it was last summed."""
 
     device: torch.device
     attention: list[tuple[Mark, Mark]] = field(default_factory=list)
@@ -37,11 +37,11 @@ class Clock:
         synchronise(self.device)
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """Return the seconds between two moments; call ``wait`` first."""
+        """Return the seconds between two moments. Call ``wait`` first."""
         return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
     def attention_seconds(self) -> float:
-        """Return the seconds in attention since the last call; call ``wait`` first."""
+        """Return the seconds in attention since the last call of this. Call ``wait`` first."""
         spans, self.attention = self.attention, []
         return sum(self.seconds(*span) for span in spans)
 

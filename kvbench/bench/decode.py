@@ -2,43 +2,40 @@
 
     python -m kvbench.bench.decode [--tokens 1024 4096 16384] [--batch 1 8] [--heads 8] [--query-heads 32]
 
-One layer of the given shape holds random keys and values, compressed by the real stages. Each format's steps are
+One layer of the given shape holds random keys and values, compressed by the real stages. A format's steps are
 interleaved with the full cache's, and medians are compared. Only attention is timed: the projections of a model cost
 all formats the same, so ratios of whole steps lie between these and 1.
+
+On a GPU with Triton the steps are those of the kernels, and the same by plain PyTorch and dense SDPA over the whole
+cache are interleaved with them. The GPU's cache is flushed before each, in which time launches queue up. ``reached`` is
+the time that the bytes a format holds need at the bandwidth of a large copy, over the kernels' time.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from kvbench.bench.clock import Clock
 from kvbench.bench.layers import random_layer
-from kvbench.bench.ratio import options
+from kvbench.bench.ratio import compared_methods, options
+from kvbench.bench.roofline import copy_bandwidth
 from kvbench.cache.model_shape import Shape
-from kvbench.cache.segment import LayerCache
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import chain_of
-from kvbench.models.interface import synchronise
+from kvbench.storage import kernels
 from kvbench.storage.format import Room, StoredRow
+from kvbench.storage.kernels import SWITCH
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "think 0.4": {"method": "think", "ratio": 0.4},
-    "think 0.6": {"method": "think", "ratio": 0.6},
-    "kivi 2 bits": {"method": "kivi", "bits": 2},
-    "kivi 4 bits": {"method": "kivi", "bits": 4},
-    "kivi 8 bits": {"method": "kivi", "bits": 8},
-    "flexgen 4 bits": {"method": "flexgen", "bits": 4},
-    "think 0.4 + kivi 2": {"method": "think+kivi", "think.ratio": 0.4, "bits": 2},
-    "snapkv 12.5 %": {"method": "snapkv", "kv_ratio": 0.125},
-    "adakv 12.5 %": {"method": "adakv", "kv_ratio": 0.125},
-}
+FORMATS = compared_methods("decode")
 PACKED = ("kivi 2 bits", "kivi 4 bits", "kivi 8 bits", "flexgen 4 bits", "think 0.4 + kivi 2")
 # at most these ratios on a CPU, by (format, tokens, batch); on a GPU none may be slower than full at 16k x 8
 LIMITS = {
@@ -46,118 +43,168 @@ LIMITS = {
     ("think 0.4", 16384, 8): 1.0,
     **{(name, 16384, 8): 2.0 for name in PACKED},
 }
-CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
+WARM_UP = 3
+FLUSH_BYTES = 2**28  # more than any GPU's last-level cache
 WHY = """Packed formats are read by plain PyTorch on a CPU: it unpacks block by block, a few passes over each more
 than a product with dense keys, in dozens of calls a step."""
 
-
-def layer(
-    chain: Chain, n: int, heads: int, query_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> LayerCache:
-    """Return one layer of random keys and values compressed by ``chain``."""
-    obs, dense = random_layer(chain, Shape(1, query_heads, heads, head_dim), n, dtype, device=device)
-    return chain.compress(dense, obs)
+Timer = Callable[[Callable[[], object]], float]
 
 
-def step_times(
-    batches: Mapping[str, RowLayer],
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    repeats: int,
-    now: Callable[[], float],
-) -> dict[str, float]:
-    """Return median seconds of a step's attention by format; shape is (batch, query heads, kv heads, head dim)."""
-    b, hq, hk, d = shape
-    device = next(iter(batches.values())).next.device
-    seconds: dict[str, list[float]] = {name: [] for name in batches}
-    for _ in range(repeats):
-        q, k, v = (torch.randn(b, h, 1, d, dtype=dtype, device=device) for h in (hq, hk, hk))
-        for name, batch in batches.items():
-            synchronise(device)
-            start = now()
-            batch.add(k, v)
-            batch.attend(q, d**-0.5, None)
-            synchronise(device)
-            seconds[name].append(now() - start)
-    # the first two steps warm up
-    return {name: median(times[2:]) for name, times in seconds.items()}
+@dataclass(frozen=True)
+class StepShape:
+    """The shape of one measurement: tokens held, rows of the batch, heads, head dimension and dtype."""
+
+    tokens: int
+    batch: int
+    heads: int
+    query_heads: int
+    head_dim: int
+    dtype: torch.dtype
 
 
-def measure(
-    names: Sequence[str], n: int, b: int, args: argparse.Namespace, device: torch.device
-) -> tuple[float, dict[str, float]]:
-    """Return (full cache's seconds a step, ratio to it by format) at n tokens and batch b."""
-    dtype = getattr(torch, args.dtype)
-    shape = (b, args.query_heads, args.heads, args.head_dim)
-    ratios = {}
-    seconds = 0.0
-    full = layer(Chain(), n, args.heads, args.query_heads, args.head_dim, dtype, device)
-    for name in names:
-        chain = chain_of(FORMATS[name])
-        compressed = layer(chain, n, args.heads, args.query_heads, args.head_dim, dtype, device)
-        room = Room(tokens=args.repeats + 2)
-        batches = {
-            "full": RowLayer([StoredRow(cache=full)] * b, room),
-            name: RowLayer([StoredRow(cache=compressed, coder=chain.coder)] * b, room),
-        }
-        times = step_times(batches, shape, dtype, room.tokens, CLOCKS[args.clock])
-        seconds = times.pop("full")
-        ratios.update({named: time / seconds for named, time in times.items()})
-    return seconds, ratios
+@dataclass(frozen=True)
+class StepTimes:
+    """The median seconds of a step in one format, and what they are compared with.
+
+    step, full: seconds in the format, and over the full cache.
+    moved: the bytes that all rows hold in the format.
+    plain: seconds of the same step without kernels; None if no kernels are timed.
+    sdpa: seconds of dense SDPA over the whole cache; None if no kernels are timed.
+    """
+
+    step: float
+    full: float
+    moved: int
+    plain: float | None = None
+    sdpa: float | None = None
+
+    def line(self, bandwidth: float) -> str:
+        """Return the times and ratios as a line of the table. ``bandwidth`` is in bytes a second."""
+        text = f"{1000 * self.step:>9.3f} ms{self.step / self.full:>9.2f}x"
+        if self.plain is None or self.sdpa is None:
+            return text
+        others = "".join(f"{1000 * t:>9.3f} ms{self.step / t:>9.2f}x" for t in (self.plain, self.sdpa))
+        return f"{text}{others}{100 * self.moved / bandwidth / self.step:>8.0f} %"
+
+
+@contextmanager
+def switched(state: str) -> Iterator[None]:
+    """Set the environment variable KVBENCH_KERNELS to ``state`` and restore it on exit."""
+    previous = os.environ.get(SWITCH)
+    os.environ[SWITCH] = state
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = previous
+
+
+def measure(name: str, shape: StepShape, repeats: int, timer: Timer, device: torch.device) -> StepTimes:
+    """Return the median times of a step in the format ``name`` of FORMATS, timed in turns with the full cache's."""
+
+    def rows(format_name: str) -> RowLayer:
+        chain = chain_of(FORMATS[format_name])
+        layer_shape = Shape(layers=1, query_heads=shape.query_heads, kv_heads=shape.heads, head_dim=shape.head_dim)
+        obs, dense = random_layer(chain, layer_shape, shape.tokens, shape.dtype, device=device)
+        row = StoredRow(cache=chain.compress(dense, obs), coder=chain.coder)
+        return RowLayer([row] * shape.batch, Room(tokens=repeats + WARM_UP))
+
+    def draw(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(shape.batch, heads, tokens, shape.head_dim, dtype=shape.dtype, device=device)
+
+    batches = {"step": rows(name), "full": rows("full")}
+    full: tuple[torch.Tensor, torch.Tensor] | None = None
+    if kernels.serves(device):
+        with switched("off"):
+            batches["plain"] = rows(name)
+        full = draw(shape.heads, shape.tokens + 1), draw(shape.heads, shape.tokens + 1)
+    moved = sum(batches["step"].payload())
+    seconds: dict[str, list[float]] = {}
+    for _ in range(WARM_UP + repeats):
+        q, k, v = draw(shape.query_heads, 1), draw(shape.heads, 1), draw(shape.heads, 1)
+        for way, batch in batches.items():
+            with switched("off" if way == "plain" else os.environ.get(SWITCH, "on")):
+                seconds.setdefault(way, []).append(timer(partial(_step, batch, q, k, v)))
+        if full is not None:
+            sdpa = partial(F.scaled_dot_product_attention, q, full[0], full[1], enable_gqa=True)
+            seconds.setdefault("sdpa", []).append(timer(sdpa))
+    return StepTimes(**{way: median(times[WARM_UP:]) for way, times in seconds.items()}, moved=moved)
+
+
+def _step(batch: RowLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Add one token to every row and attend all tokens."""
+    batch.add(k, v)
+    batch.attend(q, q.shape[3] ** -0.5, None)
+
+
+def timer_of(device: torch.device) -> Timer:
+    """Return a timer of one call's seconds on the device; a GPU's cache is flushed before the call."""
+    clock = Clock(device)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if device.type == "cuda" else None
+
+    def timed(call: Callable[[], object]) -> float:
+        if flush is not None:
+            flush.zero_()
+        start = clock.mark()
+        call()
+        end = clock.mark()
+        clock.wait()
+        return clock.seconds(start, end)
+
+    return timed
+
+
+def table(rows: Mapping[str, StepTimes], shape: StepShape, bandwidth: float) -> str:
+    """Return the table of one shape: a line of times and ratios for each format."""
+    head = f"{'step':>12}{'of full':>10}"
+    if any(r.plain is not None for r in rows.values()):
+        head += f"{'plain':>12}{'of plain':>10}{'SDPA':>12}{'of SDPA':>10}{'reached':>10}"
+    lines = [f"{name:<22}{r.line(bandwidth)}" for name, r in rows.items()]
+    return "\n".join([f"{shape.tokens} tokens x {shape.batch}", f"{'':<22}{head}", *lines])
 
 
 def limit(name: str, n: int, b: int, device: torch.device) -> float:
-    """Return the largest allowed ratio of a format, by its name in the table."""
+    """Return the largest allowed ratio of a format to the full cache, for n tokens and b rows; inf if there is none."""
     if device.type == "cuda":
-        return 1.0 if (n, b) == (16384, 8) else math.inf
+        return 1.0 if (n, b) == (16384, 8) and name != "full" else math.inf
     return LIMITS.get((name, n, b), math.inf)
 
 
-def step_options(doc: str | None, repeats: int, formats: Sequence[str], dtype: str | None) -> argparse.ArgumentParser:
-    """Return the options of a benchmark of decode steps: the layer's shape, the rows and the formats."""
-    parser = options(doc, repeats=repeats)
+def main() -> int:
+    """Print times and ratios. Return exit status 1 if a format misses its limit, else 0."""
+    parser = options(__doc__, repeats=15)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--heads", type=int, default=8, help="kv heads")
     parser.add_argument("--query-heads", type=int, default=32)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=dtype)
-    parser.add_argument("--formats", nargs="+", choices=tuple(formats), default=list(formats), metavar="FORMAT")
-    return parser
-
-
-def main() -> int:
-    """Print the ratios. Return exit status 1 if one misses its limit, else 0."""
-    parser = step_options(__doc__, 15, list(FORMATS), None)
-    parser.add_argument(
-        "--clock", choices=tuple(CLOCKS), default="wall", help="cpu: of one thread, for a machine that others use too"
-    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--formats", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), metavar="FORMAT")
     args = parser.parse_args()
-    if args.clock == "cpu":
-        torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    args.dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    heads = f"{args.query_heads} query heads on {args.heads} kv heads of {args.head_dim}"
-    timed = f"{args.clock} time over the full cache's, median of {args.repeats}"
-    print(f"attention of one step, {heads}, {args.dtype}, {threads}; {timed}")
-    sizes = [(n, b) for n in args.tokens for b in args.batch]
-    table: dict[str, list[str]] = {"": [f"{n} x {b}" for n, b in sizes], "full": []}
+    on_gpu = device.type == "cuda"
+    dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    bandwidth = copy_bandwidth(device)
+    machine = torch.cuda.get_device_name(device) if on_gpu else f"{torch.get_num_threads()} threads"
+    print(
+        f"attention of one step, {args.query_heads} query heads on {args.heads} kv heads of {args.head_dim}, {dtype}, "
+        f"{machine}, copies at {bandwidth / 1e9:.0f} GB/s; median of {args.repeats}"
+    )
     missed = []
-    for n, b in sizes:
-        seconds, ratios = measure(args.formats, n, b, args, device)
-        table["full"].append(f"{1000 * seconds:.2f} ms")
-        for name, ratio in ratios.items():
-            table.setdefault(name, []).append(f"{ratio:.2f}x")
-            most = limit(name, n, b, device)
-            if ratio > most:
-                missed.append(f"{name} at {n} tokens, batch {b}: {ratio:.2f}x, at most {most:.2f}x")
-    for name, cells in table.items():
-        print(f"{name:<26}" + "".join(f"{cell:>12}" for cell in cells))
-    if device.type == "cpu":
-        print(WHY)
-    for line in missed:
-        print(f"MISSED {line}")
+    timer = timer_of(device)
+    for n in args.tokens:
+        for b in args.batch:
+            shape = StepShape(n, b, args.heads, args.query_heads, args.head_dim, getattr(torch, dtype))
+            rows = {name: measure(name, shape, args.repeats, timer, device) for name in args.formats}
+            print(f"\n{table(rows, shape, bandwidth)}", flush=True)
+            for name, r in rows.items():
+                ratio, most = r.step / r.full, limit(name, n, b, device)
+                if ratio > most:
+                    missed.append(f"MISSED {name} at {n} tokens, batch {b}: {ratio:.2f}x, at most {most:.2f}x")
+    print("\n".join([*([] if on_gpu else [WHY]), *missed]))
     return 1 if missed else 0
 
 

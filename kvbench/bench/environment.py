@@ -20,7 +20,7 @@ PACKAGES = ("transformers", "triton", "accelerate", "optimum-quanto", "hqq", "kv
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Return device, threads, versions and, on a GPU, the clocks if they can be read."""
+    """Return device, threads, versions and more by name, and on a GPU its clocks if they can be read."""
     cuda = device.type == "cuda"
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if cuda else f"cpu {platform.machine()}",
@@ -47,7 +47,7 @@ def under_load(device: torch.device) -> dict[str, Any]:
 
 
 def paths(device: torch.device) -> str:
-    """Return the path of decode attention: kernels on a GPU that they serve, else plain PyTorch."""
+    """Return ``kernels`` if decode attention runs in kernels on this device, else ``plain`` for plain PyTorch."""
     return "kernels" if device.type != "cpu" and kernels.serves(device) else "plain"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,11 +32,15 @@ from kvbench.models.interface import NAME, attached
 class Pass:
     """The cost of one pass: seconds, and bytes over all rows.
 
-    ``ttft`` is the time until every row has its first token and the decode batch is built (prefill, compress and build
-    together). ``total`` is measured around everything; with ``sampled`` decoding it is an estimate. ``steps`` are the
-    seconds of the decode steps that ran, each by its own marks. ``tpot`` is the mean of one step over the generation.
-    ``attention`` is None if it cannot be timed apart. ``cache_bytes`` are held after the prompts, payload and overhead.
-    ``read_bytes`` is the payload that a step reads, on average.
+    ttft: until every row has its first token and the decode batch is built: prefill, compress and build.
+    tpot: the mean time of one step over the whole generation.
+    attention: the time in attention; None if it cannot be timed apart.
+    total: measured around everything, or estimated if ``sampled`` is set.
+    steps: each decode step that ran, by its own marks.
+    cache_bytes: payload and overhead held after the prompts.
+    read_bytes: the payload that a step reads, on average.
+    tokens: [B, tokens that were run], on the CPU.
+    sampled: the stretches of steps that ran, if not all did.
     """
 
     ttft: float
@@ -50,8 +54,8 @@ class Pass:
     steps: tuple[float, ...]
     cache_bytes: int
     read_bytes: float
+    tokens: Tensor
     sampled: Sampled | None = None
-    tokens: Tensor | None = field(default=None, compare=False)
 
     @property
     def integrated(self) -> bool:
@@ -65,10 +69,9 @@ def run(
     ids: Tensor,
     new: int,
     sample: int | None = None,
-    keep_tokens: bool = False,
     graph: bool = False,
 ) -> Pass:
-    """Read ``ids`` [B, n] and generate ``new`` tokens a row under ``chain``.
+    """Read ``ids`` [B, n], generate ``new`` tokens a row under ``chain``, and return the cost of that.
 
     With ``sample``, only so many steps run at each of several cache lengths, if the method allows it; the others are
     interpolated. With ``graph``, one recorded step decodes; recording it counts as build, and its attention is not
@@ -81,8 +84,8 @@ def run(
         caches = [prefill_chains(model, row, [chain])[0] for row in ids]
         first = torch.stack([c.logits for c in caches]).argmax(dim=-1)[:, None]
         clock.wait()
-        prompts = time.perf_counter() - began
-        reading = clock.attention_seconds()
+        prompts_s = time.perf_counter() - began
+        prefill_attention_s = clock.attention_seconds()
         cache_bytes = sum(bytes_held(layer).total for c in caches for layer in c.layers)
         prefill, compress = sum(c.prefill_s for c in caches), sum(c.compress_s for c in caches)
         stretches = windows(new - 1, sample) if sample is not None and moves(caches) else None
@@ -95,7 +98,7 @@ def run(
             ready = time.perf_counter()
             reads = [_payload(batch)]
             # the time of counting bytes, subtracted from the total
-            counting_s = start - began - prompts + time.perf_counter() - ready
+            counting_s = start - began - prompts_s + time.perf_counter() - ready
             token, tokens, spans = first, [first], []
             for offset in stretches or [0]:
                 skip(model, batch, offset - batch[0].used)
@@ -110,9 +113,9 @@ def run(
             ended = time.perf_counter()
             reads.append(_payload(batch))
     steps = tuple(clock.seconds(*s) for s in spans)
-    attention, ttft = clock.attention_seconds(), prompts + ready - start
-    interpolated = None if stretches is None else sampled(new - 1, stretches, steps)
-    decode = interpolated.seconds if interpolated is not None else sum(steps)
+    attention, ttft = clock.attention_seconds(), prompts_s + ready - start
+    estimate = None if stretches is None else sampled(new - 1, stretches, steps)
+    decode = estimate.seconds if estimate is not None else sum(steps)
     return Pass(
         ttft=ttft,
         prefill=prefill,
@@ -120,13 +123,13 @@ def run(
         build=ready - start,
         decode=decode,
         tpot=decode / (new - 1),
-        attention=None if graph else reading + attention * decode / sum(steps),
-        total=ttft + decode if interpolated is not None else ended - began - counting_s,
+        attention=None if graph else prefill_attention_s + attention * decode / sum(steps),
+        total=ttft + decode if estimate is not None else ended - began - counting_s,
         steps=steps,
         cache_bytes=cache_bytes,
         read_bytes=sum(reads) / len(reads),
-        sampled=interpolated,
-        tokens=torch.cat(tokens, dim=1).cpu() if keep_tokens else None,
+        sampled=estimate,
+        tokens=torch.cat(tokens, dim=1).cpu(),
     )
 
 

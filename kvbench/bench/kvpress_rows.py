@@ -20,7 +20,7 @@ THINK = 0.4
 
 
 def presses(budgets: list[float]) -> dict[str, Any]:
-    """Return the press of each row; None for the full cache."""
+    """Return kvpress's press for each row of the table, by the row's label; None for the full cache."""
     import kvpress
 
     result: dict[str, Any] = {"full": None}
@@ -49,8 +49,10 @@ def answer(model: Any, press: Any, ids: torch.Tensor, new: int) -> None:
         token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
         del out
         for i in range(new - 1):
-            place = torch.tensor([[len(ids) + i]])
-            token = model(token, past_key_values=cache, position_ids=place).logits[:, -1].argmax(dim=-1, keepdim=True)
+            position = torch.tensor([[len(ids) + i]])
+            token = (
+                model(token, past_key_values=cache, position_ids=position).logits[:, -1].argmax(dim=-1, keepdim=True)
+            )
 
 
 def main() -> None:

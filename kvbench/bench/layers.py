@@ -22,8 +22,9 @@ from kvbench.methods.chain import Chain
 class MeasuredLayers:
     """The bytes held over all layers, and those of the formulas for the tokens kept.
 
-    ``made`` is the number of layers that were built; each other layer promises the same as one of them and counts as
-    it. ``total16`` is the bytes by formula at 16 bits.
+    tokens: tokens per stored head, on average.
+    made: how many layers were built. Each other layer promises the same as one of them and counts as that one.
+    total16: the bytes by formula at 16 bits.
     """
 
     held: HeldBytes
@@ -35,7 +36,7 @@ class MeasuredLayers:
 
     @property
     def off(self) -> int:
-        """Return the bytes held beyond the formulas."""
+        """Return how many bytes are held beyond the formulas."""
         return self.held.total - self.payload_formula - self.overhead_formula
 
     @property
@@ -46,12 +47,13 @@ class MeasuredLayers:
 def random_layer(
     chain: Chain, shape: Shape, n: int, dtype: torch.dtype, index: int = 0, device: torch.device | None = None
 ) -> tuple[Observation, LayerCache]:
-    """Return a layer's random observation of a prompt of n tokens, and its dense, normal keys and values."""
+    """Return (observation, cache) of one layer: of a prompt of n tokens, with normal random keys and values."""
     g = torch.Generator().manual_seed(index)
-    needs, length = chain.needs(n), n
+    needs = chain.needs(n)
+    length = n
     n = chain.tokens_read(length, index, shape.layers)
     # a layer that reads fewer tokens reads the last ones: which do not matter here
-    where = None if n == length else torch.arange(length - n, length, device=device)
+    positions = None if n == length else torch.arange(length - n, length, device=device)
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=g).to(device, dtype)
@@ -73,11 +75,11 @@ def random_layer(
         hidden=normal(n, shape.query_heads * d) if needs.hidden else None,
         inv_freq=1e4 ** (-torch.arange(0, d, 2, device=device) / d),
         length=length,
-        positions=where,
+        positions=positions,
     )
     k, v = (t.to(device, copy=True) for t in _dense(shape.kv_heads, n, d, dtype))
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    return obs, ops.dense(k, v, heads=heads, query_heads=shape.query_heads, positions=where, length=length)
+    return obs, ops.dense(k, v, heads=heads, query_heads=shape.query_heads, positions=positions, length=length)
 
 
 @lru_cache(maxsize=1)
@@ -89,7 +91,7 @@ def _dense(heads: int, n: int, head_dim: int, dtype: torch.dtype) -> tuple[torch
 
 
 def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[LayerCache]:
-    """Return every layer of a model under the chain."""
+    """Return the cache of every layer of a model under the chain, from random numbers."""
     layers = CompressedLayers(chain)
     for i in range(shape.layers):
         obs, dense = random_layer(chain, shape, n, dtype, i)
@@ -98,9 +100,9 @@ def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[L
 
 
 def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[LayerCache, int]]:
-    """Return layers under the chain, each with the number of layers of the model that promise the same.
+    """Return (cache, count) for one layer of each kind: ``count`` layers of the model promise the same as it.
 
-    If the chain divides one budget over all layers, all of them are built.
+    If the chain divides one budget over all layers, every layer is built.
     """
     if chain.rebalancer is not None:
         return [(layer, 1) for layer in all_layers(chain, shape, n, dtype)]
@@ -119,10 +121,11 @@ def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[t
 
 
 def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredLayers:
-    """Measure the bytes of real caches beside the formulas. Raises Refused for unsound positions or storages."""
+    """Return the bytes of real caches and of the formulas. Raises Refused for unsound positions or storages."""
     layers = compressed(chain, shape, n, dtype)
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    total, payload, overhead, tokens, total16 = HeldBytes(), 0, 0, 0, 0
+    total = HeldBytes()
+    payload, overhead, tokens, total16 = 0, 0, 0, 0
     storages: set[int] = set()
     for i, (layer, count) in enumerate(layers):
         counts = check_positions(chain.name, layer, i, n, heads)
@@ -134,11 +137,18 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
         blocks = [chain.layout(k, shape.head_dim, HALF) for k in counts]
         total16 += count * (payload_formula(layer, blocks) + overhead_formula(layer, blocks))
         tokens += count * sum(counts)
-    return MeasuredLayers(total, payload, overhead, tokens / (heads * shape.layers), len(layers), total16)
+    return MeasuredLayers(
+        held=total,
+        payload_formula=payload,
+        overhead_formula=overhead,
+        tokens=tokens / (heads * shape.layers),
+        made=len(layers),
+        total16=total16,
+    )
 
 
 def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
-    """Estimate the bytes to build a layer: keys, values, their fp32 copies, scores of observed queries and results."""
+    """Estimate the bytes that building a layer takes: keys, values, fp32 copies, scores of queries, and results."""
     heads, d = chain.heads(shape.kv_heads, shape.query_heads), shape.head_dim
     dense = 2 * shape.kv_heads * n * d * (itemsize + 4) + 4 * heads * n * d * 4
     rows = 3 * 4 * shape.query_heads * n * min(chain.needs(n).last_q, 512)

@@ -14,13 +14,12 @@ import ctypes
 import gc
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import api
-from kvbench.bench.ratio import in_process, options, verdict
+from kvbench.bench.ratio import compared_methods, in_process, options, verdict
 from kvbench.engine.memory import process_memory
 from kvbench.engine.step import build, step
 from kvbench.models.interface import attached
@@ -32,22 +31,7 @@ GROWTH_LIMIT = 2 * MIB
 SIZE = 256
 PROMPT = 512
 PREFILL = ("snapkv", "h2o", "streamingllm")
-DECODE: dict[str, dict[str, Any]] = {
-    "full": {"method": "full"},
-    "h2o orig": {"method": "h2o", "variant": "orig"},
-    "h2o uncomp": {"method": "h2o", "variant": "uncomp"},
-    "scissorhands code": {"method": "scissorhands", "variant": "code"},
-    "scissorhands paper": {"method": "scissorhands", "variant": "paper"},
-    "cake": {"method": "cake"},
-    "tova": {"method": "tova"},
-    "streamingllm mask": {"method": "streamingllm", "mode": "mask"},
-    "streamingllm rolled": {"method": "streamingllm", "mode": "rolled"},
-    "qhitter code": {"method": "qhitter"},
-    "qhitter paper": {"method": "qhitter", "variant": "paper"},
-    "h2o+flexgen orig": {"method": "h2o+flexgen", "variant": "orig"},
-    "uncomp-group": {"method": "uncomp-group", "grouping": "random"},
-    "vatp+h2o orig": {"method": "vatp+h2o", "variant": "orig"},
-}
+DECODE = compared_methods("memory")
 
 
 def model() -> LlamaForCausalLM:
@@ -75,7 +59,7 @@ def in_use() -> int:
 
 
 def prefill_peak(method: str, tokens: int) -> dict[str, float]:
-    """Return the peak growth in bytes of this process while it reads ``tokens``, and the bytes of the cache."""
+    """Return how much this process grows at its peak while it reads ``tokens``, and the bytes of the cache."""
     torch.set_num_threads(2)
     llama = model()
     api.prefill(llama, prompt(512), [method])
@@ -90,9 +74,9 @@ def prefill_peak(method: str, tokens: int) -> dict[str, float]:
 
 
 def decode_growth(name: str, new: int) -> dict[str, float]:
-    """Return the bytes in use after a tenth of ``new`` tokens and after all, and the tokens held at the end, per head.
+    """Return the bytes in use after a tenth of ``new`` tokens and after all, and the tokens held at the end.
 
-    ``tokens`` is the mean over layers and heads, ``excess`` the tokens by which the worst head exceeds its promise.
+    ``tokens`` is the mean over layers and heads. ``excess`` is by how many tokens the worst head exceeds its promise.
     """
     torch.set_num_threads(1)
     llama = model()

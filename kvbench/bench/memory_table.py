@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from kvbench.audit.accounting import HALF, bytes_declared
 from kvbench.bench.layers import MeasuredLayers, measure, working_bytes
 from kvbench.cache.model_shape import Shape
 from kvbench.engine.memory import free_bytes
-from kvbench.errors import KvbenchError, UsageError
+from kvbench.errors import KvbenchError, UsageError, say
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
 from kvbench.methods.resolve import ChainConfig
@@ -34,9 +33,12 @@ LAYERWISE = "a layer would need about {need:.1f} GiB"
 class Account:
     """The bytes of one chain at one prompt size.
 
-    ``measured`` is None if nothing was built. ``formula`` is (tokens per stored head, payload, overhead), computed
-    without a cache, and None if only data decide. ``percent`` is its bytes at 16 bits in per cent of the full cache's.
-    ``why`` explains a row that lacks one of the two.
+    full: the bytes of the full cache.
+    measured: the layers that were built, if any were.
+    formula: (tokens per stored head, payload, overhead) without a cache; None if only data decide.
+    percent: the bytes at 16 bits in per cent of the full cache's.
+    even: whether the formula takes tokens as spread evenly over heads and layers.
+    why: why ``measured`` or ``formula`` is missing.
     """
 
     method: str
@@ -56,7 +58,7 @@ class Account:
         return self.measured.tokens, self.measured.held.payload, self.measured.held.overhead
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the account as plain data."""
         built = self.measured
         by_formula = (built.payload_formula, built.overhead_formula) if built else self.formula and self.formula[1:]
         return {
@@ -77,7 +79,7 @@ class Account:
 
 
 def default_methods() -> list[str]:
-    """Return every registered method, alone or on the first method that it decorates, and a few chains.
+    """Return every registered method, alone or behind the first method that it decorates, and the CHAINS.
 
     Methods that need a calibration are left out, since a model's weights decide their bytes.
     """
@@ -86,7 +88,7 @@ def default_methods() -> list[str]:
         try:
             stage = registry.make_stage(method, registry.defaults(method)) if method != "full" else None
         except UsageError as error:
-            print(f"kvbench: {error}", file=sys.stderr)
+            say(str(error))
             continue
         if stage is None or not stage.unbound:
             names.append(f"{stage.decorates[0]}+{method}" if isinstance(stage, Modifier) else method)
@@ -94,11 +96,12 @@ def default_methods() -> list[str]:
 
 
 def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: bool = True) -> Account:
-    """Return the account of one chain at a prompt of n tokens, built if ``build`` and memory allow it."""
+    """Return the account of one chain at a prompt of n tokens. A cache is built if ``build`` and memory allow it."""
     declared = bytes_declared(c.chain, shape, n, dtype.itemsize)
     formula = None if declared is None else (declared.tokens, declared.payload, declared.overhead)
     full = shape.full_bytes(n, dtype.itemsize)
-    need, measured, why = working_bytes(c.chain, shape, n, dtype.itemsize), None, ""
+    need = working_bytes(c.chain, shape, n, dtype.itemsize)
+    measured, why = None, ""
     if build and need > room():
         why = LAYERWISE.format(need=need / 2**30)
     elif build:
@@ -113,7 +116,16 @@ def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: boo
     if measured is not None:
         total16 = measured.total16
     percent = None if total16 is None else 100 * total16 / shape.full_bytes(n, HALF)
-    return Account(c.label, n, full, measured, formula, percent, declared is not None and declared.even, why)
+    return Account(
+        method=c.label,
+        n=n,
+        full=full,
+        measured=measured,
+        formula=formula,
+        percent=percent,
+        even=declared is not None and declared.even,
+        why=why,
+    )
 
 
 def room() -> float:
@@ -122,7 +134,7 @@ def room() -> float:
 
 
 def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
-    """Return one table of rows with the same n, without columns that are all empty, and notes below it."""
+    """Return the table of rows with the same n as text, without columns that are all empty, with notes below it."""
     unit, size = next((u, s) for u, s in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)) if rows[0].full < 1e4 * s)
     lines = [_row(r, size) for r in rows]
     used = [name for name in HEAD if name not in OPTIONAL or any(line[name].strip("—0") for line in lines)]

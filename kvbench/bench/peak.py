@@ -49,7 +49,7 @@ class Peak:
 
 
 def watched(run: Callable[[], T], device: torch.device) -> tuple[T, Peak | None]:
-    """Return the result of ``run`` and its peak memory, which is None on a CPU (``ask`` measures it there)."""
+    """Return (result of ``run``, its peak memory). The peak is None on a CPU, where ``ask`` measures it."""
     release()
     if device.type != "cuda":
         return run(), None
@@ -59,7 +59,7 @@ def watched(run: Callable[[], T], device: torch.device) -> tuple[T, Peak | None]
 
 
 def largest(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
-    """Return the largest batch that fits, by doubling and then bisection; 0 if not even one row does."""
+    """Return the largest batch up to ``most`` that fits, found by doubling and then bisection; 0 if no row does."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
@@ -71,7 +71,7 @@ def largest(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
 
 
 def fits(model: PreTrainedModel, chain: Chain, workload: Workload, seed: int) -> bool:
-    """Return True if ``workload`` fits into memory: its caches, the read of one more prompt, its last step."""
+    """Return True if ``workload`` fits into memory: all its caches, the read of its last prompt, its last step."""
     try:
         _fill(model, chain, workload, prompts(workload.sized(1), int(model.config.vocab_size), seed)[0])
         fitting = True
@@ -103,7 +103,10 @@ def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tens
 
 @contextmanager
 def limited(limit: float | None, device: torch.device) -> Iterator[None]:
-    """Limit this process to ``limit`` GiB, until exit: on a GPU with weights, on a CPU in growth of its data."""
+    """Limit the memory of this process to ``limit`` GiB until exit.
+
+    On a GPU the limit includes the weights. On a CPU it is what the process's data may still grow by.
+    """
     if limit is None:
         yield
     elif device.type == "cuda":
@@ -123,10 +126,10 @@ def limited(limit: float | None, device: torch.device) -> Iterator[None]:
 
 
 def ask(what: str, overrides: Sequence[str], label: str, workload: str, **options: Any) -> dict[str, Any]:
-    """Return a child process's answer to ``what`` (peak, largest, peak of a peer) for one chain or peer.
+    """Return the answer of a child process to ``what``, which is peak, largest or peak of a peer.
 
-    The process is forked from one that has imported everything. If it dies for want of memory, the answer is
-    ``{"oom": True}``. Raises KvbenchError if it fails otherwise.
+    ``label`` names the chain or peer. The child is forked from a process that has imported everything. If it dies for
+    want of memory, the answer is ``{"oom": True}``. Raises KvbenchError if it fails otherwise.
     """
     server = get_context("forkserver")
     server.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
@@ -185,8 +188,8 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
                 generation_pass.run(model, chains[label], ids, workload.new, **decoding)
             else:
                 peers.run(model, peers.find(label), ids, workload.new)
-            high = process_memory("VmHWM")
-            return asdict(Peak(high - imported, high))
+            peak_bytes = process_memory("VmHWM")
+            return asdict(Peak(peak_bytes - imported, peak_bytes))
     except KvbenchError as error:
         return {"error": str(error)}
     except Exception as error:

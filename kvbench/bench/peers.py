@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -25,7 +25,6 @@ from kvbench.errors import KvbenchError, unknown
 
 BITS = 4
 RATIO = 0.5
-QUANTISED = f"transformers' QuantizedCache at {BITS} bits by {{}}"
 WHOLE = "the whole cache is made exact again in every step"
 
 
@@ -33,19 +32,18 @@ WHOLE = "the whole cache is made exact again in every step"
 class Peer:
     """Another way to generate.
 
-    ``packages`` are those that it needs. ``cache`` makes the cache for ``generate`` from (model, tokens of prompt and
-    answer). ``context`` is entered around it, untimed, and yields the model that generates. ``marks`` are remarks for
-    its row, ``cpu_marks`` those on a CPU. ``compiled`` is True if its steps are compiled on a GPU, so that attention in
-    them cannot be timed. ``never`` is why it is only declared here.
+    packages: the packages that it needs.
+    cache: a function of (model, tokens of prompt and answer) that makes the cache for ``generate``.
+    context: entered around generation, untimed; it yields the model that generates.
+    marks, cpu_marks: remarks for its row, and further ones on a CPU.
+    compiled: whether its steps are compiled on a GPU, so that attention in them cannot be timed.
+    never: why it cannot be run from here, if it cannot.
     """
 
     name: str
-    what: str
     packages: tuple[str, ...] = ()
-    cache: Callable[[PreTrainedModel, int], Any] = field(
-        default=lambda model, tokens: cache_utils.DynamicCache(config=model.config)
-    )
-    context: Callable[[PreTrainedModel], Any] = field(default=lambda model: nullcontext(model))
+    cache: Callable[[PreTrainedModel, int], Any] = lambda model, tokens: cache_utils.DynamicCache(config=model.config)
+    context: Callable[[PreTrainedModel], Any] = nullcontext
     marks: tuple[str, ...] = ()
     cpu_marks: tuple[str, ...] = ()
     compiled: bool = False
@@ -64,17 +62,17 @@ def _installed(package: str) -> bool:
         return False
 
 
-def _static(model: PreTrainedModel, tokens: int) -> Any:
+def _static_cache(model: PreTrainedModel, tokens: int) -> Any:
     return cache_utils.StaticCache(config=model.config, max_cache_len=tokens - 1)
 
 
-def _quantised(backend: str) -> Callable[[PreTrainedModel, int], Any]:
+def _quantised_cache(backend: str) -> Callable[[PreTrainedModel, int], Any]:
     options = {} if backend == "fp8" else {"nbits": BITS}
     return lambda model, tokens: cache_utils.QuantizedCache(backend, model.config, **options)
 
 
 @contextmanager
-def _pressed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def _with_kvpress(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Let kvpress compress the prompts that ``model`` reads, and yield the model.
 
     On import kvpress wraps all attention functions for good. They are restored on exit, since its wrapper reads the
@@ -94,7 +92,7 @@ def _pressed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 @contextmanager
-def _offloaded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def _with_offload(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Hold the weights in the processor's memory, or on disk on a CPU; layers are brought to the device one by one."""
     accelerate, device = import_module("accelerate"), model.device
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +114,7 @@ def _offloaded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 @contextmanager
-def _dispatched(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def _with_hooks(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Put accelerate's hooks around every layer, with all weights on the device."""
     import_module("accelerate").dispatch_model(model, device_map={"": model.device}, force_hooks=True)
     try:
@@ -126,7 +124,7 @@ def _dispatched(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 @contextmanager
-def _deepspeed(model: PreTrainedModel) -> Iterator[Any]:
+def _with_deepspeed(model: PreTrainedModel) -> Iterator[Any]:
     """Yield DeepSpeed's engine around ``model``, without its kernels.
 
     The kernels would replace the model's layers for good, and all other rows run on this model.
@@ -138,45 +136,36 @@ def _deepspeed(model: PreTrainedModel) -> Iterator[Any]:
 
 
 _PEERS = (
-    Peer("dynamic", "transformers' generate with DynamicCache"),
-    Peer("static", "transformers' generate with StaticCache", cache=_static, compiled=True),
-    Peer("quanto", QUANTISED.format("quanto"), ("optimum.quanto",), _quantised("quanto"), marks=(WHOLE,)),
-    Peer("hqq", QUANTISED.format("hqq"), ("hqq",), _quantised("hqq"), marks=(WHOLE,)),
+    Peer("dynamic"),
+    Peer("static", cache=_static_cache, compiled=True),
+    Peer("quanto", ("optimum.quanto",), _quantised_cache("quanto"), marks=(WHOLE,)),
+    Peer("hqq", ("hqq",), _quantised_cache("hqq"), marks=(WHOLE,)),
     Peer(
         "fp8",
-        "transformers' QuantizedCache in FP8",
-        cache=_quantised("fp8"),
+        cache=_quantised_cache("fp8"),
         marks=(WHOLE,),
         never="" if hasattr(cache_utils, "Fp8QuantizedLayer") else "needs a newer transformers",
     ),
-    Peer(
-        "accelerate",
-        "generate on a model that accelerate dispatches, all weights on the device",
-        ("accelerate",),
-        context=_dispatched,
-    ),
+    Peer("accelerate", ("accelerate",), context=_with_hooks),
     Peer(
         "offload",
-        "generate with weights offloaded by accelerate",
         ("accelerate",),
-        context=_offloaded,
+        context=_with_offload,
         cpu_marks=("weights are read from disk in each step: a CPU has no other memory to bring them from",),
     ),
     Peer(
         "kvpress",
-        f"kvpress' SnapKV that drops {RATIO:.0%} of the prompt",
         ("kvpress",),
-        context=_pressed,
+        context=_with_kvpress,
         marks=(f"SnapKV at {RATIO:.0%} of the prompt; tokens of the answer are all kept",),
     ),
     Peer(
         "deepspeed",
-        "DeepSpeed-Inference",
         ("deepspeed",),
-        context=_deepspeed,
+        context=_with_deepspeed,
         marks=("the engine alone: none of its kernels, nothing offloaded",),
     ),
-    Peer("flexgen", "FlexGen's own engine", never="declared, not driven from here: it runs its own models alone"),
+    Peer("flexgen", never="declared, not driven from here: it runs its own models alone"),
 )
 PEERS = {peer.name: peer for peer in _PEERS}
 
@@ -189,7 +178,12 @@ def find(name: str) -> Peer:
 
 
 class _Marks(StoppingCriteria):
-    """A criterion that never stops, and records when each token ends and the next begins, and the cache's bytes."""
+    """A criterion that never stops generation. It records the moments between tokens and the bytes of the cache.
+
+    marks: (end of a token, start of the next) for each token.
+    held: the cache's bytes after the first token.
+    aside: the seconds that counting them took, to be subtracted.
+    """
 
     def __init__(self, clock: Clock, cache: Any) -> None:
         self.clock, self.cache = clock, cache
@@ -207,19 +201,21 @@ class _Marks(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int, keep_tokens: bool = False) -> Pass:
-    """Generate ``new`` tokens for each row of ``ids`` [B, n] by transformers' generate under ``peer``; return the pass.
+def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
+    """Generate ``new`` tokens for each row of ``ids`` [B, n] under ``peer``, and return the cost of that.
 
-    The prompts are read together. Raises KvbenchError if the peer generates another number of tokens.
+    transformers' ``generate`` does it and reads all prompts together. Raises KvbenchError if the peer generates another
+    number of tokens.
     """
     device, n = model.device, ids.shape[1]
     clock, ids, cache = Clock(device), ids.to(device), peer.cache(model, n + new)
-    marks, blind = _Marks(clock, cache), peer.compiled and device.type == "cuda"
-    timed = nullcontext() if blind else timed_attention(str(model.config._attn_implementation), clock)
-    with torch.no_grad(), peer.context(model) as generating, timed:
+    marks = _Marks(clock, cache)
+    untimed = peer.compiled and device.type == "cuda"
+    timed = nullcontext() if untimed else timed_attention(str(model.config._attn_implementation), clock)
+    with torch.no_grad(), peer.context(model) as generator, timed:
         clock.wait()
         began, start = time.perf_counter(), clock.mark()
-        tokens = generating.generate(
+        tokens = generator.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new,
@@ -246,17 +242,17 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int, keep_tokens: 
         build=0.0,
         decode=sum(steps),
         tpot=sum(steps) / len(steps),
-        attention=None if blind else clock.attention_seconds(),
+        attention=None if untimed else clock.attention_seconds(),
         total=total,
         steps=steps,
         cache_bytes=marks.held,
         read_bytes=read,
-        tokens=tokens.cpu() if keep_tokens else None,
+        tokens=tokens.cpu(),
     )
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of the storages of a transformers cache, including packed codes and their scales."""
+    """Return the bytes of a transformers cache: of its storages, packed codes and scales included, each once."""
     names = ("keys", "values", "_quantized_keys", "_quantized_values")
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()

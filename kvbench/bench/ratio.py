@@ -12,12 +12,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvbench.conf import read_yaml
+
+
+def compared_methods(benchmark: str) -> dict[str, dict[str, Any]]:
+    """Return the entries of methods that a benchmark compares, by their names in its table."""
+    methods: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("methods.yaml"))[benchmark]
+    return methods
+
 
 def options(doc: str | None, **defaults: int) -> argparse.ArgumentParser:
-    """Return a parser whose help is ``doc``, with ``--repeats`` or ``--threads`` where they have a default."""
+    """Return a parser whose help is ``doc``. It takes ``--repeats`` and ``--threads`` if ``defaults`` names them."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     shared = {"repeats": "measurements of each variant, in turns", "threads": "CPU threads"}
     for name, default in defaults.items():
@@ -33,7 +42,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def in_turns(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each variant, measured once within each repeat, each time after another variant."""
+    """Return the seconds of each variant in every repeat, by name. Each repeat starts with another variant."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for i in range(repeats):
@@ -43,7 +52,7 @@ def in_turns(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[
 
 
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Return the median over repeats of above / below.
+    """Return the median over repeats of ``above`` over ``below``.
 
     The times of one repeat lie close together, so that slow drifts of the machine cancel.
     """
@@ -59,7 +68,7 @@ def verdict(what: str, ratio: float, ok: bool, terms: str) -> bool:
 def in_process(
     module: str, *arguments: object, python: str = sys.executable, env: Mapping[str, str] | None = None
 ) -> Any:
-    """Return what the benchmark ``module`` prints last, as JSON, when run with ``arguments`` in a process of its own.
+    """Run the benchmark ``module`` in a process of its own, and return the JSON on the last line that it prints.
 
     Raises subprocess.CalledProcessError if it fails, and passes on its standard error.
     """

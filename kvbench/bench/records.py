@@ -21,13 +21,13 @@ Row = dict[str, Any]
 
 
 def key(identity: Mapping[str, Any]) -> str:
-    """Return the hash of the facts that decide a row's numbers."""
+    """Return the hash of the facts that decide a row's numbers, as 12 hexadecimal digits."""
     text = json.dumps(identity, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def read(path: Path) -> list[Row]:
-    """Read all rows in order, without a torn last line. Raises KvbenchError for any other damage."""
+    """Return all rows of a file in order, without a torn last line. Raises KvbenchError for any other damage."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -62,24 +62,24 @@ def append(path: Path, rows: Sequence[Row]) -> None:
 
 
 def latest(rows: Sequence[Row]) -> dict[str, Row]:
-    """Return the last row of each key."""
+    """Return the last row of each key, by key."""
     return {row["key"]: row for row in rows}
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return median and quartiles of one quantity. The quartiles of a single value are that value."""
+    """Return the median, quartiles and number of values of one quantity. A single value is its own quartiles."""
     low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
     return {"median": median(values), "q1": low, "q3": high, "n": len(values)}
 
 
 def value(row: Mapping[str, Any], quantity: str) -> float | None:
-    """Return the median of a quantity of a row, or None if it has none."""
+    """Return the median of one quantity of a row, or None if the row lacks that quantity."""
     statistics = row.get("quantities", {}).get(quantity)
     return None if statistics is None else float(statistics["median"])
 
 
 def base(row: Mapping[str, Any], rows: Sequence[Row], method: str = FULL) -> Row | None:
-    """Return the row of ``method`` of the same session, model and workload as ``row``."""
+    """Return the last row of ``method`` with the same session, model and workload as ``row``, or None."""
     for candidate in reversed(rows):
         alike = all(candidate.get(k) == row.get(k) for k in ("session", "model", "workload"))
         if alike and candidate["method"] == method:
@@ -88,6 +88,6 @@ def base(row: Mapping[str, Any], rows: Sequence[Row], method: str = FULL) -> Row
 
 
 def ratio(row: Mapping[str, Any], to: Mapping[str, Any] | None, quantity: str) -> float | None:
-    """Return the ratio of the row's quantity to that of ``to``, or None if one of them has none."""
+    """Return the median of the row's quantity over that of ``to``, or None if one is missing or ``to``'s is 0."""
     numerator, denominator = value(row, quantity), None if to is None else value(to, quantity)
     return numerator / denominator if numerator is not None and denominator else None

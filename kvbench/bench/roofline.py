@@ -20,12 +20,17 @@ REPEATS = 7
 def of(model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float, step: float) -> dict[str, float]:
     """Return the bytes that a mean decode step of ``step`` seconds moves, for ``batch`` rows over ``cache_bytes``.
 
-    It reads ``weights`` and ``cache`` and writes each row's new token as it is (``written``), all in bytes. ``bound``
-    is the seconds of that at ``bandwidth`` (bytes a second, read and written, of a large copy); ``fraction`` is bound
-    over the measured step: 1 is as fast as memory allows.
+    weights, cache: the bytes that it reads.
+    written: the bytes of each row's new token.
+    bandwidth: bytes a second, read and written, of a large copy.
+    moved: all those bytes together.
+    bound: the seconds that moving them takes at ``bandwidth``.
+    fraction: ``bound`` over the measured step; at 1 a step is as fast as memory allows.
     """
-    shape, itemsize = from_config(model.config), next(model.parameters()).element_size()
-    weights, written = step_weight_bytes(model, batch), shape.full_bytes(batch, itemsize)
+    shape = from_config(model.config)
+    itemsize = next(model.parameters()).element_size()
+    weights = step_weight_bytes(model, batch)
+    written = shape.full_bytes(batch, itemsize)
     moved = weights + cache_bytes + written
     bound = moved / bandwidth
     parts = {"weights": weights, "cache": cache_bytes, "written": written, "bandwidth": bandwidth, "step": step}
@@ -33,7 +38,7 @@ def of(model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float,
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
-    """Measure the bytes a second, read and written, of the device's own copy of ``size`` bytes, as a median."""
+    """Return the bytes a second, read and written, of the device's own copy of ``size`` bytes, as a median."""
     copied = size or COPIED.get(device.type, COPIED["cpu"])
     if device.type == "cuda":
         # freed tensors stay in PyTorch's pool and do not count as free memory until released
@@ -49,4 +54,4 @@ def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
         target.copy_(source)
         synchronise(device)
         seconds.append(time.perf_counter() - start)
-    return 2 * copied / median(seconds[1:])
+    return 2 * copied / median(seconds[1:])  # the first copy warms up

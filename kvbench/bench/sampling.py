@@ -22,9 +22,11 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class Sampled:
-    """A generation of ``steps`` steps of which ``width`` ran from each of ``starts``.
+    """A generation of ``steps`` steps, of which only a few stretches ran.
 
-    ``times`` are the mean seconds of a step in each stretch, which stands for the stretch's middle.
+    width: the number of steps in each stretch.
+    starts: the first step of each stretch.
+    times: the mean seconds of a step in each stretch, taken as the time of the step in its middle.
     """
 
     steps: int
@@ -34,7 +36,11 @@ class Sampled:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all steps, by straight lines between the stretches' middles, extended at both ends."""
+        """Return the seconds of all steps.
+
+        The time of a step lies on the straight line between the middles of the stretches around it. The first and the
+        last line also hold for the steps before and after.
+        """
         middles = [s + (self.width - 1) / 2 for s in self.starts]
         total = 0.0
         for t in range(self.steps):
@@ -45,14 +51,20 @@ class Sampled:
 
 
 def sampled(steps: int, starts: Sequence[int], spans: Sequence[float]) -> Sampled:
-    """Build the sample from the seconds of all steps that ran, in order. Means count, as packing is periodic."""
+    """Summarise the seconds of all steps that ran, in order, by the mean of each stretch.
+
+    Means, not medians: the occasional step that packs tokens takes longer and must count.
+    """
     width = len(spans) // len(starts)
     times = (fmean(spans[i * width : (i + 1) * width]) for i in range(len(starts)))
     return Sampled(steps, width, tuple(starts), tuple(times))
 
 
 def windows(steps: int, width: int) -> list[int] | None:
-    """Return the starts of LENGTHS stretches of ``width`` steps, spread evenly; None if all steps are to run."""
+    """Return the first steps of LENGTHS stretches of ``width`` steps, spread evenly over ``steps``.
+
+    Return None if there are no more steps than the stretches would run.
+    """
     if steps <= LENGTHS * width:
         return None
     return [round(i * (steps - width) / (LENGTHS - 1)) for i in range(LENGTHS)]

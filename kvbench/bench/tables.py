@@ -1,11 +1,13 @@
-"""What a whole table costs: all its rows at once, over the same rows one by one and over kvpress.
+"""What a whole table costs: all its rows at once, over the same rows one by one, over kvpress and over a bare loop.
 
 Rows: full, and streamingllm, snapkv, keynorm, h2o, snapkv+think at 50, 25, 12.5 and 6.25 % of the prompt (full has no
 budget: one row). (a) The tiny suite. (b) A Llama with random weights: 8 layers, hidden 512, 8 heads, 4 kv heads, a
 prompt of 4k tokens, 32 new ones. Every ratio is of times measured in this run, in turns; kvpress runs in the Python
-given by --peers, on the same checkpoint, tokens and threads.
+given by --peers, on the same checkpoint, tokens and threads. Part overhead, on two tasks of the tiny suite: the full
+cache through kvbench (audit, scoring, storing included) over a bare ``model.generate`` loop, and full and snapkv+think
+together over full alone.
 
-    python -m kvbench.bench.tables [--part a b peers memory] [--repeats 2] [--threads 2] [--peers PYTHON]
+    python -m kvbench.bench.tables [--part a b peers memory overhead] [--repeats 2] [--threads 2] [--peers PYTHON]
 """
 
 from __future__ import annotations
@@ -17,42 +19,90 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvbench.bench.overhead import bare_generate, loaded, planned, through_kvbench
 from kvbench.bench.ratio import in_process, in_turns, median_ratio, options, seconds, verdict
 from kvbench.engine.memory import process_memory
 from kvbench.models import load
+from kvbench.run import config, experiment
 from kvbench.run.experiment import RunPlan
 from kvbench.run.host import Host
+from kvbench.run.provenance import provenance
+from kvbench.run.runner import run_group
+from kvbench.run.store import ResultStore
 
 METHODS = "full,streamingllm,snapkv,keynorm,h2o,snapkv+think"
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 N, NEW = 4096, 32
-AT_ONCE, OVER_PEERS, FULL_ALONE, MEMORY = 8.0, 10.0, 1.05, 2.0
+AT_ONCE, OVER_PEERS, FULL_ALONE, MEMORY, BARE, TOGETHER = 8.0, 10.0, 1.05, 2.0, 1.10, 1.60
+
+
+def planned(*arguments: str) -> RunPlan:
+    """Return the plan of the run that ``key=value`` arguments ask for."""
+    return experiment.prepare(config.read(arguments))
+
+
+def loaded(run: RunPlan) -> Host:
+    """Return the host of a run with its model loaded."""
+    model = load.load_weights(run.cfg.model, run.source, load.resolve_device(run.cfg.device))
+    return experiment.make_host(run, model)
+
+
+def through_kvbench(host: Host, run: RunPlan) -> float:
+    """Return the seconds that kvbench takes for the whole run, from an empty store."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = ResultStore(Path(folder))
+        facts = provenance(host.model, torch.get_num_threads())
+        start = time.perf_counter()
+        for group in run.groups:
+            run_group(host, group, store, facts)
+        return time.perf_counter() - start
+
+
+def bare_generate(host: Host, prompt: Sequence[int], new: int, **how: Any) -> torch.Tensor:
+    """Return the tokens that transformers' own greedy ``generate`` answers to one prompt."""
+    ids = torch.tensor([prompt], device=host.model.device)
+    mask = torch.ones_like(ids)
+    out = host.model.generate(  # type: ignore[operator]
+        ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, **how
+    )
+    answer: torch.Tensor = out[0, len(prompt) :]
+    return answer
+
+
+def by_generate(host: Host, run: RunPlan) -> float:
+    """Return the seconds that ``generate`` takes for the run's prompts one by one, with text encoded and decoded."""
+    start = time.perf_counter()
+    for example in (e for group in run.groups for e in group.examples):
+        prompt = host.tokenizer.encode(example.prompt)
+        answer = bare_generate(host, prompt, example.max_new_tokens, eos_token_id=sorted(host.stop))
+        host.tokenizer.decode(answer.tolist(), skip_special_tokens=True)
+    return time.perf_counter() - start
 
 
 def table(*overrides: str, methods: str = METHODS) -> tuple[Host, RunPlan]:
-    """Return a loaded run of ``methods`` at all budgets on what ``overrides`` name."""
+    """Return (host, run) for ``methods`` at all budgets, on what ``overrides`` name."""
     budgets = [] if methods == "full" else [f"kv_ratio={','.join(map(str, BUDGETS))}"]
     run = planned(f"method={methods}", *budgets, *overrides)
     return loaded(run), run
 
 
 def row(host: Host, run: RunPlan, label: str) -> float:
-    """Return the seconds of one row from scratch, one example at a time."""
+    """Return the seconds of the one row ``label`` from an empty store, one example at a time."""
     groups = tuple(replace(g, cells=tuple(c for c in g.cells if c.label == label)) for g in run.groups)
     return through_kvbench(replace(host, batch_rows=1), replace(run, groups=groups))
 
 
 def random_llama(folder: Path, methods: str = METHODS) -> tuple[Host, RunPlan]:
-    """Return case (b), its checkpoint and prompt written to ``folder``; no token ends an answer."""
+    """Return (host, run) of case (b). Its checkpoint and prompt are written to ``folder``; no token ends an answer."""
     tiny = load.EMBEDDED / "tiny"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny / name, folder / name)
@@ -78,7 +128,7 @@ def random_llama(folder: Path, methods: str = METHODS) -> tuple[Host, RunPlan]:
 
 
 def compare(what: str, above: Sequence[float], below: Sequence[float], limit: float, least: bool = True) -> bool:
-    """Print the median over repeats of above / below beside both times, and whether it keeps to ``limit``."""
+    """Print the median over repeats of ``above`` / ``below`` and both times. Return True if it keeps to ``limit``."""
     ratio = median_ratio(above, below)
     spent = f"{statistics.median(above):.2f} s / {statistics.median(below):.2f} s"
     terms = f"{spent}; at {'least' if least else 'most'} {limit:g}x"
@@ -86,7 +136,7 @@ def compare(what: str, above: Sequence[float], below: Sequence[float], limit: fl
 
 
 def table_against_rows(host: Host, run: RunPlan, repeats: int) -> bool:
-    """Compare all rows at once with all rows one by one."""
+    """Compare all rows at once with all rows one by one. Return True if the ratio keeps to its limit."""
     rows = [c.label for c in run.groups[0].cells]
     row(host, run, rows[0])
     # at once at both ends and in the middle: a machine that grows busier or calmer shifts both sides alike
@@ -100,7 +150,7 @@ def table_against_rows(host: Host, run: RunPlan, repeats: int) -> bool:
 
 
 def against_peers(host: Host, run: RunPlan, folder: Path, python: str, repeats: int, threads: int) -> bool:
-    """Compare our whole table with kvpress over the rows that it has: all of them."""
+    """Compare our whole table with kvpress over the rows that it has. Return True if the ratio keeps to its limit."""
     sizes = ["--n", N, "--new", NEW, "--threads", threads, "--budgets", *BUDGETS]
     ours, theirs, others = [], [], []
     by_row: dict[str, float] = {}
@@ -120,7 +170,7 @@ def against_peers(host: Host, run: RunPlan, folder: Path, python: str, repeats: 
 
 
 def full_alone(host: Host, run: RunPlan, repeats: int) -> bool:
-    """Compare the full cache through kvbench with a bare ``generate``."""
+    """Compare the full cache through kvbench with a bare ``generate``. Return True if it keeps to its limit."""
     (example,) = run.groups[0].examples
     ids = host.tokenizer.encode(example.prompt)
     # the middle is cut out, as of every prompt
@@ -132,8 +182,30 @@ def full_alone(host: Host, run: RunPlan, repeats: int) -> bool:
     return compare(what, times["kvbench"], times["generate"], FULL_ALONE, least=False)
 
 
+def overhead(examples: int, repeats: int) -> bool:
+    """Compare the full cache with a bare loop, and two methods with one. Return True if both keep to their limits."""
+    # one task with short answers and one with long ones
+    shared = ["baseline=false", "dataset=tiny/needle,tiny/listing", f"limit={examples}"]
+    alone, together = (planned(f"method={method}", *shared) for method in ("full", "full,snapkv+think"))
+    host = loaded(alone)
+    variants: dict[str, Callable[[], float]] = {
+        "bare": partial(by_generate, host, alone),
+        "full": partial(through_kvbench, host, alone),
+        "together": partial(through_kvbench, host, together),
+    }
+    in_turns(variants, 1)
+    times = in_turns(variants, repeats)
+    print(f"  {sum(len(g.examples) for g in alone.groups)} prompts of 1024 tokens")
+    over_bare = compare("full through kvbench / bare generate", times["full"], times["bare"], BARE, least=False)
+    what = "full and snapkv+think together / full"
+    return compare(what, times["together"], times["full"], TOGETHER, least=False) and over_bare
+
+
 def memory(threads: int) -> bool:
-    """Compare the peak resident memory of all rows with that of the full row alone, in processes of their own."""
+    """Compare the peak memory of all rows with that of the full row alone. Return True if it keeps to its limit.
+
+    Both are resident memory, in processes of their own.
+    """
     alone, together = (in_process("tables", "--resident", m, "--threads", threads) for m in ("full", METHODS))
     terms = f"{together:.0f} MiB / {alone:.0f} MiB; below {MEMORY:g}x"
     ratio = together / alone
@@ -144,7 +216,8 @@ def main() -> int:
     """Print the ratios. Return exit status 1 if one misses its limit, else 0."""
     parser = options(__doc__, repeats=2, threads=2)
     parts = ("a", "b", "peers", "memory")
-    parser.add_argument("--part", nargs="+", choices=parts, default=parts, help="peers: of (b), over kvpress alone")
+    help_text = "peers: of (b), over kvpress alone (default: all but overhead)"
+    parser.add_argument("--part", nargs="+", choices=(*parts, "overhead"), default=parts, help=help_text)
     parser.add_argument("--examples", type=int, default=4, help="prompts per task of the tiny suite")
     parser.add_argument("--peers", help="a Python in which kvpress is installed (make .venv-peers/.ready)")
     parser.add_argument("--resident", help=argparse.SUPPRESS)
@@ -172,6 +245,9 @@ def main() -> int:
                 print("  kvpress is not measured: give --peers")
         if "memory" in args.part:
             ok &= memory(args.threads)
+        if "overhead" in args.part:
+            print("overhead")
+            ok &= overhead(args.examples, args.repeats)
     return 0 if ok else 1
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, base, ratio, value
+from kvbench.tables.render import size
 from kvbench.tables.table import Table
 from kvbench.tables.writers import compose
 
@@ -14,17 +15,17 @@ PARTS = (("prefill", "prefill"), ("compress", "compress"), ("build", "build"), (
 BYTES = (("peak_allocated", "peak"), ("peak_reserved", "reserved"), ("cache_bytes", "cache"))
 
 
-def render(rows: Sequence[Row], style: str = "text", over: str = FULL) -> str:
-    """Return one block of sheets per model and workload, with ratios to the row of ``over``, and notes."""
+def render(rows: Sequence[Row], over: str = FULL) -> str:
+    """Return as text the tables of each model and workload, with ratios to the row of ``over``, and notes below."""
     blocks = dict.fromkeys((r["model"], r["workload"]) for r in rows)
     parts = []
     for model, workload in blocks:
         block_rows = [r for r in rows if (r["model"], r["workload"]) == (model, workload)]
         parts.append(
             f"{model}: prompt + new tokens x rows {workload}\n\n"
-            + compose(list(_sheets(block_rows, rows, over)), [], style)
+            + compose(list(_sheets(block_rows, rows, over)), [], "text")
         )
-    return "\n".join([*parts, compose([], list(_notes(rows, over)), style)])
+    return "\n".join([*parts, compose([], list(_notes(rows, over)), "text")])
 
 
 def _sheets(block_rows: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[Table]:
@@ -43,8 +44,8 @@ def _sheets(block_rows: Sequence[Row], rows: Sequence[Row], over: str) -> Iterat
     yield Table(("method", *(name for _, name in PARTS)), parts)
     lines = []
     for r, base_row in measured:
-        roof, sizes = r["roofline"], [_cell(r, q, base_row, _bytes) for q, _ in BYTES]
-        bound = (_bytes(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %")
+        roof, sizes = r["roofline"], [_cell(r, q, base_row, size) for q, _ in BYTES]
+        bound = (size(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %")
         lines.append((_label(r), *sizes, *bound))
     yield Table(("method", *(name for _, name in BYTES), "step\nmoves", "bound", "reached"), tuple(lines))
 
@@ -116,13 +117,6 @@ def _plain(s: float) -> str:
     if s >= 1:
         return f"{s:.2f}"
     return f"{1000 * s:.3g}" if s < 0.1 else f"{1000 * s:.0f}"
-
-
-def _bytes(n: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return f"{n:.0f} B"
 
 
 def as_json(rows: Sequence[Row], over: str = FULL) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from kvbench.bench.peak import Peak
 from kvbench.bench.records import FAILED, FINISHED, MEASURED, NOT_RUN, OOM, REFUSED, Row, key, spread
 from kvbench.bench.workload import Workload, prompts
 from kvbench.engine.memory import is_out_of_memory, release
-from kvbench.errors import KvbenchError
+from kvbench.errors import KvbenchError, say
 from kvbench.methods.resolve import ChainConfig
 
 TOGETHER = "its prompts are read all at once, kvbench's one by one"
@@ -26,16 +26,17 @@ GRAPH = "recording the graph is part of build"
 ON_CPU = "a CPU runs the graph's operations one by one: a check of its answers, not of its speed"
 SECONDS = ("ttft", "prefill", "compress", "build", "decode", "tpot", "attention", "total")
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a session.
 
-    ``overrides`` are those of the run that the chains come from, for child processes. ``sample`` is the number of steps
-    at each cache length, or None to run all. ``check`` adds one full generation beside the sampled ones. ``limit`` is
-    in GiB, for the whole process.
+    overrides: the arguments of the run that the chains come from, for child processes.
+    facts: the machine, versions and model, for every row.
+    sample: how many steps run at each cache length; None to run all.
+    check: whether one full generation runs beside sampled ones.
+    limit: GiB for the whole process; None for no limit.
+    layers: how many layers the model is cut to; None for all.
     """
 
     overrides: tuple[str, ...]
@@ -84,7 +85,7 @@ def row_key(entrant: Entrant, workload: Workload, settings: Settings) -> str:
 
 
 def why_not(entrant: Entrant, workload: Workload) -> str:
-    """Return why a peer does not run here, or '' if it does and for kvbench's own methods."""
+    """Return why a peer does not run here. Return '' if it does, and for kvbench's own methods."""
     if entrant.peer is None:
         return ""
     searched = "the largest batch is searched for kvbench's methods alone" if workload.batch is None else ""
@@ -99,7 +100,6 @@ class Trial:
     entrant: Entrant
     workload: Workload
     settings: Settings
-    say: Say
     status: str = MEASURED
     reason: str = ""
     peak: Peak | None = None
@@ -113,10 +113,10 @@ class Trial:
 
     def tell(self, text: str) -> None:
         """Report the progress of the trial."""
-        self.say(f"{self.workload.name} {self.entrant.name}: {text}")
+        say(f"{self.workload.name} {self.entrant.name}: {text}")
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Return the result of ``run``. If it fails, note status and reason and return None."""
+        """Return the result of ``run``. If it fails, record status and reason, and return None."""
         try:
             return run()
         except KvbenchError as error:
@@ -164,7 +164,7 @@ class Trial:
         return peak.largest(lambda rows: peak.fits(self.model, chain, self.workload.sized(rows), seed))
 
     def ready(self) -> None:
-        """Measure the peak of memory, and warm up."""
+        """Measure the peak of memory in a child process on a CPU, and warm up."""
         if self.model.device.type == "cpu":
             self.tell("memory")
             what = "peak" if self.entrant.chain is not None else "peak of a peer"
@@ -181,7 +181,7 @@ class Trial:
                 return
 
     def generate(self, sample: int | None) -> Pass:
-        """Run the workload once."""
+        """Run the workload once and return its pass."""
         ids = prompts(self.workload, int(self.model.config.vocab_size), self.settings.seed)
         if self.entrant.peer is not None:
             return peers.run(self.model, self.entrant.peer, ids, self.workload.new)
@@ -190,14 +190,14 @@ class Trial:
         return generation_pass.run(self.model, chain, ids, self.workload.new, sample, graph=self.entrant.graph)
 
     def watched_pass(self) -> Pass:
-        """Run the workload as it is timed, the first time with an eye on a GPU's memory."""
+        """Run the workload as it is timed and return its pass. The first time, measure a GPU's peak of memory, too."""
         if self.peak is not None:
             return self.generate(self.settings.sample)
         done, self.peak = peak.watched(lambda: self.generate(self.settings.sample), self.model.device)
         return done
 
     def row(self, bandwidth: float) -> Row:
-        """Return what was measured; without quantities where nothing was."""
+        """Return the row of the trial. Its quantities are empty if it did not run to its end."""
         prompt, new, batch = self.workload.prompt, self.workload.new, self.workload.batch
         row: Row = {
             "key": "",
@@ -230,7 +230,8 @@ class Trial:
         row["quantities"] = {name: spread(v) for name, v in values.items()}
         row["marks"] = ["integrated"] if any(p.integrated for p in self.passes) else []
         row["marks"] += self.entrant.marks(self.model.device)
-        step, read = row["quantities"]["tpot"]["median"], sum(p.read_bytes for p in self.passes) / len(self.passes)
+        step = row["quantities"]["tpot"]["median"]
+        read = sum(p.read_bytes for p in self.passes) / len(self.passes)
         row["roofline"] = roofline.of(self.model, batch, read, bandwidth, step)
         sampled = [p.sampled for p in self.passes if p.sampled]
         row["sampled"] = [{"starts": s.starts, "width": s.width, "times": s.times} for s in sampled]
@@ -242,14 +243,14 @@ def measure(
     entrants: Sequence[Entrant],
     workload: Workload,
     settings: Settings,
-    say: Say = lambda text: None,
 ) -> list[Row]:
     """Return one row per entrant, measured in turns in this process.
 
     Out of memory, a refusal or a failure is the row's status with its reason; the others go on.
     """
-    session, order = f"{time.strftime('%Y%m%dT%H%M%S')}-{random.randrange(16**4):04x}", random.Random(settings.seed)
-    trials = [Trial(model, entrant, workload, settings, say) for entrant in entrants]
+    session = f"{time.strftime('%Y%m%dT%H%M%S')}-{random.randrange(16**4):04x}"
+    order = random.Random(settings.seed)
+    trials = [Trial(model, entrant, workload, settings) for entrant in entrants]
     # on a CPU the limit holds in the child processes that measure peaks
     limit = settings.limit if model.device.type == "cuda" else None
     with peak.limited(limit, model.device):
@@ -277,7 +278,7 @@ def measure(
 def settled(row: Row | None, entrant: Entrant, workload: Workload, settings: Settings) -> bool:
     """Return True if a row need not be measured again: it is finished, or its peer still cannot run.
 
-    A row is not finished with fewer repeats than asked for, or without a check that is asked for.
+    A row with fewer repeats than asked for, or without a check that is asked for, is not finished.
     """
     if row is None or row["status"] == NOT_RUN:
         return row is not None and row["reason"] == why_not(entrant, workload)

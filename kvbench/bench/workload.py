@@ -16,7 +16,10 @@ FORM = "prompt+new or prompt+newxbatch, whole numbers, at least 2 new tokens, as
 
 @dataclass(frozen=True)
 class Workload:
-    """A batch of rows of ``prompt`` tokens that generate ``new`` more each; ``batch`` None means as many as fit."""
+    """A batch of rows that read ``prompt`` tokens and generate ``new`` more each.
+
+    batch: the number of rows; None for as many as fit.
+    """
 
     prompt: int
     new: int
@@ -33,7 +36,7 @@ class Workload:
 
 
 def parse(text: str) -> Workload:
-    """Parse a workload written as FORM says. Raises UsageError naming a malformed one."""
+    """Return the workload that a text of the form FORM states. Raises UsageError naming a malformed one."""
     match = WRITTEN.fullmatch(text.strip())
     if not match or int(match[1]) < 1 or int(match[2]) < 2 or match[3] == "0":
         raise UsageError(f"workloads={text} is not possible: {FORM}")
@@ -42,7 +45,7 @@ def parse(text: str) -> Workload:
 
 
 def prompts(workload: Workload, vocabulary: int, seed: int) -> Tensor:
-    """Return random token ids [batch, prompt], another prompt for each row, the same for every method."""
+    """Return random token ids [batch, prompt]: each row has a prompt of its own, and every method the same ones."""
     assert workload.batch is not None
     g = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocabulary, (workload.batch, workload.prompt), generator=g)

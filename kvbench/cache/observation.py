@@ -82,6 +82,16 @@ class Observation:
         result: Result = self.scratch[key]
         return result
 
+    def received(self, bits: int | None = None) -> Tensor:
+        """Return the attention [Hq, n] that each token received, over keys quantised to ``bits``; None: as they are.
+
+        Raises ValueError if no stage declared such a need.
+        """
+        sums = self.colsums if bits is None else self.colsums_q.get(bits)
+        if sums is None:
+            raise ValueError("a stage reads column sums without declaring them in its needs")
+        return sums
+
     @property
     def prompt_tokens(self) -> int:
         """The prompt's tokens, whether or not this layer read them."""

@@ -168,16 +168,12 @@ class Packed:
                 columns = slice(t, min(t + span, tokens))
                 yield rows, columns, flat[rows].tokens(columns.start, columns.stop)
 
-    def dequantise(
-        self, dtype: torch.dtype, start: int | None = None, stop: int | None = None, scratch: Tensor | None = None
-    ) -> Tensor:
-        """Return the values [..., L, C] of tokens ``start`` to ``stop`` (see ``tokens``): fp32 sums, rounded once.
+    def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
+        """Return the values [..., L, C]: fp32 sums, rounded once.
 
         ``scratch`` is fp32 memory of at least as many elements, which the result may use: callers that go block by
         block would otherwise spend most of the time on fresh memory.
         """
-        if start is not None or stop is not None:
-            return self.tokens(start, stop).dequantise(dtype, scratch=scratch)
         scale, low = self.scale.float(), self.minimum()
 
         def to_fp32(codes: Tensor) -> Tensor:

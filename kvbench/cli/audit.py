@@ -7,22 +7,12 @@ import json
 
 from kvbench.errors import UsageError, unknown
 
-EXAMPLES = """examples:
-  python -m kvbench audit all
-  python -m kvbench audit refreekv --format md
-  python -m kvbench audit think/7 --exact
-  python -m kvbench audit all --json
-
-Everything follows from the published cells in kvbench/papers, with the digits that rounding hides; no model is needed.
-results/audit.md has the whole of it. --exact lists the cells that can be computed again, with ✓ or the difference."""
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("what", help="think, refreekv, uncomp, vatp, qhitter or all; one table as in think/7")
     parser.add_argument("--exact", action="store_true", help="list the cells that need no model instead of findings")
     parser.add_argument("--format", choices=("text", "md"), default="text", help="text or Markdown (default text)")
-    parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:

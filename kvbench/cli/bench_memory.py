@@ -9,21 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UsageError
 from kvbench.run import words
+from kvbench.run.keys import Key, pairs, whole_number
 from kvbench.run.words import split_list
 
 if TYPE_CHECKING:
     from kvbench.run.config import RunConfig
 
-SIZES = "512,4096"
+SIZES = Key(
+    "n",
+    "512,4096",
+    lambda text: [whole_number(n, least=1) for n in split_list(text)],
+    "prompt sizes in tokens, whole numbers, as in n=512,4096",
+)
 KEYS = ("per", "match", "reference", "threads")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the tables. Return exit status 1 if bytes held differ from a formula."""
-    options = dict(o.partition("=")[::2] for o in args.overrides)
+    options = pairs(args.overrides)
     if "paper" in options:
-        return _paper(options, args.json)
-    sizes = [_size(n) for n in split_list(options.get("n", SIZES))]
+        return _print_paper(options, args.json)
+    sizes = SIZES.value(options)
     from kvbench.bench import memory_table, request
     from kvbench.run import config
 
@@ -38,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict[str, Any]:
-    """Measure the rows of one model at all prompt sizes. Print each table once it is ready, unless ``quiet``."""
+    """Return the rows of one model at all prompt sizes. Print each table once it is ready, unless ``quiet``."""
     import torch
 
     from kvbench.bench import memory_table, request
@@ -52,9 +58,8 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     dtype = getattr(torch, name)
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
-    label = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
     if not quiet:
-        print(f"{label}: {shape}; {name}\n")
+        print(f"{cfg.model_name}: {shape}; {name}\n")
     rows, matches = [], []
     for n in sizes:
         matched_cfg, matched = equal_memory.settle(cfg, shape, n)
@@ -63,22 +68,16 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
         matches += [{"n": n, **asdict(m)} for m in matched]
         if not quiet:
             print(memory_table.render(accounts, [str(m) for m in matched]))
-    return {"model": label, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": matches}
+    return {"model": cfg.model_name, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": matches}
 
 
-def _paper(given: dict[str, str], as_json: bool) -> int:
+def _print_paper(options: dict[str, str], as_json: bool) -> int:
     from kvbench.papers.timed import paper_arithmetic
 
-    if set(given) != {"paper"}:
-        other = next(k for k in given if k != "paper")
-        raise UsageError(f"{other}={given[other]} is not possible with paper=: a paper's figures have no knobs")
-    figures = paper_arithmetic.of(given["paper"])
+    if set(options) != {"paper"}:
+        other = next(k for k in options if k != "paper")
+        raise UsageError(f"{other}={options[other]} is not possible with paper=: a paper's figures have no knobs")
+    figures = paper_arithmetic.of(options["paper"])
     plain = [f.as_json() for f in figures]
     print(json.dumps(plain, indent=1, ensure_ascii=False) if as_json else paper_arithmetic.render(figures))
     return 0
-
-
-def _size(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"n={text} is not possible: prompt sizes in tokens, whole numbers, as in n={SIZES}")
-    return int(text)

@@ -8,20 +8,10 @@ import json
 from kvbench.errors import UsageError
 from kvbench.run import words
 
-EXAMPLES = """examples:
-  python -m kvbench calibrate method=uncomp-group
-  python -m kvbench calibrate method=uncomp-group samples=8 tokens=512
-  python -m kvbench calibrate method=uncomp-group model=FOLDER text=FILE
-
-The text is WikiText-2's train split below the data folder (where it is missing, the first 80 % of its valid split), or
-the tiny model's own corpus for model=tiny; text=FILE is one of yours (run takes it as calibration_text=). What is found
-is kept in calibration=FOLDER, by default results/calibration, and used by every run of the same model and recipe."""
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="method, model, and how to calibrate")
-    parser.add_argument("--json", action="store_true", help="print the records as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 from kvbench.errors import UsageError
-
-EXAMPLES = """examples:
-  python -m kvbench claims think limit=8
-  python -m kvbench claims all model=smollm2-135m-q4_1 limit=8
-  python -m kvbench claims vatp limit=8 --format md
-  python -m kvbench claims uncomp model=FOLDER data.root=FOLDER --json
-
-Each claim stands in the paper's own words beside what is tested of it, and compares two methods on the same examples
-(kvbench/papers/data/<paper>/claims.yaml): limit= of each task, 20 by default. Choose it before you look at a verdict.
-On model=tiny, the default, tasks and budgets are those that `table` maps the paper's to, and nothing is said about a
-paper; any other model reads the papers' own data under their budgets and windows, LongBench's as longbench=mini or full
-says. What else you give goes to `run`. The ledger is also written to claims/<model>.json below results=."""
+from kvbench.run.keys import pairs
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,25 +15,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paper", nargs="?", default="all", help="a paper, or all (default)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--format", choices=("text", "md", "latex"), default="text", help="of the ledger")
-    parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure what the claims need and print the ledger."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "=" in args.paper:
         args.paper, args.overrides = "all", [args.paper, *args.overrides]
-    given = {"limit": "20", **dict(o.partition("=")[::2] for o in args.overrides)}
-    model, results = given.pop("model", "tiny"), Path(given.get("results", "results"))
-    if "up_to" in given:
-        raise UsageError("up_to= is gone: limit= says how many examples of each task, and no verdict ends a run")
+    options = {"limit": "20", **pairs(args.overrides)}
+    model, results = options.pop("model", "tiny"), Path(options.get("results", "results"))
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")
     from kvbench.papers.claims import claim_runner, claims
     from kvbench.tables import writers
 
     papers = claims.find(args.paper)
-    prepared = claim_runner.prepare(papers, model, [f"{k}={v}" for k, v in given.items()])
+    prepared = claim_runner.prepare(papers, model, [f"{k}={v}" for k, v in options.items()])
     claim_runner.measure(prepared)
     content = claim_runner.plain(prepared, model, claim_runner.settle(prepared, model))
     claim_runner.write(content, results, papers)

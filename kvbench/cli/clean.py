@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
-from kvbench.errors import KvbenchError, UsageError
+from kvbench.errors import KvbenchError, UsageError, say
 
-EXAMPLES = """examples:
-  python -m kvbench clean                              (shows what would go; nothing is removed)
-  python -m kvbench clean --yes
-  python -m kvbench clean status=failed,refused --yes  (these cells, with their samples)
-  python -m kvbench clean method=snapkv dataset=tiny/needle status=complete
-  python -m kvbench clean cells=ID,ID --yes            (ids: python -m kvbench list runs)
-
-Without status= or cells= no intact sample goes: cells in which nothing was measured, marks of runs that failed or were
-interrupted, half-written files, locks that nobody holds, and unreadable lines (moved into damaged-*.jsonl beside them).
-What is gone is measured again by the same run."""
 WORDS = {
     "cell": "cell{s}",
     "mark": "mark{s} of runs that ended early",
@@ -35,7 +24,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     chosen = ", ".join(f"{k}=" for k in KEYS[1:])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"results=FOLDER, and which cells: {chosen}")
     parser.add_argument("--yes", action="store_true", help="remove; without it only show")
-    parser.add_argument("--json", action="store_true", help="print what goes as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -58,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
         )
     removals = [*plan(store, cells, all_samples), *(leftovers(store) if not filters else ())]
     for warning in filter(lambda w: LINK in w, store.warnings):
-        print(f"kvbench: {warning}", file=sys.stderr)
+        say(warning)
     if args.yes:
         carry_out(store, removals)
     if args.json:

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from kvbench.errors import UsageError
-
-EXAMPLES = """examples:
-  python -m kvbench data status
-  python -m kvbench data status data.root=/tmp/kvbench-data --json
-  python -m kvbench data fetch gsm8k data.root=/tmp/kvbench-data
-
-The data folder is data.root=FOLDER, else the environment variable KVBENCH_DATA; there is no default. fetch writes the
-commit and SHA-256 of every file to kvbench-data.lock.json there; a file that differs from it later is an error. Files
-that you put there yourself are used as they are."""
+from kvbench.errors import UsageError, say
+from kvbench.run.keys import divide
 
 ACTIONS = ("status", "fetch")
 WIDTH = 100
@@ -29,83 +20,91 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("action", choices=ACTIONS, help="status: what is there; fetch: download datasets")
     parser.add_argument("overrides", nargs="*", metavar="id | data.root=FOLDER", help="datasets, and the data folder")
-    parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
     """Show or fetch datasets. Return exit status 1 if a file has changed or a download failed."""
-    ids = [o for o in args.overrides if "=" not in o]
-    options = dict(o.split("=", 1) for o in args.overrides if "=" in o)
+    ids, options = divide(args.overrides)
     for key in options:
         if key != "data.root":
             raise UsageError(f"data takes data.root=FOLDER, not {key}=")
     folder = options.get("data.root")
     if "data.root" in options and not folder:
         raise UsageError("data.root= is empty: give a folder")
-    return _fetch(ids, folder, args.json) if args.action == "fetch" else _status(ids, folder, args.json)
+    return _fetch_datasets(ids, folder, args.json) if args.action == "fetch" else _print_status(ids, folder, args.json)
 
 
-def _fetch(ids: list[str], folder: str | None, as_json: bool) -> int:
+def _fetch_datasets(ids: list[str], folder: str | None, as_json: bool) -> int:
+    """Fetch the datasets with these ids and print what was fetched. Return exit status 0."""
     from kvbench.tasks import fetch, hub, source
 
     if not ids:
         raise UsageError(f"data fetch needs a dataset: {', '.join(sorted(n for n, s in fetch.sources().items() if s))}")
-    wanted = [fetch.source_of(i) for i in ids]
+    sources = [fetch.source_of(i) for i in ids]
     if folder is not None:
-        _make(Path(folder).expanduser())
+        try:
+            Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"data.root={Path(folder).expanduser()} cannot be made: {error.strerror}") from None
     root = source.data_root(folder)
     if root is None:
         raise UsageError(f"data fetch needs a data folder: data.root=FOLDER or the variable {source.ENVIRONMENT}")
     report = []
-    for entry in wanted:
-        came = fetch.fetch(entry, root, hub.HuggingFace(), lambda text: print(f"kvbench: {text}", file=sys.stderr))
-        report.append({"dataset": entry.dataset, "fetched": came, "licence": entry.licence, "root": str(root)})
+    for dataset_source in sources:
+        fetched_paths = fetch.fetch(dataset_source, root, hub.HuggingFace(), say)
+        report.append(
+            {
+                "dataset": dataset_source.dataset,
+                "fetched": fetched_paths,
+                "licence": dataset_source.licence,
+                "root": str(root),
+            }
+        )
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
         return 0
-    for r, entry in zip(report, wanted, strict=True):
-        what = f"{len(r['fetched'])} of {len(entry.files)} files fetched" if r["fetched"] else "nothing was missing"
-        print(f"{r['dataset']}: {what}, in {root}. Licence: {r['licence']}")
+    for line, dataset_source in zip(report, sources, strict=True):
+        outcome = (
+            f"{len(line['fetched'])} of {len(dataset_source.files)} files fetched"
+            if line["fetched"]
+            else "nothing was missing"
+        )
+        print(f"{line['dataset']}: {outcome}, in {root}. Licence: {line['licence']}")
     return 0
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"data.root={folder} cannot be made: {error.strerror}") from None
-
-
-def _status(ids: list[str], folder: str | None, as_json: bool) -> int:
+def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
+    """Print the state of the datasets with these ids, or of all. Return exit status 1 if a file has changed."""
     from kvbench.errors import unknown
     from kvbench.tasks import fetch, source
 
     root = source.data_root(folder)
-    every = fetch.sources()
+    sources = fetch.sources()
     for name in ids:
-        if name not in every:
-            raise unknown("dataset", name, every)
+        if name not in sources:
+            raise unknown("dataset", name, sources)
     lock = fetch.read_lock(root) if root else {}
-    report, mistakes = [], []
-    for name in ids or every:
-        entry = every[name]
+    report = []
+    changed_files = []
+    for name in ids or sources:
+        entry = sources[name]
         states = {w: fetch.state(root, w, lock) for w in entry.files} if entry else {}
-        mistakes += [fetch.changed(root, w) for w, s in states.items() if s == "changed" and root]
-        report.append(_record(name, entry, {w.to: s for w, s in states.items()}, lock))
+        changed_files += [fetch.changed(root, w) for w, s in states.items() if s == "changed" and root]
+        report.append(_dataset_record(name, entry, {w.to: s for w, s in states.items()}, lock))
     if as_json:
         print(json.dumps({"root": str(root) if root else None, "datasets": report}, indent=1, ensure_ascii=False))
     else:
-        _print(report, root)
-    for mistake in mistakes:
-        print(f"kvbench: {mistake}", file=sys.stderr)
-    return 1 if mistakes else 0
+        _print_table(report, root)
+    for changed_file in changed_files:
+        say(str(changed_file))
+    return 1 if changed_files else 0
 
 
-def _record(name: str, entry: Any, states: dict[str, str], lock: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _dataset_record(name: str, entry: Any, states: dict[str, str], lock: dict[str, dict[str, Any]]) -> dict[str, Any]:
     commits = sorted({lock[f]["commit"] for f in states if f in lock and "commit" in lock[f]})
     return {
         "dataset": name,
-        "state": _summary(states),
+        "state": _summarise_states(states),
         "files": states,
         "repo": entry.repo if entry else None,
         "revision": entry.revision if entry and entry.repo else None,
@@ -115,7 +114,8 @@ def _record(name: str, entry: Any, states: dict[str, str], lock: dict[str, dict[
     }
 
 
-def _summary(states: dict[str, str]) -> str:
+def _summarise_states(states: dict[str, str]) -> str:
+    """Return the state that all files have, or else how many files are in each state."""
     if not states:
         return "no files listed"
     counts = Counter(states.values())
@@ -124,7 +124,7 @@ def _summary(states: dict[str, str]) -> str:
     return ", ".join(f"{n} {s}" for s, n in sorted(counts.items()))
 
 
-def _print(report: list[dict[str, Any]], root: Path | None) -> None:
+def _print_table(report: list[dict[str, Any]], root: Path | None) -> None:
     print(f"data folder: {root or 'none (data.root=FOLDER or the environment variable KVBENCH_DATA)'}")
     for r in report:
         print(f"  {r['dataset']:<14} {r['state']}")
@@ -133,11 +133,11 @@ def _print(report: list[dict[str, Any]], root: Path | None) -> None:
         commits = ", ".join(c[:12] for c in r["commits"])
         fetched = f" (fetched: {commits})" if commits else ""
         where = f"{r['repo']} at {r['revision']}{fetched}" if r["repo"] else "own address"
-        _detail(f"{where}; {'verified' if r['verified'] else 'not verified'}; licence: {r['licence']}")
+        _print_detail(f"{where}; {'verified' if r['verified'] else 'not verified'}; licence: {r['licence']}")
         missing = [f for f, s in r["files"].items() if s == "missing"]
         if missing and len(missing) < len(r["files"]):
-            _detail(f"missing: {', '.join(missing)}")
+            _print_detail(f"missing: {', '.join(missing)}")
 
 
-def _detail(text: str) -> None:
+def _print_detail(text: str) -> None:
     print(fill(text, WIDTH, initial_indent=" " * 17, subsequent_indent=" " * 17, break_long_words=False))

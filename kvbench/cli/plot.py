@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -13,36 +12,35 @@ from typing import Any
 from kvbench.conf import top_level
 from kvbench.errors import UsageError
 from kvbench.run import words
+from kvbench.run.keys import Key, divide, whole, whole_number
 from kvbench.run.words import RunRequest, split_list
 
-EXAMPLES = """examples:
-  python -m kvbench plot list
-  python -m kvbench plot uncomp/fig1
-  python -m kvbench plot think limit=1
-  python -m kvbench plot uncomp/fig2 dataset=tiny/needle,tiny/code limit=4 layers=0,5
-  python -m kvbench plot qhitter/fig3 model=FOLDER_OR_HUB_ID dataset=wikitext2 bits=3
-  python -m kvbench plot uncomp/fig6 text=FILE samples=6 tokens=1024
-  python -m kvbench plot vatp/fig3 limit=2
-  python -m kvbench plot results/budget --stored
-  python -m kvbench plot needle/heatmap model=smollm2-135m-q4_1 lengths=512,1024 depths=0,50,100 repeats=1
-  python -m kvbench plot --from-csv results/figures/uncomp/fig1.csv
 
-Every figure is written as results/figures/<id>.png, .svg and .csv, the tiny model's below results/tiny/figures (another
-folder than results with results=), and what the data say about the paper's finding is printed. The CSV alone makes the
-same pictures again.
+def _numbers(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
+    """Return a key of whole numbers separated by commas, each one of ``allowed`` if that is given."""
 
-What figures of activations read: the tiny suite for the tiny model and WikiText-2 for others, prompts of dataset=, or
-windows of text=FILE.
-limit= prompts of each task, samples= windows, tokens= the first tokens of each. layers=, heads=, bits= and top= go to
-the figures that have a use for them (0 is the first layer and head).
+    def read(text: str) -> tuple[int, ...]:
+        numbers = [whole_number(part, least=0) for part in split_list(text)]
+        if allowed is not None and not set(numbers) <= set(allowed):
+            raise ValueError(text)
+        return tuple(dict.fromkeys(numbers))
 
-Figures of results (needle/heatmap, results/pareto, vatp/fig3, ...) are drawn from measured cells: what is missing below
-results= is measured first, with limit= prompts of each task, as `run` does it, of the paper's datasets or of dataset=
-with any of its options (lengths=, depths=); where each dataset has its own budget (qhitter/fig7), dataset= leaves out
-the others. --stored measures nothing."""
+    return Key(name, read=read, allowed=f"{kind}, separated by commas")
 
-WHOLE = {"samples": 1, "tokens": 2, "top": 1}
-LISTS = {"layers": "layer numbers", "heads": "head numbers", "bits": "1, 2, 3, 4 or 8"}
+
+OWN = {
+    key.name: key
+    for key in (
+        whole("samples", 1),
+        whole("tokens", 2),
+        whole("top", 1),
+        _numbers("layers", "layer numbers"),
+        _numbers("heads", "head numbers"),
+        _numbers("bits", "1, 2, 3, 4 or 8", (1, 2, 3, 4, 8)),
+        Key("text"),
+    )
+}
+"""The keys that are not a run's."""
 TAKES = ("limit", "results", "max_length", "threads", "device")
 OTHERS = ("method", "preset", "match", "reference", "per")
 
@@ -52,46 +50,41 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="figures, model, and what it reads")
     parser.add_argument("--from-csv", metavar="FILE", help="draw again from a figure's CSV, without a model")
     parser.add_argument("--stored", action="store_true", help="measure nothing, draw what is in the store")
-    parser.add_argument("--json", action="store_true", help="print paths and findings as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
     """Draw the figures asked for."""
-    names = [o for o in args.overrides if "=" not in o]
-    pairs = [o for o in args.overrides if "=" in o]
+    names, options = divide(args.overrides)
     if args.from_csv is not None:
-        records = [_redraw(Path(args.from_csv), names, pairs)]
-    elif names == ["list"] and not pairs:
+        records = [_redraw(Path(args.from_csv), names, options)]
+    elif names == ["list"] and not options:
         records = []
         _print_list(args.json)
     elif not names:
         raise UsageError("plot needs a figure, as in: python -m kvbench plot uncomp/fig1 (all: plot list)")
     else:
-        records = _plot(names, pairs, args.json, args.stored)
+        records = _draw_figures(names, options, args.json, args.stored)
     if args.json and records:
         print(json.dumps(records, indent=1, ensure_ascii=False))
     elif records:
-        print("\n\n".join(_written(m) for m in records))
+        print("\n\n".join(_describe(m) for m in records))
     return 0
 
 
-def _plot(names: list[str], pairs: list[str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
-    keys = [p.partition("=")[0] for p in pairs]
-    figure_keys = {k: _own(k, v) for k, _, v in (p.partition("=") for p in pairs) if k in (*WHOLE, *LISTS, "text")}
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UsageError(f"{key}= is given {keys.count(key)} times: give it once")
+def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
+    figure_keys = {key: OWN[key].value(options) for key in options if key in OWN}
+    if figure_keys.get("text") == "":
+        raise UsageError("text= is empty: give a text file")
+    for key in options:
         if key in OTHERS or (key in top_level() and key not in TAKES):
             raise UsageError(f"{key}= is not possible: a figure says itself what is read and run, it takes no {key}=")
-    if "text" in figure_keys and "dataset" in keys:
+    if "text" in figure_keys and "dataset" in options:
         raise UsageError("text= and dataset= are two ways to say what is read: give one of them")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.papers.figures import registry
-    from kvbench.papers.figures.measured import ResultFigure
 
     figures = registry.of(names)
-    of_results = [f for f in figures if isinstance(f, ResultFigure)]
-    of_activations = [f for f in figures if not isinstance(f, ResultFigure)]
+    of_results = [f for f in figures if f.sweeps is not None]
+    of_activations = [f for f in figures if f.sweeps is None]
     for key in figure_keys:
         takers = [f.id for f in registry.FIGURES.values() if _takes(f, key)]
         if not any(_takes(f, key) for f in figures):
@@ -104,32 +97,32 @@ def _plot(names: list[str], pairs: list[str], quiet: bool, stored: bool) -> list
         raise UsageError(f"bits={bits} is not possible: {single_width[0]} shows one width, as bits=4")
     if stored and not of_results:
         raise UsageError(f"--stored is not possible with {names[0]}: its data are not in the store, they are computed")
-    plain = [p for p in pairs if p.partition("=")[0] not in figure_keys]
-    models = split_list(dict(p.partition("=")[::2] for p in plain).get("model", ""))
+    plain = [f"{key}={value}" for key, value in options.items() if key not in figure_keys]
+    models = split_list(options.get("model", ""))
     if len(models) > 1:
         raise UsageError(f"plot draws one model at a time, not {len(models)}: give model= one name")
     records = []
     if of_activations:
-        records = _of_activations(of_activations, words.read([*plain, "method=full"]).runs[0], keys, figure_keys, quiet)
-    return records + _of_results(of_results, plain, quiet, stored)
+        request = words.read([*plain, "method=full"]).runs[0]
+        records = _draw_activations(of_activations, request, "dataset" in options, figure_keys, quiet)
+    return records + _draw_results(of_results, plain, options, quiet, stored)
 
 
 def _takes(figure: Any, key: str) -> bool:
-    """Return True if the figure uses a key that is not a run's."""
-    from kvbench.papers.figures.measured import ResultFigure
-
-    return key in figure.knobs or (key in ("text", "samples") and not isinstance(figure, ResultFigure))
+    """Return True if the figure takes ``key``, one of the keys that runs do not have."""
+    return key in figure.knobs or (key in ("text", "samples") and figure.sweeps is None)
 
 
-def _of_results(figures: Sequence[Any], pairs: Sequence[str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
+def _draw_results(
+    figures: Sequence[Any], arguments: Sequence[str], options: Mapping[str, str], quiet: bool, stored: bool
+) -> list[dict[str, Any]]:
     """Draw figures of measured cells. Missing cells are measured first, unless ``stored``."""
     from kvbench.papers.figures import measured
     from kvbench.papers.figures.figure import folder
     from kvbench.papers.spec import stand_ins
 
-    options = dict(p.partition("=")[::2] for p in pairs)
     results = options.get("results", str(top_level()["results"]))
-    ready = [(figure, measured.prepare(figure, pairs)) for figure in figures]
+    ready = [(figure, measured.prepare(figure, arguments)) for figure in figures]
     records = []
     for figure, source in ready:
         if not stored:
@@ -143,8 +136,8 @@ def _of_results(figures: Sequence[Any], pairs: Sequence[str], quiet: bool, store
     return records
 
 
-def _of_activations(
-    figures: Sequence[Any], request: RunRequest, keys: Sequence[str], own: dict[str, Any], quiet: bool
+def _draw_activations(
+    figures: Sequence[Any], request: RunRequest, of_dataset: bool, figure_keys: dict[str, Any], quiet: bool
 ) -> list[dict[str, Any]]:
     """Draw figures of a model's activations while it reads."""
     from kvbench.papers.figures import source
@@ -154,11 +147,13 @@ def _of_activations(
     from kvbench.run import config
 
     cfg = config.parse(request)
-    origin = source.locate(cfg, "dataset" in keys, own.get("text"), own.get("samples"), own.get("tokens"))
+    origin = source.locate(
+        cfg, of_dataset, figure_keys.get("text"), figure_keys.get("samples"), figure_keys.get("tokens")
+    )
     records = []
     for figure in figures:
         prompts = origin.prompts(figure)
-        knobs = source.knob_values(figure, own)
+        knobs = {k: figure_keys.get(k, default) for k, default in figure.knobs.items()}
         with progress({figure.id: len(prompts)}, quiet, "prompts") as tick:
             reading = Reading(
                 origin.model,
@@ -176,8 +171,8 @@ def _of_activations(
     return records
 
 
-def _redraw(path: Path, names: list[str], pairs: list[str]) -> dict[str, Any]:
-    wrong = [*names, *(p for p in pairs if not p.startswith("results="))]
+def _redraw(path: Path, names: list[str], options: dict[str, str]) -> dict[str, Any]:
+    wrong = [*names, *(f"{key}={value}" for key, value in options.items() if key != "results")]
     if wrong:
         raise UsageError(f"--from-csv draws what the file says, and takes only results=FOLDER, not {wrong[0]}")
     from kvbench.papers.figures import registry
@@ -185,32 +180,14 @@ def _redraw(path: Path, names: list[str], pairs: list[str]) -> dict[str, Any]:
 
     name, text = read_csv(path)
     (figure,) = registry.of([name])
-    folder = pairs[-1].partition("=")[2] if pairs else None
+    folder = options.get("results")
     stem = Path(folder) / "figures" / figure.id if folder else path.with_suffix("")
     paths, finding = figure.redraw(text, stem)
     return _record(figure, paths, finding)
 
 
-def _own(key: str, value: str) -> Any:
-    """Parse the value of a key that is not a run's."""
-    if key == "text":
-        if not value:
-            raise UsageError("text= is empty: give a text file")
-        return value
-    if key in WHOLE:
-        if not value.isdigit() or int(value) < WHOLE[key]:
-            raise UsageError(f"{key}={value} is not possible: a whole number, {WHOLE[key]} or more")
-        return int(value)
-    parts = split_list(value)
-    from kvbench.cache.packed import BITS
-
-    if not all(p.isdigit() and (key != "bits" or int(p) in BITS) for p in parts):
-        raise UsageError(f"{key}={value} is not possible: {LISTS[key]}, separated by commas")
-    return tuple(dict.fromkeys(map(int, parts)))
-
-
 def listing() -> list[dict[str, Any]]:
-    """Return every figure: its id, content, the paper's finding, and its knobs."""
+    """Return every figure as plain data: its id, what it shows, the paper's finding, and its knobs."""
     from kvbench.papers.figures.registry import FIGURES
 
     return [
@@ -235,9 +212,9 @@ def _record(figure: Any, paths: list[Path], finding: str) -> dict[str, Any]:
     }
 
 
-def _written(made: dict[str, Any]) -> str:
-    parts = ((made["id"], " ".join(made["files"])), ("here", made["finding"]), ("paper", made["claim"]))
+def _describe(record: dict[str, Any]) -> str:
+    parts = ((record["id"], " ".join(record["files"])), ("here", record["finding"]), ("paper", record["claim"]))
     return "\n".join(
         fill(text, 100, initial_indent=f"{name}: ", subsequent_indent="  ", break_long_words=False)
-        for name, text in (*parts, ("open", made["unsaid"]))
+        for name, text in (*parts, ("open", record["unsaid"]))
     )

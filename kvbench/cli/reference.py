@@ -5,19 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
-EXAMPLES = """examples:
-  python -m kvbench reference think
-  python -m kvbench reference --format md
-  python -m kvbench reference vatp --json
-
-For each paper: every value of its preset with its source, every table and figure with what of it can be reproduced,
-and what the paper says, by its own numbers. docs/reference.md is all of it as Markdown."""
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("paper", nargs="?", default="all", help="think, refreekv, uncomp, vatp, qhitter (default all)")
-    parser.add_argument("--json", action="store_true", help="print presets, entries and statements as JSON on stdout")
     parser.add_argument("--format", choices=("text", "md"), default="text", help="text or Markdown (default text)")
 
 

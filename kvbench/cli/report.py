@@ -4,51 +4,33 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import KvbenchError, UsageError
+from kvbench.run.keys import pairs, whole
 
 if TYPE_CHECKING:
     from kvbench.papers.report.page import ReportPage
 
-EXAMPLES = """examples:
-  python -m kvbench report samples=1 output=report.html
-  python -m kvbench report samples=0
-  python -m kvbench report results=results method=full,snapkv,h2o kv_ratio=0.125 samples=2
-  python -m kvbench report samples=0 --json
-
-Tables are those of `table`, from the samples committed in results/tiny (model=tiny) or results/tables (others), and
-where there are none from the store; claims are what `claims` last wrote; figures are those of results/figures, of the
-tiny model results/tiny/figures.
-samples= examples of each task are shown with every method's answer and the tokens that it kept: by default of full,
-streamingllm, h2o, snapkv and snapkv+think on the tiny suite; method=, dataset=, kv_ratio=, ... choose others, as in
-`run`. They are measured where they are missing.
---json prints the same instead of the page: tables (as `table --json`, with what they were measured with), figures (what
-they show, and the path of each picture), claims, audit, samples and runs, each a list."""
+SAMPLES = whole("samples", 0, "1", "a whole number, 0 for none")
 METHODS = ("method=full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio=0.125")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="output=, samples=, results=, and run's keys")
-    parser.add_argument("--json", action="store_true", help="print what the page shows as JSON on stdout")
 
 
 def main(args: argparse.Namespace) -> int:
     """Write the page and print its path, or print what it shows."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if any("=" not in o for o in args.overrides):
-        raise UsageError("report takes key=value only, as in output=report.html samples=1")
-    given = dict(o.partition("=")[::2] for o in args.overrides)
-    if args.json and "output" in given:
-        raise UsageError(f"output={given['output']} is not possible with --json, which prints and writes no page")
-    output = Path(given.pop("output", "report.html"))
-    count = given.pop("samples", "1")
-    if not count.isdigit():
-        raise UsageError(f"samples={count} is not possible: a whole number, 0 for none")
-    report = _collect(given, int(count))
+    options = pairs(args.overrides, "output=report.html samples=1")
+    if args.json and "output" in options:
+        raise UsageError(f"output={options['output']} is not possible with --json, which prints and writes no page")
+    output = Path(options.pop("output", "report.html"))
+    count = SAMPLES.value(options)
+    options.pop("samples", None)
+    report = _collect_page(options, count)
     if args.json:
         print(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
         return 0
@@ -62,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _collect(given: dict[str, str], count: int) -> ReportPage:
+def _collect_page(options: dict[str, str], count: int) -> ReportPage:
     from kvbench.papers.claims import claim_runner
     from kvbench.papers.figures.figure import folder
     from kvbench.papers.forensics import audit
@@ -70,28 +52,28 @@ def _collect(given: dict[str, str], count: int) -> ReportPage:
     from kvbench.papers.spec import stand_ins
     from kvbench.run import config, experiment, words
 
-    results, model = Path(given.get("results", "results")), given.get("model", "tiny")
-    written = [f"{k}={v}" for k, v in given.items() if k not in ("results", "longbench")]
-    methods = () if "method" in given else METHODS
-    run = words.read([*methods, *written, f"results={results}", f"limit={max(1, count)}"]).runs[0]
-    shown: list[dict[str, Any]] = []
+    results, model = Path(options.get("results", "results")), options.get("model", "tiny")
+    arguments = [f"{k}={v}" for k, v in options.items() if k not in ("results", "longbench")]
+    methods = () if "method" in options else METHODS
+    run = words.read([*methods, *arguments, f"results={results}", f"limit={max(1, count)}"]).runs[0]
+    answers: list[dict[str, Any]] = []
     if count:
-        shown = samples.collect(experiment.prepare(config.parse(run)), count)
-    own = [f"{k}={given[k]}" for k in ("data.root", "longbench") if k in given]
+        answers = samples.collect(experiment.prepare(config.parse(run)), count)
+    table_arguments = [f"{k}={options[k]}" for k in ("data.root", "longbench") if k in options]
     committed = results / ("tiny" if model == stand_ins.MODEL else "tables")
     return page.ReportPage(
         model,
-        tables.parts(model, str(results), committed, own),
+        tables.parts(model, str(results), committed, table_arguments),
         page.figures_of(folder(results, model)),
         claim_runner.read(results),
         audit(),
-        shown,
-        _runs(results),
+        answers,
+        _stored_runs(results),
     )
 
 
-def _runs(results: Path) -> list[dict[str, Any]]:
-    """Return every cell of the store with its provenance."""
+def _stored_runs(results: Path) -> list[dict[str, Any]]:
+    """Return every cell of the store as plain data, with the last facts of its provenance."""
     from kvbench.cli import runs
     from kvbench.run.labels import fields
     from kvbench.run.store import ResultStore

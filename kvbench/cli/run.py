@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import signal
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,33 +17,13 @@ from typing import TYPE_CHECKING
 import yaml
 
 from kvbench.cli import launchers
+from kvbench.errors import say
 from kvbench.run import words
 
 if TYPE_CHECKING:
     from kvbench.run.experiment import RunPlan
     from kvbench.run.plan import GroupPlan, Plan
-    from kvbench.run.results import Report
-
-EXAMPLES = """examples:
-  python -m kvbench run method=snapkv+think ratio=0.4
-  python -m kvbench run method=full,snapkv,snapkv+think kv_size=64,128 dataset=tiny/needle,tiny/code limit=4
-  python -m kvbench run method=snapkv per=kv_head,query_head limit=4 --plan
-  python -m kvbench run method=streamingllm,snapkv kv_ratio=0.125 limit=4 --json
-  python -m kvbench run preset=think method=snapkv,snapkv+think kv_size=64 limit=4
-  python -m kvbench run method=snapkv,snapkv+think kv_size=128 match=bytes limit=4 --plan
-  python -m kvbench run -m shards=2 method=snapkv limit=4
-  python -m kvbench run method=snapkv limit=4 logger=wandb logger.mode=offline
-  python -m kvbench run method=snapkv --config
-
-keys: method= (joined by +, listed by ,), dataset=, model=, any knob of a method (kv_ratio=, kv_size=, ratio=,
-window=, ...; method.snapkv.window= by full name), per=, limit=, results=, baseline=false. Comma lists are grids.
-
-preset=think|refreekv|uncomp|vatp|qhitter sets the variants, windows, prompt and per of a paper's tables in place of
-the plain defaults; what you type wins. What each sets, and where that comes from: python -m kvbench list presets.
-
-match=bytes sets the kv_size of all other methods to what holds as many bytes as the last one named (or reference=):
-snapkv+think at 128 tokens holds as much as snapkv at 109. match=nominal counts as ThinK's table 7 does, with a fraction
-of a channel; match=true is what preset= says, or bytes. The report states every kv_size found and the bytes of both."""
+    from kvbench.run.report import Report
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +37,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def output_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for printing a report."""
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
     parser.add_argument("--format", choices=("text", "md", "csv", "latex"), default="text", help="of the table")
 
 
@@ -67,7 +44,6 @@ def main(args: argparse.Namespace) -> int:
     """Measure and print. Return exit status 1 if a cell was refused or failed."""
     command = words.read(args.overrides, args.multirun)
     launchers.check(command)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from kvbench.run import config, experiment
     from kvbench.run.wandb_logger import listeners
 
@@ -110,13 +86,13 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
     for status, hint in (("refused", ""), ("failed", "; the same command tries them again")):
         if counts[status]:
             text = f"{counts[status]} of the cells {'were ' if status == 'refused' else ''}{status}"
-            print(f"kvbench: {text}; the reasons stand in the table{hint}", file=sys.stderr)
+            say(f"{text}; the reasons stand in the table{hint}")
     return 1 if counts["refused"] or counts["failed"] else 0
 
 
 @dataclass
 class Stop:
-    """The exit status of a run that a signal ended, or None for one that finished."""
+    """The end of a run. ``status`` is the exit status if a signal ended it, else None."""
 
     status: int | None = None
 
@@ -143,10 +119,7 @@ def stopping(prepared: Sequence[RunPlan], asked: Sequence[str]) -> Iterator[Stop
         todo = [t for p in prepared for t in p.todo()]
         answered, left = (sum(t.answers_done for t in todo), sum(t.answers_to_do for t in todo))
         command = shlex.join(["python", "-m", "kvbench", *asked])
-        print(
-            f"kvbench: interrupted. {answered} of {answered + left} answers are done and safe; to go on:\n  {command}",
-            file=sys.stderr,
-        )
+        say(f"interrupted. {answered} of {answered + left} answers are done and safe; to go on:\n  {command}")
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
@@ -171,7 +144,7 @@ def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
 
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the lines of a plan: each group, the sum, memory, notes, calibrations, the cells of each method."""
+    """Yield the lines of a plan: each group, the sum, dtype, memory, notes, calibrations, and each method's cells."""
     from kvbench.tables.render import size
 
     for group in plan.groups:
@@ -199,8 +172,8 @@ def _planned(g: GroupPlan) -> Iterator[str]:
     )
     if not g.answers_to_do:
         return
-    time = f"{'roughly' if g.rough else 'about'} {_duration(g.seconds)}"
-    yield f"  prompts of at most {g.prompt_tokens} tokens: caches of about {size(g.bytes)}, {time}"
+    time = "" if g.seconds is None else f", about {_duration(g.seconds)}"
+    yield f"  prompts of at most {g.prompt_tokens} tokens: caches of about {size(g.bytes)}{time}"
     if len(g.parts) > 1:
         named = "; ".join(", ".join(part) for part in g.parts)
         yield f"  in {len(g.parts)} parts, of which each reads the prompts, to fit into memory: {named}"
@@ -212,21 +185,17 @@ def _planned(g: GroupPlan) -> Iterator[str]:
 
 
 def _together(plan: Plan) -> Iterator[str]:
-    """Yield the sum of all groups, and the source of rough times."""
+    """Yield the line on all groups together, with their time or how to get one. No line if nothing is left to do."""
     todo = [g for g in plan.groups if g.answers_to_do]
     if not todo:
         return
-    rough = any(g.rough for g in todo)
+    seconds = [g.seconds for g in todo if g.seconds is not None]
+    known = len(seconds) == len(todo)
+    time = f"about {_duration(sum(seconds))}" if known else "for a time measure a few first (limit=2), then ask again"
     yield (
         f"together: {sum(g.answers_to_do for g in todo)} answers in {sum(g.prefills for g in todo)} prefills "
-        f"({sum(g.prefills_saved for g in todo)} saved by sharing), "
-        f"{'roughly' if rough else 'about'} {_duration(sum(g.seconds for g in todo))}"
+        f"({sum(g.prefills_saved for g in todo)} saved by sharing); {time}"
     )
-    if rough:
-        yield (
-            f"roughly: nothing of it is measured yet, so from counts of operations and bytes at the speed that "
-            f"{plan.device} shows here now, every answer as long as it may be; it may be a factor of three off"
-        )
 
 
 def _duration(seconds: float) -> str:

@@ -10,6 +10,7 @@ from datetime import datetime
 from functools import partial
 
 from kvbench.errors import UsageError, unknown
+from kvbench.run.keys import one_of, pairs
 from kvbench.run.labels import differences, fields, label
 from kvbench.run.results import CellRecord, ScoreSummary, Status
 from kvbench.run.store import STATUSES, ResultStore
@@ -17,32 +18,32 @@ from kvbench.run.words import split_list
 
 FILTERS = ("status", "model", "method", "dataset", "cells")
 DAMAGED = "damaged"
+WIDTH = 24
 
 
 def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-    """Parse ``key=value`` arguments. Raises UsageError for one not in ``keys``, given twice or without a value."""
-    values: dict[str, str] = {}
+    """Return the values of ``key=value`` arguments by key.
+
+    Raises UsageError for a key not in ``keys``, for one given twice or without a value, and for an unknown status.
+    """
     for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key not in keys:
+        if "=" not in argument or argument.partition("=")[0] not in keys:
             raise unknown("argument", argument, [f"{k}=" for k in keys])
-        if key in values:
-            raise UsageError(f"{key}= is given 2 times: list the values with commas, {key}={values[key]},{value}")
-        if "" in split_list(value):
-            raise UsageError(f"{argument}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
-        values[key] = value
-    for status in split_list(values["status"]) if "status" in values else ():
-        if status not in (*STATUSES, DAMAGED):
-            raise unknown("status", status, (*STATUSES, DAMAGED))
-    return values
+    texts = pairs(arguments)
+    for key, text in texts.items():
+        if "" in split_list(text):
+            raise UsageError(f"{key}={text}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
+    for status in split_list(texts["status"]) if "status" in texts else ():
+        one_of("status", (*STATUSES, DAMAGED), status)
+    return texts
 
 
 @dataclass(frozen=True)
 class StoredCell:
-    """The summary of one stored cell in a list.
+    """One stored cell in a list.
 
-    ``summary`` is of all its samples; None if there is no current one. ``differs`` states the settings that tell it
-    from cells of the same label, dataset and model.
+    summary: the means over all its samples; None if there are none that are up to date.
+    differs: the settings in which it differs from cells of the same label, dataset and model.
     """
 
     id: str
@@ -65,7 +66,7 @@ class StoredCell:
         return None if time_s is None else datetime.fromtimestamp(time_s).astimezone().isoformat("T", "seconds")
 
     def json(self) -> dict[str, object]:
-        """Return it as ``--json`` prints it."""
+        """Return the cell as ``--json`` prints it."""
         score = self.summary
         return {
             "id": self.id,
@@ -99,7 +100,7 @@ def rows(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCell]:
 
 
 def row(store: ResultStore, name: str) -> StoredCell:
-    """Return the summary of one cell; a damaged one gets the status DAMAGED."""
+    """Return one stored cell with its summary. A damaged cell has the status DAMAGED."""
     folder = str(store.folder(name))
     try:
         record, status = store.cell(name) or CellRecord(), store.status(name)
@@ -146,16 +147,16 @@ def _texts(cell: StoredCell) -> tuple[str, ...]:
     )
 
 
-def _fold(text: str, at: str, width: int = 24) -> list[str]:
-    """Break the text into lines of at most ``width`` characters, behind ``at``, or anywhere without one."""
+def _fold(text: str, at: str) -> list[str]:
+    """Return the lines, of at most WIDTH characters, of a text broken behind ``at``. Longer parts are cut anywhere."""
     lines = [""]
     for i, part in enumerate(text.split(at) if text else ()):
         piece = f"{lines[-1]}{at}{part}" if i else part
-        if len(piece) <= width:
+        if len(piece) <= WIDTH:
             lines[-1] = piece
             continue
         lines[-1:] = [f"{lines[-1]}{at}".rstrip(" ")] if i else []
-        lines += [part[i : i + width] for i in range(0, len(part), width)] or [""]
+        lines += [part[i : i + WIDTH] for i in range(0, len(part), WIDTH)] or [""]
     return [line for line in lines if line]
 
 

@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvbench.cli.run import output_arguments
-from kvbench.errors import UsageError, unknown
+from kvbench.errors import UsageError, say
+from kvbench.run.keys import Key, one_of, pairs, values
 
-EXAMPLES = """examples:
-  python -m kvbench score tests/predictions
-  python -m kvbench score tests/predictions code_sim=difflib --json
-  python -m kvbench score tests/predictions model=llama2-7b-chat method=full prompt=longbench --format md
-  python -m kvbench score tests/predictions --store model=llama2-7b-chat method=full results=/tmp/kvbench-imported
-
-PATH is a folder of <dataset>.jsonl files as LongBench's pred.py writes them, of kvpress's predictions.csv, or of
-lm-evaluation-harness's samples_*.jsonl; or one such file.
-
-keys: code_sim=levenshtein|difflib, split=auto|standard|e (LongBench-E, whose scores are also given by length; auto:
-by the names pred_e and <dataset>_e.jsonl, or if a file has more answers than the standard split), metric= for datasets
-that are not LongBench's, model= and method= (and setting=kv_size=512, prompt=think) that made the answers: published
-values are shown for them, and --store needs them. results= is the folder that --store writes to."""
-
-KEYS = {
-    "code_sim": "levenshtein",
-    "split": "auto",
-    "metric": None,
-    "model": None,
-    "method": None,
-    "setting": "",
-    "prompt": None,
-    "results": "results",
-}
-SPLITS = ("auto", "standard", "e")
+KEYS = (
+    Key("code_sim", "levenshtein"),
+    Key("split", "auto", partial(one_of, "split", ("auto", "standard", "e"))),
+    Key("metric"),
+    Key("model"),
+    Key("method"),
+    Key("setting", ""),
+    Key("prompt"),
+    Key("results", "results"),
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Score and print. Return exit status 1 if a file could not be scored, 2 if there is nothing to score."""
     start = time.perf_counter()
-    options = _given(args)
+    options = _parse_options(args)
     from kvbench import imports, metrics
     from kvbench.imports import scoring, stored, table, verdict
     from kvbench.run.store import ResultStore
@@ -66,9 +52,9 @@ def main(args: argparse.Namespace) -> int:
     source = verdict.PredictionSource(options["model"], options["method"], options["setting"], options["prompt"])
     if args.store and not (source.model and source.method):
         raise UsageError("--store needs model=NAME method=NAME: what made these answers")
-    files, errors = _read(imports.find(Path(args.path)), options)
+    files, errors = _read_predictions(imports.find(Path(args.path)), options)
     read_at = time.perf_counter()
-    scored = scoring.score_all(files)
+    scored = [scoring.score_file(predictions, name) for predictions, name in files]
     scored_at = time.perf_counter()
     verdicts = verdict.beside(source, scored, options["code_sim"])
     records, means = table.tasks(scored, verdicts), verdict.means(source, scored)
@@ -99,34 +85,23 @@ def main(args: argparse.Namespace) -> int:
         print(writers.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
     _report_time(records, timing, time.perf_counter() - start)
     for error in errors:
-        print(f"kvbench: {error['error']}", file=sys.stderr)
+        say(error["error"])
     return 1 if errors else 0
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keys with their defaults. Raises UsageError for an unknown or repeated one."""
-    options = dict(KEYS)
-    pairs = [(k, v) for k, v in (("model", args.model), ("method", args.method)) if v is not None]
-    for argument in args.overrides:
-        key, sign, value = argument.partition("=")
-        if not sign:
-            raise UsageError(f"{argument!r} is not key=value, as in code_sim=difflib")
-        if key not in KEYS:
-            raise unknown("key of score", key, KEYS)
-        pairs.append((key, value))
-    for key, value in pairs:
-        if [k for k, _ in pairs].count(key) > 1:
-            raise UsageError(f"{key}= is given twice")
-        if not value:
+def _parse_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the value of each of KEYS by name. Raises UsageError for an unknown, repeated or empty key."""
+    options = [f"{k}={v}" for k, v in (("model", args.model), ("method", args.method)) if v is not None]
+    texts = pairs([*options, *args.overrides], "code_sim=difflib")
+    for key, text in texts.items():
+        one_of("key of score", [k.name for k in KEYS], key)
+        if not text:
             raise UsageError(f"{key}= is empty")
-        options[key] = value
-    if options["split"] not in SPLITS:
-        raise unknown("split", options["split"], SPLITS)
-    return options
+    return values(KEYS, texts)
 
 
-def _read(paths: list[Path], given: dict[str, Any]) -> tuple[list[tuple[Any, str]], list[dict[str, str]]]:
-    """Return the predictions that can be scored, each with its metric, and the errors of other files."""
+def _read_predictions(paths: list[Path], options: dict[str, Any]) -> tuple[list[tuple[Any, str]], list[dict[str, str]]]:
+    """Return (predictions with their metrics, errors): the files that can be scored, and the errors of the others."""
     from kvbench import imports
     from kvbench.imports import layouts, scoring
     from kvbench.tasks import longbench
@@ -134,7 +109,7 @@ def _read(paths: list[Path], given: dict[str, Any]) -> tuple[list[tuple[Any, str
     answers, errors = [], []
     for path in paths:
         if len(paths) > 1 and layouts.unrelated(path):
-            print(f"kvbench: skipped {path}: a CSV without the column predicted_answer", file=sys.stderr)
+            say(f"skipped {path}: a CSV without the column predicted_answer")
             continue
         try:
             answers.append((path, imports.read(path)))
@@ -142,11 +117,11 @@ def _read(paths: list[Path], given: dict[str, Any]) -> tuple[list[tuple[Any, str
             errors.append({"file": str(path), "error": str(error)})
     if not answers and not errors:
         raise UsageError(f"{paths[0].parent} holds no predictions ({imports.LAYOUTS})")
-    predictions_by_split = imports.settle_split([p for _, every in answers for p in every], given["split"])
+    predictions_by_split = imports.settle_split([p for _, every in answers for p in every], options["split"])
     files = []
     for predictions in predictions_by_split:
         try:
-            name = scoring.choose_metric(predictions, given["code_sim"], given["metric"])
+            name = scoring.choose_metric(predictions, options["code_sim"], options["metric"])
             scoring.check(predictions, name)
             files.append((predictions, name))
         except UsageError as error:
@@ -158,9 +133,8 @@ def _read(paths: list[Path], given: dict[str, Any]) -> tuple[list[tuple[Any, str
 
 def _report_time(records: list[dict[str, Any]], timing: dict[str, float], total: float) -> None:
     slow = ", ".join(f"{r['dataset']} {r['seconds']:.1f} s" for r in sorted(records, key=lambda r: -r["seconds"])[:3])
-    print(
-        f"kvbench: {sum(r['n'] for r in records)} answers to {len(records)} datasets in {total:.1f} s: "
+    say(
+        f"{sum(r['n'] for r in records)} answers to {len(records)} datasets in {total:.1f} s: "
         f"start and reading {timing['read_s']:.1f} s, scoring and intervals {timing['score_s']:.1f} s"
-        + (f"; most in {slow}" if slow else ""),
-        file=sys.stderr,
+        + (f"; most in {slow}" if slow else "")
     )

@@ -12,11 +12,6 @@ from kvbench.cli.run import output_arguments, print_reports
 from kvbench.errors import UsageError
 from kvbench.run import words
 
-EXAMPLES = """examples:
-  python -m kvbench show method=snapkv+think ratio=0.4
-  python -m kvbench show --format md
-  python -m kvbench show CELL            (ids: python -m kvbench list runs)"""
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""

@@ -76,7 +76,7 @@ def _check_dtype(command: Command, prepared: RunPlan) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the cause of a job's end: the first line of its error, or the last of a worker's traceback from Ray."""
+    """Return why a job ended: the first line of its error, or the last line of a worker's traceback from Ray."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

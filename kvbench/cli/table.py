@@ -4,41 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, say
+from kvbench.run.keys import one_of, pairs
 
 if TYPE_CHECKING:
     from kvbench.papers.measured.cell_view import View
 
-EXAMPLES = """examples:
-  python -m kvbench table think/1 limit=4
-  python -m kvbench table think/5 limit=2 --show ours
-  python -m kvbench table uncomp/1 --stored --format md
-  python -m kvbench table refreekv/4 limit=2 --format latex
-  python -m kvbench table think/2 --stored --show published
-  python -m kvbench table think/1 --stored --trace "h2o kv_size=64" hop
-  python -m kvbench table think/2 limit=2 --plan
-  python -m kvbench table think/10 --plan
-  python -m kvbench table vatp/4 --stored --format csv
-  python -m kvbench table uncomp/1 --stored --json
-
-The tables are those of `python -m kvbench list tables`: think/2, think (all of a paper), all.
-model= is tiny by default, with its own six tasks as columns, and the papers' budgets scaled to its prompts. Any other
-model reads the papers' own datasets under their budgets. On a model of the table, rows of other models are left out and
-differences are shown; any other stands in for it, and both sides are in per cent of their own full cache.
-longbench=mini or full says where LongBench's columns are read from: all of them from LongBench where it is complete,
-else from MiniLongBench where that is there. What else you give goes to `run`: limit=, results=, data.root=, ...
-
-Efficiency tables (think/10, think/11, refreekv/3, refreekv/10, uncomp/3, uncomp/10, vatp/3, vatp/4, qhitter/2) show
-ratios to a base row beside the paper's, and each side's own values. They are timed by `bench time`: on the paper's
-model by scripts/gpu_tables.sh (rows in results/gpu, shown where there are any), else on model=tiny on a CPU at scaled
-sizes (rows in results/cpu, measured here where missing); repeats=, steps=, threads=, again=true, ... go to it."""
 FIXED = ("method", "dataset", "preset", "match", "reference", "tasks")
 
 
@@ -48,9 +25,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
-    parser.add_argument(
-        "--json", action="store_true", help="print a record per cell, with the notes, as JSON on stdout"
-    )
     parser.add_argument("--stored", action="store_true", help="measure nothing, show what is in the store")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
     parser.add_argument("--trace", nargs=2, metavar=("ROW", "COL"), help="the stored lines behind one number")
@@ -58,16 +32,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure missing cells and print. Return exit status 1 if rows were refused."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from kvbench.errors import unknown
     from kvbench.papers.measured import grid, page
     from kvbench.papers.spec import table_spec
     from kvbench.papers.timed import timings
 
     for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
-        if value not in allowed:
-            raise unknown(f"value of {name}", value, allowed)
-    options = dict(o.partition("=")[::2] for o in args.overrides)
+        one_of(f"value of {name}", allowed, value)
+    options = pairs(args.overrides)
     fixed = next((k for k in options if k in FIXED), None)
     if fixed:
         raise UsageError(f"{fixed}={options[fixed]} is not possible here: the paper's table says it. Use `run` instead")
@@ -102,12 +73,12 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(plain if len(tables) > 1 else plain[0], indent=1, ensure_ascii=False))
     wrong |= any(e.status in ("refused", "failed") for v in views for _, entries in v.rows for e in entries)
     if wrong:
-        print("kvbench: some cells were refused or failed; the reasons stand below the table", file=sys.stderr)
+        say("some cells were refused or failed; the reasons stand below the table")
     return 1 if wrong else 0
 
 
 def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int | View:
-    """Measure one table and return its view; a status where something else was printed, or a signal ended it."""
+    """Measure one table and return its view, or an exit status if something else was printed or a signal ended it."""
     from kvbench.cli.run import print_plans, stopping
     from kvbench.papers.measured import cell_view, grid, our_table, trace
     from kvbench.run import experiment
@@ -141,7 +112,7 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
 
 
 def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int | View:
-    """Time one efficiency table and return its view; a status where something else was printed."""
+    """Time one efficiency table and return its view. Return exit status 0 if something else was printed."""
     from kvbench.papers.measured import cell_view, our_table
     from kvbench.papers.timed import timings
 

@@ -37,7 +37,12 @@ class Handed:
     def check(self) -> None:
         """Raise Refused with the name of a changed tensor unless all are as they were handed."""
         if self._copies:
-            changed = [name for (name, t), c in zip(self._shared, self._copies, strict=True) if not _equal(t, c)]
+            # a copy must still have storage and the very bits of the tensor
+            changed = [
+                name
+                for (name, t), copy in zip(self._shared, self._copies, strict=True)
+                if copy.untyped_storage().nbytes() < copy.nbytes or not same_bits(t, copy)
+            ]
         else:
             changed = [name for (name, t), v in zip(self._shared, self._versions, strict=True) if _version(t) != v]
         if changed:
@@ -68,8 +73,3 @@ def _flat(value: Any) -> Iterator[Tensor]:
 
 def _version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
-
-
-def _equal(t: Tensor, copy: Tensor) -> bool:
-    """Return True if a copy still has storage and the very bits of ``t``."""
-    return copy.untyped_storage().nbytes() >= copy.nbytes and same_bits(t, copy)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvbench.audit.decode_audit import Stored
 from kvbench.engine.patches import adapted, by_batch
 from kvbench.engine.prefill import as_prompt
-from kvbench.engine.step import build, step, stored_in
+from kvbench.engine.step import build, step
 from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
@@ -58,8 +58,9 @@ def _force(model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, chunk: 
             logits = step(model, batch, fed.expand(rows, -1), positions.expand(rows, -1), whole=True)
             losses.append(_loss(logits, ids[start + 1 : start + 1 + len(fed)]))
     most_tokens = torch.stack([layer.held() for layer in batch]).T.tolist()
-    columns = zip(torch.cat(losses, dim=1).cpu(), most_tokens, stored_in(batch), strict=True)
-    return [Forced(*row) for row in columns]
+    payload = zip(*(layer.payload() for layer in batch), strict=True)
+    columns = zip(torch.cat(losses, dim=1).cpu(), most_tokens, payload, strict=True)
+    return [Forced(loss, held, Stored(batch[0].used, row)) for loss, held, row in columns]
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.cache.content import INTEGER_VIEWS
@@ -15,11 +14,8 @@ STRIDE = 61
 def state_of(model: PreTrainedModel) -> tuple[object, ...]:
     """Return the model's configuration, and names, types, shapes and sums of its weights and buffers."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    sums = [_sum(t.detach()) for _, t in tensors]
+    # an exact sum over the bits of every STRIDE-th element
+    bits = (t.detach().view(INTEGER_VIEWS[t.itemsize]).flatten() for _, t in tensors)
+    sums = [t[::STRIDE].sum(dtype=torch.int64) for t in bits]
     kinds = [(name, t.dtype, t.shape, t.device) for name, t in tensors]
     return model.config.to_json_string(use_diff=False), kinds, [int(s) for s in sums]
-
-
-def _sum(t: Tensor) -> Tensor:
-    """Return an exact sum over the bits of every STRIDE-th element."""
-    return t.view(INTEGER_VIEWS[t.itemsize]).flatten()[::STRIDE].sum(dtype=torch.int64)

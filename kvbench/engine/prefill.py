@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,37 +65,33 @@ class PromptLayer(KvbenchLayer):
     def __init__(self, needs: Needs, plain: bool = False, read: Read | None = None, share: Share | None = None) -> None:
         super().__init__()
         self.needs, self.plain, self.read, self.share = needs, plain, read, share
-        self.read_k: Tensor | None = None
-        self.last_q: Tensor | None = None
-        self.first_q: Tensor | None = None
-        self.colsums: Tensor | None = None
-        self.colsums_q: dict[int, Tensor] = {}
+        self.observed: dict[str, Any] = {}  # fields of Observation
         self.colsums_s: dict[int, float] = {}  # seconds by bit width of the keys, EXACT for those as they are
-        self.scale = 1.0
 
     def add(self, k: Tensor, v: Tensor) -> None:
         self.keys, self.values, self.seen = k, v, k.shape[2]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         assert self.keys is not None and self.values is not None
-        self.scale = scale
-        q = query[0]
+        q, observed = query[0], self.observed
+        observed["scale"] = scale
         if self.needs.last_q:
-            self.last_q = q[:, -self.needs.last_q :].clone()
+            observed["last_q"] = q[:, -self.needs.last_q :].clone()
         if self.needs.first_q:
-            self.first_q = q[:, : self.needs.first_q].clone()
+            observed["first_q"] = q[:, : self.needs.first_q].clone()
         keys, values = self.keys[0], self.values[0]
         if self.read is not None:
             keys, values = self.read(keys, values)
-            self.read_k = keys
+            observed["read_k"] = keys
         # where column sums are needed, fused attention gives the log-sum-exp of each row with its output
         fused = not self.plain and window is None and self.share is None and self.needs.colsums
         with_lse = attend_with_lse(q, keys, values, scale) if fused else None
         if self.needs.colsums:
-            self.colsums = self._column_sums(q, keys, EXACT, None if with_lse is None else with_lse[1])
+            observed["colsums"] = self._column_sums(q, keys, EXACT, None if with_lse is None else with_lse[1])
+        observed["colsums_q"] = {}
         for bits in sorted(self.needs.colsums_bits):
             quantised = quantise_zero_point(keys, bits).dequantise(torch.float32)
-            self.colsums_q[bits] = self._column_sums(q, quantised, bits)
+            observed["colsums_q"][bits] = self._column_sums(q, quantised, bits)
         if with_lse is not None:
             return with_lse[0][None]
         leads = None
@@ -114,7 +111,7 @@ class PromptLayer(KvbenchLayer):
     def _column_sums(self, query: Tensor, keys: Tensor, bits: int, lse: Tensor | None = None) -> Tensor:
         synchronise(query.device)
         start = time.perf_counter()
-        sums = column_sums(query, keys, self.scale, lse=lse)
+        sums = column_sums(query, keys, self.observed["scale"], lse=lse)
         synchronise(query.device)
         self.colsums_s[bits] = time.perf_counter() - start
         return sums
@@ -169,21 +166,15 @@ def observe(
             layer=index,
             n_layers=n_layers,
             n=k.shape[1],
-            scale=layer.scale,
             prompt=prompt,
-            last_q=layer.last_q,
-            first_q=layer.first_q,
-            colsums=layer.colsums,
-            colsums_q=layer.colsums_q,
             hidden=hidden[0].clone() if needs.hidden else None,
-            read_k=layer.read_k,
             latents=(lifted[index].k.take(), lifted[index].v.take()) if lifted else None,
             inv_freq=inv_freq,
             length=n,
             positions=None if own_rows is None else own_rows.positions,
+            **layer.observed,
         )
-        layer.last_q = layer.first_q = layer.colsums = layer.read_k = None
-        layer.colsums_q = {}
+        layer.observed = {}
         try:
             rows[index + 1] = _next_rows(chain, observation, k)
             on_layer(observation, k, v)

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
-from kvbench.audit.decode_audit import Stored
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
 from kvbench.methods.prompt_cache import Cache
@@ -59,12 +58,6 @@ def given_up(caches: list[Cache]) -> Iterator[Cache]:
     """Yield the caches, removing each from the list."""
     while caches:
         yield caches.pop(0)
-
-
-def stored_in(batch: Sequence[RowLayer]) -> list[Stored]:
-    """Return the record of each row's storage in a batch now."""
-    columns = zip(*(layer.payload() for layer in batch), strict=True)
-    return [Stored(batch[0].used, column) for column in columns]
 
 
 def rotation(model: PreTrainedModel) -> Rotary:

@@ -16,17 +16,20 @@ LAYOUTS = "<dataset>.jsonl of LongBench, predictions.csv of kvpress, samples_*.j
 
 
 def find(path: Path) -> list[Path]:
-    """Return a folder's prediction files, else those of the folders in it, or the file itself; UsageError if none."""
+    """Return the prediction files at ``path``: the file itself, those of a folder, or else those of its subfolders.
+
+    Raises UsageError if there are none, or ``path`` does not exist, cannot be read or has an unknown layout.
+    """
     if path.is_file():
-        if not _is_known(path):
+        if not _layout(path):
             raise UsageError(f"{path} is not a file of predictions ({LAYOUTS})")
         return [path]
     if not path.is_dir():
         raise UsageError(f"there is no folder or file {path}")
     try:
-        paths = _matching(path) or [
-            f for folder in sorted(path.iterdir()) if folder.is_dir() for f in _matching(folder)
-        ]
+        folders = [path, *sorted(f for f in path.iterdir() if f.is_dir())]
+        files = [sorted(f for f in folder.iterdir() if f.is_file() and _layout(f)) for folder in folders]
+        paths = files[0] or [f for inner in files[1:] for f in inner]
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     if not paths:
@@ -35,8 +38,12 @@ def find(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> list[Predictions]:
-    """Read all predictions of one file that ``find`` named; UsageError naming file, line and reason if that fails."""
-    layout = next(x for x in layouts.LAYOUTS if x.matches(path))
+    """Return the predictions of one file that ``find`` returned, one entry for each task in it.
+
+    Raises UsageError, with file, line and reason, if the file cannot be read.
+    """
+    layout = _layout(path)
+    assert layout is not None
     try:
         digest = sha256(path)
     except OSError as error:
@@ -75,9 +82,5 @@ def settle_split(predictions: Sequence[Predictions], split: str) -> list[Predict
     return results
 
 
-def _matching(folder: Path) -> list[Path]:
-    return sorted(f for f in folder.iterdir() if f.is_file() and _is_known(f))
-
-
-def _is_known(path: Path) -> bool:
-    return any(layout.matches(path) for layout in layouts.LAYOUTS)
+def _layout(path: Path) -> layouts.Layout | None:
+    return next((layout for layout in layouts.LAYOUTS if layout.matches(path)), None)

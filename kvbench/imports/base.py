@@ -41,7 +41,7 @@ class Predictions:
 
 
 def dataset_of(name: str) -> tuple[str, bool]:
-    """Return LongBench's task name, and whether it is of LongBench-E: ``longbench_qasper_e`` -> (qasper, True)."""
+    """Return (LongBench's task name, whether it is of LongBench-E): ``longbench_qasper_e`` -> (qasper, True)."""
     short = name.removeprefix("longbench_")
     base = re.sub(r"[_-]e$", "", short)
     return (base, True) if base != short and base in TASKS else (short, False)
@@ -70,16 +70,16 @@ def texts(row: FileRow, key: str) -> tuple[str, ...]:
     return tuple(map(str, value))
 
 
-def classes(row: FileRow, key: str = "all_classes") -> tuple[str, ...] | None:
-    """Return the label list, empty where there is none, None where the key is absent."""
-    if key not in row.values:
+def classes(row: FileRow) -> tuple[str, ...] | None:
+    """Return the closed set of labels: () if the row gives none, None if it lacks the key."""
+    if "all_classes" not in row.values:
         return None
-    return () if row.values[key] in (None, "", "None") else texts(row, key)
+    return () if row.values["all_classes"] in (None, "", "None") else texts(row, "all_classes")
 
 
-def length(row: FileRow, key: str = "length") -> int | None:
-    """Return the stored length, None where there is none."""
-    value = row.values.get(key)
+def length(row: FileRow) -> int | None:
+    """Return the stored length of the example, or None if the row has none."""
+    value = row.values.get("length")
     if value in (None, ""):
         return None
     try:
@@ -87,7 +87,7 @@ def length(row: FileRow, key: str = "length") -> int | None:
     except (ValueError, OverflowError):
         number = -1
     if number < 0:
-        raise row.wrong(f"{key!r} must be a whole number, got {kind(value)}")
+        raise row.wrong(f"'length' must be a whole number, got {kind(value)}")
     return number
 
 

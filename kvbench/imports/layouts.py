@@ -15,10 +15,7 @@ of objects, or columns as ``DataFrame.to_json`` writes them. Files of early vers
 
 from __future__ import annotations
 
-import csv
-import io
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +23,7 @@ from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.imports.base import ImportedAnswer, classes, length, text, texts
-from kvbench.tasks.rows import FileRow, kind, parse, read_lines
+from kvbench.tasks.rows import FileRow, kind, parse, parse_csv, read_lines
 
 PREDICTION = "predicted_answer"
 _SAMPLES = re.compile(r"samples_(?P<task>.+?)(_\d{4}-\d\d-\d\dT[\d.:-]+)?")
@@ -42,13 +39,13 @@ class Layout:
 
 
 def longbench(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
-    """Yield the answers of a file of LongBench's own."""
+    """Yield (task, answer) for each line of a predictions file written by LongBench, which is named after its task."""
     for row in read_lines(path):
         yield path.stem, _answer(row, text(row, "pred"), texts(row, "answers"))
 
 
 def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
-    """Yield the answers of a file of lm-evaluation-harness."""
+    """Yield (task, answer) for each line of an lm-evaluation-harness file that belongs to the file's first filter."""
     match = _SAMPLES.fullmatch(path.stem)
     chosen = None
     for row in read_lines(path):
@@ -70,13 +67,13 @@ def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
 
 
 def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
-    """Yield the answers of a kvpress file.
+    """Yield (task, answer) for each record of a kvpress file, CSV or JSON.
 
     Its folder is named ``dataset__task__model__press__ratio``, which gives the task where no column does.
     """
     parts = path.parent.name.split("__")
     folder_task = parts[1] if len(parts) > 3 else path.stem
-    for row in _json(path) if path.suffix == ".json" else _csv(path):
+    for row in _json(path) if path.suffix == ".json" else parse_csv(path, _text(path), by_line=True):
         prediction, references = text(row, PREDICTION), texts(row, "answers" if "answers" in row.values else "answer")
         yield str(row.values.get("task") or folder_task), _answer(row, prediction, references)
 
@@ -106,22 +103,6 @@ def unrelated(path: Path) -> bool:
 
 def _answer(row: FileRow, prediction: str, references: tuple[str, ...], place: str = "") -> ImportedAnswer:
     return ImportedAnswer(prediction, references, classes(row), length(row), place or row.place)
-
-
-def _csv(path: Path) -> Iterator[FileRow]:
-    # the default limit of a cell, 128 KiB, is less than a long reference
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
-    try:
-        header = next(reader, [])
-        start = reader.line_num + 1
-        for cells in reader:
-            if len(cells) != len(header):
-                raise UsageError(f"{path}, line {start}: {len(cells)} cells, but the header names {len(header)}")
-            yield FileRow(path, f"line {start}", dict(zip(header, cells, strict=True)))
-            start = reader.line_num + 1
-    except csv.Error as error:
-        raise UsageError(f"{path}, line {reader.line_num}: not CSV: {error}") from None
 
 
 def _text(path: Path) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +10,7 @@ from kvbench.imports.scoring import Score, Scored, printed
 from kvbench.imports.verdict import mark
 from kvbench.metrics import metric
 from kvbench.papers.spec import catalogue
+from kvbench.tables import writers
 from kvbench.tables.table import Table
 from kvbench.tasks.longbench import BUCKETS, TASKS, names
 
@@ -53,20 +52,16 @@ def average(records: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line per dataset, range of length and published value, told apart by ``kind``; numbers as they are."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, CSV_FIELDS, restval="", extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+    """Return CSV text, a line for each dataset, range of length and published value, told apart by ``kind``."""
+    lines: list[dict[str, Any]] = []
     for r in records:
-        writer.writerow({"kind": "score", **r, **_ends(r["ci"])})
+        lines.append({"kind": "score", **r, **_ends(r["ci"])})
         for name, b in r.get("buckets", {}).items():
-            writer.writerow({**r, "kind": "bucket", "bucket": name, **b, **_ends(b["ci"])})
+            lines.append({**r, "kind": "bucket", "bucket": name, **b, **_ends(b["ci"])})
         for j in r["published"]:
-            because = "; ".join(j["because"])
-            writer.writerow(
-                {**r, **j, "kind": "published", "score": j["value"], "n": "", "unscored": "", "because": because}
-            )
-    return out.getvalue()
+            printed_value = {"score": j["value"], "n": "", "unscored": "", "because": "; ".join(j["because"])}
+            lines.append({**r, **j, "kind": "published", **printed_value})
+    return writers.csv(CSV_FIELDS, lines)
 
 
 def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Means, times: bool = False) -> list[Table]:
@@ -77,7 +72,9 @@ def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Mean
     body = []
     for label, r in zip(labels, records, strict=True):
         buckets = [_number(r.get("buckets", {}).get(name, {}).get("score")) for name in ranges]
-        body.append((label, *_score_cells(r), *buckets, *([f"{r['seconds']:.2f}"] if times else [])))
+        interval = f"[{r['ci'][0]:.2f}, {r['ci'][1]:.2f}]" if r["ci"] else "—"
+        scores = (r["metric"], _number(r["score"]), interval, str(r["n"]), str(r["unscored"]))
+        body.append((label, *scores, *buckets, *([f"{r['seconds']:.2f}"] if times else [])))
     mean = average(records)
     if mean is not None:
         body.append(("mean of the 16", "", f"{mean:.2f}", *[""] * (len(headers) - 3)))
@@ -96,7 +93,7 @@ def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Mean
 
 
 def notes(records: Sequence[Mapping[str, Any]], verdicts: Verdicts) -> list[str]:
-    """Return the sentences that a reader of these tables must know."""
+    """Return the notes below these tables, a sentence each."""
     lines = ["[a, b]: 95 % bootstrap interval over examples. unscored: answers whose references cannot be scored."]
     sizes = [TASKS[r["dataset"]].size if r["split"] == "standard" else r["n"] for r in records]
     odd = [f"{r['dataset']} {r['n']} of {size}" for r, size in zip(records, sizes, strict=True) if r["n"] != size]
@@ -144,23 +141,13 @@ def _ends(ci: Sequence[float] | None) -> dict[str, float]:
     return {"ci_low": ci[0], "ci_high": ci[1]} if ci else {}
 
 
-def _score_cells(record: Mapping[str, Any]) -> tuple[str, ...]:
-    ci = record["ci"]
-    interval = f"[{ci[0]:.2f}, {ci[1]:.2f}]" if ci else "—"
-    return record["metric"], _number(record["score"]), interval, str(record["n"]), str(record["unscored"])
-
-
 def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the dataset of each record, with its file where two records have the same dataset."""
     plain = [f"{r['dataset']}{' (E)' if r['split'] == 'e' else ''}" for r in records]
     return [
-        name if plain.count(name) == 1 else f"{name}\n{_tail(r['file'])}"
+        name if plain.count(name) == 1 else f"{name}\n{'/'.join(r['file'].rsplit('/', 2)[-2:])}"
         for name, r in zip(plain, records, strict=True)
     ]
-
-
-def _tail(file: str) -> str:
-    return "/".join(file.rsplit("/", 2)[-2:])
 
 
 def _number(value: float | None) -> str:

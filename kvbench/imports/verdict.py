@@ -45,8 +45,7 @@ def beside(
     said.
     """
     judgements: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for paper, (table, cells) in _rows(source, scored).items():
-        matching = _matching(paper, source)
+    for paper, (table, cells, matching) in _rows(source, scored).items():
         for i, s in enumerate(scored):
             cell = cells.get(s.predictions.dataset)
             if cell is not None and s.predictions.dataset in TASKS:
@@ -61,7 +60,7 @@ def means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str
     Some printed averages do not follow from their cells. Either is None where the table does not have it.
     """
     by_table = {}
-    for paper, (table, cells) in _rows(source, scored).items():
+    for paper, (table, cells, _) in _rows(source, scored).items():
         values = [cells[name].value for name in names("en") if name in cells]
         known = [v for v in values if v is not None]
         of_cells = round(sum(known) / len(known), 2) if len(known) == len(names("en")) else None
@@ -69,22 +68,23 @@ def means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str
     return by_table
 
 
-def _rows(source: PredictionSource, scored: list[Scored]) -> dict[str, tuple[str, dict[str, Published]]]:
-    """Return each paper's table and row of that model and method which share most datasets with ``scored``."""
+def _rows(source: PredictionSource, scored: list[Scored]) -> dict[str, tuple[str, dict[str, Published], int]]:
+    """Return by paper the table and the row of that model and method which share most datasets with ``scored``.
+
+    The number is how many rows of the paper are of that model and method and hold the setting that was given.
+    """
     if source.model is None or source.method is None:
         return {}
-    best: dict[str, tuple[str, dict[str, Published]]] = {}
     datasets = {s.predictions.dataset for s in scored}
+    by_paper: dict[str, list[tuple[str, dict[str, Published]]]] = {}
     for paper, table, cells in published.rows(source.model, source.method, source.setting):
-        if len(datasets & cells.keys()) > len(datasets & best.get(paper, ("", {}))[1].keys()):
-            best[paper] = (table, cells)
-    return dict(sorted(best.items()))
-
-
-def _matching(paper: str, source: PredictionSource) -> int:
-    """Count the rows of a paper that are of that model and method and hold the setting that was given."""
-    every = published.rows(source.model or "", source.method or "", source.setting)
-    return sum(name == paper for name, _, _ in every)
+        by_paper.setdefault(paper, []).append((table, cells))
+    chosen = {}
+    for paper, rows in sorted(by_paper.items()):
+        table, cells = max(rows, key=lambda row: len(datasets & row[1].keys()))
+        if datasets & cells.keys():
+            chosen[paper] = (table, cells, len(rows))
+    return chosen
 
 
 def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> dict[str, Any]:

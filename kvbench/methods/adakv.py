@@ -11,9 +11,8 @@ from kvbench.cache import ops
 from kvbench.cache.apportion import round_shares
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Expected, top_indices
+from kvbench.methods.knobs import Rule, knob, one_of
 from kvbench.methods.snapkv import SnapKV
-
-FLOORS = ("mixed", "safe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,6 @@ class AdaKV(SnapKV):
     of the layer. Ties go to the lower head, then the lower position. Heads are stored one after the other, without
     padding.
 
-    floor: fraction of an even share that every head keeps, 0 to 1; 1 is SnapKV.
     floor_rule: ``mixed`` gives head h (1 - floor) * B_h + floor * B, as the paper (algorithm 2) and its released code
     do, rounded to whole tokens whose sum is exact. ``safe`` keeps each head's floor * C best and lets all others
     compete, as kvpress does.
@@ -32,13 +30,8 @@ class AdaKV(SnapKV):
 
     id: ClassVar[str] = "adakv"
 
-    floor: float = 0.2
-    floor_rule: str = "mixed"
-
-    def check(self) -> None:
-        self.require("floor", 0 <= self.floor <= 1, "a fraction of an even share, 0 to 1 (1: even shares)")
-        self.require_one_of("floor_rule", FLOORS)
-        super().check()
+    floor: float = knob(0.2, Rule("a fraction of an even share, 0 to 1 (1: even shares)", lambda x: 0 <= x <= 1))
+    floor_rule: str = knob("mixed", one_of("mixed", "safe"))
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         size = self.budget(n, layer, n_layers)

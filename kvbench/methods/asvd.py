@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from transformers import PreTrainedModel
 
+from kvbench.methods.knobs import Rule, knob, one_of
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
 from kvbench.methods.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import Factors, Spectrum, joined, nearest_rank, searched_ranks
@@ -19,10 +21,6 @@ from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import ProjectionShape, linears
 from kvbench.models.lowrank_statistics import mean_loss, mean_sizes
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-RANKS = ("sensitivity", "uniform")
 FRACTIONS = tuple(k / 10 for k in range(1, 10))  # of the rank kept, tried one projection at a time
 
 
@@ -32,25 +30,21 @@ class Asvd(LowRankStage):
 
     Here W S = U diag(s) V^T, and S is diagonal: (mean of |x|)^alpha of each input channel x, at least 1e-6.
 
-    alpha: weight of the activations; 0 is the plain SVD.
     ranks_by: ``uniform`` gives every projection the same rank. ``sensitivity`` tries every projection alone at a tenth,
     two tenths, ... of its rank; each then takes the smallest rank whose loss is at most a threshold. The threshold is
     the smallest under which all ranks add up to the target (bisection).
-    probes: windows that ranks are tried on, the first of the calibration.
     multiple: see ratio; null: a sixteenth of all heads' rank.
     """
 
     id: ClassVar[str] = "asvd"
 
     samples: int = 32
-    alpha: float = 0.5
-    ranks_by: str = "sensitivity"
+    alpha: float = knob(0.5, Rule("a number, 0 or more", lambda x: x >= 0))
+    ranks_by: str = knob("sensitivity", one_of("sensitivity", "uniform"))
     probes: int = 4
 
     def check(self) -> None:
         super().check()
-        self.require("alpha", self.alpha >= 0, "a number, 0 or more")
-        self.require_one_of("ranks_by", RANKS)
         self.require(
             "probes", 1 <= self.probes <= self.samples, f"a whole number of windows, 1 to samples={self.samples}"
         )
@@ -66,12 +60,12 @@ class Asvd(LowRankStage):
         probes: list[torch.Tensor] = []
 
         def samples() -> Iterator[torch.Tensor]:
-            for window in run.samples:
+            for window in run.windows():
                 if len(probes) < self.probes:
                     probes.append(window)
                 yield window
 
-        sizes = mean_sizes(run.model, samples(), run.tick)
+        sizes = mean_sizes(run.model, samples())
         tensors = {"shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]), "mean_abs": sizes}
         if self.ranks_by == "sensitivity":
             tensors["loss"] = self._losses(run.model, sizes, probes)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from kvbench.cache import ops
 from kvbench.cache.observation import Needs, Observation
@@ -25,10 +26,7 @@ from kvbench.methods.foreign import code_of
 from kvbench.methods.knobs import Knobs
 from kvbench.methods.recipe import Calibration, CalibrationRun, Recipe
 from kvbench.methods.statistics import top_indices as top_indices
-from kvbench.storage.roles import Slots
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from kvbench.storage.roles import Masker, Slots
 
 Role = Literal["hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share"]
 DEFAULT_RATIO = 0.25
@@ -37,6 +35,8 @@ DEFAULT_RATIO = 0.25
 @dataclass(frozen=True, kw_only=True)
 class Stage(Knobs):
     """One step of a method. Subclasses are frozen dataclasses whose fields are the knobs that users type.
+
+    conf/method explains them; docstrings say more of those that change the formula.
 
     Fields with ``metadata={"knob": False}`` are no knobs: a stage's calibration is bound to it, see ``recipe``.
     """
@@ -81,6 +81,15 @@ class Stage(Knobs):
         code = code_of(self)
         knobs = {k: v for k, v in self.knobs().items() if v is not None}
         return {"id": self.id, "revision": self.revision, **({"code": code} if code else {}), "knobs": knobs}
+
+    def measured(self, what: str, knob: str = "it") -> Mapping[str, torch.Tensor]:
+        """Return the tensors of the stage's calibration, from which ``what`` follows. UsageError without one."""
+        if self.calibration is None:
+            raise UsageError(
+                f"method {self.id} was not calibrated, and {what}, hence its bytes, follow from that: leave {knob} out "
+                "where no model is read (match=, bench), or see kvbench.calibrate"
+            )
+        return self.calibration.tensors
 
     @property
     def unbound(self) -> bool:
@@ -316,7 +325,7 @@ class Modifier(Stage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mask(Stage):
+class Mask(Stage, Masker):
     """A stage that stores everything and decides at each decode step what is attended: it can save time, not bytes."""
 
     role: ClassVar[Role] = "mask"
@@ -324,14 +333,6 @@ class Mask(Stage):
     def masks(self, layer: int) -> bool:
         """Tell whether the layer is masked at all."""
         return True
-
-    def estimate(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return approximate keys in place of keys [..., D], with which weights are estimated."""
-        return keys
-
-    def mask(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return which of the estimated attention weights [B, Hq, T, S] are attended: bool, at least one a row."""
-        raise TypeError(f"{type(self).__name__} does not say what it masks")
 
 
 def sinks_of(modifiers: Sequence[Modifier]) -> int:

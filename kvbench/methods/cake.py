@@ -15,6 +15,7 @@ from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Expected, top_indices
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.knobs import ODD, Rule, at_least, knob
 from kvbench.methods.statistics import group_mean, group_rows, pool, pool_slots, recent_slots, window_rows
 from kvbench.storage.roles import Slots
 
@@ -32,10 +33,6 @@ class Cake(EvictingSelector):
     gamma * variance of A over the window, averaged over a group of heads and pooled. Prompts of up to C + w tokens are
     kept whole, as in released code.
 
-    window: observation window w, always kept.
-    kernel: width of the average pooling, odd.
-    gamma: weight of the variance.
-    tau1: temperature of the dispersion.
     tau2: temperature of the variance. Released code sets (tau1, tau2) per model, for C = 1024 and C = 128:
     LLaMA-3.1 (1.6, 0.4), (1.6, 0.6); LLaMA-2-7B (1.9, 1.8), (0.9, 2.3); LLaMA-2-13B (0.5, 0.4), (1.8, 2.0);
     Mistral-v0.3 (0.8, 0.5), (1.0, 0.8); Qwen2.5-7B (1.5, 0.6), (0.4, 0.6); any other model (1, 1).
@@ -47,20 +44,12 @@ class Cake(EvictingSelector):
     revision: ClassVar[int] = 2
     rebalances: ClassVar[bool] = True
 
-    window: int = 32
-    kernel: int = 5
-    gamma: float = 200.0
-    tau1: float = 1.0
-    tau2: float = 1.0
+    window: int = knob(32, at_least(2, "tokens"))
+    kernel: int = knob(5, ODD)
+    gamma: float = knob(200.0, Rule("a number, 0 or more", lambda x: x >= 0))
+    tau1: float = knob(1.0, Rule("a number above 0", lambda x: x > 0))
+    tau2: float = knob(1.0, Rule("a number above 0", lambda x: x > 0))
     decode_evict: bool = True
-
-    def check(self) -> None:
-        self.require_at_least("window", 2, "tokens")
-        self.require_odd("kernel")
-        self.require("gamma", self.gamma >= 0, "a number, 0 or more")
-        for knob in ("tau1", "tau2"):
-            self.require(knob, getattr(self, knob) > 0, "a number above 0")
-        super().check()
 
     @property
     def evicts(self) -> bool:

@@ -12,16 +12,16 @@ from typing import ClassVar
 import torch
 
 from kvbench.cache import ops
+from kvbench.cache.model_shape import from_config
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.conf import is_whole
-from kvbench.errors import UsageError
+from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.prefill_changing import HeadSharer
 from kvbench.methods.recipe import CalibrationRun, Recipe
 
 OBSERVED = 5
 LONGEST = 64  # tokens of a calibration window: clusters see its first five
-COUNTS = ("listed", "calibrated")
 _MIDDLE = (24, 30, 24, 30, 28, 28, 32, 32)
 _END = (18, 18, 20, 28, 18, 18, 18, 20, *(18,) * 6, 24, 32)
 LISTS: dict[str, tuple[int, ...]] = {
@@ -46,41 +46,32 @@ class Chai(HeadSharer):
     32 layers of 32 heads llama3 under GQA and else llama2; for any other shape llama2's mean, 794 / 1024 of the heads.
     like: instead, one of UNComp's lists by name: ``llama2`` (32 layers, 794 of 1024 heads; also run with Mistral),
     ``llama2-13b`` (40 layers, 1042 of 1600), ``llama3`` (32 layers, 900 of 1024).
-    share: instead, the fraction of the query heads that lead in every layer, rounded; 1 changes nothing.
     counts: ``listed`` is all of the above. With ``calibrated``, ``share`` (or else 794 / 1024) is the fraction of heads
     that lead over all layers together, and a layer whose heads are more alike has fewer: of the merges of all layers,
     those at the smallest mean distances over windows of text happen. This is our choice: CHAI reads its counts off the
     bend of each layer's clustering error by eye.
-    samples: windows of the calibration.
-    tokens: tokens of each window, of which only the first five are looked at.
     """
 
     id: ClassVar[str] = "chai"
 
     clusters: tuple[int, ...] = ()
-    like: str | None = None
-    share: float | None = None
-    counts: str = "listed"
-    samples: int = 100
-    tokens: int | None = None
+    like: str | None = knob(None, Rule(f"null, {', '.join(LISTS)}", lambda name: name in LISTS))
+    share: float | None = knob(None, Rule("a fraction of the heads, above 0 and at most 1", lambda x: 0 < x <= 1))
+    counts: str = knob("listed", one_of("listed", "calibrated"))
+    samples: int = knob(100, at_least(1, "windows"))
+    tokens: int | None = knob(None, at_least(1, null=True))
 
     def check(self) -> None:
         listed = isinstance(self.clusters, (list, tuple))
         listed = listed and all(is_whole(c) and c >= 1 for c in self.clusters)
         self.require("clusters", listed, "a list of whole numbers, 1 or more")
         object.__setattr__(self, "clusters", tuple(self.clusters))
-        self.require("like", self.like is None or self.like in LISTS, f"null, {', '.join(LISTS)}")
-        ok = self.share is None or 0 < self.share <= 1
-        self.require("share", ok, "a fraction of the heads, above 0 and at most 1")
         counting = [knob for knob in ("clusters", "like", "share") if getattr(self, knob) not in ((), None)]
         if len(counting) > 1:
             others = " and ".join(counting[1:])
             self.require(counting[0], False, f"{others} says how many heads lead, too: give one of them")
-        self.require_one_of("counts", COUNTS)
         free = self.counts == "listed" or not (self.clusters or self.like)
         self.require("counts", free, "calibrated only without clusters and like, which say how many heads lead")
-        self.require_at_least("samples", 1, "windows")
-        self.require_at_least("tokens", 1)
 
     def recipe(self) -> Recipe | None:
         return Recipe("chai", 1, self.samples, self.tokens, longest=LONGEST) if self.counts == "calibrated" else None
@@ -113,13 +104,7 @@ class Chai(HeadSharer):
         """Return the number of clusters of each layer."""
         share = MEAN if self.share is None else self.share
         if self.counts == "calibrated":
-            if self.calibration is None:
-                raise UsageError(
-                    f"method {self.id} was not calibrated, and with counts=calibrated its clusters, hence its bytes, "
-                    "follow from that: leave counts out where no model is read (match=, bench), or see "
-                    "kvbench.calibrate"
-                )
-            return divide_clusters(self.calibration.tensors["distances"], share)
+            return divide_clusters(self.measured("with counts=calibrated its clusters", "counts")["distances"], share)
         if self.clusters:
             return self.clusters
         name = self.like
@@ -135,7 +120,7 @@ class Chai(HeadSharer):
     ) -> torch.Tensor | None:
         heads = first_q.shape[0]
         count = self.leading_heads(n, layer, n_layers, heads, first_k.shape[0])
-        return None if count == heads else lead_heads(first_q, first_k, scale, count)
+        return None if count == heads else merge_clusters(first_q, first_k, scale, count)[0]
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         if obs.first_q is None:
@@ -148,17 +133,13 @@ class Chai(HeadSharer):
         return replace(cache, segments=(ops.share_keys(ops.only_segment(cache), leads),))
 
 
-def lead_heads(first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int) -> torch.Tensor:
-    """Return the lowest head [Hq] of each head's cluster, of ``count``: first_q [Hq, m, D], first_k [Hk, m, D]."""
-    return merge_clusters(first_q, first_k, scale, count)[0]
-
-
 def merge_clusters(
     first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int
 ) -> tuple[torch.Tensor, list[float]]:
-    """Return ``lead_heads``, and the distances at which clusters merged, ascending [Hq - count].
+    """Return the lowest head [Hq] of each head's cluster, and the distances of the merges, ascending [Hq - count].
 
-    Computed in double precision on the CPU, so that the result is the same on all devices.
+    first_q [Hq, m, D], first_k [Hk, m, D]; ``count`` clusters are left. Computed in double precision on the CPU, so
+    that the result is the same on all devices.
     """
     q, k = (t.detach().to("cpu", torch.float64).contiguous() for t in (first_q, first_k))
     maps = (q @ k.repeat_interleave(len(q) // len(k), dim=0).transpose(1, 2) * scale).softmax(dim=-1).flatten(1)
@@ -192,8 +173,8 @@ def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
 
 def measure_distances(run: CalibrationRun) -> torch.Tensor:
     """Return the mean distance [layers, Hq - 1] of each layer's merges, in their order, over the windows of a run."""
-    n_layers, heads = int(run.model.config.num_hidden_layers), int(run.model.config.num_attention_heads)
-    total, count = torch.zeros(n_layers, heads - 1, dtype=torch.float64), 0
+    shape = from_config(run.model.config)
+    total, count = torch.zeros(shape.layers, shape.query_heads - 1, dtype=torch.float64), 0
 
     def on_layer(obs: Observation, k: torch.Tensor, v: torch.Tensor) -> None:
         assert obs.first_q is not None

@@ -31,9 +31,9 @@ from kvbench.methods.legal_sets import check_chain, check_set
 from kvbench.methods.lowrank import LowRankStage
 from kvbench.methods.prefill_changing import HeadSharer, HiddenPruner
 from kvbench.methods.pruner import ChannelPruner
-from kvbench.methods.quantiser import Coder, Quantiser
+from kvbench.methods.quantiser import Quantiser
 from kvbench.models.traits import ModelTraits
-from kvbench.storage.roles import Evictor
+from kvbench.storage.roles import Coder, Evictor
 
 ROLES: tuple[Role, ...] = ("hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share")
 PER = ("kv_head", "query_head")
@@ -147,8 +147,8 @@ class Chain:
         selector = self.selector
         if not isinstance(selector, EvictingSelector) or not selector.evicts:
             return None
-        packer = self.coder or selector.packer
-        return Modified(selector, self.modifiers, packer) if self.modifiers or self.coder else selector
+        packer = self.quantiser or selector.packer
+        return Modified(selector, self.modifiers, packer) if self.modifiers or self.quantiser else selector
 
     @property
     def masks(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvbench.cache.model_shape import from_config
 from kvbench.cache.observation import Needs, Observation
 from kvbench.methods.recipe import CalibrationRun, Recipe
 
@@ -54,9 +55,9 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
     ``spectra`` [L, Hq, D], mean eigenvalues of queries; ``erank`` and ``erank_k`` [3, L], of queries, keys and values,
     means over heads, untruncated and truncated.
     """
-    c, top = run.model.config, int(run.recipe.knobs["top"])
-    run.recipe.check(int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads), "head_dim")
-    n_layers, heads = int(c.num_hidden_layers), int(c.num_attention_heads)
+    shape, top = from_config(run.model.config), int(run.recipe.knobs["top"])
+    run.recipe.check(shape.head_dim, "head_dim")
+    n_layers, heads = shape.layers, shape.query_heads
     sums: dict[str, Tensor] = {}
 
     def add(name: str, index: tuple[int, ...], value: Tensor, shape: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ import torch
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Block, Modifier, Selector, sinks_of
 from kvbench.methods.contract import protect
-from kvbench.storage.roles import Packer, Slots
+from kvbench.storage.roles import Evictor, Packer, Slots
 
 POSITIONS = (None, "true", "rolled")
 SPARE_KNOBS = ("evict_after", "code_mask")
@@ -18,7 +18,7 @@ NO_LIMIT = 2**31 - 1  # tokens, of a layer that keeps everything
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvictingSelector(Selector):
+class EvictingSelector(Selector, Evictor):
     """A selector whose ``evicts`` may be True. It implements ``keep_scores`` and, with a running state,
     ``initial_state``, ``state_bytes`` and ``fold``. The knob common to all of them:
 
@@ -83,46 +83,11 @@ class EvictingSelector(Selector):
         return self.decode_budget(cache.prompt_tokens, layer)
 
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
-        """Return the tokens that each stored head goes on holding; 0: it is not stored, and copies another's output."""
         return [self.layer_budget(cache, layer)] * cache.heads
-
-    def token_counts(self, n: int) -> Mapping[str, int]:
-        """Return numbers of tokens that ``keep_scores`` reads as ``Slots.counts``, after a prompt of n tokens."""
-        return {}
-
-    def unattended(self, n: int) -> int | None:
-        """Return how many positions before a query the one token lies that it does not attend; None: it attends all."""
-        return None
-
-    def keep_scores(self, slots: Slots) -> torch.Tensor:
-        """Return the score of each slot while decoding [B, H, S]; the lowest go, +inf stays."""
-        raise TypeError(f"{type(self).__name__} does not say what it evicts while decoding")
-
-    @property
-    def packer(self) -> Packer | None:
-        """The packer of every token while decoding; None: tokens stay exact."""
-        return None
-
-    def new_token_state(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return the state that new tokens with exact k, v [B, H, T, D] start from, where that is not 0."""
-        return {}
-
-    @property
-    def estimates(self) -> bool:
-        """Whether ``fold`` reads the attention over approximate keys, see ``estimate``."""
-        return False
-
-    def estimate(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return approximate keys in fp32 in place of keys [..., D]."""
-        return keys
-
-    def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return the part of the running state that attention probs [B, Hq, T, S] change, after the change."""
-        return {}
 
 
 @dataclass(frozen=True)
-class Modified:
+class Modified(Evictor):
     """A selector that evicts while decoding, under its modifiers, its tokens packed by ``packer`` if there is one."""
 
     selector: EvictingSelector

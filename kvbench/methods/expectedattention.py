@@ -11,6 +11,7 @@ from kvbench.cache import ops
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Capacity, Selector
+from kvbench.methods.knobs import Rule, at_least, knob
 from kvbench.methods.statistics import at_heads, group_mean
 from kvbench.storage.roles import Rotary
 
@@ -22,28 +23,16 @@ class ExpectedAttention(Selector):
     Future queries are taken as normally distributed. Their mean and covariance are those of the prompt's queries (after
     the sinks, their rotation undone), under the average rotation of the positions to come. This gives E[exp(q.k)] as
     exp(mean.k + k' cov k / 2). Needs rotary positions. Unlike in kvpress, a bias of the query projection counts.
-
-    sinks: first tokens, always kept, whose queries and keys do not count.
-    future: positions to come over which the rotation is averaged.
-    covariance: use the covariance too, or the mean alone.
-    vnorm: weigh scores by the values' norms.
-    epsilon: added to the scores before they are weighed.
     """
 
     id: ClassVar[str] = "expectedattention"
     rotates: ClassVar[bool] = True
 
-    sinks: int = 4
-    future: int = 512
+    sinks: int = knob(4, at_least(0, "tokens"))
+    future: int = knob(512, at_least(1, "positions"))
     covariance: bool = True
     vnorm: bool = True
-    epsilon: float = 0.0
-
-    def check(self) -> None:
-        self.require_at_least("sinks", 0, "tokens")
-        self.require_at_least("future", 1, "positions")
-        self.require("epsilon", self.epsilon >= 0, "a number, 0 or more")
-        super().check()
+    epsilon: float = knob(0.0, Rule("a number, 0 or more", lambda x: x >= 0))
 
     def sink_size(self) -> int:
         return self.sinks

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.packed import BITS, Packed, quantise_tokens, run_bytes
+from kvbench.cache.packed import Packed, quantise_tokens, run_bytes
 from kvbench.cache.partly_packed import Residual
+from kvbench.methods.knobs import CODE_BITS, at_least, knob
 from kvbench.methods.quantiser import Quantiser
 
 
@@ -18,8 +19,6 @@ class FlexGen(Quantiser):
 
     A token is packed after the step that made it, which reads it exactly. A group of one value stores scale 1.
 
-    bits: bits of a code, 2, 3, 4 or 8.
-    group: channels that share a scale and a minimum.
     code_prefill: the prompt's own attention reads all keys and values packed, too (longctx_bench's simulation, arXiv
     2407.01527), and selectors score by what it read.
     """
@@ -28,14 +27,9 @@ class FlexGen(Quantiser):
     revision: ClassVar[int] = 2
     by_token: ClassVar[bool] = True
 
-    bits: int = 4
-    group: int = 64
+    bits: int = knob(4, CODE_BITS)
+    group: int = knob(64, at_least(1, "channels"))
     code_prefill: bool = False
-
-    def check(self) -> None:
-        super().check()
-        self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
-        self.require_at_least("group", 1, "channels")
 
     @property
     def prefill_key(self) -> str:

@@ -13,12 +13,10 @@ from kvbench.cache.packed import quantise_zero_point
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.statistics import group_mean, group_rows, recent_slots, window_rows
 from kvbench.storage.roles import Slots
 
-VARIANTS = ("all", "win", "orig", "uncomp")
-EVICTING = ("orig", "uncomp")
-SCORE_BITS = (8, 3, 2)
 UNCOMP_HEAVY, UNCOMP_RECENT, UNCOMP_TOTAL = 4, 508, 512
 
 
@@ -28,40 +26,26 @@ class H2O(EvictingSelector):
 
     Under ``per=kv_head`` a group's query heads are averaged before the top-k.
 
-    window: last tokens, always kept.
     variant: ``all`` sums over all n queries and evicts once after the prompt. ``win`` sums over the last ``window``
-    queries only (SnapKV without pooling), as ThinK's and ReFreeKV's code does. ``orig`` is the paper's: it sums over
-    all queries, adds the new row after every step, and holds the budget while decoding, half heavy hitters and half
-    recent tokens. ``uncomp`` is UNComp's baseline (its released code, arXiv 2410.03090): ``orig`` with floor(4 C / 512)
-    heavy hitters and floor(508 C / 512) recent tokens of a budget of C, nearly a sliding window. C below 128 leaves no
-    heavy
-    hitter: a kv_size is refused, a fraction of a short prompt keeps recent tokens alone.
-    heavy_ratio: with ``orig``, the heavy hitters as a fraction of the prompt, instead of half a budget.
-    recent_ratio: the recent tokens likewise; given together with heavy_ratio.
-    code_mask: with ``orig``, as FMInference's mask does: a token that leaves the recent ones is not attended for one
-    step before it competes. It is stored meanwhile, one token more than the budget.
-    evict_after: with ``orig``, a step attends the new token beside the whole budget and then evicts, as Q-Hitter's
-    released baseline does: one token more is stored.
-    positions: ``rolled`` with ``orig`` and ``uncomp`` only.
-    score_bits: scores by attention over keys quantised to 8, 3 or 2 bits, per token and head, as in Q-Hitter (MLSys
-    2024, table 1 and figure 2); stored keys and values stay exact.
+    queries only (SnapKV without pooling), as ThinK's and ReFreeKV's code does. ``orig`` is the paper's: it sums
+    over all queries, adds the new row after every step, and holds the budget while decoding, half heavy hitters and
+    half recent tokens. ``uncomp`` is UNComp's baseline (its released code, arXiv 2410.03090): ``orig`` with floor(4
+    C / 512) heavy hitters and floor(508 C / 512) recent tokens of a budget of C, nearly a sliding window. C below
+    128 leaves no heavy hitter: a kv_size is refused, a fraction of a short prompt keeps recent tokens alone.
     """
 
     id: ClassVar[str] = "h2o"
 
-    window: int = 32
-    variant: str = "all"
+    window: int = knob(32, at_least(1, "tokens"))
+    variant: str = knob("all", one_of("all", "win", "orig", "uncomp"))
     heavy_ratio: float | None = None
     recent_ratio: float | None = None
     positions: str | None = "true"
-    score_bits: int | None = None
+    score_bits: int | None = knob(None, Rule("null, 8, 3 or 2", lambda bits: bits in (8, 3, 2)))
     code_mask: bool | None = None
     evict_after: bool | None = None
 
     def check(self) -> None:
-        self.require_at_least("window", 1, "tokens")
-        self.require_one_of("variant", VARIANTS)
-        self.require("score_bits", self.score_bits in (None, *SCORE_BITS), "null, 8, 3 or 2")
         both = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", both, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
@@ -69,8 +53,8 @@ class H2O(EvictingSelector):
             self.require("heavy_ratio", 0 <= self.heavy_ratio <= 1, "a fraction of the prompt")
             fits = 0 < self.recent_ratio <= 1 - self.heavy_ratio
             self.require("recent_ratio", fits, "a fraction of the prompt, above 0, at most 1 together with heavy_ratio")
-        for knob in ("code_mask", "evict_after"):
-            self.require(knob, not getattr(self, knob) or self.variant == "orig", "a knob of variant=orig only")
+        for name in ("code_mask", "evict_after"):
+            self.require(name, not getattr(self, name) or self.variant == "orig", "a knob of variant=orig only")
         self.require("evict_after", not (self.evict_after and self.code_mask), "not together with code_mask")
         super().check()
         if self.heavy_ratio is not None:
@@ -81,7 +65,7 @@ class H2O(EvictingSelector):
 
     @property
     def evicts(self) -> bool:
-        return self.variant in EVICTING
+        return self.variant in ("orig", "uncomp")
 
     def window_size(self) -> int:
         return 1 if self.evicts else self.window
@@ -148,7 +132,4 @@ class H2O(EvictingSelector):
         """Return the attention [Hq, n] that each token received from the queries that the variant counts."""
         if self.variant == "win":
             return window_rows(cache, obs, window, self.estimate).sum(dim=1)
-        sums = obs.colsums if self.score_bits is None else obs.colsums_q.get(self.score_bits)
-        if sums is None:
-            raise ValueError("h2o reads column sums that were not observed")
-        return sums
+        return obs.received(self.score_bits)

@@ -11,24 +11,17 @@ from kvbench.cache import ops
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity, Selector
+from kvbench.methods.knobs import at_least, knob
 from kvbench.methods.statistics import at_heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyNorm(Selector):
-    """Score of token j = -||k_j||_2: the C smallest norms stay. A rotation keeps norms, so RoPE changes nothing.
-
-    protect_recent: last tokens that are always kept; the paper and released code protect none. KVCache-Factory
-    exempts the first two layers: ``frozen_layers=[0,1]``.
-    """
+    """Score of token j = -||k_j||_2: the C smallest norms stay. A rotation keeps norms, so RoPE changes nothing."""
 
     id: ClassVar[str] = "keynorm"
 
-    protect_recent: int = 0
-
-    def check(self) -> None:
-        self.require_at_least("protect_recent", 0, "tokens")
-        super().check()
+    protect_recent: int = knob(0, at_least(0, "tokens"))
 
     def window_size(self) -> int:
         return self.protect_recent

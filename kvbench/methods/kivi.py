@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.packed import BITS, Packed, quantise_channels, quantise_tokens, run_bytes
+from kvbench.cache.packed import Packed, quantise_channels, quantise_tokens, run_bytes
 from kvbench.cache.partly_packed import Residual
+from kvbench.methods.knobs import CODE_BITS, at_least, knob
 from kvbench.methods.quantiser import Quantiser
 
 
@@ -22,23 +23,17 @@ class Kivi(Quantiser):
 
     Behind a pruner the newest ``recent`` tokens stay exact, too. Keys are then packed by groups, once they are no
     longer among these.
-
-    bits: bits of a code, 2, 3, 4 or 8.
-    group: elements that share a scale.
-    residual: R, the tokens that stay exact, at most (keys) or always (values); a multiple of ``group``.
     """
 
     id: ClassVar[str] = "kivi"
     revision: ClassVar[int] = 2
 
-    bits: int = 2
-    group: int = 32
+    bits: int = knob(2, CODE_BITS)
+    group: int = knob(32, at_least(1, "elements"))
     residual: int = 128
 
     def check(self) -> None:
         super().check()
-        self.require("bits", self.bits in BITS and self.bits > 1, "2, 3, 4 or 8")
-        self.require_at_least("group", 1, "elements")
         fits = self.residual >= 1 and self.residual % self.group == 0
         self.require("residual", fits, f"a multiple of group={self.group}, 1 or more")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import Field, dataclass, fields
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar
 
 from kvbench.conf import is_whole
@@ -14,6 +14,35 @@ from kvbench.errors import UsageError
 def is_knob(f: Field[Any]) -> bool:
     """Tell whether a field of a stage is a knob, which a user may set."""
     return bool(f.metadata.get("knob", True))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A limit on a knob's values, in words and as a test. Null passes where the knob's type allows it."""
+
+    allowed: str
+    holds: Callable[[Any], bool]
+
+
+def knob(default: Any, rule: Rule) -> Any:
+    """Return the field of a knob under a rule, which also holds for subclasses with another default."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def at_least(least: int, unit: str = "", null: bool = False) -> Rule:
+    """Return the rule of a whole number of ``unit``, ``least`` or more."""
+    of_unit = f" of {unit}" if unit else ""
+    return Rule(f"a whole number{of_unit}, {least} or more{', or null' if null else ''}", lambda value: value >= least)
+
+
+def one_of(*names: str) -> Rule:
+    """Return the rule of a knob with these names as values."""
+    return Rule(" or ".join(names), lambda value: value in names)
+
+
+ODD = Rule("an odd whole number, 1 or more (1: no pooling)", lambda width: width >= 1 and width % 2 == 1)
+"""The rule of a width of pooling."""
+CODE_BITS = Rule("2, 3, 4 or 8", lambda bits: bits in (2, 3, 4, 8))
 
 
 def allowed_kind(declared: str, value: Any) -> str:
@@ -45,10 +74,19 @@ class Knobs:
         for f in fields(self):
             kind = allowed_kind(str(f.type), getattr(self, f.name)) if is_knob(f) else ""
             self.require(f.name, not kind, kind)
+        for f in fields(self):
+            rule, value = self._rule(f.name), getattr(self, f.name)
+            if rule is not None and not (value is None and "None" in str(f.type)):
+                self.require(f.name, rule.holds(value), rule.allowed)
         self.check()
 
+    @classmethod
+    def _rule(cls, name: str) -> Rule | None:
+        declared = [c.__dataclass_fields__.get(name) for c in cls.__mro__ if issubclass(c, Knobs)]
+        return next((f.metadata["rule"] for f in declared if f is not None and "rule" in f.metadata), None)
+
     def check(self) -> None:
-        """Raise UsageError for knobs out of range or at odds. Numbers and switches are known to be such."""
+        """Raise UsageError for knobs at odds with each other. Each by itself is known to be of its kind and rule."""
 
     def knobs(self) -> dict[str, Any]:
         """Return the knobs by name, numbers in their declared type: 1 and 1.0 are one budget."""
@@ -63,21 +101,6 @@ class Knobs:
                 f"method.{self.id}.{knob}={getattr(self, knob)!r} is not possible: {allowed} "
                 f"(see conf/method/{self.id}.yaml)"
             )
-
-    def require_at_least(self, knob: str, least: int, unit: str = "") -> None:
-        """Raise UsageError for a whole number below ``least``. Null passes where the knob may be null."""
-        value, null = getattr(self, knob), any(f.name == knob and "None" in str(f.type) for f in fields(self))
-        allowed = f"a whole number{f' of {unit}' if unit else ''}, {least} or more{', or null' if null else ''}"
-        self.require(knob, value is None or value >= least, allowed)
-
-    def require_one_of(self, knob: str, names: Iterable[str]) -> None:
-        """Raise UsageError unless the knob is one of ``names``."""
-        self.require(knob, getattr(self, knob) in tuple(names), " or ".join(names))
-
-    def require_odd(self, knob: str) -> None:
-        """Raise UsageError unless the knob is an odd width of pooling."""
-        width = getattr(self, knob)
-        self.require(knob, width >= 1 and width % 2 == 1, "an odd whole number, 1 or more (1: no pooling)")
 
     def require_layers(self, knob: str, n_layers: int | None = None) -> None:
         """Sort a knob that lists layers by number. With ``n_layers``, only raise UsageError for layers past them."""

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedModel
 
 from kvbench.cache import ops
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
-from kvbench.errors import UsageError
 from kvbench.methods.base import Role, Stage
+from kvbench.methods.knobs import Rule, at_least, knob
 from kvbench.models import lowrank
 from kvbench.models.factors import Factors
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Pairs = tuple[tuple[Factors, Factors], ...]
 LONGEST = 2048  # tokens of a window of calibration text, where the context allows
@@ -45,16 +45,10 @@ class LowRankStage(Stage):
     role: ClassVar[Role] = "lowrank"
     adapts: ClassVar[bool] = True
 
-    ratio: float = 0.5
-    multiple: int | None = None
-    samples: int = 256
-    tokens: int | None = None
-
-    def check(self) -> None:
-        self.require("ratio", 0 <= self.ratio < 1, "a fraction of the rank removed, 0 or more and below 1")
-        self.require_at_least("multiple", 1)
-        self.require_at_least("samples", 1, "windows")
-        self.require_at_least("tokens", 1)
+    ratio: float = knob(0.5, Rule("a fraction of the rank removed, 0 or more and below 1", lambda x: 0 <= x < 1))
+    multiple: int | None = knob(None, at_least(1, null=True))
+    samples: int = knob(256, at_least(1, "windows"))
+    tokens: int | None = knob(None, at_least(1, null=True))
 
     @property
     def prefill_key(self) -> str:
@@ -75,14 +69,9 @@ class LowRankStage(Stage):
         """Return the factors of the key and of the value projection of each layer."""
         raise TypeError(f"{type(self).__name__} does not say how it factors")
 
-    def tensor(self, name: str):  # type: ignore[no-untyped-def]
+    def tensor(self, name: str) -> torch.Tensor:
         """Return one of the calibration's tensors. Raises UsageError without a calibration."""
-        if self.calibration is None:
-            raise UsageError(
-                f"method {self.id} was not calibrated, and its ranks, hence its bytes, follow from that: "
-                "leave it out where no model is read (match=, bench), or see kvbench.calibrate"
-            )
-        return self.calibration.tensors[name]
+        return self.measured("its ranks")[name]
 
     def widths(self, layer: int) -> tuple[int, int]:
         """Return the number of latents of a token in this layer, for keys and for values."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from transformers import PreTrainedModel
 
+from kvbench.methods.knobs import at_least, knob, one_of
 from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
 from kvbench.methods.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import (
@@ -24,11 +26,6 @@ from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import ProjectionShape, linears
 from kvbench.models.lowrank_statistics import moments, moments_bytes
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-RANKS = ("fisher", "fisher_uniform", "uniform")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Palu(LowRankStage):
@@ -38,8 +35,6 @@ class Palu(LowRankStage):
     Where the sum has no Cholesky factor, the least of 1e-10, 1e-9, ... of its mean diagonal that gives it one is added,
     and recorded in the calibration as ``damping`` per layer. All is computed in fp64.
 
-    ratio: T Table 12's 80 % is 0.8.
-    group: heads that share latents, the largest divisor of the kv heads up to it.
     ranks_by: ``fisher`` divides the remaining rank over all groups of all layers in proportion to sqrt(E[g^2]) of their
     weights (mean over the group's entries, g the gradient of a window's mean loss), capped at the full rank.
     ``fisher_uniform`` gives the groups of a projection their mean, ``uniform`` gives every group the same. The paper
@@ -48,13 +43,8 @@ class Palu(LowRankStage):
 
     id: ClassVar[str] = "palu"
 
-    group: int = 4
-    ranks_by: str = "fisher"
-
-    def check(self) -> None:
-        super().check()
-        self.require_at_least("group", 1, "heads")
-        self.require_one_of("ranks_by", RANKS)
+    group: int = knob(4, at_least(1, "heads"))
+    ranks_by: str = knob("fisher", one_of("fisher", "fisher_uniform", "uniform"))
 
     def recipe(self) -> Recipe | None:
         knobs = {"fisher": self.ranks_by != "uniform"}
@@ -63,7 +53,7 @@ class Palu(LowRankStage):
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         shape = ProjectionShape.of(run.model)
         run.recipe.check(shape.hidden, "the hidden size")
-        sums, fisher = moments(run.model, run.samples, run.tick, self.ranks_by != "uniform")
+        sums, fisher = moments(run.model, run.windows(), self.ranks_by != "uniform")
         return {
             "shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]),
             "moments": sums,

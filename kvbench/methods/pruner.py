@@ -12,8 +12,14 @@ from kvbench.cache import ops
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Block, Role, Stage, top_indices
+from kvbench.methods.knobs import Rule, at_least, knob, one_of
 
 Channels = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def removed(kind: str) -> Rule:
+    """Return the rule of a fraction of channels that leaves some."""
+    return Rule(f"a fraction of the {kind} channels removed, at least 0 and below 1", lambda ratio: 0 <= ratio < 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +36,9 @@ class ChannelPruner(Stage):
 
     role: ClassVar[Role] = "prune"
 
-    ratio: float = 0.4
-    recent: int = 32
-    rounding: str = "code"
-
-    def check(self) -> None:
-        self.require_ratio("ratio", "key")
-        self.require_at_least("recent", 0, "tokens")
-        self.require("rounding", self.rounding in ("code", "paper"), "code or paper")
-
-    def require_ratio(self, knob: str, kind: str) -> None:
-        """Raise UsageError unless the knob is a fraction of channels that leaves some."""
-        ok = 0 <= getattr(self, knob) < 1
-        self.require(knob, ok, f"a fraction of the {kind} channels removed, at least 0 and below 1")
+    ratio: float = knob(0.4, removed("key"))
+    recent: int = knob(32, at_least(0, "tokens"))
+    rounding: str = knob("code", one_of("code", "paper"))
 
     def kept(self, ratio: float, head_dim: int) -> int:
         """Return T, the number of channels that stay (at least one)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvbench.methods.knobs import Rule, knob
 from kvbench.methods.snapkv import SnapKV
 
 
@@ -15,19 +16,14 @@ class PyramidKV(SnapKV):
     Of C - w tokens on average, the last layer gets a share of 1 / beta, and the first layer the number that makes the
     mean right. A prompt shorter than twice C - w, and a model of one layer, get C everywhere.
 
-    beta: steepness of the pyramid; 1 is SnapKV.
     exact_total: deal out whole tokens so that the mean over layers is exactly C. False is KVCache-Factory's schedule,
     whose rounded step keeps more than C on average (2057.5 for C=2048, w=32 and 32 layers).
     """
 
     id: ClassVar[str] = "pyramidkv"
 
-    beta: int = 20
+    beta: int = knob(20, Rule("a whole number, 1 or more (1: the same budget everywhere)", lambda x: x >= 1))
     exact_total: bool = True
-
-    def check(self) -> None:
-        self.require("beta", self.beta >= 1, "a whole number, 1 or more (1: the same budget everywhere)")
-        super().check()
 
     def budget(self, n: int, layer: int, n_layers: int) -> int:
         if layer in self.frozen_layers:

@@ -14,21 +14,21 @@ import torch
 
 from kvbench.cache import ops
 from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.packed import BITS, Packed, quantise_zero_point, run_bytes
+from kvbench.cache.packed import Packed, quantise_zero_point, run_bytes
 from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Block, Capacity, Modifier
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.knobs import CODE_BITS, Rule, knob, one_of
 from kvbench.methods.statistics import group_mean, group_rows, recent_slots
 from kvbench.storage.evicting_rows import ranks
 from kvbench.storage.roles import Packer, Slots
 
-VARIANTS = ("code", "paper")
 HEAVY, PARTS = 3, 4  # heavy hitters of a budget: 15 % of the prompt beside 5 % recent tokens, as in the code
 PUBLISHED_HEAVY = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
-class QHitter(EvictingSelector):
+class QHitter(EvictingSelector, Packer):
     """Score of token j = lam * attention it received + (1 - lam) * its friendliness to quantisation.
 
     Attention is H2O's accumulated sum S[h, j]. The errors of quantisation are e_K = ||k - Q(k)||_2 and e_V likewise,
@@ -37,42 +37,29 @@ class QHitter(EvictingSelector):
     Q(v), recent ones included. A new token is packed before it is attended (the released code reads its key, not its
     value, exactly in that one step). Evicted tokens never return, and the budget holds while decoding.
 
-    bits: bits of a code, 8, 4, 3 or 2.
-    lam: the weight of attention, 0 to 1; 1 is H2O with quantised tokens.
     variant: ``code`` takes first the ``first_ratio`` tokens that received most attention, then the best by
     lam * S + (1 - lam) * (2 - e_K - e_V) / 2, then recent tokens. S is normalised over the tokens of the layer at each
     step, errors once: those of the prompt over its heads and tokens, those of a new token over its heads. ``paper``
     takes the best by lam * S + (1 - lam) * (2 - e_K - e_V), all three normalised over the tokens of the layer at each
     step (the scope is our choice), beside the recent tokens, without which decoding could not begin.
-    heavy_ratio: tokens that are not recent, as a fraction of the prompt, instead of three quarters of a budget.
-    recent_ratio: recent tokens likewise; given together with heavy_ratio. Counts are rounded down one by one, as in the
-    code.
     first_ratio: tokens chosen by attention alone, as a fraction of the prompt. Where a budget leaves fewer than 15 % to
     heavy hitters, the same share of them as of 15 % (our choice). Only in ``code``.
-    evict_after: a step attends the new token beside the whole budget and then evicts, as the code does: one token more
-    is stored.
-    v_alias: the prompt's own attention reads quantised values (as the code does, by quantising in place), keys exactly.
-    positions: ``true`` only, as stored keys are packed.
     """
 
     id: ClassVar[str] = "qhitter"
     packs: ClassVar[bool] = True
     packs_after_step: ClassVar[bool] = False
 
-    bits: int = 4
-    lam: float = 0.5
-    variant: str = "code"
+    bits: int = knob(4, Rule("8, 4, 3 or 2", CODE_BITS.holds))
+    lam: float = knob(0.5, Rule("a weight, 0 to 1", lambda x: 0 <= x <= 1))
+    variant: str = knob("code", one_of("code", "paper"))
     heavy_ratio: float | None = None
     recent_ratio: float | None = None
-    first_ratio: float = 0.07
+    first_ratio: float = knob(0.07, Rule("a fraction of the prompt, 0 or more and below 1", lambda x: 0 <= x < 1))
     v_alias: bool = False
     evict_after: bool | None = None
 
     def check(self) -> None:
-        self.require("bits", self.bits in BITS and self.bits > 1, "8, 4, 3 or 2")
-        self.require("lam", 0 <= self.lam <= 1, "a weight, 0 to 1")
-        self.require_one_of("variant", VARIANTS)
-        self.require("first_ratio", 0 <= self.first_ratio < 1, "a fraction of the prompt, 0 or more and below 1")
         both = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", both, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
@@ -96,11 +83,9 @@ class QHitter(EvictingSelector):
         return self
 
     def pack_keys(self, x: torch.Tensor) -> Packed:
-        """Pack keys [..., L, D], each token alone."""
         return quantise_zero_point(x, self.bits)
 
     def pack_values(self, x: torch.Tensor) -> Packed:
-        """Pack values [..., L, D], each token alone."""
         return quantise_zero_point(x, self.bits)
 
     def window_size(self) -> int:
@@ -137,12 +122,10 @@ class QHitter(EvictingSelector):
         return [replace(block, key_bytes=size, value_bytes=size, slot_overhead=4 * numbers)]
 
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
-        if obs.colsums is None:
-            raise ValueError("qhitter reads column sums that were not observed")
         segment = ops.only_segment(cache)
         losses = self._token_state(segment.k, segment.v, (0, 1))
         return {
-            "mass": group_mean(obs.colsums, cache.heads),
+            "mass": group_mean(obs.received(), cache.heads),
             **{name: per_head(t, cache.heads).clone() for name, t in losses.items()},
         }
 

@@ -14,33 +14,13 @@ from kvbench.cache.packed import Packed
 from kvbench.cache.partly_packed import Codes, Residual, encode, side_by_side
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.methods.base import Block, Role, Stage
+from kvbench.methods.knobs import knob, one_of
 from kvbench.methods.pruner import ChannelPruner
-
-HALVES = ("keys", "values")
-
-
-@dataclass(frozen=True)
-class Coder:
-    """A quantiser as decoding needs it: its packing, and the rules of how many of the newest tokens stay exact."""
-
-    quantiser: Quantiser
-    keys: Residual
-    values: Residual
-
-    @property
-    def packs_after_step(self) -> bool:
-        """True: a token is packed after the step that made it, which reads it exactly."""
-        return True
-
-    def pack_keys(self, x: torch.Tensor) -> Packed:
-        return self.quantiser.pack_keys(x)
-
-    def pack_values(self, x: torch.Tensor) -> Packed:
-        return self.quantiser.pack_values(x)
+from kvbench.storage.roles import Coder, Packer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantiser(Stage):
+class Quantiser(Stage, Packer):
     """A stage that packs all tokens but a residual of the newest, and goes on packing while decoding.
 
     A token is read exactly until after the step in which it leaves the residual.
@@ -51,23 +31,11 @@ class Quantiser(Stage):
     role: ClassVar[Role] = "quantise"
     by_token: ClassVar[bool] = False  # True: each token is packed alone and at once, so that any can be evicted
 
-    only: str | None = None
-
-    def check(self) -> None:
-        super().check()
-        self.require("only", self.only in (None, *HALVES), " or ".join(HALVES))
+    only: str | None = knob(None, one_of("keys", "values"))
 
     def residuals(self) -> tuple[Residual, Residual]:
         """Return the rules of how many of the newest tokens stay exact, as keys and as values."""
         raise TypeError(f"{type(self).__name__} does not say what stays exact")
-
-    def pack_keys(self, x: torch.Tensor) -> Packed:
-        """Pack keys [..., L, C]."""
-        raise TypeError(f"{type(self).__name__} does not say how it packs keys")
-
-    def pack_values(self, x: torch.Tensor) -> Packed:
-        """Pack values [..., L, C]."""
-        raise TypeError(f"{type(self).__name__} does not say how it packs values")
 
     def key_bytes(self, tokens: int, channels: int) -> int:
         """Return the bytes of one head's packed keys."""

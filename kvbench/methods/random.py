@@ -14,6 +14,7 @@ import torch
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity, Selector
+from kvbench.methods.knobs import at_least, knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,17 +23,11 @@ class Random(Selector):
 
     The draw depends on (seed, prompt, layer) alone. It is equal between runs and devices, and different between prompts
     and layers; a larger budget keeps all tokens of a smaller one. Source: a control, see the module.
-
-    seed: another seed is another draw.
     """
 
     id: ClassVar[str] = "random"
 
-    seed: int = 0
-
-    def check(self) -> None:
-        self.require_at_least("seed", 0)
-        super().check()
+    seed: int = knob(0, at_least(0))
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         # Drawn on the CPU because devices draw differently; hashed because neighbouring seeds start alike.

@@ -6,15 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvbench.cache.observation import Needs, Observation
 from kvbench.errors import UsageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LONGEST = 4096
 
@@ -114,7 +112,7 @@ class Request:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Calibration:
     """The result of one request, bound to a stage. ``sha256`` is of the tensors, by which two are compared.
 
@@ -125,17 +123,8 @@ class Calibration:
     kind: str
     sha256: str
     weights: str
-    tensors: Mapping[str, Tensor] = field(repr=False)
-    meta: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Calibration) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[str, str, str]:
-        return self.kind, self.sha256, self.weights
+    tensors: Mapping[str, Tensor] = field(repr=False, compare=False)
+    meta: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -14,12 +14,8 @@ from kvbench.cache import ops
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Expected, TokenSelector
+from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.statistics import group_mean, window_sums
-
-MODES = ("code", "eq1")
-REDUCE = ("mean_heads", "max_heads", "per_head")
-ORDERS = ("sinks_first", "sinks_last")
-RANKINGS = ("position", "attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +25,6 @@ class ReFreeKV(TokenSelector):
     The first m tokens rank first, then the newest and so on back. The number of tokens kept depends on the prompt,
     layer by layer.
 
-    T: loss of norm that is tolerated; 0 keeps everything.
-    m: first tokens of the ranking, the attention sinks.
-    k: last queries whose attention is averaged, a whole number, or a fraction of the prompt below 1.
     mode: with ``code``, the first m always stay and count for nothing, the norms of all query heads are averaged, and
     one cut holds for the layer. ``eq1`` is the paper's equations: the first m compete, and the loss is strictly below
     T.
@@ -39,34 +32,26 @@ class ReFreeKV(TokenSelector):
     most, ``per_head`` not at all (each stored head has its own count).
     order: with ``eq1``, ``sinks_last`` sums the norm with the first m at its end, and the count is the (0-based) place
     where it suffices. This gives the n - m tokens of the paper's appendix B.
-    ranking: ``position``, or ``attention``: the tokens after the first m by the mean attention that they receive.
-    frozen_layers: the default, layers 0 and 1, stands for as many of them as the model has.
     """
 
     id: ClassVar[str] = "refreekv"
 
-    T: float = 0.01
-    m: int = 4
+    T: float = knob(0.01, Rule("a tolerated loss, 0 or more and below 1 (0 keeps everything)", lambda x: 0 <= x < 1))
+    m: int = knob(4, at_least(0, "tokens"))
     k: int | float = 1
-    mode: str = "code"
-    reduce: str = "mean_heads"
-    order: str = "sinks_first"
-    ranking: str = "position"
+    mode: str = knob("code", one_of("code", "eq1"))
+    reduce: str = knob("mean_heads", one_of("mean_heads", "max_heads", "per_head"))
+    order: str = knob("sinks_first", one_of("sinks_first", "sinks_last"))
+    ranking: str = knob("position", one_of("position", "attention"))
     frozen_layers: tuple[int, ...] = (0, 1)
 
     def check(self) -> None:
-        self.require("T", 0 <= self.T < 1, "a tolerated loss, 0 or more and below 1 (0 keeps everything)")
-        self.require_at_least("m", 0, "tokens")
         count = isinstance(self.k, int) and self.k >= 1
         fraction = isinstance(self.k, float) and 0 < self.k < 1
         allowed = "a whole number of queries, 1 or more, or a fraction of the prompt below 1"
         self.require("k", count or fraction, allowed)
-        self.require_one_of("mode", MODES)
-        self.require_one_of("reduce", REDUCE)
         self.require("reduce", self.mode == "eq1" or self.reduce == "mean_heads", "a knob of mode=eq1 only")
-        self.require_one_of("order", ORDERS)
         self.require("order", self.mode == "eq1" or self.order == "sinks_first", "a knob of mode=eq1 only")
-        self.require_one_of("ranking", RANKINGS)
         super().check()
 
     def check_layers(self, n_layers: int) -> None:
@@ -106,9 +91,7 @@ class ReFreeKV(TokenSelector):
         if self.ranking == "position":
             rest = torch.arange(obs.n - 1, self.m - 1, -1, device=device)
         else:
-            if obs.colsums is None:
-                raise ValueError("refreekv reads column sums that were not observed")
-            received = obs.colsums.mean(dim=0) / torch.arange(obs.n, 0, -1, device=device)
+            received = obs.received().mean(dim=0) / torch.arange(obs.n, 0, -1, device=device)
             rest = self.m + received[self.m :].sort(descending=True, stable=True).indices
         return torch.cat([torch.arange(self.m, device=device), rest])
 

@@ -16,6 +16,7 @@ from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.statistics import (
     fold_ring,
     group_mean,
@@ -27,8 +28,6 @@ from kvbench.methods.statistics import (
 )
 from kvbench.storage.roles import Slots
 
-VARIANTS = ("code", "paper")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scissorhands(EvictingSelector):
@@ -36,27 +35,21 @@ class Scissorhands(EvictingSelector):
 
     The first tokens are not protected. Under ``per=kv_head`` a group's query heads are averaged.
 
-    window: queries w that count.
-    recent: last tokens, always kept.
     variant: ``code`` is VATP's: the prompt's score is divided by w, even if the prompt is shorter, and every new row is
     added undivided. A new row so weighs as much as w rows of the prompt, and old rows never leave. ``paper`` slides:
     the last w rows are kept with each token, at 4 w bytes a slot.
-    half_ratio: the budget as VATP's code computes it, 2 * floor(half_ratio * n), instead of kv_size or kv_ratio.
     """
 
     id: ClassVar[str] = "scissorhands"
 
-    window: int = 400
-    recent: int = 10
-    variant: str = "code"
-    half_ratio: float | None = None
+    window: int = knob(400, at_least(1, "queries"))
+    recent: int = knob(10, at_least(1, "tokens"))
+    variant: str = knob("code", one_of("code", "paper"))
+    half_ratio: float | None = knob(
+        None, Rule("a fraction of the prompt, above 0 and at most 0.5", lambda x: 0 < x <= 0.5)
+    )
 
     def check(self) -> None:
-        self.require_at_least("window", 1, "queries")
-        self.require_at_least("recent", 1, "tokens")
-        self.require_one_of("variant", VARIANTS)
-        if self.half_ratio is not None:
-            self.require("half_ratio", 0 < self.half_ratio <= 0.5, "a fraction of the prompt, above 0 and at most 0.5")
         super().check()
         if self.half_ratio is not None:
             self.require_one_budget("half_ratio")

@@ -10,29 +10,19 @@ import torch
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity, Selector
+from kvbench.methods.knobs import ODD, at_least, knob, one_of
 from kvbench.methods.statistics import group_mean, pool, window_rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Selector):
-    """Score = attention summed over the last ``window`` queries, pooled over ``kernel`` neighbours.
-
-    window: observation window w, always kept.
-    kernel: pooling width, odd.
-    pooling: max or avg.
-    """
+    """Score = attention summed over the last ``window`` queries, pooled over ``kernel`` neighbours."""
 
     id: ClassVar[str] = "snapkv"
 
-    window: int = 32
-    kernel: int = 7
-    pooling: str = "max"
-
-    def check(self) -> None:
-        self.require_at_least("window", 1, "tokens")
-        self.require_odd("kernel")
-        self.require_one_of("pooling", ("max", "avg"))
-        super().check()
+    window: int = knob(32, at_least(1, "tokens"))
+    kernel: int = knob(7, ODD)
+    pooling: str = knob("max", one_of("max", "avg"))
 
     def window_size(self) -> int:
         return self.window

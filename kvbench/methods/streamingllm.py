@@ -12,16 +12,14 @@ from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
 from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.knobs import at_least, knob, one_of
 from kvbench.storage.roles import Slots
-
-MODES = ("static", "mask", "rolled")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(EvictingSelector):
     """Keep tokens {0 .. S-1} and the last C-S, the same in every head.
 
-    sinks: first tokens S that are always kept.
     mode: ``static`` evicts once after the prompt, keeps original positions and lets the cache grow while decoding (as
     KVCache-Factory does). ``mask`` keeps C tokens at their original positions while decoding, so that the recent ones
     slide (as VATP's code does). ``rolled`` does the same with slot indices as positions and the query at the last slot,
@@ -30,14 +28,11 @@ class StreamingLLM(EvictingSelector):
 
     id: ClassVar[str] = "streamingllm"
     shared: ClassVar[bool] = True
-    revision: ClassVar[int] = 1
 
-    sinks: int = 4
-    mode: str = "static"
+    sinks: int = knob(4, at_least(0, "tokens"))
+    mode: str = knob("static", one_of("static", "mask", "rolled"))
 
     def check(self) -> None:
-        self.require_at_least("sinks", 0, "tokens")
-        self.require_one_of("mode", MODES)
         contradiction = self.mode == "rolled" and str(self.positions).lower() == "true"
         self.require("positions", not contradiction, "mode=rolled is rolled positions, mode=mask keeps true ones")
         super().check()

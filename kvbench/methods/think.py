@@ -9,6 +9,7 @@ import torch
 
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
+from kvbench.methods.knobs import at_least, knob
 from kvbench.methods.pruner import ChannelPruner
 
 
@@ -18,17 +19,11 @@ class Think(ChannelPruner):
 
     This is the Frobenius norm of the channel's share of the logits (section 3.2). Under GQA the queries of a group are
     stacked.
-
-    observed: last queries that are read, the paper's S_obs.
     """
 
     id: ClassVar[str] = "think"
 
-    observed: int = 32
-
-    def check(self) -> None:
-        super().check()
-        self.require_at_least("observed", 1, "queries")
+    observed: int = knob(32, at_least(1, "queries"))
 
     def needs(self, n: int) -> Needs:
         return Needs(last_q=self.observed)

@@ -10,7 +10,8 @@ import torch
 from kvbench.cache import ops
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache
-from kvbench.methods.pruner import head_lengths, padded
+from kvbench.methods.knobs import knob
+from kvbench.methods.pruner import head_lengths, padded, removed
 from kvbench.methods.think import Think
 
 
@@ -21,20 +22,12 @@ class ThinkV(Think):
     A holds the attention rows of the last ``observed`` queries over the retained tokens that they see, with all
     channels of the keys; under GQA the rows of a group are stacked. No code was released: to select tokens first, to
     keep A causal and to score only the values that a quantiser packs are our choices.
-
-    ratio: fraction of key channels removed, 0 <= ratio < 1.
-    value_ratio: fraction of value channels removed, likewise.
-    recent: last tokens whose keys and values keep all channels.
     """
 
     id: ClassVar[str] = "thinkv"
 
     ratio: float = 0.3
-    value_ratio: float = 0.3
-
-    def check(self) -> None:
-        super().check()
-        self.require_ratio("value_ratio", "value")
+    value_ratio: float = knob(0.3, removed("value"))
 
     def kept_values(self, head_dim: int) -> int:
         return self.kept(self.value_ratio, head_dim)

@@ -24,8 +24,6 @@ class TOVA(EvictingSelector):
     Attention is averaged over all heads of a layer, which keep the same tokens. The newest token always stays: in the
     paper it competes, and practically always survives. The budget includes it, so that a step attends C tokens. No
     other token is protected, neither the first nor recent ones.
-
-    per_head: each stored head decides by its own attention (the mean over its query heads), the paper's ablation.
     """
 
     id: ClassVar[str] = "tova"

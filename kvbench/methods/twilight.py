@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvbench.methods.base import Mask
+from kvbench.methods.knobs import Rule, knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,19 +22,15 @@ class Twilight(Mask):
 
     p: mass that is kept, 0 < p <= 1; 1 attends every weight above 0. Released code sets 0.85; ReFreeKV compares with
     0.85 on Mistral and 0.95 on LLaMA-3.
-    bits: bits of the quantised keys.
-    exempt_layers: layers that attend everything; the paper's first two.
     """
 
     id: ClassVar[str] = "twilight"
 
-    p: float = 0.85
-    bits: int = 4
+    p: float = knob(0.85, Rule("a mass above 0 and at most 1", lambda p: 0 < p <= 1))
+    bits: int = knob(4, Rule("a whole number from 1 to 8", lambda bits: 1 <= bits <= 8))
     exempt_layers: tuple[int, ...] = (0, 1)
 
     def check(self) -> None:
-        self.require("p", 0 < self.p <= 1, "a mass above 0 and at most 1")
-        self.require("bits", 1 <= self.bits <= 8, "a whole number from 1 to 8")
         self.require_layers("exempt_layers")
 
     def check_layers(self, n_layers: int) -> None:

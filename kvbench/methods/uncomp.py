@@ -15,6 +15,7 @@ from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Capacity, Expected
 from kvbench.methods.entropy import assign, entropy_recipe, measure_entropy
 from kvbench.methods.evicting import NO_LIMIT, EvictingSelector
+from kvbench.methods.knobs import ODD, Rule, at_least, knob, one_of
 from kvbench.methods.recipe import CalibrationRun, Recipe
 from kvbench.methods.statistics import (
     fold_ring,
@@ -26,9 +27,6 @@ from kvbench.methods.statistics import (
     window_rows,
 )
 from kvbench.storage.roles import Slots
-
-GROUPINGS = ("calibrated", "random", "reversed")
-SIMILARITIES = ("paper", "code")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,49 +40,31 @@ class UNCompGroup(EvictingSelector):
     up to C tokens is kept whole; heads of smaller budgets then evict with the first new token. Under ``per=kv_head``
     the mean entropy of a group's query heads decides, and their rows are averaged before pooling.
 
-    window: last tokens, always kept, whose rows score the others.
-    kernel: width of the max-pooling, odd.
-    high: tokens of the high group, with low in place of a budget (the paper's remain-N is high=512 low=N).
-    low: tokens of the low group, likewise.
     groups: number of groups, their tokens falling linearly from the first to the last (appendix D.1; 11, 10 and 11 of
     32 heads). Two are made by how often a head was in the upper half, more by the sum of its ranks over samples.
-    scale: factor of all budgets; released code multiplies its argument by 1.5.
     grouping: ``calibrated``; ``random`` draws the groups of each layer; ``reversed`` gives the high group the low
     budget (the ablations of appendix D).
-    seed: seed of random groups.
     delete: number of heads of each layer that are not stored at all, those that rank lowest; all others keep C. While
     decoding, their attention output is that of the most similar head that is stored.
-    similarity: cosine of the attention from the last ``window`` queries (paper) or of the last ``window`` keys (code).
-    top: the k of truncated matrix entropy, the number of eigenvalues that count.
-    samples: windows of text that are measured, 100 in the code and 500 in the paper.
-    tokens: tokens of each window; null: 4096, as far as the context allows (tiny: 1024).
     """
 
     id: ClassVar[str] = "uncomp-group"
 
-    window: int = 8
-    kernel: int = 7
+    window: int = knob(8, at_least(1))
+    kernel: int = knob(7, ODD)
     high: int | None = None
     low: int | None = None
-    groups: int = 2
-    scale: float = 1.0
-    grouping: str = "calibrated"
+    groups: int = knob(2, at_least(1))
+    scale: float = knob(1.0, Rule("a number, 1 or more", lambda x: x >= 1))
+    grouping: str = knob("calibrated", one_of("calibrated", "random", "reversed"))
     seed: int = 0
-    delete: int = 0
-    similarity: str = "paper"
-    top: int = 32
-    samples: int = 100
-    tokens: int | None = None
+    delete: int = knob(0, at_least(0, "heads"))
+    similarity: str = knob("paper", one_of("paper", "code"))
+    top: int = knob(32, at_least(1))
+    samples: int = knob(100, at_least(1))
+    tokens: int | None = knob(None, at_least(2, null=True))
 
     def check(self) -> None:
-        for knob in ("window", "groups", "top", "samples"):
-            self.require_at_least(knob, 1)
-        self.require_odd("kernel")
-        self.require_at_least("delete", 0, "heads")
-        self.require_at_least("tokens", 2)
-        self.require("scale", self.scale >= 1, "a number, 1 or more")
-        self.require_one_of("grouping", GROUPINGS)
-        self.require_one_of("similarity", SIMILARITIES)
         self.require("high", (self.high is None) == (self.low is None), "given together with low")
         if self.high is not None and self.low is not None:
             self.require("low", self.low > self.window, f"above the window {self.window}")
@@ -163,9 +143,7 @@ class UNCompGroup(EvictingSelector):
         if self.grouping == "random":
             generator = torch.Generator().manual_seed(1_000_003 * self.seed + layer)
             return torch.randperm(heads, generator=generator).float()
-        if self.calibration is None:
-            raise ValueError("uncomp-group is used without its calibration")
-        measured = self.calibration.tensors
+        measured = self.measured("the groups of its heads")
         if heads < measured["entropy"].shape[1]:
             return group_mean(measured["entropy"][layer], heads)
         return measured["counts" if count == 2 else "ranks"][layer]

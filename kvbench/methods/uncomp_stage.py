@@ -11,13 +11,12 @@ import torch
 from kvbench.cache.exact_attention import causal_softmax
 from kvbench.cache.observation import Needs, Observation
 from kvbench.conf import is_whole
-from kvbench.errors import UsageError
 from kvbench.methods.base import top_indices
 from kvbench.methods.entropy import entropy_recipe, erank_drops, measure_entropy
+from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.prefill_changing import HiddenPruner
 from kvbench.methods.recipe import CalibrationRun, Recipe
 
-SCHEDULES = ("relative", "paper", "code")
 # appendix A.3: first layers of the groups between which the effective rank of the queries drops, by number of layers
 STARTS = {32: (0, 2, 15, 26, 31), 40: (0, 1, 3, 15, 23, 31, 35, 37)}
 
@@ -34,51 +33,35 @@ class UncompStage(HiddenPruner):
     first group to ``least`` * n in the last. ``paper`` and ``code`` are for models of 32 and 40 layers, with the groups
     of appendix A.3 and absolute numbers that fall from ``most`` to ``least_size``; a shorter prompt is not pruned. They
     differ in where a step that is not whole is rounded (40 layers: 3731, 3366, ... or 3726, 3361, ...).
-    groups: with ``relative``, the number of groups, of equal sizes.
-    starts: instead, their first layers, 0 first.
     epsilon: instead, a new group begins where the effective rank of the queries (truncated, the mean over heads) falls
     by more than this from one layer to the next (equation 11; the paper's is 1), by the calibration of uncomp-group.
-    least: with ``relative``, the fraction of the prompt that the last group keeps; 1 prunes nothing.
-    most: with ``paper`` and ``code``, tokens of the first group: 4096; for LLaMA-3 8096 in the paper, 8192 in the code.
-    least_size: with ``paper`` and ``code``, tokens of the last group, S_min: 1536; 512 in appendix E and table 3.
-    window: last queries that are observed.
     last: last tokens that always stay, 8 as UNComp's window. Released code forces none, but without the final token
     there is nothing to predict from.
-    top: number of eigenvalues that count in the calibration.
-    samples: windows of text of the calibration.
-    tokens: tokens of each window, as in uncomp-group.
     """
 
     id: ClassVar[str] = "uncomp-stage"
 
-    schedule: str = "relative"
-    groups: int = 4
+    schedule: str = knob("relative", one_of("relative", "paper", "code"))
+    groups: int = knob(4, at_least(1))
     starts: tuple[int, ...] = ()
-    epsilon: float | None = None
-    least: float = 0.375
-    most: int = 4096
-    least_size: int = 1536
-    window: int = 8
-    last: int = 8
-    top: int = 32
-    samples: int = 100
-    tokens: int | None = None
+    epsilon: float | None = knob(None, Rule("a fall of the effective rank, 0 or more, or null", lambda x: x >= 0))
+    least: float = knob(0.375, Rule("a fraction of the prompt kept, above 0 and at most 1", lambda x: 0 < x <= 1))
+    most: int = knob(4096, at_least(1))
+    least_size: int = knob(1536, at_least(1))
+    window: int = knob(8, at_least(1))
+    last: int = knob(8, at_least(1))
+    top: int = knob(32, at_least(1))
+    samples: int = knob(100, at_least(1))
+    tokens: int | None = knob(None, at_least(2, null=True))
 
     def check(self) -> None:
-        self.require_one_of("schedule", SCHEDULES)
         ok = isinstance(self.starts, (list, tuple)) and all(is_whole(i) for i in self.starts)
         ok = ok and list(self.starts) == sorted(set(self.starts)) and (not self.starts or self.starts[0] == 0)
         self.require("starts", ok, "an ascending list of layers that starts with 0")
         object.__setattr__(self, "starts", tuple(self.starts))
         self.require("starts", not self.starts or self.schedule == "relative", "a knob of schedule=relative only")
-        falls = self.epsilon is None or self.epsilon >= 0
-        self.require("epsilon", falls, "a fall of the effective rank, 0 or more, or null")
         free = self.epsilon is None or (self.schedule == "relative" and not self.starts)
         self.require("epsilon", free, "a knob of schedule=relative, given instead of starts")
-        self.require("least", 0 < self.least <= 1, "a fraction of the prompt kept, above 0 and at most 1")
-        for knob in ("groups", "most", "least_size", "window", "last", "top", "samples"):
-            self.require_at_least(knob, 1)
-        self.require_at_least("tokens", 2)
         self.require("least_size", self.least_size <= self.most, f"at most most={self.most}")
 
     def check_layers(self, n_layers: int) -> None:
@@ -105,13 +88,8 @@ class UncompStage(HiddenPruner):
         if self.starts:
             return self.starts
         if self.epsilon is not None:
-            if self.calibration is None:
-                raise UsageError(
-                    f"method {self.id} was not calibrated, and with epsilon={self.epsilon} its groups, hence its "
-                    "bytes, follow from that: leave epsilon out where no model is read (match=, bench), or see "
-                    "kvbench.calibrate"
-                )
-            return (0, *erank_drops(self.calibration.tensors["erank_k"][0].tolist(), self.epsilon))
+            eranks = self.measured(f"with epsilon={self.epsilon} its groups", "epsilon")["erank_k"][0]
+            return (0, *erank_drops(eranks.tolist(), self.epsilon))
         groups = min(self.groups, n_layers)  # of equal sizes
         return tuple(-(-i * n_layers // groups) for i in range(groups))
 

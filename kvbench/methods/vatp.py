@@ -12,6 +12,7 @@ from kvbench.cache import ops
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache, per_head
 from kvbench.methods.base import Modifier
+from kvbench.methods.knobs import at_least, knob, one_of
 from kvbench.methods.statistics import at_heads
 from kvbench.storage.roles import Slots
 
@@ -26,21 +27,13 @@ class Vatp(Modifier):
     While decoding, the base's accumulated score is multiplied by the norm, which equals accumulating attention times
     norm. The norms are kept beside the values at their precision, 1 / (2 D) of the payload. VATP decorates H2O and
     Scissorhands as in the paper, and SnapKV after its pooling (our extension).
-
-    norm: l1 (the paper's choice), l2 or linf, its ablation.
-    sinks: first tokens F that are always kept, within the budget of heavy hitters; the paper keeps 20 with
-    LLaMA-2-7B-chat and 40 with Vicuna-7B-16k.
     """
 
     id: ClassVar[str] = "vatp"
     decorates: ClassVar[tuple[str, ...]] = ("h2o", "scissorhands", "snapkv")
 
-    norm: str = "l1"
-    sinks: int = 4
-
-    def check(self) -> None:
-        self.require_one_of("norm", NORMS)
-        self.require_at_least("sinks", 0, "tokens")
+    norm: str = knob("l1", one_of(*NORMS))
+    sinks: int = knob(4, at_least(0, "tokens"))
 
     def sink_size(self) -> int:
         return self.sinks

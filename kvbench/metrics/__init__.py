@@ -20,11 +20,12 @@ COQA = "stanfordnlp.github.io/coqa"
 class Metric:
     """A rule that scores answers against one reference.
 
-    ``function(prediction, reference, example)`` gives a score in [0, 1], or None where the reference cannot be scored.
-    ``scale`` turns a mean of scores into what tables print; ``shown`` does where that is no multiple (perplexity).
-    ``revision`` is part of a cell's identity: raise it whenever a score changes. ``needs_classes``: the example must
-    carry its closed label set. ``whole(prediction, example)`` replaces the best over the references where a score
-    depends on all of them together.
+    function: from (prediction, reference, example) to a score in [0, 1], or None if the reference cannot be scored.
+    revision: a part of a cell's identity; raise it whenever a score changes.
+    scale: the factor from a mean of scores to what tables print.
+    needs_classes: the example must carry its closed set of labels.
+    shown: the function from a mean to what tables print, where that is no multiple (perplexity).
+    whole: from (prediction, example) to a score, where it depends on all references together.
     """
 
     name: str
@@ -43,14 +44,17 @@ class Metric:
 
 
 def metric(name: str) -> Metric:
-    """Return the metric of that name; UsageError with the nearest names if there is none."""
+    """Return the metric of that name. Raises UsageError with the nearest names if there is none."""
     if name not in METRICS:
         raise unknown("metric", name, METRICS)
     return METRICS[name]
 
 
 def score(name: str, prediction: str, example: Example) -> float | None:
-    """Return the best score in [0, 1] over the references, or the metric's ``whole``; None if none can be scored."""
+    """Return the best score in [0, 1] over the references, or the metric's ``whole`` score.
+
+    Returns None if no reference can be scored.
+    """
     chosen = metric(name)
     if chosen.whole is not None:
         return chosen.whole(prediction, example)

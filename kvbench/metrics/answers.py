@@ -38,9 +38,9 @@ def last_number(text: str) -> Decimal | None:
 
 
 def gsm8k(prediction: str, reference: str) -> float | None:
-    """Return 1 where the last number after the prediction's last ``:`` (without one, of all of it) is the reference's.
+    """Return 1 if the last number of the prediction, behind its last ``:`` if it has one, is the reference's, else 0.
 
-    Numbers are equal by value: ``$1,200.00`` is ``1200``. None for a reference without a number.
+    Numbers are equal by value: ``$1,200.00`` is ``1200``. Returns None for a reference without a number.
     """
     expected = last_number(reference)
     if expected is None:
@@ -49,7 +49,7 @@ def gsm8k(prediction: str, reference: str) -> float | None:
 
 
 def letter(prediction: str, reference: str) -> float | None:
-    """Return 1 where the prediction chooses the letter of the reference; None for a reference that is not A to D."""
+    """Return 1 if the prediction chooses the reference's letter, else 0; None for a reference other than A to D."""
     expected = reference.strip().upper()
     return float(chosen_letter(prediction) == expected) if expected in ("A", "B", "C", "D") else None
 
@@ -57,9 +57,9 @@ def letter(prediction: str, reference: str) -> float | None:
 def chosen_letter(text: str) -> str | None:
     """Return the option A to D that a text chooses, or None.
 
-    In this order: a text that is nothing but a letter; the first letter announced by "answer is" or "answer:"; the
-    first that stands in parentheses or before ``)``, ``.`` or ``:``; the first capital that stands alone and is not the
-    article of a sentence.
+    The rules are tried in this order: the text is nothing but a letter; the first letter announced by "answer is" or
+    "answer:"; the first that stands in parentheses or before ``)``, ``.`` or ``:``; the first capital that stands alone
+    and is not the article of a sentence.
     """
     text = _MARKUP.sub("", text)
     bare = text.strip(" \t\r\n()[]{}.,:;*$\"'`").upper()

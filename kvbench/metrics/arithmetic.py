@@ -39,7 +39,7 @@ _LONGEST = 300
 
 
 def clean(text: str) -> str:
-    """Rewrite LaTeX and typographic signs as plain operators and brackets."""
+    """Return a text with its LaTeX and typographic signs rewritten as plain operators and brackets."""
     text = _STYLE.sub(" ", text.replace("{,}", ","))
     for sign, plain in (("−", "-"), ("×", "*"), ("·", "*"), ("\\times", "*"), ("\\cdot", "*"), ("π", " pi ")):
         text = text.replace(sign, plain)
@@ -53,7 +53,7 @@ def clean(text: str) -> str:
 
 
 def evaluate(text: str) -> float | None:
-    """Return the value of the first expression in a text, as far as it can be read; None without a number."""
+    """Return the value of the first expression in a text, as far as it can be read; None if there is none."""
     text = _THOUSANDS.sub(lambda m: m[1].replace(",", ""), clean(text))
     tokens: list[_Token] = [(m[1], m[2], m[3]) for m in _TOKEN.finditer(text)]
     for start, (number, name, sign) in enumerate(tokens):
@@ -73,7 +73,7 @@ def evaluate(text: str) -> float | None:
 
 
 def numbers(text: str) -> list[float]:
-    """Return all plain numbers of a text, without arithmetic."""
+    """Return all numbers that stand in a text, in order; no arithmetic is done."""
     plain = _THOUSANDS.sub(lambda m: m[1].replace(",", ""), text.replace("−", "-").replace("{,}", ","))
     return [float(m[0]) for m in _PLAIN.finditer(plain) if len(m[0]) <= _LONGEST and math.isfinite(float(m[0]))]
 
@@ -138,7 +138,9 @@ class _Reader:
     def _atom(self, depth: int) -> float:
         if number := self._peek(_NUMBER):
             self.at += 1
-            return self._suffixed(_read(number))
+            if len(number) > _LONGEST:
+                raise _Unreadable
+            return self._suffixed(float(number))
         if name := self._peek(_NAME):
             self.at += 1
             if name in _CONSTANTS:
@@ -169,9 +171,3 @@ class _Reader:
         if depth > _DEEPEST:
             raise _Unreadable
         return depth + 1
-
-
-def _read(number: str) -> float:
-    if len(number) > _LONGEST:
-        raise _Unreadable
-    return float(number)

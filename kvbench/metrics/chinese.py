@@ -38,7 +38,7 @@ def rouge_zh(prediction: str, reference: str) -> float:
 
 
 def retrieval_zh(prediction: str, reference: str) -> float | None:
-    """Return the share of the prediction's numbers that are the N of the reference ``段落N``; None without one."""
+    """Return the share of the prediction's numbers that are the N of the reference ``段落N``; None without an N."""
     paragraph = _PARAGRAPH.search(reference)
     return count(prediction, paragraph[1]) if paragraph else None
 

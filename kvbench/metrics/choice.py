@@ -16,7 +16,7 @@ _PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 
 def accuracy(prediction: str, reference: str) -> float:
-    """Return 1 where the first line is the reference, but for case, spaces and punctuation at the ends; else 0."""
+    """Return 1 if the first line is the reference, but for case, spaces and punctuation at the ends, else 0."""
     return float(_label(first_line(prediction.lstrip())) == _label(reference))
 
 
@@ -25,7 +25,7 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
 
     A name that is merely a part of the right one does not count as found. LongBench removes such names from the list
     while it walks over it, so that the name after a removed one is not examined; that is kept, since it is the
-    benchmark's score. None without classes: there is nothing to choose from.
+    benchmark's score. Returns None without classes, where there is nothing to choose from.
     """
     if not classes:
         return None

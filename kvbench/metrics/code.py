@@ -15,7 +15,7 @@ Backend = Literal["levenshtein", "difflib"]
 
 
 def code_sim(prediction: str, reference: str, backend: Backend = "levenshtein") -> float:
-    """Return the similarity of the first line of code to the reference, in whole hundredths of [0, 1], as in LongBench.
+    """Return the similarity in [0, 1] of the first line of code to the reference, in whole hundredths as in LongBench.
 
     The first line of code is the first without a backtick, ``#`` or ``//``; if there is none it is empty. Source:
     github.com/THUDM/LongBench metrics.py; github.com/seatgeek/fuzzywuzzy fuzz.ratio.
@@ -31,7 +31,7 @@ def edit_sim(prediction: str, reference: str) -> float:
 
 
 def fuzz_ratio(a: str, b: str, backend: Backend) -> int:
-    """Return ``fuzzywuzzy.fuzz.ratio`` by one backend, an integer from 0 to 100; ValueError for another backend."""
+    """Return ``fuzzywuzzy.fuzz.ratio`` of two texts, 0 to 100, by a backend. Raises ValueError for another backend."""
     if backend not in ("levenshtein", "difflib"):
         raise ValueError(f"code_sim backend {backend!r}: give levenshtein or difflib")
     if a == b:

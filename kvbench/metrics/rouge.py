@@ -18,12 +18,12 @@ OFFICIAL_DEPTH = 991
 """Nested calls that ``rouge`` may make under LongBench's ``eval.py`` before Python's default limit of 1000 stops it."""
 
 
-def rouge_l(prediction: str, reference: str, depth: int | None = OFFICIAL_DEPTH) -> float:
+def rouge_l(prediction: str, reference: str) -> float:
     """Return ROUGE-L F in [0, 1] of the package ``rouge``, as LongBench calls it.
 
     Texts without anything between their full stops score 0, where the package raises and LongBench's evaluator counts
     0. The package also recurses once per word and fails on very long sentences, which LongBench again counts as 0: a
-    sentence pair that needs more than ``depth`` nested calls makes the score 0 here too. ``depth=None`` never gives up.
+    sentence pair that needs more than OFFICIAL_DEPTH nested calls makes the score 0 here too.
     Source: github.com/pltrdy/rouge 1.0.1; github.com/THUDM/LongBench metrics.py.
     """
     hypothesis, truth = _sentences(prediction), _sentences(reference)
@@ -33,7 +33,7 @@ def rouge_l(prediction: str, reference: str, depth: int | None = OFFICIAL_DEPTH)
     for x in truth:
         for y in hypothesis:
             words, calls = _common_subsequence(x, y)
-            if depth is not None and calls > depth:
+            if calls > OFFICIAL_DEPTH:
                 return 0.0
             common |= words
     recall = len(common) / len({word for sentence in truth for word in sentence})
@@ -62,7 +62,7 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_subsequence(x: list[str], y: list[str]) -> tuple[set[str], int]:
-    """Return the words of one longest common subsequence, and the nested calls that ``rouge`` needs to find it.
+    """Return (words of one longest common subsequence, number of nested calls that ``rouge`` needs to find it).
 
     Rows of the dynamic programme are bit vectors (Hyyro 2004): bit j of row i is 0 where the length grows from column j
     to j + 1. Of several longest subsequences this walks to the one that ``rouge`` finds.

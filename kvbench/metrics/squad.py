@@ -8,7 +8,7 @@ from kvbench.metrics.text import normalise_answer, token_f1
 
 
 def squad_f1(prediction: str, reference: str) -> float:
-    """Return token F1 of the normalised answers; where one is empty, 1 if both are and else 0.
+    """Return token F1 of the normalised answers; if one of them is empty, 1 if both are, else 0.
 
     Differs from LongBench's ``f1`` only where both are empty. Source: compute_f1 of stanfordnlp.github.io/coqa
     evaluate-v1.0.py, whose score of a turn is ``coqa_f1``.
@@ -21,7 +21,7 @@ def coqa_f1(prediction: str, references: Sequence[str]) -> float | None:
     """Return CoQA's score of a turn: the best ``squad_f1`` over all references but one, averaged over the one left out.
 
     So each annotator is compared with the others as a system is; equal references count separately. A single reference
-    is compared itself. None without references. Source: stanfordnlp.github.io/coqa evaluate-v1.0.py.
+    is not left out. Returns None without references. Source: stanfordnlp.github.io/coqa evaluate-v1.0.py.
     """
     scores = [squad_f1(prediction, reference) for reference in references]
     if len(scores) < 2:
@@ -30,9 +30,9 @@ def coqa_f1(prediction: str, references: Sequence[str]) -> float | None:
 
 
 def best_subspan_em(prediction: str, reference: str) -> float | None:
-    """Return 1 where the normalised reference is a part of the normalised prediction, also inside a word; else 0.
+    """Return 1 if the normalised reference is a part of the normalised prediction, even inside a word, else 0.
 
-    None for a reference that normalisation leaves empty, which is a part of every text. Source:
+    Returns None for a reference that normalisation leaves empty, which is a part of every text. Source:
     github.com/nelson-liu/lost-in-the-middle metrics.py.
     """
     expected = normalise_answer(reference)

@@ -1,11 +1,11 @@
 """Intervals of mean scores and of shares of the full cache, by the percentile bootstrap; p-values of mean differences.
 
-Deterministic by seed, vectorised.
+Every interval is of LEVEL, 95 %, and always the same for the same values.
 
 Where all values are equal every resample is too, and the bootstrap would claim certainty after a handful of examples.
-Then the interval says what n equal draws can exclude: with confidence ``level`` at least ``q = (alpha/2)**(1/n)`` of
-all examples give that value, and the others may lie anywhere within ``bounds``. For scores that are all 0 or all 1 this
-is the exact (Clopper-Pearson) binomial interval.
+Then the interval says what n equal draws can exclude: with 95 % confidence at least ``q = (alpha/2)**(1/n)`` of all
+examples give that value, and the others may lie anywhere within ``bounds``. For scores that are all 0 or all 1 this is
+the exact (Clopper-Pearson) binomial interval.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 Scores = Sequence[float] | NDArray[np.float64]
 Bounds = tuple[float, float]
+Interval = tuple[float, float]
 Pairs = NDArray[np.float64]
 """[n, 2]: a method's score and the full cache's of each example."""
 
+LEVEL = 0.95
 DRAWS = 10_000
 FEWEST = 8
 """The fewest examples for a bootstrap: below, no interval is shown."""
@@ -34,40 +36,23 @@ _BLOCK = 2**22
 """Indices drawn at a time: bounds the memory of a bootstrap to some 50 MB whatever n is."""
 
 
-class Difference(NamedTuple):
-    """The mean of differences and its interval; ``low`` and ``high`` are None where n < 2."""
+def bootstrap_ci(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interval | None:
+    """Return the interval (low, high) of the mean score, or None for fewer than two scores, which have no spread.
 
-    mean: float
-    low: float | None
-    high: float | None
-
-
-def bootstrap_ci(
-    scores: Scores,
-    seed: int = 0,
-    resamples: int = DRAWS,
-    level: float = 0.95,
-    bounds: Bounds | None = (0.0, 1.0),
-) -> tuple[float, float] | None:
-    """Return the interval (low, high) of the mean score; None where n < 2: one example has no spread.
-
-    ``bounds`` is the range of a score, used only where all scores are equal (``None``: unbounded, so no interval
-    there). Raises ValueError for scores that are not finite: leave unscorable examples out before.
+    ``bounds`` is the range of a score, used only where all scores are equal; if it is None there is no interval then.
+    Raises ValueError for scores that are not finite: leave unscorable examples out before.
     """
     values = _finite(scores)
-    if not 0 < level < 1 or resamples < 1:
-        raise ValueError(f"bootstrap: level {level} must be between 0 and 1 and resamples {resamples} at least 1")
-    n = len(values)
-    if n < 2:
+    if len(values) < 2:
         return None
     if values.min() == values.max():
-        return _constant(float(values[0]), n, level, bounds)
-    low, high = np.quantile(_resampled(values, seed, resamples), [(1 - level) / 2, (1 + level) / 2])
+        return _constant(float(values[0]), len(values), bounds)
+    low, high = np.quantile(_resampled(values, seed=0), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
-def paired_difference(scores: Scores, baseline: Scores) -> Difference:
-    """Return the mean of ``scores - baseline`` over the same examples in the same order, with its interval.
+def paired_difference(scores: Scores, baseline: Scores) -> tuple[float, Interval | None]:
+    """Return (mean of ``scores - baseline`` over the same examples in the same order, its interval or None).
 
     Scores lie between 0 and 1. Raises ValueError where the lengths differ or there is no example.
     """
@@ -75,21 +60,14 @@ def paired_difference(scores: Scores, baseline: Scores) -> Difference:
     if len(a) != len(b) or not len(a):
         raise ValueError(f"a paired difference needs the same examples twice, got {len(a)} and {len(b)}")
     differences = a - b
-    low, high = bootstrap_ci(differences, bounds=(-1.0, 1.0)) or (None, None)
-    return Difference(float(differences.mean()), low, high)
+    return float(differences.mean()), bootstrap_ci(differences, bounds=(-1.0, 1.0))
 
 
 class Share(NamedTuple):
     """A score in per cent of the full cache's, with its interval; None where there is none."""
 
     point: float | None = None
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def ci(self) -> tuple[float, float] | None:
-        """The interval."""
-        return None if self.low is None or self.high is None else (self.low, self.high)
+    ci: Interval | None = None
 
 
 def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = False) -> Share:
@@ -106,7 +84,7 @@ def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = Fa
         (pairs,) = tasks
         # exp(full loss) / exp(loss)
         interval = stratified_ci([pairs], lambda means: 100 * np.exp(means[0][:, 1] - means[0][:, 0]), None)
-        return Share(100 * float(np.exp(pairs[:, 1].mean() - pairs[:, 0].mean())), *(interval or (None, None)))
+        return Share(100 * float(np.exp(pairs[:, 1].mean() - pairs[:, 0].mean())), interval)
     full_means = [float(t[:, 1].mean()) for t in tasks]
     if not (all(full_means) if of_ratios else any(full_means)):
         return Share()
@@ -120,28 +98,28 @@ def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = Fa
     # the share of a method that scores 1 everywhere
     most = 100 * float(np.mean([1 / f for f in full_means])) if of_ratios else 100 / float(np.mean(full_means))
     point = float(percent([t.mean(0, keepdims=True) for t in tasks])[0])
-    return Share(point, *(stratified_ci(tasks, percent, most) or (None, None)))
+    return Share(point, stratified_ci(tasks, percent, most))
 
 
 def stratified_ci(
     strata: Sequence[NDArray[np.float64]],
     statistic: Callable[[Sequence[NDArray[np.float64]]], NDArray[np.float64]],
     most: float | None,
-) -> tuple[float, float] | None:
+) -> Interval | None:
     """Return the 95 % interval of a statistic of means [DRAWS, ...], resampled within each stratum.
 
-    None where a stratum has fewer than FEWEST examples. Where every resample gives the same value, the interval is what
-    so many equal draws cannot exclude: the statistic lies between 0 and ``most`` (None: unbounded, so no interval).
+    Returns None if a stratum has fewer than FEWEST examples. Where every resample gives the same value, the interval is
+    what so many equal draws cannot exclude if the statistic lies between 0 and ``most``; None if ``most`` is None.
     """
     if min(map(len, strata)) < FEWEST:
         return None
-    means = [_resampled(values, seed, DRAWS) for seed, values in enumerate(strata)]
+    means = [_resampled(values, seed) for seed, values in enumerate(strata)]
     low, high = (float(x) for x in np.quantile(statistic(means), [0.025, 0.975]))
-    if high - low > 1e-9:
+    if high - low > 1e-9:  # less is rounding: all resamples are equal
         return low, high
     if most is None:
         return None
-    return _constant(min(most, max(0.0, low)), sum(map(len, strata)), 0.95, (0.0, most))
+    return _constant(min(most, max(0.0, low)), sum(map(len, strata)), (0.0, most))
 
 
 def at_floor(full: Scores, chance: float = 0.0) -> bool:
@@ -154,7 +132,7 @@ def at_floor(full: Scores, chance: float = 0.0) -> bool:
 
 
 def p_above(differences: Scores, least: float = 0.0) -> float:
-    """Return p of the null hypothesis that the mean of independent ``differences`` in [-1, 1] is at most ``least``.
+    """Return the p-value of the null hypothesis: the mean of independent ``differences`` in [-1, 1] is <= ``least``.
 
     A bettor against the null stakes the same part of his wealth on each difference x, which is multiplied by
     ``1 + stake * (x - least)``. Under the null the expected product is at most 1, whatever the distributions of the
@@ -168,19 +146,19 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
     stakes = STAKES / (1 + least)  # the highest stake loses all its wealth on a difference of -1
     with np.errstate(divide="ignore"):
         logs = np.log1p(np.maximum(stakes[:, None] * (values - least), -1.0)).sum(1)
-    wealth = float(np.average(np.exp(np.minimum(logs, 700.0)), weights=WEIGHTS))
+    wealth = float(np.average(np.exp(np.minimum(logs, 700.0)), weights=WEIGHTS))  # exp(710) would overflow
     return 1.0 if wealth <= 1 else 1 / wealth
 
 
-def betting_ci(differences: Scores, level: float = 0.95) -> tuple[float, float]:
+def betting_ci(differences: Scores) -> Interval:
     """Return the interval of the mean of independent ``differences`` in [-1, 1] that ``p_above`` does not reject."""
     values = _finite(differences)
 
     def lowest(xs: NDArray[np.float64]) -> float:
         low, high = -1.0, float(xs.mean())
-        for _ in range(30):
+        for _ in range(30):  # to 2 / 2^30
             middle = (low + high) / 2
-            rejected = -1 < middle < 1 and p_above(xs, middle) < (1 - level) / 2
+            rejected = -1 < middle < 1 and p_above(xs, middle) < (1 - LEVEL) / 2
             low, high = (middle, high) if rejected else (low, middle)
         return low
 
@@ -188,7 +166,10 @@ def betting_ci(differences: Scores, level: float = 0.95) -> tuple[float, float]:
 
 
 def holm(ps: Mapping[str, float], family: int) -> dict[str, float]:
-    """Return p-values corrected for ``family`` of them (Holm's step-down); those not in ``ps`` count as larger."""
+    """Return {key: p-value} corrected by Holm's step-down for ``family`` tests.
+
+    Tests of the family that are not in ``ps`` count as having larger p-values.
+    """
     corrected: dict[str, float] = {}
     largest = 0.0
     for rank, i in enumerate(sorted(ps, key=lambda i: ps[i])):
@@ -204,20 +185,21 @@ def by_example(ways: Mapping[str, Sequence[Sequence[float]]], width: int) -> NDA
     return np.array(means, dtype=np.float64).reshape(-1, width)
 
 
-def _resampled(values: NDArray[np.float64], seed: int, resamples: int) -> NDArray[np.float64]:
-    """Return means [resamples, ...] of n examples each, drawn from ``values`` [n, ...] with replacement."""
-    rng, rows = np.random.default_rng(seed), max(1, _BLOCK // values.size)
-    sizes = (min(rows, resamples - at) for at in range(0, resamples, rows))
+def _resampled(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
+    """Return means [DRAWS, ...] of n examples each, drawn from ``values`` [n, ...] with replacement."""
+    rng = np.random.default_rng(seed)
+    rows = max(1, _BLOCK // values.size)
+    sizes = (min(rows, DRAWS - start) for start in range(0, DRAWS, rows))
     return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in sizes])
 
 
-def _constant(value: float, n: int, level: float, bounds: Bounds | None) -> tuple[float, float] | None:
+def _constant(value: float, n: int, bounds: Bounds | None) -> Interval | None:
     if bounds is None:
         return None
     if not bounds[0] <= value <= bounds[1]:
         raise ValueError(f"bootstrap: score {value} is outside its bounds {bounds}")
     # q = (alpha / 2)^(1 / n) of all examples have the value, the others lie at a bound
-    q = ((1 - level) / 2) ** (1 / n)
+    q = ((1 - LEVEL) / 2) ** (1 / n)
     low, high = (q * value + (1 - q) * bound for bound in bounds)
     return low, high
 

@@ -42,10 +42,10 @@ def qa_f1(prediction: str, reference: str) -> float:
 
 
 def exact_match(prediction: str, reference: str) -> float:
-    """Return 1 where both are equal once runs of whitespace are one space and the ends are stripped; case counts."""
+    """Return 1 if both are equal once runs of whitespace are one space and the ends are stripped, else 0."""
     return float(prediction.split() == reference.split())
 
 
 def contains(prediction: str, reference: str) -> float | None:
-    """Return 1 where the reference occurs literally in the prediction; None for a blank one, which is in every text."""
+    """Return 1 if the reference occurs literally in the prediction, else 0; None if the reference is blank."""
     return float(reference in prediction) if reference.strip() else None

@@ -26,9 +26,9 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
 def theorem_match(prediction: str, reference: str) -> float | None:
-    """Return 1 where the prediction's final answer is the reference by the rule of the reference's type, else 0.
+    """Return 1 if the prediction's final answer is the reference by the rule of the reference's type, else 0.
 
-    None for a reference of no known type.
+    Returns None for a reference of no known type.
     """
     expected = parse_reference(reference)
     if expected is None:
@@ -47,7 +47,7 @@ def theorem_match(prediction: str, reference: str) -> float | None:
 
 
 def parse_reference(text: str) -> Answer | None:
-    """Parse ``True``, ``11760``, ``1.0``, ``[0, 5]`` or ``(c)`` by its form; return None for anything else."""
+    """Return the value of ``True``, ``11760``, ``1.0``, ``[0, 5]`` or ``(c)`` by its form, None for anything else."""
     stripped = text.strip()
     if stripped.lower() in ("true", "false"):
         return stripped.lower() == "true"
@@ -64,7 +64,10 @@ def parse_reference(text: str) -> Answer | None:
 
 
 def announced(text: str) -> str | None:
-    """Return what follows the last "answer is" or "answer:", or stands in the last ``\\boxed{}``; None without."""
+    """Return the announced answer: what follows the last "answer is" or "answer:", or stands in the last ``\\boxed{}``.
+
+    Whichever is later in the text counts. Returns None if there is neither.
+    """
     box = text.rfind("\\boxed{")
     after = max((m.end() for m in _ANNOUNCED.finditer(text)), default=-1)
     if after > box:
@@ -106,9 +109,9 @@ def _number(text: str, first: bool) -> float | None:
 
 
 def _list(text: str, first: bool) -> list[float | None]:
-    """Return the numbers of the first (or last) bracketed list.
+    """Return the numbers of the last bracketed list, or of the ``first``; None in place of what is no number.
 
-    Where one is announced without brackets, they stand between commas.
+    An announced list, which is the first, may lack brackets: then its numbers stand between commas.
     """
     text = clean(text)
     groups = [g for g in _bracketed(text) if "," in g or ";" in g or g.startswith("[")]
@@ -147,8 +150,8 @@ def _boxed(text: str, start: int) -> str:
     return text[start + 1 :]
 
 
-def _same_numbers(found: Sequence[float | None], right: tuple[int | float, ...]) -> bool:
-    values = [v for v in found if v is not None]
-    if len(values) != len(found) or len(values) != len(right):
+def _same_numbers(numbers: Sequence[float | None], expected: tuple[int | float, ...]) -> bool:
+    values = [v for v in numbers if v is not None]
+    if len(values) != len(numbers) or len(values) != len(expected):
         return False
-    return all(close(v, r) for v, r in zip(sorted(values), sorted(right), strict=True))
+    return all(close(v, e) for v, e in zip(sorted(values), sorted(expected), strict=True))

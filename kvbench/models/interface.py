@@ -39,7 +39,7 @@ class KvbenchLayer(CacheLayerMixin):
 
     @abstractmethod
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of query [B, Hq, T, D] over what the layer holds, [B, Hq, T, D].
+        """Return the attention [B, Hq, T, D] of query [B, Hq, T, D] over all tokens that the layer holds.
 
         ``window`` is the model's sliding window where the text has outgrown it, else None.
         """
@@ -58,7 +58,7 @@ class KvbenchLayer(CacheLayerMixin):
         return self, self
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate nothing: the constructor did."""
+        """Do nothing: the constructor has allocated everything."""
 
     def get_seq_length(self, *args: Any) -> int:
         return self.seen
@@ -83,7 +83,7 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention of query [B, Hq, T, D] -> ([B, T, Hq, D], None): the function that transformers calls."""
+    """Return (attention [B, T, Hq, D] of query [B, Hq, T, D], None), as transformers' attention functions do."""
     if not isinstance(key, KvbenchLayer):
         raise UsageError("inside kvbench's attention the model can only be called by kvbench (prefill, generate)")
     unserved = [name for name in UNSERVED if kwargs.get(name) is not None]
@@ -98,7 +98,7 @@ def attention(
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return the model's sliding window in tokens, if any of its layers has one."""
+    """Return the model's sliding window in tokens; None if no layer has one."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     slides = getattr(config, "use_sliding_window", True) if kinds is None else "sliding_attention" in kinds
@@ -115,7 +115,7 @@ class WindowMask:
 def mask(
     *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any
 ) -> WindowMask | None:
-    """Return the window of a layer, as the mask registered beside ``attention``; causality is the layers' own matter.
+    """Return the window of a layer, or None: the mask function that belongs to ``attention``, which is causal itself.
 
     Raises UsageError for padding, and for masks that are neither causal nor windows.
     """
@@ -132,7 +132,7 @@ AttentionMaskInterface.register(NAME, mask)
 
 @contextmanager
 def attached(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model under kvbench's attention, in eval mode; its own settings come back on exit. Nesting is free."""
+    """Run the model under kvbench's attention, in eval mode. Its own settings come back on exit; it may be nested."""
     previous = model.config._attn_implementation
     if previous == NAME:
         yield
@@ -167,9 +167,9 @@ def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None])
 
 @contextmanager
 def row_hooks(model: PreTrainedModel, rows: Callable[[int], Rows | None]) -> Iterator[None]:
-    """Cut what goes into each decoder layer to ``rows(layer)`` (None: everything); hooks go on exit.
+    """Cut the inputs of each decoder layer to the tokens ``rows(layer)``, or keep them whole where that is None.
 
-    Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens.
+    Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens. Hooks go on exit.
     """
 
     def cut(index: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
@@ -200,24 +200,28 @@ def row_hooks(model: PreTrainedModel, rows: Callable[[int], Rows | None]) -> Ite
 
 @dataclass(frozen=True)
 class Rows:
-    """The tokens that a layer reads: their places among those of the layer before (None: all), their positions."""
+    """The tokens that a layer reads.
+
+    places: their places among the tokens of the layer before; None for all of these.
+    positions: their positions in the prompt.
+    """
 
     places: Tensor | None  # [m]
     positions: Tensor  # [m]
 
     def of_previous(self, hidden: Tensor) -> Tensor:
-        """Select these tokens of hidden states [B, m', d] that the layer before left -> [B, m, d]."""
+        """Return the hidden states [B, m, d] of these tokens, of the states [B, m', d] that the layer before left."""
         return hidden if self.places is None else hidden.index_select(1, self.places.to(hidden.device))
 
     def of_prompt(self, by_token: Any) -> Any:
-        """Select these tokens of the whole prompt's position ids [B, n], or rotations [B, n, D] as a tuple."""
+        """Return the position ids [B, m] of these tokens out of the prompt's [B, n], or a tuple of rotations alike."""
         if isinstance(by_token, tuple):
             return tuple(self.of_prompt(t) for t in by_token)
         return by_token.index_select(1, self.positions.to(by_token.device))
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that hold an attention module each, in layer order."""
+    """Return the modules that each hold one attention module, in layer order."""
     owner = {child: m for m in model.modules() for child in m.children()}
     return [owner[attention] for attention in attention_modules(model)]
 

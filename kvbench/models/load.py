@@ -49,7 +49,12 @@ WHOLE_HASH_LIMIT = 256 * 2**20
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A checkpoint: where it lies, its config, and what identifies its weights."""
+    """A checkpoint.
+
+    location: its folder, or its id on the hub.
+    revision: its commit on the hub, None for a folder.
+    fingerprint: a text that identifies config, tokenizer and weights.
+    """
 
     location: str
     revision: str | None
@@ -58,27 +63,27 @@ class ModelSource:
 
 
 def locate(cfg: ModelConfig) -> ModelSource:
-    """Find the checkpoint and check that kvbench can run it, before anything large is read."""
+    """Return the checkpoint of a model, before anything large is read. Raises UsageError if kvbench cannot run it."""
     if cfg.path.startswith("embedded:"):
         folder = EMBEDDED / cfg.path.removeprefix("embedded:")
         if not (folder / "config.json").is_file():
             raise unknown("embedded model", folder.name, (p.parent.name for p in EMBEDDED.glob("*/config.json")))
-        return _folder(cfg, folder)
+        return _check_folder(cfg, folder)
     if cfg.path.startswith(fetch.SCHEME):
-        return _folder(cfg, fetch.located(cfg.path.removeprefix(fetch.SCHEME)))
+        return _check_folder(cfg, fetch.located(cfg.path.removeprefix(fetch.SCHEME)))
     folder = Path(cfg.path).expanduser()
     if folder.exists():
-        return _folder(cfg, folder)
+        return _check_folder(cfg, folder)
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") != 1:
         raise UsageError(
             f"model={cfg.path}: there is no such folder. Give a folder with config.json and *.safetensors, an "
             "owner/name id of the Hugging Face hub, or model=tiny"
         )
-    return _hub(cfg)
+    return _find_on_hub(cfg)
 
 
 def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizerBase:
-    """Load the checkpoint's tokenizer."""
+    """Return the checkpoint's tokenizer, with the run's own chat template if it has one."""
     _quiet()
     try:
         options = {"local_files_only": not cfg.download, **_options(source)}
@@ -110,12 +115,12 @@ def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
 
 
 def weight_bytes(source: ModelSource) -> int:
-    """Return the bytes of a checkpoint's weights as they lie on disk; 0 where it is not a folder."""
+    """Return how many bytes a checkpoint's weights take on disk; 0 where it is not a folder."""
     return sum(p.stat().st_size for p in Path(source.location).glob("*.safetensors"))
 
 
 def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) -> PreTrainedModel:
-    """Load the model in eval mode on ``device``: trained weights from safetensors, or random ones of the same shape.
+    """Return the model in eval mode on ``device``, with trained weights from safetensors or random ones.
 
     With ``device_map`` accelerate spreads its layers over devices instead.
     """
@@ -172,9 +177,9 @@ def _check_device_map(cfg: ModelConfig) -> None:
 def load_model(
     name: str, device: str = "auto", dtype: str | torch.dtype = "auto", **knobs: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer: ``tiny``, one that `model fetch` converted, a folder, or a hub id.
+    """Return (model, tokenizer) by name: ``tiny``, a model that `model fetch` converted, a folder, or a hub id.
 
-    ``download=True`` fetches a hub id that is not in the local cache.
+    ``knobs`` are fields of ModelConfig; ``download=True`` fetches a hub id that is not in the local cache.
     """
     path = name
     if name == "tiny":
@@ -187,12 +192,13 @@ def load_model(
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return a device by name; ``auto`` is the first CUDA device, else the CPU. UsageError for an absent device."""
+    """Return a device by name; ``auto`` is the first CUDA device, else the CPU. Raises UsageError if it is absent."""
     if device == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
         raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:0"))
-    resolved, count = torch.device(device), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    resolved = torch.device(device)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
         devices = f"{count} CUDA devices" if count else "no CUDA device"
         raise UsageError(f"device={device}: PyTorch {torch.__version__} sees {devices} here; use device=cpu")
@@ -200,9 +206,9 @@ def resolve_device(device: str) -> torch.device:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return the SHA-256 over a folder's config, tokenizer and weights: another checkpoint's results are another cell.
+    """Return 16 digits of the SHA-256 of a folder's config, tokenizer and weights, which identify the checkpoint.
 
-    Of safetensors above 256 MiB the header and the beginning and middle of every tensor are read.
+    Of safetensors above 256 MiB only the header and the beginning and middle of every tensor are read.
     """
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name in IDENTITY_FILES):
@@ -232,7 +238,8 @@ def _slices(f: BinaryIO) -> Iterator[bytes]:
                 yield f.read(min(SLICE, last - offset))
 
 
-def _folder(cfg: ModelConfig, folder: Path) -> ModelSource:
+def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
+    """Return the checkpoint in a folder. Raises UsageError with the reason if it cannot be used."""
     if not folder.is_dir():
         raise UsageError(f"model={cfg.path} is a file; give the folder that holds config.json and *.safetensors")
     config_file = folder / "config.json"
@@ -282,7 +289,7 @@ def _check_shards(cfg: ModelConfig, folder: Path) -> None:
         )
 
 
-def _hub(cfg: ModelConfig) -> ModelSource:
+def _find_on_hub(cfg: ModelConfig) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(cfg.path, revision=cfg.revision, local_files_only=not cfg.download)
     except Exception as error:
@@ -318,7 +325,7 @@ def scaled(cfg: ModelConfig, config: Any) -> Any:
 
 
 def resolve_dtype(cfg: ModelConfig, device: torch.device, config: Any) -> torch.dtype:
-    """Return the dtype to run in: as asked; ``auto`` is float32 on a CPU and the checkpoint's own elsewhere."""
+    """Return the dtype to run in: the model's knob, or for ``auto`` float32 on a CPU, else the checkpoint's own."""
     if cfg.dtype != "auto":
         return getattr(torch, cfg.dtype)
     if device.type == "cpu":

@@ -25,7 +25,7 @@ MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the
 
 @dataclass(frozen=True)
 class ProjectionShape:
-    """A model's cache and its projections' input."""
+    """The sizes of a model's cache, and ``hidden``, that of its projections' input."""
 
     layers: int
     heads: int
@@ -44,30 +44,33 @@ Linear = tuple[Tensor, Tensor | None]
 
 
 def projection(attention: nn.Module) -> list[nn.Linear]:
-    """Return the linear modules that compute keys and values: [k, v], or the fused one of GPT-NeoX alone."""
+    """Return the linear modules that compute keys and values: [keys', values'], or GPT-NeoX's one fused module."""
     fused = getattr(attention, "query_key_value", None)
     return [attention.k_proj, attention.v_proj] if fused is None else [fused]  # type: ignore[list-item]
 
 
 def linears(attention: nn.Module, heads: int) -> tuple[Linear, Linear]:
-    """Return weight [Hk D, d] and bias [Hk D] or None, of keys and of values."""
+    """Return the (weight [Hk D, d], bias [Hk D] or None) of keys, and that of values."""
     modules = projection(attention)
     if len(modules) == 2:
         k, v = modules
         return (k.weight, k.bias), (v.weight, v.bias)
-    return _share(modules[0], heads, 1), _share(modules[0], heads, 2)
+    return _split_fused(modules[0], heads, 1), _split_fused(modules[0], heads, 2)
 
 
 def head_rows(attention: nn.Module, tensors: Sequence[Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Split tensors of the shapes of ``projection``'s weights into those of keys and of values, [Hk, D, d] each."""
+    """Return (keys', values') rows [Hk, D, d] of tensors with the shapes of ``projection``'s weights."""
     if len(tensors) == 2:
         return tensors[0].unflatten(0, (heads, -1)), tensors[1].unflatten(0, (heads, -1))
     parts = tensors[0].unflatten(0, (heads, 3, -1))
     return parts[:, 1], parts[:, 2]
 
 
-def _share(fused: nn.Linear, heads: int, which: int) -> Linear:
-    """Return query, key or value (``which`` 0, 1, 2) of a fused projection, whose rows lie head by head."""
+def _split_fused(fused: nn.Linear, heads: int, which: int) -> Linear:
+    """Return (weight, bias) of query, key or value (``which`` 0, 1, 2) in a fused projection.
+
+    Its rows lie head by head: the query's, the key's and the value's rows of a head, then those of the next.
+    """
 
     def select(t: Tensor) -> Tensor:
         return t.detach().unflatten(0, (heads, 3, -1))[:, which].flatten(0, 1).contiguous()
@@ -89,14 +92,14 @@ class LowRank(nn.Module):
         return self.rebuild(self.latent)
 
     def rebuild(self, latent: Tensor) -> Tensor:
-        """Return keys or values [..., Hk D], before any rotation, of latents [..., R]."""
+        """Return the keys or values [..., Hk D] of latents [..., R]; keys are not rotated yet."""
         parts = latent.split(self.ranks, dim=-1)
         groups = [p if up is None else F.linear(p, up) for p, up in zip(parts, self.ups, strict=True)]
         outputs = groups[0] if len(groups) == 1 else torch.cat(groups, dim=-1)
         return outputs if self.bias is None else outputs + self.bias
 
     def take(self) -> Tensor:
-        """Return the latents of the last call [T, R] of a single row; the module forgets them."""
+        """Return the latents [T, R] of the last call, which had a single row, and forget them."""
         assert self.latent is not None
         latent, self.latent = self.latent[0], None
         return latent
@@ -108,7 +111,7 @@ class Fused(nn.Module):
     def __init__(self, own: nn.Linear, heads: int, k_proj: LowRank, v_proj: LowRank) -> None:
         super().__init__()
         self.heads, self.k_proj, self.v_proj = heads, k_proj, v_proj
-        self.q_weight, self.q_bias = _share(own, heads, 0)
+        self.q_weight, self.q_bias = _split_fused(own, heads, 0)
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,7 +121,7 @@ class Fused(nn.Module):
 
 @contextmanager
 def swapped(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -> Iterator[None]:
-    """Replace every layer's key and value projection by these factors; the model's own modules come back on exit."""
+    """Replace each layer's projections by its (key factors, value factors); the model's own come back on exit."""
     heads = ProjectionShape.of(model).heads
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
@@ -146,7 +149,7 @@ class KeyRotation:
     rotary: nn.Module | None
 
     def __call__(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Rotate keys [U, Hk, L, D] by positions [U, L]; dimensions past the rotary ones stay."""
+        """Return keys [U, Hk, L, D] rotated by positions [U, L]; dimensions past the rotary ones stay."""
         if self.rotary is None:
             return keys
         cos, sin = (t[:, None] for t in self.rotary(keys, positions))  # [U, 1, L, rotary dimensions]
@@ -171,13 +174,13 @@ class LatentLift:
         return self.turn(self.k.rebuild(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2), positions)
 
     def new(self) -> tuple[Tensor, Tensor]:
-        """Return the latents [B, T, R] of the tokens that the projections read last."""
+        """Return the (key latents, value latents) [B, T, R] of the tokens that the projections read last."""
         assert self.k.latent is not None and self.v.latent is not None
         return self.k.latent, self.v.latent
 
 
 def lifts(model: PreTrainedModel) -> list[LatentLift]:
-    """Return one lift per layer while the model's projections are low-rank; else none."""
+    """Return a lift for each layer while the model's projections are low-rank, else an empty list."""
     turn = KeyRotation(next((m for m in model.modules() if hasattr(m, "inv_freq")), None))
     layer_lifts = []
     for attention in attention_modules(model):

@@ -17,16 +17,13 @@ from kvbench.models.factors import Factors
 from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import ProjectionShape, head_rows, projection, swapped
 
-Tick = Callable[[], None]
 
+def moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> tuple[Tensor, Tensor | None]:
+    """Return (mean of x x^T over all tokens [layers, d, d] fp32, Fisher values) of the projections' inputs x.
 
-def moments(
-    model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick, fisher: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the mean of x x^T over all tokens [layers, d, d] fp32 of the projections' inputs x, and Fisher values.
-
-    The latter, [layers, 2, Hk], are sqrt(E[g^2]) over windows of the gradients g of a window's mean loss with respect
-    to the entries of a head's key (0) and value (1) projection, averaged over the entries; None unless ``fisher``.
+    Fisher values [layers, 2, Hk] are sqrt(E[g^2]) averaged over the entries of a head's key (0) and value (1)
+    projection, where g is the gradient of a window's mean loss and E the mean over windows. They are None unless
+    ``fisher``.
     """
     shape, modules = ProjectionShape.of(model), attention_modules(model)
     projections = [projection(a) for a in modules]
@@ -47,7 +44,6 @@ def moments(
             for square, grad in zip(squares, grads, strict=True):
                 square += grad.float().square()
             tokens, count = tokens + len(window), count + 1
-            tick()
     mean = (total / max(tokens, 1)).float()
     if not fisher:
         return mean, None
@@ -60,14 +56,14 @@ def moments(
 
 
 def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
-    """Return the bytes that ``moments`` holds while it measures, gradients included, and those of its mean moments."""
+    """Return (bytes that ``moments`` holds while it measures, with gradients, bytes of its mean moments)."""
     shape = ProjectionShape.of(model)
     entries = shape.layers * shape.hidden**2
     parameters = [m.weight for a in attention_modules(model) for m in projection(a)] if fisher else []
     return 8 * entries + sum(w.numel() * (4 + w.element_size()) for w in parameters), 4 * entries
 
 
-def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick) -> Tensor:
+def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor]) -> Tensor:
     """Return the mean of |x| over all tokens [layers, d] fp32 of the projections' inputs x."""
     shape = ProjectionShape.of(model)
     total = torch.zeros(shape.layers, shape.hidden, dtype=torch.float64, device=model.device)
@@ -80,12 +76,11 @@ def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor], tick: Tick) ->
         for window in samples:
             loss(model, window)
             tokens += len(window)
-            tick()
     return (total / max(tokens, 1)).float()
 
 
 def mean_loss(model: PreTrainedModel, windows: Sequence[Tensor], layers: Sequence[tuple[Factors, Factors]]) -> float:
-    """Return the mean loss over ``windows`` of the model with these projections."""
+    """Return the mean loss over ``windows`` of the model with each layer's (key factors, value factors)."""
     with quiet(model, ()), swapped(model, layers):
         return sum(float(loss(model, w)) for w in windows) / len(windows)
 
@@ -99,7 +94,7 @@ def loss(model: PreTrainedModel, window: Tensor) -> Tensor:
 
 @contextmanager
 def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call ``see(layer, x [B, n, d])`` with what each layer's key and value projections read; hooks go on exit."""
+    """Call ``see(layer, x [B, n, d])`` with the input of each layer's key and value projections; hooks go on exit."""
 
     def watch(layer: int, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
         return module.register_forward_pre_hook(lambda _, args: see(layer, args[0]))
@@ -114,7 +109,7 @@ def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]
 
 @contextmanager
 def quiet(model: PreTrainedModel, wanted: Sequence[Tensor]) -> Iterator[None]:
-    """Keep the model in eval mode with gradients for ``wanted`` parameters alone; all is restored on exit."""
+    """Keep the model in eval mode, with gradients for ``wanted`` parameters alone; its settings come back on exit."""
     flags = [(p, p.requires_grad) for p in model.parameters()]
     training = [m for m in model.modules() if m.training]
     model.eval()

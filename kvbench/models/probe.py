@@ -45,7 +45,7 @@ _PROBED: WeakKeyDictionary[PreTrainedModel, Probe] = WeakKeyDictionary()
 
 
 def probe(model: PreTrainedModel) -> Probe:
-    """Measure a model once and return the result.
+    """Return the result of probing a model, which is done once for each model.
 
     Raises UsageError where the logits under kvbench's attention are not those under the model's own.
     """

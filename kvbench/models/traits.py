@@ -29,15 +29,14 @@ PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "que
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """A model's family, the shape of its cache, and what keeps methods from running on it (None: nothing).
+    """A model's family, the shape of its cache, and the reasons that keep methods from running on it.
 
-    ``unrolled`` says why cached keys cannot be rotated to other positions, ``mixed`` why keys and values are not
-    linear in what their layer reads (low-rank methods). ``learned``: a table of learned positions limits the text.
+    unrolled: why cached keys cannot be rotated to other positions, or None.
+    mixed: why keys and values are not linear in what their layer reads, as low-rank methods need, or None.
     """
 
     family: str
     shape: Shape
-    learned: bool
     unrolled: str | None
     mixed: str | None
 
@@ -53,7 +52,7 @@ class ModelTraits:
 
 
 def of_model(model: PreTrainedModel) -> ModelTraits:
-    """Return the traits of a model; UsageError with the reason for one that kvbench cannot run."""
+    """Return the traits of a model. Raises UsageError with the reason if kvbench cannot run it."""
     check_served(model)
     family = str(model.config.model_type)
     learned = learned_positions(model)
@@ -62,14 +61,14 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     if family not in TESTED and model.device.type != "meta":
         result = probe.probe(model)
         unrolled, mixed = unrolled or result.unrolled, mixed or result.mixed
-    return ModelTraits(family, from_config(model.config), learned, unrolled, mixed)
+    return ModelTraits(family, from_config(model.config), unrolled, mixed)
 
 
 _KNOWN: dict[str, ModelTraits] = {}
 
 
 def of_config(config: Any) -> ModelTraits:
-    """Return a model's traits by its configuration alone; its modules are built without memory for weights."""
+    """Return a model's traits from its configuration alone, by modules that have no memory for weights."""
     key = f"{type(config).__name__} {config.to_json_string()}"
     if key not in _KNOWN:
         try:
@@ -83,7 +82,7 @@ def of_config(config: Any) -> ModelTraits:
 
 
 def check_served(model: PreTrainedModel) -> None:
-    """Raise UsageError for a model whose cache or attention is not what kvbench computes."""
+    """Raise UsageError with the reason for a model whose cache or attention kvbench does not compute."""
     config, modules = model.config, attention_modules(model)
     layers = getattr(config, "num_hidden_layers", 0)
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
@@ -97,7 +96,9 @@ def check_served(model: PreTrainedModel) -> None:
             [m.layer_idx for m in modules] != list(range(layers))
         ),
         "it shares keys and values between layers": getattr(config, "num_kv_shared_layers", 0),
-        "its attention does not go through transformers' attention interface": not all(map(_interfaced, modules)),
+        "its attention does not go through transformers' attention interface": not all(
+            hasattr(sys.modules.get(type(m).__module__), "ALL_ATTENTION_FUNCTIONS") for m in modules
+        ),
         "it takes no position ids": "position_ids" not in arguments,
         "it caps attention logits (softcapping)": getattr(config, "attn_logit_softcapping", None),
         "its attention has sinks that are no tokens": any(hasattr(m, "sinks") for m in modules),
@@ -112,12 +113,8 @@ def _refused(config: Any, reason: str) -> UsageError:
     return UsageError(f"the model family {getattr(config, 'model_type', None)!r} does not run in kvbench: {reason}")
 
 
-def _interfaced(attention: nn.Module) -> bool:
-    return hasattr(sys.modules.get(type(attention).__module__), "ALL_ATTENTION_FUNCTIONS")
-
-
 def learned_positions(model: PreTrainedModel) -> bool:
-    """Tell if positions come from a table: there are no rotary frequencies at all."""
+    """Tell if the model learns its positions from a table, as it does where it has no rotary frequencies."""
     return not any(name.endswith("inv_freq") for name, _ in model.named_buffers())
 
 

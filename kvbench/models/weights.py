@@ -18,7 +18,7 @@ SHOWN = 3
 
 
 def read(path: str, location: str, **options: Any) -> PreTrainedModel:
-    """Load a checkpoint's model by ``from_pretrained(location, **options)``; ``path`` is what the user calls it.
+    """Return the model of ``from_pretrained(location, **options)``; ``path`` is the user's name for it in messages.
 
     Raises UsageError with the names of weights that are missing, left over, of another shape or no floats. What
     transformers itself leaves out (buffers of rotations, the second copy of a tied weight) is no error.
@@ -42,14 +42,14 @@ def read(path: str, location: str, **options: Any) -> PreTrainedModel:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return the first names in order, and how many there are."""
+    """Return the first names in order as text, with their number if there are more than SHOWN."""
     ordered = sorted(names)
     more = f", ... ({len(ordered)} in all)" if len(ordered) > SHOWN else ""
     return ", ".join(ordered[:SHOWN]) + more
 
 
 def _integers(model: PreTrainedModel, location: str) -> list[str]:
-    """Return the stored tensors that are no floats under the names of parameters that are."""
+    """Return the names of stored tensors that are not floats although the model's parameters of these names are."""
     parameters = {name for name, p in model.named_parameters() if p.is_floating_point()}
     prefix = f"{model.base_model_prefix}."
     stored: dict[str, str] = {}
@@ -60,7 +60,7 @@ def _integers(model: PreTrainedModel, location: str) -> list[str]:
 
 
 def _folder(model: PreTrainedModel, location: str) -> Path:
-    """Return where the files lie: the folder itself, or that of a hub id in the hub's cache."""
+    """Return the folder of a model's files: ``location`` itself, or the folder of a hub id in the hub's cache."""
     if Path(location).is_dir():
         return Path(location)
     from huggingface_hub import try_to_load_from_cache

@@ -14,7 +14,7 @@ SHORT_ANSWER = 16
 
 
 def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
-    """Return notes on prompt settings that the tokenizer or the tasks make pointless or harmful."""
+    """Return notes on prompt settings that are pointless or harmful with this tokenizer and these tasks."""
     answered = [t for t in tasks if not t.examples[0].tokens]
     templated = [t for t in answered if policy.templated(t)]
     notes = []
@@ -32,26 +32,32 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
 
 
 def at_floor(task: Task, full: stats.Scores) -> bool:
-    """Return True if the full cache's scores of a task say nothing (``stats.at_floor``); never for a likelihood."""
+    """Return True if the full cache's scores of a task say nothing, as ``stats.at_floor`` decides.
+
+    Return False for a likelihood, which has no floor.
+    """
     return metric(task.metric).shown is None and stats.at_floor(full, chance(task))
 
 
 def chance(task: Task) -> float:
-    """Return the score, of at most 1, of empty answers or of guessing; 0 for a likelihood."""
+    """Return the score of an empty answer or of guessing a class, whichever is higher; 0 for a likelihood."""
     first = task.examples[0]
     if first.tokens:
         return 0.0
-    silent = score(task.metric, task.answer(""), first) or 0.0
-    return max(silent, 1 / len(first.classes) if first.classes else 0.0)
+    empty_score = score(task.metric, task.answer(""), first) or 0.0
+    return max(empty_score, 1 / len(first.classes) if first.classes else 0.0)
 
 
 def about_floors(names: Sequence[str], columns: int) -> list[str]:
-    """Return the note on the columns, by ``names``, in which the full cache's scores say nothing."""
+    """Return the note on the columns ``names``, in which the full cache's scores say nothing; [] without names.
+
+    ``columns`` is the number of all columns.
+    """
     if not names:
         return []
-    which = "that column shows" if len(names) == 1 else "those columns show"
-    counted = f" The mean counts {'it' if len(names) == 1 else 'them'}, too." if columns > 1 else ""
+    clause = "that column shows" if len(names) == 1 else "those columns show"
+    effect_on_mean = f" The mean counts {'it' if len(names) == 1 else 'them'}, too." if columns > 1 else ""
     return [
-        f"{', '.join(names)}: the full cache itself scores next to nothing or no better than guessing, so {which} "
-        f"nothing about compression.{counted}"
+        f"{', '.join(names)}: the full cache itself scores next to nothing or no better than guessing, so {clause} "
+        f"nothing about compression.{effect_on_mean}"
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import tempfile
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,45 +19,37 @@ def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
     with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as out:
         for cell in sorted(set(cells)):
             record = store.cell(cell)
-            out.write(_line({"cell": None if record is None else record.record()}))
+            out.write(_line_of({"cell": None if record is None else record.record()}))
             for line in store.lines(cell).values():
-                out.write(_line({"of": cell, "sample": line}))
+                out.write(_line_of({"of": cell, "sample": line}))
 
 
-def unpack(path: Path, store: ResultStore) -> list[str]:
-    """Write the records and samples in ``path`` into an empty store and return the ids of its cells."""
-    cells = []
+def unpack(path: Path, store: ResultStore) -> dict[str, int]:
+    """Add the records and samples of ``path`` that ``store`` lacks. Return how many samples were added, by cell id."""
+    records = {}
+    samples = defaultdict(list)
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                entry = json.loads(line)
+            for entry in map(json.loads, lines):
                 if "cell" in entry:
-                    cells.append(str(entry["cell"]["id"]))
-                    write_json(store.folder(cells[-1]) / "cell.json", entry["cell"])
+                    records[str(entry["cell"]["id"])] = entry["cell"]
                 else:
-                    with (store.folder(entry["of"]) / "samples-0.jsonl").open("a", encoding="utf-8") as out:
-                        out.write(line_of(entry["sample"]))
+                    samples[entry["of"]].append(entry["sample"])
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{path} is not a file of samples: {error}") from None
-    return cells
+    added = {}
+    for cell, record in records.items():
+        if store.cell(cell) is None:
+            write_json(store.folder(cell) / "cell.json", record)
+        stored = store.lines(cell)
+        missing = [line_of(sample) for sample in samples[cell] if sample["id"] not in stored]
+        if missing:
+            with (store.folder(cell) / "samples-0.jsonl").open("a", encoding="utf-8") as out:
+                out.writelines(missing)
+        added[cell] = len(missing)
+    return added
 
 
-def restore(path: Path, store: ResultStore) -> int:
-    """Add to ``store`` the samples of ``path`` that it lacks, so that a run goes on there. Return their number."""
-    count = 0
-    with tempfile.TemporaryDirectory() as folder:
-        packed = ResultStore(Path(folder))
-        for cell in unpack(path, packed):
-            record, known = packed.cell(cell), store.lines(cell)
-            if record is not None and store.cell(cell) is None:
-                write_json(store.folder(cell) / "cell.json", record.record())
-            missing = [line for i, line in packed.lines(cell).items() if i not in known]
-            if missing:
-                with (store.folder(cell) / "samples-0.jsonl").open("a", encoding="utf-8") as out:
-                    out.writelines(map(line_of, missing))
-            count += len(missing)
-    return count
-
-
-def _line(entry: object) -> bytes:
+def _line_of(entry: object) -> bytes:
+    """Return an entry as a line of JSON. Its keys are sorted, so that equal entries give equal bytes."""
     return (json.dumps(entry, ensure_ascii=False, sort_keys=True) + "\n").encode()

@@ -29,7 +29,7 @@ MAX_THREADS = 1024
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """One dataset entry with its final knobs and the tasks chosen of it; an empty ``tasks`` means all."""
+    """One entry of conf/dataset with its final knobs, and the names of the tasks to run; all if ``tasks`` is empty."""
 
     name: str = identity()
     knobs: Mapping[str, Any] = identity()
@@ -53,7 +53,7 @@ class Sampling:
         check("sample_seed", self.sample_seed, is_whole(self.sample_seed), "a whole number")
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that decide the numbers; ``top_p`` and the seed do not if decoding is greedy."""
+        """Return the settings that decide the numbers. If decoding is greedy, ``top_p`` and the seed are left out."""
         if not self.temperature:
             return {"greedy": True}
         return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.sample_seed}
@@ -108,6 +108,11 @@ class RunConfig:
     reference: str | None = runtime(default=None)
     logger: LoggerConfig = runtime(default_factory=LoggerConfig)
 
+    @property
+    def model_name(self) -> str:
+        """Return the entry of conf/model, or the folder or hub id of a model that has none."""
+        return self.model.name if self.model.name != "hf" else self.model.path
+
     def __post_init__(self) -> None:
         for name in ("baseline", "mix"):
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
@@ -129,59 +134,59 @@ class RunConfig:
 
 
 def read(arguments: Sequence[str]) -> RunConfig:
-    """Return the one run that ``key=value`` arguments ask for. Raises UsageError naming key and value."""
+    """Return the one run that ``key=value`` arguments ask for. Raises UsageError naming the key and value at fault."""
     (request,) = words.read(arguments).runs
     return parse(request)
 
 
 def parse(request: RunRequest, composed: Mapping[str, Any] | None = None) -> RunConfig:
-    """Return the typed run of a request, with grids of knobs expanded. Raises UsageError naming key and value.
+    """Return the run that a request asks for, with grids of knobs expanded. Raises UsageError naming key and value.
 
-    ``composed`` is Hydra's composition of the request's ``group_overrides``, where it was composed already.
+    ``composed`` is Hydra's composition of the request's ``group_overrides``, if there is one already.
     """
     raw = compose(request, composed)
     model = ModelConfig(**raw["model"])
     try:
-        chains = resolve(raw["chains"], {registry.PER: raw["per"], **request.knobs}, _preset(request))
+        chains = resolve(raw["chains"], {registry.PER: raw["per"], **request.knobs}, _preset_values(request))
     except UsageError as error:
         raise presets.explain(error, request.preset) from None
     rest = {f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw and f.name not in ("model", "chains")}
-    rest["prompt"], rest["sampling"] = (
-        _prompt(raw, model),
-        Sampling(raw["temperature"], raw["top_p"], raw["sample_seed"]),
-    )
-    rest["data_root"], rest["preset"] = raw["data"]["root"], request.preset
+    rest["prompt"] = _prompt_policy(raw, model)
+    rest["sampling"] = Sampling(raw["temperature"], raw["top_p"], raw["sample_seed"])
+    rest["data_root"] = raw["data"]["root"]
+    rest["preset"] = request.preset
     rest["logger"] = LoggerConfig(**raw["logger"])
     for key in ("batch_rows", "memory", "threads"):
         rest[key] = None if rest[key] == "auto" else rest[key]
-    return RunConfig(model=model, chains=tuple(chains), datasets=tuple(_datasets(raw)), **rest)
+    return RunConfig(model=model, chains=tuple(chains), datasets=tuple(_dataset_configs(raw)), **rest)
 
 
 def group_overrides(request: RunRequest) -> list[str]:
-    """Return the Hydra overrides by which a request chooses from the groups of conf/."""
+    """Return the Hydra overrides that choose the request's entries from the groups of conf/."""
     datasets = dict.fromkeys(t.partition("/")[0] for t in request.tasks or whole_config()["tasks"])
     chosen = (f"{group}={entry}" for group, entry in request.groups.items())
     return [*chosen, f"dataset=[{','.join(datasets)}]", "method=[]"]
 
 
 def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the part of conf/ that the request chooses, with its values set and its methods' knobs by stage."""
-    raw = copy.deepcopy(dict(composed)) if composed is not None else _composed(group_overrides(request))
-    methods, preset = request.methods or tuple(whole_config()["chains"]), _preset(request)
+    """Return the entries of conf/ that the request chooses, with its values set and its knobs under their stages."""
+    raw = copy.deepcopy(dict(composed)) if composed is not None else _compose_with_hydra(group_overrides(request))
+    methods = request.methods or tuple(whole_config()["chains"])
+    preset = _preset_values(request)
     raw |= {"chains": list(methods), "preset": {"name": request.preset}, "per": preset.get("per", raw["per"])}
     raw["tasks"] = list(request.tasks) or raw["tasks"]
     stages = tuple(dict.fromkeys(s for m in methods for s in registry.split(m)))
     raw["method"] = entries_of(stages, preset, request.knobs)
     for key, value in request.values.items():
-        _put(raw, key, value)
+        _set_value(raw, key, value)
     missing = next((k for k, v in raw["model"].items() if v == "???"), None)
     if missing:
         raise UsageError(f"model.{missing} has no value; give model.{missing}=...")
     return raw
 
 
-def _composed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return Hydra's composition of conf/. Raises UsageError in place of Hydra's errors."""
+def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return conf/ as Hydra composes it under ``overrides``. Raises UsageError in place of Hydra's errors."""
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
             cfg = hydra_compose(config_name="config", overrides=list(overrides))
@@ -190,30 +195,31 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
         raise UsageError(plain(error)) from None
 
 
-def _preset(request: RunRequest) -> dict[str, Any]:
+def _preset_values(request: RunRequest) -> dict[str, Any]:
+    """Return the values of the request's preset for its model by full key; {} without a preset."""
     return presets.values(request.preset, request.groups["model"]) if request.preset is not None else {}
 
 
-def _put(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value by its full key. Raises UsageError if there is no such key."""
+def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of a full key, as ``model.dtype``. Raises UsageError if there is no such key."""
     *path, last = key.split(".")
-    place = raw
+    mapping = raw
     for part in path:
-        place = place[part]
-    if last not in place:
-        raise unknown("key", key, (".".join([*path, k]) for k in place))
-    place[last] = value
+        mapping = mapping[part]
+    if last not in mapping:
+        raise unknown("key", key, (".".join([*path, k]) for k in mapping))
+    mapping[last] = value
 
 
 def _limit_names() -> set[str]:
-    """Return the papers for which some model of conf/model states a prompt limit."""
+    """Return the names of the prompt limits that the entries of conf/model state."""
     return {name for entry in entries("model").values() for name in entry["prompt_limits"]}
 
 
-def _prompt(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
-    """Return the prompt policy with the model's limit for the paper that it names; ``max_length`` overrides that.
+def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
+    """Return the prompt policy, with the model's length limit for it unless ``max_length`` is set.
 
-    If a preset's script treated this model in its own way, the model entry holds it: off, on, skip, or a template.
+    If the model's entry states a template for this policy (off, on, skip or a Jinja text), that is used.
     """
     policy = dict(raw["prompt"])
     template = model.prompt_templates.get(policy["name"])
@@ -231,21 +237,22 @@ def _prompt(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
     return PromptPolicy(**{**policy, "max_length": raw["max_length"] if raw["max_length"] is not None else limit})
 
 
-def _datasets(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
+def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
+    """Yield each chosen dataset, once for each combination of the values in its knobs' grids."""
     for name, entry in raw["dataset"].items():
-        wanted = [str(t).partition("/") for t in raw["tasks"]]
-        named = [task for owner, _, task in wanted if owner == name]
-        tasks = () if "" in named else tuple(dict.fromkeys(named))
+        tasks_by_dataset = [str(t).partition("/") for t in raw["tasks"]]
+        task_names = [task for owner, _, task in tasks_by_dataset if owner == name]
+        tasks = () if "" in task_names else tuple(dict.fromkeys(task_names))
         axes = list(grids(entry, entries("dataset").get(name, {})))
-        for chosen in itertools.product(*(v for _, v in axes)):
-            knobs = {**entry, **{k: v for (k, _), v in zip(axes, chosen, strict=True)}}
+        for values in itertools.product(*(v for _, v in axes)):
+            knobs = {**entry, **{k: v for (k, _), v in zip(axes, values, strict=True)}}
             limit = knobs.pop("default_limit", None)
-            label = ",".join(f"{k}={v}" for (k, _), v in zip(axes, chosen, strict=True))
+            label = ",".join(f"{k}={v}" for (k, _), v in zip(axes, values, strict=True))
             yield DatasetConfig(name, knobs, tasks, label, limit)
 
 
 def plain(error: Exception) -> str:
-    """Return Hydra's message without its internals."""
+    """Return the message of one of Hydra's errors in one line, without hints on Hydra's internals."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__
     if cause is not None and str(cause) and str(cause) not in str(error):

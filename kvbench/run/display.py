@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from rich.progress import Progress, TaskID
 
-from kvbench.progress import PLAIN_EVERY_S, bars_of, say
+from kvbench.errors import say
+from kvbench.progress import PLAIN_EVERY_S, bars_of
 from kvbench.run.plan import Cell
 from kvbench.run.results import CellSummary, Sample
 from kvbench.run.run_plan import RunPlan
@@ -16,7 +17,15 @@ from kvbench.run.run_plan import RunPlan
 
 @dataclass
 class Count:
-    """The answers of one group so far. ``start`` is when it began, ``kept`` the sum of fractions of prompts kept."""
+    """The answers of one group so far.
+
+    total, done: answers to come in all, and those that have come.
+    kept: the sum over answers of the fraction of the prompt's tokens kept.
+    start: the time when the group began.
+    last: the time of the last plain line.
+    said: ``done`` in the last plain line.
+    line: the group's bar on a terminal.
+    """
 
     total: int
     done: int = 0
@@ -27,8 +36,8 @@ class Count:
     line: TaskID | None = None
 
     def text(self, now: float) -> str:
-        """Return the rate, or the time per answer if that is long, and the mean share of tokens kept."""
-        elapsed = max(now - (self.start or now), 1e-9)
+        """Return as text the answers per second, or seconds per answer if slow, and the mean share of tokens kept."""
+        elapsed = max(now - (self.start or now), 1e-9)  # not 0, which the rate is divided by
         rate = self.done / elapsed
         pace = f"{rate:.1f} answers/s" if rate >= 0.05 or not self.done else f"{1 / rate:.0f} s per answer"
         return f"{pace}, kept {100 * self.kept / max(1, self.done):.0f} %"
@@ -53,13 +62,13 @@ class Display:
                 count.line = self.bars.add_task(name, total=count.total, start=False, rate="")
             self.bars.start()
         for name in list(self.counts)[:1]:
-            self._come_to(name)
+            self._start_group(name)
 
     def stored(self, cell: Cell, sample: Sample) -> None:
         count = self.counts.get(cell.column)
         if count is None:
             return
-        self._come_to(cell.column)
+        self._start_group(cell.column)
         count.done += 1
         count.kept += sample.kept / max(1, sample.n)
         now = time.monotonic()
@@ -67,30 +76,33 @@ class Display:
             self.bars.update(count.line, advance=1, rate=count.text(now))
         elif now - count.last >= PLAIN_EVERY_S or count.done == count.total:
             count.last = now
-            self._plain(cell.column, count, now)
+            self._print_line(cell.column, count, now)
 
     def ended(self, cell: Cell, status: str, summary: CellSummary | None, reason: str | None) -> None:
         count = self.counts.get(cell.column)
         if self.bars is None and count is not None and count.said < count.done:
-            self._plain(cell.column, count, time.monotonic(), ended=True)
+            self._print_line(cell.column, count, time.monotonic(), ended=True)
         # the next group starts where this one ends: reading its first prompt is part of its time
-        waiting = [name for name, count in self.counts.items() if count.start is None]
-        if waiting and cell.column == self.current:
+        unstarted = [name for name, count in self.counts.items() if count.start is None]
+        if unstarted and cell.column == self.current:
             self.current = None
-            self._come_to(waiting[0])
+            self._start_group(unstarted[0])
 
     def close(self) -> None:
         if self.bars is not None:
             self.bars.stop()
 
-    def _come_to(self, name: str) -> None:
-        count, self.current = self.counts[name], name
+    def _start_group(self, name: str) -> None:
+        """Make a group the current one. The first time, start its clock and its bar."""
+        count = self.counts[name]
+        self.current = name
         if count.start is None:
             count.start = count.last = time.monotonic()
             if self.bars is not None and count.line is not None:
                 self.bars.start_task(count.line)
 
-    def _plain(self, name: str, count: Count, now: float, ended: bool = False) -> None:
+    def _print_line(self, name: str, count: Count, now: float, ended: bool = False) -> None:
+        """Print a plain line on a group's progress, with the time left unless the group has ended."""
         seconds_left = (now - (count.start or now)) / count.done * (count.total - count.done)
         count.said = count.done
         remaining = "" if ended else f", about {seconds_left:.0f} s left"

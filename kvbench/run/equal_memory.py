@@ -30,10 +30,13 @@ Price = Callable[[Chain], float]
 
 @dataclass(frozen=True)
 class Matched:
-    """One chain with its ``kv_size`` matched to a reference, over all layers and prompts that fill both budgets.
+    """One chain with a ``kv_size`` that matches a reference in bytes, for prompts that fill both budgets.
 
-    ``bytes`` and ``nominal`` are pairs of payloads (the chain's, the reference's), one pair for each count. ``sizes``
-    holds the kv_size that each count gives.
+    by: how bytes are counted, ``bytes`` or ``nominal``.
+    reference, method: the labels of the two chains.
+    bytes: the payloads (of the chain, of the reference) as they are stored.
+    nominal: the same payloads as ThinK's paper counts them.
+    sizes: the kv_size that each of the two counts gives.
     """
 
     by: str
@@ -45,26 +48,26 @@ class Matched:
     sizes: dict[str, int]
 
     def __str__(self) -> str:
-        counts = [f"{_text(*self.bytes)} are held at 16 bits"]
+        counts = [f"{_compare_bytes(*self.bytes)} are held at 16 bits"]
         if self.nominal != self.bytes:
-            counts.append(f"{_text(*self.nominal)} nominal")
+            counts.append(f"{_compare_bytes(*self.nominal)} nominal")
         other = next(k for k in KINDS if k != self.by)
         also = "" if self.sizes[other] == self.kv_size else f"; match={other} gives kv_size={self.sizes[other]}"
         return f"match={self.by}: {self.method} against {self.reference}: {', '.join(counts)}{also}"
 
 
 def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[RunConfig, tuple[Matched, ...]]:
-    """Return the run with every chain but the reference at the kv_size nearest in bytes, and the matches.
+    """Return (run, matches): every chain of the run but the reference gets the kv_size that is nearest in bytes.
 
-    Each setting of the reference gives every other chain a kv_size of its own; the full cache stays as it is.
+    Each setting of the reference gives every other chain a kv_size of its own. The full cache stays as it is.
     ``tokens`` is the prompt length. Without it prompts are taken to be longer than any budget, so the reference must
-    have a kv_size. Raises UsageError naming the chain that cannot be matched, and what to do.
+    have a kv_size. Raises UsageError that names the chain that cannot be matched and says what to do.
     """
     if cfg.match is None:
         return cfg, ()
-    name = _reference(cfg)
+    name = _reference_name(cfg)
     references = [c for c in cfg.chains if c.chain.name == name]
-    others = _templates([c for c in cfg.chains if c.chain.name != name and c.chain.stages])
+    others = _distinct_templates([c for c in cfg.chains if c.chain.name != name and c.chain.stages])
     if not others:
         raise UsageError(
             f"match={cfg.match} sets the kv_size of other methods by {name}, and this run has none: "
@@ -89,12 +92,13 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
 
 
 def nearest(template: ChainConfig, reference: ChainConfig, price: Price, kind: str) -> int:
-    """Return the kv_size at which the chain's price comes nearest to the reference's; ties go to the smaller size.
+    """Return the kv_size at which the chain's price is nearest to the reference's. A tie goes to the smaller size.
 
     Packing in blocks makes bytes fall now and then as tokens are added. So a chain with a quantiser takes the largest
-    size within CLOSE of the reference, if there is one. Raises UsageError where the nearest is off by over TOLERANCE.
+    size within CLOSE of the reference, if there is one. Raises UsageError if the nearest is off by over TOLERANCE.
     """
-    target, least = price(reference.chain), _least(template, kind)
+    target = price(reference.chain)
+    least = _smallest_size(template, kind)
 
     def price_at(size: int) -> float:
         return price(with_size(template, size).chain)
@@ -117,20 +121,20 @@ def nearest(template: ChainConfig, reference: ChainConfig, price: Price, kind: s
     if abs(price_at(best) - target) > TOLERANCE * target:
         raise UsageError(
             f"match={kind}: {template.chain.name} cannot hold as many bytes as {reference.label}: "
-            f"{_text(price_at(best), target)} at the nearest, kv_size={best}. Give the reference another budget, or "
-            "leave one of them out"
+            f"{_compare_bytes(price_at(best), target)} at the nearest, kv_size={best}. Give the reference another "
+            "budget, or leave one of them out"
         )
     return best
 
 
 def with_size(template: ChainConfig, size: int) -> ChainConfig:
-    """Return the chain with ``size`` as its only budget; its other knobs apply to that."""
+    """Return the chain with kv_size=``size`` in place of its budget, and with its other knobs as they are."""
     owner = next(s.id for s in template.chain.stages if isinstance(s, Selector))
     entry = overlay(template.entries[owner], {"kv_size": size})
     return chain_config({**template.entries, owner: entry}, template.chain.per, written=template.written)
 
 
-def _reference(cfg: RunConfig) -> str:
+def _reference_name(cfg: RunConfig) -> str:
     """Return the canonical name of the chain that the others are matched to: ``reference=``, else the last one named.
 
     The last is the default since the chain under test is commonly named after the method that it extends, as in
@@ -148,8 +152,8 @@ def _reference(cfg: RunConfig) -> str:
     return match
 
 
-def _templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
-    """Return one chain of each kind, where chains of a kind differ in their budget alone."""
+def _distinct_templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
+    """Return the first of each set of chains that differ in their budget alone."""
     distinct: dict[str, ChainConfig] = {}
     for config in chains:
         budget_keys = (*registry.BUDGET_KNOBS, *BUDGET_PARTS)
@@ -159,7 +163,7 @@ def _templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
 
 
 def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
-    """Raise UsageError for a reference whose bytes depend on prompts of unknown length, or on their text."""
+    """Raise UsageError if the reference's bytes grow with the prompt and the prompt's length is unknown."""
     selector = chain.selector
     if tokens is None and not (isinstance(selector, Selector) and selector.kv_size is not None):
         grows = "its budget is a fraction of each prompt" if isinstance(selector, Selector) else "it has no kv_size"
@@ -169,8 +173,8 @@ def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
         )
 
 
-def _least(template: ChainConfig, kind: str) -> int:
-    """Return the smallest kv_size that the chain accepts. Raises UsageError where it takes none."""
+def _smallest_size(template: ChainConfig, kind: str) -> int:
+    """Return the smallest kv_size that the chain accepts. Raises UsageError if it accepts none."""
     chain, selector = template.chain, template.chain.selector
     if not isinstance(selector, Selector):
         raise UsageError(
@@ -187,15 +191,15 @@ def _least(template: ChainConfig, kind: str) -> int:
     raise UsageError(f"match={kind}: {template.label} takes no kv_size; leave it out")
 
 
-def _text(chain_bytes: float, reference_bytes: float) -> str:
-    """Return two numbers of bytes in one unit, and their relative difference in per cent."""
-    percent = round(100 * (chain_bytes / reference_bytes - 1), 2) + 0.0
+def _compare_bytes(chain_bytes: float, reference_bytes: float) -> str:
+    """Return as text two numbers of bytes in one unit, and by how many per cent the first differs from the second."""
+    percent = round(100 * (chain_bytes / reference_bytes - 1), 2) + 0.0  # turns -0.0 into 0.0
     unit, size = ("MiB", 2**20) if reference_bytes >= 10 * 2**20 else ("KiB", 2**10)
     return f"{chain_bytes / size:.2f} and {reference_bytes / size:.2f} {unit} ({percent:+.2f} %)".replace("-", "−")
 
 
 def _price(kind: str, shape: Shape, tokens: int) -> Price:
-    """Return the function that counts a chain's payload in bytes as ``kind`` does, after a prompt of ``tokens``."""
+    """Return a function of a chain: its payload in bytes after a prompt of ``tokens``, counted as ``kind`` says."""
 
     def price(chain: Chain) -> float:
         if kind == "nominal":

@@ -19,15 +19,16 @@ LENGTHS_LOOKED_AT = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory and time that the work left of a group takes.
+    """The memory and time that the remaining work of a group takes.
 
-    ``cells`` holds the bytes of one prompt while it is decoded, by id of the cells that still need some. ``layer`` is
-    the bytes of one dense layer with its observations. At most ``rows`` of all cells are decoded at once. ``seconds``
-    is the time left, from the stored samples of this group; None if there are none.
+    prompt_tokens: the length of the longest prompt.
+    cells: the bytes that one prompt takes while it is decoded, by id of each cell that still lacks an answer.
+    layer: the bytes of one dense layer with its observations.
+    rows: the most rows, of all cells together, that are decoded at once.
+    seconds: the time left, by the stored samples of this group; None if there are none.
     """
 
     prompt_tokens: int
-    new_tokens: int
     cells: Mapping[str, int]
     layer: int
     rows: int
@@ -40,30 +41,32 @@ class Estimate:
         return self.layer + max(per_prompt, min(prompts * per_prompt, memory))
 
     def alone(self, cell: Cell) -> int:
-        """Return the bytes that one prompt of the cell takes. No part of a group can be smaller."""
+        """Return the bytes that one prompt of the cell takes: the least for any part of the group with this cell."""
         return self.layer + self.cells.get(cell.id, 0)
 
     def parts(self, group: Group, memory: int) -> list[Group]:
-        """Return the parts of the group that each fit into ``memory`` with one prompt; too large a cell is one alone.
+        """Return parts of the group that fit into ``memory`` with one prompt each. A cell that cannot is a part alone.
 
         Cells that share a prefill stay together where they can, since each further part reads the prompts again.
         """
-        room = memory - self.layer
+        memory_for_rows = memory - self.layer
         by_key: dict[str, list[Cell]] = {}
         for cell in group.cells:
             if cell.id in self.cells:
                 by_key.setdefault(cell.chain.prefill_key, []).append(cell)
         parts: list[list[Cell]] = [[]]
         for cells in by_key.values():
-            if parts[-1] and self._cost(parts[-1]) + self._cost(cells) > room >= self._cost(cells):
+            if parts[-1] and self._prompt_bytes(parts[-1]) + self._prompt_bytes(
+                cells
+            ) > memory_for_rows >= self._prompt_bytes(cells):
                 parts.append([])
             for cell in cells:
-                if parts[-1] and self._cost([*parts[-1], cell]) > room:
+                if parts[-1] and self._prompt_bytes([*parts[-1], cell]) > memory_for_rows:
                     parts.append([])
                 parts[-1].append(cell)
         return [replace(group, cells=tuple(cells)) for cells in parts if cells]
 
-    def _cost(self, cells: Sequence[Cell]) -> int:
+    def _prompt_bytes(self, cells: Sequence[Cell]) -> int:
         return sum(self.cells[c.id] for c in cells)
 
 
@@ -77,9 +80,9 @@ def estimate(
     rows: int,
     prompt_tokens: Callable[[Example], int],
 ) -> Estimate:
-    """Return the estimate of the work left of a group.
+    """Return the estimate of a group's remaining work, as if every prompt were as long as the longest.
 
-    ``todo`` holds the cells that need each example, ``samples`` the stored samples by cell. The longest prompts count.
+    ``todo`` holds, by example id, the cells that still need the example, and ``samples`` the stored samples by cell id.
     A chain whose size depends on the prompt's text counts as the full cache.
     """
     examples = [e for e in group.examples if e.id in todo]
@@ -93,31 +96,36 @@ def estimate(
     tail = shape.full_bytes(new, itemsize)
     # twice: the cache and its copy in the decode batch
     costs = {i: 2 * cache_bytes(c.chain, shape, n, itemsize) + tail for i, c in cells.items()}
-    seen = _observed(needs, shape, n, itemsize, hidden_size)
-    layer = shape.full_bytes(n, itemsize) // shape.layers + seen
+    observed = _observation_bytes(needs, shape, n, itemsize, hidden_size)
+    layer = shape.full_bytes(n, itemsize) // shape.layers + observed
     answers = sum(len(some) for some in todo.values())
-    return Estimate(n, new, costs, layer, min(rows, answers), _seconds(todo, samples))
+    return Estimate(n, costs, layer, min(rows, answers), _seconds_left(todo, samples))
 
 
 def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
-    """Return the bytes of a prompt's cache by the chain's formula, or the full cache's if it has none or none yet."""
-    known = n and not any(s.unbound for s in chain.stages)
-    declared = bytes_declared(chain, shape, n, itemsize) if known else None
+    """Return the bytes of a prompt's cache by the chain's formula.
+
+    Return those of the full cache if the chain has no formula, or is not calibrated yet.
+    """
+    computable = n and not any(s.unbound for s in chain.stages)
+    declared = bytes_declared(chain, shape, n, itemsize) if computable else None
     # latents are stored as one head, and are as wide as all kv heads at most
     heads = max(shape.kv_heads, chain.heads(shape.kv_heads, shape.query_heads))
     return shape.full_bytes(n, itemsize, heads) if declared is None else declared.total
 
 
-def _observed(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: int) -> int:
+def _observation_bytes(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: int) -> int:
     """Return the bytes of the observations of one layer: queries, column sums in fp32 and hidden states."""
     queries = min(needs.last_q, n) + min(needs.first_q, n)
     sums = int(needs.colsums) + len(needs.colsums_bits)
-    seen = shape.query_heads * (queries * shape.head_dim * itemsize + sums * n * 4)
-    return seen + (n * hidden_size * itemsize if needs.hidden else 0)
+    of_heads = shape.query_heads * (queries * shape.head_dim * itemsize + sums * n * 4)
+    return of_heads + (n * hidden_size * itemsize if needs.hidden else 0)
 
 
-def _seconds(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapping[str, Sample]]) -> float | None:
-    """Return the seconds left, from the mean times of the stored samples; None without samples."""
+def _seconds_left(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapping[str, Sample]]) -> float | None:
+    """Return the seconds that the remaining work takes, by mean times of the stored samples; None without samples."""
+    if not todo:
+        return 0.0
     timings = {i: [s.timing for s in of_cell.values()] for i, of_cell in samples.items()}
     per_answer = {i: fmean(t.compress_s + t.decode_s for t in times) for i, times in timings.items() if times}
     if not per_answer:

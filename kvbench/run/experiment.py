@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,21 +12,22 @@ from transformers import PreTrainedModel
 
 from kvbench.conf import entries
 from kvbench.engine import memory, precision
-from kvbench.errors import UsageError, ending
+from kvbench.errors import UsageError, ending, say
 from kvbench.models import load
 from kvbench.run import presets
 from kvbench.run.config import RunConfig
 from kvbench.run.display import Display
 from kvbench.run.host import Host
-from kvbench.run.listener import Listener, Listeners, Status
+from kvbench.run.listener import Listener, Listeners
 from kvbench.run.plan import Group
 from kvbench.run.provenance import local_changes, provenance
-from kvbench.run.results import CellRecord, Facts, Report
+from kvbench.run.report import Report
+from kvbench.run.results import CellRecord, Facts
 from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
 from kvbench.run.run_plan import prepare as prepare
 from kvbench.run.runner import ModelChanged, run_group
-from kvbench.run.summary import collect, completed, summarise
+from kvbench.run.summary import collect, summarise
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.spread import left_out
 
@@ -36,9 +36,9 @@ ROUNDED = 4
 
 
 def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
-    """Compute the calibrations that the run's methods lack, and return the records of all that they use.
+    """Compute the calibrations that the run's methods lack. Return a record of each calibration that they use.
 
-    Raises UsageError if no method needs any.
+    Raises UsageError if no method needs a calibration.
     """
     device = load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
@@ -61,41 +61,42 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
 
 
 def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> Report:
-    """Measure all missing answers, write each cell's metrics, and return the report of this run."""
+    """Measure all missing answers and write each cell's metrics. Return the run's report, as ``report`` does."""
     fill(prepared, quiet, listeners)
     return report(prepared)
 
 
 def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> None:
-    """Measure all missing answers and write each cell's metrics. Groups may have different cells."""
-    broadcast, unfinished = Listeners([*([] if quiet else [Display()]), *listeners]), list(prepared.groups)
+    """Measure all missing answers and write each cell's metrics, without a report: groups may have different cells."""
+    broadcast = Listeners([*([] if quiet else [Display()]), *listeners])
+    unfinished = list(prepared.groups)
     try:
         broadcast.begin(prepared)
-        for group in _measured(prepared, quiet, broadcast):
-            _end(prepared, group, broadcast)
+        for group in _measure_groups(prepared, quiet, broadcast):
+            _settle_group(prepared, group, broadcast)
             unfinished.pop(0)
     except BaseException as error:
         for group in unfinished:
-            _end(prepared, group, broadcast, error)
+            _settle_group(prepared, group, broadcast, error)
         raise
     finally:
         broadcast.close()
 
 
 def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> Report:
-    """Write each cell's metrics from the samples of all shards of this run, and return its report."""
+    """Write each cell's metrics from the stored samples of all shards. Return the run's report, as ``report`` does."""
     broadcast = Listeners(listeners)
     try:
         broadcast.begin(prepared)
         for group in prepared.groups:
-            _end(prepared, group, broadcast)
+            _settle_group(prepared, group, broadcast)
     finally:
         broadcast.close()
     return report(prepared)
 
 
-def _measured(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Iterator[Group]:
-    """Measure group after group, in parts that fit into memory. Yield each group once it is measured."""
+def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Iterator[Group]:
+    """Measure the groups one after another, in parts that fit into memory. Yield each group once it is measured."""
     cfg, groups = prepared.cfg, prepared.groups
     if not any(t.answers_to_do for t in prepared.todo()):
         yield from groups
@@ -103,17 +104,17 @@ def _measured(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Iterator[
     threads = set_threads(cfg, prepared.source.config)
     model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
     host = make_host(prepared, model)
-    facts = {**provenance(model, threads), "model": _model_name(cfg), **_rounding(host, groups)}
+    facts = {**provenance(model, threads), "model": cfg.model_name, **_rounding_fact(host, groups)}
     if not quiet and str(facts["commit"]).endswith("+"):
-        print(f"kvbench: the code has local changes (commit {facts['commit']}): cells say so", file=sys.stderr)
+        say(f"the code has local changes (commit {facts['commit']}): cells say so")
     for group in prepared.bound(model, quiet):
         for part in prepared.estimate(group).parts(group, host.memory):
             host = _run_part(prepared, host, part, facts, broadcast)
         yield group
 
 
-def _rounding(host: Host, groups: Sequence[Group]) -> Facts:
-    """Return the effect of rounding alone in half precision, for the provenance; {} in fp32."""
+def _rounding_fact(host: Host, groups: Sequence[Group]) -> Facts:
+    """Return {"rounding": effect of rounding alone in half precision}, or {} in fp32 or if it cannot be measured."""
     if host.model.dtype == torch.float32:
         return {}
     comparison = None
@@ -124,7 +125,7 @@ def _rounding(host: Host, groups: Sequence[Group]) -> Facts:
 
 
 def _run_part(prepared: RunPlan, host: Host, part: Group, facts: Facts, broadcast: Listeners) -> Host:
-    """Measure one part and return the host. If methods change the model, load it again and go on without them."""
+    """Measure one part. If methods change the model, load it again and go on without them. Return the last host."""
     cfg = prepared.cfg
     while True:
         try:
@@ -132,28 +133,29 @@ def _run_part(prepared: RunPlan, host: Host, part: Group, facts: Facts, broadcas
             return host
         except ModelChanged as changed:
             part = replace(part, cells=tuple(c for c in part.cells if c.id not in changed.cells))
-            print(f"kvbench: {changed}: it is read again for the others", file=sys.stderr)
+            say(f"{changed}: it is read again for the others")
         host = make_host(prepared, load.load_weights(cfg.model, prepared.source, host.model.device))
 
 
-def _end(prepared: RunPlan, group: Group, broadcast: Listeners, error: BaseException | None = None) -> None:
-    """Write the metrics of a group's cells and report how each ended. ``error`` is what ended the run early, if any.
+def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: BaseException | None = None) -> None:
+    """Write the metrics of a group's cells and tell the listeners how each cell ended.
 
-    A cell without samples, or refused, gets no metrics.
+    ``error`` is what ended the run early, if anything did. A cell that has no samples or is refused gets no metrics.
     """
     store = prepared.store
     unfinished = {c.id for some in prepared.left(group).values() for c in some}
     for cell in group.cells:
-        summary, samples = None, list(store.samples(cell.id).values())
+        summary = None
+        samples = list(store.samples(cell.id).values())
         begun = error is None or cell.id in store.writers
         if begun and samples and store.refusal(cell.id) is None:
-            summary = summarise(completed(cell, samples), group.task.metric, len(group.task.examples))
+            summary = summarise(samples, group.task.metric, len(group.task.examples))
             completeness = "complete" if summary.n == summary.of else "partial"
             store.write_metrics(cell.id, {"status": completeness, **summary.record()})
         stored = store.status(cell.id)
-        status: Status = "interrupted" if error is not None and cell.id in unfinished else "partial"
+        status = "interrupted" if error is not None and cell.id in unfinished else "partial"
         if stored.status in ("complete", "refused", "failed", "interrupted"):
-            status = cast(Status, stored.status)
+            status = stored.status
         reason = stored.reason or (ending(error) if error is not None and status == "interrupted" else None)
         broadcast.ended(cell, status, summary, reason)
 
@@ -175,14 +177,14 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
 
 
 def report(prepared: RunPlan) -> Report:
-    """Return the report of all samples in the store for this run's cells, from this run or earlier ones."""
+    """Return the report of all stored samples of this run's cells, measured by this run or by earlier ones."""
     cfg = prepared.cfg
     records = prepared.records()
-    notes = [*prepared.advice(), *_precision(prepared, records)]
-    foreign = sorted({d.name for d in cfg.datasets} - {"tiny"})
-    if cfg.model.path == "embedded:tiny" and foreign:
+    notes = [*prepared.advice(), *_precision_notes(prepared, records)]
+    real_datasets = sorted({d.name for d in cfg.datasets} - {"tiny"})
+    if cfg.model.path == "embedded:tiny" and real_datasets:
         notes.append(
-            f"The tiny model was trained on synthetic text only, not on text like that of {', '.join(foreign)}."
+            f"The tiny model was trained on synthetic text only, not on text like that of {', '.join(real_datasets)}."
         )
     if cfg.model.weights == "random":
         notes.append("Random weights: scores mean nothing, only bytes and times do.")
@@ -207,9 +209,10 @@ def report(prepared: RunPlan) -> Report:
     )
 
 
-def _precision(prepared: RunPlan, records: Sequence[CellRecord]) -> list[str]:
-    """Return notes on the dtype: a better one for this machine, and the effect of rounding alone."""
-    configured, device = prepared.cfg.model.dtype, load.resolve_device(prepared.cfg.device)
+def _precision_notes(prepared: RunPlan, records: Sequence[CellRecord]) -> list[str]:
+    """Return notes on the dtype: that another is better on this machine, and how much rounding alone changes."""
+    configured = prepared.cfg.model.dtype
+    device = load.resolve_device(prepared.cfg.device)
     tiny = prepared.cfg.model.path == "embedded:tiny"
     better = precision.has_better_dtype(configured, prepared.dtype, device) and not (tiny and configured == "auto")
     comparisons = [p["rounding"] for r in records for p in r.provenance if "rounding" in p]
@@ -220,19 +223,22 @@ def _precision(prepared: RunPlan, records: Sequence[CellRecord]) -> list[str]:
     ]
 
 
-def _model_name(cfg: RunConfig) -> str:
-    return cfg.model.name if cfg.model.name != "hf" else cfg.model.path
-
-
 def settings(prepared: RunPlan) -> str:
-    """Return the settings of the run in one line, which tells apart tables with the same rows and columns."""
-    cfg, plain = prepared.cfg, entries("dataset")
-    parts = [f"Model {_model_name(cfg)}, {prepared.dtype}"]
+    """Return the run's settings as one line of text, by which tables with the same rows and columns are told apart."""
+    cfg = prepared.cfg
+    defaults = entries("dataset")
+    parts = [f"Model {cfg.model_name}, {prepared.dtype}"]
     if cfg.preset:
-        plainly = presets.untouched(cfg.preset, cfg.model.name, (s.id for c in cfg.chains for s in c.chain.stages))
-        parts.append(f"preset {cfg.preset}" + (f" (sets nothing of {', '.join(plainly)})" if plainly else ""))
+        untouched_methods = presets.untouched(
+            cfg.preset, cfg.model.name, (s.id for c in cfg.chains for s in c.chain.stages)
+        )
+        parts.append(
+            f"preset {cfg.preset}" + (f" (sets nothing of {', '.join(untouched_methods)})" if untouched_methods else "")
+        )
     for d in cfg.datasets:
-        changed = {k: v for k, v in d.knobs.items() if k in plain[d.name] and v != plain[d.name][k] and k[0] != "_"}
+        changed = {
+            k: v for k, v in d.knobs.items() if k in defaults[d.name] and v != defaults[d.name][k] and k[0] != "_"
+        }
         knobs = " ".join(f"{k}={v}" for k, v in changed.items())
         parts.append(f"dataset {d.name} {knobs}".strip())
     limit = cfg.prompt.max_length
@@ -248,7 +254,7 @@ def settings(prepared: RunPlan) -> str:
 
 
 def stop_tokens(prepared: RunPlan) -> frozenset[int]:
-    """Return the end-of-sequence ids of tokenizer and checkpoint, and the last token of each stop text of the model."""
+    """Return the token ids that end an answer: end-of-sequence ids and the last token of each stop text."""
     cfg, tokenizer = prepared.cfg.model, prepared.tokenizer
     end = getattr(tokenizer, "eos_token_id", None)
     last = {tokenizer.encode(text, add_special_tokens=False)[-1] for text in cfg.stop}

@@ -16,7 +16,7 @@ from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
 
 
 def default_rows(device: torch.device) -> int:
-    """Return the default number of rows decoded together on a device, at most."""
+    """Return how many rows are decoded together on a device at most, unless ``batch_rows`` is set."""
     return 128 if device.type == "cuda" else 96
 
 
@@ -24,7 +24,12 @@ def default_rows(device: torch.device) -> int:
 class Host:
     """A loaded model with its tokenizer and its settings for prompts and answers.
 
-    ``context`` is its longest text in tokens, ``memory`` the bytes that the caches of a decode batch may take.
+    policy: how prompts are built.
+    stop: the token ids that end an answer.
+    context: the tokens of the longest text that the model can read; None if unlimited.
+    batch_rows: the most rows decoded together; None for the device's default.
+    plain: whether prompts are read with eager attention.
+    memory: the bytes that the caches of a decode batch may take.
     """
 
     model: PreTrainedModel
@@ -44,16 +49,16 @@ class Host:
 
     @property
     def most_rows(self) -> int:
-        """Return the most rows decoded together."""
+        """Return how many rows are decoded together at most."""
         return self.batch_rows or default_rows(self.model.device)
 
     def encode(self, example: Example, task: Task) -> Encoded:
-        """Return the example's prompt as the model reads it, or the prefix of a text to be scored."""
+        """Return the example's prompt as token ids, or of a text to be scored its prefix."""
         if example.tokens:
             return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
-        room = None if self.context is None else self.context - example.max_new_tokens
-        return encode(self.tokenizer, example, task, self.policy, room)
+        longest = None if self.context is None else self.context - example.max_new_tokens
+        return encode(self.tokenizer, example, task, self.policy, longest)
 
     def batching(self) -> dict[str, object]:
-        """Return the batch policy, which affects numbers in half precision. Each sample states its number of rows."""
+        """Return the most rows of a batch and their order, for the provenance: both affect half precision."""
         return {"rows": self.most_rows, "order": "by example, then by cell; rows enter as others leave"}

@@ -16,7 +16,7 @@ Identity = Mapping[str, Any]
 
 
 def label(identity: Identity, otherwise: str = "") -> str:
-    """Return the label in a run's table: the method, its budgets and every knob that differs from the plain defaults.
+    """Return a cell's label in a table: the method, its budgets and every knob that differs from the defaults.
 
     ``otherwise`` is the label of a cell without a chain, which was imported.
     """
@@ -27,48 +27,50 @@ def label(identity: Identity, otherwise: str = "") -> str:
     owners = Counter(knob for s in stages for knob in s["knobs"])
     words = ["+".join(s["id"] for s in stages) or "full"]
     for stage in stages:
-        plain = _plain(stage["id"])
-        order = list(plain)
-        for knob in sorted(stage["knobs"], key=lambda k: order.index(k) if k in plain else len(order)):
+        defaults = _default_knobs(stage["id"])
+        order = list(defaults)
+        for knob in sorted(stage["knobs"], key=lambda k: order.index(k) if k in defaults else len(order)):
             value, key = stage["knobs"][knob], knob if owners[knob] == 1 else f"{stage['id']}.{knob}"
-            if knob in ALWAYS_NAMED or knob not in plain or plain[knob] != _same(value):
+            if knob in ALWAYS_NAMED or knob not in defaults or defaults[knob] != _through_json(value):
                 words.append(f"{key}={_text(value)}")
     return " ".join([*words, *([f"per={chain['per']}"] if chain["per"] != "kv_head" else [])])
 
 
 def fields(identity: Identity) -> dict[str, object]:
-    """Return the settings of a cell by name, as ``--json`` prints them; None for those that an imported cell lacks."""
+    """Return a cell's settings by name, as ``--json`` prints them. Settings that an imported cell lacks are None."""
     chain, prompt, model = (identity.get(k) for k in ("chain", "prompt", "model"))
-    chain, read = chain if isinstance(chain, Mapping) else {}, prompt if isinstance(prompt, Mapping) else {}
+    chain = chain if isinstance(chain, Mapping) else {}
+    policy = prompt if isinstance(prompt, Mapping) else {}
     return {
         "knobs": {s["id"]: s["knobs"] for s in chain.get("stages", ())},
         "per": chain.get("per"),
-        "prompt": {k: v for k, v in read.items() if k != "query_aware"} if read else prompt,
-        "query_aware": read.get("query_aware"),
+        "prompt": {k: v for k, v in policy.items() if k != "query_aware"} if policy else prompt,
+        "query_aware": policy.get("query_aware"),
         "dtype": model.get("dtype") if isinstance(model, Mapping) else None,
     }
 
 
 def differences(identities: Sequence[Identity]) -> list[str]:
-    """Return for each of several cells the settings in which they differ, as ``template=off query_aware=true``."""
-    flat = [dict(_leaves(i)) for i in identities]
+    """Return one text per cell: the settings that differ between the cells, as ``template=off query_aware=true``."""
+    flat = [dict(_settings_by_path(i)) for i in identities]
     keys = list(dict.fromkeys(k for f in flat for k in f))
     differing = [k for k in keys if len({json.dumps(f.get(k), sort_keys=True, default=str) for f in flat}) > 1]
-    return [" ".join(f"{k.rpartition('.')[2]}={_short(k, f.get(k))}" for k in differing) for f in flat]
+    return [" ".join(f"{k.rpartition('.')[2]}={_one_word(k, f.get(k))}" for k in differing) for f in flat]
 
 
-def _leaves(identity: Identity, above: str = "") -> Iterator[tuple[str, Any]]:
+def _settings_by_path(identity: Identity, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value) of each setting in an identity, without the stages' ids and knobs."""
     for key, value in identity.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{above}{key}.")
+            yield from _settings_by_path(value, f"{prefix}{key}.")
         elif key == "stages":
             yield from ((f"{s['id']}.{k}", v) for s in value for k, v in s.items() if k not in ("id", "knobs"))
         else:
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value
 
 
-def _short(key: str, value: Any) -> str:
-    """Return a setting as one word; a template or a hash is cut to its first 8 characters."""
+def _one_word(key: str, value: Any) -> str:
+    """Return the value of a setting as one word. A template or a hash is cut to its first 8 characters."""
     if key == "prompt.template" and not value:
         return "off"
     return _text(value)[:8] if key in ("prompt.template", "content", "model.fingerprint") else _text(value)
@@ -82,16 +84,16 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _same(value: Any) -> Any:
-    """Return the value after a round trip through JSON."""
+def _through_json(value: Any) -> Any:
+    """Return the value as it is after it was written as JSON and read again."""
     return json.loads(json.dumps(value, default=str))
 
 
 @cache
-def _plain(method: str) -> dict[str, Any]:
-    """Return the default knobs of a method in their order; {} for a method that exists no more."""
+def _default_knobs(method: str) -> dict[str, Any]:
+    """Return the default knobs of a method, in their order. A method that exists no more has {}."""
     try:
         stage = registry.make_stage(method, by_size(registry.defaults(method)))
     except UsageError:
         return {}
-    return {k: _same(stage.knobs()[k]) for k in registry.knob_names(method)}
+    return {k: _through_json(stage.knobs()[k]) for k in registry.knob_names(method)}

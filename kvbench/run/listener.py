@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from kvbench.errors import say
 from kvbench.run.plan import Cell
 from kvbench.run.results import CellSummary, Sample
 from kvbench.run.run_plan import RunPlan
-
-Status = Literal["complete", "partial", "refused", "failed", "interrupted"]
 
 
 class Listener(Protocol):
@@ -22,8 +20,11 @@ class Listener(Protocol):
     def stored(self, cell: Cell, sample: Sample) -> None:
         """Handle a new ``sample`` of ``cell``, which is on disk now."""
 
-    def ended(self, cell: Cell, status: Status, summary: CellSummary | None, reason: str | None) -> None:
-        """Handle the end of ``cell``. Called once per cell of the run, with the summary of all its samples."""
+    def ended(self, cell: Cell, status: str, summary: CellSummary | None, reason: str | None) -> None:
+        """Handle the end of ``cell``. Called once per cell of the run, with the summary of all its samples.
+
+        ``status`` is complete, partial, refused, failed or interrupted.
+        """
 
     def close(self) -> None:
         """Handle the end of the run, also after an interrupt or an error. Called once."""
@@ -41,7 +42,7 @@ class Listeners:
     def stored(self, cell: Cell, sample: Sample) -> None:
         self._tell("stored", cell, sample)
 
-    def ended(self, cell: Cell, status: Status, summary: CellSummary | None, reason: str | None) -> None:
+    def ended(self, cell: Cell, status: str, summary: CellSummary | None, reason: str | None) -> None:
         self._tell("ended", cell, status, summary, reason)
 
     def close(self) -> None:
@@ -53,8 +54,7 @@ class Listeners:
                 getattr(listener, event)(*args)
             except Exception as error:
                 self._listeners.remove(listener)
-                print(
-                    f"kvbench: {type(listener).__name__} failed ({type(error).__name__}: {error}) and is left out from "
+                say(
+                    f"{type(listener).__name__} failed ({type(error).__name__}: {error}) and is left out from "
                     "here on; measuring goes on",
-                    file=sys.stderr,
                 )

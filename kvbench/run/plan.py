@@ -37,16 +37,16 @@ class Cell:
 
     @cached_property
     def id(self) -> str:
-        return _hash(self.identity)
+        return _identity_hash(self.identity)
 
     def check_knobs(self) -> None:
         """Raise Refused if a stage that is not kvbench's own has changed its knobs since the run began."""
         now = {**self.identity, "chain": {**self.identity["chain"], **self.chain.identity()}}
-        if self.chain.foreign and _hash(now) != self.id:
+        if self.chain.foreign and _identity_hash(now) != self.id:
             raise Refused(f"{self.chain.name} changes its own knobs while it runs")
 
 
-def _hash(identity: Mapping[str, Any]) -> str:
+def _identity_hash(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -65,10 +65,14 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupTodo:
-    """The prompts to read and the answers to decode of one group, and the answers already stored.
+    """The remaining work of one group in prompts and answers, and the answers already stored.
 
-    ``methods`` and ``cells`` are labels and ids. This run has ``examples`` of the task's ``of``. ``prefills_saved``
-    counts the answers that share another's prefill. ``calibrations`` describes what is computed before any answer.
+    task: the group's column.
+    methods, cells: the labels and the ids of its cells.
+    examples, of: how many of the task's examples this run has, and how many there are.
+    prefills: the prompts to read.
+    prefills_saved: the answers that share the prefill of another answer.
+    calibrations: a text for each calibration to compute before any answer.
     """
 
     task: str
@@ -85,24 +89,25 @@ class GroupTodo:
 
 @dataclass(frozen=True)
 class GroupPlan(GroupTodo):
-    """The work left of one group, with the memory and the time that it takes.
+    """The remaining work of one group, with the memory and the time that it takes.
 
-    ``prompt_tokens`` is the length of its longest prompt, ``bytes`` the most that its caches take. ``parts`` are the
-    labels of the cells that run together, ``too_large`` those of cells that do not fit into memory even alone. If no
-    answer of the group is measured yet, ``seconds`` comes from the speed model and ``rough`` is True.
+    prompt_tokens: the length of the longest prompt.
+    bytes: the most bytes that the caches take.
+    parts: the labels of the cells that run together, part by part.
+    too_large: the labels of the cells that do not fit into memory even alone.
+    seconds: the time left; None if no answer of the group is measured yet.
     """
 
     prompt_tokens: int
     bytes: int
     parts: list[list[str]]
     too_large: list[str]
-    seconds: float
-    rough: bool
+    seconds: float | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The groups that a run will measure, with the bytes of ``memory`` that it must fit into."""
+    """The groups that a run will measure, with the bytes of memory that their caches may take, and notes."""
 
     memory: int
     device: str
@@ -118,10 +123,10 @@ def build_groups(
     context: int | None,
     identify: Callable[[Chain], Mapping[str, Any]] = Chain.identity,
 ) -> list[Group]:
-    """Build all groups of a run, each with the full-cache baseline first unless ``baseline=false``.
+    """Return a run's groups, one per task, each with the full cache as its first cell unless ``baseline=false``.
 
-    ``context`` is the model's. ``identify`` returns all that decides a chain's results: its own identity, and that of
-    its calibration if it has one.
+    ``context`` is the number of tokens that the model can read. ``identify`` returns all that decides a chain's
+    results: its own identity, and that of its calibration if it has one.
     """
     policy = cfg.prompt
     chains = with_baseline(cfg.chains, cfg.baseline)
@@ -150,14 +155,14 @@ def build_groups(
             _check_answers(task, context)
             _check_chunks(task, [c.chain for c in chains])
             limit = cfg.limit if cfg.limit is not None else dataset.default_limit
-            groups.append(Group(task, column, cells, _of_shard(task.taken(limit), cfg)))
+            groups.append(Group(task, column, cells, _examples_of_shard(task.taken(limit), cfg)))
     if not any(g.examples for g in groups) and cfg.shards == 1:
         raise UsageError("nothing to measure: the datasets have no examples")
     return groups
 
 
 def _check_answers(task: Task, context: int | None) -> None:
-    """Raise UsageError for an example whose answer alone fills the model's context."""
+    """Raise UsageError if an answer leaves no room for its prompt, or not for its whole needle prompt."""
     for example in task.examples:
         length = example.meta.get("length", 0) if task.category == "needle" else 0
         if context is not None and length and length + example.max_new_tokens > context:
@@ -173,32 +178,35 @@ def _check_answers(task: Task, context: int | None) -> None:
 
 
 def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
-    """Raise UsageError where a text is fed in chunks that a method's budget while decoding cannot take."""
+    """Raise UsageError if a text is fed in chunks larger than a method's budget while decoding can take."""
     meta = task.examples[0].meta
     if not task.examples[0].tokens:
         return
     for chain in chains:
         selector = chain.selector
         if isinstance(selector, EvictingSelector) and selector.evicts:
-            least = selector.max_chunk(int(meta["prefix"]))
-            if least < int(meta["chunk"]):
+            budget = selector.max_chunk(int(meta["prefix"]))
+            if budget < int(meta["chunk"]):
                 raise UsageError(
-                    f"{task.id}: chunk={meta['chunk']} tokens at once do not fit into the budget of {least} that "
+                    f"{task.id}: chunk={meta['chunk']} tokens at once do not fit into the budget of {budget} that "
                     f"{chain.name} holds after a prefix of {meta['prefix']}: lower chunk="
                 )
 
 
 def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainConfig]:
-    """Return the chains with the full cache once in front. It is added only with ``baseline``."""
+    """Return the chains with those of the full cache first. With ``baseline`` it is added if it is not among them."""
     full = [c for c in chains if not c.chain.stages]
-    rest = [c for c in chains if c.chain.stages]
+    compressing = [c for c in chains if c.chain.stages]
     if not full and baseline:
         full = [ChainConfig(Chain(), "full")]
-    return [*full, *rest]
+    return [*full, *compressing]
 
 
 def pending(group: Group, done: Mapping[str, Sequence[str]]) -> dict[str, list[Cell]]:
-    """Return by example id the cells that still need it. ``done`` holds the finished example ids by cell id."""
+    """Return the cells that still need each example, by example id, without examples that no cell needs.
+
+    ``done`` holds the ids of the finished examples by cell id.
+    """
     finished = {c.id: set(done.get(c.id, ())) for c in group.cells}
     todo = {}
     for example in group.examples:
@@ -208,8 +216,8 @@ def pending(group: Group, done: Mapping[str, Sequence[str]]) -> dict[str, list[C
     return todo
 
 
-def _of_shard(examples: Sequence[Example], cfg: RunConfig) -> tuple[Example, ...]:
-    """Return this shard's examples, chosen by a hash of their ids and so independent of order and limits."""
+def _examples_of_shard(examples: Sequence[Example], cfg: RunConfig) -> tuple[Example, ...]:
+    """Return the examples of this shard. The shard of an example is a hash of its id, whatever the order and limit."""
     if cfg.shards == 1:
         return tuple(examples)
     return tuple(e for e in examples if int(hashlib.sha256(e.id.encode()).hexdigest(), 16) % cfg.shards == cfg.shard)

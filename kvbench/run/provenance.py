@@ -18,7 +18,10 @@ from kvbench.storage import kernels
 
 
 def provenance(model: PreTrainedModel, threads: int) -> Facts:
-    """Return the provenance of a run. ``torch`` is the minor version, since patches do not change results."""
+    """Return the provenance of a run by name: versions, device, threads, dtype and more.
+
+    ``torch`` is only the major and the minor version, since patches do not change results.
+    """
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
     return {
@@ -39,21 +42,24 @@ MEASURES = ("kvbench", "conf", "pyproject.toml", "constraints.txt")
 
 
 def local_changes(records: Iterable[CellRecord]) -> str:
-    """Return the note on cells measured with uncommitted changes, or '' if all come from clean commits."""
+    """Return the note that some cells were measured with uncommitted changes, or '' if none was."""
     commits = [[str(p.get("commit") or "") for p in r.provenance] for r in records]
-    changed = [c for some in commits for c in some if c.endswith("+")]
-    if not changed:
+    changed_commits = [c for some in commits for c in some if c.endswith("+")]
+    if not changed_commits:
         return ""
     cells = sum(any(c.endswith("+") for c in some) for some in commits)
-    behind = ", ".join(sorted({c.removesuffix("+") for c in changed}))
+    base_commits = ", ".join(sorted({c.removesuffix("+") for c in changed_commits}))
     return (
-        f"{cells} of {len(commits)} cells were measured with local changes to the code (behind commit {behind}): "
+        f"{cells} of {len(commits)} cells were measured with local changes to the code (behind commit {base_commits}): "
         "commit and measure again before you publish them."
     )
 
 
 def git_commit() -> str | None:
-    """Return the commit of the clone that the package runs from, with ``+`` if MEASURES changed; None without one."""
+    """Return the commit of the clone that the package runs from, with ``+`` if a file of MEASURES has changed.
+
+    Return None if the package is not in a clone, or git cannot be run.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

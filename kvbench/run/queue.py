@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,6 +12,7 @@ from kvbench.audit.prompt_audit import MeasuredBytes
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.stopping import Ending
+from kvbench.errors import say
 from kvbench.example import Example
 from kvbench.methods.prompt_cache import Cache
 from kvbench.run.plan import Cell
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class QueuedRow:
-    """One prompt's cache under one method, ready to be decoded."""
+    """One prompt's cache under one method, ready to be decoded. ``cut`` counts the tokens cut out of the prompt."""
 
     cell: Cell
     example: Example
@@ -37,7 +37,7 @@ class QueuedRow:
 
     @property
     def cost(self) -> int:
-        """Return the bytes that decoding takes: the cache, its copy in the batch, and the dense tail."""
+        """Return the bytes that decoding takes: the cache, its copy in the batch, and the new tokens held exact."""
         cache_bytes = self.measured.payload + self.measured.overhead
         return 2 * cache_bytes + self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
 
@@ -69,19 +69,22 @@ class DecodeQueue:
         self.waiting.append(row)
 
     def drop(self, cell_id: str) -> None:
-        """Forget the rows of a cell that have not begun."""
+        """Remove the rows of a cell that are not being decoded yet."""
         self.waiting = [r for r in self.waiting if r.cell.id != cell_id]
         self.apart = [r for r in self.apart if r.cell.id != cell_id]
 
     def takes(self, rows: int) -> bool:
-        """Return True if ``rows`` more rows of the mean size keep to the limits, or if the queue is empty."""
+        """Return True if the queue is empty, or stays within its limits with ``rows`` more rows of the mean cost."""
         queued = [*self]
         cost = sum(r.cost for r in queued)
         more = cost * rows // max(1, len(queued))
         return not queued or (len(queued) + rows <= self.most_rows and cost + more <= self.most_bytes)
 
     def advance(self) -> list[Outcome]:
-        """Decode until some rows have answers or have failed, and return those with their outcomes."""
+        """Decode until some rows have ended or failed. Return those as (row, answer or exception).
+
+        Return [] if the batch failed and its rows are to be decoded again.
+        """
         if self.apart:
             row = self.apart.pop(0)
             batch: DecodeBatch[QueuedRow] = DecodeBatch(self.model)
@@ -108,14 +111,13 @@ class DecodeQueue:
         if out_of_memory:
             self.most_rows = len(rows) // 2
             self.waiting = [*rows, *self.waiting]
-            text = f"out of memory with {len(rows)} answers at once; going on with at most {self.most_rows}"
-            print(f"kvbench: {text}", file=sys.stderr, flush=True)
+            say(f"out of memory with {len(rows)} answers at once; going on with at most {self.most_rows}")
         else:
             self.apart = rows
         return []
 
     def _admit(self) -> None:
-        """Move waiting rows into the batch while it has room, if the model is adapted alike for them."""
+        """Move waiting rows into the batch while it has room: rows for which the model is adapted in the same way."""
         cost = sum(r.cost for r in self.running)
         if not self.waiting or not self._batch.open:
             return
@@ -138,9 +140,10 @@ class DecodeQueue:
 def in_parts(
     items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Result]]
 ) -> list[tuple[Item, Result | Exception]]:
-    """Call ``work`` on all items at once. If that fails, call it on fewer, until only items that fail alone fail.
+    """Call ``work`` on all items at once. Return (item, result or exception) of each item.
 
-    Running out of memory halves the parts. Any other exception tries the items one by one.
+    If ``work`` fails, it is called on parts: halves if memory ran out, else single items. So only an item that fails
+    alone gets an exception.
     """
     try:
         return list(zip(items, work(items), strict=True))

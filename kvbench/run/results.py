@@ -1,17 +1,16 @@
-"""Results as records: a stored answer, the record and the summary of a cell, and the report of a run.
+"""Results as records: a stored answer, and the record and the summary of a cell.
 
 ``read`` takes the JSON that lies on disk, ``record`` returns the JSON to write. A field that an older version did not
-write is None or nan; fields that this version does not know are kept in ``more``.
+write is None; fields that this version does not know are kept in ``more``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import nan
 from typing import TYPE_CHECKING, Any, Self
 
-from kvbench.run.equal_memory import Matched
+from kvbench.errors import UsageError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -23,7 +22,12 @@ CELL_RECORD: Mapping[str, type] = {"label": str, "column": str, "of": int, "iden
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of one answer, the rows decoded with it, and the bytes of that batch over those of its tokens."""
+    """The time of one answer.
+
+    prefill_s, compress_s, decode_s: seconds of each stage.
+    batch_rows: how many rows were decoded together.
+    batch_factor: the key and value bytes of that batch over those of its rows' tokens.
+    """
 
     prefill_s: float
     compress_s: float
@@ -36,9 +40,12 @@ class Timing:
 class Sample:
     """One stored answer: tokens and bytes of its cache as audited, seconds, the text, and its score.
 
-    ``score`` is None if the metric has none for the answer, ``nominal`` if the method has no budget. ``answers`` are
-    the references. ``attended`` is the mean number of tokens that a masking method reads. ``provenance`` is an index
-    into the provenance of the cell's record. Bytes at 16 bits are nan in older lines.
+    nominal: the tokens of the method's budget; None if it has none.
+    cut: the tokens cut out of the prompt.
+    score: None if the metric gives this answer none.
+    answers: the references.
+    attended: the mean number of tokens that a masking method reads.
+    provenance: an index into the provenance of the cell's record.
     """
 
     id: str
@@ -68,28 +75,36 @@ class Sample:
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Self:
-        """Return the sample of a stored line."""
+        """Return the sample in a stored line. Raises UsageError for an old version's line, without bytes at 16 bits."""
+        if "full16" not in line:
+            raise UsageError(
+                f"example {line['id']} was measured by an older version, without bytes at 16 bits: measure it again in "
+                "another results=FOLDER"
+            )
         known: dict[str, Any] = dict.fromkeys(("nominal", "payload_kv_head", "payload_query_head"))
-        known |= dict.fromkeys(("payload16", "overhead16", "full16"), nan)
-        known |= {name: line[name] for name in _names(cls) if name in line}
+        known |= {name: line[name] for name in _field_names(cls) if name in line}
         if "answers" in line:
             known["answers"] = tuple(line["answers"])
-        timing = {key: line["timing"][key] for key in _names(Timing) if key in line["timing"]}
-        return cls(**known | {"timing": Timing(**timing), "more": _unknown(cls, line)})
+        timing = {key: line["timing"][key] for key in _field_names(Timing) if key in line["timing"]}
+        return cls(**known | {"timing": Timing(**timing), "more": _unknown_fields(cls, line)})
 
     def record(self) -> dict[str, object]:
-        """Return the line to store."""
-        known = {name: getattr(self, name) for name in _names(Sample)}
+        """Return the sample as the JSON to store."""
+        known = {name: getattr(self, name) for name in _field_names(Sample)}
         known["timing"] = {k: v for k, v in asdict(self.timing).items() if v is not None}
         always = ("nominal", "score")
-        return {k: v for k, v in known.items() if k in always or (v is not None and v == v)} | dict(self.more)
+        return {k: v for k, v in known.items() if k in always or v is not None} | dict(self.more)
 
 
 @dataclass(frozen=True)
 class CellRecord:
-    """The record of a cell: method and task in words, number of examples, identity and provenance.
+    """The record of a cell.
 
-    ``kind`` is None for cells that kvbench measured, and "imported" for others.
+    kind: None for a cell that kvbench measured, "imported" for any other.
+    label, column: the method and the task in words.
+    of: the number of examples of the task.
+    identity: all that decides the cell's numbers.
+    provenance: the facts of each process that measured samples.
     """
 
     id: str = ""
@@ -103,25 +118,25 @@ class CellRecord:
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Self:
-        """Return the record in a cell.json. Raises ValueError naming its damaged fields."""
-        wrong = [key for key, kind in CELL_RECORD.items() if not isinstance(record.get(key, kind()), kind)]
-        if not wrong and not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
-            wrong = ["provenance"]
-        if not wrong and not _whole_chain(record.get("identity", {}).get("chain", {"per": "", "stages": []})):
-            wrong = ["identity"]
-        if wrong:
-            raise ValueError(f"{', '.join(wrong)} of it is damaged")
-        known = {name: record[name] for name in _names(cls) if name in record}
-        return cls(**known | {"provenance": tuple(record.get("provenance", ())), "more": _unknown(cls, record)})
+        """Return the record that the JSON of a cell.json states. Raises ValueError naming its damaged fields."""
+        damaged = [key for key, kind in CELL_RECORD.items() if not isinstance(record.get(key, kind()), kind)]
+        if not damaged and not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
+            damaged = ["provenance"]
+        if not damaged and not _whole_chain(record.get("identity", {}).get("chain", {"per": "", "stages": []})):
+            damaged = ["identity"]
+        if damaged:
+            raise ValueError(f"{', '.join(damaged)} of it is damaged")
+        known = {name: record[name] for name in _field_names(cls) if name in record}
+        return cls(**known | {"provenance": tuple(record.get("provenance", ())), "more": _unknown_fields(cls, record)})
 
     def record(self) -> dict[str, object]:
-        """Return the JSON of cell.json."""
-        known = {name: getattr(self, name) for name in _names(CellRecord)}
+        """Return the record as the JSON of cell.json."""
+        known = {name: getattr(self, name) for name in _field_names(CellRecord)}
         return {k: v for k, v in known.items() if v is not None} | dict(self.more)
 
     @property
     def model(self) -> str:
-        """Return the model's name as the last run gave it, or its fingerprint if no run did."""
+        """Return the model's name as the last run gave it, or its fingerprint if no run gave a name."""
         names = [facts["model"] for facts in self.provenance if facts.get("model")]
         if names:
             return str(names[-1])
@@ -133,9 +148,11 @@ class CellRecord:
 class Status:
     """The current status of a cell.
 
-    ``status`` is never, started (being measured now), partial, complete, refused, failed or interrupted. ``n`` of
-    ``of`` examples are measured (``of`` is None if unknown). ``measuring`` holds the shards that a process is measuring
-    now. ``changed`` is the time of the last write, in seconds since the epoch.
+    status: never, started (being measured now), partial, complete, refused, failed or interrupted.
+    n, of: how many examples are measured, and how many there are; ``of`` is None if unknown.
+    reason: why the cell is refused, failed or interrupted.
+    measuring: the shards that some process is measuring now.
+    changed: the time of the last write, in seconds since the epoch.
     """
 
     status: str
@@ -148,7 +165,11 @@ class Status:
 
 @dataclass(frozen=True)
 class ScoreSummary:
-    """The mean score of ``n`` of ``of`` answers in printed units, with its 95 % interval."""
+    """The mean score of a cell in printed units, with its 95 % interval.
+
+    n, of: how many examples are answered, and how many there are.
+    unscored: the answers that the metric gives no score.
+    """
 
     metric: str
     n: int
@@ -159,18 +180,18 @@ class ScoreSummary:
 
     @classmethod
     def read(cls, metrics: Mapping[str, Any]) -> Self | None:
-        """Return the summary in a metrics.json, or None if it has none."""
-        known: dict[str, Any] = {name: metrics.get(name) for name in _names(cls)}
+        """Return the summary in the JSON of a metrics.json, or None if that holds no metric."""
+        known: dict[str, Any] = {name: metrics.get(name) for name in _field_names(cls)}
         return cls(**known) if "metric" in metrics else None
 
     def record(self) -> dict[str, object]:
-        """Return the JSON of metrics.json, without the status."""
+        """Return the summary as the JSON of metrics.json, without the status."""
         return {k: v for k, v in asdict(self).items() if k != "buckets" or v}
 
 
 @dataclass(frozen=True)
 class MeanTiming:
-    """Mean seconds of a cell's answers."""
+    """The mean seconds of a cell's answers, and their mean ``batch_factor``."""
 
     prefill_s: float
     compress_s: float
@@ -210,129 +231,19 @@ class CellSummary(ScoreSummary):
     timing: MeanTiming
 
 
-@dataclass(frozen=True)
-class Delta:
-    """The paired difference to the full cache in printed units, with its 95 % interval."""
-
-    mean: float
-    ci: tuple[float, float] | None
-
-
-@dataclass(frozen=True)
-class CellResult:
-    """The entry of one cell in a table: a summary, or the reason why there is none.
-
-    ``status`` is measured, missing, refused or failed. ``settings`` are those of ``labels.fields``. ``floor`` is True
-    for a full cache whose scores say nothing.
-    """
-
-    task: str
-    cell: str
-    status: str
-    evicts: bool = False
-    settings: Mapping[str, object] = field(default_factory=dict)
-    reason: str | None = None
-    floor: bool | None = None
-    summary: CellSummary | None = None
-    delta: Delta | None = None
-
-    def record(self) -> dict[str, object]:
-        """Return it as ``--json`` prints it."""
-        return {
-            **{"task": self.task, "cell": self.cell, "evicts": self.evicts, **self.settings},
-            **({} if self.floor is None else {"floor": self.floor}),
-            "status": self.status,
-            **({"reason": self.reason} if self.status in ("refused", "failed") else {}),
-            **({} if self.summary is None else self.summary.record()),
-            **({} if self.delta is None else {"delta": self.delta.mean, "delta_ci": self.delta.ci}),
-        }
-
-
-@dataclass(frozen=True)
-class RowMeans:
-    """Score, tokens, bytes and milliseconds of one method over all its measured cells, by mean over prompts."""
-
-    score_mean: float | None
-    kept_percent: float
-    nominal_percent: float | None
-    attended_percent: float | None
-    payload: float
-    overhead: float
-    payload_kv_head: float | None
-    payload_query_head: float | None
-    percent_of_full: float
-    payload_percent_of_full: float
-    prefill_ms: float
-    compress_ms: float
-    decode_ms_per_token: float
-
-
-@dataclass(frozen=True)
-class ReportRow:
-    """One method of a report; ``means`` is None if none of its cells is measured."""
-
-    method: str
-    evicts: bool
-    cells: tuple[CellResult, ...]
-    means: RowMeans | None
-
-    def record(self) -> dict[str, object]:
-        """Return it as ``--json`` prints it."""
-        row = {"method": self.method, "evicts": self.evicts, "cells": [cell.record() for cell in self.cells]}
-        return row | (asdict(self.means) if self.means else {})
-
-
-@dataclass(frozen=True)
-class ReportColumn:
-    """One task of a report; ``floor`` is True if the full cache's own scores say nothing."""
-
-    task: str
-    metric: str
-    category: str
-    floor: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """The content of a run's table: cells by method and task, notes for the reader, the results folder."""
-
-    model: str
-    settings: str
-    columns: tuple[ReportColumn, ...]
-    rows: tuple[ReportRow, ...]
-    notes: tuple[str, ...]
-    results: str
-    matched: tuple[Matched, ...] = ()
-
-    @property
-    def cells(self) -> list[CellResult]:
-        """Return the cells of all rows."""
-        return [cell for row in self.rows for cell in row.cells]
-
-    def record(self) -> dict[str, object]:
-        """Return it as ``--json`` prints it."""
-        return {
-            "model": self.model,
-            "settings": self.settings,
-            **({"matched": [asdict(m) for m in self.matched]} if self.matched else {}),
-            "columns": [asdict(column) for column in self.columns],
-            "rows": [row.record() for row in self.rows],
-            "notes": list(self.notes),
-            "results": self.results,
-        }
-
-
 def share(payload16: float, overhead16: float, full16: float) -> float:
-    """Return the bytes held in per cent of the full cache's keys and values, both at 16 bits."""
+    """Return the bytes held in per cent of the bytes of the full cache, both at 16 bits."""
     return 100 * (payload16 + overhead16) / full16
 
 
-def _names(cls: type[DataclassInstance]) -> list[str]:
+def _field_names(cls: type[DataclassInstance]) -> list[str]:
+    """Return the names of a record's fields, without ``more``."""
     return [name for name in cls.__dataclass_fields__ if name != "more"]
 
 
-def _unknown(cls: type[DataclassInstance], record: Mapping[str, Any]) -> dict[str, object]:
-    names = _names(cls)
+def _unknown_fields(cls: type[DataclassInstance], record: Mapping[str, Any]) -> dict[str, object]:
+    """Return the entries of a JSON record for which ``cls`` has no field."""
+    names = _field_names(cls)
     return {key: value for key, value in record.items() if key not in names}
 
 

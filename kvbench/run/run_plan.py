@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.example import Example
 from kvbench.models import load, traits
-from kvbench.run import equal_memory, speed_model
+from kvbench.run import equal_memory
 from kvbench.run.advice import about_prompts
 from kvbench.run.config import RunConfig
 from kvbench.run.estimate import Estimate, estimate
@@ -45,7 +44,7 @@ class RunPlan:
     matched: tuple[equal_memory.Matched, ...] = ()
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
-        """Return the cells that still need each example, by example id."""
+        """Return the cells that still need each example, by example id, without examples that no cell needs."""
         return pending(group, {c.id: list(self.store.lines(c.id)) for c in group.cells})
 
     def advice(self) -> list[str]:
@@ -55,33 +54,38 @@ class RunPlan:
         return [*([untested] if untested else []), *prompts]
 
     def plan(self) -> Plan:
-        """Return the work left, with the memory and time of each group and the memory limit; loads no weights."""
-        free = memory.cache_limit(self.cfg.memory, self.devices())
+        """Return what is left to measure, with the memory and time of each group and the memory limit.
+
+        No weights are loaded.
+        """
+        limit = memory.cache_limit(self.cfg.memory, self.devices())
         weights = int(memory.USED_SHARE * load.weight_bytes(self.source))
-        room = free if self.cfg.memory is not None else max(0, free - weights)
-        device, groups = load.resolve_device(self.cfg.device), []
+        cache_memory = limit if self.cfg.memory is not None else max(0, limit - weights)
+        device = load.resolve_device(self.cfg.device)
+        groups = []
         for group, todo in zip(self.groups, self.todo(), strict=True):
-            needed = self.estimate(group)
-            parts = needed.parts(group, room)
-            extra = self._prefills(group, parts) - todo.prefills
-            todo = replace(todo, prefills=todo.prefills + extra, prefills_saved=todo.prefills_saved - extra)
+            group_estimate = self.estimate(group)
+            parts = group_estimate.parts(group, cache_memory)
+            extra_prefills = self._prefills(group, parts) - todo.prefills
+            todo = replace(
+                todo, prefills=todo.prefills + extra_prefills, prefills_saved=todo.prefills_saved - extra_prefills
+            )
             planned = GroupPlan(
                 **vars(todo),
-                prompt_tokens=needed.prompt_tokens,
-                bytes=max((needed.bytes(p.cells, room) for p in parts), default=0),
+                prompt_tokens=group_estimate.prompt_tokens,
+                bytes=max((group_estimate.bytes(p.cells, cache_memory) for p in parts), default=0),
                 parts=[[c.label for c in p.cells] for p in parts],
-                too_large=[c.label for p in parts for c in p.cells if needed.alone(c) > room],
-                seconds=self._roughly(group, needed, todo.prefills) if needed.seconds is None else needed.seconds,
-                rough=needed.seconds is None,
+                too_large=[c.label for p in parts for c in p.cells if group_estimate.alone(c) > cache_memory],
+                seconds=group_estimate.seconds,
             )
             groups.append(planned)
         dtype = precision.dtype_reason(self.cfg.model.dtype, self.dtype, device)
-        return Plan(room, str(device), dtype, groups, self.advice())
+        return Plan(cache_memory, str(device), dtype, groups, self.advice())
 
     def devices(self) -> dict[torch.device, float]:
         """Return the devices that will hold the model, each with its share of the layers.
 
-        Where ``device_map`` decides, all GPUs of this machine get equal shares.
+        If ``device_map`` decides, all GPUs of this machine get equal shares.
         """
         device = load.resolve_device(self.cfg.device)
         if self.cfg.model.device_map and device.type == "cuda":
@@ -89,48 +93,8 @@ class RunPlan:
             return {torch.device("cuda", i): 1 / count for i in range(count)}
         return {device: 1.0}
 
-    def _roughly(self, group: Group, takes: Estimate, prefills: int) -> float:
-        """Estimate the seconds left for a group without any measured answer, from the measured speed of this device."""
-        remaining, config = self.left(group), self.source.config
-        examples = [e for e in group.examples if e.id in remaining]
-        lengths = [len(e.tokens) or len(e.prompt) for e in examples]
-        # lengths are tokens or characters: scaled so that the longest has the estimate's prompt_tokens
-        tokens = [min(takes.prompt_tokens, takes.prompt_tokens * n // max(lengths)) for n in lengths]
-        prompts = [min(n, int(e.meta["prefix"])) if e.tokens else n for n, e in zip(tokens, examples, strict=True)]
-        rest = [n - first for n, first in zip(tokens, prompts, strict=True)]
-        cells = {c.id: c for some in remaining.values() for c in some}
-        needs = [c.chain.needs(takes.prompt_tokens) for c in cells.values()]
-        work = speed_model.Work(
-            prompts=prompts,
-            rest=rest,
-            prefills=prefills,
-            answers=sum(len(some) for some in remaining.values()),
-            new=0 if any(rest) else takes.new_tokens,
-            rows=takes.rows,
-            # half of an estimate's cell is a copy that only the move into the batch needs
-            cell=sum(takes.cells.values()) / max(1, len(takes.cells)) / 2,
-            formats=len(cells),
-            sums=any(need.colsums or need.colsums_bits for need in needs),
-        )
-        return speed_model.seconds(work, *self._speed, from_config(config), getattr(torch, self.dtype).itemsize)
-
-    @cached_property
-    def _speed(self) -> tuple[speed_model.Speed, tuple[int, int]]:
-        """Measure this device's speed with the threads of the run; return it with the model's numbers of weights.
-
-        The weights are counted apart for the layers and for the logits. The thread count of the process is restored.
-        """
-        config, previous_threads = self.source.config, torch.get_num_threads()
-        torch.set_num_threads(threads(self.cfg, config))
-        try:
-            device, dtype = load.resolve_device(self.cfg.device), getattr(torch, self.dtype)
-            speed = speed_model.measure(from_config(config), int(config.hidden_size), dtype, device)
-            return speed, speed_model.weights(config)
-        finally:
-            torch.set_num_threads(previous_threads)
-
     def _prefills(self, group: Group, parts: Sequence[Group]) -> int:
-        """Return the number of prompts to read where the group runs in ``parts``."""
+        """Return how many prompts are read if the group runs in ``parts``."""
         part_ids = [{c.id for c in p.cells} for p in parts]
         return sum(
             len({c.chain.prefill_key for c in cells if c.id in ids})
@@ -139,7 +103,7 @@ class RunPlan:
         )
 
     def estimate(self, group: Group) -> Estimate:
-        """Return the estimate of the memory and time that the work left of a group takes."""
+        """Return the estimate of the memory and time that the group's remaining work takes."""
         config, dtype = self.source.config, getattr(torch, self.dtype)
         device = load.resolve_device(self.cfg.device)
 
@@ -185,14 +149,14 @@ class RunPlan:
         return plans
 
     def bound(self, model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
-        """Return the groups with every chain bound to its calibration; missing calibrations are computed now."""
+        """Return the groups with every chain bound to its calibration. Missing calibrations are computed first."""
         chains = list(dict.fromkeys(c.chain for g in self.groups for c in g.cells))
         ready = {chain: self.session.bind(chain, model, quiet) for chain in chains}
         return tuple(replace(g, cells=tuple(replace(c, chain=ready[c.chain]) for c in g.cells)) for g in self.groups)
 
 
 def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
-    """Check all that can be checked before weights are loaded. Raises UsageError naming key and value.
+    """Return the plan of a run, after all checks that need no weights. Raises UsageError naming key and value.
 
     With ``reading`` nothing will be written, so the results folder need not be writable.
     """
@@ -204,24 +168,35 @@ def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
     cfg, matched = equal_memory.settle(cfg, from_config(source.config))
     check_model(cfg, source)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
-    identity, context = identify(cfg, source, device), context_of(cfg, source)
+    identity = identify(cfg, source, device)
+    context = context_of(cfg, source)
     session = open_session(cfg, identity, tokenizer, context)
     groups = build_groups(cfg, identity, tokenizer, context, session.chain_identity)
     if not reading:
         for cell in (c for g in groups for c in g.cells):
             store.cell(cell.id)  # raises for a damaged record before hours of measuring, not after
-    return RunPlan(cfg, source, tokenizer, tuple(groups), context, identity["dtype"], store, session, matched)
+    return RunPlan(
+        cfg=cfg,
+        source=source,
+        tokenizer=tokenizer,
+        groups=tuple(groups),
+        context=context,
+        dtype=identity["dtype"],
+        store=store,
+        session=session,
+        matched=matched,
+    )
 
 
 def check_model(cfg: RunConfig, source: load.ModelSource) -> None:
-    """Raise UsageError for a method that cannot run on this model."""
+    """Raise UsageError if a method of the run cannot run on this model."""
     model = traits.of_config(source.config)
     for entry in cfg.chains:
         entry.chain.check_model(model)
 
 
 def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> dict[str, Any]:
-    """Return the facts that identify the model in a cell."""
+    """Return the facts about the model that are part of a cell's identity."""
     return {
         "fingerprint": source.fingerprint,
         "weights": cfg.model.weights,
@@ -232,10 +207,12 @@ def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> 
 
 
 def context_of(cfg: RunConfig, source: load.ModelSource) -> int | None:
+    """Return how many tokens the model can read, as configured or else as its checkpoint says; None if unknown."""
     return cfg.model.context or getattr(source.config, "max_position_embeddings", None)
 
 
 def open_session(cfg: RunConfig, identity: Mapping[str, Any], tokenizer: Tokenizer, context: int | None) -> Session:
+    """Return the session that reads and computes the calibrations of this run's model."""
     return Session(
         folder=Path(cfg.calibration or Path(cfg.results) / DEFAULT_FOLDER).expanduser(),
         identity=identity,
@@ -248,9 +225,9 @@ def open_session(cfg: RunConfig, identity: Mapping[str, Any], tokenizer: Tokeniz
 
 
 def threads(cfg: RunConfig, config: Any) -> int:
-    """Return the number of threads configured, or one for a model narrower than SMALL_MODEL, or PyTorch's default.
+    """Return how many threads to use: the configured number, else one for a model narrower than SMALL_MODEL.
 
-    A model of tiny matrices runs faster on one thread, since several mostly wait for each other.
+    Without either it is PyTorch's default. Tiny matrices are faster on one thread, since several mostly wait.
     """
     small = int(getattr(config, "hidden_size", SMALL_MODEL)) < SMALL_MODEL
     return cfg.threads or (1 if small else torch.get_num_threads())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 import zlib
@@ -24,7 +23,7 @@ from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
 from kvbench.engine.prefill import check_capacity, check_window, prefill_chains
-from kvbench.errors import KvbenchError, Refused, UsageError, ending
+from kvbench.errors import KvbenchError, Refused, UsageError, ending, say
 from kvbench.example import Example
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
@@ -86,10 +85,11 @@ class GroupRun:
             self.finish()
 
     def active(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Return the cells that are neither refused nor failed."""
         return [c for c in cells if c.id not in self.refused and c.id not in self.failed]
 
     def read(self, example: Example, cells: Sequence[Cell]) -> None:
-        """Prefill one prompt for the cells that need it, audit their caches and queue them to be decoded."""
+        """Prefill one prompt for its cells and audit their caches. Queue them to be decoded, or score a text now."""
         try:
             encoded = self.host.encode(example, cells[0].task)
             ids = torch.tensor(encoded.ids)
@@ -125,7 +125,7 @@ class GroupRun:
                     self.queue.add(row)
 
     def _with_room(self, work: Callable[[], Result]) -> Result:
-        """Return the result of ``work``. If memory runs out with rows queued, decode them and call it once more."""
+        """Return the result of ``work``. If memory runs out while rows are queued, decode them and call it again."""
         try:
             return work()
         except Exception as error:
@@ -137,37 +137,37 @@ class GroupRun:
         return work()
 
     def _prefill(self, ids: torch.Tensor, cells: Sequence[Cell]) -> list[tuple[Cell, Cache | Exception]]:
-        """Return each cell with its cache, or with the exception that left it without one."""
+        """Return (cell, cache) for each cell, or (cell, exception) if its prefill failed."""
 
-        def together(some: Sequence[Cell]) -> list[Cache]:
-            chains = [c.chain for c in some]
+        def prefill_together(part_cells: Sequence[Cell]) -> list[Cache]:
+            chains = [c.chain for c in part_cells]
             try:
                 return self._with_room(lambda: prefill_chains(self.host.model, ids, chains, self.host.plain))
             except Exception as error:
                 if is_out_of_memory(error):
-                    self.most_cells = max(1, len(some) // 2)
+                    self.most_cells = max(1, len(part_cells) // 2)
                 raise
 
-        most = self.most_cells or max(1, len(cells))
-        parts = [cells[i : i + most] for i in range(0, len(cells), most)]
-        return [outcome for part in parts for outcome in in_parts(part, together)]
+        most_cells = self.most_cells or max(1, len(cells))
+        parts = [cells[i : i + most_cells] for i in range(0, len(cells), most_cells)]
+        return [outcome for part in parts for outcome in in_parts(part, prefill_together)]
 
     def force(self, example: Example, rows: Sequence[QueuedRow]) -> None:
-        """Score the rest of a text under every cache, and store one line each."""
+        """Score the rest of a text under the cache of each row, and store one sample for each."""
         rest = torch.tensor(example.tokens[int(example.meta["prefix"]) :])
 
-        def together(some: Sequence[QueuedRow]) -> list[tuple[float, Answer]]:
+        def score_together(part_rows: Sequence[QueuedRow]) -> list[tuple[float, Answer]]:
             synchronise(self.host.model.device)
             start = time.perf_counter()
-            forced = teacher_force(self.host.model, [r.cache for r in some], rest, int(example.meta["chunk"]))
+            forced = teacher_force(self.host.model, [r.cache for r in part_rows], rest, int(example.meta["chunk"]))
             synchronise(self.host.model.device)
-            seconds = (time.perf_counter() - start) / len(some)
+            seconds = (time.perf_counter() - start) / len(part_rows)
             return [
-                (loss, Answer(rest.tolist(), result.held, None, seconds, len(some), result.stored, isfinite(loss)))
+                (loss, Answer(rest.tolist(), result.held, None, seconds, len(part_rows), result.stored, isfinite(loss)))
                 for result, loss in ((result, float(result.losses.sum())) for result in forced)
             ]
 
-        outcomes = in_parts(rows, together) if rows else []
+        outcomes = in_parts(rows, score_together) if rows else []
         self.check_model([r.cell for r in rows], example)
         for row, outcome in outcomes:
             if isinstance(outcome, Exception):
@@ -199,9 +199,10 @@ class GroupRun:
         cell, example = row.cell, row.example
         if cell.id in self.refused:
             return
+        if not answer.finite:
+            self.refuse(cell, str(no_answer(cell.chain, self.host.model.dtype)), example)
+            return
         try:
-            if not answer.finite:
-                raise no_answer(cell.chain, self.host.model.dtype)
             with contained(cell.chain.name, cell.chain.foreign):
                 cell.check_knobs()
                 decode_peak = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
@@ -240,7 +241,7 @@ class GroupRun:
         self.listeners.stored(cell, sample)
 
     def check_model(self, ran: Sequence[Cell], example: Example) -> None:
-        """Refuse the foreign cells among ``ran`` and raise ModelChanged, if the model is not as it was at the start."""
+        """Refuse the foreign cells among ``ran`` and raise ModelChanged if the model is not as it was at the start."""
         if self.model_before is None or state_of(self.host.model) == self.model_before:
             return
         changed = ModelChanged([c for c in ran if c in self.foreign] or self.foreign)
@@ -257,17 +258,17 @@ class GroupRun:
         self.queue.drop(cell.id)
 
     def fail(self, cell: Cell, error: Exception, example: Example) -> None:
-        """Take the cell out of this run and record why. Its samples stay, and the next run tries the rest again."""
+        """Take the cell out of this run and record why. Its samples stay, and the next run tries the others again."""
         if cell.id in self.failed:
             return
         text = " ".join(str(error).split())[:REASON_LENGTH]
-        named = text if isinstance(error, KvbenchError) else f"{type(error).__name__}: {text}".rstrip(": ")
-        self.failed[cell.id] = f"{named} (example {example.id})"
+        reason = text if isinstance(error, KvbenchError) else f"{type(error).__name__}: {text}".rstrip(": ")
+        self.failed[cell.id] = f"{reason} (example {example.id})"
         self.store.mark(cell, "failed", self.failed[cell.id])
         trace = self.store.folder(cell.id) / f"traceback-{self.shard}.txt"
         with suppress(OSError):
             trace.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        print(f"kvbench: {cell.label} on {cell.column} failed: {self.failed[cell.id]}; see {trace}", file=sys.stderr)
+        say(f"{cell.label} on {cell.column} failed: {self.failed[cell.id]}; see {trace}")
         self.queue.drop(cell.id)
 
     def _fitting(self, cells: Sequence[Cell], tokens: int, example: Example) -> list[Cell]:
@@ -278,23 +279,25 @@ class GroupRun:
         """
         fitting = []
         context = self.host.context
-        beyond = bool(example.tokens) and context is not None and tokens > context
+        exceeds_context = bool(example.tokens) and context is not None and tokens > context
         for cell in cells:
             selector = cell.chain.selector
+            if exceeds_context and not (selector and selector.rolled):
+                reason = (
+                    f"a text of {tokens} tokens exceeds the model's context of {context}: lower length=, or stream it "
+                    "with positions that roll (method=streamingllm mode=rolled)"
+                )
+                self.refuse(cell, reason, example)
+                continue
             try:
-                if beyond and not (selector and selector.rolled):
-                    raise UsageError(
-                        f"a text of {tokens} tokens exceeds the model's context of {context}: lower length=, or stream "
-                        "it with positions that roll (method=streamingllm mode=rolled)"
-                    )
                 check_window(self.host.model, tokens, [cell.chain])
                 fitting.append(cell)
-            except UsageError as reason:
-                self.refuse(cell, str(reason), example)
+            except UsageError as error:
+                self.refuse(cell, str(error), example)
         return fitting
 
     def _ending(self, cell: Cell, example: Example) -> Ending:
-        """Return the rules by which the tokens of an answer are drawn and end, seeded by the example."""
+        """Return how the tokens of an answer are drawn and when it ends. The seed depends on the example alone."""
         task, sampling = cell.task, self.host.sampling
         return Ending(
             example.max_new_tokens,
@@ -307,7 +310,7 @@ class GroupRun:
         )
 
     def _last_tokens(self, texts: Sequence[str]) -> frozenset[int]:
-        """Return the last token of each text, as LongBench stops samsum at a newline."""
+        """Return the id of the last token of each text: LongBench stops samsum at that of a newline."""
         return frozenset(self.host.tokenizer.encode(t, add_special_tokens=False)[-1] for t in texts)
 
 

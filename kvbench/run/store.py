@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from kvbench.errors import KvbenchError, UsageError, unknown
 from kvbench.files import (
@@ -61,7 +61,11 @@ STATUSES = ("started", "complete", "partial", "refused", "failed", "interrupted"
 
 @dataclass
 class ResultStore:
-    """All cells below one results folder. ``warnings`` lists the damaged files found so far."""
+    """All cells below one results folder.
+
+    warnings: one text for each damaged file found so far.
+    writers: the writers of the cells that this process has opened, by cell id.
+    """
 
     root: Path
     warnings: list[str] = field(default_factory=list)
@@ -79,13 +83,13 @@ class ResultStore:
         return path
 
     def find(self, cell_id: str) -> str:
-        """Return ``cell_id`` as a user gave it, if that cell exists. Raises UsageError for any other."""
+        """Return ``cell_id`` itself, if the store has a cell of that id. Raises UsageError if it has none."""
         if not self.folder(cell_id).is_dir():
             raise unknown("cell", cell_id, self.folders(), f"They lie in {self.root}/cells.")
         return cell_id
 
     def check(self) -> None:
-        """Raise UsageError if the folder cannot hold results."""
+        """Raise UsageError if no file can be written below the results folder."""
         cells = self.root / "cells"
         try:
             cells.mkdir(parents=True, exist_ok=True)
@@ -97,7 +101,7 @@ class ResultStore:
             ) from None
 
     def open(self, cell: Cell, provenance: Mapping[str, Any], shard: int, mix: bool) -> Writer:
-        """Start or resume a cell, mark it started and return its writer.
+        """Start or resume a cell, mark it as started, and return the writer of one shard of it.
 
         Raises KvbenchError for a shard that another process measures. Raises UsageError for another device, torch
         version or calibration than the cell's samples have, unless ``mix`` is set.
@@ -142,8 +146,6 @@ class ResultStore:
         is opened again or the cell is complete. A cell left started by a process that is gone counts as interrupted.
         A mark that cannot be written is skipped, so that its error does not hide the one that it records.
         """
-        if status not in get_args(Mark):
-            raise UsageError(f"a cell is marked {', '.join(get_args(Mark))}, not {status!r}")
         writer = self.writers.get(cell.id)
         if writer is not None:
             writer.ended = status != "started"
@@ -158,9 +160,11 @@ class ResultStore:
     def status(self, cell_id: str) -> Status:
         """Return the status of a cell, read from its files alone. Raises UsageError if its record is damaged."""
         record = self.cell(cell_id)
-        n, of = len(self.lines(cell_id)), record.of if record is not None else None
+        n = len(self.lines(cell_id))
+        of = record.of if record is not None else None
         of = self.metrics(cell_id).get("of") if of is None else of
-        earlier_marks, measuring = self._marks(cell_id), self.measuring(cell_id)
+        earlier_marks = self._marks(cell_id)
+        measuring = self.measuring(cell_id)
         # read twice: only a mark seen on both sides of the locks is not of a cell being opened or closed meanwhile
         marks = [m for m in self._marks(cell_id) if m in earlier_marks]
         failed = [m for m in marks if m.get("status") == "failed"]
@@ -178,7 +182,8 @@ class ResultStore:
             status, reason = "interrupted", "its process ended in the middle" if died else marks[-1].get("reason")
         else:
             status, reason = "partial" if n else "never", None
-        times, folder = [], self.folder(cell_id)
+        times = []
+        folder = self.folder(cell_id)
         for path in (*folder.glob("samples-*.jsonl"), *folder.glob("*.json")):
             with suppress(FileNotFoundError):
                 times.append(path.stat().st_mtime)
@@ -207,7 +212,7 @@ class ResultStore:
             raise unreadable(path, error) from None
 
     def metrics(self, cell_id: str) -> Line:
-        """Return the means that the last run wrote, or {} where there are none. Damaged ones also give a warning."""
+        """Return the content of metrics.json, or {} if there is none. A damaged file gives {} and a warning."""
         path = self.folder(cell_id) / "metrics.json"
         try:
             return read_json(path) or {}
@@ -222,7 +227,7 @@ class ResultStore:
     def lines(self, cell_id: str) -> dict[str, Line]:
         """Return the cell's intact lines by example id, sorted by id. Damaged lines become warnings.
 
-        Of several lines about one example the one least in bytes counts, in whatever order or files they lie.
+        If several lines are about one example, the one whose bytes sort first counts, whatever file it is in.
         """
         least: dict[str, tuple[bytes, Line]] = {}
         for path in sorted(self.folder(cell_id).glob("samples-*.jsonl")):
@@ -241,46 +246,49 @@ class ResultStore:
                 )
         return {example_id: line for example_id, (_, line) in sorted(least.items())}
 
-    def _refused(self, cell_id: str, example: str) -> Path:
-        """Return the file of a refusal. Its name is a hash, since an example's id may be no file name."""
-        return self.folder(cell_id) / f"refused-{zlib.crc32(example.encode()):08x}.json"
+    def _refusal_path(self, cell_id: str, example_id: str) -> Path:
+        """Return the path of the file that holds a refusal. It is named by a hash, since ids may be no file names."""
+        return self.folder(cell_id) / f"refused-{zlib.crc32(example_id.encode()):08x}.json"
 
     def refuse(self, cell: Cell, reason: str, example: str) -> None:
         """Record that the cell must not be reported, why, and the example that showed it."""
-        write_json(self._refused(cell.id, example), {"reason": reason, "example": example})
+        write_json(self._refusal_path(cell.id, example), {"reason": reason, "example": example})
 
     def refusal(self, cell_id: str) -> str | None:
         """Return the reason why the cell must not be reported, or None."""
         first = next(iter(sorted(self.folder(cell_id).glob("refused-*.json"))), None)
         return None if first is None else str((read_json(first) or {}).get("reason"))
 
-    def clear_refusal(self, cell_id: str, example: str) -> None:
-        """Remove the refusal of the cell for an example that has passed the audit now."""
-        path = self._refused(cell_id, example)
+    def clear_refusal(self, cell_id: str, example_id: str) -> None:
+        """Delete the cell's refusal for an example that now passes the audit, if there is one."""
+        path = self._refusal_path(cell_id, example_id)
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise disk_error(error, path) from None
 
     def write_metrics(self, cell_id: str, metrics: Mapping[str, object]) -> None:
-        """Replace metrics.json atomically."""
+        """Replace the cell's metrics.json with ``metrics``, atomically."""
         write_json(self.folder(cell_id) / "metrics.json", metrics)
 
     def folders(self) -> list[str]:
-        """Return the ids of all cells, also of those without a record yet. Links become warnings."""
-        named = sorted(p for p in (self.root / "cells").glob("*") if ID.fullmatch(p.name) and p.is_dir())
-        for path in named:
+        """Return the ids of all cells, even of those without a record. Symbolic links are left out, with a warning."""
+        paths = sorted(p for p in (self.root / "cells").glob("*") if ID.fullmatch(p.name) and p.is_dir())
+        for path in paths:
             if path.is_symlink():
                 self._warn(path, f"{LINK} and is left alone")
-        return [path.name for path in named if not path.is_symlink()]
+        return [path.name for path in paths if not path.is_symlink()]
 
     def cells(self) -> list[str]:
-        """Return the ids of all cells that were started."""
+        """Return the ids of the cells that have a record, which is written when a cell is first started."""
         return [name for name in self.folders() if (self.folder(name) / "cell.json").exists()]
 
     @contextmanager
     def _record(self, cell: Cell) -> Iterator[list[Line]]:
-        """Yield the provenance in the cell's record, locked for this process, and write the record on exit."""
+        """Yield the provenance of the cell's record as a list to change, and write the record with it on exit.
+
+        The record is locked for this process meanwhile. A cell without a record gets one.
+        """
         folder = self.folder(cell.id)
         record_lock = lock(folder / "lock", RECORD_WAIT_S)
         if record_lock is None:
@@ -289,7 +297,13 @@ class ResultStore:
             record = self.cell(cell.id)
             if record is None:
                 label = labels.label(cell.identity, cell.label)
-                record = CellRecord(cell.id, None, label, cell.column, len(cell.task.examples), cell.identity)
+                record = CellRecord(
+                    id=cell.id,
+                    label=label,
+                    column=cell.column,
+                    of=len(cell.task.examples),
+                    identity=cell.identity,
+                )
             provenance = [dict(facts) for facts in record.provenance]
             yield provenance
             write_json(folder / "cell.json", replace(record, provenance=tuple(provenance)).record())
@@ -297,21 +311,21 @@ class ResultStore:
             os.close(record_lock)
 
     def _register(self, cell: Cell, provenance: Mapping[str, Any], mix: bool) -> int:
-        """Write or extend the cell's record and return this process's index in its provenance."""
-        now = dict(provenance)
-        with self._record(cell) as known:
-            if now not in known:
-                for old in known:
+        """Add ``provenance`` to the cell's record if it is not there yet, and return its index in the record's list."""
+        facts = dict(provenance)
+        with self._record(cell) as recorded:
+            if facts not in recorded:
+                for old in recorded:
                     for key in ("device", "torch", "calibration"):
-                        if old.get(key) != now.get(key) and not mix:
+                        if old.get(key) != facts.get(key) and not mix:
                             raise UsageError(
                                 f"cell {cell.id} ({cell.label} on {cell.column}) was begun with {key} {old.get(key)}, "
-                                f"this is {now.get(key)}: its numbers could differ. Use the same {key}, another "
+                                f"this is {facts.get(key)}: its numbers could differ. Use the same {key}, another "
                                 "results=FOLDER, or mix=true to allow both"
                             )
-                known.append(now)
-            return known.index(now)
+                recorded.append(facts)
+            return recorded.index(facts)
 
     def _warn(self, path: Path, text: str) -> None:
-        """Add a warning about a file in place of the last one about it."""
+        """Add a warning about a file, which replaces an earlier warning about the same file."""
         self.warnings[:] = [w for w in self.warnings if not w.startswith(f"{path}: ")] + [f"{path}: {text}"]

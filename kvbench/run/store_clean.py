@@ -28,7 +28,12 @@ LOCK_WAIT_S = 0.3
 
 @dataclass(frozen=True)
 class Removal:
-    """One thing to remove. ``kind`` is cell, mark, lock, temporary, or lines (moved into a file beside theirs)."""
+    """One thing to remove.
+
+    kind: cell, mark, lock, temporary, or lines, which are moved into another file.
+    cell: the cell's id.
+    about: what it is, in words.
+    """
 
     kind: str
     cell: str
@@ -37,16 +42,19 @@ class Removal:
 
 
 def plan(store: ResultStore, cells: Collection[str], whole: bool) -> list[Removal]:
-    """Return the removals for ``cells``: all of each with its samples if ``whole``. Skips cells being measured."""
+    """Return what to remove of ``cells``: with ``whole`` each cell with its samples, else its waste alone.
+
+    Cells that are being measured are left out.
+    """
     removals = []
     for cell in cells:
         if not store.measuring(cell):
-            removals += [_all_of(store, cell)] if whole else list(_waste(store, cell))
+            removals += [_cell_removal(store, cell)] if whole else list(_waste_removals(store, cell))
     return removals
 
 
 def leftovers(store: ResultStore) -> list[Removal]:
-    """Return the folders that an earlier cleaning renamed, but did not live to delete."""
+    """Return the folders that an earlier cleaning renamed but did not come to delete."""
     folder = store.root / "cells"
     paths = sorted(p for p in folder.glob(".removed-*") if not p.is_symlink())
     return [Removal("cell", "", path, "half removed") for path in paths]
@@ -55,7 +63,7 @@ def leftovers(store: ResultStore) -> list[Removal]:
 def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
     """Carry out the removals, each cell's under its locks. Raises KvbenchError if a process began to measure one."""
     for cell, group in groupby(removals, key=attrgetter("cell")):
-        with _alone(store, cell) if cell else nullcontext():
+        with _cell_locked(store, cell) if cell else nullcontext():
             for removal in group:
                 try:
                     _remove(store, removal)
@@ -63,7 +71,8 @@ def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
                     raise disk_error(error, removal.path) from None
 
 
-def _all_of(store: ResultStore, cell: str) -> Removal:
+def _cell_removal(store: ResultStore, cell: str) -> Removal:
+    """Return the removal of a whole cell."""
     try:
         n = len(store.lines(cell))
         about = f"{n} samples" if n else "nothing measured"
@@ -72,7 +81,8 @@ def _all_of(store: ResultStore, cell: str) -> Removal:
     return Removal("cell", cell, store.folder(cell), about)
 
 
-def _waste(store: ResultStore, cell: str) -> Iterator[Removal]:
+def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
+    """Yield what can be removed of a cell without loss: all of it if it has no sample, else remains beside samples."""
     folder = store.folder(cell)
     try:
         status = store.status(cell)
@@ -102,6 +112,7 @@ def damaged_path(samples: Path) -> Path:
 
 
 def _remove(store: ResultStore, removal: Removal) -> None:
+    """Carry out one removal."""
     if not removal.cell:
         shutil.rmtree(removal.path)
     elif removal.kind == "cell":
@@ -116,8 +127,9 @@ def _remove(store: ResultStore, removal: Removal) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Move the lines of a file of samples that cannot be read into the file beside it."""
-    unread_numbers, all_lines = read_lines(path).unread, path.read_bytes().split(b"\n")
+    """Move the unreadable lines of a file of samples into the file ``damaged_path`` beside it."""
+    unread_numbers = read_lines(path).unread
+    all_lines = path.read_bytes().split(b"\n")
     unreadable = b"".join(all_lines[i - 1] + b"\n" for i in unread_numbers)
     readable = b"".join(line + b"\n" for i, line in enumerate(all_lines, 1) if line and i not in unread_numbers)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
@@ -133,7 +145,7 @@ def _set_aside(path: Path) -> None:
 
 
 @contextmanager
-def _alone(store: ResultStore, cell: str) -> Iterator[None]:
+def _cell_locked(store: ResultStore, cell: str) -> Iterator[None]:
     """Hold every lock of the cell, so that no process can start to measure it."""
     folder = store.folder(cell)
     with ExitStack() as stack:

@@ -13,7 +13,12 @@ from kvbench.files import Appender, line_of
 
 @dataclass
 class Writer:
-    """An open cell that appends samples to this shard's file, under a lock that ends with the process."""
+    """An open cell. It appends samples to one shard's file and holds the shard's lock, which ends with the process.
+
+    provenance: the index of this process's facts in the cell's record.
+    written: called after every line.
+    ended: whether the cell is marked as failed or interrupted.
+    """
 
     out: Appender
     lock: int
@@ -27,9 +32,9 @@ class Writer:
         return self.out.path
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Append one line, with the index of this process in the cell's provenance.
+        """Append one line, with the index of this process's facts in the cell's provenance.
 
-        A full disk raises one clear error and loses no earlier line.
+        Raises KvbenchError if it cannot be written; earlier lines are safe then.
         """
         self.out.append(line_of({**line, "provenance": self.provenance}).encode())
         self.written()

@@ -2,77 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import isnan
 from statistics import fmean
 
 import numpy as np
-import torch
 
-from kvbench.audit.accounting import HALF, POSITION_BYTES
-from kvbench.audit.prompt_audit import MeasuredBytes
-from kvbench.methods.chain import Chain
 from kvbench.metrics import metric, stats
 from kvbench.metrics.stats import FEWEST
 from kvbench.run.advice import about_floors, at_floor
 from kvbench.run.labels import fields
 from kvbench.run.plan import Cell, Group
-from kvbench.run.results import (
-    BucketScore,
-    CellResult,
-    CellSummary,
-    Delta,
-    MeanTiming,
-    Report,
-    ReportColumn,
-    ReportRow,
-    RowMeans,
-    Sample,
-    share,
-)
+from kvbench.run.report import CellResult, Delta, Report, ReportColumn, ReportRow, RowMeans
+from kvbench.run.results import BucketScore, CellSummary, MeanTiming, Sample, share
 from kvbench.run.store import ResultStore
 from kvbench.tasks.longbench import BUCKETS
 
 
-def completed(cell: Cell, samples: Iterable[Sample]) -> list[Sample]:
-    """Return the samples. Older ones without bytes at 16 bits get them by formula."""
-    itemsize, all_known = getattr(torch, cell.identity["model"]["dtype"]).itemsize, []
-    for sample in samples:
-        if isnan(sample.full16):
-            payload16, overhead16, full16 = at_16_bits(cell.chain, sample, itemsize)
-            sample = replace(sample, payload16=payload16, overhead16=overhead16, full16=full16)
-        all_known.append(sample)
-    return all_known
-
-
-def at_16_bits(chain: Chain, sample: Sample | MeasuredBytes, itemsize: int) -> tuple[float, float, float]:
-    """Return payload, overhead and full cache's bytes at 16 bits of a sample measured at ``itemsize`` bytes a number.
-
-    Codes, scales, positions and ids take the same bytes at any width. Exact entries and the values that modifiers carry
-    shrink. The result is exact to the byte if all heads keep as many tokens or nothing is packed; otherwise it is
-    computed from their mean.
-    """
-    slots, exact, coder, selector = round(sample.kept), float(sample.payload), chain.coder, chain.selector
-    if selector is not None and selector.packs:
-        exact = 0.0
-    elif coder is not None:
-        assert sample.payload_kv_head and sample.payload_query_head
-        group = round(sample.payload_query_head / sample.payload_kv_head)
-        # keys and values not packed; full_bytes / (2 n) are the bytes of one entry in all layers and kv heads
-        exact_entries = 2 * slots - coder.keys.packed(slots) - coder.values.packed(slots)
-        exact = chain.heads(1, group) * sample.full_bytes * exact_entries / (2 * sample.n)
-    carried = sum(m.slot_bytes(itemsize) for m in chain.modifiers) if chain.evicts else 0
-    overhead_factor = 1.0
-    if carried:
-        slot_bytes = POSITION_BYTES + chain.layout(slots, 128, itemsize)[0].slot_overhead
-        overhead_factor -= (carried - sum(m.slot_bytes(HALF) for m in chain.modifiers)) / slot_bytes
-    payload16 = sample.payload - exact * (1 - HALF / itemsize)
-    return payload16, sample.overhead * overhead_factor, sample.full_bytes * HALF / itemsize
-
-
 def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
-    """Return the summary of one cell, whose answers are scored by the metric ``name``."""
+    """Return the means over the samples of one cell, which is scored by the metric ``name`` and has ``of`` examples."""
     show = metric(name).show
     scored = [float(s.score) for s in samples if s.score is not None]
     # an answer of one token attends nothing while decoding
@@ -87,9 +35,11 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
     buckets = {}
     for bucket, _ in BUCKETS:
         scores = [s.score for s in samples if s.meta.get("bucket") == bucket]
-        known = [x for x in scores if x is not None]
+        known_scores = [x for x in scores if x is not None]
         if scores:
-            buckets[bucket] = BucketScore(len(scores), show(sum(known) / len(known)) if known else None)
+            buckets[bucket] = BucketScore(
+                len(scores), show(sum(known_scores) / len(known_scores)) if known_scores else None
+            )
     return CellSummary(
         metric=name,
         n=len(samples),
@@ -99,11 +49,11 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
         ci=(show(interval[0]), show(interval[1])) if interval else None,
         prompt_tokens=fmean(s.n for s in samples),
         kept=fmean(s.kept for s in samples),
-        nominal=_mean([s.nominal for s in samples]),
+        nominal=_mean_if_complete([s.nominal for s in samples]),
         payload=fmean(s.payload for s in samples),
         overhead=fmean(s.overhead for s in samples),
-        payload_kv_head=_mean([s.payload_kv_head for s in samples]),
-        payload_query_head=_mean([s.payload_query_head for s in samples]),
+        payload_kv_head=_mean_if_complete([s.payload_kv_head for s in samples]),
+        payload_query_head=_mean_if_complete([s.payload_query_head for s in samples]),
         full_bytes=fmean(s.full_bytes for s in samples),
         payload16=payload16,
         overhead16=overhead16,
@@ -123,23 +73,23 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
     )
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean; None where a value is missing."""
-    known = [x for x in values if x is not None]
-    return fmean(known) if len(known) == len(values) else None
+def _mean_if_complete(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values, or None if one of them is None."""
+    present = [x for x in values if x is not None]
+    return fmean(present) if len(present) == len(values) else None
 
 
 def collect(groups: Sequence[Group], store: ResultStore) -> Report:
-    """Return the report of these groups, without the model and the settings of the run.
+    """Return the report of these groups, with neither the model nor the settings of the run.
 
-    Each cell counts only the examples of this run; a delta is the paired difference to the full cache over the examples
-    that both have.
+    Only the examples of this run count. A delta is the paired difference to the full cache, over the examples that the
+    cell and the full cache both have.
     """
     rows = []
     for label in dict.fromkeys(c.label for g in groups for c in g.cells):
         cells = tuple(measured(g, next(c for c in g.cells if c.label == label), store) for g in groups)
         summaries = [c.summary for c in cells if c.summary is not None]
-        rows.append(ReportRow(label, any(c.evicts for c in cells), cells, _means(summaries) if summaries else None))
+        rows.append(ReportRow(label, any(c.evicts for c in cells), cells, _row_means(summaries) if summaries else None))
     columns = tuple(
         ReportColumn(g.column, g.task.metric, g.task.category, any(bool(r.cells[i].floor) for r in rows))
         for i, g in enumerate(groups)
@@ -149,7 +99,7 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
 
 
 def _about_batches(rows: Sequence[ReportRow]) -> list[str]:
-    """Return the note on memory that decode batches took beyond the bytes of their rows' tokens."""
+    """Return the note that decode batches took more memory than their rows' tokens, or [] if they did not."""
     summaries = [c.summary for r in rows for c in r.cells if c.summary is not None]
     factors = [s.timing.batch_factor for s in summaries if s.timing.batch_factor]
     if not factors or max(factors) < 1.05:
@@ -176,13 +126,16 @@ def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
     floor = None
     if not cell.chain.stages:
         floor = at_floor(group.task, [s.score for s in samples.values() if s.score is not None])
-    summary = summarise(completed(cell, samples.values()), group.task.metric, len(group.task.examples))
+    summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
     delta = _delta(group, cell, samples, store)
     return replace(result, status="measured", floor=floor, summary=summary, delta=delta)
 
 
 def _delta(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultStore) -> Delta | None:
-    """Return the paired difference to the full cache, in printed units; None for the full cache itself."""
+    """Return the paired difference to the full cache in printed units.
+
+    Return None for the full cache itself, without a full cache to compare with, or if no example is scored by both.
+    """
     full = next((c for c in group.cells if not c.chain.stages), None)
     if full is None or not cell.chain.stages or store.refusal(full.id) is not None:
         return None
@@ -194,14 +147,13 @@ def _delta(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultSt
     printed = metric(group.task.metric)
     if printed.shown is not None:
         return shown_delta(scores, printed.show)
-    difference = stats.paired_difference([a for a, _ in scores], [b for _, b in scores])
-    low, high = (difference.low, difference.high) if len(scores) >= FEWEST else (None, None)
-    interval = None if low is None or high is None else (printed.scale * low, printed.scale * high)
-    return Delta(printed.scale * difference.mean, interval)
+    mean, ci = stats.paired_difference([a for a, _ in scores], [b for _, b in scores])
+    interval = (printed.scale * ci[0], printed.scale * ci[1]) if ci and len(scores) >= FEWEST else None
+    return Delta(printed.scale * mean, interval)
 
 
 def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], float]) -> Delta:
-    """Return the difference of two shown means (perplexities). Pairs are resampled, so both means vary together."""
+    """Return the difference of two means as they are shown (perplexities), with its interval over resampled pairs."""
 
     def difference(means: Sequence[stats.Pairs]) -> stats.Pairs:
         return np.array([show(float(a)) - show(float(b)) for a, b in means[0]])
@@ -211,19 +163,19 @@ def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], f
     return Delta(float(difference([pairs.mean(0, keepdims=True)])[0]), interval)
 
 
-def _means(cells: Sequence[CellSummary]) -> RowMeans:
-    """Return the means of one method over all its measured cells, each prompt of the same weight."""
+def _row_means(cells: Sequence[CellSummary]) -> RowMeans:
+    """Return the means of one method over all its measured cells. Each cell is weighted by its number of prompts."""
     total = sum(c.n for c in cells)
 
     def mean(values: Sequence[float]) -> float:
         return sum(value * c.n for value, c in zip(values, cells, strict=True)) / total
 
-    def known(values: Sequence[float | None]) -> float | None:
+    def mean_if_complete(values: Sequence[float | None]) -> float | None:
         present = [x for x in values if x is not None]
         return mean(present) if len(present) == len(cells) else None
 
     def percent(values: Sequence[float | None]) -> float | None:
-        value = known(values)
+        value = mean_if_complete(values)
         return None if value is None else 100 * value / prompt_tokens
 
     prompt_tokens = mean([c.prompt_tokens for c in cells])
@@ -237,8 +189,8 @@ def _means(cells: Sequence[CellSummary]) -> RowMeans:
         attended_percent=percent([c.attended for c in cells]),
         payload=mean([c.payload for c in cells]),
         overhead=mean([c.overhead for c in cells]),
-        payload_kv_head=known([c.payload_kv_head for c in cells]),
-        payload_query_head=known([c.payload_query_head for c in cells]),
+        payload_kv_head=mean_if_complete([c.payload_kv_head for c in cells]),
+        payload_query_head=mean_if_complete([c.payload_query_head for c in cells]),
         percent_of_full=share(payload16, mean([c.overhead16 for c in cells]), full16),
         payload_percent_of_full=100 * payload16 / full16,
         prefill_ms=1000 * mean([c.timing.prefill_s for c in cells]),

@@ -7,7 +7,6 @@ If the service cannot be reached, the runs are kept below the results folder ins
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from statistics import fmean
 from threading import Thread
 from typing import Any
 
+from kvbench.errors import say
 from kvbench.methods.resolve import ALWAYS_NAMED
 from kvbench.metrics import metric
 from kvbench.run.config import LoggerConfig
@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def listeners(cfg: LoggerConfig) -> tuple[Listener, ...]:
-    """Return the listeners that the configuration asks for: none, or W&B's."""
+    """Return the listeners that the configuration asks for: () or one that logs to W&B."""
     return () if cfg.mode == "disabled" else (WandbLogger(cfg),)
 
 
@@ -89,10 +89,9 @@ class WandbLogger:
         if not self._warned:
             self._warned = True
             with suppress(OSError, ValueError):
-                print(
-                    f"kvbench: W&B {problem}. Measuring goes on, and the results are in {self._folder} as ever; what "
-                    f"W&B has not got lies in {self._folder}/wandb, and `wandb sync` sends it",
-                    file=sys.stderr,
+                say(
+                    f"W&B {problem}. Measuring goes on, and the results are in {self._folder} as ever; what "
+                    f"W&B has not got lies in {self._folder}/wandb, and `wandb sync` sends it"
                 )
 
 
@@ -106,7 +105,7 @@ class _CellRun:
     last: float = -ROW_EVERY_S
 
     def progress(self) -> dict[str, Any]:
-        """Return the number of answers, their mean score and the mean share of tokens kept."""
+        """Return how many answers there are, their mean score and the mean share of tokens kept, by W&B's names."""
         ids, samples = {e.id for e in self.group.examples}, self.samples.values()
         scores = [s.score for s in samples if s.score is not None]
         return {
@@ -147,7 +146,8 @@ class _Sender:
 
     def ended(self, cell: Cell, status: str, means: CellSummary | None, reason: str | None) -> None:
         run = self._run(cell)
-        row, shown = run.progress(), list(self.prepared.store.samples(cell.id).values())[: self.cfg.samples]
+        row = run.progress()
+        shown = list(self.prepared.store.samples(cell.id).values())[: self.cfg.samples]
         if shown:
             answers = {e.id: e.answers for e in run.group.task.examples}
             row["samples"] = self.wandb.Table(columns=["id", "prediction", "answers", "score", "kept %"])
@@ -183,14 +183,16 @@ class _Sender:
         if cell.id not in self.open:
             cfg = self.prepared.cfg
             group = next(g for g in self.prepared.groups if any(c.id == cell.id for c in g.cells))
-            name, kind = run_id(cell, cfg.shard, cfg.shards), "cell" if cfg.shards == 1 else "shard"
+            name = run_id(cell, cfg.shard, cfg.shards)
+            kind = "cell" if cfg.shards == 1 else "shard"
             run = self._init(name, cell, f"{cell.label} · {cell.column}", kind, describe(self.prepared, cell))
             self.open[cell.id] = _CellRun(run, group, self.prepared.store.samples(cell.id))
         return self.open[cell.id]
 
     def _init(self, id: str, cell: Cell, name: str, kind: str, config: dict[str, object]) -> Any:
         """Start a W&B run beside the open ones and return it; if the service does not answer, start one on disk."""
-        dataset, preset = cell.task.id.partition("/")[0], self.prepared.cfg.preset
+        dataset = cell.task.id.partition("/")[0]
+        preset = self.prepared.cfg.preset
 
         def start() -> Any:
             mode: Any = self.mode
@@ -241,7 +243,6 @@ def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
     cfg, record = prepared.cfg, prepared.store.cell(cell.id)
     budgets = {k: v for s in cell.chain.stages for k in ALWAYS_NAMED if (v := getattr(s, k, None)) is not None}
     named = cfg.model.name != "hf" or cfg.model.path.count("/") == 1
-    model = cfg.model.name if cfg.model.name != "hf" else cfg.model.path
     return {
         "cell": cell.id,
         "label": cell.label,
@@ -250,7 +251,7 @@ def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
         **budgets,
         "task": cell.task.id,
         "column": cell.column,
-        "model": model if named else Path(model).name,
+        "model": cfg.model_name if named else Path(cfg.model_name).name,
         "preset": cfg.preset,
         "identity": dict(cell.identity),
         "runtime": {k: getattr(cfg, k) for k in ("limit", "batch_rows", "threads", "device", "mix", "shard", "shards")},
@@ -264,20 +265,21 @@ def summary(means: CellSummary) -> dict[str, object]:
     return flat | flat_names(means.record())
 
 
-def flat_names(values: Mapping[str, Any], above: str = "") -> dict[str, object]:
+def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """Return nested values under flat names joined by /, without None. An interval becomes ci_low and ci_high."""
     flat: dict[str, object] = {}
     for key, value in values.items():
         if key == "ci" and value is not None:
-            flat |= {f"{above}ci_low": value[0], f"{above}ci_high": value[1]}
+            flat |= {f"{prefix}ci_low": value[0], f"{prefix}ci_high": value[1]}
         elif isinstance(value, Mapping):
-            flat |= flat_names(value, f"{above}{key}/")
+            flat |= flat_names(value, f"{prefix}{key}/")
         elif value is not None:
-            flat[f"{above}{key}"] = value
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
 def _heat_maps(prepared: RunPlan) -> dict[str, Heat]:
-    """Return the scores by length and depth of every method on the needle dataset, as far as they are measured."""
+    """Return the scores by length and depth of each method on the needle dataset, by label, without refused cells."""
     scores: dict[str, list[tuple[float, float, float]]] = {}
     for group in prepared.groups:
         if group.task.category != "needle":
@@ -290,7 +292,7 @@ def _heat_maps(prepared: RunPlan) -> dict[str, Heat]:
 
 
 def _unreachable(url: str) -> str | None:
-    """Return why a service does not answer, or None if it does. This is quicker than starting a run there."""
+    """Return why a service does not answer, or None if it does. Asking is quicker than starting a run there."""
     import requests
 
     try:
@@ -301,5 +303,6 @@ def _unreachable(url: str) -> str | None:
 
 
 def _short(error: Exception) -> str:
+    """Return an error's type and the first line of its message that is not blank."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -17,7 +17,7 @@ from typing import Any
 from kvbench.conf import LISTED, entries, top_level, whole_config
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
-from kvbench.run import presets
+from kvbench.run import keys, presets
 
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
 """The config groups that a command line chooses from, each with an example."""
@@ -31,9 +31,11 @@ NAMED = {"null": None, "true": True, "false": False, "inf": float("inf"), "-inf"
 class RunRequest:
     """One run as it was asked for, before conf/ supplies the rest.
 
-    ``words`` are the arguments of this run alone. ``groups`` are the entries of model, prompt and logger. ``methods``
-    and ``tasks`` are as typed, or empty. ``knobs`` are those of methods by key (``kv_size``, ``method.snapkv.window``),
-    ``values`` all others by full key (``limit``, ``model.dtype``).
+    words: the arguments of this run alone.
+    groups: the entries of conf/ chosen for model, prompt and logger.
+    methods, tasks: as typed; empty if none were typed.
+    knobs: values of the methods' knobs by key (``kv_size``, ``method.snapkv.window``).
+    values: all other values by full key (``limit``, ``model.dtype``).
     """
 
     words: tuple[str, ...]
@@ -57,59 +59,63 @@ class Command:
 
 
 def read(arguments: Sequence[str], multirun: bool = False) -> Command:
-    """Parse ``key=value`` arguments. Raises UsageError naming key, value and the allowed values."""
-    pairs = [_split(a) for a in arguments]
-    _refuse_twice(pairs)
-    typed = dict(pairs)
-    methods = split_list(typed["method"]) if "method" in typed else whole_config()["chains"]
-    tasks = split_list(typed["dataset"]) if "dataset" in typed else whole_config()["tasks"]
-    datasets = _datasets(tasks)
+    """Return the command that ``key=value`` arguments ask for. Raises UsageError for one that is not allowed."""
+    texts = keys.pairs(arguments)
+    empty = next((k for k, v in texts.items() if k in GROUPS and not v), None)
+    if empty is not None:
+        raise UsageError(f"{empty}= is empty: name one, as in {empty}={GROUPS[empty]}")
+    methods = split_list(texts["method"]) if "method" in texts else whole_config()["chains"]
+    tasks = split_list(texts["dataset"]) if "dataset" in texts else whole_config()["tasks"]
+    datasets = _dataset_names(tasks)
     groups = {}
     for group, kind in (("prompt", "prompt policy"), ("logger", "logger")):
-        if group in typed:
-            if typed[group] not in entries(group):
-                raise unknown(kind, typed[group], entries(group))
-            groups[group] = typed[group]
+        if group in texts:
+            if texts[group] not in entries(group):
+                raise unknown(kind, texts[group], entries(group))
+            groups[group] = texts[group]
     knobs: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    launcher: list[str] = []
-    for key, value in pairs:
+    overrides: list[str] = []
+    for key, value in texts.items():
         if key in GROUPS or key in ("preset", "match") or (multirun and key in ("shard", "shards")):
             continue
         if key.startswith(("hydra.", "hydra/", "+hydra.", "++hydra.")):
-            launcher.append(_launcher(key, value))
+            overrides.append(_launcher_override(key, value))
         else:
-            for full_key, read_value in _values(key, value, methods, datasets).items():
+            for full_key, read_value in _parse_argument(key, value, methods, datasets).items():
                 (knobs if full_key.startswith("method.") else values)[full_key.removeprefix("method.*.")] = read_value
-    models = split_list(typed.get("model", "tiny"))
-    sweep = _sweep(typed) if multirun and {"shard", "shards"} & typed.keys() else []
+    models = split_list(texts.get("model", "tiny"))
+    sweep = _shard_overrides(texts) if multirun and {"shard", "shards"} & texts.keys() else []
     if multirun and not sweep:
         raise UsageError("-m sweeps shards: give shard=0,1,2,3 or shards=4 (other comma lists are grids without -m)")
     if multirun and len(models) > 1:
         raise UsageError(f"-m with {len(models)} models: run one model at a time, or leave out -m")
-    if launcher and not multirun:
-        raise UsageError(f"{launcher[0]} sets up a launcher and needs -m, as in: -m shard=0,1 {launcher[0]}")
-    preset = typed.get("preset")
-    words = [f"{k}={v}" for k, v in pairs if k != "model" and "hydra" not in k and not (sweep and k[:5] == "shard")]
+    if overrides and not multirun:
+        raise UsageError(f"{overrides[0]} sets up a launcher and needs -m, as in: -m shard=0,1 {overrides[0]}")
+    preset = texts.get("preset")
+    left_out = ("model", "shard", "shards") if sweep else ("model",)
+    words = [f"{k}={v}" for k, v in texts.items() if k not in left_out and "hydra" not in k]
     requests = []
-    for wanted in models:
-        entry, path = _model(wanted)
-        paper = presets.values(preset, wanted) if preset is not None else {}
+    for model in models:
+        # a name that is no entry of conf/model is a checkpoint folder or a hub id
+        is_entry = model in entries("model")
+        preset_values = presets.values(preset, model) if preset is not None else {}
+        prompt = {"prompt": preset_values["prompt"]} if "prompt" in preset_values else {}
         request = RunRequest(
-            words=(*([f"model={wanted}"] if "model" in typed else ()), *words),
-            groups={"model": entry, **({"prompt": paper["prompt"]} if "prompt" in paper else {}), **groups},
-            methods=tuple(methods if "method" in typed else ()),
-            tasks=tuple(tasks if "dataset" in typed else ()),
+            words=(*([f"model={model}"] if "model" in texts else ()), *words),
+            groups={"model": model if is_entry else "hf", **prompt, **groups},
+            methods=tuple(methods if "method" in texts else ()),
+            tasks=tuple(tasks if "dataset" in texts else ()),
             knobs=knobs,
-            values=path | values | _match(typed, paper),
+            values=({} if is_entry else {"model.path": model}) | values | _matching_kind(texts, preset_values),
             preset=preset,
         )
         requests.append(request)
-    return Command(tuple(requests), (*sweep, *launcher))
+    return Command(tuple(requests), (*sweep, *overrides))
 
 
 def split_list(value: str) -> list[str]:
-    """Split at commas outside brackets and quotes: ``a,b+c`` -> [a, b+c]; ``[0,1],[2]`` -> two lists."""
+    """Return the parts of a text between the commas outside brackets and quotes: ``[0,1],[2]`` has two parts."""
     parts, depth, quote, start = [], 0, "", 0
     for i, ch in enumerate(value):
         if quote:
@@ -127,7 +133,7 @@ def split_list(value: str) -> list[str]:
 
 
 def value_of(text: str) -> Any:
-    """Return the value of a word: null, true, a number, [a, list], {a: mapping}, or else the text itself."""
+    """Return the value that a text stands for: None, a bool, a number, a list, a mapping, or else the text itself."""
     if text.lower() in NAMED:
         return NAMED[text.lower()]
     if WHOLE.fullmatch(text):
@@ -144,23 +150,8 @@ def value_of(text: str) -> Any:
     return text
 
 
-def _split(argument: str) -> tuple[str, str]:
-    key, sign, value = argument.partition("=")
-    if not sign or not key:
-        raise UsageError(f"{argument!r} is not key=value, as in method=snapkv+think or kv_size=64,128")
-    if value == "" and key in GROUPS:
-        raise UsageError(f"{key}= is empty: name one, as in {key}={GROUPS[key]}")
-    return key.strip(), value.strip()
-
-
-def _refuse_twice(pairs: Sequence[tuple[str, str]]) -> None:
-    keys = [k for k, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UsageError(f"{key}= is given {keys.count(key)} times: give it once, with a comma list for a grid")
-
-
-def _datasets(tasks: Sequence[str]) -> list[str]:
+def _dataset_names(tasks: Sequence[str]) -> list[str]:
+    """Return the dataset of each task (``tiny`` of ``tiny/needle``), once. Raises UsageError for an unknown one."""
     names = list(dict.fromkeys(t.partition("/")[0] for t in tasks))
     for name in names:
         if name not in entries("dataset"):
@@ -168,80 +159,82 @@ def _datasets(tasks: Sequence[str]) -> list[str]:
     return names
 
 
-def _model(wanted: str) -> tuple[str, dict[str, Any]]:
-    """Return the entry of conf/model, and the path if ``wanted`` is a checkpoint folder or hub id."""
-    return (wanted, {}) if wanted in entries("model") else ("hf", {"model.path": wanted})
+def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {"match": kind of equal memory}, or {} if none is asked for.
 
-
-def _match(typed: Mapping[str, str], preset: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kind of equal memory asked for, {} without one.
-
-    A typed kind counts; match=true, or reference= alone, takes the preset's kind or else bytes.
+    The kind is the one typed. With match=true, or reference= alone, it is the preset's, or else bytes.
     """
-    kind = typed.get("match", "true" if "reference" in typed else "null")
+    kind = texts.get("match", "true" if "reference" in texts else "null")
     if kind in ("null", "false"):
         return {}
-    ratio = next((k for k in typed if k.rpartition(".")[2] == "kv_ratio"), None)
+    ratio = next((k for k in texts if k.rpartition(".")[2] == "kv_ratio"), None)
     if ratio is not None:
         raise UsageError(
-            f"{ratio}={typed[ratio]} is not possible with match={kind}: a fraction of each prompt is no fixed number "
+            f"{ratio}={texts[ratio]} is not possible with match={kind}: a fraction of each prompt is no fixed number "
             "of bytes. Give the reference a kv_size, as in kv_size=128; that of the others is found"
         )
     return {"match": preset.get("match", "bytes") if kind == "true" else value_of(kind)}
 
 
-def _sweep(typed: Mapping[str, str]) -> list[str]:
-    """Return the overrides that sweep all shards: ``shard=0,1,2,3`` sets their number, ``shards=4`` their indices."""
-    count = typed.get("shards")
-    if count is not None and not (count.isdigit() and int(count) >= 1):
-        raise UsageError(f"shards={count} is not possible: a whole number, 1 or more")
-    value = typed.get("shard", ",".join(map(str, range(int(count or 0)))))
+def _shard_overrides(texts: Mapping[str, str]) -> list[str]:
+    """Return the Hydra overrides that sweep all shards: shard=0,1,2,3 and shards=4. Users type one of them or both."""
+    count = keys.whole("shards", 1).value(texts)
+    value = texts.get("shard", ",".join(map(str, range(count or 0))))
     parts = split_list(value)
     consecutive = all(p.isdigit() for p in parts) and sorted(map(int, parts)) == list(range(len(parts)))
-    if not consecutive or (count is not None and int(count) != len(parts)):
+    if not consecutive or count not in (None, len(parts)):
         of = f" of shards={count}" if count else ""
         raise UsageError(f"shard={value}{of} is not possible: all shards from 0 on, as in -m shard=0,1,2,3")
     return [f"shard={','.join(parts)}", f"shards={len(parts)}"]
 
 
-def _launcher(key: str, value: str) -> str:
-    """Return the override of a launcher's option, with ``++`` since its schema lists only some of them."""
-    bare = key.lstrip("+")
-    return f"++{bare}={value}" if bare.startswith("hydra.launcher.") else f"{key}={value}"
+def _launcher_override(key: str, value: str) -> str:
+    """Return a launcher's option as a Hydra override, with ``++`` since its schema lists only some of the options."""
+    plain_key = key.lstrip("+")
+    return f"++{plain_key}={value}" if plain_key.startswith("hydra.launcher.") else f"{key}={value}"
 
 
-def _values(key: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
-    """Return the values of one argument by full key; ``method.*.window`` is a bare knob of methods."""
-    bare = key.lstrip("+")
+def _parse_argument(key: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
+    """Return one ``key=value`` argument as {full key: value}. Raises UsageError if it is not allowed.
+
+    A knob typed without its owner gets the owner's key. A knob of methods gets the key ``method.*.window``, which
+    stands for all methods that have it.
+    """
+    plain_key = key.lstrip("+")
     if "${" in value:
         raise UsageError(f"{key}={value} is not possible: write the value itself, interpolations are not read here")
     if any(value.count(a) != value.count(b) for a, b in ("[]", "{}", "()")):
         raise UsageError(f"{key}={value} is not possible: its brackets do not match")
-    if bare == "shard" and len(split_list(value)) > 1:
+    if plain_key == "shard" and len(split_list(value)) > 1:
         raise UsageError(f"shard={value} is a sweep: add -m, as in: run -m shard={value}")
-    if bare in top_level():
-        if bare != "per" and len(split_list(value)) > 1:
-            raise UsageError(f"{key}={value} is not possible: {bare} takes one value")
-        return {bare: _grid(value, top_level()[bare])}
-    if bare == "data.root":
-        return {bare: _grid(value, None)}
-    group, _, rest = bare.partition(".")
+    if plain_key in top_level():
+        # per= alone may be swept
+        if plain_key != "per" and len(split_list(value)) > 1:
+            raise UsageError(f"{key}={value} is not possible: {plain_key} takes one value")
+        return {plain_key: _read_grid(value, top_level()[plain_key])}
+    if plain_key == "data.root":
+        return {plain_key: _read_grid(value, None)}
+    group, _, rest = plain_key.partition(".")
     if not rest:
-        return _bare(bare, value, methods, datasets)
+        return _parse_plain_knob(plain_key, value, methods, datasets)
     if group in registry.available():
-        group, rest = "method", bare
+        # snapkv.window is short for method.snapkv.window
+        group, rest = "method", plain_key
     if group not in GROUPS:
         raise unknown("key", key, [*top_level(), "data.root", *(f"{g}.…" for g in GROUPS)])
-    return _full_key(group, rest, value, methods, datasets)
+    return _parse_full_key(group, rest, value, methods, datasets)
 
 
-def _full_key(group: str, rest: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
+def _parse_full_key(
+    group: str, rest: str, value: str, methods: Sequence[str], datasets: Sequence[str]
+) -> dict[str, Any]:
+    """Return {full key: value} for the key ``group.rest``. Raises UsageError for a key that this run does not have."""
     if group in LISTED:
         known = entries(group)[LISTED[group]]
         name, _, inner = rest.partition(".")
         if name not in known or (inner and not isinstance(known[name], dict)):
             raise unknown(f"knob of the {group}", rest, known)
-        return {f"{group}.{rest}": _grid(value, known[name])}
+        return {f"{group}.{rest}": _read_grid(value, known[name])}
     owner, _, knob = rest.partition(".")
     if group == "method":
         used = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
@@ -252,11 +245,14 @@ def _full_key(group: str, rest: str, value: str, methods: Sequence[str], dataset
         raise UsageError(f"{group}.{rest}={value}: this run has no {group} {owner!r}; it has {', '.join(used)}")
     if knob not in known or knob.startswith("_"):
         raise unknown(f"knob of {group} {owner}", knob, (k for k in known if not k.startswith("_")))
-    return {f"{group}.{owner}.{knob}": _grid(value, known[knob])}
+    return {f"{group}.{owner}.{knob}": _read_grid(value, known[knob])}
 
 
-def _bare(knob: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a knob without an owner: for all owners in the one group that has it."""
+def _parse_plain_knob(knob: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
+    """Return {full key: value} for a knob typed without its owner, with one key for each owner of its group.
+
+    Raises UsageError if no owner has the knob, or if owners in several groups have it.
+    """
     stages = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
     holders = {
         **{f"dataset.{d}": entries("dataset")[d] for d in datasets},
@@ -275,15 +271,18 @@ def _bare(knob: str, value: str, methods: Sequence[str], datasets: Sequence[str]
                 f"preset={name} sets what its tables were made with"
             )
         names = {k for known in holders.values() for k in known if not k.startswith("_")}
-        written = ", ".join("+".join(registry.split(m)) for m in methods)
-        raise unknown("knob", knob, sorted({"preset", *names, *top_level()}), f"No method of {written} owns it.")
+        chains = ", ".join("+".join(registry.split(m)) for m in methods)
+        raise unknown("knob", knob, sorted({"preset", *names, *top_level()}), f"No method of {chains} owns it.")
     # resolve decides which stages take a knob of methods
-    shared = ["method.*"] if owners[0].startswith("method.") else owners
-    return {f"{o}.{knob}": _grid(value, holders[owners[0]][knob]) for o in shared}
+    prefixes = ["method.*"] if owners[0].startswith("method.") else owners
+    return {f"{o}.{knob}": _read_grid(value, holders[owners[0]][knob]) for o in prefixes}
 
 
-def _grid(value: str, default: Any) -> Any:
-    """Return the value of a word. A comma list is the value of a list-typed knob, and the grid of any other."""
+def _read_grid(value: str, default: Any) -> Any:
+    """Return the value that a text stands for. A comma list is one value for a knob whose default is a list.
+
+    For any other knob it is a grid: the list of the values to sweep.
+    """
     parts = split_list(value)
     if isinstance(default, list):
         return value_of(value) if value.startswith("[") and len(parts) == 1 else [value_of(p) for p in parts]

@@ -45,7 +45,7 @@ def summed(a: Tensor, b: Tensor) -> Tensor:
 
 
 def shared_logits(query: Tensor, keys: Tensor, scale: float, shared: Shared) -> Tensor:
-    """Return logits [B, Hq, T, L], each head's those of its leading head; keys [B, H or fewer, L, D]."""
+    """Return logits [B, Hq, T, L] of query and keys [B, H or fewer, L, D]; a head's are those of its leading head."""
     lead = query.gather(1, shared.leading[..., None, None].expand(-1, -1, *query.shape[2:]))
     if shared.key_rows is not None:
         keys = keys.gather(1, shared.key_rows[..., None, None].expand(-1, -1, *keys.shape[2:]))
@@ -65,7 +65,10 @@ def weigh(probs: Tensor, values: Tensor) -> Tensor:
 
 
 def spread(part: Tensor, channels: Tensor, head_dim: int) -> Tensor:
-    """Scatter outputs over kept value channels [B, Hq, T, C] to their places in [B, Hq, T, D]; channels [B, H, C]."""
+    """Return outputs over the kept value channels [B, Hq, T, C] at their places in zeros [B, Hq, T, D].
+
+    ``channels`` [B, H, C] are the places.
+    """
     b, hq, t, c = part.shape
     index = channels.repeat_interleave(hq // channels.shape[1], dim=1)[:, :, None].expand(b, hq, t, c)
     return part.new_zeros(b, hq, t, head_dim).scatter_(3, index, part)
@@ -85,12 +88,12 @@ def attend(
     tail_start: Tensor | None = None,
     masker: Masker | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return attention of T new tokens over stored segments and a dense tail that ends with those tokens.
+    """Return (attention of T new tokens over stored segments and a dense tail that ends with them, tokens attended).
 
     query [B, Hq, T, D]; tail k, v [B, Hk, t, D] with t >= T; the new tokens see each other causally. Under a sliding
     window ``floor`` [B, T] is the first position that each new token sees, and ``tail_start`` [B] the tail's first.
     A ``masker`` restricts exact attention to the tokens it picks.
-    The result is [B, Hq, T, D] in the query's dtype, and, with a masker, the number of tokens attended [B], else None.
+    The attention is [B, Hq, T, D] in the query's dtype; the tokens attended are [B] with a masker, else None.
     """
     if masker is None and floor is None and (out := kernels.attend(query, segments, tail, scale)) is not None:
         return out, None
@@ -121,13 +124,14 @@ def masked_softmax(
     dtype: torch.dtype,
     masker: Masker | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the outputs softmax(logits) V in ``dtype`` over the tokens that ``masker`` picks; softmax in fp32.
+    """Return (outputs softmax(logits) V in ``dtype`` over the tokens that ``masker`` picks, tokens attended).
 
     ``logits_of`` returns logits [B, Hq, T, S] of keys as an estimate reads them, -inf where a token must not look.
-    ``weighed`` returns the weighted values [B, Hq, T, D] for weights [B, Hq, T, S]. The second result is the number of
-    tokens attended, the mean over heads and new tokens [B]; None without a masker.
+    ``weighed`` returns the weighted values [B, Hq, T, D] for weights [B, Hq, T, S]. The softmax is in fp32. The tokens
+    attended are the mean over heads and new tokens [B], or None without a masker.
     """
-    exact, attended = logits_of(as_they_are), None
+    exact = logits_of(as_they_are)
+    attended = None
     if masker is not None:
         # stand-ins choose the tokens, the keys themselves give their weights
         weights = logits_of(masker.estimate).float().softmax(dim=-1)
@@ -138,7 +142,7 @@ def masked_softmax(
 
 
 def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``weighed`` of probs [B, Hq, T, S] fp32, in ``dtype``.
+    """Return the values weighted by probs [B, Hq, T, S] fp32, which are rounded to ``dtype``; so is the result.
 
     In half precision, weights are divided by the largest before they are rounded, as in PyTorch's fused attention.
     """
@@ -214,7 +218,7 @@ def _all_logits(
 
 
 def _hide_before(part: Tensor, positions: Tensor, floor: Tensor) -> Tensor:
-    """Set logits [B, Hq, T, L] to -inf for tokens at positions [B, H or 1, L] before floor [B, T]."""
+    """Return logits [B, Hq, T, L], -inf for tokens whose positions [B, H or 1, L] are before floor [B, T]."""
     b, hq, t, length = part.shape
     hidden = positions[:, :, None, None] < floor[:, None, None, :, None]
     return part.view(b, positions.shape[1], -1, t, length).masked_fill(hidden, -torch.inf).view(b, hq, t, length)

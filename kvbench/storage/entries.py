@@ -39,7 +39,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Entries:
-    """The places of a group's entries in its batch; ``heads`` are those of single heads, of ``stored`` in each row."""
+    """The places of a group's entries in their batch.
+
+    rows: each entry's row.
+    heads: each entry's head where entries are single heads, else None.
+    stored: how many heads each row stores, where entries are single heads.
+    """
 
     rows: Tensor  # [U], ascending
     heads: Tensor | None  # [U]
@@ -48,7 +53,7 @@ class Entries:
 
     @classmethod
     def of(cls, entries: Sequence[Entry], batch: int) -> Entries:
-        """Return the places of ``entries``, which are sorted, in a batch of ``batch`` rows."""
+        """Return the places of ``entries``, which are in the order of the batch, in a batch of ``batch`` rows."""
         device = entries[0].row.cache.segments[0].k.device
         heads = [e.head for e in entries if e.head is not None]
         return cls(
@@ -92,7 +97,7 @@ class Entries:
 def grouped(
     entries: Sequence[Entry], key: Callable[[StoredRow], Hashable], any_length: bool = False
 ) -> Iterator[list[Entry]]:
-    """Yield groups of entries whose rows have equal ``key``, each in the order of the batch.
+    """Yield groups of entries whose rows have the same ``key`` and number of stored heads, in the order of the batch.
 
     Unless ``any_length``, groups are split so that no entry is longer than PADDING_LIMIT times the shortest.
     """
@@ -116,7 +121,7 @@ def _longer(entry: Entry, shortest: Entry) -> bool:
 
 
 def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tensor], Tensor]]]) -> Tensor:
-    """Return attention [B, Hq, T, D], put together from each group's for its share of query [B, Hq, T, D]."""
+    """Return attention [B, Hq, T, D], put together from groups: (entries, function from their query to attention)."""
     if len(groups) == 1 and groups[0][0].everything:
         return groups[0][1](query)
     out = torch.empty_like(query)
@@ -130,7 +135,10 @@ def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tenso
 
 
 def mean_by_row(groups: Sequence[tuple[Entries, Tensor | None]], rows: int) -> Tensor | None:
-    """Return the mean value over each row's entries [B], nan for rows without any; None if no group has values [U]."""
+    """Return the mean over each row's entries [B] of the groups' values [U]; nan for a row without values.
+
+    Returns None if no group has values.
+    """
     valued = [(entries, values) for entries, values in groups if values is not None]
     if not valued:
         return None
@@ -142,13 +150,13 @@ def mean_by_row(groups: Sequence[tuple[Entries, Tensor | None]], rows: int) -> T
 
 
 def head_of(cache: LayerCache, head: int, stored: int) -> LayerCache:
-    """Return one of the ``stored`` heads of a cache, as views."""
+    """Return the cache of one of its ``stored`` heads, as views."""
     segments = tuple(s.head(head // (stored // s.heads)) for s in cache.segments)
     return replace(cache, segments=segments, heads=1, query_heads=cache.query_heads // stored)
 
 
 def joined(old: Segment, heads: Sequence[Segment]) -> Segment:
-    """Return the ragged segment ``old`` with its heads replaced by ``heads``, which may have grown, in one run."""
+    """Return the ragged segment ``old`` with its heads replaced by ``heads``, which may have grown."""
     k, v, positions = (torch.cat([getattr(s, name) for s in heads], dim=1) for name in ("k", "v", "positions"))
     lengths = torch.tensor([s.tokens for s in heads], dtype=torch.int32, device=positions.device)
     ragged = replace(old, k=k, v=v, positions=positions, lengths=lengths)

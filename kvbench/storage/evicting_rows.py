@@ -83,7 +83,7 @@ class EvictingRows(Format):
         return int(torch.maximum(now, later).max())
 
     def _load(self, row: int, s: Segment, used: Tensor) -> Tensor:
-        """Put a segment behind the first ``used`` [H] slots of each head; return how many are used then."""
+        """Put a segment behind the first ``used`` [H] slots of each head; return how many slots [H] are used then."""
         counts = torch.tensor(s.counts, device=used.device)
         head = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         slot = torch.cat([torch.arange(a, a + m, device=counts.device) for a, m in zip(used, counts, strict=True)])
@@ -95,7 +95,7 @@ class EvictingRows(Format):
         return used + counts
 
     def view(self, now: Tensor) -> Slots:
-        """Return the slots as a method sees them when the newest token is at position ``now`` [B]."""
+        """Return the slots as methods see them when the newest token is at position ``now`` [B]."""
         return Slots(self.positions, self.valid, self.state, now[:, None, None], self.n, self.counts)
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
@@ -108,7 +108,8 @@ class EvictingRows(Format):
             raise UsageError(f"{t} tokens at once do not fit into a budget of {least}: lower chunk=")
         self.newest = positions
         # the best ``budget - t`` stay; a head that is not stored keeps none
-        self.valid &= self._ranks(positions[:, -1]) < (self.budget - t).clamp(min=0)
+        scores = self.evictor.keep_scores(self.view(positions[:, -1])).expand_as(self.valid)
+        self.valid &= ranks(scores, self.positions, self.valid) < (self.budget - t).clamp(min=0)
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t]
         new_k, new_v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
         self.store.add(free, new_k, new_v, self.valid)
@@ -121,13 +122,10 @@ class EvictingRows(Format):
             self.state[name] = s.scatter(2, index, torch.zeros_like(index, dtype=s.dtype) if new is None else new)
         self.most = torch.maximum(self.most, self.held().amax(dim=1))
 
-    def _ranks(self, now: Tensor) -> Tensor:
-        """Return each slot's rank [B, H, S] by keep-score, 0 the best; equal ones rank by position, free slots last."""
-        return ranks(self.evictor.keep_scores(self.view(now)).expand_as(self.valid), self.positions, self.valid)
-
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend the slots, as ``Format.attend`` does, and let the method fold the weights into its state."""
-        query_positions, read = self.newest, None
+        """Return attention as ``Format.attend`` does, and let the method fold the weights into its state."""
+        query_positions = self.newest
+        read: Read = None
         if self.rotary is not None:
             query, read = self._rolled(query, query_positions, self.rotary)
         probs = self._probs(query, scale, query_positions, read)
@@ -141,7 +139,7 @@ class EvictingRows(Format):
         return out
 
     def _rolled(self, query: Tensor, query_positions: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
-        """Return the query at the last slots' positions, and a function that rotates keys to those of their slots."""
+        """Return (query at the positions of the last slots, function that rotates keys to positions of their slots)."""
         t = query.shape[2]
         order = order_by_position(self.positions, self.valid)
         rank = torch.empty_like(order)
@@ -154,7 +152,7 @@ class EvictingRows(Format):
     def _probs(self, query: Tensor, scale: float, query_positions: Tensor, read: Read) -> Tensor:
         """Return attention weights [B, Hq, T, S] fp32 of query [B, Hq, T, D] at ``query_positions`` [B, T].
 
-        ``read`` makes the keys that are attended of those stored; None: they are the same.
+        ``read`` makes the keys that are attended out of the stored ones; None attends the stored ones.
         """
         b, hq, t, _ = query.shape
         h = self.valid.shape[1]
@@ -194,9 +192,9 @@ class EvictingRows(Format):
 
 
 def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:
-    """Return each slot's rank by scores [..., S], 0 the best.
+    """Return each slot's rank by its score in scores [..., S]; the highest score has rank 0.
 
-    Equal scores rank by position; slots that are not ``among`` come last.
+    Equal scores rank by position. Slots that are not marked in ``among`` come last.
     """
     scores = scores.masked_fill(~among, -torch.inf)
     by_position = order_by_position(positions, among)

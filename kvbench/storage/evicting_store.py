@@ -75,11 +75,11 @@ class OneFormat:
         return packed_weigh(probs.scatter(3, index, 0.0), self.v) + weigh(probs.gather(3, index), v)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Drop all rows but those at the indices ``rows``."""
         self.k, self.v = each(self.k, lambda t: t[rows]), each(self.v, lambda t: t[rows])
 
     def payload(self, held: Tensor) -> list[int]:
-        """Return the bytes that each row's tokens ``held`` [B, H, S] take."""
+        """Return how many bytes each row's tokens take; ``held`` [B, H, S] marks their slots."""
         slot = _bytes_of_slot(*parts(self.k), *parts(self.v))
         return [n * slot for n in held.sum(dim=(1, 2)).tolist()]
 
@@ -207,7 +207,7 @@ class StoredPart:
         self.others: Tensor | None = None
 
     def open(self, head_dim: int) -> None:
-        """Make room for the other channels of whole tokens of ``head_dim``."""
+        """Make room for the other channels of whole tokens, which have ``head_dim``, unless that is done."""
         if self.channels is None or self.order is not None:
             return
         b, h, c = self.channels.shape
@@ -217,11 +217,11 @@ class StoredPart:
         self.others = self.kept.new_zeros(b, h, self.places, head_dim - c)
 
     def split(self, x: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Split whole tokens x [B, H, T, D] into the channels kept and the others."""
+        """Return (kept channels, other channels) of whole tokens x [B, H, T, D]; (x, None) without an ``order``."""
         if order is None:
             return x, None
-        sorted_ = x.gather(3, order[:, :, None].expand(-1, -1, x.shape[2], -1))
-        return sorted_[..., : self.kept.shape[3]], sorted_[..., self.kept.shape[3] :]
+        reordered = x.gather(3, order[:, :, None].expand(-1, -1, x.shape[2], -1))
+        return reordered[..., : self.kept.shape[3]], reordered[..., self.kept.shape[3] :]
 
     def together(self, slot: Tensor) -> Tensor:
         """Return the whole tokens [B, H, W, D] in ``slot`` [B, H, W] of each place, channels in ``order``."""
@@ -240,7 +240,7 @@ class StoredPart:
         return None if self.channels is None else self.channels[row].to(torch.int16)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Drop all rows but those at the indices ``rows``."""
         self.kept = self.kept[rows]
         self.channels, self.order, self.others = (
             None if t is None else t[rows] for t in (self.channels, self.order, self.others)
@@ -248,7 +248,7 @@ class StoredPart:
 
 
 def one_by_one(t: Tensor, segment: Segment) -> Tensor:
-    """Return a segment's tensor t [H or 1, L, ...], or ragged [1, N, ...], as [N, ...]: heads one after the other."""
+    """Return a segment's tensor t, [H or 1, L, ...] or ragged [1, N, ...], as [N, ...], one head after the other."""
     return t[0] if segment.lengths is not None else per_head(t, segment.heads).flatten(0, 1)
 
 
@@ -262,11 +262,11 @@ def ascending(slots: Segment, held: Tensor) -> Segment:
 
 
 def _bytes_of_slot(*tensors: Tensor) -> int:
-    """Return the bytes that tensors [B, H, S, ...] take for one slot of one head."""
+    """Return how many bytes tensors [B, H, S, ...] take for one slot of one head."""
     return sum(per_place(t, t.shape[:3].numel()) for t in tensors)
 
 
 def _of_queries(t: Tensor, query: Tensor) -> Tensor:
-    """Repeat t [B, H, m] of stored heads for the heads and tokens of query [B, Hq, T, .]: [B, Hq, T, m]."""
+    """Return t [B, H, m] of stored heads, repeated for the heads and tokens of query [B, Hq, T, .]: [B, Hq, T, m]."""
     group = query.shape[1] // t.shape[1]
     return t.repeat_interleave(group, dim=1)[:, :, None].expand(-1, -1, query.shape[2], -1)

@@ -23,7 +23,11 @@ from kvbench.storage.row_segments import Ragged, RowSegment, flat, per_place, st
 
 @dataclass
 class ExactGroup:
-    """Entries whose segments are of one format, padded to the longest."""
+    """Entries with segments of one format, attended together and padded to the longest.
+
+    segments: the i-th segment of all entries as one batch, for each i.
+    attended: the tokens that each entry attended in the last step.
+    """
 
     entries: Entries
     segments: list[RowSegment | Ragged]
@@ -46,7 +50,7 @@ class ExactRows(Format):
         if room.windowed or self.masker is not None or not kernels.serves(device):
             entries = [part for e in entries for part in e.by_head()]
         self.groups = [
-            ExactGroup(Entries.of(part, len(rows)), _columns(part, room.windowed))
+            ExactGroup(Entries.of(part, len(rows)), _batch_segments(part, room.windowed))
             for part in grouped(entries, super().key)
         ]
         self.starts = torch.tensor([row.cache.seen for row in rows], device=device)
@@ -77,7 +81,7 @@ class ExactRows(Format):
         self.grow(k.shape[2])
 
     def room(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tail's buffers [B, Hk, capacity, D], which the first call makes for k and v [B, Hk, T, D]."""
+        """Return the tail's buffers (keys, values) [B, Hk, capacity, D]. The first call makes them to fit k and v."""
         if self.keys is None or self.values is None:
             self.keys, self.values = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v))
         return self.keys, self.values
@@ -87,7 +91,7 @@ class ExactRows(Format):
         self.used, self.new = self.used + tokens, tokens
 
     def tail(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, Hk, used, D] of the tokens added since the batch was built."""
+        """Return (keys, values) [B, Hk, used, D] of the tokens added since the batch was built."""
         assert self.keys is not None and self.values is not None
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
@@ -110,7 +114,7 @@ class ExactRows(Format):
         return out
 
     def in_groups(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
-        """Return ``attend`` of each group's share of query [B, Hq, T, D], put together."""
+        """Return the outputs [B, Hq, T, D] of ``attend`` for each group and its share of query [B, Hq, T, D]."""
         return attend_groups(query, [(g.entries, partial(attend, g)) for g in self.groups])
 
     def keep(self, at: Tensor) -> None:
@@ -140,7 +144,10 @@ class ExactRows(Format):
         return ops.append(cache, k[u], v[u]).segments
 
 
-def _columns(entries: Sequence[Entry], positions: bool) -> list[RowSegment | Ragged]:
-    """Return one batched segment for each segment that the entries have; all are of one format."""
+def _batch_segments(entries: Sequence[Entry], positions: bool) -> list[RowSegment | Ragged]:
+    """Return one batch for each i, of the i-th segment of all entries, whose segments are of one format.
+
+    ``positions``: batches keep the positions of tokens, which a sliding window needs.
+    """
     columns = zip(*(e.row.cache.segments for e in entries), strict=True)
     return [stack(column, positions) if column[0].lengths is None else flat(column) for column in columns]

@@ -9,13 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from kvbench.cache.segment import LayerCache, Segment
-from kvbench.storage.roles import Evictor, Lift, Masker, Rotary, RowCoder
+from kvbench.storage.roles import Coder, Evictor, Masker, Rotary
 from kvbench.storage.row_segments import format_of
+
+if TYPE_CHECKING:
+    from kvbench.models.lowrank import LatentLift
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +28,15 @@ class StoredRow:
     cache: LayerCache
     layer: int = 0
     masker: Masker | None = None
-    coder: RowCoder | None = None
+    coder: Coder | None = None
     evictor: Evictor | None = None
-    lift: Lift | None = None
+    lift: LatentLift | None = None  # where projections are low-rank
     rotary: Rotary | None = None  # the model's, where it has one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Room to reserve: ``tokens`` still to come in each row, at most ``at_once`` of them in one step."""
+    """The room to reserve in each row: for ``tokens`` still to come, of which one step brings at most ``at_once``."""
 
     tokens: int
     at_once: int = 1
@@ -53,7 +56,7 @@ class Format(ABC):
     """The reason why steps differ, so that no graph of one can be recorded; '' if all are alike."""
 
     attended: Tensor | None = None
-    """The number of tokens that the last step attended, the mean over heads [U]; None unless the method masks."""
+    """How many tokens the last step attended, as the mean over heads [U]; None unless the method masks."""
 
     @abstractmethod
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
@@ -66,7 +69,7 @@ class Format(ABC):
 
     @classmethod
     def key(cls, row: StoredRow) -> Hashable:
-        """Return the key by which rows are grouped: those of equal keys are stored and attended together."""
+        """Return the key by which rows are grouped: rows with equal keys are stored and attended together."""
         return (row.masker, *(format_of(s) for s in row.cache.segments))
 
     @abstractmethod
@@ -90,7 +93,7 @@ class Format(ABC):
 
     @abstractmethod
     def payload(self) -> list[int]:
-        """Return the bytes of keys and values that the tokens of each entry take now.
+        """Return how many bytes of keys and values the tokens of each entry take now.
 
         An entry counts the bytes of one token times its own tokens. Padding to the longest entry, free slots and room
         for tokens to come are not counted: they belong to the batch.
@@ -98,4 +101,4 @@ class Format(ABC):
 
     @abstractmethod
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        """Return the segments of entry ``u``, which was loaded from ``cache``: copies, or all that is stored."""
+        """Return the segments that entry ``u``, which was loaded from ``cache``, holds now."""

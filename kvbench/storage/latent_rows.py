@@ -66,7 +66,7 @@ class LatentRows(Format):
         return scores.masked_fill_(hidden, -torch.inf)
 
     def _weigh(self, probs: Tensor) -> Tensor:
-        """Return values [U, Hq, T, D] fp32 weighted by probs [U, Hq, T, L]: sum latents first, lift once."""
+        """Return values [U, Hq, T, D] fp32 weighted by probs [U, Hq, T, L]; latents are summed, then lifted once."""
         u, hq, t, longest = probs.shape
         projection, values = self.lift.v, self.v[:, :longest].split(self.lift.v.ranks, dim=-1)
         repeats = hq // self.lift.heads

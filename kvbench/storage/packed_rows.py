@@ -34,7 +34,8 @@ class PackedHalf:
         pack: Callable[[Tensor], Packed],
         room: Room,
     ) -> None:
-        packed, rest, channels = zip(*rows, strict=True)  # of each row: packed tokens, exact ones, channels if thin
+        # of each row: its packed tokens, its exact ones, and the channels kept if it is thin
+        packed, rest, channels = zip(*rows, strict=True)
         first, device = packed[0], rest[0].device
         self.residual, self.pack = residual, pack
         self.step = first.group if first.axis == "channel" else 1
@@ -81,11 +82,15 @@ class PackedHalf:
         return self.codes.tokens(0, max(self.packed))
 
     def settle(self) -> None:
-        """Pack the tokens that have left the residual, a unit of each row at a time."""
+        """Pack the tokens that are no longer among the newest, which stay exact.
+
+        Each pass packs one ``residual.unit`` of every row that has so many.
+        """
         block = self.residual.unit
         while due := self._due():
             span = self._span(self.packed, block) if len(due) == len(self.total) else None
-            first, channels = self.packed[0] // self.step, self.channels
+            first = self.packed[0] // self.step
+            channels = self.channels
             if span is not None:
                 # every row packs the same slots next: no index is made for them
                 x = self.ring[:, :, span]
@@ -112,8 +117,9 @@ class PackedHalf:
         return [u for u, n in enumerate(self.total) if self.residual.packed(n) > self.packed[u]]
 
     def skip(self, tokens: int) -> None:
-        """Add ``tokens`` without writing or packing any: their storage is filled with random numbers."""
-        first, self.total = min(self.packed), [n + tokens for n in self.total]
+        """Count ``tokens`` more in each row and fill their storage with random numbers instead of packing any."""
+        first = min(self.packed)
+        self.total = [n + tokens for n in self.total]
         self.packed = [max(p, self.residual.packed(n)) for p, n in zip(self.packed, self.total, strict=True)]
         codes, scale, low = self.codes.tokens(first, max(self.packed)).payload()
         codes.random_(0, 256)
@@ -122,7 +128,10 @@ class PackedHalf:
         self.ring.normal_()
 
     def _span(self, first: Sequence[int], count: int) -> slice | None:
-        """Return the slots of ``count`` tokens from ``first`` on as a slice; None if rows differ or the ring wraps."""
+        """Return the slice of the ring slots that hold ``count`` tokens of each row from its ``first`` on.
+
+        Returns None if rows differ in ``first`` or the slots pass the ring's end.
+        """
         start = first[0] % self.slots
         return slice(start, start + count) if len(set(first)) == 1 and start + count <= self.slots else None
 
@@ -134,14 +143,14 @@ class PackedHalf:
         self.packed, self.total = [self.packed[u] for u in chosen], [self.total[u] for u in chosen]
 
     def payload(self) -> list[int]:
-        """Return the bytes that each row's tokens take."""
+        """Return how many bytes each row's tokens take."""
         codes = tuple(self.codes.payload())
         step = sum(per_place(t, codes[0].shape[0] * codes[0].shape[2]) for t in codes)
         token = per_place(self.ring, self.ring.shape[0] * self.slots)
         return [p // self.step * step + (n - p) * token for p, n in zip(self.packed, self.total, strict=True)]
 
     def held(self, u: int) -> tuple[Packed, Tensor]:
-        """Return copies of one row's packed [H, Lq, .] and exact tokens [H, L - Lq, D]."""
+        """Return copies of row u's (packed tokens [H, Lq, .], exact tokens [H, L - Lq, D])."""
         most = self.packed[u] // self.step
         slot = torch.arange(self.packed[u], self.total[u], device=self.ring.device) % self.slots
         return self.codes.map(lambda t: t[u, :, :most].clone()), self.ring[u][:, slot]
@@ -162,8 +171,8 @@ class PackedRows(Format):
         loaded = [(s, s.codes) for row in rows for s in row.cache.segments if s.codes is not None]
         keys = [(codes.k, s.k, s.key_channels) for s, codes in loaded]
         values = [(codes.v, s.v, s.value_channels) for s, codes in loaded]
-        self.k = PackedHalf(keys, coder.keys, coder.pack_keys, room)
-        self.v = PackedHalf(values, coder.values, coder.pack_values, room)
+        self.k = PackedHalf(keys, coder.keys, coder.packer.pack_keys, room)
+        self.v = PackedHalf(values, coder.values, coder.packer.pack_values, room)
 
     @classmethod
     def takes(cls, row: StoredRow) -> bool:
@@ -183,13 +192,11 @@ class PackedRows(Format):
         self.v.skip(tokens)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend all tokens, as ``Format.attend`` does, then pack those that have left the residual."""
+        """Return attention as ``Format.attend`` does, then pack the tokens that are no longer among the newest."""
         out = None
         if self.masker is None:
             # where kernels serve, one call replaces dozens of small operations
-            k, v = self.k, self.v
-            packed, exact, channels = (k.old(), v.old()), (k.ring, v.ring), (k.channels, v.channels)
-            out = kernels.attend_packed(query, scale, packed, exact, channels, (k.total, k.packed, v.packed))
+            out = kernels.attend_packed(query, scale, self.k, self.v)
         if out is None:
             logits_of = partial(self._logits, query, scale)
             out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker)
@@ -198,18 +205,19 @@ class PackedRows(Format):
         return out
 
     def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
-        """Logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""
+        """Return logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""
         store, t = self.k, query.shape[2]
         longest = max(store.total)
-        found = query.new_full((*query.shape[:3], longest + 1), -torch.inf, dtype=torch.float32)
+        # one column more than there are tokens: empty ring slots write theirs there
+        scores = query.new_full((*query.shape[:3], longest + 1), -torch.inf, dtype=torch.float32)
         most = max(store.packed)
         if most:
-            found[..., :most] = packed_logits(query, store.old(), scale, store.channels, estimate)
+            scores[..., :most] = packed_logits(query, store.old(), scale, store.channels, estimate)
         where = store.columns()[:, None, None].expand(*query.shape[:3], -1)
-        found.scatter_(3, where, logits(query, estimate(store.ring), scale).float())
+        scores.scatter_(3, where, logits(query, estimate(store.ring), scale).float())
         last = store.numbers(store.total)[:, None] - t + torch.arange(t, device=query.device)
         hidden = torch.arange(longest, device=query.device) > last[:, None, :, None]
-        return found[..., :longest].masked_fill(hidden, -torch.inf)
+        return scores[..., :longest].masked_fill(hidden, -torch.inf)
 
     def _weigh(self, probs: Tensor) -> Tensor:
         """Return values [U, Hq, T, D] weighted by probs [U, Hq, T, L]."""

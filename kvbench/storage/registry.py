@@ -16,7 +16,10 @@ FORMATS: tuple[type[Format], ...] = (EvictingRows, LatentRows, PackedRows, Exact
 
 
 def load(rows: Sequence[StoredRow], room: Room) -> list[tuple[Entries, Format]]:
-    """Load one layer of a batch: one format per group of entries that share a format and its key."""
+    """Return (places of a group's entries, format that holds them) for one layer of a batch.
+
+    Entries are in one group if they have the same format and key, and if need be similar lengths.
+    """
     by_format: dict[type[Format], list[Entry]] = {}
     for i, row in enumerate(rows):
         by_format.setdefault(next(f for f in FORMATS if f.takes(row)), []).append(Entry(i, row))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,76 +17,49 @@ from kvbench.cache.partly_packed import Residual
 from kvbench.cache.segment import LayerCache
 
 
-class Masker(Protocol):
+class Masker:
     """A method that decides at each step, per query head, what a new token attends."""
 
     def estimate(self, keys: Tensor) -> Tensor:
         """Return stand-ins for keys [..., D], as cheap to read as the method claims; same shape and dtype."""
-        ...
+        return keys
 
     def mask(self, weights: Tensor) -> Tensor:
-        """Return True for the tokens to attend, at least one of each row of weights [B, Hq, T, S] over stand-ins."""
-        ...
+        """Return a mask [B, Hq, T, S] of the tokens to attend, at least one for each query.
+
+        ``weights`` [B, Hq, T, S] are the attention weights over the stand-ins.
+        """
+        raise TypeError(f"{type(self).__name__} does not say what it masks")
 
 
-class Packer(Protocol):
-    """The part of a method that packs tokens.
+class Packer:
+    """A method that packs tokens.
 
     A token that is packed at once is read as packed from its own step on, or, if the packer ``packs_after_step``,
     exactly in that step and as packed from the next.
     """
 
-    @property
-    def packs_after_step(self) -> bool: ...
+    packs_after_step: ClassVar[bool] = True
 
-    def pack_keys(self, x: Tensor) -> Packed: ...
+    def pack_keys(self, x: Tensor) -> Packed:
+        """Return keys [..., L, C] packed."""
+        raise TypeError(f"{type(self).__name__} does not say how it packs keys")
 
-    def pack_values(self, x: Tensor) -> Packed: ...
-
-
-class RowCoder(Packer, Protocol):
-    """A packer of a chain's older tokens, with the rules of how many of the newest stay exact as keys and as values."""
-
-    @property
-    def keys(self) -> Residual: ...
-
-    @property
-    def values(self) -> Residual: ...
+    def pack_values(self, x: Tensor) -> Packed:
+        """Return values [..., L, C] packed."""
+        raise TypeError(f"{type(self).__name__} does not say how it packs values")
 
 
-class Projection(Protocol):
-    """The half of a low-rank projection that a cache of its latents needs."""
+@dataclass(frozen=True)
+class Coder:
+    """A packer of a chain's older tokens.
 
-    @property
-    def ups(self) -> tuple[Tensor | None, ...]:
-        """The up-projection of each group of heads [heads of the group * D, r]; None: the identity."""
-        ...
+    keys, values: the rules of how many of the newest tokens stay exact as keys and as values.
+    """
 
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias [Hk * D] added after the up-projection."""
-        ...
-
-
-class Lift(Protocol):
-    """The way from a layer's latents to its keys and values."""
-
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def v(self) -> Projection: ...
-
-    def keys(self, latent: Tensor, positions: Tensor) -> Tensor:
-        """Return the rotated keys [U, Hk, L, D] of latents [U, L, R] at positions [U, L]."""
-        ...
-
-    def new(self) -> tuple[Tensor, Tensor]:
-        """Return the latents [B, T, R] of keys and of values of the tokens that the model has just read."""
-        ...
+    packer: Packer
+    keys: Residual
+    values: Residual
 
 
 @dataclass(frozen=True)
@@ -104,51 +77,51 @@ class Slots:
     counts: Mapping[str, Tensor] = field(default_factory=dict)  # the ``token_counts`` by name, each [B, 1, 1]
 
 
-class Evictor(Protocol):
+class Evictor:
     """The part of a selector that works while decoding."""
 
     @property
     def packer(self) -> Packer | None:
-        """The packer of every token; None where tokens stay exact."""
-        ...
+        """The packer of every token while decoding, or None where tokens stay exact."""
+        return None
 
     @property
     def rolled(self) -> bool:
-        """True if cached keys take the positions of their slots."""
-        ...
+        """Whether cached keys take the positions of their slots instead of their own."""
+        return False
 
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
-        """Return how many tokens each head of this layer may hold from now on; 0 means that the head is not stored."""
-        ...
+        """Return how many tokens each stored head goes on holding; a head with 0 copies another's output."""
+        raise TypeError(f"{type(self).__name__} does not say how many tokens its heads hold while decoding")
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        """Return counts that depend on the prompt's length n alone, so that no step loops over rows."""
-        ...
+        """Return {name: number of tokens} for a prompt of n tokens, which ``keep_scores`` reads as ``Slots.counts``."""
+        return {}
 
     def unattended(self, n: int) -> int | None:
-        """Return the distance, in positions, from a query back to the one token that it does not attend; None: none."""
-        ...
+        """Return how many positions before a query lies the one token that it does not attend, or None."""
+        return None
 
     def keep_scores(self, slots: Slots) -> Tensor:
-        """Return a score of each slot [B, H, S] before new tokens come; the lowest are evicted, +inf never is."""
-        ...
+        """Return the score of each slot [B, H, S] before new tokens come: the lowest are evicted, +inf never is."""
+        raise TypeError(f"{type(self).__name__} does not say what it evicts while decoding")
 
     def new_token_state(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
-        """Return the initial state [B, H, T, ...] of new tokens with exact k, v [B, H, T, D]; others start at 0."""
-        ...
+        """Return {name: state [B, H, T, ...]} of new tokens with exact k, v [B, H, T, D]; other states start at 0."""
+        return {}
 
     @property
     def estimates(self) -> bool:
-        """True if ``fold`` reads the attention over stand-ins for the keys."""
-        ...
+        """Whether ``fold`` reads the attention over approximate keys, which ``estimate`` returns."""
+        return False
 
     def estimate(self, keys: Tensor) -> Tensor:
-        """Return stand-ins in fp32 for keys [..., D], which come block by block where they are packed."""
-        ...
+        """Return approximate fp32 keys for keys [..., D]. Packed keys come block by block."""
+        return keys
 
     def fold(self, slots: Slots, probs: Tensor) -> Mapping[str, Tensor]:
-        """Return new values of the state that attention ``probs`` [B, Hq, T, S] over the slots changes, by name."""
-        ...
+        """Return {name: new running state} for each state that attention probs [B, Hq, T, S] change."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -158,7 +131,7 @@ class Rotary:
     inv_freq: Tensor  # [r / 2]
 
     def turn(self, x: Tensor, start: Tensor | int, end: Tensor | int) -> Tensor:
-        """Rotate x [..., D] from positions ``start`` [...] to ``end`` [...]; dimensions past the rotary ones stay.
+        """Return x [..., D] rotated from positions ``start`` [...] to ``end`` [...]; only rotary dimensions change.
 
         Both angles are rounded to fp32 as the model rounds them, and their difference taken in fp64: at positions of
         many thousands an angle of the difference alone would not undo what the model did.

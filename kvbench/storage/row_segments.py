@@ -18,28 +18,33 @@ from kvbench.cache.segment import Segment
 
 @dataclass(frozen=True)
 class Shared:
-    """Query heads that share logits: those of ``leading`` heads are computed, with the keys in ``key_rows``.
+    """Query heads that share logits, which are computed for the leading heads alone.
 
-    Every head takes the logits at its ``place`` among the leading ones.
+    leading: the query heads whose logits are computed.
+    key_rows: for each leading head, the stored keys that it reads.
+    place: for each query head, the place among the leading heads of the one whose logits it takes.
     """
 
     leading: Tensor  # [B, C] int64, ascending
-    key_rows: Tensor | None  # [B, C] int64; None: key head c is that of the c-th leading one
+    key_rows: Tensor | None  # [B, C] int64; None if the c-th leading head reads the c-th stored keys
     place: Tensor  # [B, Hq] int64
 
     def rows(self, index: Tensor) -> Shared:
-        """Return the same for the rows ``index`` only."""
+        """Return the sharing of the rows ``index`` only."""
         keys = None if self.key_rows is None else self.key_rows[index]
         return Shared(self.leading[index], keys, self.place[index])
 
     def over(self, heads: int) -> Shared:
-        """Return the same for keys of which all ``heads`` are stored."""
+        """Return the same sharing for keys of which all ``heads`` are stored."""
         group = self.place.shape[1] // heads
         return Shared(self.leading, self.leading // group, self.place)
 
 
 def shared_by(leads: Sequence[Tensor], stored: int) -> Shared:
-    """Return the sharing of rows with ``leads`` [Hq] and equally many leading heads; keys that none reads are gone."""
+    """Return the sharing of rows whose ``leads`` [Hq] name each head's leading head, equally many in every row.
+
+    Keys that no leading head reads are not stored.
+    """
     unique = [torch.unique(x.long(), return_inverse=True) for x in leads]
     leading, place = (torch.stack(column) for column in zip(*unique, strict=True))
     of_key = leading // (place.shape[1] // stored)
@@ -59,7 +64,7 @@ class RowSegment:
     value_channels: Tensor | None = None  # [B, H, C] int64
     positions: Tensor | None = None  # [B, H or 1, L] int32; kept only where a sliding window needs them
     shared: Shared | None = None  # where query heads share logits; k then holds the heads that it names
-    lengths: Tensor | None = None  # [B, 1] int32, the slots that are valid; None: all
+    lengths: Tensor | None = None  # [B, 1] int32, how many slots are valid; None if all are
     starts: ClassVar[None] = None
 
     @property
@@ -119,7 +124,7 @@ class Ragged:
         return Ragged(self.k[tokens], self.v[tokens], lengths, fresh, int(lengths.max()), keys, values)
 
     def padded(self) -> RowSegment:
-        """Return the same with every head padded to the longest."""
+        """Return the segment with every head padded to the longest."""
         slot = torch.arange(self.longest, device=self.k.device)
         valid = slot < self.lengths[..., None]
         index = (self.starts[..., None] + slot).masked_fill(~valid, 0)
@@ -132,18 +137,18 @@ class Ragged:
 
 
 def per_place(t: Tensor, places: int) -> int:
-    """Return the bytes of a tensor for each of its ``places``; 0 if it has none."""
+    """Return how many bytes a tensor takes for each of its ``places``; 0 if it has none."""
     return t.nbytes // places if places else 0
 
 
 def beside(channels: Sequence[Tensor | None]) -> Tensor | None:
-    """Stack the channels [H, C] that rows of one format keep to [B, H, C] int64; None if they keep all."""
+    """Return the channels [H, C] that rows of one format keep as one tensor [B, H, C] int64; None if they keep all."""
     kept = [c for c in channels if c is not None]
     return torch.stack(kept).long() if kept else None
 
 
 def flat(segments: Sequence[Segment]) -> Ragged:
-    """Put segments of equal format and ragged heads, one a row, one after the other. A single row is a view."""
+    """Return segments of one format and ragged heads, one a row, as one ragged batch. A single row is a view."""
     counts = [s.lengths for s in segments if s.lengths is not None]
     lengths = torch.stack(counts).to(torch.int32)
     k, v = ([t[0] for t in tensors] for tensors in ([s.k for s in segments], [s.v for s in segments]))
@@ -159,9 +164,9 @@ def flat(segments: Sequence[Segment]) -> Ragged:
 
 
 def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
-    """Put segments of equal format and even heads, one a row, into one padded batch. A single row is a view.
+    """Return segments of one format and even heads, one a row, as one padded batch. A single row is a view.
 
-    ``positions``: keep them too, which attention under a sliding window needs.
+    With ``positions`` it keeps the positions of tokens, which attention under a sliding window needs.
     """
     longest = max(s.tokens for s in segments)
     valid = lengths = None
@@ -191,7 +196,7 @@ def format_of(segment: Segment) -> tuple[object, ...]:
 
 
 def _starts(lengths: Tensor) -> Tensor:
-    """Return the first tokens [B, H] of heads of ``lengths`` [B, H] that lie one after the other."""
+    """Return the index [B, H] of each head's first token where heads of ``lengths`` [B, H] lie one after the other."""
     counts = lengths.flatten().long()
     return (counts.cumsum(0) - counts).view(lengths.shape)
 

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Heat:
-    """The mean scores [depths, lengths] (nan without a measurement) and the numbers of samples behind them."""
+    """A needle heat map.
+
+    scores: the mean scores [depths, lengths]; nan where nothing was measured.
+    counts: the numbers of samples behind them.
+    """
 
     lengths: tuple[float, ...]
     depths: tuple[float, ...]
@@ -22,7 +26,7 @@ class Heat:
     counts: np.ndarray
 
     def rows(self) -> Iterator[tuple[float, float, float, int]]:
-        """Return (length, depth, score, n) of every measured point."""
+        """Yield (length, depth, score, number of samples) of every measured point."""
         for i, depth in enumerate(self.depths):
             for j, length in enumerate(self.lengths):
                 if self.counts[i, j]:
@@ -30,25 +34,25 @@ class Heat:
 
 
 def points(samples: Iterable[Sample], show: Callable[[float], float]) -> list[tuple[float, float, float]]:
-    """Return (length, depth, score in printed units) of stored samples of the needle dataset."""
+    """Return (length, depth, score in printed units) of each sample of the needle dataset that has a score."""
     return [(s.meta["length"], s.meta["depth"], show(s.score)) for s in samples if s.score is not None]
 
 
 def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
-    """Build the map of (length, depth, score) points."""
+    """Return the heat map of (length, depth, score) points."""
     lengths = sorted({length for length, _, _ in points})
     depths = sorted({depth for _, depth, _ in points})
     sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)), int)
     for length, depth, score in points:
-        at = depths.index(depth), lengths.index(length)
-        sums[at] += score
-        counts[at] += 1
+        place = depths.index(depth), lengths.index(length)
+        sums[place] += score
+        counts[place] += 1
     scores = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
     return Heat(tuple(lengths), tuple(depths), scores, counts)
 
 
 def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Draw the map as a picture [height, width, 3]: lengths to the right, depths downwards, dark 0 to light 100."""
+    """Return the map as a picture [height, width, 3]: lengths to the right, depths downwards, dark 0 to light 100."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     from kvbench.tables import style

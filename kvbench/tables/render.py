@@ -11,7 +11,7 @@ from kvbench.tables import writers
 from kvbench.tables.table import Table
 
 if TYPE_CHECKING:
-    from kvbench.run.results import CellResult, Report, RowMeans
+    from kvbench.run.report import CellResult, Report, RowMeans
 
 FORMATS = ("text", "md", "csv", "latex")
 BROKEN = ("refused", "failed")
@@ -56,7 +56,7 @@ def sheets(report: Report) -> list[Table]:
 
 
 def _transposed(names: tuple[str, ...], columns: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Transpose columns, each a head above its cells, into (heads, rows) with the rows' names in front."""
+    """Return (heads, rows) of columns, each a head above its cells, with the rows' names in front."""
     header, *body = zip(names, *columns, strict=True)
     return header, tuple(body)
 
@@ -67,7 +67,7 @@ def _masks(report: Report) -> bool:
 
 
 def _wrap(label: str) -> str:
-    """Break a label into lines: the method on the first, one knob on each below."""
+    """Return a label in lines: the method on the first, one knob on each below."""
     return label.replace(" ", "\n")
 
 
@@ -102,11 +102,11 @@ def _storage_text(row: RowMeans, evicts: bool) -> tuple[str, ...]:
 
 
 def _kept(kept_percent: float, asked_percent: float | None, evicts: bool) -> str:
-    """Return the tokens kept in per cent, the budget asked for if it differs or is missing, and a mark if it evicts."""
+    """Return the kept tokens in per cent, the budget asked for if it differs or is missing, and a mark for evicting."""
     end = f"\n{EVICTS}" if evicts else ""
     if asked_percent is None:
         return f"{kept_percent:.1f}\nasked —{end}"
-    # the fewest digits that tell the two apart; None where they are equal to three
+    # the fewest digits that tell the two apart; None if they are equal to three digits
     digits = next((d for d in (1, 2, 3) if f"{kept_percent:.{d}f}" != f"{asked_percent:.{d}f}"), None)
     if digits is None:
         return f"{kept_percent:.1f}{end}"
@@ -114,7 +114,7 @@ def _kept(kept_percent: float, asked_percent: float | None, evicts: bool) -> str
 
 
 def _payload(held_payload: float, kv: float | None, query: float | None) -> str:
-    """Return the payload held and, where it differs, the payload that the other kind of heads would hold."""
+    """Return the payload held as text and, if it differs, the payload that heads of the other kind would hold."""
     if kv is None or query is None or kv == query:
         return size(held_payload)
     other = f"kv {size(kv)}" if held_payload == query else f"q {size(query)}"
@@ -129,14 +129,15 @@ def _number(value: float | None, sign: bool = False) -> str:
 
 
 def size(n: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
+    """Return a number of bytes as text in the largest unit that it reaches: ``1.5 MiB``."""
+    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= unit_bytes:
+            return f"{n / unit_bytes:.1f} {unit}"
     return f"{n:.0f} B"
 
 
 def _by_chance(cells: Sequence[CellResult]) -> str:
-    """Return a note on the number of stars to expect if no difference were real."""
+    """Return a note on how many stars to expect if no difference were real; '' for fewer than ten intervals."""
     shown = sum(c.delta is not None and c.delta.ci is not None for c in cells)
     return f" (of {shown} about {math.ceil(0.05 * shown)} would by chance alone)" if shown >= 10 else ""
 
@@ -182,14 +183,14 @@ def legend(report: Report) -> list[str]:
 
 
 def render(report: Report, style: str = "text") -> str:
-    """Return the whole report in one of FORMATS."""
+    """Return the whole report as text; ``style`` is text, md, csv or latex."""
     if style == "csv":
         return writers.csv(CSV_FIELDS, _records(report))
     return writers.compose(sheets(report), legend(report), style)
 
 
 def _records(report: Report) -> Iterator[dict[str, Any]]:
-    """Yield a record of each cell under the names of CSV_FIELDS, numbers as they are."""
+    """Yield a record of each cell with the names of CSV_FIELDS as keys; numbers are not rounded."""
     for row in report.rows:
         for cell in row.cells:
             intervals = {"ci": cell.summary and cell.summary.ci, "delta_ci": cell.delta and cell.delta.ci}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -23,56 +24,24 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)))
 MAP = "cividis"
 
-RC: dict[str, Any] = {
-    "figure.dpi": 100,
-    "savefig.dpi": 200,
-    "figure.constrained_layout.use": True,
-    "font.family": "DejaVu Sans",
-    "font.size": 7.5,
-    "axes.titlesize": 7.5,
-    "axes.labelsize": 7.5,
-    "xtick.labelsize": 6.5,
-    "ytick.labelsize": 6.5,
-    "legend.fontsize": 6.5,
-    "legend.frameon": False,
-    "legend.handlelength": 2.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "axes.titlepad": 4,
-    "axes.labelpad": 2,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "xtick.minor.width": 0.4,
-    "ytick.minor.width": 0.4,
-    "xtick.major.size": 2.5,
-    "ytick.major.size": 2.5,
-    "xtick.minor.size": 1.5,
-    "ytick.minor.size": 1.5,
-    "lines.linewidth": 1.1,
-    "lines.markersize": 3,
-    "image.cmap": MAP,
-    "image.interpolation": "nearest",
-    "svg.hashsalt": "kvbench",
-    "svg.fonttype": "path",
-}
+RC = mpl.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_default_template=False)
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Return matplotlib's defaults with ours on top, independent of the user's settings."""
+    """Put matplotlib's defaults with ours on top in force, whatever the user's settings are; these return on exit."""
     plain: dict[Any, Any] = {k: v for k, v in mpl.rcParamsDefault.items() if k != "backend"}
     with mpl.rc_context(plain | RC):
         yield
 
 
 def canvas(width: float, height: float) -> Canvas:
-    """Return an empty figure of the given inches."""
+    """Return an empty figure of ``width`` times ``height`` inches."""
     return Canvas(figsize=(width, height), layout="constrained")
 
 
 def tighten(fig: Canvas) -> None:
-    """Leave between panels above each other only the space of their titles and labels."""
+    """Leave no more space between panels above each other than their titles and labels need."""
     engine = fig.get_layout_engine()
     assert engine is not None
     engine.set(hspace=0.0, h_pad=0.01)  # type: ignore[call-arg]
@@ -94,7 +63,7 @@ def shades(count: int) -> list[Any]:
 
 
 def integer_ticks(labels: Sequence[Any], most: int = 8) -> tuple[list[int], list[str]]:
-    """Return places and names of at most ``most`` evenly spaced ticks on an axis with one step per label."""
+    """Return (places, names) of at most ``most`` evenly spaced ticks on an axis with one step per label."""
     step = max(1, -(-len(labels) // most))
     places = list(range(0, len(labels), step))
     return places, [str(labels[i]) for i in places]

@@ -19,9 +19,11 @@ class Bold(str):
 class Table:
     """A table of texts. Lines of a cell, or of a head, are separated by newlines.
 
-    The first ``left`` columns are text, the others numbers. ``ruled`` puts a line between rows in text. With ``breaks``
-    lines of a cell stay lines in every format, and text breaks long heads. ``groups`` are names over neighbouring
-    columns, '' for none. ``headings`` holds the heading of each block of rows by the block's first row.
+    left: how many columns, from the first on, are text; the others are numbers.
+    ruled: text has a line between rows.
+    breaks: lines of a cell stay lines in every format, and text breaks long heads.
+    groups: each column's name above its head, '' for none; neighbours of one name share it.
+    headings: the heading of each block of rows, by the number of the block's first row.
     """
 
     headers: tuple[str, ...]
@@ -34,7 +36,7 @@ class Table:
 
     @property
     def blocks(self) -> list[tuple[str, tuple[tuple[str, ...], ...]]]:
-        """Return each block's heading with its rows."""
+        """Return (heading, rows) of each block."""
         starts = sorted(self.headings)
         ends = [*starts[1:], len(self.rows)]
         return [(self.headings[a], self.rows[a:b]) for a, b in zip(starts, ends, strict=True)]
@@ -52,7 +54,7 @@ class Table:
 
     def spans(self) -> list[tuple[str, int]]:
         """Return (name, number of columns) of each group of neighbouring columns; [] if no group has a name."""
-        return [(name, len(list(some))) for name, some in groupby(self.groups)] if any(self.groups) else []
+        return [(name, len(list(columns))) for name, columns in groupby(self.groups)] if any(self.groups) else []
 
     def folded(self) -> Iterator[Table]:
         """Yield the table in pieces of columns that fit WIDTH, each with the first column."""
@@ -62,15 +64,16 @@ class Table:
         for column in range(1, len(self.headers)):
             needed = self.width(column) + 2
             if len(part) > 1 and used + needed > WIDTH:
-                yield self._of(part)
+                yield self._select(part)
                 part, used = [0], first
             part.append(column)
             used += needed
-        yield self._of(part)
+        yield self._select(part)
 
-    def _of(self, columns: Sequence[int]) -> Table:
+    def _select(self, columns: Sequence[int]) -> Table:
+        """Return the table with these columns alone."""
         headers, groups, *rows = (
-            tuple(some[i] for i in columns) for some in (self.headers, self.groups or self.headers, *self.rows)
+            tuple(texts[i] for i in columns) for texts in (self.headers, self.groups or self.headers, *self.rows)
         )
         return replace(self, headers=headers, groups=groups if self.groups else (), rows=tuple(rows))
 

@@ -38,27 +38,29 @@ LATEX = {
 
 
 def compose(tables: Sequence[Table], notes: Sequence[str], style: str) -> str:
-    """Return tables with the notes below them, as text, md or latex."""
+    """Return tables with the notes below them as one text; ``style`` is text, md or latex."""
     return "\n".join([*(WRITERS[style](t) for t in tables), *(note(n, style) for n in notes)]) + "\n"
 
 
 def note(text: str, style: str) -> str:
-    """Return one line below a table, as text, md or latex."""
+    """Return a note for below a table; ``style`` is text, md or latex."""
     if style == "text":
         return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
     return f"{'%' if style == 'latex' else '-'} {text}"
 
 
 def text(table: Table, terminal: bool = False) -> str:
-    """Return a table as text of at most WIDTH characters a line; the best of a block is bold in a terminal."""
-    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="none")
+    """Return a table as text of at most WIDTH characters a line; ``terminal`` makes the best of a block bold."""
+    rich_table = RichTable(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="none"
+    )
     for i, head in enumerate(table.heads):
-        drawn.add_column(head, justify="left" if i < table.left else "right")
+        rich_table.add_column(head, justify="left" if i < table.left else "right")
     for heading, rows in table.blocks:
         if heading:
-            drawn.add_row("· " + heading.replace(", ", "\n  "))
+            rich_table.add_row("· " + heading.replace(", ", "\n  "))
         for i, row in enumerate(rows):
-            drawn.add_row(*map(_styled, row), end_section=table.ruled or i == len(rows) - 1)
+            rich_table.add_row(*map(_styled, row), end_section=table.ruled or i == len(rows) - 1)
     out = io.StringIO()
     console = Console(
         width=WIDTH,
@@ -67,7 +69,7 @@ def text(table: Table, terminal: bool = False) -> str:
         force_terminal=terminal,
         legacy_windows=False,
     )
-    console.print(drawn)
+    console.print(rich_table)
     drawn_lines = [line.rstrip() for line in out.getvalue().splitlines()]
     return "\n".join([*_group_lines(table, drawn_lines), *drawn_lines]) + "\n"
 
@@ -77,12 +79,12 @@ def _styled(cell: str) -> Text:
     return Text("\n").join([Text(first, style="bold" if isinstance(cell, Bold) else ""), *map(Text, rest)])
 
 
-def _group_lines(table: Table, drawn: Sequence[str]) -> list[str]:
-    """Return the names of groups over their columns, with right ends at those of the names above the rule."""
+def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
+    """Return the lines with the groups' names, each ending where the head of its last column does."""
     if not table.spans():
         return []
-    rule = next(i for i, line in enumerate(drawn) if line.startswith("─"))
-    ends = [0, *(found.end() for found in re.finditer(r"\S+(?: \S+)*", drawn[rule - 1]))]
+    rule = next(i for i, line in enumerate(drawn_lines) if line.startswith("─"))
+    ends = [0, *(match.end() for match in re.finditer(r"\S+(?: \S+)*", drawn_lines[rule - 1]))]
     places, column = [], 0
     for group, count in table.spans():
         last = column + count - 1
@@ -94,14 +96,14 @@ def _group_lines(table: Table, drawn: Sequence[str]) -> list[str]:
         column = last + 1
     tallest = max(len(parts) for _, _, parts in places)
     out = [""] * tallest
-    for start, room, parts in places:
+    for start, width, parts in places:
         for i, line in enumerate(parts, tallest - len(parts)):
-            out[i] = out[i].ljust(start) + line.center(room).rstrip()
+            out[i] = out[i].ljust(start) + line.center(width).rstrip()
     return out
 
 
 def markdown(table: Table) -> str:
-    """Return a table of Markdown; a pipe in a cell is escaped."""
+    """Return a table as Markdown; a pipe in a cell is escaped."""
 
     def row(cells: Iterable[str]) -> str:
         return f"| {' | '.join(cells)} |"
@@ -123,12 +125,12 @@ def markdown(table: Table) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of Markdown with all columns to the left, for pages that are read and diffed."""
+    """Return a table as Markdown with all columns to the left, for pages that are read and diffed."""
     return markdown(Table(tuple(heads), tuple(map(tuple, rows)), left=len(heads)))
 
 
 def latex(table: Table) -> str:
-    """Return a tabular of booktabs, with makecell where lines of cells stay lines."""
+    """Return a table as a LaTeX tabular of booktabs, with makecell where lines of cells stay lines."""
 
     def cell(text: str) -> str:
         first, *rest = lines(_escaped(text))
@@ -152,8 +154,8 @@ def latex(table: Table) -> str:
 
 
 def _escaped(text: str) -> str:
-    for sign, written in LATEX.items():
-        text = text.replace(sign, written)
+    for sign, replacement in LATEX.items():
+        text = text.replace(sign, replacement)
     return text
 
 
@@ -164,10 +166,10 @@ def html(
     columns: Sequence[str] = (),
     rows: Sequence[str] = (),
 ) -> str:
-    """Return a table element of class ``kind``. All data are escaped.
+    """Return a table as an HTML element of class ``kind``. All data are escaped.
 
-    ``cell`` gives the content at (row, column) in place of the cell's own text. ``columns`` and ``rows`` are classes;
-    without those of columns the first is a head of its row.
+    ``cell`` returns the content at (row, column) in place of the cell's own text. ``columns`` and ``rows`` are their
+    classes. Without ``columns``, the first cell of each row is its head.
     """
 
     def element(tag: str, content: str, css: str = "") -> str:
@@ -191,14 +193,14 @@ def html(
 
 
 def html_lines(cell: str, small: bool = False) -> str:
-    """Return the lines of a cell below each other; with ``small``, all but the first as small elements."""
+    """Return the lines of a cell below each other as HTML; with ``small``, all but the first are small elements."""
     first, *rest = lines(html_module.escape(cell))
     first = f"<b>{first}</b>" if isinstance(cell, Bold) else first
     return first + "".join(f"<small>{line}</small>" if small else f"<br>{line}" for line in rest)
 
 
 def csv(fields: Sequence[str], records: Iterable[Mapping[str, Any]]) -> str:
-    """Return records as CSV: one line each, numbers as they are, without keys that are no field."""
+    """Return records as CSV under a line of ``fields``, without keys that are no field; numbers are not rounded."""
     out = io.StringIO()
     writer = csv_module.DictWriter(out, fields, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

@@ -13,6 +13,7 @@ from typing import Any, Protocol, get_type_hints
 
 from kvbench.errors import UsageError, unknown
 from kvbench.example import Example
+from kvbench.metrics.text import first_line
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files, data_root
 from kvbench.tasks.spread import spread
@@ -37,15 +38,18 @@ def own_wording(dataset: str, *facts: str) -> str:
 class Task:
     """One column of a table: examples in a fixed order, the metric that scores them, and what readers must know.
 
-    ``id`` is ``dataset/task``; ``source`` says where the examples come from; ``note`` is printed under the table.
-    ``grid`` are the keys of ``meta`` over which a limit spreads (a needle's depth); without any it takes the first.
-
-    How answers end and what of them counts is part of the task: ``stop`` are texts whose last token ends an answer
-    (samsum's newline), ``forbid_first`` are texts whose last token cannot be its first, ``min_new_tokens`` forbids an
-    end before that many tokens; then ``first_line`` counts only the first line after leading newlines, and
-    ``cut_at`` only what stands before that text, without whitespace at its ends unless ``strip`` is False (indented
-    code), behind ``lead``, the beginning of a sentence that the prompt asks to complete. ``chat`` is False for tasks
-    that are read without a chat template even where one is used (few-shot and code).
+    id: ``dataset/task``.
+    source: where the examples come from.
+    note: a text that is printed under the table.
+    stop: texts whose last token ends an answer (samsum's newline).
+    forbid_first: texts whose last token cannot be the first of an answer.
+    min_new_tokens: the number of tokens before which an answer cannot end.
+    first_line: only the first line after leading newlines is scored.
+    cut_at: only what stands before this text is scored.
+    chat: False for tasks that are read without a chat template even where one is used (few-shot and code).
+    strip: whitespace at the ends of an answer is not scored; False for code, which is indented.
+    grid: the keys of ``meta`` over which a limit spreads (a needle's depth); without any it takes the first examples.
+    lead: the beginning of a sentence that the prompt asks to complete; it is scored in front of the answer.
     """
 
     id: str
@@ -73,7 +77,10 @@ class Task:
             raise UsageError(f"dataset {self.id}: two examples have the id {repeated!r}")
 
     def taken(self, limit: int | None) -> tuple[Example, ...]:
-        """Return the examples that a limit takes, in order; those of a smaller one are among them. None: all."""
+        """Return the examples that ``limit`` takes, in order, or all if it is None.
+
+        A larger limit takes all examples that a smaller one takes.
+        """
         if limit is None or not self.grid:
             return self.examples[:limit]
         return tuple(self.examples[i] for i in sorted(spread(self.examples, self.grid)[:limit]))
@@ -81,13 +88,13 @@ class Task:
     def answer(self, text: str) -> str:
         """Return the part of a generated text that is scored."""
         if self.first_line:
-            text = text.lstrip("\n").partition("\n")[0]
+            text = first_line(text)
         if self.cut_at:
             text = text.partition(self.cut_at)[0]
         return self.lead + (text.strip() if self.strip else text)
 
     def answering(self) -> dict[str, Any]:
-        """Return the settings that end an answer and choose its scored part: part of a cell's identity."""
+        """Return the settings that end an answer and choose its scored part, by name, for a cell's identity."""
         return {
             "stop": list(self.stop),
             "forbid_first": list(self.forbid_first),
@@ -99,7 +106,7 @@ class Task:
         }
 
     def content_hash(self) -> str:
-        """Return the SHA-256 over every example: the data's part in a cell's identity."""
+        """Return the SHA-256 of all examples, which identifies the data of a cell."""
         digest = hashlib.sha256()
         for example in self.examples:
             digest.update(json.dumps(asdict(example), sort_keys=True, default=str).encode())
@@ -114,7 +121,7 @@ def load_tasks(
     data: str | None = None,
     chat: bool = False,
 ) -> list[Task]:
-    """Load the tasks of one conf/dataset entry by its ``_target_``, else by the loader of rows, called with its knobs.
+    """Return the selected tasks of a conf/dataset entry. Its ``_target_``, else the loader of rows, gets its knobs.
 
     A loader that reads files takes ``files`` (tasks.source.Files, below the data folder that ``data`` or the
     environment names); one that builds only what was asked for takes ``selection``; one that counts tokens takes
@@ -150,7 +157,7 @@ def load_tasks(
 
 
 def read_text(path: Path, what: str) -> str:
-    """Read a UTF-8 text file; raise a UsageError that says what it was wanted for if that fails."""
+    """Return the text of a UTF-8 file. Raises UsageError beginning with ``what``, its use, if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

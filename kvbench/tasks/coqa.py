@@ -78,22 +78,22 @@ def _turns(row: FileRow) -> Iterator[DialogueTurn]:
 
 
 def _columns(row: FileRow) -> tuple[list[str], list[list[str]]]:
-    """Return the questions, and one list of answers per annotator, the conversation's own first."""
+    """Return (questions, one list of answers per annotator, the conversation's own first)."""
     answers = row.value("answers")
     if isinstance(answers, dict):
         answer_columns = FileRow(row.file, f"{row.place}, answers", answers)
         return list(row.texts("questions")), [list(answer_columns.texts("input_text"))]
-    references = [_inputs(row, "answers")]
+    references = [_turn_texts(row, "answers")]
     if "additional_answers" in row:
         additional = row.value("additional_answers")
         if not isinstance(additional, dict):
             raise row.wrong(f"'additional_answers' must be an object by annotator, got {kind(additional)}")
         annotators = FileRow(row.file, f"{row.place}, additional_answers", additional)
-        references += [_inputs(annotators, key) for key in sorted(additional)]
-    return _inputs(row, "questions"), references
+        references += [_turn_texts(annotators, key) for key in sorted(additional)]
+    return _turn_texts(row, "questions"), references
 
 
-def _inputs(row: FileRow, key: str) -> list[str]:
+def _turn_texts(row: FileRow, key: str) -> list[str]:
     values = [turn.value("input_text") for turn in row.records(key)]
     for value in values:
         if not isinstance(value, str):

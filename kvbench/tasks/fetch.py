@@ -26,6 +26,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
 import shutil
 import tempfile
 import zipfile
@@ -35,9 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
-from kvbench.conf import conf_dir
+from kvbench.conf import conf_dir, read_yaml
 from kvbench.errors import KvbenchError, UsageError, unknown
 from kvbench.files import sha256, write_json
 from kvbench.tasks.hub import HuggingFace
@@ -48,7 +47,15 @@ FILE_KEYS = ("from", "url", "to", "also", "member", "each", "column", "sha256")
 
 @dataclass(frozen=True)
 class Wanted:
-    """One file below the data folder and where it comes from: ``name`` in the repo, or ``url``."""
+    """One file below the data folder and where it comes from.
+
+    to: its place below the data folder.
+    name: the file's name in the repo, or None where it has a ``url``.
+    also: the place of another file that will do in its stead.
+    member: the name of the file inside a zip archive.
+    column: the column whose values are written where parquet becomes text.
+    sha256: the checksum, if it is known beforehand.
+    """
 
     to: str
     name: str | None = None
@@ -65,7 +72,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class FileSource:
-    """The ``hub`` entry of one dataset."""
+    """The ``hub`` entry of one dataset: where its files come from, and under which licence."""
 
     dataset: str
     repo: str | None
@@ -77,17 +84,14 @@ class FileSource:
 
 
 def sources() -> dict[str, FileSource | None]:
-    """Return the source of every dataset of conf/dataset by id; None where it names none."""
-    by_dataset: dict[str, FileSource | None] = {}
-    for path in sorted((conf_dir() / "dataset").glob("*.yaml")):
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        entry = (content.get(path.stem) or {}).get("hub")
-        by_dataset[path.stem] = None if entry is None else _source(path.stem, entry)
-    return by_dataset
+    """Return {id: source} of every dataset of conf/dataset; the source is None where the entry has no ``hub``."""
+    paths = sorted((conf_dir() / "dataset").glob("*.yaml"))
+    hubs = {path.stem: (read_yaml(path).get(path.stem) or {}).get("hub") for path in paths}
+    return {name: None if hub is None else _source(name, hub) for name, hub in hubs.items()}
 
 
 def source_of(dataset: str) -> FileSource:
-    """Return the source of one dataset; UsageError if there is no such dataset or it names no files."""
+    """Return the source of one dataset. Raises UsageError if there is no such dataset or it names no files."""
     by_dataset = sources()
     if dataset not in by_dataset:
         raise unknown("dataset", dataset, by_dataset)
@@ -102,7 +106,7 @@ def source_of(dataset: str) -> FileSource:
 
 
 def read_lock(root: Path) -> dict[str, dict[str, Any]]:
-    """Return the records of fetched files by their place below ``root``; UsageError if the lock file is damaged."""
+    """Return {place below ``root``: record} of all fetched files. Raises UsageError if the lock file is damaged."""
     path = root / LOCK
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -117,7 +121,10 @@ def read_lock(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def state(root: Path | None, wanted: Wanted, lock: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return missing, fetched (as the lock says), changed (not so), or present (put there by somebody else)."""
+    """Return a file's state: ``missing``, ``fetched`` (it is as the lock says), ``changed``, or ``present``.
+
+    A file is present if it, or the one that will do in its stead, is there and the lock does not list it.
+    """
     if root is None:
         return "missing"
     path = root / wanted.to
@@ -165,7 +172,7 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
             else:
                 path = hub.file(str(source.repo), source.kind, name, origin["commit"], folder)
             for wanted in group:
-                _place(wanted, path, root, folder, lock, {"dataset": source.dataset, **origin})
+                _install(wanted, path, root, folder, lock, {"dataset": source.dataset, **origin})
                 places.append(wanted.to)
             write_json(root / LOCK, {"version": 1, "files": dict(sorted(lock.items()))})
             path.unlink(missing_ok=True)
@@ -176,13 +183,8 @@ def _source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
     where = f"conf/dataset/{dataset}.yaml, hub"
     files: list[Wanted] = []
     for item in entry.get("files") or []:
-        odd_keys = [k for k in item if k not in FILE_KEYS]
-        if (
-            odd_keys
-            or "to" not in item
-            or ("from" in item) == ("url" in item)
-            or ("from" in item and not entry.get("repo"))
-        ):
+        one_source = ("from" in item) != ("url" in item) and ("url" in item or entry.get("repo"))
+        if not one_source or "to" not in item or not set(item) <= {*FILE_KEYS}:
             raise UsageError(f"{where}: {dict(item)} must have to, and either from (with a repo) or url; {FILE_KEYS}")
         for each in item.get("each", [None]):
             fields = {k: v if each is None else str(v).replace("{}", str(each)) for k, v in item.items() if k != "each"}
@@ -192,20 +194,23 @@ def _source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
                 raise UsageError(f"{where}: {place} must lie below the data folder")
             files.append(Wanted(**fields))
     return FileSource(
-        dataset,
-        entry.get("repo"),
-        str(entry.get("type", "dataset")),
-        str(entry.get("revision", "main")),
-        bool(entry.get("verified", False)),
-        str(entry.get("licence", "unknown")),
-        tuple(files),
+        dataset=dataset,
+        repo=entry.get("repo"),
+        kind=str(entry.get("type", "dataset")),
+        revision=str(entry.get("revision", "main")),
+        verified=bool(entry.get("verified", False)),
+        licence=str(entry.get("licence", "unknown")),
+        files=tuple(files),
     )
 
 
 def _origin(
     source: FileSource, wanted: Wanted, lock: Mapping[str, Mapping[str, Any]], commits: dict[str, str], hub: HuggingFace
 ) -> dict[str, Any]:
-    """Return the record of a file's origin for the lock; the commit of an earlier fetch holds."""
+    """Return a file's origin for the lock: its url, or its repo, revision and commit.
+
+    The commit is that of an earlier fetch of the same revision, if the lock has one.
+    """
     if wanted.url:
         return {"url": wanted.url}
     repo = str(source.repo)
@@ -216,31 +221,32 @@ def _origin(
     return {**key, "commit": commits[repo]}
 
 
-def _place(
+def _install(
     wanted: Wanted,
-    path: Path,
+    download: Path,
     root: Path,
-    folder: Path,
+    work_folder: Path,
     lock: dict[str, dict[str, Any]],
     origin: Mapping[str, Any],
 ) -> None:
-    """Unpack one file, check it, move it to its place in one step and write it into ``lock``."""
-    ready = folder / "ready"
-    unpack(wanted, path, ready)
-    digest, locked = sha256(ready), lock.get(wanted.to, {}).get("sha256")
-    for expected, whose in ((locked, str(root / LOCK)), (wanted.sha256, "its conf/dataset entry")):
+    """Unpack one file, check it, move it to its place in one step and write its record into ``lock``."""
+    unpacked = work_folder / "ready"
+    unpack(wanted, download, unpacked)
+    digest = sha256(unpacked)
+    locked_sha256 = lock.get(wanted.to, {}).get("sha256")
+    for expected, where_declared in ((locked_sha256, str(root / LOCK)), (wanted.sha256, "its conf/dataset entry")):
         if expected is not None and digest != expected:
             raise KvbenchError(
-                f"{wanted.to} from {wanted.source} has the checksum {digest}, {whose} says {expected}: the source has "
-                "changed. It was not kept"
+                f"{wanted.to} from {wanted.source} has the checksum {digest}, {where_declared} says {expected}: the "
+                "source has changed. It was not kept"
             )
     target = root / wanted.to
+    if os.path.isdir(target):  # False, not an error, where it may not be looked at
+        raise UsageError(f"{target} cannot be written: it is a folder; move what is in its place away")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_dir():
-            raise IsADirectoryError(None, "it is a folder")
-        size = ready.stat().st_size
-        ready.replace(target)
+        size = unpacked.stat().st_size
+        unpacked.replace(target)
     except OSError as error:
         raise UsageError(f"{target} cannot be written: {error.strerror}; move what is in its place away") from None
     record = {**origin, "from": wanted.source, "sha256": digest, "bytes": size}
@@ -248,7 +254,10 @@ def _place(
 
 
 def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
-    """Write to ``ready`` the wanted part of a downloaded file; KvbenchError where it is not what it should be."""
+    """Write the wanted part of a downloaded file to ``ready``. Raises KvbenchError if it is damaged or of another form.
+
+    The part is a member of a zip archive, the content of a .gz, parquet as JSON Lines or text, or else the whole file.
+    """
     try:
         if wanted.member:
             with zipfile.ZipFile(path) as archive, archive.open(wanted.member) as content, ready.open("wb") as out:
@@ -257,17 +266,17 @@ def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
             with gzip.open(path) as content, ready.open("wb") as out:
                 shutil.copyfileobj(content, out)
         elif wanted.source.endswith(".parquet") and not wanted.to.endswith(".parquet"):
-            _convert(wanted, path, ready)
+            _convert_parquet(wanted, path, ready)
         else:
             shutil.copyfile(path, ready)
-        _parse(wanted, ready)
+        _check_json(wanted, ready)
     except _DAMAGED as error:
         reason = " ".join(str(error).split())
         raise KvbenchError(f"{wanted.to} could not be made from {wanted.source}: {reason}") from None
 
 
-def _parse(wanted: Wanted, ready: Path) -> None:
-    """Raise ValueError where what should be JSON is not: an address may answer with a page about an error."""
+def _check_json(wanted: Wanted, ready: Path) -> None:
+    """Raise ValueError if a .json or .jsonl file is not JSON: an address may answer with a page about an error."""
     if wanted.to.endswith(".json"):
         json.loads(ready.read_bytes())
     elif wanted.to.endswith(".jsonl"):
@@ -280,20 +289,12 @@ def _parse(wanted: Wanted, ready: Path) -> None:
                     raise ValueError(f"line {number} is not JSON: {error}") from None
 
 
-_DAMAGED = (
-    OSError,
-    KeyError,
-    ValueError,
-    EOFError,
-    zlib.error,
-    lzma.LZMAError,
-    zipfile.BadZipFile,
-    RuntimeError,  # an encrypted member; an unknown method and too deep JSON are RuntimeErrors too
-)
+_DAMAGED = (OSError, KeyError, ValueError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+"""What a damaged file raises; an encrypted member, an unknown method and too deep JSON are RuntimeErrors."""
 
 
-def _convert(wanted: Wanted, path: Path, ready: Path) -> None:
-    """Write parquet as JSON Lines, or the values of one column one after the other as text."""
+def _convert_parquet(wanted: Wanted, path: Path, ready: Path) -> None:
+    """Write parquet as JSON Lines or, where the wanted file is a .txt, one column's values one after the other."""
     from pyarrow.parquet import ParquetFile
 
     as_text = wanted.to.endswith(".txt")
@@ -302,11 +303,14 @@ def _convert(wanted: Wanted, path: Path, ready: Path) -> None:
             raise ValueError(f"no column {wanted.column!r}, but {', '.join(table.schema_arrow.names)}")
         for batch in table.iter_batches(columns=[wanted.column] if as_text else None):
             for row in batch.to_pylist():
-                if as_text and not isinstance(row[wanted.column], str):
-                    raise ValueError(f"column {wanted.column!r} must hold text, it holds {_plain(row[wanted.column])}")
-                out.write(row[wanted.column] if as_text else json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+                if not as_text:
+                    out.write(json.dumps(row, ensure_ascii=False, default=_as_text) + "\n")
+                elif isinstance(text := row[wanted.column], str):
+                    out.write(text)
+                else:
+                    raise ValueError(f"column {wanted.column!r} must hold text, it holds {_as_text(text)}")
 
 
-def _plain(value: object) -> str:
-    """Return the size of pictures and sounds, and dates as text."""
+def _as_text(value: object) -> str:
+    """Return a value that JSON lacks as text: the size of bytes (pictures, sounds), a date as it prints."""
     return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)

@@ -23,7 +23,7 @@ def load(
     classes_key: str,
     max_new_tokens_key: str,
 ) -> list[Task]:
-    """One task, ``file/<name of the file>``, with an example per line that is not blank.
+    """Return one task, ``file/<name of the file>``, with an example for each line that is not blank.
 
     A line holds the prompt, a reference or a list of them, and maybe an id, a label list and its own limit of new
     tokens, under the given keys. Raises UsageError naming file, line and reason for anything else.

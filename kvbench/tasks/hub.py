@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from kvbench.errors import KvbenchError
 
-T = TypeVar("T")
 TIMEOUT_S = 60
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 
@@ -23,43 +22,36 @@ class HuggingFace:
         """Return the commit that a revision of a repo means now."""
         from huggingface_hub import HfApi
 
-        info = _attempt(lambda: HfApi().repo_info(repo, revision=revision, repo_type=kind), f"{repo} at {revision}")
+        with _explained(f"{repo} at {revision}"):
+            info = HfApi().repo_info(repo, revision=revision, repo_type=kind)
         if not info.sha:
             raise KvbenchError(f"the hub names no commit for {repo} at {revision}")
         return str(info.sha)
 
     def file(self, repo: str, kind: str, name: str, commit: str, folder: Path) -> Path:
-        """Download one file of a repo at a commit into ``folder``."""
+        """Download one file of a repo at a commit into ``folder`` and return its path."""
         from huggingface_hub import hf_hub_download
 
-        def download() -> str:
-            return str(hf_hub_download(repo, name, repo_type=kind, revision=commit, local_dir=folder))
-
-        return Path(_attempt(download, f"{name} of {repo} at {commit}"))
+        with _explained(f"{name} of {repo} at {commit}"):
+            return Path(hf_hub_download(repo, name, repo_type=kind, revision=commit, local_dir=folder))
 
     def url(self, url: str, folder: Path) -> Path:
-        """Download an address into ``folder``."""
+        """Download the content of an address into ``folder`` and return its path."""
         path = folder / "download"
-
-        def download() -> Path:
-            with urllib.request.urlopen(url, timeout=TIMEOUT_S) as content, path.open("wb") as out:
-                shutil.copyfileobj(content, out)
-            return path
-
-        return _attempt(download, url)
+        with _explained(url), urllib.request.urlopen(url, timeout=TIMEOUT_S) as content, path.open("wb") as out:
+            shutil.copyfileobj(content, out)
+        return path
 
     def snapshot(self, repo: str, revision: str) -> str:
-        """Download a model's safetensors and tokenizer into the hub's cache; returns the folder there."""
+        """Download a model's safetensors and tokenizer into the hub's cache and return the folder there."""
         from huggingface_hub import snapshot_download
 
-        def download() -> str:
+        with _explained(f"{repo} at {revision}"):
             return str(snapshot_download(repo, revision=revision, allow_patterns=MODEL_FILES, ignore_patterns=["*/*"]))
-
-        return _attempt(download, f"{repo} at {revision}")
 
 
 def cached(repo: str, revision: str) -> str:
-    """Return ``here``, ``partly`` or ``missing``: how much of a model is in the hub's cache, without any network."""
+    """Return whether a model is in the hub's cache: ``here``, ``partly`` or ``missing``. No network is used."""
     from huggingface_hub import try_to_load_from_cache
 
     def find(name: str) -> str | None:
@@ -76,9 +68,11 @@ def cached(repo: str, revision: str) -> str:
     return "here" if all(find(s) for s in shards) else "partly"
 
 
-def _attempt(download: Callable[[], T], what: str) -> T:
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raise KvbenchError with a remedy if what runs inside, the download of ``what``, fails."""
     try:
-        return download()
+        yield
     except Exception as error:
         # downloads fail in too many ways to name: each becomes one line that says what to do
         remedy = "check the network, or put the file there yourself"

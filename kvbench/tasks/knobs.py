@@ -11,15 +11,16 @@ from kvbench.errors import UsageError, unknown
 T = TypeVar("T")
 
 
-def whole(dataset: str, knob: str, value: object, least: int = 1) -> int:
-    """Return a whole number of at least ``least``, or raise a UsageError that names the knob."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"dataset.{dataset}.{knob}={value!r} is not possible: a whole number, {least} or more")
+def whole(dataset: str, knob: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """Return ``value``, a whole number from ``least`` to ``most``. Raises UsageError naming the knob for any other."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        allowed = f", {least} or more" if most is None else f" from {least} to {most}"
+        raise UsageError(f"dataset.{dataset}.{knob}={value!r} is not possible: a whole number{allowed}")
     return value
 
 
 def one_of(dataset: str, knob: str, value: object, allowed: Iterable[str]) -> str:
-    """Return one of the allowed words, or raise a UsageError that lists them."""
+    """Return ``value``, which is one of the allowed words. Raises UsageError that lists them for any other."""
     names = tuple(allowed)
     if value not in names:
         raise unknown(f"value of dataset.{dataset}.{knob}", value, names)

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from kvbench.errors import UsageError, unknown
 from kvbench.example import Example
+from kvbench.metrics.text import first_line
 from kvbench.tasks.base import Task, read_text
 from kvbench.tasks.rows import FileRow, is_count, kind, parse, read_lines
 from kvbench.tasks.source import Files
@@ -29,9 +30,12 @@ BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 
 @dataclass(frozen=True)
 class Spec:
-    """How a task is scored and read: ``first_line`` and ``chat`` as in Task, ``size`` its examples (E has others).
+    """How a task is scored and read.
 
-    ``extended``: LongBench-E has the task too. ``newline_ends``: a newline ends the answer and cannot begin it.
+    extended: LongBench-E has the task too.
+    first_line, chat: as in Task.
+    newline_ends: a newline ends the answer and cannot begin it.
+    size: the number of examples; LongBench-E has other numbers.
     """
 
     metric: str
@@ -74,19 +78,19 @@ TASKS: Mapping[str, Spec] = MappingProxyType(
 
 
 def names(split: str) -> tuple[str, ...]:
-    """Return the tasks of one of SPLITS, in the order of LongBench's tables."""
+    """Return the names of a split's tasks, in the order of LongBench's tables; ``split`` is en, zh or e."""
     if split == "e":
         return tuple(n for n, s in TASKS.items() if s.extended)
     return tuple(n for n, s in TASKS.items() if s.chinese == (split == "zh"))
 
 
 def bucket(length: int) -> str:
-    """Return the range of LongBench-E that a stored ``length`` (words, or characters of Chinese) belongs to."""
+    """Return the name of the range of LongBench-E for a stored ``length``, in words or Chinese characters."""
     return next(name for name, end in BUCKETS if end is None or length < end)
 
 
 def metric_name(task: str, code_sim: str) -> str:
-    """Return the metric of a task, with ``code_sim`` computed by one of BACKENDS."""
+    """Return the name of a task's metric. ``code_sim`` is the backend of code similarity, levenshtein or difflib."""
     if code_sim not in BACKENDS:
         raise unknown("backend of code_sim", code_sim, BACKENDS)
     metric = TASKS[task].metric
@@ -94,17 +98,14 @@ def metric_name(task: str, code_sim: str) -> str:
 
 
 def scored_part(task: str, prediction: str) -> str:
-    """Return the part of an answer that LongBench's eval.py scores.
-
-    In few-shot tasks it is the first line after leading newlines.
-    """
-    return prediction.lstrip("\n").split("\n")[0] if TASKS[task].first_line else prediction
+    """Return the part of an answer that LongBench's eval.py scores: in few-shot tasks the first line."""
+    return first_line(prediction) if TASKS[task].first_line else prediction
 
 
 def load(
     dataset: str, files: Files, selection: Sequence[str], split: str, code_sim: str, folder: str = FOLDER
 ) -> list[Task]:
-    """Load the selected tasks of one split (none selected: all) from the files in ``folder`` below the data folder.
+    """Return the selected tasks of one split, or all, read from ``folder`` below the data folder.
 
     The two official files are always LongBench's own, in its folder. Raises UsageError where files are missing, naming
     them and the ways to get them, and for a damaged line naming file, line and reason.
@@ -116,10 +117,32 @@ def load(
         if name not in names(split):
             raise unknown(f"task of dataset {dataset}", name, names(split))
     wanted = tuple(selection) or names(split)
-    paths = {name: files.first(*places(name, split, folder)) for name in wanted}
-    _require(files, paths, split, folder)
+    paths = _paths(files, {name: places(name, split, folder) for name in wanted})
     prompts, lengths = _official(files, PROMPTS), _official(files, LENGTHS)
-    return [_task(dataset, name, path, prompts, lengths, split, code_sim) for name, path in paths.items() if path]
+    tasks = []
+    for name, path in paths.items():
+        spec, template, limit = TASKS[name], prompts.get(name), lengths.get(name)
+        if not isinstance(template, str) or template.count("{context}") != 1:
+            raise UsageError(f"{FOLDER}/{PROMPTS}: the prompt of {name} must be text with one {{context}}")
+        if not is_count(limit):
+            reason = f"the answer length of {name} must be a whole number, got {kind(limit)}"
+            raise UsageError(f"{FOLDER}/{LENGTHS}: {reason}")
+        examples = _examples(path, name, template, limit, split == "e")
+        task = Task(
+            id=f"{dataset}/{name}",
+            examples=examples,
+            metric=metric_name(name, code_sim),
+            source=f"{path.name}, {len(examples)} examples; prompts of LongBench's {PROMPTS}",
+            category=spec.category,
+            stop=("\n",) if spec.newline_ends else (),
+            forbid_first=("\n",) if spec.newline_ends else (),
+            min_new_tokens=int(spec.newline_ends),
+            first_line=spec.first_line,
+            chat=spec.chat,
+            strip=False,
+        )
+        tasks.append(task)
+    return tasks
 
 
 def places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
@@ -128,17 +151,19 @@ def places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
     return f"{folder}/{name}{ending}.jsonl", f"{folder}/data/{name}{ending}.jsonl"
 
 
-def _require(files: Files, paths: Mapping[str, Path | None], split: str, folder: str) -> None:
-    missing = [places(name, split, folder)[0] for name, path in paths.items() if path is None]
-    if not missing:
-        return
-    where = f" below {files.root}" if files.root else ""
-    present = [name for name, path in paths.items() if path]
-    hint = f" What is there can be run by name: {','.join(f'{files.dataset}/{n}' for n in present)}" if present else ""
-    raise UsageError(
-        f"dataset={files.dataset} needs {len(missing)} of {len(paths)} files that do not exist{where}: "
-        f"{', '.join(missing)}: {files.ways()}.{hint}"
-    )
+def _paths(files: Files, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Path]:
+    """Return {task: file}, each at the first of its places that exists. Raises UsageError unless all are there."""
+    paths = {name: path for name, candidates in wanted.items() if (path := files.first(*candidates))}
+    missing = [candidates[0] for name, candidates in wanted.items() if name not in paths]
+    if missing:
+        where = f" below {files.root}" if files.root else ""
+        present = ",".join(f"{files.dataset}/{name}" for name in paths)
+        hint = f" What is there can be run by name: {present}" if present else ""
+        raise UsageError(
+            f"dataset={files.dataset} needs {len(missing)} of {len(wanted)} files that do not exist{where}: "
+            f"{', '.join(missing)}: {files.ways()}.{hint}"
+        )
+    return paths
 
 
 def _official(files: Files, name: str) -> Mapping[str, object]:
@@ -149,44 +174,15 @@ def _official(files: Files, name: str) -> Mapping[str, object]:
     return content
 
 
-def _task(
-    dataset: str,
-    name: str,
-    path: Path,
-    prompts: Mapping[str, object],
-    lengths: Mapping[str, object],
-    split: str,
-    code_sim: str,
-) -> Task:
-    spec = TASKS[name]
-    template, limit = prompts.get(name), lengths.get(name)
-    if not isinstance(template, str) or template.count("{context}") != 1:
-        raise UsageError(f"{FOLDER}/{PROMPTS}: the prompt of {name} must be text with one {{context}}")
-    if not is_count(limit):
-        raise UsageError(f"{FOLDER}/{LENGTHS}: the answer length of {name} must be a whole number, got {kind(limit)}")
-    examples = _examples(path, name, template, int(str(limit)), split == "e")
-    return Task(
-        id=f"{dataset}/{name}",
-        examples=examples,
-        metric=metric_name(name, code_sim),
-        source=f"{path.name}, {len(examples)} examples; prompts of LongBench's {PROMPTS}",
-        category=spec.category,
-        stop=("\n",) if spec.newline_ends else (),
-        forbid_first=("\n",) if spec.newline_ends else (),
-        min_new_tokens=int(spec.newline_ends),
-        first_line=spec.first_line,
-        chat=spec.chat,
-        strip=False,
-    )
-
-
 def _examples(path: Path, name: str, template: str, limit: int, buckets: bool) -> tuple[Example, ...]:
     prefix, _, suffix = template.partition("{context}")
     repeats: Counter[str] = Counter()
     examples = []
     for row in read_lines(path):
         context, name_in_file = _string(row, "context"), row.name("_id", row.place)
-        question, length = _fill(suffix, row), _length(row)
+        question, length = _fill(suffix, row), row.value("length")
+        if not is_count(length):
+            raise row.wrong(f"'length' must be a whole number from 1, got {kind(length)}")
         repeats[name_in_file] += 1
         examples.append(
             Example(
@@ -212,10 +208,3 @@ def _fill(template: str, row: FileRow) -> str:
 def _string(row: FileRow, key: str) -> str:
     """Return text that may be empty, as the input of summaries is."""
     return "" if row.value(key) == "" else row.text(key)
-
-
-def _length(row: FileRow) -> int:
-    length = row.value("length")
-    if not is_count(length):
-        raise row.wrong(f"'length' must be a whole number from 1, got {kind(length)}")
-    return int(length)

@@ -7,9 +7,10 @@ distractors are the gold documents of other questions, which are easier to tell 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from kvbench.errors import unknown
 from kvbench.example import Example
@@ -39,7 +40,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its references, its gold document and the distractors that its line brings along."""
+    """A question with its references, its gold document, and ``own``, the other passages of its line."""
 
     row: FileRow
     text: str
@@ -102,10 +103,9 @@ def load(
     share = f"{foreign} of {len(questions)} questions"
     note = own_wording(dataset, f"distractors of {share} are gold documents of others" if foreign else "")
     source = f"NaturalQuestions-open, {path.name}, {documents} documents"
+    metric, category = "best_subspan_em", "multi-document QA"
     return [
-        Task(
-            f"{dataset}/{position}", tuple(examples), "best_subspan_em", source, "multi-document QA", note, cut_at="\n"
-        )
+        Task(f"{dataset}/{position}", tuple(examples), metric, source, category, note, cut_at="\n")
         for position, examples in examples_at.items()
     ]
 
@@ -128,10 +128,10 @@ def _document(row: FileRow) -> Document:
 
 
 def _distractors(question: Question, pool: Sequence[Document], count: int, seed: int) -> list[Document]:
-    """Choose ``count`` documents without an answer, in the order of the prompt."""
+    """Return ``count`` different documents that contain no answer: the line's own first, then drawn from ``pool``."""
     answers = [normalise_answer(answer) for answer in question.answers]
     chosen: dict[str, Document] = {}
-    for document in _candidates(question, pool, seed):
+    for document in chain(question.own, drawn(pool, f"{seed}:{question.text}")):
         if len(chosen) == count:
             break
         if document.text != question.gold.text and not any(a in document.normalised for a in answers):
@@ -139,8 +139,3 @@ def _distractors(question: Question, pool: Sequence[Document], count: int, seed:
     if len(chosen) < count:
         raise question.row.wrong(f"{count} distractors without an answer are wanted, there are {len(chosen)}")
     return list(chosen.values())
-
-
-def _candidates(question: Question, pool: Sequence[Document], seed: int) -> Iterator[Document]:
-    yield from question.own
-    yield from drawn(pool, f"{seed}:{question.text}")

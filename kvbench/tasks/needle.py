@@ -17,6 +17,7 @@ from kvbench import metrics
 from kvbench.errors import UsageError, unknown
 from kvbench.example import Example
 from kvbench.tasks.base import Task, Tokenizer, read_text
+from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import ENVIRONMENT, Files
 from kvbench.tasks.tiny import GOLDEN, HEADER, needle_pair
 
@@ -29,18 +30,13 @@ _LONGEST_TOKEN = 1000
 """The mean number of characters per token above which filling a length is given up."""
 
 
-def _question(template: str, prompt: str, question: str) -> str:
-    """Return the end of ``prompt`` after the context if it holds the question, else '' (the question comes first)."""
-    ending = template.partition("{context}")[2].replace("{question}", question)
-    return ending if question in ending and prompt.endswith(ending) else ""
-
-
 @dataclass(frozen=True)
 class Phrasing:
-    """The wording of a needle test: ``pair(index)`` is (sentence to hide, question, reference).
+    """The wording of a needle test and the scoring of its answers.
 
-    ``prompt`` holds ``{context}`` and ``{question}`` once each. ``lead`` is scored in front of every answer, which then
-    ends at a newline but cannot begin with it.
+    pair: the function from an index to (sentence to hide, question, reference).
+    prompt: a template that holds ``{context}`` and ``{question}`` once each.
+    lead: a text that is scored in front of every answer, which then ends at a newline but cannot begin with it.
     """
 
     pair: Callable[[int], tuple[str, str, str]]
@@ -61,12 +57,7 @@ LEAD_NOTE = (
 CLASSIC_LEAD = "The best thing to do in San Francisco is "
 SENTENCE_PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
 PHRASINGS = {
-    "tiny": Phrasing(
-        needle_pair,
-        f"{HEADER} {{context}} {{question}}",
-        "contains",
-        8,
-    ),
+    "tiny": Phrasing(needle_pair, f"{HEADER} {{context}} {{question}}", "contains", 8),
     "sanfrancisco": Phrasing(lambda _: CLASSIC_NEEDLE, SENTENCE_PROMPT, "rouge1", 30),
     # as UNComp's script scores it (github.com/menik1126/UNComp, run_needle_in_haystack.py)
     "completion": Phrasing(
@@ -103,18 +94,21 @@ def load(dataset: str, tokenizer: Tokenizer | None, files: Files, knobs: NeedleK
     prompt is never longer; it is a few tokens shorter only where no cut of the text gives the exact number. Raises
     UsageError for a haystack that is missing, empty or not text, and for lengths that leave no room.
     """
-    lengths = [int(n) for n in _numbers(dataset, "lengths", knobs.lengths, least=1, most=10_000_000, whole=True)]
-    depths = _numbers(dataset, "depths", knobs.depths, least=0, most=100)
-    (repeats,) = _numbers(dataset, "repeats", [knobs.repeats], least=1, most=1_000_000, whole=True)
+    lengths = [whole(dataset, "lengths", n, 1, 10_000_000) for n in _check_list(dataset, "lengths", knobs.lengths)]
+    depths = _check_list(dataset, "depths", knobs.depths)
+    for depth in depths:
+        if not isinstance(depth, int | float) or isinstance(depth, bool) or not 0 <= depth <= 100:
+            raise UsageError(f"dataset.{dataset}.depths={depth!r} is not possible: a number from 0 to 100")
+    whole(dataset, "repeats", knobs.repeats, 1, 1_000_000)
     phrasing = _phrasing(dataset, knobs)
     if knobs.max_new_tokens is not None:
-        _numbers(dataset, "max_new_tokens", [knobs.max_new_tokens], least=1, most=1_000_000, whole=True)
+        whole(dataset, "max_new_tokens", knobs.max_new_tokens, 1, 1_000_000)
     default = max(CHAT_ANSWER, phrasing.max_new_tokens) if chat else phrasing.max_new_tokens
     phrasing = replace(phrasing, max_new_tokens=knobs.max_new_tokens or default)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
     text, source = read_haystack(files, knobs.haystack)
-    starts = [repeat * GOLDEN % 1.0 for repeat in range(int(repeats))]
+    starts = [repeat * GOLDEN % 1.0 for repeat in range(knobs.repeats)]
     stop = ("\n",) if phrasing.lead else ()
     return [
         Task(
@@ -140,21 +134,23 @@ def _examples(
     for repeat, window in enumerate(windows):
         for i, depth in enumerate(depths):
             needle, question, reference = phrasing.pair(repeat * len(depths) + i)
+            # the prompt's end, where that is what asks
+            ending = phrasing.prompt.partition("{context}")[2].replace("{question}", question)
             prompt, meta = window.fill(dataset, phrasing.prompt, needle, question, length, depth)
             yield Example(
                 id=f"needle-{length}-{depth:g}-{repeat}",
                 prompt=prompt,
                 answers=(reference,),
                 max_new_tokens=phrasing.max_new_tokens,
-                question=_question(phrasing.prompt, prompt, question),
+                question=ending if question in ending else "",
                 meta={"length": length, "depth": depth, "repeat": repeat, **meta},
             )
 
 
 def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
-    """Return the text of a file, or of a folder's .txt and .md files in the order of their names, and what to call it.
+    """Return (text, its source in words) of the file ``haystack``, or of a folder's .txt and .md files by name.
 
-    Without ``haystack`` it reads the folder of essays below the data folder.
+    Without ``haystack`` it is the folder of essays below the data folder.
     """
     dataset = files.dataset
     remedy = (
@@ -199,7 +195,7 @@ class Window:
     def fill(
         self, dataset: str, prompt: str, needle: str, question: str, length: int, depth: float
     ) -> tuple[str, dict[str, float]]:
-        """Return a prompt of at most ``length`` tokens, with its length and the needle's true depth and token index."""
+        """Return (a prompt of at most ``length`` tokens, its true length and the needle's true depth and position)."""
         prefix, suffix = prompt.replace("{question}", question).split("{context}")
 
         def assemble(cut: int) -> str:
@@ -237,6 +233,7 @@ class Window:
         }
 
     def _grow(self, chars: int) -> None:
+        """Set ``text`` to the period repeated up to ``chars`` characters, and ``ends`` to its sentence ends."""
         times = -(-chars // len(self.period))
         self.text = (self.period * times)[:chars]
         self.ends = [m.end() for m in _SENTENCE_END.finditer(self.text)]
@@ -252,19 +249,22 @@ class Window:
 def _cut(tokens: Callable[[int], int], length: int, guess: int, most: int, chars_per_token: float) -> int:
     """Return a number of characters up to ``most`` with ``tokens(cut) == length``, or else with slightly fewer tokens.
 
-    Each step is the remaining tokens times ``chars_per_token``, bracketed by bisection: token counts grow with the cut,
-    apart from a token or two.
+    Each step is the remaining tokens times ``chars_per_token``. It stays between bounds as in a bisection, which
+    replaces it after ten steps: token counts grow with the cut, apart from a token or two.
     """
-    low, high, cut, steps = 0, most + 1, min(max(1, guess), most), 0
+    low, high = 0, most + 1
+    cut = min(max(1, guess), most)
+    steps = 0
     while high - low > 1:
         n = tokens(cut)
         if n == length:
             return cut
         low, high, steps = (cut, high, steps + 1) if n < length else (low, cut, steps + 1)
         step = round((length - n) * chars_per_token) or (1 if n < length else -1)
-        cut = cut + step if steps < 10 else 0
+        cut = cut + step if steps < 10 else 0  # 0: outside of the bounds, so that the middle is taken
         if not low < cut < high:
             cut = (low + high) // 2
+    # a longer cut can have a token less: the neighbours of the bound may have the exact number
     around = range(max(0, low - 8), min(low + 8, most) + 1)
     return next((nearby for nearby in around if tokens(nearby) == length), low)
 
@@ -281,24 +281,16 @@ def _phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
     name = metrics.metric(knobs.metric or phrasing.metric).name
     if knobs.phrasing == "sanfrancisco" and not knobs.needle and name in ("rouge1", "rouge_l"):
         # Published needle scores compare the answer with the whole needle sentence.
-        phrasing = Phrasing(
-            lambda _: (*CLASSIC_NEEDLE[:2], CLASSIC_NEEDLE[0]), phrasing.prompt, name, phrasing.max_new_tokens
-        )
+        phrasing = replace(phrasing, pair=lambda _: (*CLASSIC_NEEDLE[:2], CLASSIC_NEEDLE[0]))
     template = knobs.prompt or phrasing.prompt
     if template.count("{context}") != 1 or template.count("{question}") != 1:
         raise UsageError(f"dataset.{dataset}.prompt={template!r} must hold {{context}} and {{question}} once each")
     return replace(phrasing, prompt=template, metric=name)
 
 
-def _numbers(
-    dataset: str, knob: str, value: float | Sequence[float], least: int, most: int, whole: bool = False
-) -> list[float]:
-    numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    for number in numbers:
-        right = isinstance(number, int) if whole else isinstance(number, int | float)
-        if not right or isinstance(number, bool) or not least <= number <= most:
-            kind = "a whole number" if whole else "a number"
-            raise UsageError(f"dataset.{dataset}.{knob}={number!r} is not possible: {kind} from {least} to {most}")
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise UsageError(f"dataset.{dataset}.{knob}={numbers} must be a list of different values, at least one")
-    return numbers
+def _check_list(dataset: str, knob: str, value: float | Sequence[float]) -> list[float]:
+    """Return a knob's value as a list. Raises UsageError if it is empty or holds a value twice."""
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if not values or any(values.count(v) > 1 for v in values):
+        raise UsageError(f"dataset.{dataset}.{knob}={values} must be a list of different values, at least one")
+    return values

@@ -11,7 +11,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.tasks import tiny
@@ -27,10 +26,13 @@ UNITS = {"token": "perplexity", "word": "word_perplexity"}
 class WindowKnobs:
     """The knobs that cut a text into equal windows without overlap.
 
-    length: tokens of a window, BOS included. prefix: of them compressed before the rest is scored. bos: start every
-    window with the tokenizer's BOS token, which models use as an attention sink. unit: ``token`` or ``word``
-    (whitespace words of the text that end in the scored part of a window). ``file`` holds the text, or it is made of
-    ``documents`` prompts.
+    length: the tokens of a window, BOS included.
+    prefix: how many of them are compressed before the rest is scored.
+    chunk: how many of the others are fed at a time.
+    bos: whether every window starts with the tokenizer's BOS token, which models use as an attention sink.
+    unit: ``token`` or ``word``, a whitespace word of the text that ends in the scored part of a window.
+    file: the file that holds the text, for ``load``.
+    documents: the number of prompts that make up the text, for ``load_stream``.
     """
 
     length: int
@@ -43,10 +45,10 @@ class WindowKnobs:
 
 
 def load(dataset: str, tokenizer: Any, files: Files, knobs: WindowKnobs) -> list[Task]:
-    """Return one task of the windows of a file; a last partial window is left out, and the source says so.
+    """Return one task with an example for each window of a file; tokens that fill no whole window are left out.
 
-    Losses are divided by the mean number of words over all windows, so the mean over all of them is the ratio of sums;
-    with ``limit=`` the divisor is still that of all windows, and ``words`` in an example's meta is its own number.
+    Losses per word are divided by the mean number of words over all windows, so that their mean is the ratio of the
+    sums. With ``limit=`` the divisor is still that of all windows; an example's meta has its own number as ``words``.
     """
     _check(dataset, tokenizer, knobs)
     path = files.path(knobs.file)
@@ -60,9 +62,7 @@ def load_stream(dataset: str, tokenizer: Any, knobs: WindowKnobs) -> list[Task]:
     other: nothing that an answer needs is further back than DOCUMENT tokens.
     """
     _check(dataset, tokenizer, knobs)
-    documents = knobs.documents
-    if not is_whole(documents) or not 1 <= documents <= 100_000:
-        raise UsageError(f"dataset.{dataset}.documents={documents!r} is not possible: a whole number from 1 to 100000")
+    documents = whole(dataset, "documents", knobs.documents, 1, 100_000)
     names = list(tiny.TASKS)
     examples = (tiny.example(names[i % len(names)], DOCUMENT, i // len(names)) for i in range(documents))
     text = " ".join(f"{e.prompt} {e.answers[0]}." for e in examples)
@@ -91,29 +91,23 @@ def _windows(dataset: str, tokenizer: Any, text: str, where: str, named: str, kn
     if not windows:
         raise UsageError(f"dataset={dataset}: {where} has {len(ids)} tokens, less than one window of {length}")
     scored = [(i * size + prefix - len(first), (i + 1) * size) for i in range(len(windows))]
-    words = _words(tokenizer, text, ids, scored) if unit == "word" else []
+    words = _count_words(tokenizer, text, ids, scored) if unit == "word" else []
     divisor = max(1.0, sum(words) / len(windows)) if words else float(length - prefix)
     meta = {"window": length, "prefix": prefix, "chunk": knobs.chunk, "divisor": divisor, "unit": unit}
+    metas = [meta | {"words": count} for count in words] or [meta] * len(windows)
     examples = tuple(
-        Example(
-            f"{dataset}-{length}-{i:06d}",
-            "",
-            (),
-            length - prefix,
-            tokens=tuple(w),
-            meta=meta | ({"words": words[i]} if words else {}),
-        )
-        for i, w in enumerate(windows)
+        Example(f"{dataset}-{length}-{i:06d}", "", (), length - prefix, tokens=tuple(window), meta=window_meta)
+        for i, (window, window_meta) in enumerate(zip(windows, metas, strict=True))
     )
     remainder = len(ids) - size * len(windows)
     source = f"{named}: {len(windows)} windows of {length} tokens, {remainder} tokens at the end left out"
     return [Task(f"{dataset}/{unit}", examples, UNITS[unit], source, "language modelling")]
 
 
-def _words(tokenizer: Any, text: str, ids: list[int], parts: list[tuple[int, int]]) -> list[int]:
-    """Count the whitespace words of the text that end within each part, given as (first, end) of its tokens.
+def _count_words(tokenizer: Any, text: str, ids: list[int], parts: list[tuple[int, int]]) -> list[int]:
+    """Return how many whitespace words of the text end within each of ``parts``, (first token, end).
 
-    A tokenizer without offsets is asked to decode, and its text need not be the original exactly.
+    Without a fast tokenizer's offsets, words are counted in the decoded text, which may differ from the original.
     """
     if getattr(tokenizer, "is_fast", False):
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.tasks.base import Task, Tokenizer
@@ -23,14 +24,15 @@ SENTINEL = "kvbench5entinel"
 class PromptPolicy:
     """How prompts reach the model.
 
-    template: the tokenizer's own chat template ``on`` or ``off`` for all tasks, or ``skip``: on, but for tasks that
-    are read without one (few-shot and code).
-    truncation: a prompt longer than ``max_length`` tokens loses its middle, by ``tokens`` exactly, or as ``text``:
-    both halves are decoded and tokenised again, as LongBench's scripts do (and as a template needs in any case).
-    max_length: tokens of the prompt without template, special tokens counted; None: the context minus the answer.
-    min_new_tokens: for every task; None: as each task says. system: text of a system message, with the template.
+    template: whether the tokenizer's chat template is ``on`` or ``off`` for all tasks, or ``skip``: on except for
+    tasks that are read without one (few-shot and code).
+    truncation: how a prompt longer than ``max_length`` tokens loses its middle: by ``tokens`` exactly, or as ``text``,
+    whose halves are decoded and tokenised again, as LongBench's scripts do (and as a template needs in any case).
+    max_length: the most tokens of a prompt without template, special tokens counted; None for context minus answer.
+    min_new_tokens: the least tokens of an answer for every task; None to take each task's own.
+    system: the text of a system message, used with the template.
     query_aware: False compresses the context before the question is known, which is then appended whole.
-    frame: text of a chat template in place of the tokenizer's own, where a paper's script had one.
+    frame: the text of a chat template in place of the tokenizer's own, where a paper's script had one.
     bos: False leaves out the special tokens that the tokenizer puts around a text; a template has its own.
     """
 
@@ -48,10 +50,9 @@ class PromptPolicy:
         for key, allowed in (("template", TEMPLATES), ("truncation", TRUNCATIONS)):
             if getattr(self, key) not in allowed:
                 raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: one of {', '.join(allowed)}")
-        for key in ("max_length", "min_new_tokens"):
+        for key, low in (("max_length", 1), ("min_new_tokens", 0)):
             value = getattr(self, key)
-            low = 1 if key == "max_length" else 0
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+            if value is not None and (not is_whole(value) or value < low):
                 raise UsageError(f"{key}={value!r} is not possible: a whole number, {low} or more")
         for key in ("query_aware", "bos"):
             if not isinstance(getattr(self, key), bool):
@@ -62,8 +63,20 @@ class PromptPolicy:
         return self.template == "on" or (self.template == "skip" and task.chat)
 
     def render(self, tokenizer: Any, content: str) -> str:
-        """Put the chat template around one user message, ready for the answer."""
-        return render(tokenizer, content, self.system, self.frame)
+        """Return the text of one user message inside the chat template, ready for the answer."""
+        if not (self.frame or getattr(tokenizer, "chat_template", None)):
+            raise UsageError(
+                "the prompts are to go through a chat template (prompt=chat, or template=on or skip), and the model's "
+                "tokenizer has no chat template: use prompt=plain or template=off, or give one with "
+                "model.chat_template="
+            )
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": content})
+        options = {} if self.frame is None else {"chat_template": self.frame}
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
+        except Exception as error:
+            raise UsageError(f"the model's chat template cannot be applied: {error}") from None
 
     def identity(self, task: Task, tokenizer: Any) -> dict[str, Any]:
         """Return the policy's settings for one task, with the template's text and without the preset's name."""
@@ -83,7 +96,12 @@ class PromptPolicy:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids that are prefilled, those appended after compression (``query_aware=false``), and how many were cut."""
+    """A prompt as token ids.
+
+    ids: the tokens that are prefilled.
+    question: the tokens that are appended after compression, none unless ``query_aware=false``.
+    cut: the number of tokens that were cut out.
+    """
 
     ids: tuple[int, ...]
     question: tuple[int, ...]
@@ -94,7 +112,7 @@ class Encoded:
 
 
 def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, room: int | None) -> Encoded:
-    """Encode a prompt. ``room`` is the model's context minus the answer, or None if it has no limit.
+    """Return the token ids of a prompt. ``room`` is the model's context minus the answer, None if there is no limit.
 
     The prompt is cut first, counted with its special tokens as LongBench's scripts count; then the template is rendered
     with the real content and tokenised once, so that the ids are those of the template's own text.
@@ -114,11 +132,8 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
         held_back = _count(tokenizer, example.prompt, question)
         if held_back > limit - front:
             raise _no_room(task)
-        return Encoded(
-            tuple(shortened[: limit - held_back]),
-            tuple(shortened[limit - held_back :]),
-            len(all_ids) - limit,
-        )
+        divide = limit - held_back
+        return Encoded(tuple(shortened[:divide]), tuple(shortened[divide:]), len(all_ids) - limit)
     half = limit // 2
     content = "".join(
         tokenizer.decode(h, skip_special_tokens=True)
@@ -142,24 +157,8 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
         _question(task.examples[0], task, policy)
 
 
-def render(tokenizer: Any, content: str, system: str | None, frame: str | None = None) -> str:
-    """Put a chat template, ``frame`` or the tokenizer's own, around one user message, ready for the answer."""
-    if not (frame or getattr(tokenizer, "chat_template", None)):
-        raise UsageError(
-            "the prompts are to go through a chat template (prompt=chat, or template=on or skip), and the model's "
-            "tokenizer has no chat template: use prompt=plain or template=off, or give one with model.chat_template="
-        )
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": content})
-    try:
-        options = {} if frame is None else {"chat_template": frame}
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
-    except Exception as error:
-        raise UsageError(f"the model's chat template cannot be applied: {error}") from None
-
-
 def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
-    """Return the prompt's end that is withheld under ``query_aware=false``, else ''."""
+    """Return the question at the prompt's end, which ``query_aware=false`` withholds, or '' if the policy does not."""
     if policy.query_aware:
         return ""
     if not example.question or not example.prompt.endswith(example.question):
@@ -172,7 +171,7 @@ def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
 def _limit(
     tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, room: int | None, all_ids: Sequence[int]
 ) -> int | None:
-    """Return the most tokens of the raw prompt that may stay."""
+    """Return how many tokens of the prompt without template may stay, None if there is no limit."""
     available = room
     if room is not None and policy.templated(task):
         framed = _plain(tokenizer, policy.render(tokenizer, example.prompt))
@@ -184,13 +183,13 @@ def _limit(
 
 
 def _divide(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut: int) -> Encoded:
-    """Divide the ids of ``text`` into context and question: the same tokens as when the question is known."""
+    """Return the ids of ``text`` divided into context and question; together they are the ids of the whole text."""
     question_length = _count(tokenizer, text, question)
     return Encoded(tuple(ids[: len(ids) - question_length]), tuple(ids[len(ids) - question_length :]), cut)
 
 
 def _count(tokenizer: Any, text: str, question: str) -> int:
-    """Count the tokens of ``text`` from the beginning of ``question`` (its last occurrence) to the end."""
+    """Return how many tokens of ``text`` lie between the start of the last ``question`` in it and the end."""
     if not question:
         return 0
     # a template may strip the whitespace around the message

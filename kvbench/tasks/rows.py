@@ -7,16 +7,13 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvbench.errors import UsageError
 
 
 class FileRow:
-    """One record; ``place`` is where it stands (``line 3``), and ``wrong`` makes the error that says so.
-
-    ``hint`` is added where a key is missing.
-    """
+    """One record of a file. ``place`` says where it stands (``line 3``); ``hint`` ends the message on a missing key."""
 
     def __init__(self, file: Path, place: str, values: Mapping[str, Any], hint: str = "") -> None:
         self.file, self.place, self.values, self.hint = file, place, values, hint
@@ -25,25 +22,25 @@ class FileRow:
         return UsageError(f"{self.file}, {self.place}: {reason}")
 
     def __contains__(self, key: str) -> bool:
-        """Tell if there is a value under ``key``; null is none."""
+        """Tell if there is a value other than null under ``key``."""
         return self.values.get(key) is not None
 
     def value(self, key: str) -> Any:
-        """Return the value under ``key``, whatever it is; UsageError with the keys there are if it is absent."""
+        """Return the value under ``key``, of any type. Raises UsageError that lists the keys if there is none."""
         if key not in self.values:
             keys = ", ".join(map(repr, self.values)) or "none"
             raise self.wrong(f"there is no key {key!r}; its keys: {keys}{self.hint}")
         return self.values[key]
 
     def text(self, key: str) -> str:
-        """Return text that is not empty."""
+        """Return the text under ``key``, which must not be empty."""
         value = self.value(key)
         if not isinstance(value, str) or not value:
             raise self.wrong(f"{key!r} must be text that is not empty, got {kind(value)}")
         return self._unicode(key, value)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return text, or a list of texts with at least one, as a tuple."""
+        """Return the texts under ``key`` as a tuple: one text, or a list of at least one."""
         value = self.value(key)
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not values or not all(isinstance(v, str) for v in values):
@@ -51,23 +48,23 @@ class FileRow:
         return tuple(self._unicode(key, v) for v in values)
 
     def records(self, key: str) -> list[FileRow]:
-        """Return a list of objects, at least one, as rows."""
+        """Return the objects of the list under ``key`` as rows; there must be at least one."""
         value = self.value(key)
         if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
             raise self.wrong(f"{key!r} must be a list of objects, at least one, got {kind(value)}")
         return [FileRow(self.file, f"{self.place}, {key}[{i}]", v) for i, v in enumerate(value)]
 
     def count(self, key: str, default: int) -> int:
-        """Return a whole number from 1; ``default`` where there is none."""
+        """Return the whole number, 1 or more, under ``key``; ``default`` where there is none."""
         value = self.values.get(key)
         if value is None:
             return default
         if not is_count(value):
             raise self.wrong(f"{key!r} must be a whole number from 1, got {kind(value)}")
-        return int(value)
+        return value
 
     def name(self, key: str, default: str) -> str:
-        """Return text or a whole number, as text; ``default`` where there is none."""
+        """Return the text or whole number under ``key`` as text; ``default`` where there is none."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -83,7 +80,7 @@ class FileRow:
 
 
 def read(file: Path) -> Iterator[FileRow]:
-    """Yield the records of a .jsonl, .json (a list) or .csv file, in order; UsageError if there is none."""
+    """Yield the records of a .jsonl, .json (a list) or .csv file, in order. Raises UsageError if there are none."""
     readers = {".jsonl": read_lines, ".json": read_list, ".csv": read_csv}
     if file.suffix not in readers:
         raise UsageError(f"{file} must be a .jsonl, .json or .csv file")
@@ -95,7 +92,10 @@ def read(file: Path) -> Iterator[FileRow]:
 
 
 def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
-    """Yield the objects of JSON Lines; blank lines are skipped, only line feeds part lines: JSON may hold others."""
+    """Yield the objects of a JSON Lines file, without blank lines.
+
+    Only line feeds end a line, since JSON may hold the other characters that Python would break lines at.
+    """
     try:
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
@@ -108,7 +108,7 @@ def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
 
 
 def read_list(file: Path) -> Iterator[FileRow]:
-    """Yield the objects of one JSON list."""
+    """Yield the objects of a file that holds one JSON list."""
     entries = parse(file, "", _text(file))
     if not isinstance(entries, list):
         raise UsageError(f"{file}: must hold a JSON list, got {kind(entries)}")
@@ -117,20 +117,30 @@ def read_list(file: Path) -> Iterator[FileRow]:
 
 
 def read_csv(file: Path) -> Iterator[FileRow]:
-    """Yield the rows of CSV with a header line; rows are counted without it."""
-    reader = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
+    """Yield the rows of a CSV file with a header line; the place ``row 1`` is the first row below it."""
+    return parse_csv(file, _text(file))
+
+
+def parse_csv(file: Path, text: str, by_line: bool = False) -> Iterator[FileRow]:
+    """Yield the rows of CSV with a header line. The first has the place ``row 1`` or, ``by_line``, its line number."""
+    # the default limit of a cell, 128 KiB, is less than a long reference
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next(reader, [])
+        line = reader.line_num + 1
         for number, cells in enumerate(reader, start=1):
+            place = f"line {line}" if by_line else f"row {number}"
             if len(cells) != len(header):
-                raise UsageError(f"{file}, row {number}: {len(cells)} cells, but the header names {len(header)}")
-            yield FileRow(file, f"row {number}", dict(zip(header, cells, strict=True)))
+                raise UsageError(f"{file}, {place}: {len(cells)} cells, but the header names {len(header)}")
+            yield FileRow(file, place, dict(zip(header, cells, strict=True)))
+            line = reader.line_num + 1
     except csv.Error as error:
         raise UsageError(f"{file}, line {reader.line_num}: not CSV: {error}") from None
 
 
 def parse(file: Path, place: str, text: str) -> Any:
-    """Parse JSON, or raise a UsageError that says where it is none."""
+    """Return the value of a JSON text. Raises UsageError naming file, place and character if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -138,13 +148,13 @@ def parse(file: Path, place: str, text: str) -> Any:
         raise UsageError(f"{file}{', ' if place else ''}{place}: not JSON: {reason}") from None
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Tell if a value is a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def kind(value: object) -> str:
-    """Return a value as error messages show it."""
+    """Return a value as error messages show it: as JSON, cut after 40 characters with its type in front."""
     if value is None:
         return "null"
     shown = json.dumps(value, ensure_ascii=False)
@@ -162,8 +172,8 @@ def _decode(file: Path, place: str, raw: bytes, first: bool) -> str:
     try:
         return (raw.removeprefix(b"\xef\xbb\xbf") if first else raw).decode("utf-8")
     except UnicodeDecodeError as error:
-        of = " of the line" if place else ""
-        raise UsageError(f"{file}{place}: not UTF-8 text (byte {error.start}{of})") from None
+        suffix = " of the line" if place else ""
+        raise UsageError(f"{file}{place}: not UTF-8 text (byte {error.start}{suffix})") from None
 
 
 def _object(file: Path, place: str, value: object) -> Mapping[str, Any]:

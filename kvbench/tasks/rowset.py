@@ -69,7 +69,10 @@ def load(
     references: str | None = None,
     seed: int = 0,
 ) -> list[Task]:
-    """Return one task with an example per row; UsageError naming file, place and reason for an incomplete row."""
+    """Return one task with an example per row; ``only`` leaves out rows.
+
+    Raises UsageError naming file, place and reason for an incomplete row.
+    """
     try:
         form = RowFormat(**_rows_)
         task_fields: dict[str, Any] = {
@@ -89,12 +92,13 @@ def load(
         keys = keys[one_of(dataset, "references", references, keys)]
     places = form.places or [f"{dataset}.jsonl"]
     path = files.path(file) if file else files.first(*places) or files.path(places[0])
-    examples, rows = [], list(read(path))
+    examples = []
+    rows = list(read(path))
     for i, row in enumerate(rows):
         if any(row.value(key) not in values for key, values in form.only.items()):
             continue
         name = row.name(form.id, f"{dataset}-{i}") if form.id else f"{dataset}-{i}"
-        meta = {of: row.text(key) for of, key in form.meta.items()}
+        meta = {field_name: row.text(key) for field_name, key in form.meta.items()}
         content = _content(form, row, f"{seed}:{name}", _listed(keys), scorer)
         examples.append(Example(id=name, max_new_tokens=max_new_tokens, meta=meta, **content))
     facts = [form.note]
@@ -109,7 +113,7 @@ def load(
 
 
 def _content(form: RowFormat, row: FileRow, seed: str, keys: Sequence[str], scorer: metrics.Metric) -> dict[str, Any]:
-    """Return the prompt, question, references and classes of a row."""
+    """Return a row's prompt, question, references and classes under the names of Example's fields."""
     order = list(drawn(form.choices, seed))
     lines = [f"({letter}) {row.text(key).strip()}" for letter, key in zip(LETTERS, order, strict=False)]
     texts = {"choices": "\n".join(lines)} if order else {}
@@ -152,7 +156,7 @@ def _text(form: RowFormat, row: FileRow, key: str) -> str:
 
 
 def _key(row: FileRow, key: str) -> str:
-    """Return the key as it is written, or as the hub's table names it."""
+    """Return the name under which the row has ``key``: the key itself, or its form in lower_case as on the hub."""
     hub_key = key.lower().replace(" ", "_")
     return hub_key if hub_key in row and key not in row else key
 

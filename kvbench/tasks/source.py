@@ -24,9 +24,9 @@ class Files:
     root: Path | None
 
     def path(self, name: str) -> Path:
-        """Return the file or folder ``name`` below the data folder; UsageError with the two ways to get it if absent.
+        """Return the path of the file or folder ``name`` below the data folder.
 
-        A file that the lock lists must be what was fetched, else UsageError.
+        Raises UsageError with the two ways to get it if it is absent, and if the lock lists it with another content.
         """
         if self.root is None:
             raise UsageError(f"dataset={self.dataset} needs {name}: {self.ways()}")
@@ -37,9 +37,9 @@ class Files:
         return path
 
     def first(self, *names: str) -> Path | None:
-        """Return the first of ``names`` that exists below the data folder, for files that may lie in several places.
+        """Return the path of the first of ``names`` that is a file below the data folder; None if none is.
 
-        Raises UsageError where it is not what was fetched.
+        Raises UsageError if the lock lists it with another content.
         """
         name = next((n for n in names if (self.root / n).is_file()), None) if self.root else None
         if self.root is None or name is None:
@@ -48,7 +48,7 @@ class Files:
         return self.root / name
 
     def _check(self, name: str) -> None:
-        """Raise UsageError where the lock lists this file with another content; looked at once per process."""
+        """Raise UsageError if the lock lists this file with another content. Each file is read once per process."""
         if self.root is None or not (lock := self.root / fetch.LOCK).is_file():
             return
         path = self.root / name
@@ -56,7 +56,7 @@ class Files:
             raise fetch.changed(self.root, fetch.Wanted(name))
 
     def ways(self) -> str:
-        """Describe the two ways to get the files of this dataset."""
+        """Return a text with the two ways to get the files of this dataset."""
         return (
             f"put the file there yourself and say where with data.root=FOLDER or the environment variable "
             f"{ENVIRONMENT}, or run: python -m kvbench data fetch {self.dataset} data.root=FOLDER"
@@ -70,7 +70,10 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 @cache
 def _changed(root: Path, name: str, file: tuple[int, int], lock: tuple[int, int]) -> bool:
-    """Tell if a file differs from the lock; size and time of both are arguments so that a cached result stays true."""
+    """Tell if a file differs from the lock.
+
+    ``file`` and ``lock``, the size and time of both, are arguments so that a cached result stays true.
+    """
     return fetch.state(root, fetch.Wanted(PurePosixPath(name).as_posix()), fetch.read_lock(root)) == "changed"
 
 

@@ -9,10 +9,10 @@ from kvbench.example import Example
 
 
 def spread(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
-    """Order the examples' indices so that each beginning covers the grid of ``meta``'s values under ``keys``.
+    """Return the examples' indices in an order whose every beginning covers the grid of ``meta``'s values by ``keys``.
 
-    The fields come one after the other, each the farthest from those before it (the first: the lowest; of equals the
-    lower), then each field's second example in the same order, and so on. A larger limit takes what a smaller one took.
+    The grid's fields take turns: the first example of each, then the second of each, and so on. The lowest field comes
+    first, then always the one farthest from all before it, of equals the lower.
     """
     fields: dict[tuple[float, ...], list[int]] = {}
     for i, example in enumerate(examples):
@@ -22,7 +22,10 @@ def spread(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
 
 
 def _farthest_first(points: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Order sorted points so that each is the farthest from those before it, by rank along each axis from 0 to 1."""
+    """Return sorted points in an order in which each is the farthest from all before it.
+
+    Distances are those of ranks along each axis, from 0 to 1.
+    """
     axes = [sorted(set(values)) for values in zip(*points, strict=True)]
 
     def rank(point: tuple[float, ...]) -> list[float]:
@@ -43,7 +46,7 @@ def _farthest_first(points: Sequence[tuple[float, ...]]) -> list[tuple[float, ..
 
 
 def left_out(taken: Sequence[Example], examples: Sequence[Example], keys: Sequence[str]) -> list[str]:
-    """Return the parts of the grid for which ``taken`` has no example, in words: ``depth 25, 75``."""
+    """Return the values of each key for which ``taken`` has no example, in words: ``depth 25, 75``."""
     parts = []
     for key in keys:
         missing = sorted({e.meta[key] for e in examples} - {e.meta[key] for e in taken})

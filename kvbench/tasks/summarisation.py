@@ -68,37 +68,37 @@ def load(dataset: str, files: Files, knobs: SummaryKnobs) -> list[Task]:
     if knobs.source != "articles":
         ready = files.path(name) if knobs.source == "prompts" else files.first(name)
     if ready:
-        examples = tuple(islice(_ready(dataset, ready, knobs.max_new_tokens), knobs.examples))
-        return [_task(dataset, examples, f"ready prompts, {ready.name}", knobs.shots)]
-    path = files.path(knobs.test)
-    shots = _shots(dataset, files.path(knobs.train), knobs) if knobs.shots else ""
-    examples = tuple(
-        Example(
+        source, examples = f"ready prompts, {ready.name}", _ready(dataset, ready, knobs.max_new_tokens)
+    else:
+        path = files.path(knobs.test)
+        shots = _shots(dataset, files.path(knobs.train), knobs) if knobs.shots else ""
+        source, examples = path.name, _articles(dataset, path, knobs, shots)
+    return [
+        Task(
+            id=dataset,
+            examples=tuple(islice(examples, knobs.examples)),
+            metric="rouge_l",
+            source=f"{source}, {knobs.shots} shot{'' if knobs.shots == 1 else 's'}",
+            category="summarisation",
+            cut_at=SEPARATOR,
+            chat=False,
+        )
+    ]
+
+
+def _articles(dataset: str, path: Path, knobs: SummaryKnobs, shots: str) -> Iterator[Example]:
+    for i, row in enumerate(read(path)):
+        yield Example(
             id=row.name("id", f"{dataset}-{i}"),
             prompt=shots + knobs.block(row),
             answers=(_line(row, knobs.summary_key),),
             max_new_tokens=knobs.max_new_tokens,
             question=knobs.asked,
         )
-        for i, row in enumerate(islice(read(path), knobs.examples))
-    )
-    return [_task(dataset, examples, path.name, knobs.shots)]
-
-
-def _task(dataset: str, examples: tuple[Example, ...], source: str, shots: int) -> Task:
-    return Task(
-        id=dataset,
-        examples=examples,
-        metric="rouge_l",
-        source=f"{source}, {shots} shot{'' if shots == 1 else 's'}",
-        category="summarisation",
-        cut_at=SEPARATOR,
-        chat=False,
-    )
 
 
 def _ready(dataset: str, path: Path, max_new_tokens: int) -> Iterator[Example]:
-    """Yield lines with a prompt in this layout and its summary, as in the files that Q-Hitter's predecessors share."""
+    """Yield an example for each line with a ready prompt and its summary, as Q-Hitter's predecessors share them."""
     for i, row in enumerate(read(path)):
         prompt = row.text("prompt")
         article, separator, end = prompt.rpartition("\n\n")
@@ -126,5 +126,5 @@ def _shots(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
 
 
 def _line(row: FileRow, key: str) -> str:
-    """Return text with its line breaks as spaces, so that blank lines part nothing but the blocks."""
+    """Return the text under ``key`` with its line breaks as spaces, so that blank lines part nothing but the blocks."""
     return row.text(key).replace("\r", " ").replace("\n", " ").strip()

@@ -7,13 +7,14 @@ import json
 from kvbench.metrics.theorem import parse_reference
 from kvbench.tasks.rows import FileRow, kind
 
-TYPES = ("integer", "float", "bool", "option", "list of integer", "list of float")
+TYPES = {"integer": int, "float": float, "bool": bool, "option": str, "list of integer": tuple, "list of float": tuple}
+"""The type of a parsed answer by the type that its question states."""
 
 
 def reference(row: FileRow) -> str:
-    """Return the answer of a question as text whose form gives its type: ``3`` an integer, ``3.0`` a float.
+    """Return the answer of a question as text whose form gives its type: ``3`` is an integer, ``3.0`` a float.
 
-    It is text in the hub's table. Raises UsageError for an unknown type, or an answer that is not of its type.
+    In the hub's table the answer is text already. Raises UsageError if its type is unknown or it is of another type.
     """
     answer_type, answer = row.text("Answer_type"), row.value("Answer")
     if answer_type not in TYPES:
@@ -23,12 +24,6 @@ def reference(row: FileRow) -> str:
     if answer_type == "float" and type(value) is int:
         value = float(value)
         reference = str(value)
-    if not _fits(answer_type, value):
+    if type(value) is not TYPES[answer_type]:
         raise row.wrong(f"'Answer' must be of the type {answer_type!r}, got {kind(answer)}")
     return str(value) if isinstance(value, bool) else reference
-
-
-def _fits(answer_type: str, value: object) -> bool:
-    if answer_type.startswith("list of "):
-        return isinstance(value, tuple)
-    return type(value) is {"integer": int, "float": float, "bool": bool, "option": str}[answer_type]

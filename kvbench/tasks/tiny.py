@@ -5,94 +5,35 @@ words repeat the key ("... answer: paris is"). An answer has at least two tokens
 first generated token still comes from the uncompressed attention of the prefill.
 
 Every example is a pure function of (task, length, index). Evaluation examples are seeded in their own domain
-(``eval/...``); training (``kvbench.tasks.tiny_corpus``) draws from ``train/...``, so the two never share a seed.
+(``eval/...``); training (``scripts/tiny_model``) draws from ``train/...``, so the two never share a seed.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
 
 from kvbench.example import Example
+from kvbench.tasks.base import Task
+from kvbench.tasks.knobs import whole
 
+T = TypeVar("T")
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-CITIES = _words(
-    """
-    paris london tokyo berlin madrid rome oslo cairo lima quito dublin vienna prague athens lisbon warsaw moscow
-    delhi beijing seoul bangkok hanoi jakarta manila sydney perth auckland toronto ottawa boston chicago dallas
-    denver miami seattle houston phoenix havana bogota caracas santiago nairobi lagos accra dakar tunis rabat
-    algiers tehran baghdad riyadh doha dubai kabul dhaka kathmandu colombo yangon taipei osaka kyoto mumbai chennai
-    karachi lahore istanbul ankara sofia zagreb belgrade bucharest budapest
-    """
-)
-VARIABLES = _words(
-    """
-    alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho sigma tau upsilon phi chi
-    psi omega foo bar baz qux tmp buf ptr idx cnt acc ctx cfg env arg val ret res req src dst len pos col sum avg
-    lhs rhs pid uid gid addr port host mode flag size cap node root step
-    """
-)
-PEOPLE = _words(
-    """
-    anna bob carl dora emil fiona greg hana ivan julia kevin laura mark nina oscar paula quentin rosa simon tina
-    ulrich vera walter xenia yusuf zoe alice brian clara david elena frank grace henry irene james karen liam maria
-    nathan olivia peter rachel samuel teresa victor wendy aaron
-    """
-)
-LABS = _words(
-    """
-    acme apex atlas aurora beacon cobalt cypress dynamo echo falcon genesis helix horizon icarus jupiter keystone
-    lumen matrix nebula nova orion pegasus polaris quantum raven saturn summit titan umbra vertex vortex zenith
-    """
-)
-OBJECTS = _words(
-    """
-    tulip lily daisy orchid fern oak maple pine cedar birch willow apple pear plum peach cherry lemon mango grape
-    tiger lion bear wolf fox otter seal whale shark eagle hawk crow robin swan goose duck horse sheep goat camel
-    violin piano drum flute harp guitar trumpet cello hammer wrench chisel ladder bucket kettle spoon plate candle
-    lantern blanket pillow mirror basket rope
-    """
-)
-SHADES = _words("deep pale soft vivid dull rich faint muted")
-COLOURS = _words(
-    """
-    crimson amber azure ivory jade scarlet indigo violet olive teal maroon beige coral navy lilac khaki mauve ochre
-    sepia sienna copper bronze silver golden
-    """
-)
-TRAITS = _words(
-    """
-    brave quiet clever lazy gentle proud tiny giant ancient modern hungry happy angry sleepy curious famous
-    """
-)
-TRADES = _words(
-    """
-    farmer doctor teacher painter sailor pilot baker judge soldier singer dancer writer miner tailor hunter monk
-    """
-)
-ACTIONS = _words(
-    """
-    sings dances travels works sleeps waits laughs cries fights studies paints reads writes cooks swims climbs
-    """
-)
+WORDS = {
+    name: tuple(text.split())
+    for name, text in yaml.safe_load(Path(__file__).with_name("tiny_words.yaml").read_text(encoding="utf-8")).items()
+}
+"""The word lists of tiny_words.yaml by name."""
+CITIES, PEOPLE, LABS, SHADES, COLOURS = (WORDS[k] for k in ("cities", "people", "labs", "shades", "colours"))
 ORDINALS = ("first", "second", "third")
-
-PLACES = _words(
-    """
-    wind river forest garden road village market bridge mountain valley harbor field tower library station window
-    """
-)
-MOODS = _words("cold warm bright dark narrow wide low new clean dusty green grey calm busy long short")
-TIMES = _words("morning evening night winter summer spring autumn noon")
-CHANGES = _words("moves rests shines grows fades changes opens closes")
-FILLER_WORDS = {"s": PLACES, "a": MOODS, "t": TIMES, "v": CHANGES}
+FILLER_WORDS = {"s": WORDS["places"], "a": WORDS["moods"], "t": WORDS["times"], "v": WORDS["changes"]}
 FILLER = (
     "the {s} is {a} in the {t}.",
     "in the {t} the {s} {v} slowly.",
@@ -107,6 +48,9 @@ FILLER = (
 # Sentences of 2 to 6 tokens with which any remaining room of two tokens or more can be filled exactly.
 SHORT_FILLER = ("slowly.", "it {v}.", "the {s} {v}.", "the {s} was {a}.", "it was a {a} {t}.")
 HEADER = "notes:"
+NEEDLE = "the magic number of {key} is {value}."
+NEEDLE_QUESTION = "question: what is the magic number of {key}? answer: {key} is"
+"""Sentence to hide, in this suite or in real text, and the question that ends a prompt: the digits follow a space."""
 
 PIECE = r" ?=>| ?[A-Za-z]+| ?\d| ?[^\w\s]"
 """Pre-token regex shared with the tokenizer: every piece of task text is one token."""
@@ -140,7 +84,12 @@ class Puzzle:
 
 @dataclass(frozen=True)
 class TinyTask:
-    """One task of the suite. ``tokens_per_fact`` decides how many facts fill a given length; ``most`` caps them."""
+    """One task of the suite.
+
+    puzzle: the function that draws facts and queries from (random stream, number of facts).
+    tokens_per_fact: the tokens of a prompt for each fact; 0 for tasks with one fact or a number of their own.
+    most: the most facts of a prompt.
+    """
 
     category: str
     metric: str
@@ -151,51 +100,30 @@ class TinyTask:
     classes: tuple[str, ...] = ()
 
 
-def needle_sentence(city: str, digits: str) -> str:
-    """Return the sentence to hide, in this suite or in real text: ``the magic number of paris is 471.``"""
-    return f"the magic number of {city} is {digits}."
-
-
-def needle_question(city: str) -> str:
-    """Return the question that ends a needle prompt; the digits follow after a space."""
-    return f"question: what is the magic number of {city}? answer: {city} is"
-
-
 def needle_pair(index: int) -> tuple[str, str, str]:
-    """Return the ``(sentence, question, answer)`` of an index, to hide in real text; its seed is not training's."""
+    """Return (sentence to hide in real text, question, answer) of an index; training draws from other seeds."""
     rng = random.Random(f"eval/needle-pair/{index}")
     city, number = rng.choice(CITIES), _digits(rng)
-    return needle_sentence(city, number), needle_question(city), number
+    return NEEDLE.format(key=city, value=number), NEEDLE_QUESTION.format(key=city), number
 
 
-def needles(rng: random.Random, n: int) -> Puzzle:
-    """Make up to ``n`` cities with three-digit magic numbers, and one query for each."""
-    cities = rng.sample(CITIES, min(n, len(CITIES)))
-    numbers = [_digits(rng) for _ in cities]
-    return Puzzle(
-        tuple(map(needle_sentence, cities, numbers)),
-        tuple(Query(needle_question(city), number, (0,)) for city, number in zip(cities, numbers, strict=True)),
-    )
+def lookups(
+    keys: Sequence[str], draw: Callable[[random.Random], str], fact: str, question: str
+) -> Callable[[random.Random, int], Puzzle]:
+    """Return the function that makes up to n facts of different ``keys``, with drawn values, and a query for each.
 
+    The template ``fact`` holds ``{key}`` and ``{value}``, ``question`` the key alone.
+    """
 
-def variables(rng: random.Random, n: int) -> Puzzle:
-    """Make up to ``n`` assignments such as ``foo = 471;``, and one query for each, which prints the variable."""
-    names = rng.sample(VARIABLES, min(n, len(VARIABLES)))
-    values = [_digits(rng) for _ in names]
-    return Puzzle(
-        tuple(f"{name} = {value};" for name, value in zip(names, values, strict=True)),
-        tuple(Query(f"print {name}; {name} =", value, (0,)) for name, value in zip(names, values, strict=True)),
-    )
+    def puzzle(rng: random.Random, n: int) -> Puzzle:
+        chosen = rng.sample(keys, min(n, len(keys)))
+        values = [draw(rng) for _ in chosen]
+        return Puzzle(
+            tuple(fact.format(key=key, value=value) for key, value in zip(chosen, values, strict=True)),
+            tuple(Query(question.format(key=key), value, (0,)) for key, value in zip(chosen, values, strict=True)),
+        )
 
-
-def mappings(rng: random.Random, n: int) -> Puzzle:
-    """Make up to ``n`` few-shot pairs such as ``tulip => deep crimson.``, and one query for each object's label."""
-    objects = rng.sample(OBJECTS, min(n, len(OBJECTS)))
-    labels = [f"{rng.choice(SHADES)} {rng.choice(COLOURS)}" for _ in objects]
-    return Puzzle(
-        tuple(f"{name} => {label}." for name, label in zip(objects, labels, strict=True)),
-        tuple(Query(f"{name} =>", label, (0,)) for name, label in zip(objects, labels, strict=True)),
-    )
+    return puzzle
 
 
 def two_hops(rng: random.Random, n: int) -> Puzzle:
@@ -217,7 +145,7 @@ def two_hops(rng: random.Random, n: int) -> Puzzle:
 
 def key_points(rng: random.Random, n: int) -> Puzzle:
     """Make three key points (whatever ``n`` is) and one query that lists them in order."""
-    points = [f"{rng.choice(TRAITS)} {rng.choice(TRADES)} {rng.choice(ACTIONS)}" for _ in ORDINALS]
+    points = [" ".join(rng.choice(WORDS[k]) for k in ("traits", "trades", "actions")) for _ in ORDINALS]
     facts = tuple(f"key point {ordinal}: {point}." for ordinal, point in zip(ORDINALS, points, strict=True))
     answer = ", ".join(f"{ordinal}: {point}" for ordinal, point in zip(ORDINALS, points, strict=True))
     question = f"question: list the key points first, second, third. answer: {ORDINALS[0]}:"
@@ -225,6 +153,15 @@ def key_points(rng: random.Random, n: int) -> Puzzle:
     return Puzzle(facts, (Query(question, answer.removeprefix(f"{ORDINALS[0]}: "), (0, 6, 12)),))
 
 
+def _digits(rng: random.Random) -> str:
+    return f"{rng.randrange(1000):03d}"
+
+
+needles = lookups(CITIES, _digits, NEEDLE, NEEDLE_QUESTION)
+variables = lookups(WORDS["variables"], _digits, "{key} = {value};", "print {key}; {key} =")
+mappings = lookups(
+    WORDS["objects"], lambda rng: f"{rng.choice(SHADES)} {rng.choice(COLOURS)}", "{key} => {value}.", "{key} =>"
+)
 LABELS = tuple(f"{shade} {colour}" for shade in SHADES for colour in COLOURS)
 TASKS: Mapping[str, TinyTask] = {
     "needle": TinyTask("single-document QA", "f1", 8, needles),
@@ -271,8 +208,30 @@ def example(task: str, length: int, index: int) -> Example:
     )
 
 
+def load(dataset: str, length: int, examples: int) -> list[Task]:
+    """Return the six tasks with ``examples`` prompts of ``length`` tokens each, generated, never read from anywhere."""
+    whole(dataset, "length", length, 64, 4000)
+    whole(dataset, "examples", examples, 1, 100_000)
+    return [
+        Task(
+            id=f"{dataset}/{name}",
+            examples=_examples(name, length, examples),
+            metric=task.metric,
+            source=f"generated by kvbench.tasks.tiny, length {length}",
+            category=task.category,
+        )
+        for name, task in TASKS.items()
+    ]
+
+
+@lru_cache(maxsize=24)
+def _examples(task: str, length: int, count: int) -> tuple[Example, ...]:
+    """Return the first ``count`` examples of a task; cached, since a report asks for them once for every table."""
+    return tuple(example(task, length, i) for i in range(count))
+
+
 def filler_sentences(rng: random.Random, room: int) -> list[str]:
-    """Return random sentences without facts that have ``room`` tokens together (``room`` 0 or at least 2)."""
+    """Return random sentences without facts that together have ``room`` tokens, which must be 0 or at least 2."""
     if room == 1 or room < 0:
         raise ValueError(f"no filler sentences have {room} tokens together")
     sentences: list[str] = []
@@ -290,10 +249,10 @@ def filler_sentence(rng: random.Random) -> str:
     return _fill(rng, rng.choice(FILLER))
 
 
-def scatter(rng: random.Random, facts: list[str], fillers: list[str]) -> list[str]:
+def scatter(rng: random.Random, facts: list[T], fillers: list[T]) -> list[T]:
     """Return the facts in their order at random places among the filler sentences."""
     places = sorted(rng.randrange(len(fillers) + 1) for _ in facts)
-    sentences: list[str] = []
+    sentences: list[T] = []
     start = 0
     for place, fact in zip(places, facts, strict=True):
         sentences += [*fillers[start:place], fact]
@@ -305,21 +264,6 @@ def scatter(rng: random.Random, facts: list[str], fillers: list[str]) -> list[st
 def template_tokens(template: str) -> int:
     """Return the number of tokens of a filler sentence made from ``template``."""
     return count_tokens(re.sub(r"\{\w\}", "x", template))
-
-
-def words() -> list[str]:
-    """Return every word of the tasks, sorted: the word pieces of the tokenizer."""
-    lists = (CITIES, VARIABLES, PEOPLE, LABS, OBJECTS, SHADES, COLOURS, TRAITS, TRADES, ACTIONS, ORDINALS)
-    rng = random.Random(0)
-    puzzles = [spec.puzzle(rng, 2) for spec in TASKS.values()]
-    texts = [text for p in puzzles for text in (*p.facts, *(f"{q.question} {q.answer}" for q in p.queries))]
-    texts += [re.sub(r"\{\w\}", "", template) for template in FILLER + SHORT_FILLER]
-    known = {word for group in (*lists, *FILLER_WORDS.values()) for word in group}
-    return sorted(known | {word for text in texts for word in re.findall(r"[a-z]+", text)})
-
-
-def _digits(rng: random.Random) -> str:
-    return f"{rng.randrange(1000):03d}"
 
 
 def _fill(rng: random.Random, template: str) -> str:

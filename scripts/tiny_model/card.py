@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from kvbench.engine.calibration import tiny_corpus
 from kvbench.example import Example
-from kvbench.tasks import tiny, tiny_corpus, tiny_tokens
-from tiny_model import initial
+from kvbench.tasks import tiny
+from tiny_model import initial, tokenizer
 from tiny_model.train import Progress, Recipe
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -28,7 +29,7 @@ Table = Mapping[str, Mapping[int, float]]
 
 
 def export(model: LlamaForCausalLM, recipe: Recipe, progress: Progress, threads: int, folder: Path) -> None:
-    """Writes weights (float16 on disk, loaded as float32), tokenizer and the record of the training run."""
+    """Write weights (float16 on disk, loaded as float32), tokenizer and the record of the training to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     half = LlamaForCausalLM(initial.configuration(recipe.shape)).half()
     half.load_state_dict(model.state_dict())
@@ -37,19 +38,19 @@ def export(model: LlamaForCausalLM, recipe: Recipe, progress: Progress, threads:
     # Without it, transformers would also compute in float16, which is slow and inexact on a CPU.
     settings["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    tiny_tokens.save(folder)
+    tokenizer.build().save_pretrained(folder)
     record = {"recipe": asdict(recipe), "threads": threads, "torch": torch.__version__}
     record |= {"seconds": round(progress.seconds), "steps": progress.steps, "tokens": progress.tokens}
     (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Model in float32 and tokenizer, as any user of transformers loads them."""
+    """Return (model in float32, tokenizer), loaded as any user of transformers loads them."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def exact_match(model: LlamaForCausalLM, reader: PreTrainedTokenizerBase, examples: Sequence[Example]) -> float:
-    """Share of the examples, all of one prompt length, whose greedy answer equals the reference."""
+    """Return the share of the examples, all of one prompt length, whose greedy answer equals the reference."""
     right = 0
     ids = torch.tensor([reader(example.prompt)["input_ids"] for example in examples])
     size = max(1, BATCH_TOKENS // ids.shape[1])
@@ -69,7 +70,7 @@ def exact_match(model: LlamaForCausalLM, reader: PreTrainedTokenizerBase, exampl
 def accuracies(
     model: LlamaForCausalLM, reader: PreTrainedTokenizerBase, lengths: Sequence[int], limit: int, noisy: bool = True
 ) -> Table:
-    """Exact match per task and length over ``limit`` examples each; with ``noisy`` also of a needle in noise."""
+    """Return {task: {length: exact match}} over ``limit`` examples each; ``noisy`` adds the needle in noise."""
     table = {
         task: {n: exact_match(model, reader, [tiny.example(task, n, i) for i in range(limit)]) for n in lengths}
         for task in tiny.TASKS
@@ -80,13 +81,13 @@ def accuracies(
 
 
 def noisy_needle(length: int, index: int) -> Example:
-    """A needle in byte-spelled noise, ``length`` tokens long; depth varies with the index."""
+    """Return an example of ``length`` tokens, a needle in byte-spelled noise; its depth varies with the index."""
     rng = random.Random(f"eval/noise/{length}/{index}")
     fact, question, answer = tiny.needle_pair(index)
     task = tiny.TASKS["needle"]
     room = length - 1 - tiny.count_tokens(f"{fact} {question}")
     sentences: list[str] = []
-    while (size := len(tiny_tokens.encode(sentence := tiny_corpus.noise(rng)))) < room - 1:
+    while (size := len(tiny_corpus.encode(sentence := tiny_corpus.noise(rng)))) < room - 1:
         sentences.append(sentence)
         room -= size
     sentences += [f" {filler}" for filler in tiny.filler_sentences(rng, room)]
@@ -95,7 +96,7 @@ def noisy_needle(length: int, index: int) -> Example:
 
 
 def write(folder: Path, lengths: Sequence[int], limit: int) -> str:
-    """Measures the model in ``folder`` and its untrained beginning; writes ``README.md`` there and returns its text."""
+    """Measure the model in ``folder`` and its untrained beginning, write README.md there and return its text."""
     record = json.loads((folder / "training.json").read_text())
     shape = initial.Shape(**record["recipe"]["shape"])
     model, reader = load(folder)
@@ -174,7 +175,7 @@ and loaded in float32; the accuracies above are those of the rounded weights.
 
 ## Data
 
-Generated while training by `kvbench/tasks/tiny_corpus.py`, never stored: facts of the tasks of
+Generated while training by `scripts/tiny_model/corpus.py`, never stored: facts of the tasks of
 `kvbench/tasks/tiny.py` among filler sentences, then as many queries as fit. In 15 % of the sequences all filler is
 byte-spelled noise, in another 15 % a fifth of it. Training and evaluation draw from random streams whose seeds differ
 by construction (`train/...`, `eval/...`). Two auxiliary tasks (copy a random span; random key-value pairs) fade over

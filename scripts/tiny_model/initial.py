@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvbench.tasks.tiny_tokens import BOS, EOS, PAD, vocabulary
+from kvbench.engine.calibration.tiny_corpus import BOS, EOS
+from tiny_model.tokenizer import PAD, vocabulary
 
 THETA = 1e6
 CONSTANT = 0.4
@@ -42,7 +43,7 @@ SLOW = 0.008
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of the model."""
+    """The sizes of the model."""
 
     layers: int = 6
     hidden: int = 128
@@ -53,7 +54,7 @@ class Shape:
 
 
 def build(shape: Shape, seed: int) -> LlamaForCausalLM:
-    """A stock Llama with the structured initialisation, a function of the seed."""
+    """Return a stock Llama with the structured initialisation, which is a function of the seed."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(configuration(shape))
     with torch.no_grad():
@@ -62,7 +63,7 @@ def build(shape: Shape, seed: int) -> LlamaForCausalLM:
 
 
 def configuration(shape: Shape) -> LlamaConfig:
-    """Stock configuration: tied embeddings, RoPE theta 1e6."""
+    """Return the stock configuration with tied embeddings and RoPE theta 1e6."""
     return LlamaConfig(
         vocab_size=len(vocabulary()),
         hidden_size=shape.hidden,
@@ -109,12 +110,12 @@ def _initialise(model: LlamaForCausalLM, shape: Shape, rng: torch.Generator) -> 
                 shifts = ((0, 1), (1, 2)) if kv % 2 == 0 else ((2, 3), (3, 4))
                 _match(queries[kv], keys[kv], shifts, rotations, rng)
             for g, distance in enumerate(distances):
-                written = COPY_BACK * rotations[distance] @ read.T if index == 0 else COPY_MATCH * read.T
-                outputs[1:, kv, g] = rms * written
+                output = COPY_BACK * rotations[distance] @ read.T if index == 0 else COPY_MATCH * read.T
+                outputs[1:, kv, g] = rms * output
 
 
 def _look_back(queries: Tensor, keys: Tensor, distances: list[int], constant: float, rng: torch.Generator) -> None:
-    """Makes each head of ``queries`` [G, D, hidden] attend to the key that lies its distance back."""
+    """Make each head of ``queries`` [G, D, hidden] attend to the key that lies its distance back."""
     dim = keys.shape[0]
     frequencies = _frequencies(dim)
     for weight in (queries, keys):
@@ -135,7 +136,10 @@ def _match(
     rotations: list[Tensor],
     rng: torch.Generator,
 ) -> None:
-    """Makes ``queries`` [G, D, hidden] reading slot j meet ``keys`` [D, hidden] reading slot j + 1, per (j, j + 1)."""
+    """Make queries that read slot j meet keys that read slot k, for each (j, k) of ``shifts``.
+
+    ``queries`` are weights [G, D, hidden], ``keys`` weights [D, hidden].
+    """
     dim = keys.shape[0]
     slow = torch.nonzero(_frequencies(dim) < SLOW).flatten()
     rows = torch.cat((slow, slow + dim // 2))
@@ -143,15 +147,15 @@ def _match(
     share = len(rows) // len(shifts)
     for weight in (queries, keys):
         weight.normal_(std=NOISE, generator=rng)
-    for number, (asked, told) in enumerate(shifts):
+    for number, (query_shift, key_shift) in enumerate(shifts):
         chosen = rows[number * share : (number + 1) * share]
         read = _orthogonal(keys.shape[1] - 1, share, rng).T * math.sqrt(MATCH)
-        keys[chosen, 1:] += read @ rotations[told].T
-        queries[:, chosen, 1:] += read @ rotations[asked].T
+        keys[chosen, 1:] += read @ rotations[key_shift].T
+        queries[:, chosen, 1:] += read @ rotations[query_shift].T
 
 
 def _frequencies(dim: int) -> Tensor:
-    """Radians per token of each RoPE pair."""
+    """Return the radians per token of each RoPE pair."""
     return THETA ** -(torch.arange(0, dim, 2).float() / dim)
 
 

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from kvbench.tasks import tiny_corpus
-from kvbench.tasks.tiny_corpus import NAMES, Batch, Role
-from tiny_model import initial
+from kvbench.engine.calibration.tiny_corpus import TASKS, Role
+from tiny_model import corpus, initial
+from tiny_model.corpus import NAMES, Batch
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 LATEST = (0.0, 0.12, 0.25, 0.4, 0.55, 0.75)
@@ -42,7 +42,7 @@ CONTEXT_SHARE = 0.08
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run is made of; a checkpoint can only be continued under the same recipe."""
+    """The settings of a training run; a checkpoint can only be continued under the same recipe."""
 
     shape: initial.Shape = field(default_factory=initial.Shape)
     minutes: float = 50.0
@@ -56,7 +56,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: totals, curriculum and running accuracies per NAMES of the tokens that count most."""
+    """How far a training run is: its totals, its place in the curriculum, and its running accuracies.
+
+    stage: the index into LENGTHS of the longest sequences so far.
+    difficulty: that of the copy tasks, from 0 to 2.
+    accuracy: the running accuracy of looked-up tokens by task name.
+    """
 
     seconds: float = 0.0
     steps: int = 0
@@ -71,7 +76,10 @@ class Progress:
 def train(
     recipe: Recipe, checkpoint: Path, log: Callable[[str], None], max_steps: float = math.inf
 ) -> tuple[LlamaForCausalLM, Progress]:
-    """Trains until ``recipe.minutes`` or ``max_steps`` in all are spent, going on from ``checkpoint`` if it exists."""
+    """Train until ``recipe.minutes`` or ``max_steps`` in all are spent; return (model, progress).
+
+    Training goes on from ``checkpoint`` if the file exists.
+    """
     model = initial.build(recipe.shape, recipe.seed)
     optimizer = _optimizer(model, recipe)
     rng, progress = random.Random(f"train/{recipe.seed}"), Progress()
@@ -80,7 +88,7 @@ def train(
         log(f"continuing at step {progress.steps}, {progress.seconds / 60:.1f} min")
     log(f"{sum(p.numel() for p in model.parameters())} parameters, {asdict(recipe)}")
     model.train()
-    last = saved = time.monotonic()
+    last_step = last_save = time.monotonic()
     logged = progress
     while (share := progress.seconds / (60 * recipe.minutes)) < 1 and progress.steps < max_steps:
         rate = recipe.learning_rate * _rate(recipe, progress.steps, share)
@@ -90,30 +98,21 @@ def train(
         if stage and rng.random() < 0.4:
             stage = rng.randrange(max(0, stage - 3), stage)
         length = LENGTHS[stage]
-        data = tiny_corpus.batch(
+        data = corpus.batch(
             rng, length, recipe.tokens_per_step // length, _mix(share), progress.difficulty, progress.stage >= GAPS_FROM
         )
         loss, right = _step(model, optimizer, data)
         now = time.monotonic()
-        progress = _advance(progress, stage, share, data, right, now - last)
-        last = now
+        progress = _advance(progress, stage, share, data, right, now - last_step)
+        last_step = now
         if progress.steps % 50 == 0:
             log(_line(progress, logged, loss))
             logged = progress
-        if now - saved > 60:
+        if now - last_save > 60:
             save_checkpoint(checkpoint, recipe, progress, model, optimizer, rng)
-            saved = now
+            last_save = now
     save_checkpoint(checkpoint, recipe, progress, model, optimizer, rng)
     return model.eval(), progress
-
-
-def load_checkpoint(checkpoint: Path) -> tuple[LlamaForCausalLM, Recipe, Progress]:
-    """The model of a checkpoint, finished or not, with its recipe and progress."""
-    state = torch.load(checkpoint)
-    recipe = Recipe(**state["recipe"] | {"shape": initial.Shape(**state["recipe"]["shape"])})
-    model = LlamaForCausalLM(initial.configuration(recipe.shape))
-    model.load_state_dict(state["model"])
-    return model.eval(), recipe, Progress(**state["progress"])
 
 
 def save_checkpoint(
@@ -124,7 +123,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     rng: random.Random,
 ) -> None:
-    """Writes everything that continues the run, atomically."""
+    """Write everything that a later process needs to continue the run, in one step."""
     state = {
         "recipe": asdict(recipe),
         "progress": asdict(progress),
@@ -171,7 +170,7 @@ def _mix(share: float) -> dict[str, float]:
 
 
 def _step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, data: Batch) -> tuple[float, Tensor]:
-    """One update. Returns the loss and, per token [B * T], 1 right, 0 wrong, -1 not looked at."""
+    """Update the model once and return (loss, result of each token [B * T]): 1 right, 0 wrong, -1 not looked at."""
     counted = (data.roles >= Role.ANSWER) | (
         (data.roles == Role.CONTEXT) & (torch.rand(data.roles.shape) < CONTEXT_SHARE)
     )
@@ -195,7 +194,7 @@ def _step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, data: Batch
 
 
 def _advance(progress: Progress, stage: int, share: float, data: Batch, right: Tensor, seconds: float) -> Progress:
-    """Totals, running accuracies, and the next length or difficulty where they are due."""
+    """Return the progress after one step, moved on to the next length or difficulty where it is due."""
     accuracy = dict(progress.accuracy)
     looked_up = (data.roles == Role.LOOKUP) | (data.roles == Role.COPY)
     for index, name in enumerate(NAMES):
@@ -203,7 +202,7 @@ def _advance(progress: Progress, stage: int, share: float, data: Batch, right: T
         if len(hits):
             accuracy[name] = _average(accuracy.get(name), hits.mean().item())
     stage_accuracy, steps_at_stage = progress.stage_accuracy, progress.steps_at_stage
-    hits = right[(data.roles == Role.LOOKUP) & (data.tasks < len(tiny_corpus.TASKS))]
+    hits = right[(data.roles == Role.LOOKUP) & (data.tasks < len(TASKS))]
     if stage == progress.stage and len(hits):
         stage_accuracy = _average(stage_accuracy, hits.mean().item())
         steps_at_stage += 1

@@ -24,17 +24,17 @@ METHODS = memory_table.default_methods()
 @pytest.mark.parametrize("method", METHODS)
 def test_layers_of_every_method_hold_what_the_formula_says(method, n, per):
     chain = chain_of(method, {"per": per})
-    found = layers.measure(chain, SHAPE, n, torch.float16)
-    assert found.agrees and found.off == 0
-    said = accounting.bytes_declared(chain, SHAPE, n, 2)
-    if said is None:
+    measured = layers.measure(chain, SHAPE, n, torch.float16)
+    assert measured.agrees and measured.off == 0
+    declared = accounting.bytes_declared(chain, SHAPE, n, 2)
+    if declared is None:
         # where heads are grouped, the prompt decides in which groups one leads
         assert chain.name == "refreekv" or (chain.name, per) == ("chai", "kv_head")
     else:
-        assert (said.tokens, said.payload, said.overhead) == (
-            found.tokens,
-            found.held.payload,
-            found.held.overhead,
+        assert (declared.tokens, declared.payload, declared.overhead) == (
+            measured.tokens,
+            measured.held.payload,
+            measured.held.overhead,
         )
 
 
@@ -46,33 +46,37 @@ def test_random_layers_hold_as_much_as_a_prompt_of_a_model(method):
     (cache,) = kvbench.prefill(model, prompt(200), [method])
     shape = from_config(model.config)
     measured = audit(cache, shape.kv_heads, shape.head_dim, torch.float32)
-    held = sum((accounting.bytes_held(layer) for layer in cache.layers), accounting.HeldBytes())
-    assert (held.payload, held.overhead, held.total) == (measured.payload, measured.overhead, cache.nbytes())
+    held_bytes = sum((accounting.bytes_held(layer) for layer in cache.layers), accounting.HeldBytes())
+    assert (held_bytes.payload, held_bytes.overhead, held_bytes.total) == (
+        measured.payload,
+        measured.overhead,
+        cache.nbytes(),
+    )
     if method != "refreekv":
         random = layers.measure(chain_of(method), shape, 200, torch.float32).held
-        assert random.parts() == held.parts()
+        assert random.parts() == held_bytes.parts()
 
 
 def test_a_layer_that_reads_no_more_than_its_budget_is_not_taken_for_one_that_chooses():
     model = build("llama")
     entry = {"method": "uncomp-stage+snapkv", "least": 0.25, "kv_ratio": 0.25}
     (cache,) = kvbench.prefill(model, prompt(200), [entry])
-    found = layers.measure(cache.chain, from_config(model.config), 200, torch.float32)
-    said = accounting.bytes_declared(cache.chain, from_config(model.config), 200, 4)
+    measured = layers.measure(cache.chain, from_config(model.config), 200, torch.float32)
+    declared = accounting.bytes_declared(cache.chain, from_config(model.config), 200, 4)
     # the last layer stores positions once for all heads
     assert [layer.segments[0].positions.shape[0] for layer in cache.layers] == [2, 2, 1]
-    assert found.agrees and found.held.total == said.total == cache.nbytes()
+    assert measured.agrees and measured.held.total == declared.total == cache.nbytes()
 
 
 def test_parts_are_told_apart():
     chain = chain_of("snapkv+think+kivi", {"kv_size": 228, "residual": 32, "recent": 32})
-    held = layers.measure(chain, SHAPE, 300, torch.float16).held
-    keys, values, kept = 192, 196, 32 - int(0.4 * 32)
+    stored = layers.measure(chain, SHAPE, 300, torch.float16).held
+    keys, values, kept_tokens = 192, 196, 32 - int(0.4 * 32)
     heads = SHAPE.layers * SHAPE.kv_heads
-    assert held.exact == heads * 2 * 32 * (228 - keys + 228 - values)
-    assert held.codes == heads * (keys * kept // 4 + values * 32 // 4)
-    assert held.scales == heads * (keys // 32 * kept * 4 + values * 4)
-    assert (held.positions, held.ids, held.state) == (heads * 4 * 228, heads * 2 * kept, 0)
+    assert stored.exact == heads * 2 * 32 * (228 - keys + 228 - values)
+    assert stored.codes == heads * (keys * kept_tokens // 4 + values * 32 // 4)
+    assert stored.scales == heads * (keys // 32 * kept_tokens * 4 + values * 4)
+    assert (stored.positions, stored.ids, stored.state) == (heads * 4 * 228, heads * 2 * kept_tokens, 0)
     state = layers.measure(chain_of("h2o", {"variant": "orig", "kv_size": 50}), SHAPE, 300, torch.float16).held.state
     assert state == heads * 4 * 50
 
@@ -134,14 +138,14 @@ def test_what_does_not_fit_is_formula_only(monkeypatch, capsys):
 
 def test_sizes_are_matched_at_each_prompt_length(capsys):
     assert main(["bench", "memory", "method=snapkv,think", "n=128,512", "match=bytes", "--json", "--formula"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     for n, size in ((128, 110), (512, 416)):
-        row = next(m for m in found["matched"] if m["n"] == n)
+        row = next(m for m in result["matched"] if m["n"] == n)
         assert abs(row["kv_size"] - size) < 12 and abs(row["bytes"][0] / row["bytes"][1] - 1) < 0.01
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("n=0", "n=0 is not possible"),
         ("n=abc", "prompt sizes in tokens"),
@@ -155,6 +159,6 @@ def test_sizes_are_matched_at_each_prompt_length(capsys):
         ("dtype=fp8", "model.dtype"),
     ],
 )
-def test_impossible_requests_say_what_to_do(line, said, capsys):
+def test_impossible_requests_say_what_to_do(line, message, capsys):
     assert main(["bench", "memory", *line.split()]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

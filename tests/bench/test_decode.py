@@ -1,18 +1,19 @@
 """The benchmark of decode attention: each format's step over the full cache's."""
 
-from argparse import Namespace
-
 import torch
 
 from kvbench.bench import decode
 
 CPU = torch.device("cpu")
-SMALL = Namespace(dtype="float32", heads=2, query_heads=4, head_dim=16, repeats=3, clock="wall")
+SMALL = decode.StepShape(300, 1, heads=2, query_heads=4, head_dim=16, dtype=torch.float32)
 
 
 def test_formats_are_measured_beside_the_full_cache():
-    seconds, ratios = decode.measure(["kivi 2 bits", "snapkv 12.5 %"], 300, 1, SMALL, CPU)
-    assert seconds > 0 and list(ratios) == ["kivi 2 bits", "snapkv 12.5 %"] and min(ratios.values()) > 0
+    timer = decode.timer_of(CPU)
+    rows = {name: decode.measure(name, SMALL, 3, timer, CPU) for name in ("kivi 2 bits", "snapkv 12.5 %")}
+    assert all(r.step > 0 and r.full > 0 and r.plain is None for r in rows.values())
+    lines = decode.table(rows, SMALL, 1e9).splitlines()
+    assert lines[0] == "300 tokens x 1" and lines[2].startswith("kivi 2 bits") and "plain" not in lines[1]
 
 
 def test_limits_are_those_of_a_format_at_a_size():
@@ -20,3 +21,4 @@ def test_limits_are_those_of_a_format_at_a_size():
     assert decode.limit("kivi 2 bits", 16384, 8, CPU) == 2.0
     assert decode.limit("think 0.4", 4096, 1, CPU) == 1.2
     assert decode.limit("think 0.4", 16384, 8, torch.device("cuda")) == 1.0
+    assert decode.limit("full", 16384, 8, torch.device("cuda")) == float("inf")

@@ -73,5 +73,5 @@ def test_the_tables_are_printed_with_marks_and_sources(capsys):
 
 @pytest.mark.parametrize("name", [*paper_arithmetic.FIGURES, "think"])
 def test_every_figure_is_unambiguous(name):
-    found = paper_arithmetic.of(name)
-    assert len({f.what for f in found}) == len(found) > 0
+    actual = paper_arithmetic.of(name)
+    assert len({f.what for f in actual}) == len(actual) > 0

@@ -13,24 +13,24 @@ FLAT = {"early": 10.0, "late": 10.0, "tokens": 256.0, "excess": 0.0}
 )
 @pytest.mark.parametrize("name", ["h2o orig", "cake", "streamingllm rolled"])
 def test_one_method_that_grows_or_holds_too_much_fails_the_benchmark(name, change, status, monkeypatch, capsys):
-    found = {**FLAT, **change}
-    monkeypatch.setattr(memory, "in_process", lambda room, one, what, n, new: found if n == name else FLAT)
+    actual = {**FLAT, **change}
+    monkeypatch.setattr(memory, "in_process", lambda room, one, what, n, new: actual if n == name else FLAT)
     assert memory.decode_report(2000) == status
     lines = [line for line in capsys.readouterr().out.splitlines() if "MISSED" in line]
     assert [line.split("  ")[1].strip() for line in lines] == [name] * status
 
 
 def test_the_full_cache_is_there_to_compare_with_and_may_grow(monkeypatch):
-    found = {"early": 0.0, "late": 1e9, "tokens": 2512.0, "excess": 0.0}
-    monkeypatch.setattr(memory, "in_process", lambda room, one, what, n, new: found if n == "full" else FLAT)
+    actual = {"early": 0.0, "late": 1e9, "tokens": 2512.0, "excess": 0.0}
+    monkeypatch.setattr(memory, "in_process", lambda room, one, what, n, new: actual if n == "full" else FLAT)
     assert memory.decode_report(2000) == 0
 
 
 @pytest.mark.parametrize("name", ["full", "h2o uncomp", "cake", "qhitter code"])
 def test_tokens_are_counted_in_every_layer(name):
-    found = memory.decode_growth(name, 20)
-    assert found["tokens"] == (532 if name == "full" else 256) and found["excess"] <= 0
-    assert found["late"] > 0 and found["early"] > 0
+    actual = memory.decode_growth(name, 20)
+    assert actual["tokens"] == (532 if name == "full" else 256) and actual["excess"] <= 0
+    assert actual["late"] > 0 and actual["early"] > 0
 
 
 def test_every_method_that_evicts_while_decoding_is_measured():

@@ -44,8 +44,8 @@ def row(
 
 def cells(paper, table, rows):
     """By (row, column) as they are addressed."""
-    found = row_matching.place(bench_spec.load(paper, table), published.load_table(paper, table), rows)
-    return {(f"{c.printed.method} {c.printed.setting}", f"{c.printed.dataset}/{c.printed.metric}"): c for c in found}
+    placed = row_matching.place(bench_spec.load(paper, table), published.load_table(paper, table), rows)
+    return {(f"{c.printed.method} {c.printed.setting}", f"{c.printed.dataset}/{c.printed.metric}"): c for c in placed}
 
 
 @pytest.fixture
@@ -89,32 +89,32 @@ def test_rows_of_two_devices_share_no_table_and_no_ratio():
         # as if the session were the same
         row(second, AT, device="another GPU", peak_allocated=48e9),
     ]
-    found = cells("think", "10", rows)
-    shown = [c for c in found.values() if c.row is not None]
+    placed = cells("think", "10", rows)
+    shown = [c for c in placed.values() if c.row is not None]
     # the latest row's device, whose base was not measured on it
     assert {c.device for c in shown} == {"another GPU"} and all(c.ratio is None for c in shown)
     declared = bench_spec.load("think", "10")
-    assert row_matching.others(declared, list(found.values()), rows) == {"CPU a CPU, 1 thread": 2}
-    assert row_matching.workloads(declared, list(found.values())) == [AT]
+    assert row_matching.others(declared, list(placed.values()), rows) == {"CPU a CPU, 1 thread": 2}
+    assert row_matching.workloads(declared, list(placed.values())) == [AT]
 
 
 def test_out_of_memory_and_what_is_not_run_are_said():
     at, chat = "3712+384x8", "llama2-7b-chat"
     group = bench_spec.load("uncomp", "10").methods["uncomp-group"]
     rows = [row("full", at, chat, batch=8, status="OOM"), row(group, at, chat, batch=8, tpot=0.04)]
-    found = cells("uncomp", "10", rows)
-    full = found["full batch=8;prompt=3712;gen=384;kv_size=full", "wikitext2/tpot"]
+    placed = cells("uncomp", "10", rows)
+    full = placed["full batch=8;prompt=3712;gen=384;kv_size=full", "wikitext2/tpot"]
     assert full.value is None and full.status == "OOM"
-    mine = found["uncomp-group batch=8;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]
-    assert mine.value == pytest.approx(5.0) and mine.ratio is None
-    assert mine.published_ratio == pytest.approx(5.436 / 11.823)
-    theirs = found["uncomp-group batch=10;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]
-    assert theirs.published_ratio is None and theirs.status == "missing"
-    found = row_matching.place(bench_spec.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
-    assert {c.status for c in found} == {"missing", "not run"}
-    assert all("take more than one such GPU" in c.reason for c in found if c.printed.model == "opt-30b")
-    found = row_matching.place(bench_spec.load("refreekv", "3"), published.load_table("refreekv", "3"), [])
-    average = next(c for c in found if c.printed.dataset == "avg" and "8b" in c.printed.model)
+    ours = placed["uncomp-group batch=8;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]
+    assert ours.value == pytest.approx(5.0) and ours.ratio is None
+    assert ours.published_ratio == pytest.approx(5.436 / 11.823)
+    peers_value = placed["uncomp-group batch=10;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]
+    assert peers_value.published_ratio is None and peers_value.status == "missing"
+    placed = row_matching.place(bench_spec.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
+    assert {c.status for c in placed} == {"missing", "not run"}
+    assert all("take more than one such GPU" in c.reason for c in placed if c.printed.model == "opt-30b")
+    placed = row_matching.place(bench_spec.load("refreekv", "3"), published.load_table("refreekv", "3"), [])
+    average = next(c for c in placed if c.printed.dataset == "avg" and "8b" in c.printed.model)
     assert average.status == "not run" and "average" in average.reason
 
 
@@ -122,21 +122,21 @@ def test_shares_are_of_the_full_cache_of_the_session():
     at, chat = "4096+128x12", "llama2-7b-chat"
     half = "scissorhands+vatp half_ratio=0.25 sinks=20"
     rows = [row("full", at, chat, throughput=50.0), row(half, at, chat, throughput=80.0)]
-    found = [c for (name, _), c in cells("vatp", "4", rows).items() if "budget=0.5;gpu=a100-80g" in name]
-    speed, ratio = found
+    placed = [c for (name, _), c in cells("vatp", "4", rows).items() if "budget=0.5;gpu=a100-80g" in name]
+    speed, ratio = placed
     assert (speed.value, speed.ratio, speed.lower) == (80.0, pytest.approx(1.6), False)
     assert speed.published_ratio == pytest.approx(126.45 / 79.78)
     assert ratio.printed.metric == "speedup_vs_full" and ratio.value == pytest.approx(1.6)
 
 
 def test_what_the_papers_base_does_not_have_is_no_ratio():
-    at, own = "7500+128x1", "llama3-8b-instruct"
+    at, own_value = "7500+128x1", "llama3-8b-instruct"
     snapkv = bench_spec.load("refreekv", "3").methods["snapkv"]
-    rows = [row("full", at, own, compress=0.001, total=2.0), row(snapkv, at, own, compress=0.1, total=1.0)]
-    found = row_matching.place(bench_spec.load("refreekv", "3"), published.load_table("refreekv", "3"), rows)
-    mine = {c.printed.metric: c for c in found if c.row is not None and c.printed.method == "snapkv"}
-    assert mine["prune_time"].value == 0.1 and mine["prune_time"].ratio is None
-    assert mine["overall_time"].ratio == 0.5
+    rows = [row("full", at, own_value, compress=0.001, total=2.0), row(snapkv, at, own_value, compress=0.1, total=1.0)]
+    placed = row_matching.place(bench_spec.load("refreekv", "3"), published.load_table("refreekv", "3"), rows)
+    ours = {c.printed.metric: c for c in placed if c.row is not None and c.printed.method == "snapkv"}
+    assert ours["prune_time"].value == 0.1 and ours["prune_time"].ratio is None
+    assert ours["overall_time"].ratio == 0.5
 
 
 def test_a_stand_in_divides_what_is_declared_and_rounds_up():
@@ -157,14 +157,14 @@ def test_a_stand_in_measures_every_row_at_a_size_of_its_own(paper, table):
     assert None not in wanted
     # two of the paper's workloads never fall together
     assert len(wanted) == len({declared.ours(c) for c in printed})
-    given = dict(a.split("=", 1) for a in small.words(sorted({w for w, _ in wanted})))
-    rest = [f"{k}={v}" for k, v in given.items() if k not in OWN]
+    arguments = dict(a.split("=", 1) for a in small.words(sorted({w for w, _ in wanted})))
+    rest = [f"{k}={v}" for k, v in arguments.items() if k not in OWN]
     cfg = config.read([*rest, "weights=random"])
-    assert {m for _, m in wanted} <= {"full", *(c.label for c in cfg.chains), *given["peers"].split(",")}
+    assert {m for _, m in wanted} <= {"full", *(c.label for c in cfg.chains), *arguments["peers"].split(",")}
     assert max(workload.parse(w).prompt for w, _ in wanted) <= 2048
     # as on a GPU, by the same arguments
-    own = dict(a.split("=", 1) for a in declared.words([]))
-    assert own["model"] == declared.model and own["method"] == given["method"]
+    options = dict(a.split("=", 1) for a in declared.words([]))
+    assert options["model"] == declared.model and options["method"] == arguments["method"]
 
 
 @pytest.fixture(scope="module")
@@ -175,10 +175,10 @@ def dry():
 
 def parts(output):
     """The arguments of ``bench time`` by file of results, as the script prints them."""
-    found = {}
+    collected = {}
     for name, arguments in re.findall(r"^== (\S+), .*?: bench time (.*)$", output, re.M):
-        found.setdefault(name, []).append(arguments)
-    return found
+        collected.setdefault(name, []).append(arguments)
+    return collected
 
 
 def environment(**more):
@@ -193,35 +193,35 @@ def test_the_script_keeps_to_its_time_and_names_what_is_not_run(dry):
 
 def test_the_script_measures_what_the_targets_are_about(dry):
     """Decoding of what compresses the prompt alone: 16k tokens, one row and eight, with and without a recorded step."""
-    given = [dict(a.split("=", 1) for a in arguments.split()) for arguments in parts(dry)["targets"]]
-    for arguments in given:
+    options = [dict(a.split("=", 1) for a in arguments.split()) for arguments in parts(dry)["targets"]]
+    for arguments in options:
         sizes = [workload.parse(w) for w in split_list(arguments["workloads"])]
         assert {s.batch for s in sizes} == {1, 8} and min(s.prompt for s in sizes) >= 16384
-    assert {a.get("step", "plain") for a in given} == {"plain", "plain,graph"}
+    assert {a.get("step", "plain") for a in options} == {"plain", "plain,graph"}
 
 
 def test_a_reason_may_be_about_some_settings_alone():
-    found = row_matching.place(bench_spec.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
-    offloaded = [c for c in found if c.printed.method == "accelerate" and c.printed.model != "opt-30b"]
+    collected = row_matching.place(bench_spec.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
+    offloaded = [c for c in collected if c.printed.method == "accelerate" and c.printed.model != "opt-30b"]
     status = {c.printed.settings["gen"]: c.status for c in offloaded}
     assert status == {"32": "missing", "512": "not run", "1024": "not run"}
 
 
 @pytest.mark.parametrize(("paper", "table"), bench_spec.tables())
 def test_every_declared_row_is_measured_by_a_part(paper, table, dry):
-    declared, made = bench_spec.load(paper, table), set()
+    declared, built = bench_spec.load(paper, table), set()
     for arguments in parts(dry)[declared.results]:
-        given = dict(a.split("=", 1) for a in arguments.split())
-        rest = [f"{k}={v}" for k, v in given.items() if k not in OWN]
+        options = dict(a.split("=", 1) for a in arguments.split())
+        rest = [f"{k}={v}" for k, v in options.items() if k not in OWN]
         cfg = config.read([*rest, "weights=random"])
         assert cfg.model.name == declared.model and cfg.model.architecture
-        methods = ["full", *(c.label for c in cfg.chains), *given["peers"].split(",")]
-        made |= {(w, m) for w in split_list(given["workloads"]) for m in methods}
+        methods = ["full", *(c.label for c in cfg.chains), *options["peers"].split(",")]
+        built |= {(w, m) for w in split_list(options["workloads"]) for m in methods}
     printed = [c for c in published.load_table(paper, table) if c.dataset != "avg" and not declared.why_not(c)]
     # the script measures single-GPU settings in the order of their value, and not all of a table's batches
     wanted = {at for c in printed if (at := declared.ours(c)) is not None}
-    assert {m for _, m in wanted} <= {m for _, m in made}, "a method that no part measures"
-    assert wanted & made and len(wanted & made) >= 0.7 * len(wanted)
+    assert {m for _, m in wanted} <= {m for _, m in built}, "a method that no part measures"
+    assert wanted & built and len(wanted & built) >= 0.7 * len(wanted)
     assert {c.metric for c in printed} <= set(declared.quantities)
 
 

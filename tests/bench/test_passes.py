@@ -46,8 +46,8 @@ def chains(*methods, **knobs):
 
 @pytest.mark.parametrize(("name", "parameters"), SIZES.items())
 def test_random_weights_have_the_published_number_of_parameters(name, parameters):
-    made = architecture.build(parsed(f"model={name}").model, torch.device("meta"))
-    assert sum(p.numel() for p in made.parameters()) == parameters
+    built = architecture.build(parsed(f"model={name}").model, torch.device("meta"))
+    assert sum(p.numel() for p in built.parameters()) == parameters
     assert architecture.build(parsed(f"model={name}").model, torch.device("meta"), 2).config.num_hidden_layers == 2
 
 
@@ -57,8 +57,8 @@ def test_weights_that_a_step_reads_leave_out_an_embedding_that_is_not_the_output
     untied = architecture.build(parsed("model=tiny").model, CPU)
     untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.clone())
     table = untied.lm_head.weight
-    own = tied + table.nbytes - (table.shape[0] - 3) * table.shape[1] * 4
-    assert architecture.step_weight_bytes(untied, 3) == own
+    own_value = tied + table.nbytes - (table.shape[0] - 3) * table.shape[1] * 4
+    assert architecture.step_weight_bytes(untied, 3) == own_value
 
 
 def test_a_checkpoint_keeps_its_layers():
@@ -70,23 +70,21 @@ def test_a_checkpoint_keeps_its_layers():
 def test_a_pass_gives_the_tokens_of_runs_and_times_that_add_up(model, method):
     (chain,) = chains(method)
     ids = prompts(Workload(150, 12, 3), 721, 0)
-    found = generation_pass.run(model, chain, ids, 12, keep_tokens=True)
+    measured = generation_pass.run(model, chain, ids, 12)
     caches = [prefill_chains(model, row, [chain])[0] for row in ids]
-    assert found.tokens.tolist() == generated(model, caches, [Ending(12)] * 3)
-    assert found.cache_bytes == sum(c.nbytes() for c in caches)
-    assert len(found.steps) == 11 and not found.integrated
-    assert found.total == pytest.approx(found.ttft + 11 * found.tpot, rel=0.05)
-    assert found.prefill + found.compress + found.build <= found.ttft
-    assert 0 < found.attention < found.total
+    assert measured.tokens.tolist() == generated(model, caches, [Ending(12)] * 3)
+    assert measured.cache_bytes == sum(c.nbytes() for c in caches)
+    assert len(measured.steps) == 11 and not measured.integrated
+    assert measured.total == pytest.approx(measured.ttft + 11 * measured.tpot, rel=0.05)
+    assert measured.prefill + measured.compress + measured.build <= measured.ttft
+    assert 0 < measured.attention < measured.total
 
 
 @pytest.mark.parametrize("sample", [None, 4])
 def test_a_pass_by_a_graph_gives_the_same_tokens(model, sample):
     (chain,) = chains("snapkv", kv_size=64)
     ids = prompts(Workload(100, 22, 2), 721, 0)
-    plain, graph = (
-        generation_pass.run(model, chain, ids, 22, sample, keep_tokens=sample is None, graph=by) for by in (False, True)
-    )
+    plain, graph = (generation_pass.run(model, chain, ids, 22, sample, graph=by) for by in (False, True))
     assert graph.cache_bytes == plain.cache_bytes and graph.read_bytes == plain.read_bytes
     assert len(graph.steps) == len(plain.steps) and graph.integrated == plain.integrated
     assert graph.attention is None and graph.build > plain.build
@@ -95,9 +93,9 @@ def test_a_pass_by_a_graph_gives_the_same_tokens(model, sample):
 
 def test_bytes_that_a_step_reads_are_those_of_the_mean_length(model):
     ids = prompts(Workload(100, 21, 2), 721, 0)
-    found = generation_pass.run(model, chains("full")[0], ids, 21)
+    measured = generation_pass.run(model, chains("full")[0], ids, 21)
     token = 6 * 2 * 4 * 32 * 4  # layers, keys and values, kv heads, dimension, fp32
-    assert found.read_bytes == 2 * token * (100 + 120) / 2
+    assert measured.read_bytes == 2 * token * (100 + 120) / 2
 
 
 def test_stretches_lie_evenly_and_short_answers_run_whole():
@@ -110,9 +108,9 @@ def test_times_between_stretches_are_interpolated():
     # a step takes 1 + t / 100 s: the mean of steps 0..9 is 1.045, and lines are exact
     steps, starts, width = 400, [0, 130, 260, 390], 10
     spans = [1 + t / 100 for s in starts for t in range(s, s + width)]
-    found = sampled(steps, starts, spans)
-    assert found.times == pytest.approx((1.045, 2.345, 3.645, 4.945))
-    assert found.seconds == pytest.approx(sum(1 + t / 100 for t in range(steps)))
+    actual = sampled(steps, starts, spans)
+    assert actual.times == pytest.approx((1.045, 2.345, 3.645, 4.945))
+    assert actual.seconds == pytest.approx(sum(1 + t / 100 for t in range(steps)))
     bent = Sampled(4, 1, (0, 1, 2, 3), (1.0, 5.0, 2.0, 4.0))
     assert bent.seconds == pytest.approx(12.0)
 
@@ -152,8 +150,8 @@ def test_packed_rows_are_skipped_at_once(model, monkeypatch):
         assert torch.equal(store.codes.codes[:, :, :first], old[:, :, :first])
         assert store.codes.codes[:, :, first:step].unique().numel() > 100 and store.ring.std() > 0.9
     with torch.no_grad(), attached(model):
-        found = step_of(model, batch, 460)
-    assert found.isfinite().all()
+        measured = step_of(model, batch, 460)
+    assert measured.isfinite().all()
 
 
 def step_of(model, batch, position):
@@ -163,8 +161,8 @@ def step_of(model, batch, position):
 
 def test_a_cache_that_evicts_is_sampled_only_at_its_budget(model):
     ids = prompts(Workload(160, 8, 1), 721, 0)
-    held = prefill_chains(model, ids[0], chains("scissorhands", "tova", kv_size=64))
-    assert moves(held)
+    caches = prefill_chains(model, ids[0], chains("scissorhands", "tova", kv_size=64))
+    assert moves(caches)
     # the prompt does not fill the budget: the cache still grows
     assert not moves(prefill_chains(model, ids[0], chains("tova", kv_size=400)))
 
@@ -172,10 +170,10 @@ def test_a_cache_that_evicts_is_sampled_only_at_its_budget(model):
 @pytest.mark.parametrize("method", ["full", "kivi", "tova"])
 def test_a_sampled_pass_is_marked_and_ends_where_a_full_one_does(model, method):
     (chain,) = chains(method)
-    found = generation_pass.run(model, chain, prompts(Workload(64, 100, 2), 721, 0), 100, sample=8)
-    assert found.integrated and len(found.steps) == 32
-    assert found.sampled.starts == (0, 30, 61, 91) and found.tpot == found.sampled.seconds / 99
-    assert found.total == pytest.approx(found.ttft + 99 * found.tpot)
+    measured = generation_pass.run(model, chain, prompts(Workload(64, 100, 2), 721, 0), 100, sample=8)
+    assert measured.integrated and len(measured.steps) == 32
+    assert measured.sampled.starts == (0, 30, 61, 91) and measured.tpot == measured.sampled.seconds / 99
+    assert measured.total == pytest.approx(measured.ttft + 99 * measured.tpot)
 
 
 KEYS_AND_VALUES = 2 * 6 * 2 * 4 * 32  # numbers of one token in two rows
@@ -189,14 +187,14 @@ def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
         return
     ids, weights = prompts(Workload(80, 9, 2), 721, 0), architecture.weight_bytes(model)
     # another process may come in between
-    tries = [peers.run(model, peer, ids, 9, keep_tokens=True) for _ in range(3)]
-    found = min(tries, key=lambda p: p.total - p.ttft - p.decode)
-    assert found.tokens.shape == (2, 9) and len(found.steps) == 8 and 0 < found.attention < found.total
-    assert found.total == pytest.approx(found.ttft + found.decode, rel=0.05)
+    tries = [peers.run(model, peer, ids, 9) for _ in range(3)]
+    actual = min(tries, key=lambda p: p.total - p.ttft - p.decode)
+    assert actual.tokens.shape == (2, 9) and len(actual.steps) == 8 and 0 < actual.attention < actual.total
+    assert actual.total == pytest.approx(actual.ttft + actual.decode, rel=0.05)
     # the last of 89 tokens is not fed; FP8 has a scale for all keys and one for all values of a layer
-    held = {"dynamic": 80 * 4, "static": 88 * 4, "offload": 80 * 4, "kvpress": 40 * 4, "fp8": 80}
-    if name in held:
-        assert found.cache_bytes == held[name] * KEYS_AND_VALUES + (2 * 6 * 4 if name == "fp8" else 0)
+    stored = {"dynamic": 80 * 4, "static": 88 * 4, "offload": 80 * 4, "kvpress": 40 * 4, "fp8": 80}
+    if name in stored:
+        assert actual.cache_bytes == stored[name] * KEYS_AND_VALUES + (2 * 6 * 4 if name == "fp8" else 0)
     assert architecture.weight_bytes(model) == weights and not any(p.is_meta for p in model.parameters())
     # whatever it did to the model and to transformers is undone
     assert len(generation_pass.run(model, chains("full")[0], ids, 3).steps) == 2
@@ -205,7 +203,7 @@ def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
 def test_a_peer_that_is_not_known():
     with pytest.raises(UsageError, match="unknown peer 'vllm'"):
         peers.find("vllm")
-    assert peers.Peer("x", "", ("no.such", "torch")).missing() == "needs no-such, which is not installed"
+    assert peers.Peer("x", ("no.such", "torch")).missing() == "needs no-such, which is not installed"
 
 
 def test_a_caches_bytes_are_those_of_all_it_is_made_of():
@@ -235,18 +233,18 @@ def test_attention_is_timed_whatever_wraps_it(model):
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = wrapper
     try:
-        found = peers.run(model, peers.find("dynamic"), prompts(Workload(20, 2, 1), 721, 0), 2)
-        assert found.attention > 0 and len(seen) == 2 * 6 and ALL_ATTENTION_FUNCTIONS["sdpa"] is wrapper
+        measured = peers.run(model, peers.find("dynamic"), prompts(Workload(20, 2, 1), 721, 0), 2)
+        assert measured.attention > 0 and len(seen) == 2 * 6 and ALL_ATTENTION_FUNCTIONS["sdpa"] is wrapper
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
 
 
 def test_the_bound_is_bytes_over_bandwidth(model):
-    found = roofline.of(model, 4, 1e6, 1e9, 0.01)
+    measured = roofline.of(model, 4, 1e6, 1e9, 0.01)
     written = 4 * 2 * 6 * 4 * 32 * 4
-    assert found["moved"] == architecture.weight_bytes(model) + 1e6 + written
-    assert found["fraction"] == pytest.approx(found["moved"] / 1e9 / 0.01)
+    assert measured["moved"] == architecture.weight_bytes(model) + 1e6 + written
+    assert measured["fraction"] == pytest.approx(measured["moved"] / 1e9 / 0.01)
     assert 1e8 < roofline.copy_bandwidth(CPU, 2**24) < 1e13
 
 
@@ -261,8 +259,8 @@ def test_a_copy_is_made_in_memory_that_others_have_given_back(monkeypatch):
 
 @pytest.mark.parametrize(("text", "expected"), [("160+338x300", (160, 338, 300)), ("512+32", (512, 32, 1))])
 def test_workloads_as_written(text, expected):
-    found = parse(text)
-    assert (found.prompt, found.new, found.batch) == expected and parse(found.name) == found
+    actual = parse(text)
+    assert (actual.prompt, actual.new, actual.batch) == expected and parse(actual.name) == actual
 
 
 @pytest.mark.parametrize("text", ["512", "0+4", "8+1", "8+4x0", "8+4xmany", "8-4", "8+4x2x3"])

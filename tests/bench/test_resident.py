@@ -6,20 +6,18 @@ import pytest
 
 from kvbench.bench import resident
 from kvbench.bench.ratio import in_process
+from kvbench.cache.model_shape import Shape
 
 
 def test_full_caches_are_accounted_to_the_byte():
-    found = resident.hold("full", 2, 64)
-    assert found["accounted"] == 2 * resident.SHAPE.full_bytes(64, 2) + 2 * resident.SHAPE.layers * 4 * 64
+    actual = resident.hold("full", 2, 64)
+    assert actual["accounted"] == 2 * resident.SHAPE.full_bytes(64, 2) + 2 * resident.SHAPE.layers * 4 * 64
 
 
 @pytest.mark.parametrize("name", resident.METHODS)
-def test_every_method_is_built(name):
-    assert (
-        0
-        < resident.hold(name, 1, 320, resident.SMALL)["accounted"]
-        <= resident.hold("full", 1, 320, resident.SMALL)["accounted"]
-    )
+def test_every_method_is_built(name, monkeypatch):
+    monkeypatch.setattr(resident, "SHAPE", Shape(layers=2, query_heads=8, kv_heads=2, head_dim=64))
+    assert 0 < resident.hold(name, 1, 320)["accounted"] <= resident.hold("full", 1, 320)["accounted"]
 
 
 @pytest.mark.parametrize(
@@ -31,27 +29,19 @@ def test_a_ratio_off_by_more_than_a_twentieth_fails(grown, status, capsys):
     assert ("MISSED" in capsys.readouterr().out) == bool(status)
 
 
-def test_ratios_of_the_small_shape_are_shown_and_not_judged(capsys):
-    off = {"full": {"grown": 100.0, "accounted": 100.0}, "snapkv": {"grown": 40.0, "accounted": 25.0}}
-    assert resident.report(off.items(), judged=False) == 0
-    shown = capsys.readouterr().out
-    assert "+60.0" in shown and "MISSED" not in shown
-
-
-@pytest.mark.parametrize(("small", "shown"), [(False, "rounded up to pages"), (True, "Not judged")])
-def test_the_shape_asked_for_is_measured_and_rows_come_in_order(monkeypatch, capsys, small, shown):
-    asked = []
+def test_rows_come_in_order(monkeypatch, capsys):
+    requests = []
 
     def measured(room, one, name, *sizes, env):
-        asked.append((name, "--small" in sizes))
-        return {"grown": 8.0 if small and name != "full" else 4.0, "accounted": 4.0}
+        requests.append(name)
+        return {"grown": 4.0, "accounted": 4.0}
 
     monkeypatch.setattr(resident, "in_process", measured)
-    monkeypatch.setattr("sys.argv", ["resident", "--only", "qhitter 4", *(["--small"] if small else [])])
+    monkeypatch.setattr("sys.argv", ["resident", "--only", "qhitter 4"])
     assert resident.main() == 0
-    assert sorted(asked) == [("full", small), ("qhitter 4 bits 12.5 %", small)]
+    assert sorted(requests) == ["full", "qhitter 4 bits 12.5 %"]
     text = capsys.readouterr().out
-    assert shown in text and text.index("\nfull") < text.index("\nqhitter")
+    assert "rounded up to pages" in text and text.index("\nfull") < text.index("\nqhitter")
 
 
 def test_rows_are_printed_as_they_are_measured(capsys):
@@ -67,12 +57,12 @@ def test_rows_are_printed_as_they_are_measured(capsys):
 def test_processes_run_at_once_as_memory_and_processors_allow(monkeypatch, free, processors, most):
     monkeypatch.setattr(resident, "free_bytes", lambda device: free)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(processors)))
-    assert resident._at_once(64, 4096, resident.SHAPE) == most
+    assert resident._at_once(64, 4096) == most
 
 
 @pytest.mark.slow
 def test_a_process_holds_what_is_accounted():
     names, sizes = ("full", "kivi 2 bits"), ("--caches", 24, "--tokens", 2048)
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda n: in_process("resident", "--one", n, *sizes, env=resident.ALLOCATOR), names)
-        assert resident.report(zip(names, found, strict=True)) == 0
+        actual = pool.map(lambda n: in_process("resident", "--one", n, *sizes, env=resident.ALLOCATOR), names)
+        assert resident.report(zip(names, actual, strict=True)) == 0

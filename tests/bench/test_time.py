@@ -12,7 +12,7 @@ import torch
 from kvbench.bench import architecture, environment, generation_pass, peak, records, time_table, timing
 from kvbench.bench.request import OWN
 from kvbench.bench.workload import Workload, parse
-from kvbench.cli.main import main
+from kvbench.cli.main import HELP, main
 from kvbench.errors import KvbenchError
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
@@ -30,16 +30,16 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rows(folder):
     assert main([*SMALL, f"folder={folder}", "name=first"]) == 0
-    found = {r["method"]: r for r in records.read(folder / "first.jsonl")}
-    assert found.pop("deepspeed")["status"] in ("not run", "measured")
-    return found
+    records_read = {r["method"]: r for r in records.read(folder / "first.jsonl")}
+    assert records_read.pop("deepspeed")["status"] in ("not run", "measured")
+    return records_read
 
 
 def test_numbers_of_a_row_agree_with_each_other(rows):
     assert list(rows) == ["full", "snapkv kv_size=48", "kivi", "dynamic"]
     for row in rows.values():
         assert row["status"] == "measured", row["reason"]
-        q = {name: found["median"] for name, found in row["quantities"].items()}
+        q = {name: actual["median"] for name, actual in row["quantities"].items()}
         assert q["ttft"] + 8 * q["tpot"] == pytest.approx(q["total"], rel=0.05)
         total = row["quantities"]["total"]
         outside = (total["q3"] - total["q1"]) / 2  # of two values, each lies half the quartiles' distance beyond one
@@ -74,8 +74,8 @@ def test_ratios_are_to_the_row_that_is_asked_for(rows, folder, capsys):
     shown = {r["method"]: r["ratios"] for r in json.loads(capsys.readouterr().out)}
     for name, row in rows.items():
         for q in ("tpot", "peak_allocated"):
-            ours, theirs = (r["quantities"][q]["median"] for r in (row, rows["dynamic"]))
-            assert shown[name][q] == pytest.approx(ours / theirs)
+            ours, peers_value = (r["quantities"][q]["median"] for r in (row, rows["dynamic"]))
+            assert shown[name][q] == pytest.approx(ours / peers_value)
     assert main(there) == 0
     assert "N.NNx: over dynamic in" in " ".join(capsys.readouterr().out.split())
     assert main([*SMALL, f"folder={folder}", "name=first", "over=static"]) == 2
@@ -86,8 +86,8 @@ def test_a_new_method_is_measured_beside_the_full_cache(rows, folder, capsys, mo
     monkeypatch.setattr(peak, "ask", lambda *a, **how: {"allocated": 1, "reserved": 2})
     more = [a.replace("full,snapkv,kivi", "full,snapkv,kivi,think") for a in SMALL]
     assert main([*more, f"folder={folder}", "name=first", "--json"]) == 0
-    found = records.read(folder / "first.jsonl")
-    assert [r["method"] for r in found[len(rows) + 1 :]] == ["full", "think ratio=0.4"]
+    records_read = records.read(folder / "first.jsonl")
+    assert [r["method"] for r in records_read[len(rows) + 1 :]] == ["full", "think ratio=0.4"]
     shown = {r["method"]: r for r in json.loads(capsys.readouterr().out)}
     assert shown["think ratio=0.4"]["ratios"]["cache_bytes"] < 1
     # a ratio is to the full cache of the same session, or there is none
@@ -95,8 +95,8 @@ def test_a_new_method_is_measured_beside_the_full_cache(rows, folder, capsys, mo
 
 
 def test_a_plan_measures_nothing(tmp_path, capsys):
-    asked = ["bench", "time", "model=llama2-7b", "method=kivi", "workloads=160+338x300", "peers=all"]
-    assert main([*asked, f"folder={tmp_path}", "--plan"]) == 0
+    arguments = ["bench", "time", "model=llama2-7b", "method=kivi", "workloads=160+338x300", "peers=all"]
+    assert main([*arguments, f"folder={tmp_path}", "--plan"]) == 0
     out = capsys.readouterr().out
     assert "160+338x300" in out and "to measure" in out and "deepspeed" in out and not list(tmp_path.iterdir())
 
@@ -162,33 +162,35 @@ def test_what_happens_to_one_row_leaves_the_others(error, status, model, monkeyp
 
     monkeypatch.setattr(generation_pass, "run", run)
     monkeypatch.setattr(peak, "ask", lambda *a, **how: {"allocated": 1, "reserved": 2})
-    found = timing.measure(model, entrants("kivi"), Workload(40, 4, 1), settings())
-    assert [r["status"] for r in found] == ["measured", status] and not found[1]["quantities"]
-    text = time_table.render([r | {"workload": "40+4x1"} for r in found])
+    measured = timing.measure(model, entrants("kivi"), Workload(40, 4, 1), settings())
+    assert [r["status"] for r in measured] == ["measured", status] and not measured[1]["quantities"]
+    text = time_table.render([r | {"workload": "40+4x1"} for r in measured])
     assert f"{status}: kivi at 40+4x1" in text
 
 
 def test_processes_find_what_fits_and_die_alone():
     small = {"seed": 0, "layers": None, "sample": None, "graph": False}
-    asked = (("model=tiny", "model.weights=random"), "full")
-    assert peak.ask("peak", *asked, "256+4x64", **small, limit=0.03) == {"oom": True}
-    most = peak.ask("largest", *asked, "256+4xmax", **small, limit=0.05)["batch"]
+    arguments = (("model=tiny", "model.weights=random"), "full")
+    assert peak.ask("peak", *arguments, "256+4x64", **small, limit=0.03) == {"oom": True}
+    most = peak.ask("largest", *arguments, "256+4xmax", **small, limit=0.05)["batch"]
     assert 1 <= most < 64
-    found = peak.ask("peak", *asked, "256+4x2", **small, limit=None)
+    measured = peak.ask("peak", *arguments, "256+4x2", **small, limit=None)
     # two rows of 256 tokens of 6 KiB, in their caches and in the batch
-    assert 4 * 256 * 6144 < found["allocated"] < found["reserved"]
+    assert 4 * 256 * 6144 < measured["allocated"] < measured["reserved"]
     with pytest.raises(KvbenchError, match=r"full at 256\+4x2: TypeError"):
-        peak.ask("peak", *asked, "256+4x2", **{**small, "layers": "x"}, limit=None)
+        peak.ask("peak", *arguments, "256+4x2", **{**small, "layers": "x"}, limit=None)
 
 
 def test_out_of_memory_in_one_row_is_its_result(model):
     """Really out of memory: the caches of 64 rows of 256 tokens take 96 MiB, those of 16 tokens 6 MiB."""
-    asked = settings(limit=0.08, warmup=0)
-    asked = replace(asked, overrides=(*asked.overrides, "method=streamingllm", "method.streamingllm.kv_size=16"))
-    cfg = config.read(asked.overrides)
+    arguments = settings(limit=0.08, warmup=0)
+    arguments = replace(
+        arguments, overrides=(*arguments.overrides, "method=streamingllm", "method.streamingllm.kv_size=16")
+    )
+    cfg = config.read(arguments.overrides)
     row = timing.Entrant("small", cfg.chains[0])
-    found = timing.measure(model, [*entrants(), row], Workload(256, 2, 64), asked)
-    assert [(r["method"], r["status"], r["reason"]) for r in found] == [
+    measured = timing.measure(model, [*entrants(), row], Workload(256, 2, 64), arguments)
+    assert [(r["method"], r["status"], r["reason"]) for r in measured] == [
         ("full", "OOM", "out of memory in a process of its own"),
         ("small", "measured", ""),
     ]
@@ -196,8 +198,8 @@ def test_out_of_memory_in_one_row_is_its_result(model):
 
 def test_what_was_finished_outlives_an_end_in_the_middle(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(peak, "ask", lambda *a, **how: {"allocated": 1, "reserved": 2})
-    asked = ["bench", "time", "method=full", "workloads=20+2,24+2,28+2", "repeats=1", "warmup=0", "peers=none"]
-    asked += [f"folder={tmp_path}", "name=x"]
+    arguments = ["bench", "time", "method=full", "workloads=20+2,24+2,28+2", "repeats=1", "warmup=0", "peers=none"]
+    arguments += [f"folder={tmp_path}", "name=x"]
     measure, begun = timing.measure, []
 
     def killed(model, entrants, workload, *rest):
@@ -207,16 +209,16 @@ def test_what_was_finished_outlives_an_end_in_the_middle(tmp_path, capsys, monke
         return measure(model, entrants, workload, *rest)
 
     monkeypatch.setattr(timing, "measure", killed)
-    assert main(asked) == 130
+    assert main(arguments) == 130
     assert [r["workload"] for r in records.read(tmp_path / "x.jsonl")] == ["20+2x1"]
-    assert main(asked) == 0 and begun[2:] == ["24+2x1", "28+2x1"]
+    assert main(arguments) == 0 and begun[2:] == ["24+2x1", "28+2x1"]
     assert [r["workload"] for r in records.read(tmp_path / "x.jsonl")] == ["20+2x1", "24+2x1", "28+2x1"]
     capsys.readouterr()
 
 
 def test_a_recorded_step_is_a_row_of_its_own(tmp_path, capsys):
-    asked = ["bench", "time", "method=full,kivi", "workloads=40+4", "repeats=1", "warmup=0", "peers=none"]
-    assert main([*asked, "step=graph", f"folder={tmp_path}", "name=x"]) == 0
+    arguments = ["bench", "time", "method=full,kivi", "workloads=40+4", "repeats=1", "warmup=0", "peers=none"]
+    assert main([*arguments, "step=graph", f"folder={tmp_path}", "name=x"]) == 0
     rows = {r["method"]: r for r in records.read(tmp_path / "x.jsonl")}
     assert {name: r["status"] for name, r in rows.items()} == {
         "full": "measured",
@@ -224,9 +226,9 @@ def test_a_recorded_step_is_a_row_of_its_own(tmp_path, capsys):
         "kivi step=graph": "refused",
     }
     assert len({r["key"] for r in rows.values()}) == 3 and "attention" not in rows["full step=graph"]["quantities"]
-    told = " ".join(capsys.readouterr().out.split())
-    assert "full step=graph: recording the graph is part of build." in told
-    assert "refused: kivi step=graph at 40+4x1" in told and "packs tokens" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "full step=graph: recording the graph is part of build." in printed
+    assert "refused: kivi step=graph at 40+4x1" in printed and "packs tokens" in printed
 
 
 def test_what_others_print_is_no_output_of_ours():
@@ -272,8 +274,8 @@ def test_the_largest_batch_by_halving(most):
 
 def test_a_check_runs_all_steps_once(model, monkeypatch):
     monkeypatch.setattr(peak, "ask", lambda *a, **how: {"allocated": 1, "reserved": 2})
-    found = timing.measure(model, entrants("kivi")[:1], Workload(64, 60, 1), settings(sample=8, check=True))
-    (row,) = found
+    measured = timing.measure(model, entrants("kivi")[:1], Workload(64, 60, 1), settings(sample=8, check=True))
+    (row,) = measured
     assert row["marks"] == ["integrated"] and 0.2 < row["quantities"]["check"]["median"] < 5
     assert row["sampled"][0]["starts"] == (0, 17, 34, 51)
     assert "generation: full 0" in time_table.render([row | {"workload": "64+60x1"}]).replace("full 1", "full 0")
@@ -284,13 +286,13 @@ def test_a_check_runs_all_steps_once(model, monkeypatch):
     [({}, 1), ({"repeats": 2}, 0), ({"check": True}, 0), ({"check": True, "sample": None}, 1)],
 )
 def test_a_row_with_less_than_is_asked_for_is_measured_again(changes, there):
-    asked = settings(**{"sample": 8, **changes})
+    arguments = settings(**{"sample": 8, **changes})
     (full,), at = entrants(), Workload(64, 60, 1)
-    row = {"key": timing.row_key(full, at, asked), "status": "measured", "reason": ""}
-    row |= {"marks": ["integrated"] if asked.sample else [], "quantities": {"total": {"median": 1.0, "n": 1}}}
-    assert timing.settled(row, full, at, asked) == there
+    row = {"key": timing.row_key(full, at, arguments), "status": "measured", "reason": ""}
+    row |= {"marks": ["integrated"] if arguments.sample else [], "quantities": {"total": {"median": 1.0, "n": 1}}}
+    assert timing.settled(row, full, at, arguments) == there
     row["status"], row["quantities"] = "OOM", {}
-    assert timing.settled(row, full, at, asked)
+    assert timing.settled(row, full, at, arguments)
 
 
 def test_without_a_warm_up_a_gpus_peak_is_that_of_the_first_repeat(model, monkeypatch):
@@ -303,18 +305,18 @@ def test_without_a_warm_up_a_gpus_peak_is_that_of_the_first_repeat(model, monkey
 
 
 def test_a_gpus_clocks_are_read_by_its_own_name_and_under_load(monkeypatch):
-    cpu, asked = torch.device("cpu"), []
+    cpu, requested = torch.device("cpu"), []
 
     def told(command, **how):
-        asked.append(command)
+        requested.append(command)
         return SimpleNamespace(stdout="1980 MHz, 2619 MHz, 1980 MHz, 2619 MHz, 700.00 W, 570.1\n")
 
     monkeypatch.setattr(environment.shutil, "which", lambda name: name)
     monkeypatch.setattr(environment.subprocess, "run", told)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="4c1f-22"))
-    found = environment.under_load(torch.device("cuda"))["clocks_after"]
+    measured = environment.under_load(torch.device("cuda"))["clocks_after"]
     # the first device that PyTorch sees may be the machine's fourth
-    assert asked[0][-1] == "--id=GPU-4c1f-22" and found["clocks.sm"] == "1980 MHz" and len(found) == 6
+    assert requested[0][-1] == "--id=GPU-4c1f-22" and measured["clocks.sm"] == "1980 MHz" and len(measured) == 6
     assert environment.under_load(cpu) == {}
 
 
@@ -339,6 +341,4 @@ def test_medians_and_quartiles():
 
 
 def test_help_names_every_key():
-    from kvbench.cli.bench import EXAMPLES
-
-    assert all(f"{key}=" in EXAMPLES for key in OWN)
+    assert all(f"{key}=" in HELP["bench"]["help"] for key in OWN)

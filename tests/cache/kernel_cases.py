@@ -6,7 +6,7 @@ import torch
 from families import build
 
 import kvbench
-from kvbench.bench import kernels as bench
+from kvbench.bench import decode
 from kvbench.cache.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
 from kvbench.cache.partly_packed import Codes, Residual
 from kvbench.cache.segment import LayerCache, Segment
@@ -16,7 +16,7 @@ from kvbench.storage import kernels
 from kvbench.storage.attend import attend
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.kernels import SWITCH, exact, softmax
-from kvbench.storage.kernels.merge import Parts
+from kvbench.storage.kernels.softmax import Parts
 from kvbench.storage.packed_rows import PackedRows
 from kvbench.storage.row_segments import Ragged, RowSegment, flat, stack
 
@@ -51,10 +51,10 @@ def counted(monkeypatch):
 
     def counting(known):
         def call(*given):
-            found = known(*given)
-            if found is not None:
-                served.append(found.shape)
-            return found
+            actual = known(*given)
+            if actual is not None:
+                served.append(actual.shape)
+            return actual
 
         return call
 
@@ -68,13 +68,13 @@ def both(monkeypatch, counted):
     """What a function returns by kernels, which must serve, and by plain PyTorch."""
 
     def run(fn, plain=None):
-        found, times = fn(), len(counted)
+        actual, times = fn(), len(counted)
         assert times
         monkeypatch.setenv(SWITCH, "off")
         want = (plain or fn)()
         monkeypatch.setenv(SWITCH, "on")
         assert len(counted) == times
-        return found, want
+        return actual, want
 
     return run
 
@@ -103,17 +103,17 @@ def channels(b, h, d, kept, seed):
 def test_whole_segments_and_the_tail_are_under_one_softmax(both, dtype, h, group, t, d, lengths, tail):
     b, longest = len(lengths), max(lengths)
     rows = [(random(h, n, d, seed=9 * n), random(h, n, d, seed=9 * n + 1)) for n in lengths]
-    held = [Segment(k, v, torch.zeros(h, len(k[0]), dtype=torch.int32)) for k, v in rows]
+    segments = [Segment(k, v, torch.zeros(h, len(k[0]), dtype=torch.int32)) for k, v in rows]
     query, tail_k, tail_v = (random(b, heads, m, d, seed=m) for heads, m in ((h * group, t), (h, tail), (h, tail)))
 
     def run(kind):
         def cast(s):
             return Segment(s.k.to(dtype).to(kind), s.v.to(dtype).to(kind), s.positions)
 
-        both_halves = [stack([cast(s) for s in held]), stack([cast(s) for s in reversed(held)])]
+        both_halves = [stack([cast(s) for s in segments]), stack([cast(s) for s in reversed(segments)])]
         assert both_halves[0].longest == longest
-        given = [x.to(dtype).to(kind) for x in (query, tail_k, tail_v)]
-        return attend(given[0], both_halves, (given[1], given[2]), d**-0.5)[0]
+        inputs = [x.to(dtype).to(kind) for x in (query, tail_k, tail_v)]
+        return attend(inputs[0], both_halves, (inputs[1], inputs[2]), d**-0.5)[0]
 
     close(*both(lambda: run(dtype), lambda: run(FP32)), dtype)
 
@@ -126,11 +126,11 @@ def test_thin_keys_meet_the_querys_channels_and_thin_values_their_places(both, d
     d, n, b = 40, 45, 2
     of_k = None if kept_k is None else channels(b, h, d, kept_k, 3)
     of_v = None if kept_v is None else channels(b, h, d, kept_v, 4)
-    given = [random(b, h, n, c or d, seed=s) for s, c in ((5, kept_k), (6, kept_v))]
-    given += [random(b, h * group, 1, d, seed=7), random(b, h, 2, d, seed=8), random(b, h, 2, d, seed=9)]
+    arguments = [random(b, h, n, c or d, seed=s) for s, c in ((5, kept_k), (6, kept_v))]
+    arguments += [random(b, h * group, 1, d, seed=7), random(b, h, 2, d, seed=8), random(b, h, 2, d, seed=9)]
 
     def run(kind):
-        k, v, query, tail_k, tail_v = (x.to(dtype).to(kind) for x in given)
+        k, v, query, tail_k, tail_v = (x.to(dtype).to(kind) for x in arguments)
         return attend(query, [RowSegment(k, v, None, of_k, of_v)], (tail_k, tail_v), 0.3)[0]
 
     close(*both(lambda: run(dtype), lambda: run(FP32)), dtype)
@@ -147,8 +147,8 @@ def ragged(lengths, d, seed, thin=None):
 @pytest.mark.parametrize(("thin", "group", "t", "dtype"), [(None, 1, 1, FP32), (9, 4, 1, BF16), (None, 2, 2, FP16)])
 def test_ragged_heads_are_read_where_they_lie(both, dtype, thin, group, t):
     d, shapes = 24, [(33, 3), (0, 17), (17, 17)]
-    held = [ragged(lengths, d, seed, thin) for seed, lengths in enumerate(shapes)]
-    segment = flat(held)
+    segments = [ragged(lengths, d, seed, thin) for seed, lengths in enumerate(shapes)]
+    segment = flat(segments)
     assert segment.lengths.tolist() == [list(lengths) for lengths in shapes]
     query, tail_k, tail_v = (random(3, heads, m, d, seed=m) for heads, m in ((2 * group, t), (2, 4), (2, 4)))
 
@@ -157,34 +157,34 @@ def test_ragged_heads_are_read_where_they_lie(both, dtype, thin, group, t):
         if rows is not None:
             cast = cast.rows(rows)
         index = torch.arange(3, device=DEVICE) if rows is None else rows
-        given = [x[index].to(dtype).to(kind) for x in (query, tail_k, tail_v)]
-        return attend(given[0], [cast], (given[1], given[2]), d**-0.5)[0]
+        inputs = [x[index].to(dtype).to(kind) for x in (query, tail_k, tail_v)]
+        return attend(inputs[0], [cast], (inputs[1], inputs[2]), d**-0.5)[0]
 
     for rows in (None, torch.tensor([0, 2], device=DEVICE)):
-        found, want = both(lambda at=rows: run(dtype, at), lambda at=rows: run(FP32, at))
-        close(found, want, dtype)
+        actual, want = both(lambda at=rows: run(dtype, at), lambda at=rows: run(FP32, at))
+        close(actual, want, dtype)
     if dtype == FP32:
-        close(found[:1], attend(query[:1], [flat(held[:1])], (tail_k[:1], tail_v[:1]), d**-0.5)[0])
+        close(actual[:1], attend(query[:1], [flat(segments[:1])], (tail_k[:1], tail_v[:1]), d**-0.5)[0])
 
 
 @pytest.mark.parametrize("stored", [2, 4])
 def test_decode_batches_of_ragged_rows(both, counted, stored):
     d, shapes = 8, [[3, 24], [17, 17], [40, 9]] if stored == 2 else [[3, 24, 1, 2], [6, 6, 7, 20], [9, 40, 9, 9]]
-    held = [ragged(lengths, d, seed) for seed, lengths in enumerate(shapes)]
-    caches = [LayerCache((s,), seen=90, heads=stored, query_heads=4) for s in held]
+    segments = [ragged(lengths, d, seed) for seed, lengths in enumerate(shapes)]
+    caches = [LayerCache((s,), seen=90, heads=stored, query_heads=4) for s in segments]
     groups, sizes = [], []
 
     def run():
-        batch, found = RowLayer([StoredRow(cache=c) for c in caches], Room(tokens=3)), []
+        batch, collected = RowLayer([StoredRow(cache=c) for c in caches], Room(tokens=3)), []
         groups.append(len(batch.formats[0][1].groups))
         for step in range(2):
             rows = len(batch.next)
             batch.add(random(rows, 2, 1, d, seed=step), random(rows, 2, 1, d, seed=20 + step))
-            found.append(batch.attend(random(rows, 4, 1, d, seed=40 + step), 0.4, None))
+            collected.append(batch.attend(random(rows, 4, 1, d, seed=40 + step), 0.4, None))
             if step == 0:
                 batch.keep(torch.tensor([0, 2]))
         sizes.append(batch.payload())
-        return torch.cat(found)
+        return torch.cat(collected)
 
     close(*both(run))
     assert groups[0] == 1 < groups[1] and len(counted) == 2  # one launch a step for all heads
@@ -192,18 +192,18 @@ def test_decode_batches_of_ragged_rows(both, counted, stored):
 
 
 def test_a_tail_that_is_read_whole_hides_what_is_not_written(both):
-    d, held = 8, [ragged(lengths, 8, seed) for seed, lengths in enumerate([[3, 24], [17, 17]])]
-    caches = [LayerCache((s,), seen=90, heads=2, query_heads=4) for s in held]
+    d, segments = 8, [ragged(lengths, 8, seed) for seed, lengths in enumerate([[3, 24], [17, 17]])]
+    caches = [LayerCache((s,), seen=90, heads=2, query_heads=4) for s in segments]
 
     def run(still):
-        batch, found = RowLayer([StoredRow(cache=c) for c in caches], Room(tokens=20)), []
+        batch, collected = RowLayer([StoredRow(cache=c) for c in caches], Room(tokens=20)), []
         place = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         layer = StillLayer(batch, place) if still else batch
         for step in range(2):
             place.fill_(step)
             layer.add(random(2, 2, 1, d, seed=step), random(2, 2, 1, d, seed=20 + step))
-            found.append(layer.attend(random(2, 4, 1, d, seed=40 + step), 0.4, None))
-        return torch.cat(found)
+            collected.append(layer.attend(random(2, 4, 1, d, seed=40 + step), 0.4, None))
+        return torch.cat(collected)
 
     close(*both(lambda: run(True), lambda: run(False)))
 
@@ -214,7 +214,7 @@ class Coder:
     keys, values = Residual(0, 16, 8), Residual(5, 1, 1)
 
     def __init__(self, name, bits):
-        self.bits, (self.k, self.v) = bits, FORMATS[name]
+        self.bits, (self.k, self.v), self.packer = bits, FORMATS[name], self
 
     def pack_keys(self, x):
         return self.k(x, self.bits)
@@ -230,10 +230,10 @@ def coded(coder, h, n, d, thin, seed, dtype):
     if thin:
         old = [x.gather(2, c[:, None].expand(-1, x.shape[1], -1)) for x, c in zip(old, ids, strict=True)]
     codes = Codes(coder.pack_keys(old[0]), coder.pack_values(old[1]))
-    given = {"key_channels": ids[0].int(), "value_channels": ids[1].int()} if thin else {}
+    inputs = {"key_channels": ids[0].int(), "value_channels": ids[1].int()} if thin else {}
     exact_k, exact_v = k[:, coder.keys.packed(n) :], v[:, coder.values.packed(n) :]
     positions = torch.zeros(h, n, dtype=torch.int32, device=DEVICE)
-    return Segment(exact_k, exact_v, positions, codes=codes, **given)
+    return Segment(exact_k, exact_v, positions, codes=codes, **inputs)
 
 
 SHAPES = [  # thin, tokens of rows, stored heads, query heads of each, new tokens, head dimension, type
@@ -257,20 +257,20 @@ def test_packed_steps_equal_the_plain_ones(both, name, bits, thin, lengths, h, g
     coder = Coder(name, bits)
 
     def run(kind):
-        held = [coded(coder, h, n, d, thin, seed, dtype) for seed, n in enumerate(lengths)]
-        caches = [LayerCache((s,), seen=s.tokens, heads=h, query_heads=h * group) for s in held]
+        segments = [coded(coder, h, n, d, thin, seed, dtype) for seed, n in enumerate(lengths)]
+        caches = [LayerCache((s,), seen=s.tokens, heads=h, query_heads=h * group) for s in segments]
         stored = [StoredRow(cache=c, coder=coder) for c in caches]
-        rows, found = PackedRows(stored, Room(tokens=30, at_once=t)), []
+        rows, collected = PackedRows(stored, Room(tokens=30, at_once=t)), []
         for store in (rows.k, rows.v):
             store.ring = store.ring.to(kind)
         for i in range(2):
             u, before = rows.k.ring.shape[0], rows.k.packed[-1]
             rows.add(*(random(u, h, t, d, seed=s + i, dtype=dtype).to(kind) for s in (100, 200)), None)
-            found.append(rows.attend(random(u, h * group, t, d, seed=300 + i, dtype=dtype).to(kind), d**-0.5, None))
+            collected.append(rows.attend(random(u, h * group, t, d, seed=300 + i, dtype=dtype).to(kind), d**-0.5, None))
             assert (rows.k.packed[-1] > before) == (i == 0)
             if i == 0 and u > 1:
                 rows.keep(torch.tensor([1], device=DEVICE))
-        return found
+        return collected
 
     for one, other in zip(*both(lambda: run(dtype), lambda: run(FP32)), strict=True):
         close(one, other, dtype)
@@ -334,14 +334,14 @@ def test_models_answer_as_by_plain_pytorch(both, monkeypatch):
     def run():
         return kvbench.generate(model, kvbench.prefill(model, prompt, CHAINS, **knobs), 2)
 
-    found, want = both(run)
-    assert found == want and len(found) == len(CHAINS)
+    actual, want = both(run)
+    assert actual == want and len(actual) == len(CHAINS)
 
 
 def test_the_benchmark_times_kernels_and_plain_pytorch_side_by_side(monkeypatch, counted):
     monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr(bench, "WARM_UP", 1)
-    shape = bench.KernelShape(60, 2, 2, 4, 16, torch.float32)
+    monkeypatch.setattr(decode, "WARM_UP", 1)
+    shape = decode.StepShape(60, 2, 2, 4, 16, torch.float32)
     served = []
 
     def timer(call):
@@ -352,12 +352,18 @@ def test_the_benchmark_times_kernels_and_plain_pytorch_side_by_side(monkeypatch,
 
     for name in ("adakv 12.5 %", "kivi 2 bits"):
         served.clear()
-        row = bench.measure(name, shape, 1, DEVICE, timer)
-        assert served == [1, 0, 0] * (1 + bench.WARM_UP) and SWITCH not in bench.os.environ
+        row = decode.measure(name, shape, 1, timer, DEVICE)
+        assert served == [1, 1, 0, 0] * (1 + decode.WARM_UP) and SWITCH not in decode.os.environ
         # the times are those of the last round
-        assert (row.kernel, row.plain, row.sdpa) == (4, 5, 6)
-        assert row.reached(row.moved / 2) == pytest.approx(0.5)
-        told = bench.table({name: row}, shape, row.moved / 2)
-        assert f"{name:<22}" in told and "0.80x" in told and "0.67x" in told and "50 %" in told
+        assert (row.step, row.full, row.plain, row.sdpa) == (5, 6, 7, 8)
+        # half of the bandwidth: the bytes take 5 s at it twice
+        printed = decode.table({name: row}, shape, row.moved / 2.5)
+        assert (
+            f"{name:<22}" in printed
+            and "0.83x" in printed
+            and "0.71x" in printed
+            and "0.62x" in printed
+            and "50 %" in printed
+        )
     # 2 rows, 2 heads, 2 x 16 numbers; 7 tokens of each head on average
-    assert bench.measure("adakv 12.5 %", shape, 1, DEVICE, timer).moved == 2 * 2 * 7 * 2 * 16 * 4
+    assert decode.measure("adakv 12.5 %", shape, 1, timer, DEVICE).moved == 2 * 2 * 7 * 2 * 16 * 4

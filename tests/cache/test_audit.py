@@ -183,9 +183,9 @@ class Mass(Selector):
         return torch.arange(obs.n)[None].expand(cache.heads, -1)
 
     def compress(self, cache, obs):
-        kept = super().compress(cache, obs)
-        (s,) = kept.segments
-        return replace(kept, segments=(replace(s, state={"mass": torch.zeros(s.heads, s.tokens)}),))
+        kept_tokens = super().compress(cache, obs)
+        (s,) = kept_tokens.segments
+        return replace(kept_tokens, segments=(replace(s, state={"mass": torch.zeros(s.heads, s.tokens)}),))
 
     def layout(self, blocks, head_dim, itemsize):
         return [replace(b, slot_overhead=4) for b in blocks]
@@ -238,9 +238,9 @@ print(resident() - before, sum(c.nbytes() for c in held))
         which: subprocess.Popen([*command, which], stdout=subprocess.PIPE, text=True) for which in ("full", "small")
     }
     for which, process in begun.items():
-        told, _ = process.communicate()
+        message, _ = process.communicate()
         assert process.returncode == 0
-        growth, nbytes = map(int, told.split())
+        growth, nbytes = map(int, message.split())
         grown[which] = growth
         assert 0.95 * nbytes < growth < 1.15 * nbytes
     assert grown["full"] > 6 * grown["small"]

@@ -34,10 +34,10 @@ def slow_pack(codes, bits):
     out = []
     for below, part in {1: [(0, 1)], 2: [(0, 2)], 3: [(0, 2), (2, 1)], 4: [(0, 4)], 8: [(0, 8)]}[bits]:
         width = math.ceil(len(codes) * part / 8)
-        held = [0] * width
+        stored = [0] * width
         for i, code in enumerate(codes):
-            held[i % width] += (code >> below) % 2**part << (i // width * part)
-        out += held
+            stored[i % width] += (code >> below) % 2**part << (i // width * part)
+        out += stored
     return out
 
 
@@ -233,13 +233,13 @@ def test_infinities_are_refused(bad, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_fp16_cannot_store_is_refused(dtype):
-    far = torch.tensor([[[-1e5, 0.0, 1.0, 2.0]]], dtype=dtype)
+    distant = torch.tensor([[[-1e5, 0.0, 1.0, 2.0]]], dtype=dtype)
     with pytest.raises(KvbenchError, match="exceeds fp16"):
-        quantise_tokens(far, 4, 4)
+        quantise_tokens(distant, 4, 4)
     with pytest.raises(KvbenchError, match="exceeds fp16"):
-        quantise_channels(far.transpose(1, 2), 4, 4)
+        quantise_channels(distant.transpose(1, 2), 4, 4)
     with pytest.raises(KvbenchError, match="exceeds fp16"):
-        quantise_zero_point(far * 100, 2)
+        quantise_zero_point(distant * 100, 2)
     # a large maximum alone is fine: only minimum and scale are stored
     high = torch.tensor([[[0.0, 1e5]]], dtype=dtype)
     value = quantise_tokens(high, 4, 2).dequantise(torch.float32)

@@ -152,9 +152,9 @@ def stored_by(model, rows, endings):
 
 
 def check_stored(model, rows, stored):
-    for row, held in zip(rows, stored, strict=True):
-        if held is not None:
-            check_bytes(row, held, *heads_of(model), model.dtype)
+    for row, held_tokens in zip(rows, stored, strict=True):
+        if held_tokens is not None:
+            check_bytes(row, held_tokens, *heads_of(model), model.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

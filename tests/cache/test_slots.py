@@ -39,9 +39,9 @@ def test_budget_holds_and_batched_equals_alone(rule, family):
             for t in range(20):
                 step(model, batch, tokens, (seen + t)[:, None])
                 for layer in batch:
-                    held = layer.formats[0][1].held()
+                    stored = layer.formats[0][1].held()
                     want = torch.minimum(torch.tensor(12), torch.tensor([12, 9, 12]) + t + 1)
-                    assert (held == want[:, None]).all()
+                    assert (stored == want[:, None]).all()
 
 
 @pytest.mark.parametrize("rule", ["h2o", "mask"])
@@ -59,11 +59,11 @@ def test_h2o_orig_equals_a_slow_simulation_with_masks(code_mask):
     (cache,) = kvbench.prefill(
         model, ids, [{"method": "h2o", "variant": "orig", "kv_size": 10, "code_mask": code_mask}]
     )
-    answer, held = decoding.h2o_decoding(model, ids, 14, 5, 5, code_mask=code_mask)
-    assert [len(h) for h in held[0]] == [11 if code_mask else 10] * 2
+    answer, kept_tokens = decoding.h2o_decoding(model, ids, 14, 5, 5, code_mask=code_mask)
+    assert [len(h) for h in kept_tokens[0]] == [11 if code_mask else 10] * 2
     assert kvbench.generate(model, [cache], 14) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens
 
 
 def test_h2o_that_evicts_after_a_step_equals_a_slow_simulation():
@@ -72,11 +72,11 @@ def test_h2o_that_evicts_after_a_step_equals_a_slow_simulation():
     entries = [{"method": "h2o", "variant": "orig", "kv_size": 10, "evict_after": after} for after in (None, True)]
     before, cache = kvbench.prefill(model, ids, entries)
     assert [ref.kept(layer) for layer in cache.layers] == [ref.kept(layer) for layer in before.layers]
-    answer, held = decoding.h2o_decoding(model, ids, 14, 5, 5, after=True)
-    assert [len(h) for h in held[0]] == [11] * 2
+    answer, kept_tokens = decoding.h2o_decoding(model, ids, 14, 5, 5, after=True)
+    assert [len(h) for h in kept_tokens[0]] == [11] * 2
     assert kvbench.generate(model, [cache], 14) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens
 
 
 def test_turning_keys_equals_rotating_them_at_their_new_position():

@@ -80,8 +80,8 @@ def test_it_is_computed_once_and_read_from_its_file_afterwards(session, capsys):
     model = build("llama")
     assert [r.recipe.kind for r in session.missing(chain())] == ["frequencies"]
     first = session.bind(chain(), model)
-    said = capsys.readouterr().err
-    assert "calibrating frequent: 3 samples of 20 tokens, the file mine.txt" in said
+    message = capsys.readouterr().err
+    assert "calibrating frequent: 3 samples of 20 tokens, the file mine.txt" in message
     assert session.missing(chain()) == []
     again = session.bind(chain(), model)
     assert len(Frequent.calls) == 3 and capsys.readouterr().err == ""
@@ -124,9 +124,9 @@ def test_another_models_calibration_is_refused(session):
     with pytest.raises(UsageError, match=r"frequencies-\w+\.json was computed on other weights"):
         session.bind(chain(), build("mistral"), quiet=True)
     other = Session(session.folder, {"name": "other"}, Words(), 512, text=session.text)
-    mine, its = (s.path(s.request(chain().stages[0])) for s in (session, other))
+    ours, its = (s.path(s.request(chain().stages[0])) for s in (session, other))
     for suffix in (".json", ".safetensors"):
-        its.with_suffix(suffix).write_bytes(mine.with_suffix(suffix).read_bytes())
+        its.with_suffix(suffix).write_bytes(ours.with_suffix(suffix).read_bytes())
     with pytest.raises(UsageError, match=r"\.json is of another model: delete"):
         other.bind(chain(), build("llama"), quiet=True)
 
@@ -229,8 +229,8 @@ def test_the_tiny_models_corpus_has_windows_of_its_own():
 
 def test_memory_of_a_calibration_does_not_grow_with_samples(session):
     """Windows come one at a time, so a stage that keeps none of them holds one."""
-    held = session.source.windows(Words(), 1000, 20)
-    assert iter(held) is held
+    stored = session.source.windows(Words(), 1000, 20)
+    assert iter(stored) is stored
 
 
 def test_equality_is_by_content():

@@ -38,10 +38,10 @@ def slow_entropy(eigenvalues, top):
 def test_flat_spectra_follow_the_law(d, k):
     flat = torch.full((d,), 1 / d, dtype=torch.float64)
     assert float(entropy.entropy(flat)) == pytest.approx(math.log(d))
-    found = float(entropy.entropy(flat, k).exp())
-    assert found == pytest.approx(d ** (k / d))
+    actual = float(entropy.entropy(flat, k).exp())
+    assert actual == pytest.approx(d ** (k / d))
     if (d, k) == (128, 32):
-        assert round(found, 3) == 3.364
+        assert round(actual, 3) == 3.364
 
 
 def test_rows_along_all_axes_have_a_flat_spectrum():
@@ -64,10 +64,10 @@ def test_rows_at_the_mean_count_as_zero():
 
 def test_spectrum_equals_loops_and_has_trace_one():
     rows = torch.randn(3, 12, 5)
-    found = entropy.spectrum(rows)
-    torch.testing.assert_close(found.sum(dim=1), torch.ones(3, dtype=torch.float64))
+    actual = entropy.spectrum(rows)
+    torch.testing.assert_close(actual.sum(dim=1), torch.ones(3, dtype=torch.float64))
     for h in range(3):
-        np.testing.assert_allclose(found[h], slow_spectrum(rows[h].double().tolist()), atol=1e-6)
+        np.testing.assert_allclose(actual[h], slow_spectrum(rows[h].double().tolist()), atol=1e-6)
 
 
 def captured(model, ids):
@@ -103,7 +103,7 @@ def test_measure_equals_a_slow_computation_over_captured_queries(family):
     model, top = build(family), 6
     windows = [prompt(24, seed) for seed in range(3)]
     ticks = []
-    found = measure(model, iter(windows), top, lambda: ticks.append(1))
+    actual = measure(model, iter(windows), top, lambda: ticks.append(1))
     assert len(ticks) == 3
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     h_mean, counts, ranks = (np.zeros((layers, heads)) for _ in range(3))
@@ -120,13 +120,13 @@ def test_measure_equals_a_slow_computation_over_captured_queries(family):
             for x in range(3):
                 erank[x, i] += np.mean([math.exp(slow_entropy(s, None)) for s in spectra[x]]) / 3
                 erank_k[x, i] += np.mean([math.exp(slow_entropy(s, top)) for s in spectra[x]]) / 3
-    np.testing.assert_allclose(found["entropy"], h_mean, atol=1e-4)
-    assert found["counts"].tolist() == counts.tolist()
-    assert found["ranks"].tolist() == ranks.tolist()
-    np.testing.assert_allclose(found["erank"], erank, rtol=1e-4)
-    np.testing.assert_allclose(found["erank_k"], erank_k, rtol=1e-4)
-    assert found["spectra"].shape[:2] == (layers, heads)
-    np.testing.assert_allclose(found["spectra"].sum(-1), 1, rtol=1e-4)
+    np.testing.assert_allclose(actual["entropy"], h_mean, atol=1e-4)
+    assert actual["counts"].tolist() == counts.tolist()
+    assert actual["ranks"].tolist() == ranks.tolist()
+    np.testing.assert_allclose(actual["erank"], erank, rtol=1e-4)
+    np.testing.assert_allclose(actual["erank_k"], erank_k, rtol=1e-4)
+    assert actual["spectra"].shape[:2] == (layers, heads)
+    np.testing.assert_allclose(actual["spectra"].sum(-1), 1, rtol=1e-4)
 
 
 def test_measure_holds_one_window_at_a_time():

@@ -59,10 +59,10 @@ def test_the_verb_makes_what_the_run_uses(tmp_path, capsys):
     status, _ = run_json(capsys, *SMALL, *folder)
     assert status == 0 and len(list((tmp_path / "elsewhere").glob("*.json"))) == 1
     cells = [json.loads(p.read_text()) for p in tmp_path.glob("cells/*/cell.json")]
-    (mine,) = [c for c in cells if c["label"].startswith("uncomp-group")]
-    assert mine["provenance"][0]["calibration"] == {"uncomp-group": record["sha256"]}
-    assert mine["identity"]["chain"]["calibration"]["uncomp-group"]["text_sha256"] == record["text_sha256"]
-    assert [c for c in cells if c is not mine and "calibration" in c["provenance"][0]] == []
+    (chosen,) = [c for c in cells if c["label"].startswith("uncomp-group")]
+    assert chosen["provenance"][0]["calibration"] == {"uncomp-group": record["sha256"]}
+    assert chosen["identity"]["chain"]["calibration"]["uncomp-group"]["text_sha256"] == record["text_sha256"]
+    assert [c for c in cells if c is not chosen and "calibration" in c["provenance"][0]] == []
 
 
 def test_identity_follows_the_recipe_and_is_known_before_anything_is_computed(tmp_path, letters):
@@ -89,7 +89,7 @@ def test_a_cell_is_not_continued_with_another_calibration(tmp_path, capsys):
             path.write_text(json.dumps(record))
     capsys.readouterr()
     assert main(["run", *line, "--json"]) == 2
-    assert "calibration" in (said := capsys.readouterr().err) and "mix=true" in said
+    assert "calibration" in (text := capsys.readouterr().err) and "mix=true" in text
     assert main(["run", *line, "mix=true", "--json"]) == 0
 
 
@@ -99,7 +99,7 @@ def test_a_damaged_file_stops_the_run_with_its_name(tmp_path, capsys):
     data.write_bytes(data.read_bytes()[:-1])
     capsys.readouterr()
     assert main(["run", *SMALL, f"results={tmp_path}"]) == 2
-    assert str(data) in (said := capsys.readouterr().err) and "delete" in said
+    assert str(data) in (text := capsys.readouterr().err) and "delete" in text
 
 
 BAD = {

@@ -90,10 +90,10 @@ def test_a_download_that_fails_is_one_line_and_status_1(monkeypatch, tmp_path, c
 def test_real_downloads_go_through_huggingface_hub(monkeypatch, tmp_path):
     import huggingface_hub
 
-    asked = {}
+    requests = {}
 
     def download(repo, name, **more):
-        asked.update(repo=repo, name=name, **more)
+        requests.update(repo=repo, name=name, **more)
         path = more["local_dir"] / name
         path.write_bytes(b"x")
         return str(path)
@@ -101,7 +101,7 @@ def test_real_downloads_go_through_huggingface_hub(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     path = hub.HuggingFace().file("owner/demo", "dataset", "x.json", COMMIT, tmp_path)
     assert path.read_bytes() == b"x"
-    assert asked == {
+    assert requests == {
         "repo": "owner/demo",
         "name": "x.json",
         "repo_type": "dataset",

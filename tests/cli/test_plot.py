@@ -72,16 +72,16 @@ def test_end_to_end_and_again_from_the_csv(tmp_path, capsys):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == printed.split("\n\n")[0].splitlines()[-1]
     for suffix in (".png", ".svg"):
-        made = tmp_path / "b" / "figures" / "uncomp" / f"fig4{suffix}"
-        assert made.read_bytes() == stem.with_suffix(suffix).read_bytes()
+        built = tmp_path / "b" / "figures" / "uncomp" / f"fig4{suffix}"
+        assert built.read_bytes() == stem.with_suffix(suffix).read_bytes()
     assert not (tmp_path / "b" / "figures" / "uncomp" / "fig4.csv").exists()
 
 
 def test_json_and_knobs_of_several_figures(tmp_path, capsys):
     line = ["plot", "qhitter/fig3", "vatp/fig1", "dataset=tiny/hop", *SMALL, "layers=0,5", "bits=2", "tokens=40"]
     assert main([*line, f"results={tmp_path}", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [f["id"] for f in found] == ["qhitter/fig3", "vatp/fig1"]
+    result = json.loads(capsys.readouterr().out)
+    assert [f["id"] for f in result] == ["qhitter/fig3", "vatp/fig1"]
     text = (tmp_path / "tiny" / "figures" / "qhitter" / "fig3.csv").read_text()
     assert "# bits: 2\n# layers: 0,5\n# tokens: 40\n" in text
     assert text.count("\nhop,0,2,5,") == 40
@@ -129,9 +129,9 @@ def test_lists(capsys):
     assert main(["plot", "list"]) == 0
     listed = capsys.readouterr().out
     assert main(["list", "figures", "--json"]) == 0
-    found = {f["id"]: f for f in json.loads(capsys.readouterr().out)["figures"]}
-    assert set(found) == set(FIGURES)
+    result = {f["id"]: f for f in json.loads(capsys.readouterr().out)["figures"]}
+    assert set(result) == set(FIGURES)
     for figure in FIGURES.values():
         assert f"{figure.id:<14} {figure.title}" in listed
-        assert found[figure.id]["claim"] == figure.claim
+        assert result[figure.id]["claim"] == figure.claim
     assert max(map(len, listed.splitlines())) <= 100

@@ -45,10 +45,10 @@ def listed(capsys, store, *arguments):
 
 def cleaned(capsys, store, *arguments):
     assert main(["clean", f"results={store.root}", *arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    for item in found["items"]:
+    result = json.loads(capsys.readouterr().out)
+    for item in result["items"]:
         item["cell"] = NAMES[item["cell"]] if item["cell"] else ""
-    return found
+    return result
 
 
 def names(store):
@@ -60,21 +60,25 @@ def cells(*names):
 
 
 def test_every_status_is_listed_with_what_is_known(store, capsys):
-    found = listed(capsys, store)
-    assert {name: r["status"] for name, r in found.items()} == {
+    actual = listed(capsys, store)
+    assert {name: r["status"] for name, r in actual.items()} == {
         **{s: s for s in ("complete", "partial", "refused", "failed", "interrupted", "never")},
         "empty": "failed",
         "bare": "never",
     }
-    assert [(found[s]["n"], found[s]["of"]) for s in ("complete", "partial", "never")] == [(10, 10), (4, 10), (0, 200)]
+    assert [(actual[s]["n"], actual[s]["of"]) for s in ("complete", "partial", "never")] == [
+        (10, 10),
+        (4, 10),
+        (0, 200),
+    ]
     scores = [100 * sample(i)["score"] for i in range(SIZE)]
-    assert found["complete"]["score"] == pytest.approx(sum(scores) / SIZE)
-    assert found["complete"]["ci"][0] < found["complete"]["score"] < found["complete"]["ci"][1]
-    assert (found["refused"]["reason"], found["failed"]["reason"]) == (LONG, "because failed")
-    assert "score" not in found["refused"]
-    assert found["never"]["model"] == "llama2-7b"
-    assert found["partial"]["folder"] == str(store.folder(cell_id("partial")))
-    age = time.time() - time.mktime(time.strptime(found["partial"]["changed"][:19], "%Y-%m-%dT%H:%M:%S"))
+    assert actual["complete"]["score"] == pytest.approx(sum(scores) / SIZE)
+    assert actual["complete"]["ci"][0] < actual["complete"]["score"] < actual["complete"]["ci"][1]
+    assert (actual["refused"]["reason"], actual["failed"]["reason"]) == (LONG, "because failed")
+    assert "score" not in actual["refused"]
+    assert actual["never"]["model"] == "llama2-7b"
+    assert actual["partial"]["folder"] == str(store.folder(cell_id("partial")))
+    age = time.time() - time.mktime(time.strptime(actual["partial"]["changed"][:19], "%Y-%m-%dT%H:%M:%S"))
     assert -1 < age < 60
 
 
@@ -228,13 +232,13 @@ def test_what_is_measured_now_is_left_alone_or_refused(store, capsys):
 
 
 def test_a_cell_that_begins_to_be_measured_between_showing_and_removing_stays(store):
-    found = plan(store, [cell_id("partial")], whole=True)
+    actual = plan(store, [cell_id("partial")], whole=True)
     writer = store.open(Cell("partial"), FACTS, 0, mix=False)
     with pytest.raises(KvbenchError, match=f"{cell_id('partial')} is being measured now"):
-        carry_out(store, found)
+        carry_out(store, actual)
     writer.close()
     assert len(store.lines(cell_id("partial"))) == 4
-    carry_out(store, found)
+    carry_out(store, actual)
     assert not store.folder(cell_id("partial")).exists()
 
 
@@ -253,8 +257,8 @@ def test_only_ids_name_cells(store, capsys, verb, named):
     named = named.replace("ID", cell_id("complete")).format(absolute=store.folder(cell_id("complete")))
     arguments = {"clean": [f"cells={named}", "--yes"], "list": ["runs", f"cells={named}"], "show": [named]}[verb]
     assert main([verb, *arguments, f"results={store.root}"]) == 2
-    told = capsys.readouterr().err
-    assert "value is missing" in told or "is no cell's id" in told
+    message = capsys.readouterr().err
+    assert "value is missing" in message or "is no cell's id" in message
     assert (everything(store.root), everything(victim)) == before
 
 
@@ -273,8 +277,8 @@ def test_nothing_follows_a_link(store, capsys, tmp_path_factory):
     link, half = store.root / "cells" / cell_id("link"), store.root / "cells" / ".removed-abc-00"
     link.symlink_to(outside)
     half.symlink_to(outside)
-    before, kept = everything(outside), names(store)
-    assert set(listed(capsys, store)) == kept
+    before, kept_tokens = everything(outside), names(store)
+    assert set(listed(capsys, store)) == kept_tokens
     assert main(["list", "runs", f"results={store.root}"]) == 0
     assert f"{link.name}: is a symbolic link" in " ".join(capsys.readouterr().out.split())
     for arguments in ([f"clean cells={link.name} --yes"], [f"list runs cells={link.name}"], [f"show {link.name}"]):
@@ -292,9 +296,9 @@ def test_nothing_follows_a_link(store, capsys, tmp_path_factory):
 @pytest.mark.parametrize("record", ["[1]", "3", '"x"', '{"provenance": 3}', '{"identity": []}', '{"provenance": [1]}'])
 def test_a_record_of_another_shape_costs_its_cell_alone(store, capsys, record):
     (store.folder(cell_id("partial")) / "cell.json").write_text(record)
-    found = listed(capsys, store)
-    assert {name for name, r in found.items() if r["status"] == "damaged"} == {"partial"}
-    assert "cell.json cannot be read" in found["partial"]["reason"]
+    actual = listed(capsys, store)
+    assert {name for name, r in actual.items() if r["status"] == "damaged"} == {"partial"}
+    assert "cell.json cannot be read" in actual["partial"]["reason"]
     assert main(["show", cell_id("partial"), f"results={store.root}"]) == 2
     cleaned(capsys, store, "--yes")
     assert len(store.lines(cell_id("partial"))) == 4

@@ -63,7 +63,7 @@ FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
 
 def slow_scores(path, functions=SLOW):
     """(length, score) of every line of a file of predictions, None where no reference can be scored."""
-    found = []
+    collected = []
     for line in path.read_bytes().decode("utf-8").split("\n"):
         if not line:
             continue
@@ -72,8 +72,8 @@ def slow_scores(path, functions=SLOW):
         if path.stem in FIRST_LINE:
             text = text.lstrip("\n").split("\n")[0]
         scores = [functions[path.stem](text, answer, row["all_classes"]) for answer in row["answers"]]
-        found.append((row["length"], max((s for s in scores if s is not None), default=None)))
-    return found
+        collected.append((row["length"], max((s for s in scores if s is not None), default=None)))
+    return collected
 
 
 def test_the_official_scores_of_real_answers(capsys):
@@ -116,11 +116,11 @@ def test_the_three_published_rows_stand_beside(capsys):
 
 
 def test_means_stand_beside_the_published_ones(capsys):
-    given = [str(data_path(*LLAMA)), "model=llama2-7b-chat", "method=full"]
-    _, result, _ = run(capsys, *given)
+    arguments = [str(data_path(*LLAMA)), "model=llama2-7b-chat", "method=full"]
+    _, result, _ = run(capsys, *arguments)
     english = [t["score"] for t in result["tasks"] if t["published"]]
     assert len(english) == 16 and result["mean"] == round(fmean(english), 2) == 33.35
-    assert main(["score", *given]) == 0
+    assert main(["score", *arguments]) == 0
     last = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("mean of the 16") and "cells" in x)
     assert last.split()[4:] == ["33.35", "33.37", "33.34", "—,", "cells", "32.66"]
 
@@ -187,8 +187,8 @@ def test_the_split_is_what_is_said_else_what_the_files_tell(capsys, tmp_path):
 def test_other_tools_files_score_as_longbenchs(capsys, tool):
     status, result, _ = run(capsys, PREDICTIONS / tool)
     assert status == 0 and len(result["tasks"]) == 2
-    _, own, _ = run(capsys, PREDICTIONS)
+    _, own_value, _ = run(capsys, PREDICTIONS)
     for name, task in by_dataset(result).items():
         for key in ("score", "ci", "n", "unscored", "metric"):
-            assert task[key] == by_dataset(own)[name][key], (name, key)
+            assert task[key] == by_dataset(own_value)[name][key], (name, key)
         assert task["layout"] == {"kvpress": "kvpress", "lm_eval": "lm-evaluation-harness"}[tool]

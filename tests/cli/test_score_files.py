@@ -34,12 +34,12 @@ def test_damaged_files_are_named_with_line_and_reason_and_the_others_scored(caps
     status, result, err = run(capsys, tmp_path)
     assert status == 1
     assert [(t["dataset"], t["score"], t["n"]) for t in result["tasks"]] == [("triviaqa", 50.0, 2)]
-    said = {Path(e["file"]).name: e["error"] for e in result["errors"]}
-    assert len(said) == len(DAMAGED) + 2
+    text = {Path(e["file"]).name: e["error"] for e in result["errors"]}
+    assert len(text) == len(DAMAGED) + 2
     for name, (_, reason) in DAMAGED.items():
-        assert f"{name}" in said[name] and reason in said[name], said[name]
-    assert "line 2: not UTF-8 text (byte 13 of the line)" in said["samsum.jsonl"]
-    assert "is empty" in said["lcc.jsonl"]
+        assert f"{name}" in text[name] and reason in text[name], text[name]
+    assert "line 2: not UTF-8 text (byte 13 of the line)" in text["samsum.jsonl"]
+    assert "is empty" in text["lcc.jsonl"]
     assert all(e["error"] in err for e in result["errors"])
 
 
@@ -86,11 +86,11 @@ def test_other_tables_beside_predictions_are_skipped_with_a_note(capsys, tmp_pat
 
 
 def test_rows_that_match_as_well_are_counted_and_the_setting_shown(capsys):
-    given = [str(PREDICTIONS), "model=llama2-7b-chat", "method=h2o", "--format", "md"]
-    assert main(["score", *given]) == 0
+    arguments = [str(PREDICTIONS), "model=llama2-7b-chat", "method=h2o", "--format", "md"]
+    assert main(["score", *arguments]) == 0
     text = capsys.readouterr().out
     assert "setting unknown: kv_size=384;compress_pct=9.38" in text and "setting unknown: budget=0.5" in text
-    assert main(["score", *given, "setting=kv_size=384"]) == 0
+    assert main(["score", *arguments, "setting=kv_size=384"]) == 0
     assert "setting unknown" not in capsys.readouterr().out
 
 
@@ -106,7 +106,7 @@ def test_rows_that_match_as_well_are_counted_and_the_setting_shown(capsys):
         ("{good} metric=bleuu", "unknown metric"),
         ("{good} split=f", "unknown split"),
         ("{good} prompt=thinc", "Did you mean think"),
-        ("{good} model=a --model b", "given twice"),
+        ("{good} model=a --model b", "given 2 times"),
         ("{good} model=", "is empty"),
         ("{good} --store", "--store needs model=NAME method=NAME"),
         ("{good} --store model=m method=full results={good}/qasper.jsonl", "cannot be written"),
@@ -135,13 +135,13 @@ def test_answers_to_other_datasets_need_a_metric(capsys, tmp_path):
 
 
 def test_imported_cells_are_stored_once_and_shown_as_imported(capsys, tmp_path):
-    given = ["--store", "model=llama2-7b-chat", "method=full", f"results={tmp_path}"]
-    status, result, _ = run(capsys, PREDICTIONS, *given)
+    arguments = ["--store", "model=llama2-7b-chat", "method=full", f"results={tmp_path}"]
+    status, result, _ = run(capsys, PREDICTIONS, *arguments)
     assert status == 0
     store = ResultStore(tmp_path)
     assert sorted(t["cell"] for t in result["tasks"]) == store.cells()
     before = {c: (store.cell(c), store.lines(c)) for c in store.cells()}
-    run(capsys, PREDICTIONS, *given)
+    run(capsys, PREDICTIONS, *arguments)
     assert {c: (store.cell(c), store.lines(c)) for c in store.cells()} == before
     assert not store.warnings
     task = by_dataset(result)["dureader"]
@@ -159,10 +159,10 @@ def test_imported_cells_are_stored_once_and_shown_as_imported(capsys, tmp_path):
 
 
 def test_another_answer_is_another_cell(capsys, tmp_path):
-    given = ["--store", "model=m", "method=full", f"results={tmp_path / 'r'}"]
+    arguments = ["--store", "model=m", "method=full", f"results={tmp_path / 'r'}"]
     for text in ("nine", "ten"):
         write(tmp_path / "p", "qasper.jsonl", row(text))
-        run(capsys, tmp_path / "p", *given)
+        run(capsys, tmp_path / "p", *arguments)
     assert len(ResultStore(tmp_path / "r").cells()) == 2
 
 
@@ -179,16 +179,16 @@ def test_two_files_of_one_dataset_are_shown_both_and_not_stored(capsys, tmp_path
 
 
 def test_text_fits_and_other_formats_parse(capsys):
-    given = [str(PREDICTIONS), "model=llama2-7b-chat", "method=full"]
-    assert main(["score", *given]) == 0
+    arguments = [str(PREDICTIONS), "model=llama2-7b-chat", "method=full"]
+    assert main(["score", *arguments]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
     assert "indicative" in text and "ThinK table 12" in text and "unscored" in text
-    assert main(["score", *given, "--format", "md"]) == 0
+    assert main(["score", *arguments, "--format", "md"]) == 0
     assert "| qasper | f1 |" in capsys.readouterr().out
-    assert main(["score", *given, "--format", "latex"]) == 0
+    assert main(["score", *arguments, "--format", "latex"]) == 0
     assert r"\begin{tabular}" in capsys.readouterr().out
-    assert main(["score", *given, "--format", "csv"]) == 0
+    assert main(["score", *arguments, "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert sum(r["kind"] == "score" for r in rows) == 14
     assert {r["paper"] for r in rows if r["kind"] == "published"} == {"think", "uncomp", "vatp"}

@@ -63,10 +63,10 @@ def _holder(folder, running):
         if any(p.stat().st_size for p in folder.glob("cells/*/samples-1.jsonl")):
             for pid in filter(str.isdigit, os.listdir("/proc")):
                 try:
-                    held = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+                    stored = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
                 except OSError:
                     continue
-                if any(h.startswith(str(folder)) and h.endswith("samples-1.jsonl") for h in held):
+                if any(h.startswith(str(folder)) and h.endswith("samples-1.jsonl") for h in stored):
                     return int(pid)
         time.sleep(0.02)
     raise AssertionError("the sweep ended before its worker could be killed")
@@ -74,7 +74,7 @@ def _holder(folder, running):
 
 def test_a_shard_that_fails_says_how_to_go_on_and_the_rest_follows(tmp_path, monkeypatch):
     line = words.read([*ARGUMENTS, f"results={tmp_path}", "shards=2"], multirun=True)
-    whole = prepare(*ARGUMENTS, f"results={tmp_path}")
+    complete = prepare(*ARGUMENTS, f"results={tmp_path}")
     original = experiment.measure
 
     def measure(prepared, *args, **options):
@@ -84,23 +84,23 @@ def test_a_shard_that_fails_says_how_to_go_on_and_the_rest_follows(tmp_path, mon
 
     monkeypatch.setattr(experiment, "measure", measure)
     with pytest.raises(KvbenchError, match=r"RuntimeError: worker died.*run the same command again") as caught:
-        sweep.sweep(line, whole)
+        sweep.sweep(line, complete)
     assert not isinstance(caught.value, UsageError)
     monkeypatch.setattr(experiment, "measure", original)
-    done = sum(g.answers_done for g in whole.todo())
+    done = sum(g.answers_done for g in complete.todo())
     assert 0 < done < 72
-    sweep.sweep(line, whole)
-    report = experiment.settle(whole)
+    sweep.sweep(line, complete)
+    report = experiment.settle(complete)
     assert {(c.summary.n, c.summary.of) for c in report.cells} == {(12, 12)}
 
 
 def test_metrics_are_of_all_shards_whichever_wrote_them_last(tmp_path):
     for shard in range(2):
         experiment.measure(prepare(*ARGUMENTS, f"results={tmp_path}", shard=shard, shards=2), quiet=True)
-    whole = prepare(*ARGUMENTS, f"results={tmp_path}")
+    complete = prepare(*ARGUMENTS, f"results={tmp_path}")
     for path in tmp_path.glob("cells/*/metrics.json"):
         path.write_text('{"status": "partial", "timing": {}}')
-    experiment.settle(whole)
+    experiment.settle(complete)
     assert {(m["n"], m["status"]) for m in metrics_of(tmp_path).values()} == {(12, "complete")}
 
 

@@ -39,7 +39,7 @@ def activations(model, ids):
     hooks = [m.self_attn.v_proj.register_forward_hook(lambda module, args, out: values.append(out[0])) for m in layers]
     hooks += [m.register_forward_pre_hook(before, with_kwargs=True) for m in layers]
     hooks.append(layers[-1].register_forward_hook(after))
-    own = model.config._attn_implementation
+    own_value = model.config._attn_implementation
     model.set_attn_implementation("eager")
     modeling_llama.apply_rotary_pos_emb = spy
     try:
@@ -47,7 +47,7 @@ def activations(model, ids):
             out = model(ids[None], output_attentions=True)
     finally:
         modeling_llama.apply_rotary_pos_emb = rope
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(own_value)
         for hook in hooks:
             hook.remove()
     heads = model.config.num_key_value_heads

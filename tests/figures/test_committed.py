@@ -44,15 +44,15 @@ def test_every_csv_has_its_pictures_and_says_what_it_is_from(path):
 def test_the_csv_alone_draws_the_committed_pictures(path, tmp_path):
     figure, text = read_csv(path)
     drawn, _ = registry.FIGURES[figure].redraw(text, tmp_path / "again")
-    for made in drawn:
-        assert made.read_bytes() == path.with_suffix(made.suffix).read_bytes(), (
+    for built in drawn:
+        assert built.read_bytes() == path.with_suffix(built.suffix).read_bytes(), (
             f"python -m kvbench plot --from-csv {path}"
         )
 
 
 def rows():
     """(figure, cell on SmolLM2, cell on tiny) of every line of the tables of figures."""
-    found, figures = [], []
+    collected, figures = [], []
     for line in (RESULTS / "README.md").read_text(encoding="utf-8").splitlines():
         cells = [c.strip() for c in line.strip().strip("|").split(" | ")]
         if len(cells) == 4 and LINK.search(cells[0]):
@@ -60,13 +60,13 @@ def rows():
         elif len(cells) != 4 or cells[0]:
             figures = []
         if figures:
-            found.append((figures, cells[2], cells[3]))
-    return found
+            collected.append((figures, cells[2], cells[3]))
+    return collected
 
 
 def test_every_figure_is_in_the_table():
-    told = {figure for figures, _, _ in rows() for figure in figures}
-    assert told == set(registry.FIGURES)
+    printed = {figure for figures, _, _ in rows() for figure in figures}
+    assert printed == set(registry.FIGURES)
 
 
 @pytest.mark.parametrize("column", [1, 2], ids=list(FOLDERS))
@@ -77,9 +77,9 @@ def test_numbers_of_the_table_are_those_of_the_csv(column):
         paths = [folder / f"{f}.csv" for f in figures if (folder / f"{f}.csv").exists()]
         if not paths:
             missing += [f"{figures[0]}: {n}, and no CSV" for n in numbers(cell)]
-        said = ""
+        message = ""
         for path in paths:
             figure, text = read_csv(path)
-            said += registry.FIGURES[figure].finding(registry.FIGURES[figure].parse(text)) + str(facts_of(text))
-        missing += [f"{figures[0]}: {n} is not in: {said}" for n in numbers(cell) if n not in numbers(said)]
+            message += registry.FIGURES[figure].finding(registry.FIGURES[figure].parse(text)) + str(facts_of(text))
+        missing += [f"{figures[0]}: {n} is not in: {message}" for n in numbers(cell) if n not in numbers(message)]
     assert not missing

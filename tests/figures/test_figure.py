@@ -11,10 +11,9 @@ from figures.readings import reading
 from kvbench.errors import UsageError
 from kvbench.papers.figures import registry
 from kvbench.papers.figures.figure import facts_of, folder, read_csv
-from kvbench.papers.figures.measured import ResultFigure
 from kvbench.tables import style
 
-FIGURES = {i: f for i, f in registry.FIGURES.items() if not isinstance(f, ResultFigure)}
+FIGURES = {i: f for i, f in registry.FIGURES.items() if f.sweeps is None}
 KNOBS = {"qhitter/fig2": {"bits": (4, 2)}}
 
 
@@ -46,8 +45,8 @@ def test_records_say_what_readers_need(name):
     for text in (figure.shows, figure.claim, figure.unsaid):
         assert text.endswith(".") and len(text) > 40
         for place in re.finditer("tiny", text):
-            said = text[: place.start()]
-            assert said.lower().endswith(("on the ", "(the ")), f"said of every model: {text}"
+            message = text[: place.start()]
+            assert message.lower().endswith(("on the ", "(the ")), f"said of every model: {text}"
     assert re.fullmatch(r"[a-zQ][^.]+", figure.title)
 
 
@@ -66,9 +65,9 @@ def test_the_csv_holds_the_data_and_draws_the_same_pictures(made, tmp_path):
             assert read[column].fillna("").tolist() == data[column].fillna("").tolist()
     with mpl.rc_context({"font.size": 20, "axes.grid": True, "savefig.dpi": 50, "svg.hashsalt": "other"}):
         # the user's own settings change nothing, and are left alone
-        again, said = figure.redraw(text, tmp_path / "again")
+        again, message = figure.redraw(text, tmp_path / "again")
         assert mpl.rcParams["font.size"] == 20
-    assert said == finding and finding.endswith(".") and "nan" not in finding
+    assert message == finding and finding.endswith(".") and "nan" not in finding
     for a, b in zip(paths[:2], again, strict=True):
         assert a.read_bytes() == b.read_bytes()
     assert paths[0].read_bytes().startswith(b"\x89PNG")

@@ -12,11 +12,11 @@ import pytest
 
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
-from kvbench.papers.figures import measured, needle, registry, scores, think_memory
-from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, Point, ResultFigure, Sweep, prepare
+from kvbench.papers.figures import measured, registry, scores, think
+from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, Point, Sweep, prepare
 from kvbench.run import summary
 
-RESULTS = {i: f for i, f in registry.FIGURES.items() if isinstance(f, ResultFigure)}
+RESULTS = {i: f for i, f in registry.FIGURES.items() if f.sweeps is not None}
 TINY = ["length=128", "limit=3"]
 SMALL = replace(
     RESULTS["results/budget"],
@@ -33,19 +33,19 @@ SMALL = replace(
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """A small sweep, measured."""
-    made = prepare(SMALL, [*TINY, f"results={tmp_path_factory.mktemp('store')}"])
-    made.measure(quiet=True)
-    return made
+    prepared = prepare(SMALL, [*TINY, f"results={tmp_path_factory.mktemp('store')}"])
+    prepared.measure(quiet=True)
+    return prepared
 
 
 def invented(figure):
     """Data of a figure's columns for every point that it declares, each with two tasks."""
     if figure.id == "think/fig3b":
-        return think_memory.memory(MeasuredFigure(()))
+        return think.memory(MeasuredFigure(()))
     rng = np.random.default_rng(0)
     if figure.id == "needle/heatmap":
         fields = [(m, n, d) for m in ("full", "h2o") for n in (256, 512) for d in (0, 50, 100)]
-        return pd.DataFrame([(m, n, d, 100 * rng.random(), 2) for m, n, d in fields], columns=list(needle.COLUMNS))
+        return pd.DataFrame([(m, n, d, 100 * rng.random(), 2) for m, n, d in fields], columns=list(figure.columns))
     rows = []
     for sweep in figure.sweeps:
         tasks = sweep.dataset.split(",") if sweep.dataset != "tiny" else ["needle", "hop"]
@@ -63,31 +63,31 @@ def test_the_csv_draws_the_same_pictures(name, tmp_path):
     figure = RESULTS[name]
     paths, finding = figure.write(invented(figure), {"runs": "invented"}, tmp_path)
     with mpl.rc_context({"font.size": 20, "savefig.dpi": 50}):
-        again, said = figure.redraw(paths[2].read_text(), tmp_path / "again")
-    assert said == finding and finding.endswith(".") and "nan" not in finding
+        again, text = figure.redraw(paths[2].read_text(), tmp_path / "again")
+    assert text == finding and finding.endswith(".") and "nan" not in finding
     for a, b in zip(paths[:2], again, strict=True):
         assert a.read_bytes() == b.read_bytes() and a.stat().st_size > 3000
 
 
 def test_rows_are_what_the_store_holds(ran):
-    (mine,) = ran.ran
-    data = mine.frame()
+    (sweep_run,) = ran.ran
+    data = sweep_run.frame()
     assert set(data["task"]) == {"needle", "listing", MEAN} and len(data) == 5 * 3
-    for point, group, cell in mine.cells():
+    for point, group, cell in sweep_run.cells():
         at = (data["series"] == point.series) & (data["x"] == point.x)
         row = data[at & (data["task"] == group.task.id.partition("/")[2])].iloc[0]
-        samples = list(mine.run.store.lines(cell.id).values())
+        samples = list(sweep_run.run.store.lines(cell.id).values())
         full = next(c for c in group.cells if not c.chain.stages)
-        whole = [s["score"] for s in mine.run.store.lines(full.id).values()]
+        complete = [s["score"] for s in sweep_run.run.store.lines(full.id).values()]
         assert len(samples) == row["n"] == 3
         assert row["score"] == pytest.approx(100 * fmean(s["score"] for s in samples))
-        assert row["relative"] == pytest.approx(100 * fmean(s["score"] for s in samples) / fmean(whole))
+        assert row["relative"] == pytest.approx(100 * fmean(s["score"] for s in samples) / fmean(complete))
         assert row["kept"] == pytest.approx(100 * sum(s["kept"] for s in samples) / sum(s["n"] for s in samples))
-        held, all_of_it = (sum(s[k] for s in samples) for k in ("payload16", "full16"))
-        held += sum(s["overhead16"] for s in samples)
-        assert row["bytes"] == pytest.approx(100 * held / all_of_it)
+        held_bytes, all_of_it = (sum(s[k] for s in samples) for k in ("payload16", "full16"))
+        held_bytes += sum(s["overhead16"] for s in samples)
+        assert row["bytes"] == pytest.approx(100 * held_bytes / all_of_it)
         assert np.isnan(row["low"]), "three examples say nothing about an interval"
-        assert row["score"] == summary.measured(group, cell, mine.run.store).summary.score
+        assert row["score"] == summary.measured(group, cell, sweep_run.run.store).summary.score
     for (_, _), rows in data.groupby(["series", "x"]):
         each = rows[rows["task"] != MEAN]
         mean = rows[rows["task"] == MEAN].iloc[0]
@@ -101,10 +101,10 @@ def test_what_is_not_measured_is_left_out_and_said(ran, tmp_path):
     empty = prepare(SMALL, [*TINY, f"results={tmp_path}"])
     assert empty.frame().empty
     assert empty.facts()["left out"].count("not measured") == 10
-    (mine,) = ran.ran
-    fewer = prepare(SMALL, ["length=128", "limit=2", f"results={mine.run.store.root}"])
+    (sweep_run,) = ran.ran
+    fewer = prepare(SMALL, ["length=128", "limit=2", f"results={sweep_run.run.store.root}"])
     assert set(fewer.frame()["n"]) == {2, 4}, "the store holds more, the figure counts what it was asked for"
-    more = prepare(SMALL, ["length=128", "limit=4", f"results={mine.run.store.root}"])
+    more = prepare(SMALL, ["length=128", "limit=4", f"results={sweep_run.run.store.root}"])
     assert sum(t.answers_to_do for t in more.ran[0].run.todo()) == 10, "what is there is not measured again"
 
 
@@ -116,12 +116,12 @@ def test_the_front_is_what_nothing_beats():
 
 
 def test_memory_of_think_by_hand():
-    data = think_memory.memory(MeasuredFigure(())).groupby("method")["cache"].first()
-    heads, whole, packed = 32 * 32, 497 * 128 * 2, 497 // 32 * 32
+    data = think.memory(MeasuredFigure(())).groupby("method")["cache"].first()
+    heads, complete, packed = 32 * 32, 497 * 128 * 2, 497 // 32 * 32
     scales = packed // 32 * 128 * 4  # a group of 32 tokens has a scale and a minimum of 2 bytes for each channel
     keys = packed * 128 * 2 // 8 + scales + (497 - packed) * 128 * 2
     values = (497 - 32) * (128 * 2 // 8 + 128 // 32 * 4) + 32 * 128 * 2
-    assert data["full"] == pytest.approx(2 * heads * whole / 2**20, rel=1e-3)
+    assert data["full"] == pytest.approx(2 * heads * complete / 2**20, rel=1e-3)
     assert data["KIVI 2/2"] == pytest.approx(heads * (keys + values) / 2**20, rel=2e-3)
     thin = keys - 51 / 128 * (packed * 128 * 2 // 8 + scales)  # int(0.4 * 128) channels go
     assert data["KIVI 2/2 + ThinK 0.4"] == pytest.approx(heads * (thin + values) / 2**20, rel=5e-3)
@@ -130,15 +130,15 @@ def test_memory_of_think_by_hand():
 def test_needle_maps_are_means_of_fields(tmp_path):
     (tmp_path / "essay.txt").write_text("The wind was cold by the river. It was a calm night in the village. " * 80)
     figure = registry.FIGURES["needle/heatmap"]
-    given = [f"haystack={tmp_path / 'essay.txt'}", "lengths=128,192", "depths=0,100", "repeats=2", "limit=4"]
-    made = prepare(figure, [*given, f"results={tmp_path}"])
-    made.measure(quiet=True)
-    data = figure.compute(made)
+    arguments = [f"haystack={tmp_path / 'essay.txt'}", "lengths=128,192", "depths=0,100", "repeats=2", "limit=4"]
+    prepared = prepare(figure, [*arguments, f"results={tmp_path}"])
+    prepared.measure(quiet=True)
+    data = figure.compute(prepared)
     assert len(data) == 5 * 2 * 2 and set(data["n"]) == {2}
-    (mine,) = made.ran
-    for point, group, cell in mine.cells():
+    (sweep_run,) = prepared.ran
+    for point, group, cell in sweep_run.cells():
         for depth in (0, 100):
-            scores = [s["score"] for s in mine.run.store.lines(cell.id).values() if s["meta"]["depth"] == depth]
+            scores = [s["score"] for s in sweep_run.run.store.lines(cell.id).values() if s["meta"]["depth"] == depth]
             length = int(group.task.id.partition("/")[2])
             at = (data["series"] == point.series) & (data["length"] == length) & (data["depth"] == depth)
             assert data.loc[at, "score"].item() == pytest.approx(100 * fmean(scores))
@@ -219,16 +219,16 @@ def test_options_of_a_figures_dataset(tmp_path, capsys):
 
 
 def test_a_dataset_given_keeps_the_figures_own_options(tmp_path):
-    made = prepare(RESULTS["qhitter/fig8"], ["dataset=tiny_stream", f"results={tmp_path}"])
-    assert [r.run.cfg.datasets[0].knobs["length"] for r in made.ran] == [512, 1024, 2048, 4096, 8192]
-    made = prepare(RESULTS["qhitter/fig5"], ["dataset=tiny/needle", f"results={tmp_path}"])
-    assert "chunk" not in made.ran[0].run.cfg.datasets[0].knobs
+    prepared = prepare(RESULTS["qhitter/fig8"], ["dataset=tiny_stream", f"results={tmp_path}"])
+    assert [r.run.cfg.datasets[0].knobs["length"] for r in prepared.ran] == [512, 1024, 2048, 4096, 8192]
+    prepared = prepare(RESULTS["qhitter/fig5"], ["dataset=tiny/needle", f"results={tmp_path}"])
+    assert "chunk" not in prepared.ran[0].run.cfg.datasets[0].knobs
 
 
 def test_datasets_that_are_not_there_can_be_left_out(tmp_path):
-    made = prepare(RESULTS["qhitter/fig7"], ["dataset=tiny/needle,tiny/hop", f"results={tmp_path}"])
-    assert [r.run.groups[0].task.id for r in made.ran] == ["tiny/hop", "tiny/needle"]
-    assert [r.chains[0].stages[0].kv_ratio for r in made.ran] == [0.4, 0.5], "each with its own budget"
+    prepared = prepare(RESULTS["qhitter/fig7"], ["dataset=tiny/needle,tiny/hop", f"results={tmp_path}"])
+    assert [r.run.groups[0].task.id for r in prepared.ran] == ["tiny/hop", "tiny/needle"]
+    assert [r.chains[0].stages[0].kv_ratio for r in prepared.ran] == [0.4, 0.5], "each with its own budget"
 
 
 def test_a_dataset_that_stands_in_is_named(tmp_path):
@@ -246,5 +246,5 @@ def test_end_to_end_and_again_without_measuring(tmp_path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out) == [first]
     assert {p: Path(p).read_bytes() for p in first["files"]} == pictures
     text = next(p for p in first["files"] if p.endswith(".csv"))
-    said = Path(text).read_text()
-    assert "# examples: 1 of each task" in said and "preset vatp" in said
+    message = Path(text).read_text()
+    assert "# examples: 1 of each task" in message and "preset vatp" in message

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from kvbench.papers.figures import registry
-from kvbench.papers.figures.findings import Fact, sentences
+from kvbench.papers.figures.figure import Fact, sentences
 from kvbench.papers.figures.panels import Panel, Picture
 from kvbench.tables import style
 
@@ -33,12 +33,12 @@ def axes(panels, data=DATA, **kwargs):
 
 
 def test_a_line_for_each_series_and_the_full_cache_as_a_level():
-    fig, (left, right) = axes([LINES], columns="task")
-    assert [t.get_title(loc="left") for t in (left, right)] == ["(a) a of 1", "(b) b of 1"]
-    level, first, second = left.get_lines()
+    fig, (remaining, right) = axes([LINES], columns="task")
+    assert [t.get_title(loc="left") for t in (remaining, right)] == ["(a) a of 1", "(b) b of 1"]
+    level, first, second = remaining.get_lines()
     assert set(level.get_ydata()) == {10} and level.get_linestyle() == "--"
     assert list(first.get_xdata()) == [1, 2] and list(first.get_ydata()) == [11, 21]
-    assert list(second.get_ydata()) == [12, 22] and len(left.collections) == 2
+    assert list(second.get_ydata()) == [12, 22] and len(remaining.collections) == 2
     assert [t.get_text() for t in fig.legends[0].get_texts()] == ["full cache", "s", "t"]
 
 
@@ -60,22 +60,22 @@ def test_maps_and_bars_stand_above_each_other_in_every_place():
     heat = Panel("heat", "x", "y", value="value", numbers="%.0f", bar="{part}", title="{part}", xlabel="x", ylabel="y")
     bars = Panel("bars", "x", "value", marked="marked", xlabel="x")
     kinds = {"names": {"part": {"v": "values", "k": "keys"}}, "heights": [3, 1], "bars": "each"}
-    _, found = axes([heat, bars], data, columns="part", **kinds)
-    maps = [ax for ax in found if ax.images]
+    _, actual = axes([heat, bars], data, columns="part", **kinds)
+    maps = [ax for ax in actual if ax.images]
     assert [ax.get_title(loc="left") for ax in maps] == ["(a) values", "(b) keys"]
     np.testing.assert_array_equal(maps[1].images[0].get_array(), [[0, 10, 20], [1, 11, 21]])
     assert [t.get_text() for t in maps[1].texts] == ["0", "10", "20", "1", "11", "21"]
-    strips = [ax for ax in found if ax.patches]
+    strips = [ax for ax in actual if ax.patches]
     assert [p.get_height() for p in strips[1].patches] == [0, 10, 20]
-    assert len(found) == 6, "a colour bar for each map"
+    assert len(actual) == 6, "a colour bar for each map"
 
 
 def test_a_row_of_panels_ends_where_it_is_to_wrap():
     data = pd.DataFrame({"task": t, "series": "s", "x": x, "y": x} for t in "abcde" for x in (1, 2))
-    _, found = axes([Panel("lines", "x", "y", hue="series", xlabel="x", ylabel="y")], data, columns="task", wrap=3)
-    assert [ax.axison for ax in found] == [True] * 5 + [False]
-    assert [bool(ax.get_ylabel()) for ax in found] == [True, False, False, True, False, False]
-    assert [bool(ax.get_xlabel()) for ax in found] == [False, False, True, True, True, False]
+    _, actual = axes([Panel("lines", "x", "y", hue="series", xlabel="x", ylabel="y")], data, columns="task", wrap=3)
+    assert [ax.axison for ax in actual] == [True] * 5 + [False]
+    assert [bool(ax.get_ylabel()) for ax in actual] == [True, False, False, True, False, False]
+    assert [bool(ax.get_xlabel()) for ax in actual] == [False, False, True, True, True, False]
 
 
 def test_scales_and_ticks():
@@ -94,8 +94,8 @@ def test_entries_of_a_figure_that_mean_nothing_are_refused():
 
 
 def test_points_of_a_sweep():
-    made = list(registry._points(["a", "b"], "r", {"r": [0.5, 0.25], "bits": [4, 2]}, times=100))
-    assert [(p.series, p.x, p.knobs["bits"]) for p in made[:4]] == [
+    built = list(registry._points(["a", "b"], "r", {"r": [0.5, 0.25], "bits": [4, 2]}, times=100))
+    assert [(p.series, p.x, p.knobs["bits"]) for p in built[:4]] == [
         ("a", 50, 4),
         ("a", 50, 2),
         ("a", 25, 4),
@@ -107,11 +107,11 @@ def test_points_of_a_sweep():
 
 def test_facts_in_words():
     places = pd.Series({("a", 1): 2.0, ("a", 2): float("nan"), ("b", 1): 3.0})
-    told = [
+    printed = [
         Fact("One", 0.5, "{:.2f}"),
         Fact("By name", {"x": 1, "y": 2}, "{} %"),
         Fact("By place", places, at="{} bits"),
     ]
-    assert sentences([*told, Fact("Words", "so it is"), Fact("Unknown", float("nan"))]) == (
+    assert sentences([*printed, Fact("Words", "so it is"), Fact("Unknown", float("nan"))]) == (
         "One: 0.50. By name: x 1 %, y 2 %. By place: a 2.0 at 1 bits; b 3.0 at 1 bits. Words: so it is."
     )

@@ -35,23 +35,23 @@ def slow_mass(q, k, scale):
 
 
 def test_shift_by_this_layers_keys():
-    made = reading(lengths=(35,), bits=(3, 2))
-    data = qhitter.shifts(made)
-    qkv, attention, _ = activations(made.model, made.prompts[0].ids)
+    source = reading(lengths=(35,), bits=(3, 2))
+    data = qhitter.shifts(source)
+    qkv, attention, _ = activations(source.model, source.prompts[0].ids)
     rows = data[data["kind"] == "own"].set_index(["bits", "layer", "head"])["overlap"]
     assert len(rows) == 2 * 3 * 4
-    for (bits, layer, head), found in rows.items():
+    for (bits, layer, head), actual in rows.items():
         q, k = qkv[layer][0][head].double(), qkv[layer][1][head // 2]
         coarse = torch.tensor([slow_quantised(r, bits) for r in k.tolist()]).double()
         exact = slow_critical(attention[layer][head].sum(0).tolist())
         shifted = slow_critical(slow_mass(q, coarse, 16**-0.5))
-        assert found == pytest.approx(len(exact & shifted) / len(exact))
+        assert actual == pytest.approx(len(exact & shifted) / len(exact))
 
 
 def test_shift_by_the_whole_cache_is_that_of_a_model_whose_attention_reads_coarse_caches(monkeypatch):
-    made = reading(lengths=(35,), bits=(3,))
-    data = qhitter.shifts(made)
-    exact = activations(made.model, made.prompts[0].ids)[1]
+    source = reading(lengths=(35,), bits=(3,))
+    data = qhitter.shifts(source)
+    exact = activations(source.model, source.prompts[0].ids)[1]
     from transformers.models.llama import modeling_llama
 
     plain = modeling_llama.eager_attention_forward
@@ -63,13 +63,13 @@ def test_shift_by_the_whole_cache_is_that_of_a_model_whose_attention_reads_coars
         return plain(module, query, k, v, *args, **kwargs)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", coarse)
-    shifted = activations(made.model, made.prompts[0].ids)[1]
+    shifted = activations(source.model, source.prompts[0].ids)[1]
     rows = data[data["kind"] == "all"].set_index(["layer", "head"])["overlap"]
-    for (layer, head), found in rows.items():
+    for (layer, head), actual in rows.items():
         a, b = (slow_critical(x[layer][head].sum(0).tolist()) for x in (exact, shifted))
-        assert found == pytest.approx(len(a & b) / len(a))
-    own = data[data["kind"] == "own"].set_index(["layer", "head"])["overlap"]
-    assert not np.allclose(own[2], rows[2])  # errors of the layers below reached the last one
+        assert actual == pytest.approx(len(a & b) / len(a))
+    own_value = data[data["kind"] == "own"].set_index(["layer", "head"])["overlap"]
+    assert not np.allclose(own_value[2], rows[2])  # errors of the layers below reached the last one
 
 
 def test_overlap_by_hand():
@@ -81,9 +81,9 @@ def test_overlap_by_hand():
 
 
 def test_errors_of_tokens():
-    made = reading(lengths=(30,), layers=(1,), bits=(2,))
-    data = qhitter.errors(made)
-    qkv, attention, _ = activations(made.model, made.prompts[0].ids)
+    source = reading(lengths=(30,), layers=(1,), bits=(2,))
+    data = qhitter.errors(source)
+    qkv, attention, _ = activations(source.model, source.prompts[0].ids)
     np.testing.assert_allclose(data["attention"], attention[1].mean(0).sum(0), rtol=1e-4)
     assert data["attention"].mean() == pytest.approx(1)
     for name, x in (("k_error", qkv[1][1]), ("v_error", qkv[1][2])):
@@ -97,8 +97,8 @@ def test_errors_of_tokens():
 def test_errors_by_hand():
     # spec: a zero vector is exact; 4 bits of [1, 1.5, 2]: the clamped zero point gives [1, 1, 1]
     assert qhitter.token_error(torch.zeros(2, 3, 4), 4).tolist() == [0, 0, 0]
-    found = qhitter.token_error(torch.tensor([[[1.0, 1.5, 2.0]]]), 4)
-    assert float(found) == pytest.approx((0.5**2 + 1) ** 0.5, rel=1e-3)
+    actual = qhitter.token_error(torch.tensor([[[1.0, 1.5, 2.0]]]), 4)
+    assert float(actual) == pytest.approx((0.5**2 + 1) ** 0.5, rel=1e-3)
 
 
 def test_tokens_are_marked_by_prompt_and_layer():

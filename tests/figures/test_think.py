@@ -11,9 +11,9 @@ from kvbench.papers.figures.registry import FIGURES
 
 
 def test_magnitudes_are_means_over_runs_of_tokens():
-    made = reading(lengths=(130,), layers=(0, 2), heads=(1,))
-    data = think.magnitudes(made)
-    qkv, _, _ = activations(made.model, made.prompts[0].ids)
+    source = reading(lengths=(130,), layers=(0, 2), heads=(1,))
+    data = think.magnitudes(source)
+    qkv, _, _ = activations(source.model, source.prompts[0].ids)
     assert set(data["layer"]) == {0, 2} and set(data["head"]) == {1}
     assert sorted(data["token"].unique()) == list(range(0, 130, 3))  # 130 tokens in at most 48 runs
     for row in data.sample(300, random_state=0).itertuples():
@@ -27,11 +27,11 @@ def slow_energy(matrix):
 
 
 def test_energies_of_attention_and_keys():
-    made = reading(lengths=(40, 50), layers=(1,))
-    data = think.energies(made)
-    found = [activations(made.model, p.ids)[:2] for p in made.prompts]
+    source = reading(lengths=(40, 50), layers=(1,))
+    data = think.energies(source)
+    activated = [activations(source.model, p.ids)[:2] for p in source.prompts]
     for (what, head), rows in data.groupby(["what", "head"]):
-        matrices = [attention[1][head] if what == "attention" else qkv[1][1][head] for qkv, attention in found]
+        matrices = [attention[1][head] if what == "attention" else qkv[1][1][head] for qkv, attention in activated]
         slow = np.mean([slow_energy(m)[: len(rows)] for m in matrices], axis=0)
         assert len(rows) == (40 if what == "attention" else 16)
         np.testing.assert_allclose(rows["energy"], slow, atol=1e-6)
@@ -40,8 +40,8 @@ def test_energies_of_attention_and_keys():
 
 
 def test_a_head_that_is_not_the_first_of_its_group_shows_its_keys_and_its_layer():
-    made = reading(lengths=(40,), layers=(1,), heads=(3,))
-    data = think.energies(made)
+    source = reading(lengths=(40,), layers=(1,), heads=(3,))
+    data = think.energies(source)
     assert {(w, h) for w, h in zip(data["what"], data["head"], strict=True)} == {("attention", 3), ("keys", 1)}
     (legend,) = FIGURES["think/fig5"].draw(data).legends
     assert [t.get_text() for t in legend.get_texts()] == ["layer 1"]
@@ -53,10 +53,10 @@ def test_energies_of_known_matrices():
 
 
 def test_first_tokens_alone():
-    whole, cut = reading(lengths=(90,), tokens=40), reading(lengths=(90,))
+    complete, cut = reading(lengths=(90,), tokens=40), reading(lengths=(90,))
     short = reading(lengths=(90,))
     object.__setattr__(short, "prompts", [type(p)(p.source, p.name, p.ids[:40]) for p in cut.prompts])
-    a, b = think.energies(whole), think.energies(short)
+    a, b = think.energies(complete), think.energies(short)
     np.testing.assert_allclose(a["energy"], b["energy"], atol=1e-6)
 
 

@@ -31,8 +31,8 @@ def slow_erank(eigenvalues, top=None):
 @pytest.fixture(scope="module")
 def known():
     """The reading of two texts with two prompts each, and the activations of every prompt."""
-    made = reading(lengths=(40, 33), sources=("a", "b"))
-    return made, [activations(made.model, p.ids)[0] for p in made.prompts]
+    source = reading(lengths=(40, 33), sources=("a", "b"))
+    return source, [activations(source.model, p.ids)[0] for p in source.prompts]
 
 
 def of(made, known, source):
@@ -40,12 +40,12 @@ def of(made, known, source):
 
 
 def test_rank_by_layer(known):
-    made, found = known
+    built, actual = known
     data = uncomp.rank_by_layer(reading(lengths=(40, 33), sources=("a", "b"), top=5))
     assert len(data) == 2 * 3 * 3
     for row in data.itertuples():
         per_prompt, truncated = [], []
-        for qkv in of(made, found, row.source):
+        for qkv in of(built, actual, row.source):
             spectra = [slow_eigenvalues(h) for h in qkv[row.layer]["qkv".index(row.what)]]
             per_prompt.append(np.mean([slow_erank(s) for s in spectra]))
             truncated.append(np.mean([slow_erank(s, 5) for s in spectra]))
@@ -56,22 +56,22 @@ def test_rank_by_layer(known):
 
 
 def test_spectra_and_head_map(known):
-    made, found = known
-    data = uncomp.spectra(made)
+    built, actual = known
+    data = uncomp.spectra(built)
     assert set(data["layer"]) == {2}
     for (source, head), rows in data.groupby(["source", "head"]):
-        expected = np.mean([slow_eigenvalues(qkv[2][0][head]) for qkv in of(made, found, source)], axis=0)
+        expected = np.mean([slow_eigenvalues(qkv[2][0][head]) for qkv in of(built, actual, source)], axis=0)
         np.testing.assert_allclose(rows["eigenvalue"], expected, atol=1e-5)
     for row in uncomp.head_map(reading(lengths=(40, 33), sources=("a", "b"), top=4)).itertuples():
-        slow = [slow_erank(slow_eigenvalues(qkv[row.layer][0][row.head]), 4) for qkv in of(made, found, row.source)]
+        slow = [slow_erank(slow_eigenvalues(qkv[row.layer][0][row.head]), 4) for qkv in of(built, actual, row.source)]
         assert row.erank_k == pytest.approx(np.mean(slow), rel=1e-3)
 
 
 def test_hidden_entropy_is_that_of_the_residual_stream():
-    made = reading(lengths=(40, 90))  # fewer and more tokens than the 64 hidden channels
-    data = uncomp.hidden_entropy(made)
-    for number, p in enumerate(made.prompts):
-        hidden = activations(made.model, p.ids)[2]
+    source = reading(lengths=(40, 90))  # fewer and more tokens than the 64 hidden channels
+    data = uncomp.hidden_entropy(source)
+    for number, p in enumerate(source.prompts):
+        hidden = activations(source.model, p.ids)[2]
         rows = data[data["prompt"] == number]
         assert list(rows["layer"]) == [0, 1, 2, 3]
         slow = [math.log(slow_erank(slow_eigenvalues(h))) for h in hidden]
@@ -95,10 +95,10 @@ def test_a_text_with_fewer_tokens_than_channels_is_refused():
 
 
 def test_hooks_are_gone_afterwards():
-    made = reading()
-    before = hooks(made.model)
-    uncomp.hidden_entropy(made)
-    assert hooks(made.model) == before
+    source = reading()
+    before = hooks(source.model)
+    uncomp.hidden_entropy(source)
+    assert hooks(source.model) == before
 
 
 def test_findings_say_what_the_data_say():
@@ -121,8 +121,8 @@ def test_findings_say_what_the_data_say():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_families(family):
-    made = reading(family)
+    source = reading(family)
     heads = build(family).config.num_attention_heads
-    assert len(uncomp.rank_by_layer(made)) == 9
-    assert len(uncomp.head_map(made)) == 3 * heads
-    assert np.isfinite(uncomp.hidden_entropy(made)["entropy"]).all()
+    assert len(uncomp.rank_by_layer(source)) == 9
+    assert len(uncomp.head_map(source)) == 3 * heads
+    assert np.isfinite(uncomp.hidden_entropy(source)["entropy"]).all()

@@ -11,10 +11,10 @@ from kvbench.papers.figures.registry import FIGURES
 
 
 def test_patterns_and_shares():
-    made = reading(lengths=(60,), sources=("a", "b"), layers=(0, 2), heads=(1, 3))
-    data = vatp.value_norms(made)
-    for number, p in enumerate(made.prompts):
-        qkv, attention, _ = activations(made.model, p.ids)
+    source = reading(lengths=(60,), sources=("a", "b"), layers=(0, 2), heads=(1, 3))
+    data = vatp.value_norms(source)
+    for number, p in enumerate(source.prompts):
+        qkv, attention, _ = activations(source.model, p.ids)
         for layer in range(3):
             norms = qkv[layer][2].abs().sum(-1).repeat_interleave(2, dim=0)  # two query heads share a value
             share = attention[layer].sum(1) / 60
@@ -25,7 +25,7 @@ def test_patterns_and_shares():
                 assert rows.loc["share", "value"] == pytest.approx(float(share[h, top]), rel=1e-4)
                 assert rows.loc["ratio", "value"] == pytest.approx(float(norms[h, top] / norms[h].median()), rel=1e-4)
                 assert rows.loc["share", "token"] == top
-    qkv, attention, _ = activations(made.model, made.prompts[0].ids)
+    qkv, attention, _ = activations(source.model, source.prompts[0].ids)
     maps = data[data["quantity"] == "attention"]
     assert set(zip(maps["layer"], maps["head"], strict=True)) == {(0, 1), (0, 3), (2, 1), (2, 3)}
     for row in maps.sample(200, random_state=0).itertuples():
@@ -34,13 +34,13 @@ def test_patterns_and_shares():
     for row in data[data["quantity"] == "norm"].itertuples():
         expected = float(qkv[row.layer][2][row.head // 2, int(row.token)].abs().sum())
         assert row.value == pytest.approx(expected, rel=1e-4)
-        assert row.text == repr(str(int(made.prompts[0].ids[int(row.token)])))
+        assert row.text == repr(str(int(source.prompts[0].ids[int(row.token)])))
 
 
 def test_by_default_the_head_that_attends_one_token_most():
-    made = reading(lengths=(60,))
-    data = vatp.value_norms(made)
-    _, attention, _ = activations(made.model, made.prompts[0].ids)
+    source = reading(lengths=(60,))
+    data = vatp.value_norms(source)
+    _, attention, _ = activations(source.model, source.prompts[0].ids)
     shown = data[data["quantity"] == "norm"].groupby("layer")["head"].unique()
     for layer in range(3):
         assert list(shown[layer]) == [int(attention[layer].sum(1).amax(1).argmax())]

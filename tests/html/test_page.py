@@ -43,10 +43,10 @@ def test_every_section_is_there(written):
 
 
 def test_examples_show_answers_and_what_was_kept(written):
-    found = data_of(written)
-    assert [s["task"] for s in found] == ["tiny/needle", "tiny/code"]
-    full, streaming = found[0]["methods"]
-    assert len(full["kept"]) == len(found[0]["tokens"]) == 256
+    actual = data_of(written)
+    assert [s["task"] for s in actual] == ["tiny/needle", "tiny/code"]
+    full, streaming = actual[0]["methods"]
+    assert len(full["kept"]) == len(actual[0]["tokens"]) == 256
     assert set(full["kept"]) == {"9"}
     assert streaming["kept"] == "9" * 4 + "0" * (256 - 24) + "9" * 20
 
@@ -151,10 +151,10 @@ def test_text_is_readable_on_light_and_dark(written, tmp_path, dark):
     flags += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--user-data-dir={tmp_path / 'profile'}"]
     command = [BROWSER, *flags, "--virtual-time-budget=3000", "--dump-dom", f"file://{path}"]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    said = json.loads(html.unescape(re.search(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)[1]))
-    assert said["dark"] == dark
-    assert len(said["least"]) > 10
-    assert {k: round(v, 2) for k, v in said["least"].items() if v < 4.5} == {}
+    result = json.loads(html.unescape(re.search(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)[1]))
+    assert result["dark"] == dark
+    assert len(result["least"]) > 10
+    assert {k: round(v, 2) for k, v in result["least"].items() if v < 4.5} == {}
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
@@ -173,13 +173,13 @@ def test_in_a_browser(written, tmp_path, width):
     flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'user'}"]
     command = [BROWSER, *flags, "--virtual-time-budget=3000", "--dump-dom", f"file://{tmp_path / 'frame.html'}"]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    said = json.loads(html.unescape(re.search(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)[1]))
-    assert said["errors"] == []
-    assert said["width"] <= width
-    assert said["shown"] == ["published"]
-    assert said["after"] == sorted(said["before"]) != said["before"]
+    result = json.loads(html.unescape(re.search(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)[1]))
+    assert result["errors"] == []
+    assert result["width"] <= width
+    assert result["shown"] == ["published"]
+    assert result["after"] == sorted(result["before"]) != result["before"]
     # streamingllm keeps 24 tokens of 256; it is chosen first, as the best that compresses
-    assert said["kept"] == 24
+    assert result["kept"] == 24
 
 
 def test_json_has_what_the_page_shows(tmp_path, capsys):
@@ -189,16 +189,16 @@ def test_json_has_what_the_page_shows(tmp_path, capsys):
         (tmp_path / name).symlink_to(committed / name)
     capsys.readouterr()
     assert main(["report", "--json", "samples=1", f"results={tmp_path}", *small]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [t["table"] for t in found["tables"]] == [f"{p}/{t}" for p, t in table_spec.ids()]
-    first = found["tables"][0]
+    result = json.loads(capsys.readouterr().out)
+    assert [t["table"] for t in result["tables"]] == [f"{p}/{t}" for p, t in table_spec.ids()]
+    first = result["tables"][0]
     assert first["measured"]["cells"] == 66 and {c["status"] for c in first["cells"]} == {"measured"}
-    assert found["tables"][9]["measured"] is None
-    assert found["claims"] == claim_runner.read(committed)
-    assert len(found["audit"]) == len(audit()) and {"paper", "table", "why"} <= found["audit"][0].keys()
-    assert [s["task"] for s in found["samples"]] == ["tiny/needle"]
-    assert [r["method"] for r in found["runs"]] == ["full", "streamingllm kv_size=24"]
-    shown = next(f for f in found["figures"] if f["name"] == "think/fig4")
+    assert result["tables"][9]["measured"] is None
+    assert result["claims"] == claim_runner.read(committed)
+    assert len(result["audit"]) == len(audit()) and {"paper", "table", "why"} <= result["audit"][0].keys()
+    assert [s["task"] for s in result["samples"]] == ["tiny/needle"]
+    assert [r["method"] for r in result["runs"]] == ["full", "streamingllm kv_size=24"]
+    shown = next(f for f in result["figures"] if f["name"] == "think/fig4")
     assert Path(shown["picture"]).is_file() and shown["here"] and shown["shows"]
     assert main(["report", "--json", "output=page.html"]) == 2
     assert "writes no page" in capsys.readouterr().err

@@ -88,9 +88,12 @@ def fields(predictions):
 def test_kvpress_csv_as_pandas_writes_it(tmp_path):
     path = tmp_path / "predictions.csv"
     frame().to_csv(path, index=False)
-    found = imports.read(path)
-    assert fields(found) == EXPECTED
-    assert [p.answers[0].place for p in found] == ["line 2", "line 4"]  # a quoted line break is a line of the file
+    predictions = imports.read(path)
+    assert fields(predictions) == EXPECTED
+    assert [p.answers[0].place for p in predictions] == [
+        "line 2",
+        "line 4",
+    ]  # a quoted line break is a line of the file
 
 
 @pytest.mark.parametrize("orient", ["records", "columns", "index"])
@@ -119,18 +122,18 @@ def sample(answer, **more):
 def test_lm_eval_samples(tmp_path):
     path = tmp_path / "samples_longbench_qasper_e_2025-01-02T03-04-05.678901.jsonl"
     path.write_text(sample("x") + sample("y", filter="other") + sample(["z", "second"]), encoding="utf-8")
-    (found,) = imports.read(path)
-    assert (found.dataset, found.extended, found.layout) == ("qasper", True, "lm-evaluation-harness")
-    assert [a.prediction for a in found.answers] == ["x", "z"]
-    assert found.answers[0].references == ("a", "b") and found.answers[0].length == 7
-    assert [a.place for a in found.answers] == ["line 1", "line 3"]
+    (predictions,) = imports.read(path)
+    assert (predictions.dataset, predictions.extended, predictions.layout) == ("qasper", True, "lm-evaluation-harness")
+    assert [a.prediction for a in predictions.answers] == ["x", "z"]
+    assert predictions.answers[0].references == ("a", "b") and predictions.answers[0].length == 7
+    assert [a.place for a in predictions.answers] == ["line 1", "line 3"]
 
 
 def test_lm_eval_targets_stand_in_for_references(tmp_path):
     path = tmp_path / "samples_squad.jsonl"
     path.write_text(sample("x", doc={}), encoding="utf-8")
-    (found,) = imports.read(path)
-    assert found.dataset == "squad" and found.answers[0].references == ("a", "b")
+    (predictions,) = imports.read(path)
+    assert predictions.dataset == "squad" and predictions.answers[0].references == ("a", "b")
 
 
 def test_folders_are_read_one_level_deep(tmp_path):
@@ -152,14 +155,13 @@ def made(name, n, seed):
     return base.Predictions(name, name == "qasper", None, "longbench", answers, "")
 
 
-def test_processes_change_nothing():
+def test_answers_of_longbench_e_are_scored_by_length_too():
     files = [(made("qasper", 40, 3), "f1"), (made("dureader", 9, 5), "rouge_zh"), (made("lcc", 25, 2), "code_sim")]
-    alone, together = scoring.score_all(files, workers=1), scoring.score_all(files, workers=2)
-    for a, b in zip(alone, together, strict=True):
-        assert (a.scores, a.interval, a.buckets, a.metric) == (b.scores, b.interval, b.buckets, b.metric)
-        assert len(a.scores) == len(a.predictions.answers)
-    assert [len(b.scores) for b in alone[0].buckets] == [4, 4, 32]
-    assert [s.buckets for s in alone[1:]] == [(), ()]
+    scored = [scoring.score_file(*file) for file in files]
+    assert all(len(s.scores) == len(s.predictions.answers) for s in scored)
+    assert [len(b.scores) for b in scored[0].buckets] == [4, 4, 32]
+    assert tuple(value for b in scored[0].buckets for value in b.scores) == scored[0].scores  # lengths ascend
+    assert [s.buckets for s in scored[1:]] == [(), ()]
 
 
 def test_a_fallback_metric_is_for_other_datasets_only():

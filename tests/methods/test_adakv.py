@@ -48,8 +48,8 @@ def test_tokens_are_those_of_a_slow_joint_ranking(shape, per, ties, floor, rule)
     keys, values = dense.segments[0].k, dense.segments[0].v
     for h, tokens in enumerate(wanted):
         source = h // (dense.heads // k.shape[0])
-        held = cache.segments[0].head(h)
-        assert torch.equal(held.k[0], keys[source, tokens]) and torch.equal(held.v[0], values[source, tokens])
+        stored = cache.segments[0].head(h)
+        assert torch.equal(stored.k[0], keys[source, tokens]) and torch.equal(stored.v[0], values[source, tokens])
 
 
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
@@ -66,8 +66,8 @@ def test_a_head_that_attends_widely_takes_from_one_that_attends_one_token():
     q, k = torch.zeros(2, 30, 8), torch.zeros(2, 30, 8)
     q[0, -W:, 0], k[0, 5, 0] = 20, 20  # head 0: everything on token 5; head 1: evenly on all
     dense, obs = ref.make_layer(q, k)
-    made = chain_of({"method": "adakv", "window": W, "kernel": 1, "kv_size": W + 10, "floor": 0.2})
-    sharp, wide = ref.kept(made.compress(dense, obs))
+    calibrated = chain_of({"method": "adakv", "window": W, "kernel": 1, "kv_size": W + 10, "floor": 0.2})
+    sharp, wide = ref.kept(calibrated.compress(dense, obs))
     assert 5 in sharp and len(sharp) == W + 3 and len(wide) == W + 17  # 0.8 * 1 + 0.2 * 10, 0.8 * 19 + 0.2 * 10
 
 
@@ -87,8 +87,8 @@ def test_ragged_heads_hold_no_padding():
 def test_text_read_after_the_prompt_is_seen_by_the_heads_that_it_belongs_to(chain, per):
     """An appended tail has kv heads, where ragged segments may have query heads."""
     model, more = build("llama"), prompt(21, 4)
-    own = {k: v for m in chain.split("+") for k, v in {"recent": 6, "group": 4, "residual": 8}.items()}
-    knobs = {k: v for k, v in own.items() if any(k in registry.knob_names(m) for m in chain.split("+"))}
+    own_value = {k: v for m in chain.split("+") for k, v in {"recent": 6, "group": 4, "residual": 8}.items()}
+    knobs = {k: v for k, v in own_value.items() if any(k in registry.knob_names(m) for m in chain.split("+"))}
     (cache,) = kvbench.prefill(model, prompt(80), [{"method": chain, "kv_size": 30, "window": 8, **knobs}], per=per)
     at_once, pieces = kvbench.extend(model, cache, more), cache
     for piece in more.split([1, 7, 12, 1]):
@@ -103,12 +103,12 @@ class Padded(AdaKV):
     id: ClassVar[str] = "adakv"
 
     def pick(self, cache, scores, budget):
-        kept = super().pick(cache, scores, budget)
-        (s,) = kept.segments
+        kept_tokens = super().pick(cache, scores, budget)
+        (s,) = kept_tokens.segments
         if s.lengths is None:
-            return kept
+            return kept_tokens
         k, v, positions = (ops.by_head(t, s.lengths) for t in (s.k, s.v, s.positions))
-        return replace(kept, segments=(Segment(k, v, positions),))
+        return replace(kept_tokens, segments=(Segment(k, v, positions),))
 
 
 def test_a_cache_that_pads_is_refused():

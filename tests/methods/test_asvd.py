@@ -27,21 +27,21 @@ def reference(model, made):
 @pytest.mark.parametrize("knobs", [{}, {"alpha": 0.0}, {"ranks_by": "uniform"}, {"alpha": 1.0, "ranks_by": "uniform"}])
 def test_it_decodes_as_a_model_with_the_products_as_its_weights(family, knobs):
     model, ids = build(family), prompt(N, 4)
-    made = stage(model, ratio=0.4, **knobs)
-    dense = reference(model, made)
-    chain = kvbench.methods.chain.Chain((made,))
-    (cache,), (whole,) = kvbench.prefill(model, ids, [chain]), kvbench.prefill(dense, ids, ["full"])
-    torch.testing.assert_close(cache.logits, whole.logits, atol=2e-4, rtol=2e-4)
-    assert kvbench.generate(model, [cache], NEW) == kvbench.generate(dense, [whole], NEW)
-    logits = [kvbench.extend(m, c, prompt(5, 9)).logits for m, c in ((model, cache), (dense, whole))]
+    calibrated = stage(model, ratio=0.4, **knobs)
+    dense = reference(model, calibrated)
+    chain = kvbench.methods.chain.Chain((calibrated,))
+    (cache,), (full_cache,) = kvbench.prefill(model, ids, [chain]), kvbench.prefill(dense, ids, ["full"])
+    torch.testing.assert_close(cache.logits, full_cache.logits, atol=2e-4, rtol=2e-4)
+    assert kvbench.generate(model, [cache], NEW) == kvbench.generate(dense, [full_cache], NEW)
+    logits = [kvbench.extend(m, c, prompt(5, 9)).logits for m, c in ((model, cache), (dense, full_cache))]
     torch.testing.assert_close(*logits, atol=2e-4, rtol=2e-4)
 
 
 # spec 5: alpha = 0 is the plain singular value decomposition
 def test_without_activations_it_is_the_plain_decomposition():
     model = build("qwen2")
-    made = stage(model, ratio=0.5, alpha=0.0, ranks_by="uniform")
-    for attention, pair in zip(slow.attentions(model), made.factors(model), strict=True):
+    calibrated = stage(model, ratio=0.5, alpha=0.0, ranks_by="uniform")
+    for attention, pair in zip(slow.attentions(model), calibrated.factors(model), strict=True):
         for which, factors in enumerate(pair):
             u, s, vt = torch.linalg.svd(slow.parts(attention, which), full_matrices=False)
             assert factors.ranks == (16,)
@@ -49,22 +49,22 @@ def test_without_activations_it_is_the_plain_decomposition():
                 factors.ups[0] @ factors.down, (u[:, :16] * s[:16]) @ vt[:16], atol=1e-4, rtol=1e-4
             )
     weighed = stage(model, ratio=0.5, alpha=0.5, ranks_by="uniform").factors(model)[0][0]
-    plain = made.factors(model)[0][0]
+    plain = calibrated.factors(model)[0][0]
     assert not torch.allclose(weighed.ups[0] @ weighed.down, plain.ups[0] @ plain.down, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_sensitivities_are_losses_with_one_projection_cut(family):
     model = build(family)
-    made = stage(model, ratio=0.5)
+    calibrated = stage(model, ratio=0.5)
     heads = 2 if family == "llama" else 4
-    full, ranks = heads * 16, made.tensor("loss")
+    full, ranks = heads * 16, calibrated.tensor("loss")
     assert ranks.shape == (3, 2, len(FRACTIONS))
-    whole = [[(full,), (full,)] for _ in range(3)]
+    complete = [[(full,), (full,)] for _ in range(3)]
     for layer, which, j in ((0, 0, 0), (1, 1, 4), (2, 0, 8), (2, 1, 2)):
-        cut = [list(pair) for pair in whole]
+        cut = [list(pair) for pair in complete]
         cut[layer][which] = (nearest_rank(full, 1 - FRACTIONS[j], 4),)
-        dense = slow.asvd(model, made.tensor("mean_abs"), cut, 0.5)
+        dense = slow.asvd(model, calibrated.tensor("mean_abs"), cut, 0.5)
         windows = [prompt(TOKENS, 100 + i) for i in range(SAMPLES)][:2]
         with torch.no_grad():
             want = sum(float(dense(w[None], labels=w[None]).loss) for w in windows) / 2
@@ -73,11 +73,11 @@ def test_sensitivities_are_losses_with_one_projection_cut(family):
 
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
 def test_ranks_by_sensitivity_keep_to_the_target(ratio):
-    made = stage(build("opt"), ratio=ratio)
-    flat = [r for layer in made.ranks for (r,) in layer]
+    calibrated = stage(build("opt"), ratio=ratio)
+    flat = [r for layer in calibrated.ranks for (r,) in layer]
     assert 0 < sum(flat) <= 6 * nearest_rank(64, ratio, 4)
     assert len(set(flat)) > 1
-    loss = made.tensor("loss").flatten(0, 1)
+    loss = calibrated.tensor("loss").flatten(0, 1)
     tried = [nearest_rank(64, 1 - f, 4) for f in FRACTIONS]
     worst = max(float(row[tried.index(r)]) for row, r in zip(loss, flat, strict=True) if r in tried)
     # every rank is the smallest within the threshold that the search settled on

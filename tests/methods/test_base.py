@@ -13,6 +13,7 @@ from kvbench.errors import UsageError
 from kvbench.methods import registry
 from kvbench.methods.base import Capacity, Selector, top_indices
 from kvbench.methods.chain import Chain
+from kvbench.methods.knobs import at_least, knob
 from kvbench.methods.resolve import chain_of, chains_of
 from kvbench.methods.statistics import group_mean
 
@@ -71,6 +72,28 @@ def test_values_of_another_kind_are_refused_however_a_stage_is_made(knob, value,
     message = re.escape(f"method.protecting.{knob}={value!r} is not possible: {kind} (see")
     with pytest.raises(UsageError, match=message):
         Protecting(**{knob: value})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ruled(Selector):
+    id: ClassVar[str] = "ruled"
+
+    reach: int = knob(4, at_least(2, "tokens"))
+    limit: int | None = knob(None, at_least(1, null=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuledElsewhere(Ruled):
+    reach: int = 3
+
+
+@pytest.mark.parametrize("stage", [Ruled, RuledElsewhere])
+def test_a_rule_holds_for_subclasses_with_another_default_too(stage):
+    assert (stage(reach=2).reach, stage().limit) == (2, None)
+    with pytest.raises(UsageError, match=r"ruled\.reach=1 is not possible: a whole number of tokens, 2 or more \("):
+        stage(reach=1)
+    with pytest.raises(UsageError, match=r"limit=0 is not possible: a whole number, 1 or more, or null \("):
+        stage(limit=0)
 
 
 def test_frozen_layers_expect_everything():

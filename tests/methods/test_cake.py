@@ -57,9 +57,9 @@ def slow(attns, heads, size, w, gamma=200.0, kernel=5, tau1=1.0, tau2=1.0):
         columns = [[[row[j] for row in head[-w:]] for j in range(room)] for head in attn]
         var = sum(variance(c) for head in columns for c in head)
         preference.append(disp ** (1 / tau1) * var ** (1 / tau2))
-        mine = ref.stored([[fmean(c) + gamma * variance(c) for c in head] for head in columns], heads)
+        ours = ref.stored([[fmean(c) + gamma * variance(c) for c in head] for head in columns], heads)
         half = kernel // 2
-        scores.append([[sum(s[max(0, j - half) : j + half + 1]) / kernel for j in range(room)] for s in mine])
+        scores.append([[sum(s[max(0, j - half) : j + half + 1]) / kernel for j in range(room)] for s in ours])
     budgets = slow_budgets(preference, (size - w) * len(attns), room)
     return [
         [ref.top(s, b) + list(range(room, n)) for s in layer] for layer, b in zip(scores, budgets, strict=True)
@@ -87,9 +87,9 @@ def slow_budgets(preference, total, room):
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_are_those_of_a_slow_loop(shape, per, data, taus):
-    made = list(layers(shape, per, data))
-    caches = cascade(chain_of(per=per, tau1=taus[0], tau2=taus[1]), made)
-    attns = [ref.attention(q, k) for q, k, *_ in made]
+    built = list(layers(shape, per, data))
+    caches = cascade(chain_of(per=per, tau1=taus[0], tau2=taus[1]), built)
+    attns = [ref.attention(q, k) for q, k, *_ in built]
     wanted, budgets = slow(attns, caches[0].heads, 12, W, tau1=taus[0], tau2=taus[1])
     assert [ref.kept(c) for c in caches] == wanted
     assert sum(budgets) == (12 - W) * LAYERS and len(set(budgets)) > 1
@@ -98,10 +98,10 @@ def test_tokens_are_those_of_a_slow_loop(shape, per, data, taus):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", [6, 12, 20, 34])
 def test_the_cascade_equals_one_pass_at_the_end(shape, size):
-    made = list(layers(shape))
+    built = list(layers(shape))
     stage = Cake(kv_size=size, window=W)
-    at_once = stage.rebalance([stage.compress(dense, obs) for _, _, dense, obs in made], LAYERS)
-    caches = cascade(chain_of(kv_size=size), made)
+    at_once = stage.rebalance([stage.compress(dense, obs) for _, _, dense, obs in built], LAYERS)
+    caches = cascade(chain_of(kv_size=size), built)
     assert [ref.kept(c) for c in caches] == [ref.kept(c) for c in at_once]
     for a, b in zip(caches, at_once, strict=True):
         assert a.segments[0].state.keys() == {"row"} == b.segments[0].state.keys()
@@ -156,9 +156,9 @@ def test_equal_preferences_give_every_layer_the_same():
 def test_identical_rows_have_no_variance_and_layers_share_equally():
     q, k = torch.zeros(2, N, D), torch.zeros(2, N, D)
     q[:, -W:, 0] = k[:, 5, 0] = 40
-    made = [(q, k, *ref.make_layer(q, k, layer=i, n_layers=LAYERS)) for i in range(LAYERS)]
-    assert Cake(window=W).compress(*made[0][2:]).weight == 0
-    caches = cascade(chain_of(), made)
+    built = [(q, k, *ref.make_layer(q, k, layer=i, n_layers=LAYERS)) for i in range(LAYERS)]
+    assert Cake(window=W).compress(*built[0][2:]).weight == 0
+    caches = cascade(chain_of(), built)
     assert [c.tokens for c in caches] == [12] * LAYERS
     assert all(5 in head for c in caches for head in ref.kept(c))
 

@@ -13,7 +13,7 @@ from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import weights_of
 from kvbench.errors import UsageError
-from kvbench.methods.chai import LISTS, Chai, divide_clusters, lead_heads
+from kvbench.methods.chai import LISTS, Chai, divide_clusters, merge_clusters
 from kvbench.methods.chain import Chain
 from kvbench.methods.recipe import Calibration, CalibrationRun, digest
 from kvbench.methods.resolve import chain_of
@@ -46,9 +46,9 @@ def test_two_identical_heads_merge_first():
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(6, 5, 8, generator=g) for _ in "qk")
     q[4], k[4] = q[1], k[1]
-    assert lead_heads(q, k, 0.3, 5).tolist() == [0, 1, 2, 3, 1, 5]
-    assert lead_heads(q, k, 0.3, 6).tolist() == list(range(6))
-    assert lead_heads(q, k, 0.3, 1).tolist() == [0] * 6
+    assert merge_clusters(q, k, 0.3, 5)[0].tolist() == [0, 1, 2, 3, 1, 5]
+    assert merge_clusters(q, k, 0.3, 6)[0].tolist() == list(range(6))
+    assert merge_clusters(q, k, 0.3, 1)[0].tolist() == [0] * 6
 
 
 def test_the_maps_are_not_causal():
@@ -56,7 +56,7 @@ def test_the_maps_are_not_causal():
     q, k = torch.zeros(3, 5, 4), torch.zeros(3, 5, 4)
     k[:, 4, 0] = 1.0
     q[1, 0, 0], q[2, 4, 0] = 40.0, 2.0
-    assert lead_heads(q, k, 1.0, 2).tolist() == [0, 1, 0]
+    assert merge_clusters(q, k, 1.0, 2)[0].tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -67,7 +67,7 @@ def test_clusters_are_those_of_average_linkage(seed, kv_heads, count):
     q, k = torch.randn(8, 5, 6, generator=g), torch.randn(kv_heads, 5, 6, generator=g)
     clusters = slow.clustered(q.double(), k.double(), 0.4, count)
     lead = {h: c[0] for c in clusters for h in c}
-    assert lead_heads(q, k, 0.4, count).tolist() == [lead[h] for h in range(8)]
+    assert merge_clusters(q, k, 0.4, count)[0].tolist() == [lead[h] for h in range(8)]
 
 
 def slow_merges(maps):
@@ -85,28 +85,28 @@ def slow_merges(maps):
 
 def first_maps(model, window):
     """Each layer's maps [H, 25] of the first five tokens, without a causal mask, as exact attention reads them."""
-    found = []
+    collected = []
 
     def attend(layer, q, k, v, scale):
         k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
-        found.append((scale * q[:, :5].double() @ k[:, :5].double().transpose(1, 2)).softmax(-1).flatten(1))
+        collected.append((scale * q[:, :5].double() @ k[:, :5].double().transpose(1, 2)).softmax(-1).flatten(1))
         return torch.stack([slow.weights(q[h], k[h], scale) @ v[h] for h in range(len(q))])
 
     slow.logits(model, window, attend)
-    return found
+    return collected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_distances_are_the_mean_over_windows_of_slow_merges(family):
     model, windows = build(family), [prompt(12, 50 + i) for i in range(4)]
     (cache,) = kvbench.prefill(model, windows[0], [calibrated(model, windows, share=0.6)])
-    found = cache.chain.stages[0].calibration.tensors["distances"]
+    actual = cache.chain.stages[0].calibration.tensors["distances"]
     total = torch.zeros(3, 3, dtype=torch.float64)
     for window in windows:
         for i, maps in enumerate(first_maps(model, window)):
             total[i] += torch.tensor(slow_merges(maps), dtype=torch.float64) / 4
-    torch.testing.assert_close(found.double(), total, atol=1e-5, rtol=1e-4)
-    assert bool((found.diff(dim=1) >= 0).all())
+    torch.testing.assert_close(actual.double(), total, atol=1e-5, rtol=1e-4)
+    assert bool((actual.diff(dim=1) >= 0).all())
 
 
 def calibrated(model, windows, **knobs):
@@ -133,10 +133,10 @@ def test_calibrated_counts_are_those_that_the_prompt_is_read_with(family):
     chain = calibrated(model, [prompt(12, 50 + i) for i in range(4)], share=0.6)
     counts = divide_clusters(chain.stages[0].calibration.tensors["distances"], 0.6)
     assert sum(counts) == 7
-    given, same = kvbench.prefill(model, prompt(40), [{"method": "chai", "clusters": counts}, chain])
-    assert torch.equal(given.logits, same.logits) and same.nbytes() == given.nbytes()
+    caches, same = kvbench.prefill(model, prompt(40), [{"method": "chai", "clusters": counts}, chain])
+    assert torch.equal(caches.logits, same.logits) and same.nbytes() == caches.nbytes()
     audit(same, *heads_of(model), model.dtype)
-    assert len({c.chain.prefill_key for c in (given, same)}) == 2
+    assert len({c.chain.prefill_key for c in (caches, same)}) == 2
 
 
 def test_calibrated_counts_are_not_guessed_and_need_five_tokens():
@@ -158,8 +158,8 @@ def test_prompt_and_decoding_are_those_of_a_slow_reference(family, per, clusters
     wanted = slow.logits(model, torch.cat([prompt(n, 4), new]), attend)
     (cache,) = kvbench.prefill(model, prompt(n, 4), [{"method": "chai", "clusters": clusters}], per=per)
     for layer, lead in zip(cache.layers, leads, strict=True):
-        held = layer.segments[0].leads
-        assert (list(range(4)) if held is None else held.tolist()) == lead
+        stored = layer.segments[0].leads
+        assert (list(range(4)) if stored is None else stored.tolist()) == lead
     torch.testing.assert_close(cache.logits, wanted[n - 1], atol=1e-4, rtol=1e-4)
     at_once = kvbench.extend(model, cache, new)
     torch.testing.assert_close(at_once.logits, wanted[-1], atol=1e-4, rtol=1e-4)

@@ -48,8 +48,8 @@ rolling = pytest.mark.parametrize("name", [name for name in ENTRIES if name not 
 
 def entry(name, **more):
     """Return the entry ``name`` with the knobs of SMALL that its methods have and it does not set."""
-    own = {f"{m}.{k}" for m in ENTRIES[name]["method"].split("+") for k in registry.knob_names(m)}
-    small = {k: v for k, v in SMALL.items() if any(o.endswith(f".{k}") for o in own)}
+    own_knobs = {f"{m}.{k}" for m in ENTRIES[name]["method"].split("+") for k in registry.knob_names(m)}
+    small = {k: v for k, v in SMALL.items() if any(o.endswith(f".{k}") for o in own_knobs)}
     if ENTRIES[name].get("variant") == "uncomp":
         small["kv_size"] = 130
     return {**small, **ENTRIES[name], **more}
@@ -78,8 +78,8 @@ def test_every_selector_that_can_evict_has_the_knob():
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
 def test_rolled_with_budget_for_all_answers_as_the_full_cache(name, per, family):
     model, ids = build(family), prompt(40, 3)
-    made = entry(name, positions="rolled", kv_size=2000)
-    full, rolled = prefill(model, ids, ["full", made], per=per)
+    built = entry(name, positions="rolled", kv_size=2000)
+    full, rolled = prefill(model, ids, ["full", built], per=per)
     answers = kvbench.generate(model, [full, rolled], 12)
     assert answers[0] == answers[1]
     longer = [kvbench.extend(model, c, prompt(5, 4)).logits for c in (full, rolled)]
@@ -93,11 +93,11 @@ def test_bf16_with_budget_for_all_stays_near_the_full_cache_when_teacher_forced(
     model = build(family, torch.bfloat16)
     kinds = ("true",) if family == "opt" else ("true", "rolled")
     entries = [entry(name, positions=p, kv_size=2000) for p in kinds]
-    whole, *caches = prefill(model, prompt(50, 3), ["full", *entries])
+    full_cache, *caches = prefill(model, prompt(50, 3), ["full", *entries])
     for chunk in prompt(6, 4).split([1, 1, 4]):
-        whole, *caches = (kvbench.extend(model, c, chunk) for c in (whole, *caches))
+        full_cache, *caches = (kvbench.extend(model, c, chunk) for c in (full_cache, *caches))
         for cache in caches:
-            torch.testing.assert_close(cache.logits, whole.logits, atol=6e-2, rtol=3e-2)
+            torch.testing.assert_close(cache.logits, full_cache.logits, atol=6e-2, rtol=3e-2)
 
 
 @rolling
@@ -113,10 +113,10 @@ def test_rolled_first_layer_attends_as_a_fresh_pass_over_what_each_head_keeps(na
         for t in range(len(new)):
             with heads_of_layer_0(model, family) as mixed:
                 step(model, batch, new[t].view(1, 1), torch.tensor([[n + t]]))
-    held = ref.kept(batch[0].continued(cache.layers[0]))
-    budget, group = sum(map(len, held)) // len(held), 4 // len(held)
-    assert budget < n and all(p[-1] == n + len(new) - 1 for p in held)
-    for h, positions in enumerate(held):
+    kept_positions = ref.kept(batch[0].continued(cache.layers[0]))
+    budget, group = sum(map(len, kept_positions)) // len(kept_positions), 4 // len(kept_positions)
+    assert budget < n and all(p[-1] == n + len(new) - 1 for p in kept_positions)
+    for h, positions in enumerate(kept_positions):
         with torch.no_grad(), heads_of_layer_0(model, family) as fresh:
             model(text[positions][None])
         for q in range(h * group, (h + 1) * group):
@@ -143,9 +143,9 @@ class heads_of_layer_0:
 @rolling
 def test_rolled_and_true_positions_differ_once_tokens_are_gone(name):
     model, n = build("llama"), length(name)
-    made = prefill(model, prompt(n, 3), [entry(name, positions=p) for p in ("true", "rolled")])
-    assert torch.equal(made[0].logits, made[1].logits)
-    true, rolled = (kvbench.extend(model, c, prompt(6, 4)).logits for c in made)
+    caches = prefill(model, prompt(n, 3), [entry(name, positions=p) for p in ("true", "rolled")])
+    assert torch.equal(caches[0].logits, caches[1].logits)
+    true, rolled = (kvbench.extend(model, c, prompt(6, 4)).logits for c in caches)
     assert not torch.allclose(true, rolled, atol=1e-2)
 
 
@@ -225,11 +225,11 @@ def test_thin_tokens_answer_in_a_batch_as_alone_and_within_what_is_declared(name
     model = build("llama")
     caches = []
     for n, pruner in itertools.product((length(name), 5, length(name) - 13), ("think", "thinkv")):
-        made = {f"{ENTRIES[name]['method'].split('+')[-1]}.{k}": v for k, v in entry(name).items() if k == "recent"}
+        built = {f"{ENTRIES[name]['method'].split('+')[-1]}.{k}": v for k, v in entry(name).items() if k == "recent"}
         knobs = {k: v for k, v in entry(name).items() if k not in ("method", "recent")}
         method = f"{pruner}+{ENTRIES[name]['method']}"
-        made |= {"method": method, f"{pruner}.recent": 5, f"{pruner}.ratio": 0.5, f"{pruner}.observed": 8, **knobs}
-        caches += prefill(model, prompt(n, n), [made], per=per)
+        built |= {"method": method, f"{pruner}.recent": 5, f"{pruner}.ratio": 0.5, f"{pruner}.observed": 8, **knobs}
+        caches += prefill(model, prompt(n, n), [built], per=per)
     thin = [any(s.key_channels is not None for layer in c.layers for s in layer.segments) for c in caches]
     assert all(thin[:2]) and not all(thin)
     rows = [Ending(12 - i) for i in range(len(caches))]

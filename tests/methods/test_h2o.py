@@ -91,8 +91,8 @@ def test_a_quarter_of_heavy_hitters_and_a_quarter_of_recent_tokens(per):
     dense, obs = ref.make_layer(ref.grid(4, n, 8, seed=1), ref.grid(2, n, 8, seed=2), per=per)
     cache = chain_of({"method": "h2o", "per": per, **knobs}).compress(dense, obs)
     sums = obs.colsums if per == "query_head" else obs.colsums.view(2, 2, n).mean(dim=1)
-    for scores, held in zip(sums.tolist(), ref.kept(cache), strict=True):
-        assert held == ref.top(scores[: n - 250], 250) + list(range(n - 250, n))
+    for scores, kept_positions in zip(sums.tolist(), ref.kept(cache), strict=True):
+        assert kept_positions == ref.top(scores[: n - 250], 250) + list(range(n - 250, n))
 
 
 @pytest.mark.parametrize("variant", ["orig", "uncomp"])
@@ -104,7 +104,7 @@ def test_scores_of_evicted_tokens_stay_0(variant):
     caches = [kvbench.prefill(model, prompt(m, m), [entry])[0] for m in (n, 5)]
     batch = build_batch(model, caches, 20)
     gone = [[[set() for _ in range(2)] for _ in caches] for _ in batch]
-    held = [[[set(p) for p in ref.kept(c.layers[i])] for c in caches] for i in range(len(batch))]
+    kept_positions = [[[set(p) for p in ref.kept(c.layers[i])] for c in caches] for i in range(len(batch))]
     with torch.no_grad(), attached(model):
         for t in range(20):
             step(model, batch, torch.tensor([[5], [6]]), torch.tensor([[n + t], [5 + t]]))
@@ -118,9 +118,9 @@ def test_scores_of_evicted_tokens_stay_0(variant):
                 for b in range(2):
                     for h in range(2):
                         now = set(positions[b, h][valid[b, h]].tolist())
-                        gone[i][b][h] |= held[i][b][h] - now
+                        gone[i][b][h] |= kept_positions[i][b][h] - now
                         assert not now & gone[i][b][h]
-                        held[i][b][h] = now
+                        kept_positions[i][b][h] = now
     assert all(len(gone[i][0][h]) == 20 for i in range(len(batch)) for h in range(2))
 
 
@@ -136,11 +136,11 @@ def test_uncomps_baseline_keeps_few_heavy_hitters(size, parts):
 
 def test_uncomps_baseline_by_hand():
     dense, obs = layer_with_colsums([[float(j) for j in range(200)]], heads=1)
-    (held,) = ref.kept(H2O(kv_size=130, variant="uncomp").compress(dense, obs))
-    assert held == [71, *range(72, 200)]
+    (kept_positions,) = ref.kept(H2O(kv_size=130, variant="uncomp").compress(dense, obs))
+    assert kept_positions == [71, *range(72, 200)]
     dense, obs = layer_with_colsums([[200.0 - j for j in range(200)]], heads=1)
-    (held,) = ref.kept(H2O(kv_size=130, variant="uncomp").compress(dense, obs))
-    assert held == [0, *range(72, 200)]
+    (kept_positions,) = ref.kept(H2O(kv_size=130, variant="uncomp").compress(dense, obs))
+    assert kept_positions == [0, *range(72, 200)]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -148,10 +148,10 @@ def test_uncomps_baseline_decodes_as_a_slow_simulation_with_masks(family):
     model, ids = build(family), prompt(150, 8)
     (cache,) = kvbench.prefill(model, ids, [{"method": "h2o", "variant": "uncomp", "kv_size": 130}])
     assert audit(cache, 2, 16, model.dtype).kept == 129
-    answer, held = decoding.h2o_decoding(model, ids, 6, 1, 128)
+    answer, kept_tokens = decoding.h2o_decoding(model, ids, 6, 1, 128)
     assert kvbench.generate(model, [cache], 6) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens
 
 
 def test_uncomps_baseline_needs_room_for_a_heavy_hitter():
@@ -162,8 +162,8 @@ def test_uncomps_baseline_needs_room_for_a_heavy_hitter():
     short = H2O(variant="uncomp", kv_ratio=0.25)
     assert short.capacity(200) == Capacity(49, 0, 49, shrunk=True)
     assert short.capacity(512) == Capacity(128, 0, 127)
-    (held,) = ref.kept(short.compress(*layer_with_colsums([[1.0] * 200], heads=1)))
-    assert held == list(range(151, 200))
+    (kept_positions,) = ref.kept(short.compress(*layer_with_colsums([[1.0] * 200], heads=1)))
+    assert kept_positions == list(range(151, 200))
 
 
 @pytest.mark.parametrize("bits", [8, 3, 2])
@@ -178,14 +178,14 @@ def test_quantised_keys_decide_and_exact_ones_are_stored_and_attended(bits, per)
     ]
     full, *together = kvbench.prefill(model, ids, ["full", *entries], per=per)
     for i in (0, 3):
-        made, exact = together[i : i + 2]
+        built, exact = together[i : i + 2]
         (alone,) = kvbench.prefill(model, ids, [entries[i]], per=per)
-        held = [ref.kept(layer) for layer in made.layers]
-        assert held == [ref.kept(layer) for layer in alone.layers]
-        assert held != [ref.kept(layer) for layer in exact.layers] or bits == 8
-        audit(made, 2, 16, model.dtype)
-        for layer, whole in zip(made.layers, full.layers, strict=True):
-            (a,), (b,) = layer.segments, whole.segments
+        kept_positions = [ref.kept(layer) for layer in built.layers]
+        assert kept_positions == [ref.kept(layer) for layer in alone.layers]
+        assert kept_positions != [ref.kept(layer) for layer in exact.layers] or bits == 8
+        audit(built, 2, 16, model.dtype)
+        for layer, complete in zip(built.layers, full.layers, strict=True):
+            (a,), (b,) = layer.segments, complete.segments
             for h, positions in enumerate(ref.kept(layer)):
                 source = h // (len(a.k) // len(b.k))
                 assert torch.equal(a.k[h], b.k[source, positions]) and torch.equal(a.v[h], b.v[source, positions])
@@ -196,12 +196,12 @@ def test_quantised_keys_decide_and_exact_ones_are_stored_and_attended(bits, per)
 def test_decoding_by_quantised_keys_equals_a_slow_simulation(bits, seed, family):
     model, ids = build(family), prompt(26, seed)
     (cache,) = kvbench.prefill(model, ids, [{"method": "h2o", "variant": "orig", "kv_size": 10, "score_bits": bits}])
-    answer, held = decoding.h2o_decoding(model, ids, 12, 5, 5, bits)
+    answer, kept_tokens = decoding.h2o_decoding(model, ids, 12, 5, 5, bits)
     assert kvbench.generate(model, [cache], 12) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens
     _, exactly = decoding.h2o_decoding(model, ids, 12, 5, 5)
-    assert (held != exactly) or bits == 8
+    assert (kept_tokens != exactly) or bits == 8
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -209,10 +209,10 @@ def test_a_long_answer_is_decided_by_quantised_keys_of_its_own(family):
     """The prompt's part in the scores is small here: what decoding adds up must be that of quantised keys, too."""
     model, ids = build(family), prompt(10, 8)
     (cache,) = kvbench.prefill(model, ids, [{"method": "h2o", "variant": "orig", "kv_size": 8, "score_bits": 2}])
-    answer, held = decoding.h2o_decoding(model, ids, 36, 4, 4, 2)
+    answer, kept_tokens = decoding.h2o_decoding(model, ids, 36, 4, 4, 2)
     assert kvbench.generate(model, [cache], 36) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens
 
 
 def test_under_vatp_quantised_keys_decide_too():
@@ -220,8 +220,8 @@ def test_under_vatp_quantised_keys_decide_too():
     entries = [{"method": "vatp+h2o", "variant": "orig", "kv_size": 12, "score_bits": b} for b in (None, 2)]
     exact, coarse = kvbench.prefill(model, prompt(60, 3), entries)
     new = prompt(20, 4)
-    held = [[ref.kept(x) for x in kvbench.extend(model, c, new).layers] for c in (exact, coarse)]
-    assert held[0] != held[1] and all(len(h) == 12 for x in held[1] for h in x)
+    kept_positions = [[ref.kept(x) for x in kvbench.extend(model, c, new).layers] for c in (exact, coarse)]
+    assert kept_positions[0] != kept_positions[1] and all(len(h) == 12 for x in kept_positions[1] for h in x)
 
 
 def test_an_unset_width_is_not_part_of_what_a_result_is_stored_under():

@@ -90,9 +90,9 @@ def test_impossible_requests_name_the_knob_and_its_range_before_a_model_loads(li
         if hasattr(load, loader):
             monkeypatch.setattr(load, loader, lambda *_, **__: pytest.fail("a model was loaded"))
     status = main(["run", *line.split()])
-    said = capsys.readouterr().err
-    assert status == 2 and said.count("\n") == 1
-    assert LINES[line] in said
+    message = capsys.readouterr().err
+    assert status == 2 and message.count("\n") == 1
+    assert LINES[line] in message
 
 
 def test_chunks_that_a_budget_cannot_take_are_refused_before_a_model_loads(capsys, monkeypatch):
@@ -106,11 +106,11 @@ def test_chunks_that_a_budget_cannot_take_are_refused_before_a_model_loads(capsy
 def test_the_spy_sees_a_possible_request(monkeypatch, tmp_path):
     """Otherwise the test above would pass on a loader of another name."""
     monkeypatch.chdir(tmp_path)
-    asked = []
+    requests = []
 
     def loader(*_, **__):
-        asked.append(True)
+        requests.append(True)
         raise RuntimeError
 
     monkeypatch.setattr(load, "load_weights", loader)
-    assert main(["run", "method=snapkv", "limit=1"]) == 1 and asked
+    assert main(["run", "method=snapkv", "limit=1"]) == 1 and requests

@@ -130,13 +130,13 @@ def test_channels_are_scored_on_the_keys_that_are_packed(per):
     q, k = ref.grid(4, 40, 8, seed=1), ref.grid(2, 40, 8, seed=2)
     entry = {"method": "think+kivi", "kivi.group": 4, "residual": 16, "recent": 4, "ratio": 0.375, "per": per}
     dense, obs = ref.make_layer(q, k, per=per)
-    found = chain_of(entry).compress(dense, obs).segments[0].key_channels.tolist()
-    assert found == ref.think(q, k, [list(range(32))] * dense.heads, 5, 32)
+    actual = chain_of(entry).compress(dense, obs).segments[0].key_channels.tolist()
+    assert actual == ref.think(q, k, [list(range(32))] * dense.heads, 5, 32)
     loud = k.clone()
-    loud[:, 32:, found[0][0]] = 0.0
-    loud[:, 32:, next(c for c in range(8) if c not in found[0])] = 50.0
+    loud[:, 32:, actual[0][0]] = 0.0
+    loud[:, 32:, next(c for c in range(8) if c not in actual[0])] = 50.0
     dense, obs = ref.make_layer(q, loud, per=per)
-    assert chain_of(entry).compress(dense, obs).segments[0].key_channels.tolist() == found
+    assert chain_of(entry).compress(dense, obs).segments[0].key_channels.tolist() == actual
 
 
 def test_a_prompt_within_the_residual_settles_the_channels_of_what_decoding_packs():
@@ -159,7 +159,7 @@ def test_groups_need_not_divide_the_channels(group, d):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "said"),
+    ("knobs", "message"),
     [
         ({"bits": 1}, "bits=1 is not possible: 2, 3, 4 or 8"),
         ({"bits": 16}, "bits=16"),
@@ -168,6 +168,6 @@ def test_groups_need_not_divide_the_channels(group, d):
         ({"residual": 100}, "residual=100 is not possible: a multiple of group=32"),
     ],
 )
-def test_impossible_knobs_are_refused(knobs, said):
-    with pytest.raises(UsageError, match=rf"method\.kivi\.{said}"):
+def test_impossible_knobs_are_refused(knobs, message):
+    with pytest.raises(UsageError, match=rf"method\.kivi\.{message}"):
         chain_of({"method": "kivi", **knobs})

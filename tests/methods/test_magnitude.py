@@ -43,17 +43,17 @@ def test_only_retained_tokens_are_scored():
     keys[0, 6, 3] = 100.0
     layer = ref.make_layer(torch.zeros(1, 12, 4), keys)
     knobs = {"ratio": 0.75, "recent": 1}
-    whole = chain_of({"method": "l2", **knobs}).compress(*layer)
+    complete = chain_of({"method": "l2", **knobs}).compress(*layer)
     evicted = chain_of({"method": "streamingllm+l2", "kv_size": 6, **knobs}).compress(*layer)
-    assert whole.segments[0].key_channels.tolist() == [[3]]
+    assert complete.segments[0].key_channels.tolist() == [[3]]
     assert evicted.segments[0].key_channels.tolist() == [[0]]
 
 
 @pytest.mark.parametrize("stage", [L1, L2])
 def test_queries_do_not_matter(stage):
     keys = ref.grid(2, 20, 8, seed=1)
-    held = [stage(recent=4).compress(*ref.make_layer(q, keys)) for q in (ref.grid(4, 20, 8), torch.zeros(4, 20, 8))]
-    assert torch.equal(held[0].segments[0].key_channels, held[1].segments[0].key_channels)
+    stored = [stage(recent=4).compress(*ref.make_layer(q, keys)) for q in (ref.grid(4, 20, 8), torch.zeros(4, 20, 8))]
+    assert torch.equal(stored[0].segments[0].key_channels, stored[1].segments[0].key_channels)
     assert stage().needs(20).last_q == 0
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from families import FAMILIES, build, prompt
 
-from kvbench.audit.prompt_audit import full_bytes
 from kvbench.cache.exact_attention import causal_softmax, column_sums, row_blocks
+from kvbench.cache.model_shape import Shape
 from kvbench.cache.observation import Needs
 from kvbench.cache.segment import storage_bytes
 from kvbench.engine.prefill import observe
@@ -24,8 +24,8 @@ def observed(family, n, needs, dtype=torch.float32):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_layer_is_observed_in_the_shapes_and_bytes_of_the_specification(family):
     n, w, d = 70, 32, 16
-    asked = Needs(last_q=w, first_q=5, colsums=True, hidden=True, colsums_bits=frozenset({2, 8}))
-    layers = observed(family, n, asked, torch.bfloat16)
+    arguments = Needs(last_q=w, first_q=5, colsums=True, hidden=True, colsums_bits=frozenset({2, 8}))
+    layers = observed(family, n, arguments, torch.bfloat16)
     hk = 4 if family in ("gpt_neox", "opt") else 2
     assert [o.layer for o, *_ in layers] == [0, 1, 2]
     for o, k, v in layers:
@@ -40,9 +40,10 @@ def test_each_layer_is_observed_in_the_shapes_and_bytes_of_the_specification(fam
 
 def test_bytes_of_the_full_cache_by_hand():
     """Spec 4 (O1) and spec 5, Full: LLaMA-2-7B."""
-    assert full_bytes(4096, 1, 32, 128, 2) == 64 * 2**20
-    assert full_bytes(1, 32, 32, 128, 2) == 2**19
-    assert full_bytes(2048 * 13, 32, 32, 128, 2) == 13 * 2**30
+    layer, model = Shape(1, 32, 32, 128), Shape(32, 32, 32, 128)
+    assert layer.full_bytes(4096, 2) == 64 * 2**20
+    assert model.full_bytes(1, 2) == 2**19
+    assert model.full_bytes(2048 * 13, 2) == 13 * 2**30
 
 
 def test_nothing_is_observed_that_nobody_asked_for():

@@ -54,25 +54,25 @@ def is_own(model):
 @pytest.mark.parametrize("group", [1, 4])
 def test_it_decodes_as_a_model_with_the_products_as_its_weights(family, ranks_by, group):
     model, ids = build(family), prompt(N, 4)
-    made = chain(model, ratio=0.4, ranks_by=ranks_by, group=group)
-    dense = reference(model, made)
-    cache, whole = kvbench.prefill(model, ids, [made])[0], kvbench.prefill(dense, ids, ["full"])[0]
-    torch.testing.assert_close(cache.logits, whole.logits, atol=2e-4, rtol=2e-4)
+    calibrated = chain(model, ratio=0.4, ranks_by=ranks_by, group=group)
+    dense = reference(model, calibrated)
+    cache, full_cache = kvbench.prefill(model, ids, [calibrated])[0], kvbench.prefill(dense, ids, ["full"])[0]
+    torch.testing.assert_close(cache.logits, full_cache.logits, atol=2e-4, rtol=2e-4)
     assert kvbench.generate(model, [cache], NEW) == [greedy(dense, ids)]
     more = prompt(7, 9)
-    longer, want = kvbench.extend(model, cache, more), kvbench.extend(dense, whole, more)
+    longer, want = kvbench.extend(model, cache, more), kvbench.extend(dense, full_cache, more)
     torch.testing.assert_close(longer.logits, want.logits, atol=2e-4, rtol=2e-4)
     assert kvbench.generate(model, [longer], NEW) == kvbench.generate(dense, [want], NEW)
     assert longer.layers[0].kept_positions()[0].tolist() == list(range(N + 7))
     losses = teacher_force(model, [cache], more, 3)[0].losses
-    torch.testing.assert_close(losses, teacher_force(dense, [whole], more, 3)[0].losses, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(losses, teacher_force(dense, [full_cache], more, 3)[0].losses, atol=2e-4, rtol=2e-4)
     assert is_own(model)
 
 
 @pytest.mark.parametrize("ranks_by", ["fisher", "uniform"])
 def test_ranks_differ_as_declared(ranks_by):
-    made = chain(build("gpt_neox"), ratio=0.5, ranks_by=ranks_by, group=2)
-    flat = [r for layer in made.lowrank.ranks for pair in layer for r in pair]
+    calibrated = chain(build("gpt_neox"), ratio=0.5, ranks_by=ranks_by, group=2)
+    flat = [r for layer in calibrated.lowrank.ranks for pair in layer for r in pair]
     assert len(flat) == 3 * 2 * 2 and sum(flat) == 12 * 16
     assert (len(set(flat)) == 1) == (ranks_by == "uniform")
     even = chain(build("gpt_neox"), ratio=0.5, ranks_by="fisher_uniform", group=2).lowrank.ranks
@@ -83,9 +83,9 @@ def test_ranks_differ_as_declared(ranks_by):
 @pytest.mark.parametrize("family", LINEAR)
 def test_bytes_are_those_of_the_latents_and_nothing_else_is_held(family):
     model = build(family)
-    made = chain(model, ratio=0.5)
-    (cache,) = kvbench.prefill(model, prompt(N, 4), [made])
-    stage, heads = made.lowrank, 2 if family in ("llama", "mistral", "qwen2") else 4
+    calibrated = chain(model, ratio=0.5)
+    (cache,) = kvbench.prefill(model, prompt(N, 4), [calibrated])
+    stage, heads = calibrated.lowrank, 2 if family in ("llama", "mistral", "qwen2") else 4
     measured = audit(cache, heads, 16, model.dtype)
     per_token = sum(sum(pair) for layer in stage.ranks for pair in layer)
     assert measured.payload == per_token * N * 4
@@ -108,11 +108,11 @@ def test_a_cache_with_latents_of_another_width_is_refused():
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_keys_are_rebuilt_a_block_at_a_time(family, monkeypatch):
     model, ids = build(family), prompt(N, 4)
-    made = chain(model, ratio=0.4)
-    caches = kvbench.prefill(model, ids, [made])
+    calibrated = chain(model, ratio=0.4)
+    caches = kvbench.prefill(model, ids, [calibrated])
     want = kvbench.generate(model, caches, NEW)
     seen = []
-    real = type(lifts_of(model, made)[0]).keys
+    real = type(lifts_of(model, calibrated)[0]).keys
 
     def spy(self, latent, positions):
         seen.append(latent.shape[1])
@@ -156,11 +156,11 @@ def test_batched_with_other_ranks_prompts_and_methods_it_answers_as_alone(family
 
 def test_rows_that_end_early_leave_the_others_as_they_were():
     model = build("llama")
-    made = chain(model, ratio=0.4)
-    caches = [kvbench.prefill(model, prompt(30 + 5 * i, i), [made])[0] for i in range(6)]
-    whole = kvbench.generate(model, caches, 10)
-    stop = sorted({a[2 + i % 3] for i, a in enumerate(whole[:4])})
-    cut = [a[: next((i for i, t in enumerate(a) if t in stop), 9) + 1] for a in whole]
+    calibrated = chain(model, ratio=0.4)
+    caches = [kvbench.prefill(model, prompt(30 + 5 * i, i), [calibrated])[0] for i in range(6)]
+    complete = kvbench.generate(model, caches, 10)
+    stop = sorted({a[2 + i % 3] for i, a in enumerate(complete[:4])})
+    cut = [a[: next((i for i, t in enumerate(a) if t in stop), 9) + 1] for a in complete]
     assert kvbench.generate(model, caches, 10, stop) == cut and len({len(a) for a in cut}) > 1
 
 
@@ -169,20 +169,20 @@ def test_a_prefill_of_its_own_leaves_all_others_alone():
     one, two, same = chain(model, ratio=0.4), chain(model, ratio=0.7), chain(model, "streamingllm+palu", ratio=0.4)
     assert len({c.prefill_key for c in (Chain(), one, two)}) == 3
     assert one.prefill_key == same.prefill_key != ""
-    made = kvbench.prefill(model, ids, ["full", one, two, same])
-    assert torch.equal(made[0].logits, kvbench.prefill(model, ids, ["full"])[0].logits)
-    assert torch.equal(made[1].logits, made[3].logits)
-    assert len({tuple(m.logits.tolist()) for m in made}) == 3
+    caches = kvbench.prefill(model, ids, ["full", one, two, same])
+    assert torch.equal(caches[0].logits, kvbench.prefill(model, ids, ["full"])[0].logits)
+    assert torch.equal(caches[1].logits, caches[3].logits)
+    assert len({tuple(m.logits.tolist()) for m in caches}) == 3
 
 
 def test_another_calibration_is_another_prefill():
     model = build("llama")
-    made = chain(model, ratio=0.4)
-    stage = made.lowrank
+    calibrated = chain(model, ratio=0.4)
+    stage = calibrated.lowrank
     tensors = {**stage.calibration.tensors, "moments": torch.eye(64).expand(3, 64, 64).contiguous()}
     other = stage.calibrated(Calibration("palu", "f" * 64, stage.calibration.weights, tensors))
     assert other.prefill_key != stage.prefill_key
-    first, second = kvbench.prefill(model, prompt(N, 4), [made, Chain((other,))])
+    first, second = kvbench.prefill(model, prompt(N, 4), [calibrated, Chain((other,))])
     assert not torch.equal(first.logits, second.logits)
 
 
@@ -190,23 +190,23 @@ def test_another_calibration_is_another_prefill():
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 def test_a_selector_decides_for_the_layer_by_the_keys_that_attention_read(family, per):
     model, ids = build(family), prompt(N, 4)
-    made = chain(model, "snapkv+palu", ratio=0.4, kv_size=20, per=per, **{"snapkv.window": 8})
-    (cache,) = kvbench.prefill(model, ids, [made])
-    attn = slow.rows_of_attention(reference(model, made), ids)
+    calibrated = chain(model, "snapkv+palu", ratio=0.4, kv_size=20, per=per, **{"snapkv.window": 8})
+    (cache,) = kvbench.prefill(model, ids, [calibrated])
+    attn = slow.rows_of_attention(reference(model, calibrated), ids)
     for layer, rows in zip(cache.layers, attn, strict=True):
         assert ref.kept(layer) == ref.snapkv(rows, 1, 20, 8, 7, "max")
     heads = 2 if family in ("llama", "mistral", "qwen2") else 4
-    per_token = sum(sum(pair) for layer in made.lowrank.ranks for pair in layer)
+    per_token = sum(sum(pair) for layer in calibrated.lowrank.ranks for pair in layer)
     assert audit(cache, heads, 16, model.dtype).payload == per_token * 20 * 4
 
 
 @pytest.mark.parametrize("family", LINEAR)
 def test_what_is_left_after_a_selector_is_decoded_as_by_the_dense_model(family):
     model, ids = build(family), prompt(N, 4)
-    made = chain(model, "streamingllm+palu", ratio=0.4, kv_size=20)
+    calibrated = chain(model, "streamingllm+palu", ratio=0.4, kv_size=20)
     entry = {"method": "streamingllm", "kv_size": 20}
-    dense = reference(model, made)
-    (cache,), (want,) = kvbench.prefill(model, ids, [made]), kvbench.prefill(dense, ids, [entry])
+    dense = reference(model, calibrated)
+    (cache,), (want,) = kvbench.prefill(model, ids, [calibrated]), kvbench.prefill(dense, ids, [entry])
     assert ref.kept(cache.layers[1]) == ref.kept(want.layers[1])[:1]
     assert kvbench.generate(model, [cache], NEW) == kvbench.generate(dense, [want], NEW)
     logits = [kvbench.extend(m, c, prompt(4, 8)).logits for m, c in ((model, cache), (dense, want))]
@@ -215,10 +215,10 @@ def test_what_is_left_after_a_selector_is_decoded_as_by_the_dense_model(family):
 
 def test_values_and_key_norms_of_all_heads_are_averaged():
     model, ids = build("llama"), prompt(N, 4)
-    made = chain(model, "keynorm+palu", ratio=0.4, kv_size=20)
-    dense = reference(model, made)
-    whole, (cache,) = kvbench.prefill(dense, ids, ["full"])[0], kvbench.prefill(model, ids, [made])
-    for layer, full in zip(cache.layers, whole.layers, strict=True):
+    calibrated = chain(model, "keynorm+palu", ratio=0.4, kv_size=20)
+    dense = reference(model, calibrated)
+    full_cache, (cache,) = kvbench.prefill(dense, ids, ["full"])[0], kvbench.prefill(model, ids, [calibrated])
+    for layer, full in zip(cache.layers, full_cache.layers, strict=True):
         norms = full.segments[0].k.norm(dim=-1).mean(dim=0)
         assert ref.kept(layer) == [ref.top((-norms).tolist(), 20)]
 
@@ -236,9 +236,9 @@ def test_values_and_key_norms_of_all_heads_are_averaged():
 )
 def test_every_selector_that_evicts_after_the_prompt_stands_beside_it(method, knobs):
     model, sizes = build("llama"), {"kv_size": 24, "window": 8}
-    own = {k: v for k, v in sizes.items() if k in registry.knob_names(method)}
-    made = chain(model, f"{method}+palu", ratio=0.4, **own, **knobs)
-    (cache,) = kvbench.prefill(model, prompt(N, 4), [made])
+    own_knobs = {k: v for k, v in sizes.items() if k in registry.knob_names(method)}
+    calibrated = chain(model, f"{method}+palu", ratio=0.4, **own_knobs, **knobs)
+    (cache,) = kvbench.prefill(model, prompt(N, 4), [calibrated])
     measured = audit(cache, 2, 16, model.dtype)
     assert 0 < measured.kept < N and all(len(ref.kept(layer)) == 1 for layer in cache.layers)
     assert len(kvbench.generate(model, [cache], 2)[0]) == 2
@@ -286,15 +286,15 @@ def test_too_few_tokens_another_model_or_none_at_all_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"estimates 64 dimensions \(the hidden size\), and all windows together have"):
         session.bind(chain_of({"method": "palu", "samples": 3, "tokens": 21}), model, quiet=True)
     assert is_own(model)
-    asked = chain_of({"method": "palu", "samples": 4, "tokens": 21, "multiple": 4})
-    made = session.bind(asked, model, quiet=True)
-    assert session.bind(asked, model, quiet=True) == made
-    kvbench.prefill(model, prompt(20), [made])
+    calibrated = chain_of({"method": "palu", "samples": 4, "tokens": 21, "multiple": 4})
+    built_chain = session.bind(calibrated, model, quiet=True)
+    assert session.bind(calibrated, model, quiet=True) == built_chain
+    kvbench.prefill(model, prompt(20), [built_chain])
     with pytest.raises(UsageError, match="other weights"):
-        kvbench.prefill(build("mistral"), prompt(20), [made])
+        kvbench.prefill(build("mistral"), prompt(20), [built_chain])
     with pytest.raises(UsageError, match="needs a calibration of this model"):
-        kvbench.prefill(model, prompt(20), [asked])
-    assert session.chain_identity(asked) == session.chain_identity(made)
+        kvbench.prefill(model, prompt(20), [calibrated])
+    assert session.chain_identity(calibrated) == session.chain_identity(built_chain)
 
 
 def test_what_a_calibration_takes_is_said_before_it_starts(tmp_path, capsys):
@@ -319,13 +319,13 @@ def test_windows_are_as_long_as_the_context_allows_up_to_2048(method, tmp_path):
 @pytest.mark.parametrize("family", LINEAR)
 def test_the_models_modules_come_back_even_on_errors(family):
     model, before = build(family), modules(build(family))
-    made = chain(model, ratio=0.4)
-    (cache,) = kvbench.prefill(model, prompt(30), [made])
+    calibrated = chain(model, ratio=0.4)
+    (cache,) = kvbench.prefill(model, prompt(30), [calibrated])
     assert modules(model) == before
-    with adapted(model, made):
+    with adapted(model, calibrated):
         assert len(lifts(model)) == 3 and isinstance(lifts(model)[0].k, LowRank)
     assert modules(model) == before
-    with pytest.raises(ArithmeticError), adapted(model, made):
+    with pytest.raises(ArithmeticError), adapted(model, calibrated):
         raise ArithmeticError
     assert modules(model) == before and lifts(model) == []
     broken = replace(cache, layers=cache.layers[:2])
@@ -333,17 +333,17 @@ def test_the_models_modules_come_back_even_on_errors(family):
         kvbench.generate(model, [broken], 3)
     assert modules(model) == before
     with pytest.raises(UsageError):
-        kvbench.prefill(model, torch.tensor([[1, 2], [3, 4]]), [made])
+        kvbench.prefill(model, torch.tensor([[1, 2], [3, 4]]), [calibrated])
     assert modules(model) == before
 
 
 def test_frequencies_that_move_with_the_text_are_refused():
     model = build("llama")
-    made, before = chain(model, ratio=0.4), model.config.rope_parameters
+    built, before = chain(model, ratio=0.4), model.config.rope_parameters
     model.config.rope_parameters = {**before, "rope_type": "dynamic"}
     try:
         with pytest.raises(UsageError, match="dynamic"):
-            kvbench.prefill(model, prompt(20), [made])
+            kvbench.prefill(model, prompt(20), [built])
     finally:
         model.config.rope_parameters = before
     assert is_own(model)

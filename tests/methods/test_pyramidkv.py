@@ -22,8 +22,8 @@ def budgets(n, layers, **knobs):
     ("size", "window", "first", "last", "mean"), [(2048, 32, 3964, 151, 2057.5), (128, 8, 242, 25, 133.5)]
 )
 def test_the_schedule_of_the_code_by_hand(size, window, first, last, mean):
-    held = budgets(8000, 32, kv_size=size, window=window, exact_total=False)
-    assert (held[0], held[-1], sum(held) / 32) == (first, last, mean)
+    stored = budgets(8000, 32, kv_size=size, window=window, exact_total=False)
+    assert (stored[0], stored[-1], sum(stored) / 32) == (first, last, mean)
 
 
 # spec 5, PyramidKV: n=200, C=128, w=8 -> uniform
@@ -45,9 +45,9 @@ def test_prompts_near_the_budget_get_it_everywhere(exact_total):
 def test_the_code_is_met_to_the_token_and_exact_totals_are_exact(layers, size, n, beta):
     knobs = {"kv_size": size, "window": 8, "beta": beta}
     assert budgets(n, layers, **knobs, exact_total=False) == ref.pyramid(n, size, 8, beta, layers)
-    held = budgets(n, layers, **knobs)
-    assert sum(held) == layers * min(size, n)
-    assert held == sorted(held)[::-1] and held[-1] >= 8 and held[0] <= n
+    stored = budgets(n, layers, **knobs)
+    assert sum(stored) == layers * min(size, n)
+    assert stored == sorted(stored)[::-1] and stored[-1] >= 8 and stored[0] <= n
 
 
 def test_whole_tokens_are_dealt_out_by_hand():
@@ -57,14 +57,14 @@ def test_whole_tokens_are_dealt_out_by_hand():
 
 
 def test_a_small_fraction_shrinks_the_window_and_keeps_the_mean():
-    held = budgets(1000, 4, kv_ratio=0.02, window=32)
-    assert sum(held) == 80 and held[-1] >= 10
+    stored = budgets(1000, 4, kv_ratio=0.02, window=32)
+    assert sum(stored) == 80 and stored[-1] >= 10
     assert PyramidKV(kv_ratio=0.02).capacity(1000).shrunk
 
 
 def test_frozen_layers_keep_everything_and_the_pyramid_spans_the_others():
-    held = budgets(100, 6, kv_size=12, window=2, beta=5, frozen_layers=[0, 3])
-    assert held == [100, 20, 15, 100, 9, 4]
+    stored = budgets(100, 6, kv_size=12, window=2, beta=5, frozen_layers=[0, 3])
+    assert stored == [100, 20, 15, 100, 9, 4]
     assert budgets(100, 3, kv_size=12, window=2, frozen_layers=[0, 2]) == [100, 12, 100]
 
 
@@ -77,11 +77,11 @@ def test_every_layer_holds_snapkvs_choice_at_its_own_budget(layer, per, exact_to
     knobs = {"window": 4, "kernel": 3}
     stage = PyramidKV(kv_size=12, beta=6, exact_total=exact_total, **knobs)
     size = stage.budget(40, layer, 4)
-    held = ref.kept(stage.compress(dense, obs))
-    assert held == ref.snapkv(ref.attention(q, k), dense.heads, size, 4, 3, "max")
+    kept_positions = ref.kept(stage.compress(dense, obs))
+    assert kept_positions == ref.snapkv(ref.attention(q, k), dense.heads, size, 4, 3, "max")
     if not exact_total:
         wanted = ref.pyramidkv(ref.attention(q, k), dense.heads, 12, 4, 3, "max", 6, layer, 4)
-        assert held == wanted
+        assert kept_positions == wanted
 
 
 def test_the_audit_finds_the_mean_that_was_asked_for():

@@ -85,18 +85,18 @@ def test_tokens_are_those_of_a_slow_reference(per, hk, variant, lam, bits):
     v = ref.grid(hk, n, 8, seed=7)
     dense, obs = ref.make_layer(q, k, v, per=per)
     entry = {"method": "qhitter", "kv_size": 20, "variant": variant, "lam": lam, "bits": bits, "per": per}
-    made = chain_of(entry)
-    cache = made.compress(dense, obs)
-    heads = made.heads(hk, 4)
+    calibrated = chain_of(entry)
+    cache = calibrated.compress(dense, obs)
+    heads = calibrated.heads(hk, 4)
     mass = ref.stored(ref.row_sums(ref.attention(q, k), n), heads)
     wide = [[e[h // (heads // hk)] for h in range(heads)] for e in (slow.losses(k, bits), slow.losses(v, bits))]
-    parts = made.selector.parts(n)
+    parts = calibrated.selector.parts(n)
     chosen = slow.choose(mass, *wide, [set(range(n))] * heads, n, parts, 20, n - 1, lam, variant)
     positions = [sorted(h) for h in chosen]
     assert ref.kept(cache) == positions and parts[2] == 5
-    found = values(cache)
-    torch.testing.assert_close(found[0], ref.rounded(at(k, positions, heads), bits))
-    torch.testing.assert_close(found[1], ref.rounded(at(v, positions, heads), bits))
+    actual = values(cache)
+    torch.testing.assert_close(actual[0], ref.rounded(at(k, positions, heads), bits))
+    torch.testing.assert_close(actual[1], ref.rounded(at(v, positions, heads), bits))
 
 
 def layer_of(kinds, sums):
@@ -159,14 +159,16 @@ def test_decoding_equals_a_slow_simulation(variant, lam, bits):
     entry = {"method": "qhitter", "kv_size": 12, "variant": variant, "lam": lam, "bits": bits}
     (cache,) = kvbench.prefill(model, ids, [entry])
     parts = cache.chain.selector.parts(26)
-    answer, held = slow.decoding(
+    answer, kept_tokens = slow.decoding(
         model, ids, 10, lambda x: ref.rounded(x, bits), slow.qhitter(26, bits, parts, lam, variant)
     )
     assert kvbench.generate(model, [cache], 10) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens
     start = [ref.kept(layer) for layer in cache.layers]
-    assert any(set(a) - {*range(26)} != set() and set(a) - set(b) for a, b in zip(held[0], start[0], strict=True))
+    assert any(
+        set(a) - {*range(26)} != set() and set(a) - set(b) for a, b in zip(kept_tokens[0], start[0], strict=True)
+    )
 
 
 @pytest.mark.parametrize("variant", ["code", "paper"])
@@ -176,10 +178,10 @@ def test_evicting_after_a_step_equals_a_slow_simulation(variant):
         model, ids, [{"method": "qhitter", "kv_size": 12, "variant": variant, "evict_after": True}]
     )
     decide = slow.qhitter(26, 4, cache.chain.selector.parts(26), 0.5, variant, after=True)
-    answer, held = slow.decoding(model, ids, 10, lambda x: ref.rounded(x, 4), decide)
+    answer, kept_tokens = slow.decoding(model, ids, 10, lambda x: ref.rounded(x, 4), decide)
     assert kvbench.generate(model, [cache], 10) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held and len(held[0][0]) == 13
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens and len(kept_tokens[0][0]) == 13
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "opt"])
@@ -187,10 +189,10 @@ def test_decoding_without_grouped_heads_equals_a_slow_simulation(family):
     model, ids = build(family), prompt(24, 5)
     (cache,) = kvbench.prefill(model, ids, [{"method": "qhitter", "kv_size": 12, "bits": 3}])
     decide = slow.qhitter(24, 3, cache.chain.selector.parts(24), 0.5, "code")
-    answer, held = slow.decoding(model, ids, 8, lambda x: ref.rounded(x, 3), decide, heads=4)
+    answer, kept_tokens = slow.decoding(model, ids, 8, lambda x: ref.rounded(x, 3), decide, heads=4)
     assert kvbench.generate(model, [cache], 8) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens
 
 
 @pytest.mark.parametrize("variant", ["code", "paper"])
@@ -208,10 +210,10 @@ def test_a_short_prompt_fills_its_budget_while_decoding(variant):
     model, ids = build("llama"), prompt(6, 2)
     (cache,) = kvbench.prefill(model, ids, [{"method": "qhitter", "kv_size": 10, "variant": variant}])
     decide = slow.qhitter(6, 4, cache.chain.selector.parts(6), 0.5, variant)
-    answer, held = slow.decoding(model, ids, 12, lambda x: ref.rounded(x, 4), decide)
+    answer, kept_tokens = slow.decoding(model, ids, 12, lambda x: ref.rounded(x, 4), decide)
     assert kvbench.generate(model, [cache], 12) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held and len(held[0][0]) == 10
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens and len(kept_tokens[0][0]) == 10
 
 
 @pytest.mark.parametrize("variant", ["code", "paper"])
@@ -240,10 +242,10 @@ def test_flexgen_behind_h2o_packs_a_token_after_its_own_step(seed):
     model, ids = build("llama"), prompt(26, seed)
     (cache,) = kvbench.prefill(model, ids, [{"method": "h2o+flexgen", "variant": "orig", "kv_size": 12, "bits": 2}])
     audit(cache, 2, 16, model.dtype)
-    answer, held = slow.decoding(model, ids, 10, lambda x: slow.min_max(x, 2), slow.h2o(26, 6, 6), late=True)
+    answer, kept_tokens = slow.decoding(model, ids, 10, lambda x: slow.min_max(x, 2), slow.h2o(26, 6, 6), late=True)
     assert kvbench.generate(model, [cache], 10) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens
     at_once, _ = slow.decoding(model, ids, 10, lambda x: slow.min_max(x, 2), slow.h2o(26, 6, 6))
     assert at_once != answer
 

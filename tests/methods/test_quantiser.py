@@ -28,9 +28,9 @@ def compressed(entry, n=50, d=12, per="kv_head"):
 def test_the_other_half_is_exact_and_this_one_is_as_without_the_knob(entry, per, only):
     _, _, both = compressed(entry, per=per)
     chain, dense, cache = compressed({**entry, "only": only}, per=per)
-    (whole,), (s,), (given,) = both.segments, cache.segments, dense.segments
-    exact, packed, there = (s.v, s.codes.k, whole.codes.k) if only == "keys" else (s.k, s.codes.v, whole.codes.v)
-    source = given.v if only == "keys" else given.k
+    (complete,), (s,), (inputs,) = both.segments, cache.segments, dense.segments
+    exact, packed, there = (s.v, s.codes.k, complete.codes.k) if only == "keys" else (s.k, s.codes.v, complete.codes.v)
+    source = inputs.v if only == "keys" else inputs.k
     assert torch.equal(exact, source.repeat_interleave(dense.heads // 2, dim=0))
     assert torch.equal(packed.codes, there.codes) and packed.shape[1] > 0
     (block,) = chain.layout(50, 12, 4)
@@ -74,14 +74,14 @@ def test_half_a_cache_answers_and_passes_the_audit():
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "message"),
     [
         ({"method": "kivi", "only": "both"}, "method.kivi.only='both'"),
         ({"method": "think+kivi", "only": "values"}, "think drops channels"),
         ({"method": "h2o+flexgen", "variant": "orig", "only": "keys"}, "method.flexgen.only=keys"),
     ],
 )
-def test_what_half_a_cache_cannot_do_is_refused(entry, said):
+def test_what_half_a_cache_cannot_do_is_refused(entry, message):
     with pytest.raises(UsageError) as error:
         chain_of(entry)
-    assert said in str(error.value)
+    assert message in str(error.value)

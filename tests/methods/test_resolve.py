@@ -13,8 +13,8 @@ def knobs(entry, defaults=None):
 
 
 def budget(entry, **defaults):
-    made = knobs(entry, defaults)
-    return made["kv_size"], made["kv_ratio"]
+    built = knobs(entry, defaults)
+    return built["kv_size"], built["kv_ratio"]
 
 
 @pytest.mark.parametrize("key", ["kv_size", "snapkv.kv_size", "method.snapkv.kv_size"])

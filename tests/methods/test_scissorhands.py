@@ -33,8 +33,8 @@ def test_recent_tokens_stay_and_the_rest_competes(variant):
     q, k = torch.zeros(1, n, 4), torch.zeros(1, n, 4)
     q[0, -400:, 0], k[0, 300:790, 0] = 8, 8
     dense, obs = ref.make_layer(q, k)
-    (held,) = ref.kept(Scissorhands(half_ratio=0.25, variant=variant).compress(dense, obs))
-    assert held == [*range(300, 790), *range(990, 1000)]
+    (kept_positions,) = ref.kept(Scissorhands(half_ratio=0.25, variant=variant).compress(dense, obs))
+    assert kept_positions == [*range(300, 790), *range(990, 1000)]
 
 
 # spec 5, Scissorhands: n <= 400
@@ -114,16 +114,16 @@ def test_decoding_equals_a_slow_simulation_with_masks(variant, window):
     model, ids, size, recent, new = build("llama"), prompt(22, 5), 10, 4, 12
     knobs = {"kv_size": size, "recent": recent, "variant": variant, "scissorhands.window": window}
     (cache,) = kvbench.prefill(model, ids, [{"method": "scissorhands", **knobs}])
-    answer, held = simulated(model, ids, new, size, window, recent, variant)
+    answer, kept_tokens = simulated(model, ids, new, size, window, recent, variant)
     assert kvbench.generate(model, [cache], new) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens
 
 
 def test_the_variants_differ_once_decoding_has_begun():
     model, ids = build("llama"), prompt(22, 5)
-    held = [simulated(model, ids, 12, 10, 6, 4, variant)[1] for variant in VARIANTS]
-    assert held[0] != held[1]
+    kept_tokens = [simulated(model, ids, 12, 10, 6, 4, variant)[1] for variant in VARIANTS]
+    assert kept_tokens[0] != kept_tokens[1]
 
 
 @pytest.mark.parametrize(("variant", "state"), [("code", 4), ("paper", 4 * 9)])

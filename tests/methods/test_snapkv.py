@@ -38,8 +38,8 @@ def test_attention_to_the_window_itself_does_not_pull_its_neighbours_in():
     q[:, -W:, 0] = 20
     k[:, N - W, 0] = 20
     q[:, -W:, 1] = k[:, 5, 1] = 16
-    (held,) = ref.kept(SnapKV(kv_size=W + 3, window=W, kernel=3).compress(*ref.make_layer(q, k)))
-    assert held == [4, 5, 6, *range(N - W, N)]
+    (kept_positions,) = ref.kept(SnapKV(kv_size=W + 3, window=W, kernel=3).compress(*ref.make_layer(q, k)))
+    assert kept_positions == [4, 5, 6, *range(N - W, N)]
 
 
 # spec 5, SnapKV: the last w always stay

@@ -27,8 +27,8 @@ def test_the_stage_is_that_of_a_model_with_the_products_as_its_weights(family, m
     wanted = stage_reference.logits(dense, torch.cat([prompt(n, 4), new]), attend)
     (cache,) = kvbench.prefill(model, prompt(n, 4), [chain])
     audit(cache, *heads_of(model), model.dtype)
-    for layer, held in zip(cache.layers, alive, strict=True):
-        assert ref.kept(layer) == [held]
+    for layer, stored in zip(cache.layers, alive, strict=True):
+        assert ref.kept(layer) == [stored]
     torch.testing.assert_close(cache.logits, wanted[n - 1], atol=2e-4, rtol=2e-4)
     for t in range(len(new)):
         cache = kvbench.extend(model, cache, new[t : t + 1])

@@ -76,11 +76,11 @@ def test_split_logits_equal_dense_attention_with_masked_queries(per, base):
     for h in range(4):
         stored = h // (4 // cache.heads)
         mask = torch.zeros(D).index_fill(0, thin.key_channels[stored].long(), 1.0)
-        held = [s.positions[stored if s.positions.shape[0] > 1 else 0].long() for s in (thin, recent)]
+        held_tokens = [s.positions[stored if s.positions.shape[0] > 1 else 0].long() for s in (thin, recent)]
         q, new_k, new_v = query[0, h], tail[0, 0, h // 2], tail[1, 0, h // 2]
         new = (q @ new_k.T).masked_fill(torch.tensor([[False, True], [False, False]]), -torch.inf)
-        logits = torch.cat([(q * mask) @ whole_k[h, held[0]].T, q @ whole_k[h, held[1]].T, new], dim=1)
-        values = torch.cat([whole_v[h, torch.cat(held)], new_v])
+        logits = torch.cat([(q * mask) @ whole_k[h, held_tokens[0]].T, q @ whole_k[h, held_tokens[1]].T, new], dim=1)
+        values = torch.cat([whole_v[h, torch.cat(held_tokens)], new_v])
         torch.testing.assert_close(got[0, h], (0.5 * logits).softmax(dim=1) @ values, atol=1e-5, rtol=1e-5)
 
 

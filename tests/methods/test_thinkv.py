@@ -34,10 +34,10 @@ def slow_channels(qkv, tokens, count, observed):
     """Value channels of every stored head over its retained ``tokens``, by loops."""
     q, k, v = qkv
     heads, result = len(tokens), []
-    for h, held in enumerate(tokens):
-        mine = q[h * len(q) // heads : (h + 1) * len(q) // heads, -observed:]
+    for h, stored in enumerate(tokens):
+        ours = q[h * len(q) // heads : (h + 1) * len(q) // heads, -observed:]
         source = h * len(k) // heads
-        result.append(ref.top(value_scores(mine, k[source], v[source], held, len(held), N, 0.5), count))
+        result.append(ref.top(value_scores(ours, k[source], v[source], stored, len(stored), N, 0.5), count))
     return result
 
 
@@ -50,9 +50,9 @@ def slow_channels(qkv, tokens, count, observed):
 def test_channels_are_those_of_the_slow_reference(base, knobs, shape, per):
     qkv = tensors(shape)
     cache = compress(f"{base}thinkv", qkv, per, ratio=0.5, value_ratio=0.375, recent=3, observed=5, **knobs)
-    held = ref.kept(cache)
-    assert cache.segments[0].value_channels.tolist() == slow_channels(qkv, held, 5, 5)
-    assert cache.segments[0].key_channels.tolist() == ref.think(*qkv[:2], held, 4, 5)
+    kept_positions = ref.kept(cache)
+    assert cache.segments[0].value_channels.tolist() == slow_channels(qkv, kept_positions, 5, 5)
+    assert cache.segments[0].key_channels.tolist() == ref.think(*qkv[:2], kept_positions, 4, 5)
 
 
 @pytest.mark.parametrize("per", PER)
@@ -139,7 +139,7 @@ def test_queries_that_see_no_retained_token_do_not_count(size):
     qkv = tensors()
     knobs = {"kv_size": size + 1, "ratio": 0.0, "value_ratio": 0.5, "recent": 0, "observed": N}
     cache = compress("keynorm+thinkv", qkv, **knobs)
-    assert any(held[0] > 0 for held in ref.kept(cache))
+    assert any(kept_positions[0] > 0 for kept_positions in ref.kept(cache))
     assert cache.segments[0].value_channels.tolist() == slow_channels(qkv, ref.kept(cache), 4, N)
 
 
@@ -171,13 +171,13 @@ def test_bytes_of_a_layer(ratio, value_ratio, per):
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(h, n, d, generator=g).bfloat16() for h in (4, 2, 2))
     cache = compress("thinkv", (q, k, v), per, ratio=ratio, value_ratio=value_ratio, recent=recent)
-    kept = [d - math.floor(r * d) for r in (ratio, value_ratio)]
-    held = storage_bytes(t for s in cache.segments for t in s.payload())
-    assert held == 2 * heads * ((n - recent) * sum(kept) + 2 * recent * d)
-    ids = 2 * heads * sum(t for t in kept if t < d)
+    kept_tokens = [d - math.floor(r * d) for r in (ratio, value_ratio)]
+    held_bytes = storage_bytes(t for s in cache.segments for t in s.payload())
+    assert held_bytes == 2 * heads * ((n - recent) * sum(kept_tokens) + 2 * recent * d)
+    ids = 2 * heads * sum(t for t in kept_tokens if t < d)
     assert storage_bytes(t for s in cache.segments for t in s.overhead()) == ids + 4 * n
     layout = chain_of({"method": "thinkv", "ratio": ratio, "value_ratio": value_ratio}).layout(n, d, 2)
-    assert heads * sum(b.key_bytes + b.value_bytes for b in layout) == held
+    assert heads * sum(b.key_bytes + b.value_bytes for b in layout) == held_bytes
     assert heads * sum(b.fixed_overhead for b in layout) == ids
 
 

@@ -88,8 +88,10 @@ def test_heads_of_a_layer_hold_the_same_tokens_while_decoding():
     audit(cache, 2, 16, model.dtype)
     longer = kvbench.extend(model, cache, prompt(15, 4))
     for layer in longer.layers:
-        held = ref.kept(layer)
-        assert held == [held[0]] * 4 and len(held[0]) == 10 and held[0][-1] == 54
+        kept_positions = ref.kept(layer)
+        assert (
+            kept_positions == [kept_positions[0]] * 4 and len(kept_positions[0]) == 10 and kept_positions[0][-1] == 54
+        )
 
 
 def test_the_state_is_declared_and_counted():

@@ -112,11 +112,11 @@ def test_new_tokens_see_only_what_came_before():
 
 def test_it_saves_no_bytes_and_reports_what_it_attends():
     model = build("llama")
-    full, made, loose = kvbench.prefill(
+    full, caches, loose = kvbench.prefill(
         model, prompt(60), ["full", {"method": "twilight", "p": 0.5}, {"method": "twilight", "p": 1}]
     )
-    assert audit(made, 2, 16, model.dtype).payload == audit(full, 2, 16, model.dtype).payload
-    attended = [a.attended for a in generate_rows(model, [full, made, loose], [Ending(8)] * 3)]
+    assert audit(caches, 2, 16, model.dtype).payload == audit(full, 2, 16, model.dtype).payload
+    attended = [a.attended for a in generate_rows(model, [full, caches, loose], [Ending(8)] * 3)]
     assert attended[0] is None
     assert 1 <= attended[1] < 20 and attended[2] == pytest.approx(sum(range(61, 68)) / 7)
 
@@ -124,9 +124,11 @@ def test_it_saves_no_bytes_and_reports_what_it_attends():
 @pytest.mark.parametrize("exempt", [[0, 1, 2], []])
 def test_exempt_layers_attend_everything(exempt):
     model = build("llama")
-    full, made = kvbench.prefill(model, prompt(60), ["full", {"method": "twilight", "p": 0.1, "exempt_layers": exempt}])
-    whole, masked = generate_rows(model, [full, made], [Ending(12)] * 2)
-    assert (whole.tokens == masked.tokens) == bool(exempt) == (masked.attended is None) and whole.attended is None
+    full, caches = kvbench.prefill(
+        model, prompt(60), ["full", {"method": "twilight", "p": 0.1, "exempt_layers": exempt}]
+    )
+    complete, masked = generate_rows(model, [full, caches], [Ending(12)] * 2)
+    assert (complete.tokens == masked.tokens) == bool(exempt) == (masked.attended is None) and complete.attended is None
 
 
 def test_rows_in_a_batch_count_and_answer_as_alone():
@@ -147,9 +149,9 @@ def test_it_wraps_caches_that_only_grow(base):
     model = build("llama")
     knobs = {"kv_size": 30, "snapkv.window": 8}
     (plain,) = kvbench.prefill(model, prompt(60), [{"method": base, **knobs}])
-    (made,) = kvbench.prefill(model, prompt(60), [{"method": f"twilight+{base}", **knobs}])
-    assert [ref.kept(c) for c in plain.layers] == [ref.kept(c) for c in made.layers]
-    assert generate_rows(model, [plain, made], [Ending(5)] * 2)[1].attended < 34
+    (caches,) = kvbench.prefill(model, prompt(60), [{"method": f"twilight+{base}", **knobs}])
+    assert [ref.kept(c) for c in plain.layers] == [ref.kept(c) for c in caches.layers]
+    assert generate_rows(model, [plain, caches], [Ending(5)] * 2)[1].attended < 34
     with pytest.raises(UsageError, match="masks caches that only grow"):
         chain_of({"method": "h2o+twilight", "variant": "orig"})
 

@@ -63,30 +63,30 @@ def test_budgets_by_hand():
 @pytest.mark.parametrize("heads", [8, 32])
 def test_the_mean_over_heads_is_the_budget(mean, groups, heads):
     content = calibrations.uncomp(LAYERS, heads)
-    (made,) = bound(Chain((stage(kv_size=mean, groups=groups),)), LAYERS, heads).stages
+    (calibrated,) = bound(Chain((stage(kv_size=mean, groups=groups),)), LAYERS, heads).stages
     for layer in range(LAYERS):
-        sizes = made.head_sizes(10_000, layer, heads)
+        sizes = calibrated.head_sizes(10_000, layer, heads)
         assert sum(sizes) == mean * heads
         if groups == 2:
-            high, low, _ = made.extremes(10_000)
+            high, low, _ = calibrated.extremes(10_000)
             assert sizes == slow_sizes(content, layer, heads, 2, high, low)
 
 
 def test_groups_of_grouped_heads_follow_the_mean_entropy():
     content = calibrations.uncomp(LAYERS, 8)
-    (made,) = bound(Chain((stage(high=90, low=30),)), LAYERS, 8).stages
-    assert made.head_sizes(1000, 1, 4) == slow_sizes(content, 1, 4, 2, 90, 30)
-    assert made.head_sizes(1000, 1, 8) == slow_sizes(content, 1, 8, 2, 90, 30)
-    four = replace(made, groups=8)
+    (calibrated,) = bound(Chain((stage(high=90, low=30),)), LAYERS, 8).stages
+    assert calibrated.head_sizes(1000, 1, 4) == slow_sizes(content, 1, 4, 2, 90, 30)
+    assert calibrated.head_sizes(1000, 1, 8) == slow_sizes(content, 1, 8, 2, 90, 30)
+    four = replace(calibrated, groups=8)
     assert four.head_sizes(1000, 0, 8) == slow_sizes(content, 0, 8, 8, 90, 30)
-    assert made.head_sizes(1000, 1, 1) == [60]
+    assert calibrated.head_sizes(1000, 1, 1) == [60]
 
 
 def test_reversed_turns_the_groups_and_random_needs_no_calibration():
-    (made,) = bound(Chain((stage(kv_size=384),)), LAYERS, 8).stages
-    turned = replace(made, grouping="reversed")
+    (calibrated,) = bound(Chain((stage(kv_size=384),)), LAYERS, 8).stages
+    turned = replace(calibrated, grouping="reversed")
     for layer in range(LAYERS):
-        pairs = zip(made.head_sizes(9000, layer, 8), turned.head_sizes(9000, layer, 8), strict=True)
+        pairs = zip(calibrated.head_sizes(9000, layer, 8), turned.head_sizes(9000, layer, 8), strict=True)
         assert {a + b for a, b in pairs} == {768}
     chance = stage(kv_size=384, grouping="random")
     assert chance.recipe() is None and not chance.unbound
@@ -156,12 +156,12 @@ def test_decoding_equals_a_slow_simulation_with_masks(kernel, thin):
         return slow_sizes(content, attn.layer, 2, 2, 16, 8)
 
     leaves = slow_leaves(window, kernel, sizes, 2)
-    answer, held = decoding.evicting(
+    answer, kept_tokens = decoding.evicting(
         model, ids, new, lambda a: slow_kept(a, sizes(a), window, kernel), leaves, thin=stores
     )
     assert kvbench.generate(model, [cache], new) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens
     for i, layer in enumerate(longer.layers):
         assert [len(p) for p in ref.kept(layer)] == slow_sizes(content, i, 2, 2, 16, 8)
 
@@ -209,12 +209,12 @@ def test_deleted_heads_copy_their_stand_ins_as_in_a_slow_simulation():
         return slow_kept(attn, [0 if h in gone else size for h in range(4)], window, 3)
 
     leaves = slow_leaves(window, 3, lambda attn: [size] * 4, 1)
-    answer, held = decoding.evicting(model, ids, new, kept, leaves, stand_ins=stand_ins)
+    answer, kept_tokens = decoding.evicting(model, ids, new, kept, leaves, stand_ins=stand_ins)
     assert kvbench.generate(model, [cache], new) == [answer]
     (full,) = kvbench.prefill(model, ids, ["full"])
     assert kvbench.generate(model, [cache, full], new) == [answer, kvbench.generate(model, [full], new)[0]]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
-    assert [ref.kept(layer) for layer in longer.layers] == held
+    assert [ref.kept(layer) for layer in longer.layers] == kept_tokens
 
 
 @pytest.mark.parametrize("similarity", ["paper", "code"])
@@ -248,11 +248,11 @@ def test_a_head_without_tokens_is_refused_unless_it_copies_another():
     (cache,) = kvbench.prefill(
         model, prompt(40), [ready(model, {"method": "uncomp-group", "kv_size": 15, "delete": 1})]
     )
-    own = [replace(layer, copy_from=torch.arange(4).to(torch.int16)) for layer in cache.layers]
+    arguments = [replace(layer, copy_from=torch.arange(4).to(torch.int16)) for layer in cache.layers]
     with pytest.raises(Refused, match="holds no token at all"):
-        audit(replace(cache, layers=tuple(own)), 4, 16, torch.float32)
+        audit(replace(cache, layers=tuple(arguments)), 4, 16, torch.float32)
     with pytest.raises(Refused, match="holds no token at all"):
-        audit(replace(cache, layers=tuple(replace(layer, copy_from=None) for layer in own)), 4, 16, torch.float32)
+        audit(replace(cache, layers=tuple(replace(layer, copy_from=None) for layer in arguments)), 4, 16, torch.float32)
 
 
 def test_no_head_ever_holds_more_than_its_own_budget():
@@ -332,8 +332,8 @@ def test_a_preset_uses_the_papers_numbers_and_an_explicit_pair_replaces_the_budg
 
 def test_what_holds_before_calibration_is_the_sum_and_the_bounds():
     (loose,) = chain_of({"method": "uncomp-group", "high": 90, "low": 30}).stages
-    (made,) = bound(Chain((loose,)), LAYERS, 8).stages
-    before, after = (s.expected(200, 1, LAYERS, 8) for s in (loose, made))
+    (calibrated,) = bound(Chain((loose,)), LAYERS, 8).stages
+    before, after = (s.expected(200, 1, LAYERS, 8) for s in (loose, calibrated))
     assert (set(before.low), set(before.high), before.total) == ({30}, {90}, 480)
-    assert after.low == after.high == tuple(made.head_sizes(200, 1, 8)) and after.total == before.total
+    assert after.low == after.high == tuple(calibrated.head_sizes(200, 1, 8)) and after.total == before.total
     assert loose.max_chunk(200) == 30

@@ -30,8 +30,8 @@ SELECTORS = [
 
 
 def behind(selector):
-    own = {k: v for k, v in SMALL.items() if k in registry.knob_names(selector)}
-    return {"method": f"uncomp-stage+{selector}", **{f"{selector}.{k}": v for k, v in own.items()}}
+    own_knobs = {k: v for k, v in SMALL.items() if k in registry.knob_names(selector)}
+    return {"method": f"uncomp-stage+{selector}", **{f"{selector}.{k}": v for k, v in own_knobs.items()}}
 
 
 # arXiv 2410.03090, A.3: groups, reserved sizes; table 3: 63.09 % (S_min = 512); 73.63 % with 1536
@@ -134,8 +134,8 @@ def test_prompt_and_decoding_are_those_of_a_slow_reference(family, knobs):
     attend, alive = slow.staged(n, stage.sizes(n, 3), stage.window, stage.last)
     wanted = slow.logits(model, torch.cat([prompt(n, 4), new]), attend)
     (cache,) = kvbench.prefill(model, prompt(n, 4), [{"method": "uncomp-stage", **knobs}])
-    for layer, held in zip(cache.layers, alive, strict=True):
-        assert ref.kept(layer) == [held] * layer.heads
+    for layer, stored in zip(cache.layers, alive, strict=True):
+        assert ref.kept(layer) == [stored] * layer.heads
     torch.testing.assert_close(cache.logits, wanted[n - 1], atol=1e-4, rtol=1e-4)
     for t in range(len(new)):
         cache = kvbench.extend(model, cache, new[t : t + 1])
@@ -210,18 +210,18 @@ def test_every_selector_chooses_among_the_tokens_that_its_layer_read(selector, f
     audit(both, *heads_of(model), model.dtype)
     assert torch.equal(staged.logits, both.logits)
     chain = both.chain
-    for i, (read, kept) in enumerate(zip(staged.layers, both.layers, strict=True)):
+    for i, (read, kept_tokens) in enumerate(zip(staged.layers, both.layers, strict=True)):
         rows = UncompStage().sizes(n, 3)[i]
         assert read.tokens == rows
-        for held in ref.kept(kept):
-            assert set(held) <= set(ref.kept(read)[0])
+        for kept_positions in ref.kept(kept_tokens):
+            assert set(kept_positions) <= set(ref.kept(read)[0])
         if type(chain.selector).expected is Selector.expected:
             budget = chain.selector.budget(n, i, 3)
-            assert [len(p) for p in ref.kept(kept)] == [min(rows, budget)] * kept.heads
+            assert [len(p) for p in ref.kept(kept_tokens)] == [min(rows, budget)] * kept_tokens.heads
         capacity = chain.capacity(n)
-        if kept.tokens < rows and not chain.evicts and selector != "refreekv":
+        if kept_tokens.tokens < rows and not chain.evicts and selector != "refreekv":
             first, last = ref.kept(read)[0][: capacity.sinks], ref.kept(read)[0][rows - capacity.window :]
-            assert all(set(first) | set(last) <= set(held) for held in ref.kept(kept))
+            assert all(set(first) | set(last) <= set(kept_positions) for kept_positions in ref.kept(kept_tokens))
     alone = [kvbench.generate(model, [c], 8) for c in (staged, both)]
     assert [a for (a,) in alone] == kvbench.generate(model, [staged, both], 8)
 
@@ -242,9 +242,9 @@ def test_snapkv_behind_the_stage_scores_what_the_layer_read():
     chain = chain_of(behind("snapkv"))
     where = torch.arange(0, 80, 2)
     dense, obs = ref.make_layer(q, k, layer=1, length=80, positions=where)
-    held = kvbench.cache.ops.dense(k, dense.segments[0].v, heads=2, query_heads=4, positions=where, length=80)
+    stored = kvbench.cache.ops.dense(k, dense.segments[0].v, heads=2, query_heads=4, positions=where, length=80)
     wanted = ref.snapkv(ref.attention(q, k), 2, 20, 4, 7, "max")
-    assert ref.kept(chain.compress(held, obs)) == [[2 * j for j in head] for head in wanted]
+    assert ref.kept(chain.compress(stored, obs)) == [[2 * j for j in head] for head in wanted]
 
 
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
@@ -317,10 +317,10 @@ def test_a_scissorhands_ring_behind_the_stage_loses_no_row():
     q, k = ref.grid(2, 30, 8, seed=1), ref.grid(2, 30, 8, seed=2)
     where = torch.tensor([*range(0, 40, 2), *range(40, 50)])
     _, obs = ref.make_layer(q, k, layer=1, length=50, positions=where)
-    held = kvbench.cache.ops.dense(k, k, heads=2, query_heads=2, positions=where, length=50)
+    stored = kvbench.cache.ops.dense(k, k, heads=2, query_heads=2, positions=where, length=50)
     chain = chain_of({"method": "scissorhands", "kv_size": 20, "window": 16, "recent": 4, "variant": "paper"})
     wanted = ref.scissorhands(ref.attention(q, k), 2, 20, 16, 4, "paper")
-    assert ref.kept(chain.compress(held, obs)) == [[int(where[j]) for j in head] for head in wanted]
+    assert ref.kept(chain.compress(stored, obs)) == [[int(where[j]) for j in head] for head in wanted]
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,11 @@ def test_tokens_are_those_of_a_slow_loop(base, shape, per, data, kind):
     v = dense.segments[0].v.tolist()
     cache = chain_of(entry(base, per=per, norm=kind, sinks=3)).compress(dense, obs)
     scores, window = base_scores(base, ref.attention(q, k), dense.heads)
-    for h, held in enumerate(ref.kept(cache)):
-        mine = v[h // (dense.heads // len(v))]
-        weighed = [s * norm(x, kind) for s, x in zip(scores[h][: N - window], mine, strict=False)]
+    for h, kept_positions in enumerate(ref.kept(cache)):
+        ours = v[h // (dense.heads // len(v))]
+        weighed = [s * norm(x, kind) for s, x in zip(scores[h][: N - window], ours, strict=False)]
         chosen = ref.top(weighed[3:], SIZE - window - 3)
-        assert held == [0, 1, 2, *(j + 3 for j in chosen), *range(N - window, N)]
+        assert kept_positions == [0, 1, 2, *(j + 3 for j in chosen), *range(N - window, N)]
 
 
 # spec 5, VATP: constant norms and F=0
@@ -214,8 +214,8 @@ def test_scores_that_stay_for_ever_are_not_weighed():
 def test_norms_cost_one_element_in_twice_the_head_dimension():
     model = build("llama", torch.bfloat16)
     plain = {"method": "h2o", "variant": "orig", "kv_size": 12}
-    base, made = kvbench.prefill(model, prompt(60), [plain, ORIG])
-    a, b = (audit(c, 2, 16, model.dtype) for c in (base, made))
+    base, caches = kvbench.prefill(model, prompt(60), [plain, ORIG])
+    a, b = (audit(c, 2, 16, model.dtype) for c in (base, caches))
     assert a.payload == b.payload and b.overhead - a.overhead == a.payload / (2 * 16)
 
 
@@ -226,9 +226,9 @@ def test_snapkv_with_vatp_needs_nothing_while_decoding():
 
 def test_batched_equals_alone_beside_the_plain_base():
     model = build("llama")
-    made = [
+    cache = [
         kvbench.prefill(model, prompt(n, n), [ORIG, {"method": "h2o", "variant": "orig", "kv_size": 12}])
         for n in (40, 9)
     ]
-    caches = [c for pair in made for c in pair]
+    caches = [c for pair in cache for c in pair]
     assert kvbench.generate(model, caches, 20) == [kvbench.generate(model, [c], 20)[0] for c in caches]

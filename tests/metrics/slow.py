@@ -29,10 +29,10 @@ def fuzz_ratio(a: str, b: str) -> int:
 
 
 def squad_words(text: str) -> list[str]:
-    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    kept_tokens = "".join(c for c in text.lower() if c not in string.punctuation)
     words: list[str] = []
     current = ""
-    for character in [*kept, " "]:
+    for character in [*kept_tokens, " "]:
         if character.isalnum() or character == "_":
             current += character
             continue
@@ -54,14 +54,14 @@ def f1(prediction: str, reference: str) -> float:
 
 
 def classification(prediction: str, reference: str, classes: list[str]) -> float:
-    found = []
+    collected = []
     for name in classes:
         if name in prediction:
-            found.append(name)
-    for name in found:  # removing while iterating, as the benchmark does
+            collected.append(name)
+    for name in collected:  # removing while iterating, as the benchmark does
         if name in reference and name != reference:
-            found.remove(name)
-    return 1.0 / len(found) if reference in found else 0.0
+            collected.remove(name)
+    return 1.0 / len(collected) if reference in collected else 0.0
 
 
 def share_of_numbers(prediction: str, right: str) -> float:
@@ -99,12 +99,12 @@ def chinese_words(text: str) -> list[str]:
 
     words = []
     for word in jieba.cut(text, cut_all=False):
-        kept = ""
+        kept_tokens = ""
         for c in word.lower():
             mark = c in string.punctuation or any(ord(c) in r for r in CHINESE_MARKS)
-            kept += "" if mark or c.isspace() else c
-        if kept:
-            words.append(kept)
+            kept_tokens += "" if mark or c.isspace() else c
+        if kept_tokens:
+            words.append(kept_tokens)
     return words
 
 

@@ -73,11 +73,10 @@ if __name__ == "__main__":
 def test_depth_is_where_the_official_evaluator_gives_up(tmp_path):
     script = tmp_path / "evaluator.py"
     script.write_text(OFFICIAL)
-    found = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
-    assert found.split() == ["True", "True", "False", "False"]
+    actual = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    assert actual.split() == ["True", "True", "False", "False"]
     assert [rouge_l("b " + "a " * n, "b c") > 0 for n in (987, 988, 989, 2400)] == [True, True, False, False]
     assert OFFICIAL_DEPTH == 988 + 3
-    assert rouge_l("b " + "a " * 2400, "b c", depth=None) > 0
 
 
 def test_rouge_l_of_long_texts_is_fast():

@@ -230,8 +230,8 @@ def test_real_references_match_themselves_and_no_other_type():
     references = {r.text("id"): (r.text("Answer_type"), shown(r.value("Answer"))) for r in rows}
     assert len(references) == 800
     for kind, reference in references.values():
-        said = f"Some 3 steps.\nThe answer is {reference}."
-        assert theorem_match(said, reference) == 1.0, (kind, reference)
+        text = f"Some 3 steps.\nThe answer is {reference}."
+        assert theorem_match(text, reference) == 1.0, (kind, reference)
         wrong = "True" if kind != "bool" else "7"
         assert theorem_match(f"The answer is {wrong}", reference) == 0.0, (kind, reference)
 

@@ -33,12 +33,12 @@ def quantised(entry):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
 def test_logits_are_those_of_explicit_attention_over_what_is_read(entry, family):
     model, ids = build(family), prompt(40, 6)
-    made, full = kvbench.prefill(model, ids, [entry, "full"])
+    caches, full = kvbench.prefill(model, ids, [entry, "full"])
     layers, logits = whole_pass(model, ids, quantised(entry))
-    torch.testing.assert_close(made.logits, logits, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(made.logits, full.logits, atol=1e-2)
+    torch.testing.assert_close(caches.logits, logits, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(caches.logits, full.logits, atol=1e-2)
     # and what is stored comes from the exact keys and values of this pass
-    for layer, seen in zip(made.layers, layers, strict=True):
+    for layer, seen in zip(caches.layers, layers, strict=True):
         (s,), pack = layer.segments, ref.rounded if entry["method"] == "qhitter" else slow.min_max
         for packed, exact in ((s.codes.k, seen.k), (s.codes.v, seen.v)):
             want = torch.stack([exact[h, p] for h, p in enumerate(ref.kept(layer))])
@@ -113,9 +113,9 @@ def test_only_chains_that_read_alike_share_a_prefill(monkeypatch):
 def test_a_quantiser_that_loses_nothing_leaves_the_prompt_and_the_answer_alone(entry, per, family):
     model, ids = build(family), prompt(40, 6)
     with quantisers_pass_through():
-        made, full = kvbench.prefill(model, ids, [{**entry, "kv_size": 200} if "kv_size" in entry else entry, "full"])
-        assert torch.equal(made.logits, full.logits)
-        assert kvbench.generate(model, [made], 6) == kvbench.generate(model, [full], 6)
+        caches, full = kvbench.prefill(model, ids, [{**entry, "kv_size": 200} if "kv_size" in entry else entry, "full"])
+        assert torch.equal(caches.logits, full.logits)
+        assert kvbench.generate(model, [caches], 6) == kvbench.generate(model, [full], 6)
 
 
 @BOTH

@@ -83,11 +83,11 @@ def reference(model, ids, new=10):
 def test_the_full_cache_and_a_full_budget_answer_as_the_model_itself(family):
     model, ids = model_of(family), prompt(30)
     with torch.no_grad():
-        own = model(input_ids=ids[None]).logits[0, -1]
-    whole = {"method": "snapkv", "kv_ratio": 1.0}
-    caches = kvbench.prefill(model, ids, ["full", whole, {"method": "h2o", "kv_size": 12, "window": 4}])
+        arguments = model(input_ids=ids[None]).logits[0, -1]
+    complete = {"method": "snapkv", "kv_ratio": 1.0}
+    caches = kvbench.prefill(model, ids, ["full", complete, {"method": "h2o", "kv_size": 12, "window": 4}])
     for cache in caches:
-        torch.testing.assert_close(cache.logits, own, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(cache.logits, arguments, atol=1e-4, rtol=1e-4)
     answers = kvbench.generate(model, caches, 10)
     assert answers[:2] == [reference(model, ids)] * 2
     assert caches[2].layers[0].tokens == 12 and len(answers[2]) == 10
@@ -96,7 +96,7 @@ def test_the_full_cache_and_a_full_budget_answer_as_the_model_itself(family):
 @pytest.mark.parametrize("family", SERVED)
 def test_methods_that_would_compute_something_else_are_refused_with_the_reason(family):
     config, unrolled, mixed = SERVED[family]
-    found = traits.of_config(AutoConfig.for_model(family, **config))
+    traits_found = traits.of_config(AutoConfig.for_model(family, **config))
     for entry, reason in (
         ({"method": "streamingllm", "mode": "rolled"}, unrolled),
         ({"method": "expectedattention"}, unrolled),
@@ -105,10 +105,10 @@ def test_methods_that_would_compute_something_else_are_refused_with_the_reason(f
     ):
         chain = chain_of(entry)
         if not reason:
-            chain.check_model(found)
+            chain.check_model(traits_found)
             continue
         with pytest.raises(UsageError, match=reason):
-            chain.check_model(found)
+            chain.check_model(traits_found)
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -144,8 +144,8 @@ def test_keys_that_are_no_projection_are_measured_where_no_attribute_tells(monke
     monkeypatch.setattr(
         modeling_granite, "apply_rotary_pos_emb", lambda q, k, *rest: (turn(q, k, *rest)[0], 1.5 * turn(q, k, *rest)[1])
     )
-    found = traits.of_model(model_of("granite"))
-    assert found.unrolled is None and "not what its projections give" in found.mixed
+    traits_found = traits.of_model(model_of("granite"))
+    assert traits_found.unrolled is None and "not what its projections give" in traits_found.mixed
 
 
 @pytest.mark.parametrize("family", ["diffllama", "doge"])

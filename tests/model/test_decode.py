@@ -11,8 +11,8 @@ from kvbench.engine.decode import Ending
 
 def test_what_layers_on_several_devices_say_comes_together_on_one():
     with FakeTensorMode():
-        found = [torch.ones(5, device=f"cuda:{i}") for i in range(3)]
-        together = by_layer(found, torch.device("cuda:2"))
+        actual = [torch.ones(5, device=f"cuda:{i}") for i in range(3)]
+        together = by_layer(actual, torch.device("cuda:2"))
         assert together.shape == (3, 5) and together.device == torch.device("cuda:2")
 
 
@@ -37,9 +37,9 @@ def test_minimum_length_and_forbidden_first_token_change_the_choice_as_masked_lo
     masked = cache.logits.clone()
     masked[free[0]] = -torch.inf
     assert second[0] == int(masked.argmax()) != free[0]
-    (held,) = generated(model, [cache], [Ending(6, frozenset({free[0], free[2]}), min_new_tokens=3)])
-    assert len(held) >= 4 or held[-1] not in (free[0], free[2])
-    assert not {free[0], free[2]} & set(held[:3])
+    (stored,) = generated(model, [cache], [Ending(6, frozenset({free[0], free[2]}), min_new_tokens=3)])
+    assert len(stored) >= 4 or stored[-1] not in (free[0], free[2])
+    assert not {free[0], free[2]} & set(stored[:3])
 
 
 def test_a_short_row_never_walks_past_its_own_positions():

@@ -45,17 +45,17 @@ def answered(model, chains):
         read = [prefill_chains(model, ids[:n], chains) for n in (N, N - 15)]
         caches = [c for pair in zip(*read, strict=True) for c in pair]
         assert all(bytes_held(layer).total > 0 for c in caches for layer in c.layers)
-        batch, found = build(model, caches, NEW), []
+        batch, collected = build(model, caches, NEW), []
         starts = torch.tensor([[c.seen] for c in caches], device=model.device)
         token = torch.full_like(starts, 5)
         for t in range(2):
-            found.append(step(model, batch, token, starts + t))
+            collected.append(step(model, batch, token, starts + t))
         odd = torch.arange(1, len(caches), 2)
         for layer in batch:
             layer.keep(odd)
             assert all(n > 0 for n in layer.payload())
-        found.append(step(model, batch, token[1::2], starts[1::2] + 2))
-    return found
+        collected.append(step(model, batch, token[1::2], starts[1::2] + 2))
+    return collected
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
@@ -68,9 +68,9 @@ def test_every_method_runs_where_the_model_is(name):
     want = answered(model, chains)
     moved(model)
     with pretended():
-        found = answered(model, chains)
-    for mine, theirs in zip(found, want, strict=True):
-        assert mine.device == DEVICE and (mine.inner - theirs).abs().max() < 1e-4
+        actual = answered(model, chains)
+    for ours, peers_value in zip(actual, want, strict=True):
+        assert ours.device == DEVICE and (ours.inner - peers_value).abs().max() < 1e-4
 
 
 def test_what_mixes_devices_fails_as_on_a_gpu():
@@ -89,13 +89,13 @@ def test_what_mixes_devices_fails_as_on_a_gpu():
 def test_a_recorded_step_waits_for_nothing(name, method, monkeypatch):
     """CUDA records no step in which the processor waits for the device or hands it numbers."""
     model, ids = moved(copy.deepcopy(family(name))), torch.arange(3, 3 + N)
-    asked = []
+    requests = []
 
     def recorded(run, device):
         run()
         before = len(waits)
         run()
-        asked.extend(waits[before:])
+        requests.extend(waits[before:])
         return run
 
     monkeypatch.setattr(cuda_graph, "recorded", recorded)
@@ -103,7 +103,7 @@ def test_a_recorded_step_waits_for_nothing(name, method, monkeypatch):
         chain = parsed(method) if method != "full" else Chain()
         batch = build(model, [prefill_chains(model, ids, [chain])[0] for _ in range(2)], NEW)
         recording = cuda_graph.Graph(model, batch)
-        assert isinstance(recording.place, Elsewhere) and asked == []
+        assert isinstance(recording.place, Elsewhere) and requests == []
         skip(model, batch, 9)
         before = len(waits)
         token = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)

@@ -8,12 +8,13 @@ import warnings
 
 import pytest
 import torch
-from tiny_model import card, initial, train
+from tiny_model import card, corpus, initial, tokenizer, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvbench.engine.calibration import tiny_corpus
+from kvbench.engine.calibration.tiny_corpus import Role
 from kvbench.models import embedded
-from kvbench.tasks import tiny, tiny_corpus, tiny_tokens
-from kvbench.tasks.tiny_corpus import Role
+from kvbench.tasks import tiny
 
 NASTY = (
     "",
@@ -39,7 +40,7 @@ def reader():
 @pytest.mark.parametrize("text", NASTY)
 def test_any_text_is_encoded_and_decoded_to_itself(text, reader):
     ids = reader(text)["input_ids"]
-    assert ids[0] == tiny_tokens.BOS == reader.bos_token_id
+    assert ids[0] == tiny_corpus.BOS == reader.bos_token_id
     assert reader.decode(ids[1:]) == text
     assert reader.unk_token is None and None not in ids
 
@@ -52,18 +53,18 @@ def test_random_unicode_survives_the_tokenizer(reader):
         assert reader.decode(reader(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_fast_encoding_of_training_equals_the_tokenizer(reader):
+def test_the_corpus_is_encoded_as_the_tokenizer_does(reader):
     rng = random.Random(1)
     texts = [tiny_corpus.noise(rng) for _ in range(200)] + [text for text in NASTY if "<" not in text]
     texts += [tiny.example(task, 256, 0).prompt for task in tiny.TASKS]
     for text in texts:
-        assert list(tiny_tokens.encode(text)) == reader(text, add_special_tokens=False)["input_ids"]
+        assert list(tiny_corpus.encode(text)) == reader(text, add_special_tokens=False)["input_ids"]
 
 
 def test_saved_tokenizer_is_the_built_one(reader):
-    assert reader.get_vocab() == tiny_tokens.build().get_vocab()
+    assert reader.get_vocab() == tokenizer.build().get_vocab()
     assert reader.chat_template is None
-    assert reader.eos_token_id == tiny_tokens.EOS and reader.pad_token_id == tiny_tokens.PAD
+    assert reader.eos_token_id == tiny_corpus.EOS and reader.pad_token_id == tokenizer.PAD
 
 
 def test_folder_is_a_stock_llama_that_loads_without_a_warning(recwarn):
@@ -75,26 +76,27 @@ def test_folder_is_a_stock_llama_that_loads_without_a_warning(recwarn):
         warnings.simplefilter("error")
         model = AutoModelForCausalLM.from_pretrained(embedded.path())
     assert model.dtype == torch.float32
-    assert model.config.vocab_size == len(tiny_tokens.vocabulary())
+    assert model.config.vocab_size == len(tokenizer.vocabulary())
     assert sum(file.stat().st_size for file in embedded.path().iterdir()) < 8e6
 
 
 def test_training_sequences_have_their_length_and_roles():
     rng = random.Random("train/test")
-    mix = dict.fromkeys(tiny_corpus.NAMES, 1.0)
+    mix = dict.fromkeys(corpus.NAMES, 1.0)
     for length in (64, 256):
         for difficulty in range(3):
-            data = tiny_corpus.batch(rng, length, 16, mix, difficulty, gaps=True)
+            data = corpus.batch(rng, length, 16, mix, difficulty, gaps=True)
             assert data.ids.shape == data.positions.shape == (16, length)
             assert data.targets.shape == data.roles.shape == data.tasks.shape == (16 * length,)
             assert 0.05 < (data.roles >= Role.ANSWER).float().mean() < 0.5
             assert (data.positions.diff() >= 1).all()
-            assert length < data.positions.max() < 2 * tiny_corpus.SPREAD
+            assert length < data.positions.max() < 2 * corpus.SPREAD
 
 
 def test_noise_is_part_of_the_filler_only():
     rng = random.Random("train/test")
-    roles = [role for _ in range(300) for role in tiny_corpus.sequence(rng, 256, {"needle": 1.0}, 0).roles]
+    spans = [span for _ in range(300) for span in corpus.sequence(rng, 256, {"needle": 1.0}, 0)]
+    roles = [role for span in spans for role in span.roles]
     assert 0.05 < roles.count(Role.NOISE) / len(roles) < 0.3
 
 
@@ -118,15 +120,14 @@ def test_structured_beginning_looks_back_one_to_four_tokens(reader):
 
 def test_interrupted_training_goes_on_where_it_was(tmp_path):
     shape = initial.Shape(layers=1, heads=2, kv_heads=1)
-    whole, halves = tmp_path / "whole.pt", tmp_path / "halves.pt"
+    complete, halves = tmp_path / "whole.pt", tmp_path / "halves.pt"
     # So many minutes that the time, which drives the schedules, hardly differs between the two runs.
     recipe = train.Recipe(shape=shape, tokens_per_step=128, minutes=1e9)
-    train.train(recipe, whole, log=lambda line: None, max_steps=4)
-    train.train(recipe, halves, log=lambda line: None, max_steps=2)
-    assert train.load_checkpoint(halves)[2].steps == 2
-    train.train(recipe, halves, log=lambda line: None, max_steps=4)
-    (one, _, _), (two, _, progress) = train.load_checkpoint(whole), train.load_checkpoint(halves)
-    assert progress.steps == 4
+    one, _ = train.train(recipe, complete, log=lambda line: None, max_steps=4)
+    _, halfway = train.train(recipe, halves, log=lambda line: None, max_steps=2)
+    two, progress = train.train(recipe, halves, log=lambda line: None, max_steps=4)
+    assert (halfway.steps, progress.steps) == (2, 4)
+    assert torch.load(complete)["progress"]["steps"] == torch.load(halves)["progress"]["steps"] == 4
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     with pytest.raises(ValueError, match="choose another file"):
         train.train(train.Recipe(shape=shape, seed=1), halves, log=lambda line: None)

@@ -47,8 +47,8 @@ def test_a_unit_scale_is_the_plain_singular_value_decomposition():
     w = noise(7, 12)
     u, s, vt = torch.linalg.svd(w, full_matrices=False)
     for rank in range(1, 7):
-        found = product(Spectrum.of(w, torch.ones(12)).cut(rank))
-        torch.testing.assert_close(found, (u[:, :rank] * s[:rank]) @ vt[:rank])
+        actual = product(Spectrum.of(w, torch.ones(12)).cut(rank))
+        torch.testing.assert_close(actual, (u[:, :rank] * s[:rank]) @ vt[:rank])
 
 
 def test_both_factors_carry_the_root_of_the_singular_values():

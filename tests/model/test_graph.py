@@ -19,10 +19,10 @@ def caches(model, methods, rows=2):
     g = torch.Generator().manual_seed(0)
     read = [torch.randint(3, 120, (N,), generator=g) for _ in range(rows)]
     owned = [{k for m in method.split("+") for k in knob_names(m)} for method in methods]
-    asked = [
-        {"method": m, **{k: v for k, v in KNOBS.items() if k in mine}} for m, mine in zip(methods, owned, strict=True)
+    requested = [
+        {"method": m, **{k: v for k, v in KNOBS.items() if k in ours}} for m, ours in zip(methods, owned, strict=True)
     ]
-    return [c for ids in read for c in kvbench.prefill(model, ids, asked)]
+    return [c for ids in read for c in kvbench.prefill(model, ids, requested)]
 
 
 @pytest.mark.parametrize(
@@ -37,28 +37,28 @@ def caches(model, methods, rows=2):
 )
 def test_a_graph_gives_the_logits_of_plain_steps(name, methods):
     model = family(name)
-    held = caches(model, methods, 2 if len(methods) == 1 else 1)
+    cache = caches(model, methods, 2 if len(methods) == 1 else 1)
     with torch.no_grad(), attached(model):
-        plain, recorded = build(model, held, NEW + 1), build(model, held, NEW + 1)
+        plain, recorded = build(model, cache, NEW + 1), build(model, cache, NEW + 1)
         graph = Graph(model, recorded)
-        token = torch.stack([c.logits for c in held]).argmax(dim=-1)[:, None]
+        token = torch.stack([c.logits for c in cache]).argmax(dim=-1)[:, None]
         for i in range(NEW + 1):
             positions = torch.full_like(token, N + i)
             want = step(model, plain, token, positions)
             # a plain step may follow
-            found = graph.step(token, positions) if i < NEW else step(model, recorded, token, positions)
-            assert (found - want).abs().max() < 1e-5 * want.abs().max()
+            actual = graph.step(token, positions) if i < NEW else step(model, recorded, token, positions)
+            assert (actual - want).abs().max() < 1e-5 * want.abs().max()
             token = want[:, -1].argmax(dim=-1)[:, None]
-    for mine, theirs in zip(recorded, plain, strict=True):
-        assert mine.payload() == theirs.payload() and mine.held().tolist() == theirs.held().tolist()
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(tail(mine), tail(theirs), strict=True))
+    for ours, peers_value in zip(recorded, plain, strict=True):
+        assert ours.payload() == peers_value.payload() and ours.held().tolist() == peers_value.held().tolist()
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(tail(ours), tail(peers_value), strict=True))
 
 
 def test_a_graph_follows_plain_steps():
     model = family("llama")
-    held = caches(model, ["snapkv"])
+    cache = caches(model, ["snapkv"])
     with torch.no_grad(), attached(model):
-        plain, recorded = build(model, held, NEW), build(model, held, NEW)
+        plain, recorded = build(model, cache, NEW), build(model, cache, NEW)
         for layer in recorded:
             # storage that was never written holds anything
             ((_, rows),) = layer.formats
@@ -68,8 +68,8 @@ def test_a_graph_follows_plain_steps():
             positions = torch.full_like(token, N + i)
             if i == 1:
                 graph = Graph(model, recorded)
-            found = graph.step(token, positions) if i >= 1 else step(model, recorded, token, positions)
-            assert torch.allclose(found, step(model, plain, token, positions), atol=1e-4)
+            actual = graph.step(token, positions) if i >= 1 else step(model, recorded, token, positions)
+            assert torch.allclose(actual, step(model, plain, token, positions), atol=1e-4)
 
 
 def tail(layer):
@@ -94,17 +94,17 @@ def dense(rows):
 )
 def test_steps_that_are_not_alike_have_no_graph(method, why):
     model = family("llama")
-    held = caches(model, [method], rows=1)
+    cache = caches(model, [method], rows=1)
     with torch.no_grad(), attached(model), pytest.raises(KvbenchError, match=f"layer [02]: its? {why}"):
-        Graph(model, build(model, held, NEW))
+        Graph(model, build(model, cache, NEW))
 
 
 def test_a_sliding_window_that_is_outgrown_has_no_graph():
     model = family("mistral")
-    (held,) = caches(model, ["full"], rows=1)
+    (cache,) = caches(model, ["full"], rows=1)
     before, model.config.sliding_window = model.config.sliding_window, N
     try:
         with torch.no_grad(), attached(model), pytest.raises(KvbenchError, match="outgrows the model's sliding window"):
-            Graph(model, build(model, [held], NEW))
+            Graph(model, build(model, [cache], NEW))
     finally:
         model.config.sliding_window = before

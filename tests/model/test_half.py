@@ -51,9 +51,9 @@ def test_attention_of_our_own_is_as_near_the_truth_as_pytorchs(dtype, fresh, mon
     segment = attend.RowSegment(normal(2, 2, 90, 16), normal(2, 2, 90, 16), valid)
     fused = attend.attend(query, [segment], tail, 0.25)[0]
     monkeypatch.setattr(attend, "_fused", lambda *given: None)
-    own = attend.attend(query, [segment], tail, 0.25)[0]
+    own_value = attend.attend(query, [segment], tail, 0.25)[0]
     exact = attend.RowSegment(segment.k.float(), segment.v.float(), valid)
     true = attend.attend(query.float(), [exact], (tail[0].float(), tail[1].float()), 0.25)[0]
     unit = torch.finfo(dtype).eps * true.abs().max()
-    for found in (fused, own):
-        assert (found - true).abs().max() <= unit
+    for actual in (fused, own_value):
+        assert (actual - true).abs().max() <= unit

@@ -22,7 +22,7 @@ def state(model):
 
 def inputs(model, layer):
     """All inputs [tokens, d] of a layer's projections, from the model's own hidden states."""
-    model, found = copy.deepcopy(model), []  # reading hidden states leaves hooks behind
+    model, collected = copy.deepcopy(model), []  # reading hidden states leaves hooks behind
     for window in WINDOWS:
         with torch.no_grad():
             hidden = model(window[None], output_hidden_states=True).hidden_states[layer][0]
@@ -33,29 +33,28 @@ def inputs(model, layer):
                 norm = model.model.decoder.layers[layer].self_attn_layer_norm
             else:
                 norm = model.model.layers[layer].input_layernorm
-            found.append(norm(hidden))
-    return torch.cat(found).double()
+            collected.append(norm(hidden))
+    return torch.cat(collected).double()
 
 
 @pytest.mark.parametrize("family", LINEAR)
 def test_moments_and_sizes_are_those_of_all_inputs_held_at_once(family):
     model, before = build(family), state(build(family))
-    found, none = moments(model, iter(WINDOWS), lambda: None, fisher=False)
-    sizes = mean_sizes(model, iter(WINDOWS), lambda: None)
+    statistics, none = moments(model, iter(WINDOWS), fisher=False)
+    sizes = mean_sizes(model, iter(WINDOWS))
     assert none is None and state(model) == before
     for i in range(3):
         x = inputs(model, i)
-        torch.testing.assert_close(found[i].double(), x.T @ x / len(x), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(statistics[i].double(), x.T @ x / len(x), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(sizes[i].double(), x.abs().mean(dim=0), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", LINEAR)
 def test_fisher_information_is_that_of_one_backward_pass_per_window(family):
     model, before = build(family), state(build(family))
-    ticks = []
-    _, found = moments(model, iter(WINDOWS), lambda: ticks.append(1), fisher=True)
-    assert len(ticks) == 4 and state(model) == before
-    slow, heads = copy.deepcopy(model), found.shape[2]
+    _, statistics = moments(model, iter(WINDOWS), fisher=True)
+    assert state(model) == before
+    slow, heads = copy.deepcopy(model), statistics.shape[2]
     squares = {}
     for window in WINDOWS:
         slow.zero_grad()
@@ -70,18 +69,18 @@ def test_fisher_information_is_that_of_one_backward_pass_per_window(family):
                 squares[i, which] = squares.get((i, which), 0) + grad.double() ** 2 / 4
     for (i, which), square in squares.items():
         want = square.sqrt().mean(dim=(1, 2)).float()
-        torch.testing.assert_close(found[i, which], want, atol=1e-7, rtol=1e-4)
+        torch.testing.assert_close(statistics[i, which], want, atol=1e-7, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("fisher", [True, False])
 def test_the_bytes_announced_are_those_of_the_statistics(family, fisher):
-    held, kept = moments_bytes(build(family), fisher)
-    mean, _ = moments(build(family), iter(WINDOWS[:1]), lambda: None, fisher)
-    assert kept == mean.nbytes == 3 * 64 * 64 * 4
+    held_bytes, kept_tokens = moments_bytes(build(family), fisher)
+    mean, _ = moments(build(family), iter(WINDOWS[:1]), fisher)
+    assert kept_tokens == mean.nbytes == 3 * 64 * 64 * 4
     # keys and values of 2 heads of 16 dimensions, or the fused queries, keys and values of 4; squares and gradients
     weights = 3 * (2 * 32 * 64 if family == "llama" else 192 * 64)
-    assert held == 3 * 64 * 64 * 8 + (weights * (4 + 4) if fisher else 0)
+    assert held_bytes == 3 * 64 * 64 * 8 + (weights * (4 + 4) if fisher else 0)
 
 
 def test_windows_are_read_one_at_a_time():
@@ -91,8 +90,9 @@ def test_windows_are_read_one_at_a_time():
         for i, window in enumerate(WINDOWS):
             read.append(("given", i))
             yield window
+            read.append(("done", i))
 
-    moments(build("llama"), windows(), lambda: read.append(("done", len(read) // 2)), fisher=True)
+    moments(build("llama"), windows(), fisher=True)
     assert read == [x for i in range(4) for x in (("given", i), ("done", i))]
 
 
@@ -106,7 +106,7 @@ def test_everything_is_as_before_if_a_window_fails(family):
 
     for fisher in (True, False):
         with pytest.raises(ArithmeticError):
-            moments(model, broken(), lambda: None, fisher)
+            moments(model, broken(), fisher)
         assert state(model) == before
 
 

@@ -19,7 +19,7 @@ ONE = ["dataset=tiny/needle,tiny/hop", "length=256", "limit=1", "method=snapkv"]
 
 
 @pytest.mark.parametrize(
-    ("units", "asked", "dtype", "said", "noted"),
+    ("units", "configured", "dtype", "reason", "noted"),
     [
         ((), "auto", "float32", "float32: auto on a CPU; dtype=bfloat16 reads prompts faster", False),
         (("AMX",), "auto", "float32", "which this one has (AMX)", True),
@@ -30,10 +30,10 @@ ONE = ["dataset=tiny/needle,tiny/hop", "length=256", "limit=1", "method=snapkv"]
         (None, "auto", "float32", "of which this system does not tell", False),
     ],
 )
-def test_the_dtype_is_explained_and_noted_where_another_is_better(units, asked, dtype, said, noted, monkeypatch):
+def test_the_dtype_is_explained_and_noted_where_another_is_better(units, configured, dtype, reason, noted, monkeypatch):
     monkeypatch.setattr(precision, "bf16_units", lambda: units)
-    assert said in precision.dtype_reason(asked, dtype, CPU)
-    assert precision.has_better_dtype(asked, dtype, CPU) == noted
+    assert reason in precision.dtype_reason(configured, dtype, CPU)
+    assert precision.has_better_dtype(configured, dtype, CPU) == noted
 
 
 def test_a_gpu_is_left_as_it_is():
@@ -44,7 +44,7 @@ def test_a_gpu_is_left_as_it_is():
 def test_rounding_is_that_of_the_same_weights_and_they_come_back_bit_for_bit():
     model, ids = build("llama", torch.bfloat16), [prompt(40), prompt(50, 1)]
     before = {name: p.clone() for name, p in model.named_parameters()}
-    found = precision.compare_rounding(model, ids)
+    actual = precision.compare_rounding(model, ids)
     assert all(torch.equal(p, before[name]) and p.dtype == torch.bfloat16 for name, p in model.named_parameters())
     with torch.no_grad():
         ours = [model(i[None]).logits[0, -1].float() for i in ids]
@@ -53,9 +53,9 @@ def test_rounding_is_that_of_the_same_weights_and_they_come_back_bit_for_bit():
             p.data = p.data.float()
         exact = [wide(i[None]).logits[0, -1] for i in ids]
     pairs = list(zip(ours, exact, strict=True))
-    assert found["largest"] == pytest.approx(max(float((a - b).abs().max()) for a, b in pairs), rel=1e-3)
-    assert found["largest"] > 0 and found["prompts"] == 2
-    assert found["same"] == sum(bool(a.argmax() == b.argmax()) for a, b in pairs)
+    assert actual["largest"] == pytest.approx(max(float((a - b).abs().max()) for a, b in pairs), rel=1e-3)
+    assert actual["largest"] > 0 and actual["prompts"] == 2
+    assert actual["same"] == sum(bool(a.argmax() == b.argmax()) for a, b in pairs)
     assert precision.compare_rounding(build("llama"), ids) is None
 
 

@@ -67,24 +67,24 @@ class Exact(Twilight):
 @pytest.mark.parametrize("stored", [HK, HQ])
 def test_ragged_rows_attend_as_each_head_alone(stored, thin, p):
     shapes = [[3, 40], [17, 17], [1, 9], [38, 5]] if stored == HK else [[3, 40, 1, 2], [6, 6, 7, 30], [9, 9, 9, 9]]
-    made = [ragged(lengths, thin, seed=i) for i, lengths in enumerate(shapes)]
+    built = [ragged(lengths, thin, seed=i) for i, lengths in enumerate(shapes)]
     masker = None if p is None else Exact(p=p)
-    batch = RowLayer([StoredRow(cache=c, masker=masker) for c, _ in made], Room(tokens=4))
+    batch = RowLayer([StoredRow(cache=c, masker=masker) for c, _ in built], Room(tokens=4))
     g = torch.Generator().manual_seed(9)
     tail = []
     for step in range(3):
-        k, v = torch.randn(len(made), HK, 1, D, generator=g), torch.randn(len(made), HK, 1, D, generator=g)
-        q = torch.randn(len(made), HQ, 1, D, generator=g)
+        k, v = torch.randn(len(built), HK, 1, D, generator=g), torch.randn(len(built), HK, 1, D, generator=g)
+        q = torch.randn(len(built), HQ, 1, D, generator=g)
         tail.append((k, v))
         batch.add(k, v)
         out = batch.attend(q, 1 / math.sqrt(D), None)
-        for row, (_, dense) in enumerate(made):
+        for row, (_, dense) in enumerate(built):
             tail_k, tail_v = (torch.cat([t[i][row] for t in tail], dim=1) for i in (0, 1))
             wanted = slow(dense, q[row, :, 0], tail_k, tail_v, p)
             torch.testing.assert_close(out[row, :, 0], wanted, atol=1e-5, rtol=1e-5)
         if step == 1:
             batch.keep(torch.tensor([0, 2]))
-            made, tail = [made[0], made[2]], [(k[[0, 2]], v[[0, 2]]) for k, v in tail]
+            built, tail = [built[0], built[2]], [(k[[0, 2]], v[[0, 2]]) for k, v in tail]
 
 
 def test_the_attended_share_of_a_ragged_row_is_the_mean_over_its_heads():
@@ -108,7 +108,7 @@ def test_packed_rows_that_are_left_alone_go_on_attending_what_they_packed():
 def test_a_batch_that_is_given_its_caches_frees_them_layer_by_layer(monkeypatch, methods):
     model = build("llama")
     caches = [kvbench.prefill(model, prompt(80, i), [m])[0] for i, m in enumerate(methods)]
-    kept = [kvbench.prefill(model, prompt(80, i), [m])[0] for i, m in enumerate(methods)]
+    cache = [kvbench.prefill(model, prompt(80, i), [m])[0] for i, m in enumerate(methods)]
     seen = [[weakref.ref(t.untyped_storage()) for c in caches for t in c.layers[i].tensors()] for i in range(2)]
     alive = []
 
@@ -120,6 +120,6 @@ def test_a_batch_that_is_given_its_caches_frees_them_layer_by_layer(monkeypatch,
     monkeypatch.setattr(stepping, "RowLayer", Watched)
     batch = stepping.build(model, stepping.given_up(caches), 8)
     assert not caches and alive[0] == len(seen[0]) > 2 * alive[1]
-    for ours, theirs in zip(batch, stepping.build(model, kept, 8), strict=True):
-        assert ours.payload() == theirs.payload()
-    assert kept and all(c.layers for c in kept)
+    for ours, peers_value in zip(batch, stepping.build(model, cache, 8), strict=True):
+        assert ours.payload() == peers_value.payload()
+    assert cache and all(c.layers for c in cache)

@@ -38,8 +38,8 @@ def loaded(smol):
 
 def reference(content, text):
     """The ids of a text by a byte-pair encoding of our own: specials, then digits one by one, then GPT-2's words."""
-    kept = {**{b: chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))}}
-    letters = kept | {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in kept)}
+    kept_tokens = {**{b: chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))}}
+    letters = kept_tokens | {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in kept_tokens)}
     vocabulary = content["model"]["vocab"]
     ranks = {tuple(m.split() if isinstance(m, str) else m): i for i, m in enumerate(content["model"]["merges"])}
     special = [t["content"] for t in content["added_tokens"]]
@@ -101,22 +101,22 @@ def test_the_chat_template_begins_with_the_default_system_message(loaded):
     assert tokenizer.decode(ids) == text
     system = [9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182]
     assert ids[:20] == [1, *system, 2]
-    own = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}], tokenize=False)
-    assert own == "<|im_start|>system\nBe brief.<|im_end|>\n"
+    own_value = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}], tokenize=False)
+    assert own_value == "<|im_start|>system\nBe brief.<|im_end|>\n"
 
 
 def answers(loaded, prompts, new_tokens):
     """What full in one batch and transformers' own greedy generation say, as lists of ids."""
     model, tokenizer = loaded
-    caches, theirs = [], []
+    caches, peers_value = [], []
     for prompt in prompts:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         caches += kvbench.prefill(model, ids, ["full"])
         mask = torch.ones_like(ids)
-        made = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
-        theirs.append(made[0, ids.shape[1] :].tolist())
+        output = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+        peers_value.append(output[0, ids.shape[1] :].tolist())
     ours = kvbench.generate(model, caches, max_new_tokens=new_tokens, eos_token_id=tokenizer.eos_token_id)
-    return ours, theirs
+    return ours, peers_value
 
 
 def chat(loaded, text):
@@ -126,8 +126,8 @@ def chat(loaded, text):
 
 
 def test_full_answers_as_transformers_does(loaded):
-    ours, theirs = answers(loaded, [chat(loaded, q) for q in QUESTIONS], 12)
-    assert ours == theirs
+    ours, peers_value = answers(loaded, [chat(loaded, q) for q in QUESTIONS], 12)
+    assert ours == peers_value
     assert "Paris" in loaded[1].decode(ours[0]) and ours[0][-1] == 2
 
 
@@ -137,16 +137,16 @@ def test_full_answers_one_at_a_time_as_transformers_does_in_bf16(smol, loaded, t
     prompts = [chat(loaded, q) for q in QUESTIONS]
     rows = [{"prompt": p, "answers": ["Paris"], "max_new_tokens": 24} for p in prompts]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    asked = ["dataset=file", f"path={tmp_path / 'q.jsonl'}", "dtype=bfloat16", "batch_rows=1", "method=full,snapkv"]
-    assert main(["run", f"model={smol}", *asked, "kv_ratio=0.5", f"results={tmp_path}", "--json"]) == 0
+    arguments = ["dataset=file", f"path={tmp_path / 'q.jsonl'}", "dtype=bfloat16", "batch_rows=1", "method=full,snapkv"]
+    assert main(["run", f"model={smol}", *arguments, "kv_ratio=0.5", f"results={tmp_path}", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert any("batch_rows=1 decodes full as model.generate does" in n for n in report["notes"])
     (cell,) = (r["cells"][0]["cell"] for r in report["rows"] if r["method"] == "full")
-    said = [s.prediction for s in ResultStore(tmp_path).samples(cell).values()]
-    for prompt, text in zip(prompts, said, strict=True):
+    predictions = [s.prediction for s in ResultStore(tmp_path).samples(cell).values()]
+    for prompt, text in zip(prompts, predictions, strict=True):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-        new = made[0, ids.shape[1] :].tolist()
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        new = output[0, ids.shape[1] :].tolist()
         (cache,) = kvbench.prefill(model, ids, ["full"])
         (ours,) = kvbench.generate(model, [cache], max_new_tokens=24, eos_token_id=tokenizer.eos_token_id)
         assert ours == new
@@ -159,8 +159,8 @@ def test_full_answers_32_real_questions_as_transformers_does(loaded):
     articles = json.loads(data_path("xquad.en.json").read_text(encoding="utf-8"))["data"]
     paragraphs = [a["paragraphs"][0] for a in articles[:32]]
     prompts = [chat(loaded, f"{p['context']}\n\n{p['qas'][0]['question']}") for p in paragraphs]
-    ours, theirs = answers(loaded, prompts, 64)
-    assert ours == theirs
+    ours, peers_value = answers(loaded, prompts, 64)
+    assert ours == peers_value
 
 
 def test_perplexity_is_a_plain_loops(loaded, tmp_path, capsys):

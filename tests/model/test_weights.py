@@ -65,8 +65,8 @@ def test_missing_surplus_misshapen_and_integer_weights_are_named(family, tmp_pat
         shutil.copytree(tmp_path / "whole", broken)
         rewrite(broken, change)
         refused(broken, reason, "model.extra.weight" if reason == "no place for" else weight)
-    kept = loaded(tmp_path / "whole").state_dict()
-    assert all(torch.equal(kept[n], t) for n, t in build(family).state_dict().items())
+    kept_tokens = loaded(tmp_path / "whole").state_dict()
+    assert all(torch.equal(kept_tokens[n], t) for n, t in build(family).state_dict().items())
 
 
 def test_a_config_of_another_depth_is_told_with_names_and_count(folder):

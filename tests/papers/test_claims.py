@@ -43,9 +43,9 @@ def shown(found, possible=10_000, **more):
 
 
 def verdict(found, other=None, **kwargs):
-    made = claim(**kwargs)
-    others = None if other is None else {made.id: shown(other)}
-    return decide([made], {made.id: shown(found)}, others)[0]
+    tested = claim(**kwargs)
+    others = None if other is None else {tested.id: shown(other)}
+    return decide([tested], {tested.id: shown(found)}, others)[0]
 
 
 def test_a_clear_difference_supports_and_its_opposite_contradicts():
@@ -67,12 +67,12 @@ def test_pairs_without_a_difference_exclude_a_loss_only_by_their_number():
 
 
 def test_what_the_data_cannot_decide_is_told_apart_from_what_is_open():
-    made = claim("no_worse")
-    found = {made.id: shown({"t": [0.0] * 40}, possible=200)}
-    assert decide([made], found)[0].verdict == NOT_DECIDABLE
-    found = {made.id: shown({"t": [0.0] * 40}, possible=600)}
-    assert decide([made], found)[0].verdict == UNDECIDED
-    assert decide([made], found, family=30)[0].verdict == NOT_DECIDABLE
+    tested = claim("no_worse")
+    evidence = {tested.id: shown({"t": [0.0] * 40}, possible=200)}
+    assert decide([tested], evidence)[0].verdict == NOT_DECIDABLE
+    evidence = {tested.id: shown({"t": [0.0] * 40}, possible=600)}
+    assert decide([tested], evidence)[0].verdict == UNDECIDED
+    assert decide([tested], evidence, family=30)[0].verdict == NOT_DECIDABLE
 
 
 def test_a_verdict_that_a_task_or_a_setting_does_not_share_is_mixed():
@@ -92,19 +92,19 @@ def test_a_verdict_that_another_scaling_does_not_share_is_fragile():
 
 def test_one_example_asked_in_three_ways_is_one_pair(tmp_path, monkeypatch):
     """MDQA asks each question with the answer in three places: three equal pairs rejected a true null too often."""
-    monkeypatch.setattr(claims.Asked, "scores", lambda self, store, cell: cell)
+    monkeypatch.setattr(claims, "scores", lambda store, group, cell: cell)
     group = SimpleNamespace(
         examples=[SimpleNamespace(id="a"), SimpleNamespace(id="b")], task=SimpleNamespace(metric="f1")
     )
     sides = ({"a": 1.0, "b": 0.5}, {"a": 0.5, "b": 0.5}), ({"a": 0.0}, {"a": 1.0})
-    found = claims._paired(None, [claims.Asked(group, (pair,)) for pair in sides])
-    assert found.tolist() == [[-0.25], [0.0]]
+    actual = claims._paired(None, [claims.Asked(group, (pair,)) for pair in sides])
+    assert actual.tolist() == [[-0.25], [0.0]]
 
 
 def test_what_is_not_measured_is_not_at_the_floor():
-    made = claim()
+    tested = claim()
     waiting = Evidence(floors=("t",), waiting=("u",), reason="u: not measured yet")
-    assert decide([made], {made.id: waiting})[0].verdict == "not measured yet"
+    assert decide([tested], {tested.id: waiting})[0].verdict == "not measured yet"
 
 
 def test_two_settings_of_one_example_count_as_one_pair():
@@ -114,27 +114,27 @@ def test_two_settings_of_one_example_count_as_one_pair():
 
 
 def test_a_ledger_errs_in_five_of_a_hundred_at_most_both_ways_together():
-    made = [claim(name=str(i)) for i in range(8)]
+    tested = [claim(name=str(i)) for i in range(8)]
     rng, wrong = np.random.default_rng(0), 0
     for _ in range(200):
-        found = {c.id: shown({"t": rng.choice([-60.0, 60.0], 30)}) for c in made}
-        wrong += any(v.verdict != UNDECIDED for v in decide(made, found))
+        evidence = {c.id: shown({"t": rng.choice([-60.0, 60.0], 30)}) for c in tested}
+        wrong += any(v.verdict != UNDECIDED for v in decide(tested, evidence))
     assert wrong / 200 <= LEVEL
 
 
 def test_the_ledger_is_corrected_for_all_of_its_claims():
-    made = claim()
-    found = {made.id: shown({"t": [100.0] * 9})}
-    one, of_many = decide([made], found)[0], decide([made], found, family=10)[0]
+    tested = claim()
+    evidence = {tested.id: shown({"t": [100.0] * 9})}
+    one, of_many = decide([tested], evidence)[0], decide([tested], evidence, family=10)[0]
     assert of_many.p_for == pytest.approx(10 * one.p_for)
     assert (one.verdict, of_many.verdict) == (SUPPORTED, UNDECIDED)
 
 
 def test_a_side_that_cannot_run_is_not_testable_and_says_why():
-    made = claim()
-    found = decide([made], {made.id: Evidence(reason="needs 32 layers")})[0]
-    assert (found.verdict, found.reason) == (ELSEWHERE, "needs 32 layers")
-    assert decide([made], {made.id: Evidence(floors=("t",))})[0].verdict == FLOOR
+    tested = claim()
+    actual = decide([tested], {tested.id: Evidence(reason="needs 32 layers")})[0]
+    assert (actual.verdict, actual.reason) == (ELSEWHERE, "needs 32 layers")
+    assert decide([tested], {tested.id: Evidence(floors=("t",))})[0].verdict == FLOOR
 
 
 def test_an_unknown_test_is_refused():
@@ -180,10 +180,10 @@ def test_budgets_by_dataset_are_those_of_the_paper():
 def test_the_ledger_end_to_end(tmp_path, capsys):
     assert main(["claims", "vatp", "limit=2", f"results={tmp_path}", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    found = {v["id"]: v for v in content["verdicts"]}
-    assert set(found) == {c.id for c in claims.load("vatp")}
-    assert all(set(v["n"].values()) == {2} for v in found.values())
-    h2o = found["vatp-h2o"]
+    actual = {v["id"]: v for v in content["verdicts"]}
+    assert set(actual) == {c.id for c in claims.load("vatp")}
+    assert all(set(v["n"].values()) == {2} for v in actual.values())
+    h2o = actual["vatp-h2o"]
     assert content["stand_in"] and "h2o+vatp" in h2o["ran"][0] and len(h2o["cells"]) == 12
     assert h2o["elsewhere"] is not None
     assert claim_runner.read(tmp_path) == [json.loads(json.dumps(content))]
@@ -222,8 +222,8 @@ def test_the_ledger_on_the_page(style):
     verdicts = decide(every, {c.id: shown({"tiny/multikey": [0.0, -100.0, 50.0]}) for c in tested})
     one = content("tiny", verdicts)
     text = writers.compose([claim_runner.sheet([one])], claim_runner.notes(one), style)
-    said = text if style != "latex" else text.replace(r"\_", "_")
-    assert all(c.id in said for c in every)
+    message = text if style != "latex" else text.replace(r"\_", "_")
+    assert all(c.id in message for c in every)
     if style == "text":
         assert max(map(len, text.splitlines())) <= 100
     assert f"any of the {len(tested)} claims gets a wrong one" in " ".join(text.split())

@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 
 from kvbench.papers.forensics.exact import everything, exact
-from kvbench.papers.spec.published_cells import book, published
+from kvbench.papers.spec.published_cells import Book, published
 
 
 def cell(paper, table, column, **row):
-    found = [
+    actual = [
         e
         for e in exact(paper, table)
         if e.column == column and all(getattr(e.cell, k) == v for k, v in row.items() if k != "part")
         if row.get("part", "") in e.cell.setting
     ]
-    assert len(found) == 1, found
-    return found[0]
+    assert len(actual) == 1, actual
+    return actual[0]
 
 
 def test_thinks_memory_column():
@@ -26,8 +26,8 @@ def test_thinks_memory_column():
             pruned = cell("think", "7", "kv_memory", method=f"{base}+think", part=f"kv_size={size};")
             assert (pruned.published, pruned.shown, pruned.ok, pruned.mark) == (shown, shown, True, "✓")
             assert float(pruned.recomputed) == pytest.approx(0.5 * size - 0.1 * (size - 32))
-            whole = cell("think", "7", "kv_memory", method=base, part=f"kv_size={plain};")
-            assert float(whole.recomputed) == plain / 2 and whole.ok
+            complete = cell("think", "7", "kv_memory", method=base, part=f"kv_size={plain};")
+            assert float(complete.recomputed) == plain / 2 and complete.ok
     assert float(cell("think", "text", "kv_size").recomputed) == pytest.approx(108.8)
     assert float(cell("think", "text", "kv_memory").recomputed) == 13
 
@@ -45,13 +45,13 @@ def test_averages():
 def test_refreekvs_ratios():
     rows = {"h2o": "-21.77", "streamingllm": "-37.22", "snapkv": "-20.27"}
     for method, true in rows.items():
-        found = cell(
+        actual = cell(
             "refreekv", "2", "avg ratio_to_full_minus_1", model="qwen2.5-7b-instruct", method=method, part="0.2"
         )
-        assert not found.ok and found.recomputed.text(2) == true
+        assert not actual.ok and actual.recomputed.text(2) == true
     assert cell("refreekv", "1", "coqa ratio_to_full", method="snapkv", part="0.9").grade == "rounding"
-    own = cell("refreekv", "8", "avg ratio_to_full_minus_1", model="qwen2.5-7b-instruct", method="refreekv")
-    assert own.ok and own.published == "2.63"
+    arguments = cell("refreekv", "8", "avg ratio_to_full_minus_1", model="qwen2.5-7b-instruct", method="refreekv")
+    assert arguments.ok and arguments.published == "2.63"
 
 
 def test_unpruned_caches_of_grouped_query_attention():
@@ -61,9 +61,9 @@ def test_unpruned_caches_of_grouped_query_attention():
 
 
 def test_uncomps_schedules_and_speedups():
-    kept = cell("uncomp", "text", "hidden_state_ratio compression_ratio")
+    kept_tokens = cell("uncomp", "text", "hidden_state_ratio compression_ratio")
     sizes = 2 * 4096 + 13 * 3200 + 11 * 2304 + 5 * 1408 + 512
-    assert float(kept.recomputed) == pytest.approx(100 * sizes / 32 / 4096) and kept.ok
+    assert float(kept_tokens.recomputed) == pytest.approx(100 * sizes / 32 / 4096) and kept_tokens.ok
     steps = [e for e in exact("uncomp", "text") if e.cell.metric == "hidden_state_size"]
     assert len(steps) == 23 and all(e.grade == "equal" for e in steps)
     faster = cell("uncomp", "text", "overall_time speedup")
@@ -88,7 +88,7 @@ def test_what_needs_a_model_is_left_out():
 def test_an_altered_input_shows():
     cells = published().cells
     i = next(i for i, c in enumerate(cells) if c.paper == "vatp" and c.table == "4" and c.metric == "throughput")
-    changed = book((*cells[:i], replace(cells[i], printed="99.78", value=99.78), *cells[i + 1 :]))
+    changed = Book((*cells[:i], replace(cells[i], printed="99.78", value=99.78), *cells[i + 1 :]))
     before = [e.ok for e in exact("vatp", "4")]
     after = [e.ok for e in exact("vatp", "4", changed)]
     assert all(before) and after.count(False) == 2

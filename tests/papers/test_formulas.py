@@ -5,7 +5,7 @@ import pytest
 from kvbench.errors import KvbenchError
 from kvbench.papers.forensics.formulas import evaluate, query, text
 from kvbench.papers.spec.published import Published
-from kvbench.papers.spec.published_cells import book
+from kvbench.papers.spec.published_cells import Book
 
 ROWS = [
     ("m", "full", "", "qasper", "f1", 10.0),
@@ -21,7 +21,7 @@ CELLS = [
     Published("vatp", "1", model, method, setting, dataset, metric, value, "pct", "", str(value or ""), i)
     for i, (model, method, setting, dataset, metric, value) in enumerate(ROWS)
 ]
-BOOK = book(CELLS)
+BOOK = Book(tuple(CELLS))
 
 
 def found(**entry):
@@ -49,8 +49,11 @@ def test_queries():
 
 
 def names():
-    own = query(BOOK, "vatp", {"table": 1, "of": "scores", "by": ["method", "dataset"]})
-    return {"own": own, "full": query(BOOK, "vatp", {"table": 1, "of": "scores", "method": "full", "by": "dataset"})}
+    own_value = query(BOOK, "vatp", {"table": 1, "of": "scores", "by": ["method", "dataset"]})
+    return {
+        "own": own_value,
+        "full": query(BOOK, "vatp", {"table": 1, "of": "scores", "method": "full", "by": "dataset"}),
+    }
 
 
 @pytest.mark.parametrize(

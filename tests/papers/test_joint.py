@@ -10,8 +10,8 @@ from kvbench.run import experiment
 
 
 def prepared(table: str, results: Path) -> OurTable:
-    (found,) = table_spec.find(table)
-    return our_table.prepare(found, "tiny", [f"results={results}", "limit=1"])
+    (spec,) = table_spec.find(table)
+    return our_table.prepare(spec, "tiny", [f"results={results}", "limit=1"])
 
 
 def test_tables_of_one_paper_are_one_run_and_each_finds_its_cells(tmp_path: Path) -> None:

@@ -48,10 +48,10 @@ def test_datasets_and_knobs_of_its_own_stand_in_the_folder_too(own, capsys):
     path.write_text(path.read_text().replace("hotpotqa", "stories").replace("kv_size=128", "kv_size=128;kernel=5"))
     words = ["table", "example/1", f"results={own}", "limit=1", "length=256", "dataset.tiny.examples=1", "--json"]
     assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {c["column"] for c in found["cells"]} == {"needle", "code", "avg"}
-    assert "kv_size=128;kernel=5" in {c.get("setting") for c in found["cells"]}
-    assert any("code for stories" in note for note in found["notes"])
+    result = json.loads(capsys.readouterr().out)
+    assert {c["column"] for c in result["cells"]} == {"needle", "code", "avg"}
+    assert "kv_size=128;kernel=5" in {c.get("setting") for c in result["cells"]}
+    assert any("code for stories" in note for note in result["notes"])
 
 
 def test_every_verb_of_papers_knows_it(own, capsys):
@@ -59,9 +59,9 @@ def test_every_verb_of_papers_knows_it(own, capsys):
     assert main(["table", "example/1", "--show", "published", "--format", "md"]) == 0
     assert "| h2o<br>kv_size=64 | 20.0 | 21.0 | 20.50 |" in capsys.readouterr().out
     assert main(["reference", "example", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert found["title"] == "Caches: an example" and found["settings"] == []
-    assert found["entries"][0]["reproduction"] == "with the paper's model; not here: llama-x"
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["title"] == "Caches: an example" and result["settings"] == []
+    assert result["entries"][0]["reproduction"] == "with the paper's model; not here: llama-x"
     for words in (["reference", "example"], ["reference", "example", "--format", "md"], ["list", "tables"]):
         assert main(words) == 0
         assert "Two selections at two sizes" in capsys.readouterr().out

@@ -49,7 +49,7 @@ def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, tmp_path):
     paper_tables.restore([TABLE], of, fresh)
     run = paper_tables.prepare(TABLE, of, fresh).run
     assert [t.answers_done for t in run.todo()] == [4] * 4
-    assert archive.restore(of.samples(TABLE), ResultStore(tmp_path / "fresh")) == 0  # nothing twice
+    assert not any(archive.unpack(of.samples(TABLE), ResultStore(tmp_path / "fresh")).values())  # nothing twice
 
 
 def test_restoring_leaves_what_is_there(packed, tmp_path):
@@ -57,7 +57,7 @@ def test_restoring_leaves_what_is_there(packed, tmp_path):
     store = ResultStore(tmp_path / "results")
     cell = store.cells()[0]
     before = (store.folder(cell) / "samples-0.jsonl").read_bytes()
-    assert archive.restore(of.samples(TABLE), store) == 0
+    assert not any(archive.unpack(of.samples(TABLE), store).values())
     assert (store.folder(cell) / "samples-0.jsonl").read_bytes() == before
 
 

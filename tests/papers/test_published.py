@@ -92,10 +92,10 @@ def test_flags_are_carried_and_marked(tmp_path, monkeypatch):
     ],
 )
 def test_when_a_verdict_is_only_indicative(prompt, dataset, extended, code_sim, paper, reasons):
-    found = beside(
+    published_values = beside(
         PredictionSource("llama2-7b-chat", "full", prompt=prompt), [scored(0, 1, dataset, extended)], code_sim
     )
-    judged = next(j[0] for (p, _), j in found.items() if p == paper)
+    judged = next(j[0] for (p, _), j in published_values.items() if p == paper)
     assert judged["because"] == reasons
     assert judged["indicative"] == bool(reasons)
     assert judged["verdict"] == "inside"
@@ -116,9 +116,9 @@ def test_a_row_with_a_setting_that_was_not_given_is_indicative(tmp_path, monkeyp
     assert (known["because"], known["setting"], known["matching"]) == ([], "kv_size=128;window=8", 1)
     assert judged("full")["because"] == []
     files = [scored(0, 1)]
-    found = beside(PredictionSource("m", "h2o", "window=8", "think"), files, "levenshtein")
-    said = notes(tasks(files, found), found)
-    assert any("2 rows match; shown is table 99, kv_size=64;window=8" in line for line in said)
+    published_values = beside(PredictionSource("m", "h2o", "window=8", "think"), files, "levenshtein")
+    text = notes(tasks(files, published_values), published_values)
+    assert any("2 rows match; shown is table 99, kv_size=64;window=8" in line for line in text)
 
 
 def test_the_ends_of_the_interval_are_inside(tmp_path, monkeypatch):
@@ -131,9 +131,9 @@ def test_the_ends_of_the_interval_are_inside(tmp_path, monkeypatch):
 
 
 def test_published_means_and_those_of_their_cells(tmp_path, monkeypatch):
-    found = means(PredictionSource("llama2-7b-chat", "full"), [scored(0, 1)])
-    assert found[("think", "12")] == {"stated": 33.37, "of_cells": 33.37}
-    assert found[("vatp", "1")] == {"stated": None, "of_cells": 32.66}
+    published_values = means(PredictionSource("llama2-7b-chat", "full"), [scored(0, 1)])
+    assert published_values[("think", "12")] == {"stated": 33.37, "of_cells": 33.37}
+    assert published_values[("vatp", "1")] == {"stated": None, "of_cells": 32.66}
     from kvbench.tasks.longbench import names
 
     rows = [f"think,99,m,full,,{name},f1,{i}.00,pct,1," for i, name in enumerate(names("en"))]

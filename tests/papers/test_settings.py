@@ -35,8 +35,8 @@ def test_a_setting_as_knobs(method, setting, expected):
 
 
 def test_groups_fall_from_the_largest_to_the_smallest_printed_size():
-    found = knobs("uncomp-group", "kv_size=384;groups=3;group_sizes=32/384/736")
-    assert (found["low"], found["high"], found["groups"], found["kv_size"]) == ("32", "736", "3", "null")
+    actual = knobs("uncomp-group", "kv_size=384;groups=3;group_sizes=32/384/736")
+    assert (actual["low"], actual["high"], actual["groups"], actual["kv_size"]) == ("32", "736", "3", "null")
 
 
 def test_a_stand_in_scales_tokens_heads_and_eigenvalues():

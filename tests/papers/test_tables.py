@@ -53,8 +53,8 @@ def test_every_row_of_every_measured_table_runs_on_the_stand_in(name, tmp_path):
     ours = our_table.prepare(table(name), "tiny", [f"results={tmp_path}", "limit=1"])
     assert [line.refused for line in ours.lines if line.refused] == []
     cells = [ours.cells(line, c) for line in ours.lines for c in ours.declared.scores]
-    assert all(len(found) == 1 for found in cells)
-    assert len({found[0][1].id for found in cells}) == len(cells)  # each cell once
+    assert all(len(actual) == 1 for actual in cells)
+    assert len({actual[0][1].id for actual in cells}) == len(cells)  # each cell once
 
 
 def test_a_row_is_what_run_would_make_of_the_same_words(tmp_path):
@@ -110,14 +110,14 @@ def test_printed_shares_are_averaged_as_printed():
 
 def test_the_interval_of_an_average_of_equal_scores_is_not_a_point():
     ones = np.ones((10, 2))
-    share, low, high = stats.share([ones, ones])
+    share, (low, high) = stats.share([ones, ones])
     assert (share, high) == (100, 100)
     assert low == pytest.approx(100 * 0.025 ** (1 / 20))
 
 
 def test_the_share_of_a_perplexity_has_an_interval():
     losses = np.array([[2.0, 1.9], [3.0, 2.8], [2.5, 2.5], [2.2, 2.1], [2.9, 2.6]] * 2)
-    share, low, high = stats.share([losses], log_losses=True)
+    share, (low, high) = stats.share([losses], log_losses=True)
     assert share == pytest.approx(100 * np.exp((losses[:, 1] - losses[:, 0]).mean()))
     assert low < share < high < 100
 
@@ -149,9 +149,9 @@ def test_shares_are_paired_with_the_full_cache(store):
     ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     column = ours.declared.scores[3]
     line, entries = view(ours).rows[0]
-    ((_, cell),), ((_, whole),) = ours.cells(line, column), ours.full(line, column)
+    ((_, cell),), ((_, full_cache),) = ours.cells(line, column), ours.full(line, column)
     scores = [s["score"] for s in ours.run.store.lines(cell.id).values()]
-    full = [s["score"] for s in ours.run.store.lines(whole.id).values()]
+    full = [s["score"] for s in ours.run.store.lines(full_cache.id).values()]
     assert entries[3].relative == pytest.approx(100 * sum(scores) / sum(full))
 
 
@@ -180,14 +180,14 @@ def test_latex_has_no_sign_that_its_fonts_lack(name):
 
 def test_notes_say_what_the_view_shows(store):
     seen = view(our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL]))
-    said = {show: " ".join(grid.notes(seen, show)) for show in (*grid.SHOWS, "beside")}
-    assert [show for show in said if "per cent of its own full cache" in said[show]] == [
+    notes = {show: " ".join(grid.notes(seen, show)) for show in (*grid.SHOWS, "beside")}
+    assert [show for show in notes if "per cent of its own full cache" in notes[show]] == [
         "both",
         "ours",
         "delta",
         "beside",
     ]
-    assert "n = " not in said["published"]
+    assert "n = " not in notes["published"]
     assert grid.title(seen, "published").endswith("as printed")
     printed = " ".join(grid.notes(view(our_table.printed(table("think/4"), "tiny", "")), "published"))
     assert "suspect" in printed and "stated: the average that the paper states" in printed
@@ -229,13 +229,13 @@ def test_json_has_what_csv_has_and_the_notes(store, capsys):
     arguments = ["think/4", f"results={store}", *SMALL, "--stored"]
     rows = list(csv.DictReader(io.StringIO(shown(capsys, *arguments, "--format", "csv")[1])))
     status, out = shown(capsys, *arguments, "--json")
-    found = json.loads(out)
-    assert status == 0 and found["table"] == "think/4" and "tiny (stand-in)" in found["title"]
-    assert [{k: str(v) for k, v in c.items()} for c in found["cells"]] == [
+    result = json.loads(out)
+    assert status == 0 and result["table"] == "think/4" and "tiny (stand-in)" in result["title"]
+    assert [{k: str(v) for k, v in c.items()} for c in result["cells"]] == [
         {k: v for k, v in row.items() if v} for row in rows
     ]
     ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
-    assert len(found["notes"]) > 2 and found["notes"] == grid.notes(view(ours))
+    assert len(result["notes"]) > 2 and result["notes"] == grid.notes(view(ours))
     both = json.loads(shown(capsys, "vatp", f"results={store}", *SMALL, "--stored", "--json")[1])
     assert [t["table"] for t in both] == [t.id for t in table_spec.find("vatp")]
     assert main(["table", "think/4", "--json", "--plan"]) == 2 and "leave it out with" in capsys.readouterr().err

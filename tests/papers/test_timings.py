@@ -140,11 +140,11 @@ def test_a_cpus_rows_among_a_gpus_are_left_out(tmp_path, capsys):
 def test_a_share_of_tokens_follows_from_bytes():
     # 2 layers, 4 query heads on 2 kv heads of 8 channels, 10 tokens, float32; 4 bytes of positions a token and layer
     shape, at = Shape(layers=2, query_heads=4, kv_heads=2, head_dim=8), "10+4x3"
-    own, each = (2 * heads * 8 * 2 * 4 for heads in (2, 4))  # payload of one token in all layers
-    full = row("full", at, "tiny", cache_bytes=3 * 10 * (own + 8)) | {"dtype": "float32"}
-    kept = 3 * (10 + 5) / 2  # all tokens of the first layer, half of those of the second, of three rows
-    repeated = row("refreekv per=query_head", at, "tiny", cache_bytes=kept * (each + 8)) | {"dtype": "float32"}
-    plain = row("refreekv", at, "tiny", cache_bytes=kept * (own + 8)) | {"dtype": "float32"}
+    own_value, each = (2 * heads * 8 * 2 * 4 for heads in (2, 4))  # payload of one token in all layers
+    full = row("full", at, "tiny", cache_bytes=3 * 10 * (own_value + 8)) | {"dtype": "float32"}
+    kept_tokens = 3 * (10 + 5) / 2  # all tokens of the first layer, half of those of the second, of three rows
+    repeated = row("refreekv per=query_head", at, "tiny", cache_bytes=kept_tokens * (each + 8)) | {"dtype": "float32"}
+    plain = row("refreekv", at, "tiny", cache_bytes=kept_tokens * (own_value + 8)) | {"dtype": "float32"}
     assert timings.kept_tokens(repeated, full, shape) == pytest.approx(0.75)
     assert timings.kept_tokens(plain, full, shape) == pytest.approx(0.75)
 
@@ -159,19 +159,19 @@ def test_the_budget_of_refreekv_is_one_of_tokens(tmp_path, capsys):
     records.append(tmp_path / "cpu" / "refreekv10.jsonl", rows)
     arguments = ["refreekv/10", f"results={tmp_path}", "--stored"]
     _, out = shown(capsys, *arguments, "--format", "csv")
-    found = {(r["method"], r["setting"], r["column"]): r["ours"] for r in csv.DictReader(io.StringIO(out))}
+    actual = {(r["method"], r["setting"], r["column"]): r["ours"] for r in csv.DictReader(io.StringIO(out))}
     where = "batch=1;input=4096;output=8192"
-    assert float(found["refreekv", where, "narrativeqa/budget"]) == pytest.approx(75)
+    assert float(actual["refreekv", where, "narrativeqa/budget"]) == pytest.approx(75)
     _, out = shown(capsys, *arguments, "--trace", f"refreekv {where}", "narrativeqa/budget")
     assert f"cache_bytes: median {384 * 6 * (8 * 32 * 2 * 4 + 4)}" in out and "75 pct" in out
 
 
 def test_notes_of_timings_say_what_the_view_shows(results):
     seen = view(our_table.prepare(table_spec.load("think", "10"), "tiny", [f"results={results}"]))
-    said = {show: " ".join(grid.notes(seen, show)) for show in grid.SHOWS}
-    assert [show for show in said if "Stand-in" in said[show]] == ["both", "ours", "delta"]
-    assert [show for show in said if "our ratio less the paper's" in said[show]] == ["delta"]
-    assert "the paper's over its own kivi" in said["published"]
+    notes = {show: " ".join(grid.notes(seen, show)) for show in grid.SHOWS}
+    assert [show for show in notes if "Stand-in" in notes[show]] == ["both", "ours", "delta"]
+    assert [show for show in notes if "our ratio less the paper's" in notes[show]] == ["delta"]
+    assert "the paper's over its own kivi" in notes["published"]
     assert grid.title(seen, "published").endswith("as printed")
 
 
@@ -180,8 +180,8 @@ def test_without_rows_the_printed_side_stands_with_what_would_measure_it(name, t
     status, out = shown(capsys, name, f"results={tmp_path}", "--stored")
     assert status == 0 and "as printed" in out and f"python -m kvbench table {name}" in out
     assert max(map(len, out.splitlines())) <= 100
-    own = bench_spec.load(*name.split("/")).model
-    status, out = shown(capsys, name, f"results={tmp_path}", f"model={own}")
+    own_value = bench_spec.load(*name.split("/")).model
+    status, out = shown(capsys, name, f"results={tmp_path}", f"model={own_value}")
     assert status == 0 and f"not measured yet: scripts/gpu_tables.sh {bench_spec.load(*name.split('/')).results}" in out
 
 
@@ -197,25 +197,25 @@ def test_bases_are_those_of_the_same_workload(tmp_path, capsys):
 
 
 def test_what_is_missing_is_measured_once(tmp_path, monkeypatch, capsys):
-    asked = []
+    requests = []
 
     def measure(words, plan, beside):
-        given = dict(w.split("=", 1) for w in words)
-        asked.append(given)
-        path = Path(given["folder"]) / f"{given['name']}.jsonl"
-        records.append(path, think10(given["model"], given["workloads"]))
+        inputs = dict(w.split("=", 1) for w in words)
+        requests.append(inputs)
+        path = Path(inputs["folder"]) / f"{inputs['name']}.jsonl"
+        records.append(path, think10(inputs["model"], inputs["workloads"]))
         return [], path
 
     monkeypatch.setattr(request, "measure", measure)
     assert main(["table", "think/10", f"results={tmp_path}", "repeats=1"]) == 0
-    (given,) = asked
-    assert given["workloads"] == "160+338x4" and given["method"] == "kivi,kivi+think" and given["device"] == "cpu"
-    assert given["repeats"] == "1" and given["threads"] == "1" and given["name"] == "think10"
-    assert main(["table", "think/10", f"results={tmp_path}"]) == 0 and len(asked) == 1
-    assert main(["table", "think/10", f"results={tmp_path}", "again=true"]) == 0 and len(asked) == 2
+    (inputs,) = requests
+    assert inputs["workloads"] == "160+338x4" and inputs["method"] == "kivi,kivi+think" and inputs["device"] == "cpu"
+    assert inputs["repeats"] == "1" and inputs["threads"] == "1" and inputs["name"] == "think10"
+    assert main(["table", "think/10", f"results={tmp_path}"]) == 0 and len(requests) == 1
+    assert main(["table", "think/10", f"results={tmp_path}", "again=true"]) == 0 and len(requests) == 2
     # the paper's own model is not measured here
-    assert main(["table", "think/10", f"results={tmp_path}", "model=llama2-7b"]) == 0 and len(asked) == 2
-    assert main(["table", "think/10", f"results={tmp_path / 'x'}", "--stored"]) == 0 and len(asked) == 2
+    assert main(["table", "think/10", f"results={tmp_path}", "model=llama2-7b"]) == 0 and len(requests) == 2
+    assert main(["table", "think/10", f"results={tmp_path / 'x'}", "--stored"]) == 0 and len(requests) == 2
 
 
 def test_a_plan_measures_nothing(tmp_path, capsys):
@@ -273,9 +273,9 @@ def test_the_list_says_what_is_measured(results, capsys):
     out = capsys.readouterr().out
     assert "(9 published; tiny: 9 measured, 2 refused)" in " ".join(out.split())
     assert main(["list", "tables", f"results={results}", "--json"]) == 0
-    found = {t["id"]: t for t in json.loads(capsys.readouterr().out)["tables"]}
-    assert found["think/10"]["ours"] == [{"model": "tiny", "measured": 9, "refused": 2, "missing": 0}]
-    assert found["think/2"]["ours"] == []
+    result = {t["id"]: t for t in json.loads(capsys.readouterr().out)["tables"]}
+    assert result["think/10"]["ours"] == [{"model": "tiny", "measured": 9, "refused": 2, "missing": 0}]
+    assert result["think/2"]["ours"] == []
 
 
 def test_the_list_covers_every_committed_table():

@@ -45,10 +45,10 @@ def test_every_table_has_a_cell_for_each_distinct_row_and_column(name, folder, d
             assert line.refused or ours.cells(line, column), (line.row.name, column)
             method = row_knobs.method_of(line.row.method, row_knobs.parse(line.row.setting))
             knobs = sorted(row_knobs.knobs(line.row.method, line.row.setting).items())
-            own = {k: v for k, v in row_knobs.parse(line.row.setting).items() if k in ("shots", "context")}
+            own_knobs = {k: v for k, v in row_knobs.parse(line.row.setting).items() if k in ("shots", "context")}
             if not line.refused:
                 ids = tuple(c.id for _, c in ours.cells(line, column))
-                rows.setdefault((method, str(knobs), str(own), column.dataset), set()).add(ids)
+                rows.setdefault((method, str(knobs), str(own_knobs), column.dataset), set()).add(ids)
     assert all(len(ids) == 1 for ids in rows.values())
     units = {metric(g.task.metric).shown is None for g in ours.run.groups}
     for line, entries in view(ours).rows if units == {True} else ():
@@ -116,8 +116,8 @@ def test_nothing_that_can_be_read_is_told_with_its_reasons(folder, tmp_path, cap
     empty.mkdir()
     arguments = [f"model={folder}", f"data.root={empty}", f"results={tmp_path}"]
     assert main(["table", "refreekv/7", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert "none of its datasets can be read" in said and "gsm8k_test.jsonl" in said and "coqa-dev" in said
+    message = capsys.readouterr().err
+    assert "none of its datasets can be read" in message and "gsm8k_test.jsonl" in message and "coqa-dev" in message
 
 
 def test_longbench_columns_are_never_a_mixture(folder, tmp_path):
@@ -183,11 +183,11 @@ def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkey
 
 @pytest.mark.parametrize("paper", claims.papers())
 def test_every_claim_finds_its_pairs(paper, folder, data, tmp_path):
-    mine = [c for c in claims.load(paper) if c.test != "elsewhere"]
-    tables = [prepared(side, folder, data, tmp_path, "limit=1") for side in claims.sides(mine)]
-    for claim in mine:
-        found = claims.evidence(claim, tables)
-        assert len(found.cells) >= 2 or found.reason, claim.id
+    chosen = [c for c in claims.load(paper) if c.test != "elsewhere"]
+    tables = [prepared(side, folder, data, tmp_path, "limit=1") for side in claims.sides(chosen)]
+    for claim in chosen:
+        evidence = claims.evidence(claim, tables)
+        assert len(evidence.cells) >= 2 or evidence.reason, claim.id
 
 
 def test_a_difference_to_scores_made_under_other_conditions_is_marked(folder, data, tmp_path):
@@ -195,11 +195,11 @@ def test_a_difference_to_scores_made_under_other_conditions_is_marked(folder, da
     few = [f"model.path={folder}", f"data.root={data}", f"results={tmp_path}", "limit=1", "max_new_tokens=2"]
     ours = our_table.prepare(table("vatp/2"), "llama2-7b-chat", few)
     experiment.measure(ours.run, quiet=True)
-    said = " ".join(page.render(view(ours)).split())
-    assert not ours.stand_in and said.count("Δ") > 2
-    assert "°: other conditions than the paper's" in said and "LongBench-E, ours are of LongBench's own split" in said
-    assert "max_new_tokens=2 here" in said
-    assert "prompt=" not in said.partition("°: ")[2].partition("n = ")[0]
+    notes = " ".join(page.render(view(ours)).split())
+    assert not ours.stand_in and notes.count("Δ") > 2
+    assert "°: other conditions than the paper's" in notes and "LongBench-E, ours are of LongBench's own split" in notes
+    assert "max_new_tokens=2 here" in notes
+    assert "prompt=" not in notes.partition("°: ")[2].partition("n = ")[0]
     chosen = our_table.prepare(table("think/4"), "llama2-7b-chat", [*few, "prompt=plain"])
     experiment.measure(chosen.run, quiet=True)
     assert "prompt=plain here, think there" in " ".join(page.render(view(chosen)).split())

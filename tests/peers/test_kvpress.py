@@ -35,15 +35,15 @@ def theirs(model, ids, press):
         model(ids[None], past_key_values=dense)
         with press(model):
             model(ids[None], past_key_values=small)
-    found = []
-    for whole, kept in zip(dense.layers, small.layers, strict=True):
+    collected = []
+    for complete, kept_tokens in zip(dense.layers, small.layers, strict=True):
         heads = []
-        for h in range(whole.keys.shape[1]):
-            same = (kept.keys[0, h][:, None] == whole.keys[0, h][None]).all(-1)
+        for h in range(complete.keys.shape[1]):
+            same = (kept_tokens.keys[0, h][:, None] == complete.keys[0, h][None]).all(-1)
             assert (same.sum(-1) == 1).all()
             heads.append(sorted(same.int().argmax(-1).tolist()))
-        found.append(heads)
-    return found
+        collected.append(heads)
+    return collected
 
 
 def ours(model, ids, entry):
@@ -88,14 +88,14 @@ def test_tova(model, removed):
 
 def test_pyramidkv_keeps_snapkvs_tokens_at_each_layers_size(model):
     press = kvpress.PyramidKVPress(0.4, window_size=8, kernel_size=5)
-    kept = theirs(model, prompt(N), press)
-    sizes = [len(layer[0]) for layer in kept]
+    peer_tokens = theirs(model, prompt(N), press)
+    sizes = [len(layer[0]) for layer in peer_tokens]
     assert sizes[0] > sizes[-1]
     knobs = {"window": 8, "kernel": 5, "pooling": "avg"}
     for i, size in enumerate(sizes):
-        assert ours(model, prompt(N), {"method": "snapkv", "kv_size": size, **knobs})[i] == kept[i]
-    mine = [len(layer[0]) for layer in ours(model, prompt(N), {"method": "pyramidkv", "kv_size": 60, **knobs})]
-    assert mine[0] > mine[1] > mine[2]
+        assert ours(model, prompt(N), {"method": "snapkv", "kv_size": size, **knobs})[i] == peer_tokens[i]
+    our_tokens = [len(layer[0]) for layer in ours(model, prompt(N), {"method": "pyramidkv", "kv_size": 60, **knobs})]
+    assert our_tokens[0] > our_tokens[1] > our_tokens[2]
 
 
 @pytest.mark.parametrize("removed", [0.3, 0.5, 0.75])
@@ -106,15 +106,15 @@ def test_adakv_with_its_safe_floor(model, removed, floor):
     press = kvpress.AdaKVPress(kvpress.SnapKVPress(removed, window_size=16, kernel_size=5), alpha_safeguard=floor)
     with torch.no_grad(), press(model):
         model(prompt(N)[None], past_key_values=DynamicCache())
-    kept = []
+    kept_tokens = []
     for layer in model.model.layers:
         _, heads, tokens = layer.self_attn.masked_key_indices
         dropped = set(zip(heads.tolist(), tokens.tolist(), strict=True))
         kv_heads = model.config.num_key_value_heads
-        kept.append([[t for t in range(N) if (h, t) not in dropped] for h in range(kv_heads)])
+        kept_tokens.append([[t for t in range(N) if (h, t) not in dropped] for h in range(kv_heads)])
         layer.self_attn.masked_key_indices = None
     knobs = {"window": 16, "kernel": 5, "pooling": "avg", "floor": floor, "floor_rule": "safe"}
-    assert ours(model, prompt(N), {"method": "adakv", "kv_size": int(N * (1 - removed)), **knobs}) == kept
+    assert ours(model, prompt(N), {"method": "adakv", "kv_size": int(N * (1 - removed)), **knobs}) == kept_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +134,9 @@ class Probe(Stage):
 
 
 def test_observed_attention_is_our_column_sums_per_query_that_can_see_the_token(model):
-    kept = theirs(model, prompt(N), kvpress.ObservedAttentionPress(0.5))
+    peer_tokens = theirs(model, prompt(N), kvpress.ObservedAttentionPress(0.5))
     Probe.seen.clear()
     kvbench.prefill(model, prompt(N), [Chain((Probe(),))])
-    for sums, layer in zip(Probe.seen, kept, strict=True):
+    for sums, layer in zip(Probe.seen, peer_tokens, strict=True):
         mean = (sums / torch.arange(N, 0, -1)).view(len(layer), -1, N).mean(1)
         assert top_indices(mean, N // 2).tolist() == layer

@@ -37,17 +37,17 @@ def test_a_quarter_of_a_real_text(loaded, entry, press):
 def test_keynorm_but_for_equal_tokens_of_layer_0(loaded):
     """Keys of one token have equal norms in layer 0, up to rounding: which of them stays is nobody's choice."""
     model, ids = loaded
-    mine, kept = (
+    our_tokens, peer_tokens = (
         ours(model, ids, {"method": "keynorm", "kv_size": N // 4}),
         theirs(model, ids, kvpress.KnormPress(0.75)),
     )
-    assert mine[1:] == kept[1:]
-    for a, b in zip(mine[0], kept[0], strict=True):
+    assert our_tokens[1:] == peer_tokens[1:]
+    for a, b in zip(our_tokens[0], peer_tokens[0], strict=True):
         assert sorted(ids[a].tolist()) == sorted(ids[b].tolist())
 
 
 def test_pyramidkv_at_each_layers_size(loaded):
     model, ids = loaded
-    kept = theirs(model, ids, kvpress.PyramidKVPress(0.75, window_size=64, kernel_size=5))
+    peer_tokens = theirs(model, ids, kvpress.PyramidKVPress(0.75, window_size=64, kernel_size=5))
     for i in (0, 10, 20, 29):
-        assert ours(model, ids, {"method": "snapkv", "kv_size": len(kept[i][0]), **SNAPKV})[i] == kept[i]
+        assert ours(model, ids, {"method": "snapkv", "kv_size": len(peer_tokens[i][0]), **SNAPKV})[i] == peer_tokens[i]

@@ -27,8 +27,8 @@ TRIPLES = [
 
 def entry(chain, values, **more):
     """An entry of ``chain`` with those of ``values`` that its stages own, by full key."""
-    own = {f"{m}.{k}": v for m in chain.split("+") for k, v in values.items() if k in registry.knob_names(m)}
-    return {"method": chain, **own, **more}
+    own_knobs = {f"{m}.{k}": v for m in chain.split("+") for k, v in values.items() if k in registry.knob_names(m)}
+    return {"method": chain, **own_knobs, **more}
 
 
 @pytest.mark.parametrize("stages", TRIPLES, ids="+".join)
@@ -102,7 +102,7 @@ def layer(n, d, per, heads=(4, 2)):
     "method", ["think", "thinkv", "l1", "kivi", "flexgen", "thinkv+kivi", "think+flexgen", "l2+kivi"]
 )
 def test_short_prompts_and_odd_heads_cost_what_the_formula_says(method, d, n, per):
-    own = {"think", "thinkv", "l1", "l2"} & set(method.split("+"))
+    own_value = {"think", "thinkv", "l1", "l2"} & set(method.split("+"))
     chain = chain_of(entry(method, SMALL, per=per))
     dense, obs = layer(n, d, per)
     cache = chain.compress(dense, obs)
@@ -111,12 +111,12 @@ def test_short_prompts_and_odd_heads_cost_what_the_formula_says(method, d, n, pe
     payload = sum(b.key_bytes + b.value_bytes for b in blocks)
     assert storage_bytes(t for s in cache.segments for t in s.payload()) == dense.heads * payload
     for s in cache.segments:
-        whole = s.key_channels is None and s.value_channels is None
+        complete = s.key_channels is None and s.value_channels is None
         if s.codes is None:
-            assert whole == (n <= 5 or s.tokens == 5)
+            assert complete == (n <= 5 or s.tokens == 5)
         else:
             # even nothing packed yet: decoding will need to know
-            assert whole == (not own)
+            assert complete == (not own_value)
 
 
 @pytest.mark.parametrize("per", PER)

@@ -86,11 +86,11 @@ class Row:
 
     def check_channels(self):
         for segment in self.cache.segments:
-            for found, wanted in (
+            for actual, wanted in (
                 (segment.key_channels, [h.key_channels for h in self.slow.heads]),
                 (segment.value_channels, [h.value_channels for h in self.slow.heads]),
             ):
-                assert found is None or found.tolist() == wanted
+                assert actual is None or actual.tolist() == wanted
 
 
 def batch(rows, room, at_once=1, maskers=()):
@@ -187,8 +187,8 @@ def test_the_reference_loses_what_it_should():
     for name in CHAINS:
         row = Row(name, "kv_head", "gqa", 61, seed=3)
         q, k, v = (random(h, 1, D, seed=i) for i, h in enumerate((4, 2, 2)))
-        whole = (random(h, 61, D, seed=3 + i) for i, h in enumerate((4, 2, 2)))
-        full = Layer(Storage(), *whole, [list(range(61))] * 2, SCALE).step(q, k, v)
+        complete = (random(h, 61, D, seed=3 + i) for i, h in enumerate((4, 2, 2)))
+        full = Layer(Storage(), *complete, [list(range(61))] * 2, SCALE).step(q, k, v)
         assert (row.slow.step(q, k, v) - full).abs().max() > (
             1e-4 if name in ("kivi 8", "kivi one", "flexgen 8") else 1e-3
         ), name

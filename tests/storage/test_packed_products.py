@@ -47,8 +47,8 @@ def test_thin_keys_and_stand_ins():
     numbers, index = packed.dequantise(torch.float32), channels.repeat_interleave(2, dim=1)[:, :, None]
     for estimate in (as_they_are, torch.round):
         keys = estimate(numbers).double().repeat_interleave(2, dim=1)
-        found = packed_logits(query, packed, 0.2, channels, estimate)
-        close(found, 0.2 * (query.gather(3, index).double() @ keys.mT))
+        actual = packed_logits(query, packed, 0.2, channels, estimate)
+        close(actual, 0.2 * (query.gather(3, index).double() @ keys.mT))
 
 
 @pytest.mark.parametrize("layout", ["a view of a growing buffer", "transposed"])

@@ -41,12 +41,12 @@ def test_rows_of_a_new_format_decode_beside_exact_ones(monkeypatch, shapes):
         k, v, q = (random(3, h, 1, D, seed=100 * step + h)[rows] for h in (HK, HK, HQ))
         for layer in (exact, mixed):
             layer.add(k, v)
-        want, found = (layer.attend(q, 0.4, None) for layer in (exact, mixed))
-        torch.testing.assert_close(found, want, atol=5e-3, rtol=5e-3)
-        assert torch.equal(found[rows.index(1)], want[rows.index(1)]) and not torch.equal(found, want)
+        want, actual = (layer.attend(q, 0.4, None) for layer in (exact, mixed))
+        torch.testing.assert_close(actual, want, atol=5e-3, rtol=5e-3)
+        assert torch.equal(actual[rows.index(1)], want[rows.index(1)]) and not torch.equal(actual, want)
         assert mixed.held().tolist() == exact.held().tolist()
         sizes = zip(rows, mixed.payload(), exact.payload(), strict=True)
-        assert all(mine == (theirs if row == 1 else theirs // 2) for row, mine, theirs in sizes)
+        assert all(ours == (peers_value if row == 1 else peers_value // 2) for row, ours, peers_value in sizes)
         assert allocated([mixed]) > 0
         if step == 1:
             for layer in (exact, mixed):
@@ -57,11 +57,11 @@ def test_rows_of_a_new_format_decode_beside_exact_ones(monkeypatch, shapes):
 @pytest.mark.parametrize("lengths", [(6, 6), (5, 9)])
 def test_what_continues_is_what_the_format_holds(monkeypatch, lengths):
     monkeypatch.setattr(registry, "FORMATS", (HalfRows, *registry.FORMATS))
-    held = cache(lengths, 3)
-    layer = RowLayer([StoredRow(cache=held, coder=HALF)], Room(tokens=2))
+    segments = cache(lengths, 3)
+    layer = RowLayer([StoredRow(cache=segments, coder=HALF)], Room(tokens=2))
     k, v = random(1, HK, 2, D, seed=1), random(1, HK, 2, D, seed=2)
     layer.add(k, v)
-    (segment,) = layer.continued(held).segments
+    (segment,) = layer.continued(segments).segments
     assert segment.k.dtype == torch.float16 and segment.counts == [n + 2 for n in lengths]
     for head in range(HK):
         assert torch.equal(segment.head(head).k[0, -2:], k[0, head].half())

@@ -40,9 +40,9 @@ def check(model, ids, made, per, answer, held):
     (cache,) = kvbench.prefill(model, ids, [made], per=per)
     audit(cache, 2, 16, torch.float32)
     assert cache.layers[0].segments[0].key_channels is not None
-    (found,) = generate_rows(model, [cache], [Ending(len(answer))])
-    assert found.tokens == answer
-    check_peak(cache, found.held, len(answer) - 1)
+    (actual,) = generate_rows(model, [cache], [Ending(len(answer))])
+    assert actual.tokens == answer
+    check_peak(cache, actual.held, len(answer) - 1)
     longer = kvbench.extend(model, cache, torch.tensor(answer))
     assert [ref.kept(layer) for layer in longer.layers] == held
     return cache, longer
@@ -55,18 +55,20 @@ def check(model, ids, made, per, answer, held):
 )
 def test_h2o_drops_thin_and_whole_tokens_alike(pruner, knobs, per):
     model, ids = build("llama"), prompt(N, 8)
-    made = entry(f"h2o+{pruner}", **{"variant": "orig", **knobs})
+    built = entry(f"h2o+{pruner}", **{"variant": "orig", **knobs})
     bits, mask = knobs.get("score_bits"), knobs.get("code_mask", False)
     stores = thin(pruner)
-    answer, held = decoding.h2o_decoding(model, ids, NEW, 8, 8, bits, mask, stores, PER[per])
-    cache, _ = check(model, ids, made, per, answer, held)
+    answer, kept_tokens = decoding.h2o_decoding(model, ids, NEW, 8, 8, bits, mask, stores, PER[per])
+    cache, _ = check(model, ids, built, per, answer, kept_tokens)
     dropped = [
         set(layer.segments[0].positions[h].tolist()) - set(tokens)
         for i, layer in enumerate(cache.layers)
-        for h, tokens in enumerate(held[i])
+        for h, tokens in enumerate(kept_tokens[i])
     ]
-    kept = [set(stores.old[i][h]) & set(tokens) for i, layer in enumerate(held) for h, tokens in enumerate(layer)]
-    assert any(dropped) and any(kept), "some thin tokens went and some stayed"
+    kept_positions = [
+        set(stores.old[i][h]) & set(tokens) for i, layer in enumerate(kept_tokens) for h, tokens in enumerate(layer)
+    ]
+    assert any(dropped) and any(kept_positions), "some thin tokens went and some stayed"
     plain, _ = decoding.h2o_decoding(model, ids, NEW, 8, 8, bits, mask, None, PER[per])
     assert plain != answer
 
@@ -117,7 +119,7 @@ MIXED = {
 
 def mixed(model, lengths=(N, 20, 9)):
     """Every chain on prompts of unequal lengths, one shorter than what stays whole."""
-    knobs = {m: {k: v for k, v in {**entry(m), **own}.items() if k != "recent"} for m, own in MIXED.items()}
+    knobs = {m: {k: v for k, v in {**entry(m), **own_value}.items() if k != "recent"} for m, own_value in MIXED.items()}
     return [kvbench.prefill(model, prompt(n, n), [e])[0] for e in knobs.values() for n in lengths]
 
 
@@ -159,18 +161,18 @@ def test_slots_of_thin_tokens_are_filled_again_and_memory_is_flat():
     assert shapes(3) == [(SIZE, 12), (8, 4), (SIZE, 8), (8, 8)]
     assert shapes(2000) == shapes(SIZE) == [(SIZE, 12), (SIZE, 4), (SIZE, 8), (SIZE, 8)]
     (layer, *_) = batch = build_batch(model, [cache], 60)
-    store, whole = layer.formats[0][1].store, []
+    store, complete = layer.formats[0][1].store, []
     before = [t.data_ptr() for t in (store.k.kept, store.k.others, store.v.kept, store.v.others)]
     with torch.no_grad(), attached(model):
         for t in range(60):
             step(model, batch, torch.tensor([[5 + t]]), torch.tensor([[N + t]]))
-            held = layer.formats[0][1].valid.gather(2, store.slot)
-            whole.append((store.whole & held).sum(dim=-1)[0].tolist())
+            stored = layer.formats[0][1].valid.gather(2, store.slot)
+            complete.append((store.whole & stored).sum(dim=-1)[0].tolist())
             # a place belongs to one token, and every token that came has one
             for h in range(2):
-                taken = store.slot[0, h][store.whole[0, h]].tolist()
-                assert len(set(taken)) == len(taken)
-    assert whole[0] == [6, 6] and whole[-1] > whole[0] and max(map(max, whole)) <= SIZE
+                chosen = store.slot[0, h][store.whole[0, h]].tolist()
+                assert len(set(chosen)) == len(chosen)
+    assert complete[0] == [6, 6] and complete[-1] > complete[0] and max(map(max, complete)) <= SIZE
     assert before == [t.data_ptr() for t in (store.k.kept, store.k.others, store.v.kept, store.v.others)]
     assert len(layer.formats) == 1, "no dense tail beside the slots"
 

@@ -37,10 +37,10 @@ CHAINS = {
 def entry(name):
     knobs = {"thinkv.value_ratio": 0.5} if "thinkv" in name else {}
     for part in name.split("+"):
-        own = {"snapkv": ("kv_size", "window"), "adakv": ("kv_size", "window"), "kivi": ("group", "residual")}
-        own |= {"think": ("recent", "observed", "ratio"), "flexgen": ("group",)}
-        own["thinkv"] = own["think"]
-        knobs |= {f"{part}.{k}": {**SMALL, "kv_size": SIZE, "window": 6}[k] for k in own[part]}
+        own_value = {"snapkv": ("kv_size", "window"), "adakv": ("kv_size", "window"), "kivi": ("group", "residual")}
+        own_value |= {"think": ("recent", "observed", "ratio"), "flexgen": ("group",)}
+        own_value["thinkv"] = own_value["think"]
+        knobs |= {f"{part}.{k}": {**SMALL, "kv_size": SIZE, "window": 6}[k] for k in own_value[part]}
     return {"method": name, **knobs}
 
 
@@ -134,11 +134,11 @@ def test_text_appended_in_pieces_is_stored_as_if_it_were_generated(name, per):
     close(at_once.logits, pieces.logits, name)
     for a, b in zip(at_once.layers, pieces.layers, strict=True):
         assert ref.kept(a) == ref.kept(b)
-        held = [storage_bytes(t for s in layer.segments for t in s.payload()) for layer in (a, b)]
-        assert held[0] == held[1]
+        held_bytes = [storage_bytes(t for s in layer.segments for t in s.payload()) for layer in (a, b)]
+        assert held_bytes[0] == held_bytes[1]
         if CHAINS[name].quantiser:
             blocks = [block for tokens in ref.kept(a) for block in cache.chain.layout(len(tokens), D, 4)]
-            assert held[0] == sum(block.key_bytes + block.value_bytes for block in blocks)
+            assert held_bytes[0] == sum(block.key_bytes + block.value_bytes for block in blocks)
     assert kvbench.generate(model, [pieces], 12) == kvbench.generate(model, [at_once], 12)
 
 

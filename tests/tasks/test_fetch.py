@@ -15,12 +15,12 @@ from kvbench.tasks.source import Files
 
 def test_members_of_an_archive_are_placed_and_locked(tmp_path):
     store = FakeHub({"data.zip": archive(tmp_path, a='"one"\n', b='"two"\n', c='"three"\n')})
-    root, said = tmp_path / "root", []
-    assert take(source(SUITE), root, store, said.append) == ["demo/a.jsonl", "demo/b.jsonl"]
+    root, message = tmp_path / "root", []
+    assert take(source(SUITE), root, store, message.append) == ["demo/a.jsonl", "demo/b.jsonl"]
     assert (root / "demo" / "b.jsonl").read_text() == '"two"\n'
     assert sorted(p.name for p in root.iterdir()) == ["demo", fetch.LOCK]
     assert store.asked == [("commit", "owner/demo", "dataset", "main"), ("file", "owner/demo", "data.zip", COMMIT)]
-    assert said == ["fetching data.zip of owner/demo"]
+    assert message == ["fetching data.zip of owner/demo"]
     record = fetch.read_lock(root)["demo/a.jsonl"]
     assert record == {
         "dataset": "demo",
@@ -94,8 +94,8 @@ def test_wikitext2_comes_with_the_split_that_calibration_reads(tmp_path):
     store = FakeHub({name: parquet(tmp_path, content) for name, content in files.items()})
     root = tmp_path / "root"
     assert take(fetch.source_of("wikitext2"), root, store) == ["wikitext2/test.txt", "wikitext2/train.txt"]
-    found = text.find(False, None, str(root))
-    assert (found.name, found.content) == ("wikitext2/train.txt", "".join(r["text"] for r in rows))
+    actual = text.find(False, None, str(root))
+    assert (actual.name, actual.content) == ("wikitext2/train.txt", "".join(r["text"] for r in rows))
 
 
 def test_addresses_and_compressed_files(tmp_path):
@@ -249,13 +249,13 @@ def test_a_damaged_lock_is_an_error(tmp_path, text):
 
 
 def test_every_entry_of_conf_says_what_status_shows():
-    found = fetch.sources()
-    assert {"longbench", "longbench_e", "longbench_zh"} <= set(found)
-    for name, entry in found.items():
+    sources = fetch.sources()
+    assert {"longbench", "longbench_e", "longbench_zh"} <= set(sources)
+    for name, entry in sources.items():
         if entry is not None:
             assert entry.licence != "unknown" and entry.revision, name
             assert len({w.to for w in entry.files}) == len(entry.files), name
-    places = [w.to for w in found["longbench_e"].files]
+    places = [w.to for w in sources["longbench_e"].files]
     assert len(places) == 15 and "longbench/qasper_e.jsonl" in places
 
 

@@ -32,13 +32,13 @@ def test_checked_knobs():
 
 def test_the_answers_length_is_a_knob_of_datasets_whose_data_says_it_too():
     entry = entries("dataset")["tiny"]
-    (own,), (same,), (less,) = (
+    (own_value,), (same,), (less,) = (
         load_tasks("tiny", {**entry, "max_new_tokens": n}, ["needle"], None) for n in (None, 8, 3)
     )
     # the length that the data says is the same cell, whether typed or not
-    assert own.content_hash() == same.content_hash() != less.content_hash()
+    assert own_value.content_hash() == same.content_hash() != less.content_hash()
     assert {e.max_new_tokens for e in less.examples} == {3}
-    assert [e.prompt for e in less.examples] == [e.prompt for e in own.examples]
+    assert [e.prompt for e in less.examples] == [e.prompt for e in own_value.examples]
     for wrong in (0, 2.5, True, "8"):
         with pytest.raises(UsageError, match=r"dataset\.tiny\.max_new_tokens=.*a whole number, 1 or more"):
             load_tasks("tiny", {**entry, "max_new_tokens": wrong}, ["needle"], None)

@@ -273,9 +273,15 @@ def test_a_task_for_every_prompt_of_the_official_file():
 def test_a_run_reports_longbench_e_by_range(root, capsys):
     fill(root, ["qasper"], ending="_e")
     results = root / "results"
-    given = ["dataset=longbench_e/qasper", "method=full", "max_length=256", f"data.root={root}", f"results={results}"]
-    assert main(["run", *given, "--json"]) == 0
+    arguments = [
+        "dataset=longbench_e/qasper",
+        "method=full",
+        "max_length=256",
+        f"data.root={root}",
+        f"results={results}",
+    ]
+    assert main(["run", *arguments, "--json"]) == 0
     (cell,) = json.loads(capsys.readouterr().out)["rows"][0]["cells"]
     assert {name: b["n"] for name, b in cell["buckets"].items()} == {"0-4k": 1, "4-8k": 1, "8k+": 2}
-    whole = sum(b["n"] * b["score"] for b in cell["buckets"].values()) / 4
-    assert whole == pytest.approx(cell["score"])
+    complete = sum(b["n"] * b["score"] for b in cell["buckets"].values()) / 4
+    assert complete == pytest.approx(cell["score"])

@@ -23,9 +23,9 @@ def line(i, answers=None, others=()):
 
 def shown(example):
     """The (title, text) of each document, checked to be numbered from 1."""
-    found = DOCUMENT.findall(example.prompt)
-    assert [int(number) for number, _, _ in found] == list(range(1, len(found) + 1))
-    return [(title, text) for _, title, text in found]
+    match = DOCUMENT.findall(example.prompt)
+    assert [int(number) for number, _, _ in match] == list(range(1, len(match) + 1))
+    return [(title, text) for _, title, text in match]
 
 
 @pytest.mark.parametrize(("documents", "middle"), [(1, 0), (2, 0), (3, 1), (10, 4), (20, 9)])

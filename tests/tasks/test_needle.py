@@ -155,7 +155,7 @@ def test_classical_needle(haystack):
 
 
 def test_needle_of_ones_own(haystack):
-    own = {"needle": "The {code} is 7.", "question": "What is the {code}?", "answer": "7"}
+    own_value = {"needle": "The {code} is 7.", "question": "What is the {code}?", "answer": "7"}
     tokenizer = bpe()
     (task,) = load(
         tokenizer,
@@ -164,9 +164,9 @@ def test_needle_of_ones_own(haystack):
         metric="contains",
         max_new_tokens=5,
         prompt="{context} Q {question}",
-        **own,
+        **own_value,
     )
-    check(tokenizer, task, lambda _: own["needle"])
+    check(tokenizer, task, lambda _: own_value["needle"])
     example = task.examples[1]
     assert example.prompt.endswith(" Q What is the {code}?")
     assert (task.metric, example.answers, example.max_new_tokens) == ("contains", ("7",), 5)
@@ -260,13 +260,13 @@ def test_paul_graham(tokenizer):
 
 
 def test_answers_are_longer_behind_a_chat_template(haystack):
-    for given, plain, chat in (
+    for inputs, plain, chat in (
         ({}, 8, 32),
         ({"phrasing": "sanfrancisco"}, 30, 32),
         ({"max_new_tokens": 5}, 5, 5),
         ({"max_new_tokens": 64}, 64, 64),
     ):
-        entry = {**DEFAULTS, "haystack": str(haystack), "lengths": 300, "depths": 50, "repeats": 1, **given}
+        entry = {**DEFAULTS, "haystack": str(haystack), "lengths": 300, "depths": 50, "repeats": 1, **inputs}
         for behind, expected in ((False, plain), (True, chat)):
             (task,) = load_tasks("needle", entry, [], bpe(), chat=behind)
             assert [e.max_new_tokens for e in task.examples] == [expected]

@@ -61,8 +61,8 @@ def test_end_to_end_prints_perplexities_and_their_difference(tmp_path, capsys):
     assert small["delta"] == pytest.approx(small["score"] - full["score"], rel=1e-6)
     lines = [json.loads(x) for p in (tmp_path / "r").glob("cells/*/samples-0.jsonl") for x in p.open()]
     assert {x["new_tokens"] for x in lines} == {32}
-    mine = [x["score"] for x in lines if x["kept"] == 96]
-    assert full["score"] == pytest.approx(math.exp(sum(mine) / len(mine)))
+    ours = [x["score"] for x in lines if x["kept"] == 96]
+    assert full["score"] == pytest.approx(math.exp(sum(ours) / len(ours)))
 
 
 def test_word_level_divides_by_words(tmp_path, capsys):
@@ -85,11 +85,11 @@ def test_words_are_those_of_the_text_that_end_in_the_scored_part(tmp_path, fast,
     letters = [len(tokenizer.decode(ids[:n])) for n in range(len(ids) + 1)]
     ends = [i for i in range(1, len(text)) if text[i].isspace() and not text[i - 1].isspace()]
     expected = [sum(letters[n + 8] < end <= letters[n + 19] for end in ends) for n in range(0, len(ids) - 18, 19)]
-    found = [e.meta["words"] for e in task.examples]
-    assert found == expected and len(set(found)) > 1
-    assert {e.meta["divisor"] for e in task.examples} == {sum(found) / len(found)}
+    actual = [e.meta["words"] for e in task.examples]
+    assert actual == expected and len(set(actual)) > 1
+    assert {e.meta["divisor"] for e in task.examples} == {sum(actual) / len(actual)}
     # counting the pieces of the scored text counts a word once more wherever a part begins or ends inside it
-    assert sum(found) < sum(len(tokenizer.decode(list(e.tokens[9:])).split()) for e in task.examples)
+    assert sum(actual) < sum(len(tokenizer.decode(list(e.tokens[9:])).split()) for e in task.examples)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_words_are_those_of_the_text_that_end_in_the_scored_part(tmp_path, fast,
 )
 def test_bad_windows_are_refused(knob, message, tmp_path, capsys):
     root = write_text(tmp_path)
-    given = {"length": "length=128", "prefix": "prefix=96", knob.split("=")[0]: knob}
-    assert main(["run", "dataset=wikitext2", *given.values(), root, f"results={tmp_path / 'r'}"]) == 2
+    arguments = {"length": "length=128", "prefix": "prefix=96", knob.split("=")[0]: knob}
+    assert main(["run", "dataset=wikitext2", *arguments.values(), root, f"results={tmp_path / 'r'}"]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -163,11 +163,11 @@ def test_the_interval_of_a_perplexity_difference_resamples_pairs():
     from kvbench.run.summary import shown_delta
 
     rng = np.random.default_rng(3)
-    theirs = rng.normal(3.0, 0.4, 40)
-    ours = theirs + rng.normal(0.2, 0.02, 40)
-    found = shown_delta(list(zip(ours, theirs, strict=True)), math.exp)
+    peers_value = rng.normal(3.0, 0.4, 40)
+    ours = peers_value + rng.normal(0.2, 0.02, 40)
+    actual = shown_delta(list(zip(ours, peers_value, strict=True)), math.exp)
     draws = [rng.integers(40, size=40) for _ in range(4000)]
-    slow = [math.exp(ours[d].mean()) - math.exp(theirs[d].mean()) for d in draws]
+    slow = [math.exp(ours[d].mean()) - math.exp(peers_value[d].mean()) for d in draws]
     low, high = np.quantile(slow, [0.025, 0.975])
-    assert found.mean == pytest.approx(math.exp(ours.mean()) - math.exp(theirs.mean()))
-    assert found.ci == pytest.approx([low, high], rel=0.05)
+    assert actual.mean == pytest.approx(math.exp(ours.mean()) - math.exp(peers_value.mean()))
+    assert actual.ci == pytest.approx([low, high], rel=0.05)

@@ -53,14 +53,14 @@ def words(tokenizer, ids):
 def test_short_prompts_stay_and_long_ones_lose_exactly_their_middle():
     t, e = task()
     tok = Words()
-    whole = encode(tok, e, t, PromptPolicy(), None)
-    assert (len(whole), whole.cut) == (11, 0)
+    complete = encode(tok, e, t, PromptPolicy(), None)
+    assert (len(complete), complete.cut) == (11, 0)
     for limit in (10, 7, 2, 1):
         cut = encode(tok, e, t, PromptPolicy(max_length=limit), None)
         assert len(cut) == limit
         assert cut.cut == 11 - limit
         front = (limit + 1) // 2
-        assert cut.ids == (*whole.ids[:front], *(whole.ids[11 - (limit - front) :] if limit > front else ()))
+        assert cut.ids == (*complete.ids[:front], *(complete.ids[11 - (limit - front) :] if limit > front else ()))
 
 
 def longbench_ids(tokenizer, prompt, limit):
@@ -262,8 +262,6 @@ def test_stop_texts_of_a_model_join_its_end_tokens(monkeypatch):
 
 
 def test_vicunas_template_is_the_one_it_was_trained_with():
-    from kvbench.tasks.prompt import render
-
     run = config.read(["model=vicuna-7b-v1.5-16k"])
     from transformers import AutoTokenizer
 
@@ -271,7 +269,7 @@ def test_vicunas_template_is_the_one_it_was_trained_with():
 
     tokenizer = AutoTokenizer.from_pretrained(embedded.path())
     tokenizer.chat_template = run.model.chat_template
-    text = render(tokenizer, "Hello", None)
+    text = PromptPolicy(template="on").render(tokenizer, "Hello")
     assert text.endswith("to the user's questions. USER: Hello ASSISTANT:")
 
 

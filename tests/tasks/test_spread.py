@@ -31,10 +31,10 @@ def test_a_larger_limit_takes_what_a_smaller_one_took_and_a_round_takes_every_fi
     task = Task("any/task", tuple(grid(["length", "depth"], *axes)), "f1", "here", grid=("length", "depth"))
     before: set = set()
     for limit in range(1, 40):
-        taken = task.taken(limit)
-        assert len(taken) == min(limit, 36) and before <= {e.id for e in taken}
-        assert [task.examples.index(e) for e in taken] == sorted(task.examples.index(e) for e in taken)
-        before = {e.id for e in taken}
+        chosen = task.taken(limit)
+        assert len(chosen) == min(limit, 36) and before <= {e.id for e in chosen}
+        assert [task.examples.index(e) for e in chosen] == sorted(task.examples.index(e) for e in chosen)
+        before = {e.id for e in chosen}
     assert task.taken(12) == task.examples[:12] and task.taken(None) == task.examples
     corners = {(e.meta["length"], e.meta["depth"]) for e in task.taken(2)}
     assert corners == {(512, 0), (4096, 100)}
@@ -54,14 +54,14 @@ def test_without_a_grid_the_first_ones_are_taken():
 
 def test_a_run_spreads_its_limit_over_the_depths_and_says_what_is_left_out(tmp_path, capsys):
     root = data_path("paul_graham").parent
-    given = [f"data.root={root}", f"results={tmp_path}", "dataset=needle", "lengths=256", "depths=0,50,100"]
-    given += ["repeats=1", "method=full", "max_new_tokens=1", "--json"]
-    assert main(["run", *given, "limit=2"]) == 0
+    arguments = [f"data.root={root}", f"results={tmp_path}", "dataset=needle", "lengths=256", "depths=0,50,100"]
+    arguments += ["repeats=1", "method=full", "max_new_tokens=1", "--json"]
+    assert main(["run", *arguments, "limit=2"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert "needle/256: limit=2 leaves out depth 50." in report["notes"]
     (cell,) = [c["cell"] for c in report["rows"][0]["cells"]]
     lines = [json.loads(x) for f in (tmp_path / "cells" / cell).glob("samples*.jsonl") for x in f.open()]
     assert sorted(x["meta"]["depth"] for x in lines) == [0, 100]
-    assert main(["run", *given, "limit=3"]) == 0
+    assert main(["run", *arguments, "limit=3"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert not any("leaves out" in n for n in report["notes"])

@@ -63,8 +63,8 @@ def test_long_articles_are_no_shots(tmp_path):
 def test_cnn_dailymail(tmp_path):
     articles(tmp_path, "cnn_dailymail", ("article", "highlights"))
     (task,) = load("cnn_dailymail", tmp_path, shots=1)
-    asked = "Summarize the above article in 3 sentences.\n"
-    assert all(e.prompt.endswith(f"\n\n{asked}") and e.prompt.count(asked) == 2 for e in task.examples)
+    requested = "Summarize the above article in 3 sentences.\n"
+    assert all(e.prompt.endswith(f"\n\n{requested}") and e.prompt.count(requested) == 2 for e in task.examples)
     assert {e.max_new_tokens for e in task.examples} == {128}
     (one,) = load("cnn_dailymail", tmp_path, sentences=1)
     assert one.examples[0].prompt.endswith(f"\n\n{ASKED}")

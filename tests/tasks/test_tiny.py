@@ -6,15 +6,17 @@ import random
 from itertools import pairwise
 
 import pytest
+from tiny_model import tokenizer
 
-from kvbench.tasks import tiny, tiny_corpus, tiny_tokens
+from kvbench.engine.calibration import tiny_corpus
+from kvbench.tasks import tiny
 
 LENGTHS = (64, 65, 66, 67, 68, 127, 256, 333, 512, 1024, 2048, 4096)
 
 
 @pytest.fixture(scope="module")
 def reader():
-    return tiny_tokens.build()
+    return tokenizer.build()
 
 
 def test_each_task_mirrors_another_category_with_its_metric():
@@ -54,7 +56,7 @@ def test_answers_have_two_tokens_and_follow_from_the_prompt(task, reader):
         ids = reader(f" {answer}", add_special_tokens=False)["input_ids"]
         assert 2 <= len(ids) < example.max_new_tokens
         assert answer == answer.strip() == reader.decode(ids).strip()
-        assert all(i >= tiny_tokens.FIRST_WORD or chr(i - 3) in "0123456789.:," for i in ids)
+        assert all(i >= tokenizer.FIRST_WORD or chr(i - 3) in "0123456789.:," for i in ids)
         assert not example.classes or answer in example.classes
 
 
@@ -84,9 +86,7 @@ def test_needle_depths_are_spread_and_recorded():
 
 
 def test_words_belong_to_one_list_so_that_a_key_is_found_once():
-    lists = (tiny.CITIES, tiny.VARIABLES, tiny.PEOPLE, tiny.LABS, tiny.OBJECTS, tiny.SHADES, tiny.COLOURS)
-    lists += (tiny.TRAITS, tiny.TRADES, tiny.ACTIONS, *tiny.FILLER_WORDS.values())
-    everything = [word for group in lists for word in group]
+    everything = [word for group in tiny.WORDS.values() for word in group]
     assert len(everything) == len(set(everything))
     assert not any(a != b and a in b for a in tiny.LABELS for b in tiny.LABELS)
 
@@ -103,7 +103,8 @@ def test_training_never_meets_an_evaluation_prompt(reader):
     mix = dict.fromkeys(tiny_corpus.TASKS, 1.0)
     for length in (64, 128):
         for _ in range(400):
-            text = reader.decode(tiny_corpus.sequence(rng, length, mix, 0).ids)
+            spans = tiny_corpus.questions(rng, length, tiny_corpus.draw_tasks(rng, mix))
+            text = reader.decode([token for span in spans for token in span.ids])
             assert not any(text.startswith(prompt) for prompt in prompts)
             assert text.removeprefix("<s>notes:").split(" question:")[0] not in facts
 
@@ -112,7 +113,7 @@ def test_needle_for_real_text_keeps_the_phrasing_of_the_suite():
     sentence, question, answer = tiny.needle_pair(3)
     assert (sentence, question, answer) == tiny.needle_pair(3)
     city = question.split()[-2]
-    assert sentence == tiny.needle_sentence(city, answer) == f"the magic number of {city} is {answer}."
+    assert sentence == f"the magic number of {city} is {answer}."
     assert question == f"question: what is the magic number of {city}? answer: {city} is"
     assert len({tiny.needle_pair(index) for index in range(50)}) > 45
 

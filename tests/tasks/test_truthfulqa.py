@@ -91,5 +91,5 @@ def test_real_data():
     assert first.answers[0] == "The watermelon seeds pass through your digestive system"
     assert len(first.answers) == 6 and "Nothing happens" in first.answers
     assert all(score("rouge_l", e.answers[-1], e) > 0.99 for e in task.examples)
-    asked = {e.question.splitlines()[0].removeprefix("Q: ").lower() for e in task.examples}
-    assert not asked & {line[3:].lower() for line in SHOTS.splitlines() if line.startswith("Q: ")}
+    requested = {e.question.splitlines()[0].removeprefix("Q: ").lower() for e in task.examples}
+    assert not requested & {line[3:].lower() for line in SHOTS.splitlines() if line.startswith("Q: ")}

@@ -110,10 +110,6 @@ class Session:
                 file=sys.stderr,
             )
         label = f"calibrate {stage.id}"
-        with nullcontext(_silent) if quiet else progress({label: recipe.samples}, unit="samples") as tick:
+        with nullcontext(lambda label, n: None) if quiet else progress({label: recipe.samples}, unit="samples") as tick:
             run = CalibrationRun(model, windows, recipe, lambda: tick(label, 1), observer(model))
             return stage.calibrate(run)
-
-
-def _silent(label: str, n: int) -> None:
-    """Show nothing: the tick of a quiet run."""

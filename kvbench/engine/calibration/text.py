@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.engine.calibration import tiny_corpus
 from kvbench.errors import UsageError
-from kvbench.tasks import tiny_corpus
 from kvbench.tasks.base import read_text
 from kvbench.tasks.source import Files, data_root
 
@@ -75,8 +75,9 @@ class CorpusText:
             raise UsageError(f"tokens={tokens} is not possible: {self.name} has sequences of up to {CORPUS_LONGEST}")
         mix = dict.fromkeys(tiny_corpus.TASKS, 1.0)
         for i in range(samples):
-            line = tiny_corpus.sequence(random.Random(f"{SEED}/{tokens}/{i}"), tokens - 1, mix, 0)
-            yield torch.tensor(line.ids)
+            rng = random.Random(f"{SEED}/{tokens}/{i}")
+            spans = tiny_corpus.questions(rng, tokens - 1, tiny_corpus.draw_tasks(rng, mix))
+            yield torch.tensor([token for span in spans for token in span.ids])
 
 
 CalibrationText = FileText | CorpusText

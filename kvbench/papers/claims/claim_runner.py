@@ -80,19 +80,14 @@ def _record(v: Verdict) -> dict[str, Any]:
     means = {key: None if x is None else round(x, 6) for key, x in (("mean", v.mean), ("elsewhere", v.elsewhere))}
     return {
         **{key: getattr(claim, key) for key in ("id", "paper", "quote", "where", "tested", "test", "margin", "pairs")},
-        "verdict": v.verdict,
-        "side": v.side,
-        "why_not": v.why_not,
+        **{key: getattr(v, key) for key in ("verdict", "side", "why_not")},
         **means,
         "ci": None if v.ci is None else [round(x, 3) for x in v.ci],
-        "p_for": v.p_for,
-        "p_against": v.p_against,
+        **{"p_for": v.p_for, "p_against": v.p_against},
         "n": {task: len(d) for task, d in evidence.differences.items()},
         "tasks": {task: round(x, 6) for task, x in evidence.tasks.items()},
         "settings": [round(float(x), 6) for x in evidence.settings],
-        "floors": evidence.floors,
-        "ran": evidence.ran,
-        "cells": evidence.cells,
+        **{key: getattr(evidence, key) for key in ("floors", "ran", "cells")},
         "reason": v.reason,
     }
 

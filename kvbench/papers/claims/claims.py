@@ -9,7 +9,7 @@ over all claims of a ledger together (Holm). Tasks where the full cache is at th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import yaml
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvbench.errors import KvbenchError, unknown
 from kvbench.metrics import metric, stats
 from kvbench.papers import files
-from kvbench.papers.measured.our_table import OurTable
+from kvbench.papers.measured.our_table import OurTable, scores
 from kvbench.papers.spec import catalogue, table_spec
 from kvbench.papers.spec.table_spec import Given
 from kvbench.run.advice import at_floor
@@ -64,7 +64,7 @@ class Claim:
     why: str = ""
 
     def __post_init__(self) -> None:
-        """Raise KvbenchError for a test that there is not."""
+        """Raise KvbenchError if ``test`` is not one of TESTS."""
         if self.test not in TESTS:
             raise KvbenchError(f"claim {self.id}: test must be one of {', '.join(TESTS)}, not {self.test!r}")
 
@@ -142,10 +142,10 @@ class Verdict:
 def load(paper: str) -> tuple[Claim, ...]:
     """Read the claims of a paper, in its file's order; raise KvbenchError for a damaged file."""
     (path,) = files(f"{paper}/claims.yaml")
-    lists = {"datasets": tuple, "pairs": lambda pairs: tuple((a, b) for a, b in pairs)}
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return tuple(Claim(paper, **{k: lists.get(k, lambda x: x)(v) for k, v in c.items()}) for c in raw)
+        claims = (Claim(paper, **entry) for entry in raw)
+        return tuple(replace(c, datasets=tuple(c.datasets), pairs=tuple((a, b) for a, b in c.pairs)) for c in claims)
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise KvbenchError(f"{path}: {error}") from None
 
@@ -164,27 +164,31 @@ def find(wanted: str) -> tuple[str, ...]:
 
 
 def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
-    """Return tables of all rows that a paper's claims compare, one for each set of datasets.
+    """Return tables of the rows that a paper's claims compare: one table for each set of datasets.
 
-    With ``scaled`` the model scales windows, so that each row also comes with the paper's own windows.
+    ``scaled``: the model runs with scaled-down windows, so each row is added again with the paper's own.
     """
-    by_columns: dict[tuple[str, ...], list[str]] = {}
+    sides_by_datasets: dict[tuple[str, ...], list[str]] = {}
     for claim in claims:
         for side in (s for pair in claim.pairs for s in pair):
-            by_columns.setdefault(claim.columns, []).extend((side, as_printed(side)) if scaled else (side,))
+            sides_by_datasets.setdefault(claim.columns, []).extend((side, as_printed(side)) if scaled else (side,))
     paper_tables = table_spec.find(claims[0].paper)
-    base = next(t for t in paper_tables if t.measurable)
+    template = next(t for t in paper_tables if t.measurable)
     workloads = {k: v for t in paper_tables for k, v in t.workloads.items()}
     tables = []
-    for columns, rows in by_columns.items():
+    for columns, rows in sides_by_datasets.items():
         row_parts = (row.partition(" ") for row in dict.fromkeys(rows))
-        cells = [(base.models()[0], method, setting, c, "mean") for method, _, setting in row_parts for c in columns]
-        tables.append(table_spec.given(base, cells, table=TABLE, title=TABLE, workloads=workloads))
+        cells = [
+            (template.models()[0], method, setting, dataset, "mean")
+            for method, _, setting in row_parts
+            for dataset in columns
+        ]
+        tables.append(table_spec.given(template, cells, table=TABLE, title=TABLE, workloads=workloads))
     return tables
 
 
 def as_printed(side: str) -> str:
-    """Return a side with the paper's own windows."""
+    """Return the name of a side's row that runs with the paper's own windows."""
     return f"{side};{AS_PRINTED}"
 
 
@@ -213,7 +217,8 @@ def evidence(claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool 
         ]
         if ways:  # on tiny several datasets are one task
             by_task.setdefault(tuple(a.group.column for a in ways), (column.dataset, ways))
-    cells = [c for _, ways in by_task.values() for a in ways for pair in a.pairs for c in pair]
+    compared = [pair for _, ways in by_task.values() for asked in ways for pair in asked.pairs]
+    cells = [cell for pair in compared for cell in pair]
     if refused := next(filter(None, (store.refusal(c.id) for c in cells)), None):
         return Evidence(reason=refused)
     floors = [name for name, ways in by_task.values() if all(a.floored(store) for a in ways)]
@@ -227,14 +232,7 @@ def evidence(claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool 
         tuple(floors),
         tuple(waiting),
         tuple(dict.fromkeys(c.id for c in cells)),
-        tuple(
-            dict.fromkeys(
-                f"{label(a.identity)} against {label(b.identity)}"
-                for _, ways in by_task.values()
-                for way in ways
-                for a, b in way.pairs
-            )
-        ),
+        tuple(dict.fromkeys(f"{label(a.identity)} against {label(b.identity)}" for a, b in compared)),
         sum(len({e.id for a in ways for e in a.group.task.examples}) for ways in decidable.values()),
         "; ".join([*reasons, *absent]),
     )
@@ -247,15 +245,10 @@ class Asked:
     group: Group
     pairs: tuple[tuple[Cell, Cell], ...]
 
-    def scores(self, store: ResultStore, cell: Cell) -> dict[str, float]:
-        """Return the scores of the group's examples in a cell, by example."""
-        samples = store.samples(cell.id)
-        return {e.id: x for e in self.group.examples if e.id in samples and (x := samples[e.id].score) is not None}
-
     def floored(self, store: ResultStore) -> bool:
         """Tell whether the full cache is at the floor."""
         full = next(c for c in self.group.cells if not c.chain.stages)
-        return at_floor(self.group.task, list(self.scores(store, full).values()))
+        return at_floor(self.group.task, list(scores(store, self.group, full).values()))
 
 
 def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
@@ -266,10 +259,10 @@ def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
     ways: dict[str, list[list[float]]] = {}
     for a in asked:
         sign = -1.0 if metric(a.group.task.metric).shown is not None else 1.0
-        scores = [[a.scores(store, cell) for cell in pair] for pair in a.pairs]
+        by_pair = [[scores(store, a.group, cell) for cell in pair] for pair in a.pairs]
         for e in a.group.examples:
-            if all(e.id in s for pair in scores for s in pair):
-                differences = [min(1.0, max(-1.0, sign * (x[e.id] - y[e.id]))) for x, y in scores]
+            if all(e.id in s for pair in by_pair for s in pair):
+                differences = [min(1.0, max(-1.0, sign * (x[e.id] - y[e.id]))) for x, y in by_pair]
                 ways.setdefault(e.id, []).append(differences)
     return stats.by_example(ways, len(asked[0].pairs))
 
@@ -314,7 +307,7 @@ def decide(
 def _word(
     claim: Claim, evidence: Evidence, p_for: float, p_against: float, elsewhere: float | None, family: int
 ) -> tuple[str, str]:
-    """Return the verdict, and the side that a mixed or fragile one is on."""
+    """Return (verdict, side); the side, supported or contradicted, is '' unless the verdict is mixed or fragile."""
     decided = UNDECIDED
     if p_for < LEVEL / 2 or p_against < LEVEL / 2:
         decided = SUPPORTED if p_for < LEVEL / 2 else CONTRADICTED

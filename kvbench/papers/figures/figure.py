@@ -10,26 +10,58 @@ import io
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
 from kvbench.errors import UsageError
-from kvbench.papers.figures.findings import Fact, sentences
 from kvbench.papers.figures.panels import Picture
 from kvbench.papers.spec import stand_ins
 from kvbench.tables.style import styled
 from kvbench.tasks.base import read_text
 
-Source = TypeVar("Source")
+if TYPE_CHECKING:
+    from kvbench.papers.figures.measured import Sweep
+
 DIGITS = "%.5g"
 
 
-def unchanged(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the data as they are."""
-    return data
+@dataclass(frozen=True)
+class Fact:
+    """A label with values: a text, a number, or a series of numbers by name, or by name and place.
+
+    form: how a number is written. at: how the place is.
+    """
+
+    label: str
+    values: Any
+    form: str = "{:.1f}"
+    at: str = "{}"
+
+    def text(self) -> str:
+        """Return ``label: values``, with names before numbers and places after them; '' where no number is known."""
+        if isinstance(self.values, str):
+            return f"{self.label}: {self.values}"
+        values = pd.Series(self.values).dropna()
+        if not isinstance(self.values, pd.Series | dict):
+            parts = [self.form.format(v) for v in values]
+        elif values.index.nlevels == 1:
+            parts = [f"{self.at.format(i)} {self.form.format(v)}" for i, v in values.items()]
+        else:
+            parts = []
+            for name, rows in values.groupby(level=list(range(values.index.nlevels - 1)), sort=False):
+                numbers = (f"{self.form.format(v)} at {self.at.format(i[-1])}" for i, v in rows.items())
+                title = " ".join(map(str, name)) if isinstance(name, tuple) else name
+                parts.append(f"{title} {', '.join(numbers)}")
+        several = values.index.nlevels > 1
+        return f"{self.label}: {('; ' if several else ', ').join(parts)}" if parts else ""
+
+
+def sentences(facts: Iterable[Fact]) -> str:
+    """Return the facts as one text, a sentence each, without those that have no value."""
+    return " ".join(f"{text}." for text in (fact.text() for fact in facts) if text)
 
 
 class Code(NamedTuple):
@@ -39,19 +71,20 @@ class Code(NamedTuple):
     the columns that the picture shows.
     """
 
-    compute: Callable[[Any], pd.DataFrame] | None
-    facts: Callable[[pd.DataFrame], Iterable[Fact]]
-    prepare: Callable[[pd.DataFrame], pd.DataFrame] = unchanged
+    compute: Callable[[Any], pd.DataFrame] | None = None
+    facts: Callable[[pd.DataFrame], Iterable[Fact]] = lambda data: ()
+    prepare: Callable[[pd.DataFrame], pd.DataFrame] = lambda data: data
 
 
 @dataclass(frozen=True)
-class Figure(Generic[Source]):
+class Figure:
     """One figure of a paper, ``<paper>/fig<number>``, with its data, its texts and its drawing.
 
     title: its content in a line. shows: its caption, with the exact computation. claim: the paper's reading of its own
     figure. unsaid: points that the paper leaves open, and the choices made here. columns: those of the data. knobs: its
     options with their defaults; None stands for the default in ``shows``. each, most: prompts read by default per task
-    and in all. compute, facts, prepare: as in ``Code``.
+    and in all. compute, facts, prepare: as in ``Code``. sweeps: the runs behind measured scores, empty where formulas
+    alone compute a figure; None for one of a model's activations.
     """
 
     id: str
@@ -61,12 +94,13 @@ class Figure(Generic[Source]):
     unsaid: str
     columns: tuple[str, ...]
     picture: Picture
-    compute: Callable[[Source], pd.DataFrame]
+    compute: Callable[[Any], pd.DataFrame]
     facts: Callable[[pd.DataFrame], Iterable[Fact]]
-    prepare: Callable[[pd.DataFrame], pd.DataFrame] = unchanged
+    prepare: Callable[[pd.DataFrame], pd.DataFrame]
     knobs: Mapping[str, Any] = field(default_factory=dict)
     each: int = 1
     most: int | None = None
+    sweeps: tuple[Sweep, ...] | None = None
 
     @property
     def paper(self) -> str:
@@ -82,16 +116,20 @@ class Figure(Generic[Source]):
         return sentences(self.facts(data))
 
     def write(self, data: pd.DataFrame, facts: Mapping[str, Any], folder: Path) -> tuple[list[Path], str]:
-        """Write CSV, PNG and SVG below ``folder``, and return their paths and the finding."""
+        """Write the data as CSV, headed by comment lines of ``facts`` (their provenance), and as PNG and SVG.
+
+        Returns (paths, finding).
+        """
         head = "".join(f"# {key}: {value}\n" for key, value in {"figure": self.id, **facts}.items())
-        text = head + data[list(self.columns)].to_csv(index=False, float_format=DIGITS, lineterminator="\n")
+        csv_text = head + data[list(self.columns)].to_csv(index=False, float_format=DIGITS, lineterminator="\n")
         path = folder / f"{self.id}.csv"
-        _save(path, text.encode())
-        pictures, finding = self.redraw(text, path.with_suffix(""))
+        _save(path, csv_text.encode())
+        # drawn from the CSV, so that a later redraw gives the same picture
+        pictures, finding = self.redraw(csv_text, path.with_suffix(""))
         return [*pictures, path], finding
 
     def redraw(self, text: str, stem: Path) -> tuple[list[Path], str]:
-        """Write ``stem``.png and ``stem``.svg from the text of a CSV, and return their paths and the finding."""
+        """Write ``stem``.png and ``stem``.svg from the text of a CSV, and return (paths, finding)."""
         data = self.parse(text)
         paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
         with styled():
@@ -138,7 +176,7 @@ def percent(x: float) -> str:
 
 
 def facts_of(text: str) -> dict[str, str]:
-    """Return the ``# key: value`` lines of a CSV."""
+    """Return {key: value} of the ``# key: value`` lines at the start of a CSV."""
     facts = {}
     for line in text.splitlines():
         if not line.startswith("# "):

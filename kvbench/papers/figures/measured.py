@@ -21,6 +21,7 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig, chain_of
 from kvbench.metrics import metric, stats
 from kvbench.papers.figures.figure import Figure
+from kvbench.papers.measured.our_table import scores
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.run import config, experiment, presets, summary, words
 from kvbench.run.experiment import RunPlan
@@ -71,13 +72,6 @@ class Sweep:
         return self.dataset if tiny else self.published or self.dataset
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResultFigure(Figure["MeasuredFigure"]):
-    """A figure of measured scores. ``sweeps`` are the runs behind it, none where formulas alone compute it."""
-
-    sweeps: tuple[Sweep, ...] = ()
-
-
 @dataclass(frozen=True)
 class Ran:
     """A sweep with the run that measures it; ``chains`` are those of its points."""
@@ -86,12 +80,15 @@ class Ran:
     run: RunPlan
     chains: tuple[Chain, ...]
 
+    def points(self) -> Iterator[tuple[Point, list[tuple[Group, Cell]]]]:
+        """Yield every point of the sweep with its cells and their groups, the full cache first."""
+        full = [(FULL_POINT, Chain())] if self.sweep.baseline else []
+        for point, chain in [*full, *zip(self.sweep.points, self.chains, strict=True)]:
+            yield point, [(g, next(c for c in g.cells if c.chain == chain)) for g in self.run.groups]
+
     def cells(self) -> Iterator[tuple[Point, Group, Cell]]:
-        """Yield every cell of the sweep, the full cache's first."""
-        points = [(FULL_POINT, Chain())] if self.sweep.baseline else []
-        for point, chain in [*points, *zip(self.sweep.points, self.chains, strict=True)]:
-            for group in self.run.groups:
-                yield point, group, next(c for c in group.cells if c.chain == chain)
+        """Yield every cell with its point."""
+        yield from ((point, group, cell) for point, cells in self.points() for group, cell in cells)
 
     def frame(self) -> pd.DataFrame:
         """Return a row per point and task with its numbers, and one for the mean over tasks.
@@ -101,38 +98,25 @@ class Ran:
         nothing is there, are left out; a mean is over all tasks or not at all.
         """
         rows: list[dict[str, Any]] = []
-        for point, cells in self._by_point():
+        for point, cells in self.points():
             results = [(g, summary.measured(g, c, self.run.store), self._pairs(g, c)) for g, c in cells]
             measured = [(g, c.summary, pairs) for g, c, pairs in results if c.summary is not None]
             place = {"series": point.series, "x": point.x}
             for group, means, pairs in measured:
                 name = group.task.id.partition("/")[2] if len(results) > 1 else group.task.id
-                rows.append(
-                    {
-                        **place,
-                        "task": name or group.task.id,
-                        **_cell(means),
-                        **_relative([pairs], group.task.metric),
-                    }
-                )
+                low, high = means.ci or (None, None)
+                numbers = {"metric": means.metric, "score": means.score, "low": low, "high": high, "n": means.n}
+                relative = _relative([pairs], group.task.metric)
+                rows.append({**place, "task": name or group.task.id, **numbers, **_held([means]), **relative})
             if len(measured) == len(results) > 1:
                 rows.append({**place, "task": MEAN, **_mean(measured)})
         return pd.DataFrame(rows).reindex(columns=list(COLUMNS)).astype(dict.fromkeys(VALUES, float))
 
-    def _by_point(self) -> list[tuple[Point, list[tuple[Group, Cell]]]]:
-        """Return every point with its cells and their groups."""
-        by_point: dict[int, tuple[Point, list[tuple[Group, Cell]]]] = {}
-        for point, group, cell in self.cells():
-            by_point.setdefault(id(point), (point, []))[1].append((group, cell))
-        return list(by_point.values())
-
     def _pairs(self, group: Group, cell: Cell) -> NDArray[np.float64]:
         """Return the scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
-        full = next((c for c in group.cells if not c.chain.stages), cell)
-        samples, full_samples = self.run.store.samples(cell.id), self.run.store.samples(full.id)
-        ids = [e.id for e in group.examples if e.id in samples and e.id in full_samples]
-        pairs = [(samples[i].score, full_samples[i].score) for i in ids]
-        return np.array([p for p in pairs if None not in p], dtype=float).reshape(-1, 2)
+        full_cell = next((c for c in group.cells if not c.chain.stages), cell)
+        own, full = (scores(self.run.store, group, c) for c in (cell, full_cell))
+        return np.array([(x, full[e]) for e, x in own.items() if e in full], dtype=float).reshape(-1, 2)
 
     def left_out(self) -> list[str]:
         """Return the cells that cannot be shown, with the reason."""
@@ -176,16 +160,16 @@ class MeasuredFigure:
         }
 
 
-def prepare(figure: ResultFigure, arguments: Sequence[str]) -> MeasuredFigure:
+def prepare(figure: Figure, arguments: Sequence[str]) -> MeasuredFigure:
     """Plan the runs of a figure, checked before any model is loaded.
 
     ``arguments`` are ``run``'s: model=, dataset= in place of the figure's own (of those that it has where each has a
     budget), limit=, results=, data.root=, ... Raises UsageError for a model, a dataset or an argument that is not
     possible.
     """
-    options = dict(a.partition("=")[::2] for a in arguments)
+    options, sweeps = dict(a.partition("=")[::2] for a in arguments), figure.sweeps or ()
     model = options.get("model", stand_ins.MODEL)
-    datasets = list(dict.fromkeys(s.reads(model == stand_ins.MODEL) for s in figure.sweeps))
+    datasets = list(dict.fromkeys(s.reads(model == stand_ins.MODEL) for s in sweeps))
     wanted = split_list(options["dataset"]) if "dataset" in options else datasets
     strange = [n for n in wanted if len(datasets) > 1 and not any(_within(n, dataset) for dataset in datasets)]
     if strange:
@@ -193,10 +177,10 @@ def prepare(figure: ResultFigure, arguments: Sequence[str]) -> MeasuredFigure:
             f"dataset={strange[0]} is not possible with {figure.id}, which has a budget for each of its datasets: "
             f"{', '.join(datasets)}"
         )
-    if options and not figure.sweeps and set(options) - {"results", "limit"}:
+    if options and not sweeps and set(options) - {"results", "limit"}:
         raise UsageError(f"{next(iter(options))}= is not possible with {figure.id}: it is computed from formulas alone")
     ran = []
-    for sweep in figure.sweeps:
+    for sweep in sweeps:
         names = [n for n in wanted if len(datasets) == 1 or _within(n, sweep.reads(model == stand_ins.MODEL))]
         if names:
             ran.append(_ran(sweep, model, {**options, "dataset": ",".join(names)}, figure.each))
@@ -242,12 +226,6 @@ def _chain(point: Point, values: Mapping[str, Any], small: row_knobs.StandIn | N
     return chain_of({"method": point.method, **knobs}, preset=values)
 
 
-def _cell(cell: CellSummary) -> dict[str, Any]:
-    """Return the columns of one task's scores."""
-    low, high = cell.ci or (None, None)
-    return {"metric": cell.metric, "score": cell.score, "low": low, "high": high, "n": cell.n} | _held([cell])
-
-
 def _held(cells: Sequence[CellSummary]) -> dict[str, float]:
     """Return tokens kept and bytes held at 16 bits, in per cent of the prompts', over all of them."""
     tokens_kept, prompts, *byte_counts = (
@@ -258,30 +236,25 @@ def _held(cells: Sequence[CellSummary]) -> dict[str, float]:
 
 
 def _mean(results: Sequence[tuple[Group, CellSummary, NDArray[np.float64]]]) -> dict[str, Any]:
-    """Return the columns of the mean over tasks of equal weight; a score only where all have one metric's unit."""
+    """Return the columns of the mean over tasks of equal weight; a score only where all have one metric's unit.
+
+    Its interval is stratified by task.
+    """
     values = [v for _, v, _ in results]
     names = {v.metric for v in values}
     columns = {"metric": MEAN, "n": sum(v.n for v in values), **_held(values)}
     if any(metric(n).shown for n in names) or any(v.score is None for v in values):
         return columns
-    name = next(iter(names))
-    return {**columns, **_scored([p for _, _, p in results], name), **_relative([p for _, _, p in results], name)}
-
-
-def _scored(tasks: Sequence[NDArray[np.float64]], name: str) -> dict[str, Any]:
-    """Return the mean score over tasks with its interval, stratified by task."""
+    name, tasks = next(iter(names)), [pairs for _, _, pairs in results]
     scale = metric(name).scale
-    point = scale * float(np.mean([t[:, 0].mean() for t in tasks]))
-    low, high = stats.stratified_ci(tasks, lambda means: scale * np.mean([m[:, 0] for m in means], axis=0), scale) or (
-        None,
-        None,
-    )
-    return {"score": point, "low": low, "high": high}
+    interval = stats.stratified_ci(tasks, lambda means: scale * np.mean([m[:, 0] for m in means], axis=0), scale)
+    low, high = interval or (None, None)
+    score = scale * float(np.mean([t[:, 0].mean() for t in tasks]))
+    return {**columns, "score": score, "low": low, "high": high, **_relative(tasks, name)}
 
 
 def _relative(tasks: Sequence[stats.Pairs], name: str) -> dict[str, Any]:
     """Return the score in per cent of the full cache's: the mean over tasks of one over that of the other."""
     share = stats.Share() if metric(name).shown else stats.share(tasks)
-    return (
-        {} if share.point is None else {"relative": share.point, "relative_low": share.low, "relative_high": share.high}
-    )
+    low, high = share.ci or (None, None)
+    return {"relative": share.point, "relative_low": low, "relative_high": high}

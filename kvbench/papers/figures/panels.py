@@ -18,6 +18,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 from kvbench.tables import style
 
 WIDE = 10  # highest over lowest value, from where on an ``auto`` scale is logarithmic
+PREFIX = len("(a) ")  # what a letter adds to a title
 BEHIND = 1.9  # zorder of quiet lines, just below the 2 that matplotlib gives to lines; the legend knows them by it
 
 
@@ -118,7 +119,7 @@ class Picture:
         return fig
 
     def _places(self, data: pd.DataFrame) -> list[dict[str, Any]]:
-        """Return the values of ``rows`` and ``columns`` at every place, row by row."""
+        """Return {column: value} of ``rows`` and ``columns`` for each place of the grid, row by row."""
         data = data[_chosen(data, self.panels[0].where)]
         places: list[dict[str, Any]] = [{}]
         for column in filter(None, (self.rows, self.columns)):
@@ -128,12 +129,12 @@ class Picture:
         return places
 
     def _wide(self, places: Sequence[Mapping[str, Any]]) -> int:
-        """Return the number of places beside each other."""
+        """Return how many places stand beside each other in a row of the grid."""
         across = len({place.get(self.columns) for place in places})
         return min(across, self.wrap or across)
 
-    def _fill(self, fig: Any, data: pd.DataFrame, drawn: int) -> int:
-        """Draw on ``fig`` with letters from the ``drawn``-th on, and return how many are used."""
+    def _fill(self, fig: Any, data: pd.DataFrame, first_letter: int) -> int:
+        """Draw the panels on ``fig`` and return how many letters are used: ``first_letter`` plus one for each title."""
         places = self._places(data)
         wide, stack = self._wide(places), len(self.heights) or 1
         deep, beside = math.ceil(len(places) / wide), len(self.panels) // stack
@@ -163,21 +164,26 @@ class Picture:
         for ax in axes.flat:
             if not ax.has_data():
                 ax.set_axis_off()
-        self._entitle(titles, drawn, 15 * self.width / (wide * beside), "\n" if stack > 1 else "")
+        self._write_titles(titles, first_letter, 15 * self.width / (wide * beside), "\n" if stack > 1 else "")
         for group in maps.values():
             bar = fig.colorbar(group[-1][1], ax=[ax for ax, _, _ in group], aspect=20, pad=0.01, label=group[-1][2])
             bar.outline.set_visible(False)
         if stack > 1 and deep > 1:
             style.tighten(fig)
-        return drawn + len(titles)
+        return first_letter + len(titles)
 
-    def _entitle(self, titles: Sequence[tuple[Axes, str]], drawn: int, room: float, apart: str) -> None:
-        """Write titles, small where one has more than ``room`` letters, with (a), (b), ... where there are several."""
-        several = drawn or len(titles) > 1 or self.beside
-        size: dict[str, Any] = {"fontsize": 6.5} if any(len(t) + 4 > room for _, t in titles) else {}
+    def _write_titles(
+        self, titles: Sequence[tuple[Axes, str]], first_letter: int, max_characters: float, gap: str
+    ) -> None:
+        """Write each panel's title, lettered (a), (b), ... from ``first_letter`` on if the figure has several panels.
+
+        All titles are small if one is longer than ``max_characters``. ``gap`` goes before those below the first row.
+        """
+        lettered = first_letter or len(titles) > 1 or self.beside
+        size: dict[str, Any] = {"fontsize": 6.5} if any(len(t) + PREFIX > max_characters for _, t in titles) else {}
         for i, (ax, title) in enumerate(titles):
-            above = "" if ax.get_subplotspec().is_first_row() else apart  # type: ignore[union-attr]
-            ax.set_title(f"{above}({chr(97 + drawn + i)}) {title}" if several else title, loc="left", **size)
+            prefix = "" if ax.get_subplotspec().is_first_row() else gap  # type: ignore[union-attr]
+            ax.set_title(f"{prefix}({chr(97 + first_letter + i)}) {title}" if lettered else title, loc="left", **size)
 
 
 def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
@@ -301,7 +307,7 @@ def _axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
 
 
 def _legend(fig: Any, where: str, columns: int) -> None:
-    """Draw one legend for all panels, quiet lines last."""
+    """Draw one legend for all panels at ``where``, with quiet lines last; draw none if ``where`` is empty."""
     entries = [p for ax in fig.axes for p in zip(*ax.get_legend_handles_labels(), strict=True)]
     handles = {label: handle for handle, label in entries}
     labels = sorted(handles, key=lambda label: handles[label].get_zorder() == BEHIND)

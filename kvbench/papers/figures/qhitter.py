@@ -18,9 +18,8 @@ from kvbench.cache.packed import quantise_zero_point
 from kvbench.methods.base import Role, Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.statistics import top_indices
-from kvbench.papers.figures.figure import Code, percent
-from kvbench.papers.figures.findings import Fact
-from kvbench.papers.figures.reading import OnLayer, Prompt, Reading
+from kvbench.papers.figures.figure import Code, Fact, percent
+from kvbench.papers.figures.reading import Prompt, Reading
 
 CRITICAL = 0.2  # of the tokens: those with the most accumulated attention
 OUTLIER = 5.0  # times the mean accumulated attention, which is 1: ultra-crucial tokens
@@ -72,30 +71,29 @@ def shifts(reading: Reading) -> pd.DataFrame:
 
 def _shifts_of(reading: Reading, ids: Tensor, widths: Sequence[int]) -> list[dict[str, Any]]:
     """Return the overlaps of one prompt, from one pass with the exact cache and one for every width."""
-    rows: list[dict[str, Any]] = []
     exact: dict[int, Tensor] = {}
-
-    def add(kind: str, bits: int, layer: int, scores: Tensor | None) -> None:
-        """Append the overlap of each query head, from its exact scores and ``scores`` [H, n]."""
-        assert scores is not None
-        for h, value in enumerate(overlap(exact[layer], scores).tolist()):
-            rows.append({"kind": kind, "bits": bits, "layer": layer, "head": h, "overlap": value})
+    shifted: dict[tuple[str, int, int], Tensor] = {}  # by kind, bits and layer
 
     def plain(obs: Observation, k: Tensor, v: Tensor) -> None:
-        """Keep a layer's exact scores, and compare those with its own keys quantised."""
+        """Keep a layer's exact scores, and those with its own keys quantised."""
         assert obs.colsums is not None
         exact[obs.layer] = obs.colsums
-        for bits in widths:
-            add("own", bits, obs.layer, obs.colsums_q[bits])
-
-    def coarse(bits: int) -> OnLayer:
-        """Return a callback that compares the scores of a pass with all keys and values at ``bits``."""
-        return lambda obs, k, v: add("all", bits, obs.layer, obs.colsums)
+        shifted.update({("own", bits, obs.layer): obs.colsums_q[bits] for bits in widths})
 
     reading.read(ids, Needs(colsums=True, colsums_bits=frozenset(widths)), plain)
     for bits in widths:
-        reading.read(ids, Needs(colsums=True), coarse(bits), Chain((Coarse(bits=bits),)))
-    return rows
+
+        def coarse(obs: Observation, k: Tensor, v: Tensor, bits: int = bits) -> None:
+            """Keep the scores of a pass with all keys and values at ``bits``."""
+            assert obs.colsums is not None
+            shifted["all", bits, obs.layer] = obs.colsums
+
+        reading.read(ids, Needs(colsums=True), coarse, Chain((Coarse(bits=bits),)))
+    return [
+        {"kind": kind, "bits": bits, "layer": layer, "head": h, "overlap": value}
+        for (kind, bits, layer), scores in shifted.items()
+        for h, value in enumerate(overlap(exact[layer], scores).tolist())
+    ]
 
 
 def shift_facts(data: pd.DataFrame) -> Iterator[Fact]:
@@ -105,14 +103,12 @@ def shift_facts(data: pd.DataFrame) -> Iterator[Fact]:
     data = data.sort_values("bits", ascending=False, kind="stable").assign(overlap=100 * data["overlap"])
     for kind, name in KINDS.items():
         rows = data[data["kind"] == kind]
+        by_layers = {"mean": order, "first third of layers": order[:third], "last third": order[-third:]}
         parts = {
-            "mean": rows.groupby("bits", sort=False)["overlap"].mean(),
-            "first third of layers": rows[rows["layer"].isin(order[:third])]
-            .groupby("bits", sort=False)["overlap"]
-            .mean(),
-            "last third": rows[rows["layer"].isin(order[-third:])].groupby("bits", sort=False)["overlap"].mean(),
-            "heads below 50 %": 100 * (rows["overlap"] < 50).groupby(rows["bits"], sort=False).mean(),
+            part: rows[rows["layer"].isin(layers)].groupby("bits", sort=False)["overlap"].mean()
+            for part, layers in by_layers.items()
         }
+        parts["heads below 50 %"] = 100 * (rows["overlap"] < 50).groupby(rows["bits"], sort=False).mean()
         label = f"Overlap of the critical {percent(CRITICAL)} (chance: {percent(CRITICAL)}), {name} quantised"
         yield Fact(label, pd.concat(parts), "{:.0f} %", "{} bits")
 

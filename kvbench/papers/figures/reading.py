@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.model_shape import from_config
+from kvbench.cache.model_shape import Shape, from_config
 from kvbench.cache.observation import Needs, Observation
 from kvbench.engine.prefill import as_prompt, check_capacity, observe
 from kvbench.errors import UsageError
@@ -28,10 +28,6 @@ class Prompt:
     ids: Tensor
 
 
-def _nothing() -> None:
-    """Show no progress."""
-
-
 @dataclass(frozen=True)
 class Reading:
     """A model and the prompts that it reads. ``decode`` names a token id; ``tick`` is called after each prompt."""
@@ -40,23 +36,12 @@ class Reading:
     prompts: Sequence[Prompt]
     knobs: Mapping[str, Any] = field(default_factory=dict)
     decode: Callable[[int], str] = str
-    tick: Callable[[], None] = _nothing
+    tick: Callable[[], None] = lambda: None
 
     @property
-    def n_layers(self) -> int:
-        """Return the number of layers."""
-        return int(self.model.config.num_hidden_layers)
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Return (kv heads, query heads)."""
-        shape = from_config(self.model.config)
-        return shape.kv_heads, shape.query_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Return the number of channels of a head."""
-        return from_config(self.model.config).head_dim
+    def shape(self) -> Shape:
+        """Return the numbers of layers, heads and channels."""
+        return from_config(self.model.config)
 
     def ids(self, prompt: Prompt, least: int = 2, why: str = "a figure needs two tokens") -> Tensor:
         """Return the prompt's ids on the model's device, cut to the knob ``tokens``.
@@ -85,8 +70,9 @@ class Reading:
     def layers(self, depths: Sequence[float]) -> list[int]:
         """Return the knob ``layers``, or those at ``depths`` in [0, 1): 0 is the first layer; -1 names the last."""
         knob = self.knobs.get("layers")
-        numbers = knob or [self.n_layers - 1 if d < 0 else int(d * self.n_layers) for d in depths]
-        return self._existing("layers", numbers, self.n_layers)
+        count = self.shape.layers
+        numbers = knob or [count - 1 if d < 0 else int(d * count) for d in depths]
+        return self._existing("layers", numbers, count)
 
     def chosen_heads(self, default: Sequence[int], count: int) -> list[int]:
         """Return the knob ``heads``, or ``default``, of ``count`` heads."""

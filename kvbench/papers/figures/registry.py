@@ -12,23 +12,15 @@ from typing import Any
 from kvbench.conf import read_yaml
 from kvbench.errors import unknown
 from kvbench.papers import DATA
-from kvbench.papers.figures import needle, qhitter, scores, think, think_memory, uncomp, vatp
+from kvbench.papers.figures import qhitter, scores, think, uncomp, vatp
 from kvbench.papers.figures.figure import Code, Figure
-from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure, Point, ResultFigure, Sweep
+from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure, Point, Sweep
 from kvbench.papers.figures.panels import Panel, Picture
 
-CODE = {
-    **needle.CODE,
-    **qhitter.CODE,
-    **scores.CODE,
-    **think.CODE,
-    **think_memory.CODE,
-    **uncomp.CODE,
-    **vatp.CODE,
-}
+CODE = {name: code for module in (qhitter, scores, think, uncomp, vatp) for name, code in module.CODE.items()}
 
 
-def _load() -> Iterator[Figure[Any]]:
+def _load() -> Iterator[Figure]:
     """Yield every figure that the papers' figures.yaml and ours.yaml declare."""
     for path in (*DATA.glob("*/figures.yaml"), Path(__file__).with_name("ours.yaml")):
         for name, entry in read_yaml(path).items():
@@ -36,7 +28,7 @@ def _load() -> Iterator[Figure[Any]]:
             yield _figure(name, deepcopy(entry))
 
 
-def _figure(name: str, entry: dict[str, Any]) -> Figure[Any]:
+def _figure(name: str, entry: dict[str, Any]) -> Figure:
     """Build a figure from its entry, with the code that computes and describes it."""
     knobs = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.pop("knobs", {}).items()}
     columns = tuple(entry.pop("columns", COLUMNS))
@@ -45,11 +37,11 @@ def _figure(name: str, entry: dict[str, Any]) -> Figure[Any]:
         return Figure(**texts, **entry, **CODE[name]._asdict())
     sweeps = tuple(_sweep(s) for s in entry.pop("sweeps"))
     tasks, fact_tables = entry.pop("tasks", "mean"), entry.pop("says", [])
-    code = CODE.get(name, Code(None, scores.nothing))
+    code = CODE.get(name, Code())
     if code.compute is None:
-        facts = partial(scores.told, says=fact_tables, more=code.facts)
-        code = Code(MeasuredFigure.frame, facts, partial(scores.shown, tasks=tasks, more=code.prepare))
-    return ResultFigure(**texts, **entry, **code._asdict(), sweeps=sweeps)
+        prepare, facts = code.prepare, partial(scores.told, says=fact_tables, more=code.facts)
+        code = Code(MeasuredFigure.frame, facts, lambda data: prepare(scores.chosen(data, tasks)))
+    return Figure(**texts, **entry, **code._asdict(), sweeps=sweeps)
 
 
 def _picture(entry: dict[str, Any]) -> Picture:
@@ -86,12 +78,12 @@ def _points(
             yield Point(series or name, position, name, point_knobs)
 
 
-FIGURES: dict[str, Figure[Any]] = {f.id: f for f in sorted(_load(), key=lambda f: f.id)}
+FIGURES: dict[str, Figure] = {f.id: f for f in sorted(_load(), key=lambda f: f.id)}
 
 
-def of(names: Sequence[str]) -> list[Figure[Any]]:
+def of(names: Sequence[str]) -> list[Figure]:
     """Return the figures of ids (``uncomp/fig1``), papers (``uncomp``) or ``all``, each once."""
-    figures: dict[str, Figure[Any]] = {}
+    figures: dict[str, Figure] = {}
     for name in names:
         matches = {i: f for i, f in FIGURES.items() if name in (i, f.paper, "all")}
         if not matches:

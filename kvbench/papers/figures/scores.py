@@ -1,4 +1,4 @@
-"""Measured scores as figures show and tell them: over tasks or their mean, beside the full cache."""
+"""Measured scores as figures show and tell them: over tasks or their mean, and needles by length and depth."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.papers.figures.figure import Code
-from kvbench.papers.figures.findings import Fact
-from kvbench.papers.figures.measured import FULL, MEAN
+from kvbench.metrics import metric
+from kvbench.papers.figures.figure import Code, Fact
+from kvbench.papers.figures.measured import FULL, MEAN, MeasuredFigure
+from kvbench.tables import heatmap
 
 CLOSE = 2.0
+LOST = 50  # a mean score below which a needle is lost
 FRONT = "Pareto front"
 
 
@@ -48,11 +50,6 @@ def chosen(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
         return shown[shown["task"] == (MEAN if several else names[0])]
     each = shown[shown["task"] != MEAN]
     return each if tasks == "each" or not several else pd.concat([shown[shown["task"] == MEAN], each])
-
-
-def shown(data: pd.DataFrame, tasks: str, more: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
-    """Return the rows that are drawn: those of ``tasks``, with the columns that ``more`` adds."""
-    return more(chosen(data, tasks))
 
 
 def front(data: pd.DataFrame) -> pd.DataFrame:
@@ -100,10 +97,8 @@ def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the points on the front, and the fewest bytes at next to no loss."""
     rows = chosen(data, "mean")
     best = front(rows)
-    yield Fact(
-        "Bytes and score on the front",
-        ", ".join(f"{r.series} {r.bytes:.1f} % with {r.score:.1f}" for r in best.itertuples()),
-    )
+    points = ", ".join(f"{r.series} {r.bytes:.1f} % with {r.score:.1f}" for r in best.itertuples())
+    yield Fact("Bytes and score on the front", points)
     full_score = rows.loc[rows["series"] == FULL, "score"].iloc[0]
     least = rows[rows["score"] >= full_score - CLOSE].sort_values("bytes").iloc[0]
     yield Fact(f"Fewest bytes within {CLOSE:g} points of the full cache", {least["series"]: least["bytes"]}, "{:.1f} %")
@@ -133,12 +128,43 @@ def half_facts(data: pd.DataFrame) -> Iterator[Fact]:
     yield Fact(f"Tasks of {len(lost)} on which keys lose at {rows['x'].min():g} bits", counts, "{:d}")
 
 
-def nothing(_: pd.DataFrame) -> Iterator[Fact]:
-    """Return no more facts."""
-    return iter(())
+def needle_maps(measured: MeasuredFigure) -> pd.DataFrame:
+    """Return the mean score and the number of prompts of every method, length and depth."""
+    points: dict[str, list[tuple[float, float, float]]] = {}
+    for ran in measured.ran:
+        for point, group, cell in ran.cells():
+            ids = {e.id for e in group.examples}
+            samples = [s for i, s in ran.run.store.samples(cell.id).items() if i in ids]
+            if group.task.category == "needle" and samples and ran.run.store.refusal(cell.id) is None:
+                points.setdefault(point.series, []).extend(heatmap.points(samples, metric(group.task.metric).show))
+    rows = [(name, *row) for name, series_points in points.items() for row in heatmap.heat_map(series_points).rows()]
+    return pd.DataFrame(rows, columns=["series", "length", "depth", "score", "n"])
+
+
+def with_map_means(data: pd.DataFrame) -> pd.DataFrame:
+    """Add the ``mean`` of each map and, in words, how many prompts are ``behind`` a field."""
+    behind = " to ".join(str(int(n)) for n in dict.fromkeys((data["n"].min(), data["n"].max())))
+    return data.assign(mean=data["series"].map(_prompt_means(data, "series").map("{:.1f}".format)), behind=behind)
+
+
+def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
+    """Yield the mean score by method, and where the needle is lost."""
+    yield Fact("Mean score", _prompt_means(data, "series"))
+    by_depth = _prompt_means(data, ["series", "depth"])
+    if (by_depth < LOST).any():
+        yield Fact(f"Depths with a mean below {LOST}", by_depth[by_depth < LOST], at="{:g} %")
+    fields = data.groupby(["length", "depth"]).ngroups
+    yield Fact("Examples", f"{int(data['n'].min())} prompts in each of {fields} fields")
+
+
+def _prompt_means(data: pd.DataFrame, by: str | list[str]) -> pd.Series[float]:
+    """Return the mean score over prompts."""
+    sums = data.assign(total=data["score"] * data["n"]).groupby(by, sort=False)[["total", "n"]].sum()
+    return sums["total"] / sums["n"]
 
 
 CODE = {
+    "needle/heatmap": Code(needle_maps, needle_facts, with_map_means),
     "results/pareto": Code(None, front_facts, with_front),
     "vatp/fig3": Code(None, partial(gain_facts, stage="vatp", at="{:g} %")),
     "think/fig3a": Code(None, partial(gain_facts, stage="think", at="pair {:g}")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,7 +51,7 @@ class Origin:
         """Return the loaded model."""
         return load.load_weights(self.cfg.model, self.source, load.resolve_device(self.cfg.device))
 
-    def prompts(self, figure: Figure[Any]) -> list[Prompt]:
+    def prompts(self, figure: Figure) -> list[Prompt]:
         """Return the prompts that the figure reads."""
         if self.text is not None:
             room = self.context or TOKENS
@@ -98,8 +98,7 @@ def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, t
     is_tiny = cfg.model.path == "embedded:tiny"
     experiment.set_threads(cfg, source.config)
     if text is not None or not (named or is_tiny):
-        calibration_text = texts.FileText(f"the file {Path(text).name}", _content(text)) if text else _default(cfg)
-        return Origin(cfg, source, tokenizer, (), calibration_text, samples or SAMPLES, tokens)
+        return Origin(cfg, source, tokenizer, (), _text(cfg, text), samples or SAMPLES, tokens)
     if samples is not None:
         raise UsageError(f"samples={samples} counts windows of text=FILE: prompts of a dataset are counted by limit=")
     tasks = tuple(_tasks(cfg, tokenizer))
@@ -119,22 +118,14 @@ def _tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Task, str]]:
             yield task, f"{name if name and len(cfg.datasets) == 1 else task.id} {d.label}".strip()
 
 
-def _content(text: str) -> str:
-    """Read a text file; raise UsageError where it is empty."""
-    content = read_text(Path(text).expanduser(), f"text={text}")
-    if not content.strip():
-        raise UsageError(f"text={text} is empty")
-    return content
-
-
-def _default(cfg: RunConfig) -> texts.CalibrationText:
-    """Return the text that a calibration of the model reads."""
+def _text(cfg: RunConfig, file: str | None) -> texts.CalibrationText:
+    """Return the content of a text file, else what a calibration of the model reads; UsageError for an empty file."""
+    if file:
+        content = read_text(Path(file).expanduser(), f"text={file}")
+        if not content.strip():
+            raise UsageError(f"text={file} is empty")
+        return texts.FileText(f"the file {Path(file).name}", content)
     try:
         return texts.find(False, None, cfg.data_root)
     except UsageError as error:
         raise UsageError(f"name what the model is to read, as dataset=NAME or text=FILE: {error}") from None
-
-
-def knob_values(figure: Figure[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figure's knobs: those ``given``, else its own defaults."""
-    return {k: given.get(k, default) for k, default in figure.knobs.items()}

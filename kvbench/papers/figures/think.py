@@ -1,4 +1,9 @@
-"""ThinK's figures 4 and 5: channel magnitudes of the cache, and singular values of attention (arXiv 2407.21018)."""
+"""ThinK's figures 3b, 4 and 5: memory with KIVI, channel magnitudes, singular values of attention (arXiv 2407.21018).
+
+Figure 3b (section 4.4) is computed from the bytes of weights and caches alone: prompts of 160 tokens and answers of 338
+on LLaMA-2-7B in fp16, as in KIVI's own test. What KIVI leaves exact is all that ThinK leaves whole (appendix on KIVI:
+keys are pruned when they are packed). Figure 3a, the rows of table 7, is measured.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,16 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from kvbench.audit.accounting import bytes_declared
 from kvbench.cache.exact_attention import causal_softmax
+from kvbench.cache.model_shape import from_entry
 from kvbench.cache.observation import Needs, Observation
-from kvbench.papers.figures.figure import Code, percent
-from kvbench.papers.figures.findings import Fact
+from kvbench.conf import entries
+from kvbench.methods.resolve import chain_of
+from kvbench.papers.figures.figure import Code, Fact, percent
+from kvbench.papers.figures.measured import MeasuredFigure
 from kvbench.papers.figures.reading import Reading
+from kvbench.run import presets
 
 DEPTHS = (14 / 32, 20 / 32)  # layers 14 and 20 of LLaMA-2-7B's 32
 NAMES = {"k": "keys", "v": "values"}
@@ -21,12 +31,54 @@ HEAD = ["layer", "head", "what"]
 BINS = 48  # rows of a map: consecutive tokens, whose magnitudes are averaged
 SHOWN = 128  # largest singular values that are kept
 HIGH, ENOUGH, FIRST = 0.01, 0.9, 50  # a high energy, a share of all energy, and a number of singular values
+MODEL = "llama2-7b-chat"
+PARAMETERS = 6_738_415_616
+FP16, GIB = 2, 2**30
+TOKENS = 160 + 338 - 1  # the last token is never read
+BATCHES = (1, 50, 100, 150, 200, 250, 300, 350, 400)
+ROOM = 80  # GiB, of an A100
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"},
+    "KIVI 4/4": {"method": "kivi", "bits": 4},
+    "KIVI 4/4 + ThinK 0.4": {"method": "think+kivi", "bits": 4, "think.recent": 0},
+    "KIVI 2/2": {"method": "kivi", "bits": 2},
+    "KIVI 2/2 + ThinK 0.4": {"method": "think+kivi", "bits": 2, "think.recent": 0},
+}
+
+
+def memory(_: MeasuredFigure) -> pd.DataFrame:
+    """Return bytes of weights and caches at the end of the answers, by method and batch size."""
+    shape = from_entry(entries("model")[MODEL]["shape"])
+    values = presets.values("think", MODEL)
+    rows = []
+    for name, entry in METHODS.items():
+        cache = bytes_declared(chain_of(entry, preset=values), shape, TOKENS, FP16)
+        assert cache is not None
+        for batch in BATCHES:
+            total = (FP16 * PARAMETERS + batch * cache.total) / GIB
+            rows.append({"method": name, "batch": batch, "cache": cache.total / 2**20, "memory": total})
+    return pd.DataFrame(rows)
+
+
+def largest(data: pd.DataFrame) -> dict[str, int]:
+    """Return the largest batch by method whose weights and caches fit into ROOM."""
+    each = data.groupby("method", sort=False)["cache"].first()
+    return {str(m): int((ROOM * GIB - FP16 * PARAMETERS) / (2**20 * cache)) for m, cache in each.items()}
+
+
+def memory_facts(data: pd.DataFrame) -> Iterator[Fact]:
+    """Yield the cache bytes of one sequence, and how many sequences fit, against the full cache."""
+    each, fit = data.groupby("method", sort=False)["cache"].first(), largest(data)
+    yield Fact(f"One sequence of {TOKENS} tokens", each, "{:.1f} MiB")
+    yield Fact("Times less than in full", each["full"] / each.drop("full"), "{:.2f}")
+    yield Fact(f"Caches that fit into {ROOM} GiB beside the weights", fit, "{}")
+    yield Fact("Times more than in full", {m: b / fit["full"] for m, b in fit.items() if m != "full"})
 
 
 def magnitudes(reading: Reading) -> pd.DataFrame:
     """Return mean |K| and |V| per channel over runs of tokens: per layer, kv head, channel and first token."""
     layers = reading.layers(DEPTHS)
-    heads = reading.chosen_heads([0], reading.heads[0])
+    heads = reading.chosen_heads([0], reading.shape.kv_heads)
     rows: list[dict[str, Any]] = []
     ids = reading.ids(reading.prompts[0])
 
@@ -72,7 +124,7 @@ def energies(reading: Reading) -> pd.DataFrame:
     """
     layers = reading.layers(DEPTHS)
     sums: dict[tuple[int, str, int], Tensor] = {}
-    heads = reading.chosen_heads(range(reading.heads[1]), reading.heads[1])
+    heads = reading.chosen_heads(range(reading.shape.query_heads), reading.shape.query_heads)
 
     def add(key: tuple[int, str, int], matrix: Tensor) -> None:
         """Add the leading energies of a matrix to their sum, cut to the shortest prompt's."""
@@ -140,6 +192,7 @@ def energy_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 CODE = {
+    "think/fig3b": Code(memory, memory_facts),
     "think/fig4": Code(magnitudes, magnitude_facts, with_means),
     "think/fig5": Code(energies, energy_facts, by_quantity),
 }

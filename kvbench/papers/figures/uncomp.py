@@ -6,7 +6,7 @@ arXiv 2410.03090. Sigma, H and erank are those of ``calibration.entropy``; queri
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from kvbench.cache.observation import Needs, Observation
 from kvbench.methods.entropy import entropy, layer_groups, spectrum
 from kvbench.models.interface import decoder_layers
-from kvbench.papers.figures.figure import Code
-from kvbench.papers.figures.findings import Fact
+from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.reading import Prompt, Reading
 
 TOP = 32
@@ -27,49 +26,35 @@ NAMES = {"q": "queries", "k": "keys", "v": "values"}
 OTHERS = "other heads"
 
 
-def _ids(reading: Reading, prompt: Prompt) -> Tensor:
-    """Return the ids of a prompt with at least as many tokens as a head has channels: fewer bound the rank."""
-    least = reading.head_dim
-    return reading.ids(prompt, least, f"an effective rank of {least} channels needs as many tokens")
-
-
-def _each_spectrum(
-    reading: Reading, see: Callable[[Prompt, Observation, str, Tensor], None], names: str, layers: set[int]
-) -> None:
-    """Call ``see(prompt, observation, name, eigenvalues [H, D])`` for the ``names`` of q, k and v of these layers."""
+def _spectra(reading: Reading, names: str, layers: Collection[int]) -> list[tuple[str, int, str, Tensor]]:
+    """Return (text, layer, name, eigenvalues [H, D]) of the ``names`` of q, k, v in these layers, for each prompt."""
+    by_layer: list[tuple[str, int, str, Tensor]] = []
+    least = reading.shape.head_dim
     for prompt in reading.prompts:
-        ids = _ids(reading, prompt)
+        # fewer tokens than a head has channels bound the rank
+        ids = reading.ids(prompt, least, f"an effective rank of {least} channels needs as many tokens")
 
-        def on_layer(obs: Observation, k: Tensor, v: Tensor, prompt: Prompt = prompt) -> None:
-            """Hand over the spectra of a chosen layer."""
+        def on_layer(obs: Observation, k: Tensor, v: Tensor, source: str = prompt.source) -> None:
+            """Append the spectra of a chosen layer."""
             if obs.layer in layers:
                 rows = {"q": obs.queries(obs.n), "k": k, "v": v}
-                for name in names:
-                    see(prompt, obs, name, spectrum(rows[name]).cpu())
+                by_layer.extend((source, obs.layer, name, spectrum(rows[name]).cpu()) for name in names)
 
         reading.read(ids, Needs(last_q=len(ids)), on_layer)
         reading.tick()
+    return by_layer
 
 
 def rank_by_layer(reading: Reading) -> pd.DataFrame:
     """Return means of erank and erank_k, and erank's deviation, per text, q, k or v, and layer."""
     top = reading.knobs.get("top", TOP)
-    rows: list[dict[str, Any]] = []
-
-    def see(prompt: Prompt, obs: Observation, name: str, eigenvalues: Tensor) -> None:
-        """Append the mean ranks over heads; eigenvalues are [H, D]."""
-        rows.append(
-            {
-                "source": prompt.source,
-                "what": name,
-                "layer": obs.layer,
-                "erank": float(entropy(eigenvalues).exp().mean()),
-                "erank_k": float(entropy(eigenvalues, top).exp().mean()),
-            }
-        )
-
-    _each_spectrum(reading, see, "qkv", set(reading.layers([i / reading.n_layers for i in range(reading.n_layers)])))
-    groups = pd.DataFrame(rows).groupby(["source", "what", "layer"], sort=False)
+    layers = reading.layers([i / reading.shape.layers for i in range(reading.shape.layers)])
+    rows = [
+        (source, name, layer, float(entropy(values).exp().mean()), float(entropy(values, top).exp().mean()))
+        for source, layer, name, values in _spectra(reading, "qkv", layers)
+    ]
+    data = pd.DataFrame(rows, columns=["source", "what", "layer", "erank", "erank_k"])
+    groups = data.groupby(["source", "what", "layer"], sort=False)
     means = groups[["erank", "erank_k"]].mean()
     return means.assign(sd=groups["erank"].std(ddof=0), prompts=groups.size()).reset_index()
 
@@ -91,28 +76,22 @@ def rank_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 def spectra(reading: Reading) -> pd.DataFrame:
     """Return mean eigenvalues over prompts of Sigma of the queries: per text, chosen layer, head and index."""
-    layers = reading.layers([-1])
-    sums: dict[tuple[str, int], Tensor] = {}
-    counts: dict[str, int] = {}
-
-    def see(prompt: Prompt, obs: Observation, name: str, eigenvalues: Tensor) -> None:
-        """Add eigenvalues [H, D] to the sum of their text and layer, and count the prompt once."""
-        key = (prompt.source, obs.layer)
-        sums[key] = sums.get(key, torch.zeros_like(eigenvalues)) + eigenvalues
-        counts[prompt.source] = counts.get(prompt.source, 0) + (obs.layer == layers[0])
-
-    _each_spectrum(reading, see, "q", set(layers))
+    by_place: dict[tuple[str, int], list[Tensor]] = {}
+    for source, layer, _, values in _spectra(reading, "q", reading.layers([-1])):
+        by_place.setdefault((source, layer), []).append(values)
     return pd.DataFrame(
         {"source": source, "layer": layer, "head": h, "index": i + 1, "eigenvalue": value}
-        for (source, layer), total in sums.items()
-        for h, row in enumerate((total / counts[source]).tolist())
+        for (source, layer), of_prompts in by_place.items()
+        for h, row in enumerate((sum(of_prompts, torch.zeros(())) / len(of_prompts)).tolist())
         for i, value in enumerate(row)
     )
 
 
 def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
     """Add a ``panel`` and a ``name`` for each line; heads of lowest and highest effective rank come first."""
-    ranks = _head_ranks(data)
+    mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean().unstack("index")
+    # erank = exp(-sum p log p), untruncated; eigenvalues of 0 add nothing
+    ranks = np.exp(-(mean * np.log(mean.clip(lower=1e-300))).sum(axis=1))
     named = {at: f"layer {at[0]}, head {at[1]}: erank {ranks[at]:.1f}" for at in (ranks.idxmin(), ranks.idxmax())}
     places = list(zip(data["layer"], data["head"], strict=True))
     layers = [f", layer {n}" if data["layer"].nunique() > 1 else "" for n in data["layer"]]
@@ -148,15 +127,12 @@ def spectrum_facts(data: pd.DataFrame) -> Iterator[Fact]:
 def head_map(reading: Reading) -> pd.DataFrame:
     """Return the mean erank_k of the queries over prompts: per text, layer and head."""
     top = reading.knobs.get("top", TOP)
-    rows: list[dict[str, Any]] = []
-
-    def see(prompt: Prompt, obs: Observation, name: str, eigenvalues: Tensor) -> None:
-        """Append the truncated rank of each head; eigenvalues are [H, D]."""
-        for h, value in enumerate(entropy(eigenvalues, top).exp().tolist()):
-            rows.append({"source": prompt.source, "layer": obs.layer, "head": h, "erank_k": value})
-
-    _each_spectrum(reading, see, "q", set(range(reading.n_layers)))
-    return pd.DataFrame(rows).groupby(["source", "layer", "head"], sort=False)["erank_k"].mean().reset_index()
+    data = pd.DataFrame(
+        {"source": source, "layer": layer, "head": h, "erank_k": value}
+        for source, layer, _, values in _spectra(reading, "q", range(reading.shape.layers))
+        for h, value in enumerate(entropy(values, top).exp().tolist())
+    )
+    return data.groupby(["source", "layer", "head"], sort=False)["erank_k"].mean().reset_index()
 
 
 def head_facts(data: pd.DataFrame) -> Iterator[Fact]:
@@ -180,13 +156,6 @@ def _pearson(a: Any, b: Any) -> float:
     """Return the correlation of two rows of numbers; not a number where one of them is constant."""
     a, b = np.asarray(a), np.asarray(b)
     return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else float("nan")
-
-
-def _head_ranks(data: pd.DataFrame) -> pd.Series[float]:
-    """Return the untruncated effective rank of each (layer, head) by its mean spectrum."""
-    mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean().unstack("index")
-    # erank = exp(-sum p log p); eigenvalues of 0 add nothing
-    return np.exp(-(mean * np.log(mean.clip(lower=1e-300))).sum(axis=1))
 
 
 def hidden_entropy(reading: Reading) -> pd.DataFrame:
@@ -224,20 +193,16 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
     """
     decoders = decoder_layers(model)
 
-    def before(depth: int) -> Callable[..., None]:
-        """Return a hook that shows the input of layer ``depth``."""
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Show the input of the first layer."""
+        see(0, (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])[0])
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            see(depth, (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])[0])
+    def after(depth: int) -> Callable[..., None]:
+        """Return a hook that shows the output of the layer in front of ``depth``."""
+        return lambda module, args, output: see(depth, (output[0] if isinstance(output, tuple) else output)[0])
 
-        return hook
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Show the output of the last layer."""
-        see(len(decoders), (output[0] if isinstance(output, tuple) else output)[0])
-
-    handles = [m.register_forward_pre_hook(before(i), with_kwargs=True) for i, m in enumerate(decoders)]
-    handles.append(decoders[-1].register_forward_hook(after))
+    handles = [decoders[0].register_forward_pre_hook(before, with_kwargs=True)]
+    handles += [layer.register_forward_hook(after(depth)) for depth, layer in enumerate(decoders, start=1)]
     try:
         yield
     finally:

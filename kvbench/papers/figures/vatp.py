@@ -12,8 +12,7 @@ from torch import Tensor
 from kvbench.cache.exact_attention import causal_softmax
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import per_head
-from kvbench.papers.figures.figure import Code, percent
-from kvbench.papers.figures.findings import Fact
+from kvbench.papers.figures.figure import Code, Fact, percent
 from kvbench.papers.figures.reading import Prompt, Reading
 
 SHOWN = 48  # first tokens of the first prompt whose attention is drawn
@@ -31,7 +30,7 @@ def value_norms(reading: Reading) -> pd.DataFrame:
     """
     layers = reading.layers(DEPTHS)
     named_heads = reading.knobs.get("heads")
-    chosen_heads = reading.chosen_heads([0], reading.heads[1])
+    chosen_heads = reading.chosen_heads([0], reading.shape.query_heads)
     rows: list[dict[str, Any]] = []
     for number, prompt in enumerate(reading.prompts):
         ids = reading.ids(prompt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import combinations
 
 from kvbench.papers.forensics.finding import Finding
@@ -60,9 +60,8 @@ def twins(book: Book) -> Iterator[Finding]:
                 same = other is not None and other.printed == cell.printed
                 if same and _high(cell) and _telling(cell) and first.paper == "refreekv" and "budget" in first.settings:
                     why = f"the value of this method under {second.setting}, to the last digit; may be chance"
-                    yield Finding(
-                        "twin", "doubt", first.paper, first.table, first.label, dataset, cell.printed, "", why
-                    )
+                    place = (first.paper, first.table, first.label, dataset)
+                    yield Finding("twin", "doubt", *place, cell.printed, "", why)
 
 
 def gains(book: Book) -> Iterator[Finding]:
@@ -76,18 +75,25 @@ def gains(book: Book) -> Iterator[Finding]:
             full_cell = base.scores.get(dataset)
             if full_cell is None or not cell.value or not full_cell.value or cell.unit != full_cell.unit:
                 continue
-            if full_cell.value > LEAST:
-                ratio = cell.value / full_cell.value
-                if ratio > GAIN:
-                    shown = f"{cell.printed} against {full_cell.printed}"
-                    why = f"{ratio:.2f} times the full cache's score"
-                    yield Finding("gain", "doubt", row.paper, row.table, row.label, dataset, shown, "", why)
+            ratio = cell.value / full_cell.value
+            if full_cell.value > LEAST and ratio > GAIN:
+                shown = f"{cell.printed} against {full_cell.printed}"
+                why = f"{ratio:.2f} times the full cache's score"
+                yield Finding("gain", "doubt", row.paper, row.table, row.label, dataset, shown, "", why)
 
 
 def breaks(book: Book) -> Iterator[Finding]:
     """Yield scores that fall out of an otherwise steady series over k, as where a digit is lost."""
-    for block in _by(book, lambda r: (r.paper, r.table, r.model, r.method, _others(r, "k"))):
-        series = sorted((r for r in block if "%" in r.settings.get("k", "")), key=_k)
+
+    def series_of(row: PublishedRow) -> object:
+        """Return what a row shares with those of other k."""
+        others = tuple(sorted((k, v) for k, v in row.settings.items() if k != "k"))
+        return row.paper, row.table, row.model, row.method, others
+
+    for block in _by(book, series_of):
+        # k is a per cent of the prompt
+        series = [r for r in block if "%" in r.settings.get("k", "")]
+        series.sort(key=lambda r: float(r.settings["k"].rstrip("%n")))
         for dataset in series[0].scores if len(series) >= 3 else ():
             values = [r.scores[dataset].value or 0.0 for r in series if dataset in r.scores]
             for i, row in enumerate(series):
@@ -98,9 +104,8 @@ def breaks(book: Book) -> Iterator[Finding]:
                     cell = row.scores[dataset]
                     fitting = fixed(printed(cell.printed).value + 10, 2)
                     why = f"the others of the series are {', '.join(f'{v:.2f}' for v in rest)}; {fitting} would fit"
-                    yield Finding(
-                        "break", "doubt", row.paper, row.table, row.label, dataset, cell.printed, fitting, why
-                    )
+                    place = (row.paper, row.table, row.label, dataset)
+                    yield Finding("break", "doubt", *place, cell.printed, fitting, why)
 
 
 def _by(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[PublishedRow]]:
@@ -109,16 +114,6 @@ def _by(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[Publ
     for row in book.rows:
         groups.setdefault(key(row), []).append(row)
     yield from groups.values()
-
-
-def _others(row: PublishedRow, key: str) -> Sequence[tuple[str, str]]:
-    """Return the parts of a row's setting without ``key``."""
-    return tuple(sorted((k, v) for k, v in row.settings.items() if k != key))
-
-
-def _k(row: PublishedRow) -> float:
-    """Return a row's k, a per cent of the prompt."""
-    return float(row.settings["k"].rstrip("%n"))
 
 
 def _high(cell: Published) -> bool:

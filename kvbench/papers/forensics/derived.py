@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 
-from kvbench.papers.forensics.exact import Exact, averages, everything
+from kvbench.papers.forensics.exact import Exact, everything, ratio
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.spec.numbers import decimals, fixed, grade, printed
 from kvbench.papers.spec.published_cells import Book, PublishedRow
@@ -18,13 +18,12 @@ def derived(book: Book) -> Iterator[Finding]:
         if e.grade == "equal":
             continue
         c = e.cell
-        why = f"{e.formula}; hidden digits can explain it"
+        check, weight, why = "rounding", "note", f"{e.formula}; hidden digits can explain it"
         if not e.ok:
+            gap = abs(printed(e.published).value - e.recomputed.value) if e.recomputed else 1
+            by_a_hair = c.metric == "mean" and gap * 10 ** decimals(e.published) < 2
+            check, weight = "derived", "doubt" if by_a_hair else "wrong"
             why = "; ".join([f"{e.formula}; off by {e.mark}", *_reasons(book, e, rows[id(c)])])
-        check = "derived" if not e.ok else "rounding"
-        weight = "doubt" if _hair(e) else "wrong"
-        if e.ok:
-            weight = "note"
         yield Finding(check, weight, c.paper, c.table, e.row, e.column, c.printed, e.shown, why)
 
 
@@ -39,50 +38,27 @@ def ranking(book: Book) -> Iterator[Finding]:
         shown = sorted(block, key=lambda e: -printed(e.published).value)
         true = sorted(block, key=lambda e: -float(e.recomputed or 0))
         if [e.cell.method for e in shown] != [e.cell.method for e in true]:
-            yield Finding(
-                "ranking",
-                "wrong",
-                "refreekv",
-                "2",
-                f"{model} {setting}",
-                "avg",
-                " > ".join(f"{e.cell.method} {e.published}" for e in shown),
-                " > ".join(f"{e.cell.method} {_plain(e)}" for e in true),
-                "the order of the baselines changes once averages are those of their cells",
-            )
+            stated = " > ".join(f"{e.cell.method} {e.published}" for e in shown)
+            recomputed = " > ".join(f"{e.cell.method} {e.recomputed.text(2)}" for e in true if e.recomputed)
+            why = "the order of the baselines changes once averages are those of their cells"
+            yield Finding("ranking", "wrong", "refreekv", "2", f"{model} {setting}", "avg", stated, recomputed, why)
 
 
 def _reasons(book: Book, e: Exact, row: PublishedRow) -> Iterator[str]:
     """Yield other ways to arrive at the printed value."""
     if e.cell.metric == "ratio_to_full_minus_1":
         others = [r for r in book.table(row.paper, row.table) if r.method == "full" and r.model != row.model]
-        models = [r.model for r in others if grade(e.published, (averages.ratio(row, r) - 1) * 100) == "equal"]
+        models = [r.model for r in others if grade(e.published, (ratio(row, r) - 1) * 100) == "equal"]
         yield f"the full row of {models[0]} as the base gives it" if models else "no full row of the table gives it"
     elif e.cell.metric == "mean" and e.recomputed is not None:
         missing = (printed(e.published).value - e.recomputed.value) * len(row.scores)
         yield f"the cells sum to {fixed(abs(missing), 2)} too {'little' if missing > 0 else 'much'}"
-        twins = _twins(row)
-        for dataset in twins[:1]:
-            needed = fixed(printed(row.scores[dataset].printed).value + Fraction(round(2 * missing), 2), 2)
-            yield f"{' and '.join(twins)} print the same {row.scores[dataset].printed}, and {needed} in one would do"
+        by_value: dict[str, list[str]] = {}
+        for dataset, cell in row.scores.items():
+            by_value.setdefault(cell.printed, []).append(dataset)
+        value, twins = next(((value, names) for value, names in by_value.items() if len(names) > 1), ("", []))
+        if twins:
+            needed = fixed(printed(value).value + Fraction(round(2 * missing), 2), 2)
+            yield f"{' and '.join(twins)} print the same {value}, and {needed} in one would do"
     elif e.cell.metric == "kv_memory" and e.cell.paper == "refreekv":
         yield "it fits keys and values of every query head, which these models do not have"
-
-
-def _hair(e: Exact) -> bool:
-    """Tell whether a printed mean misses by less than two units of its last digit."""
-    gap = abs(printed(e.published).value - e.recomputed.value) if e.recomputed else 1
-    return e.cell.metric == "mean" and gap * 10 ** decimals(e.published) < 2
-
-
-def _twins(row: PublishedRow) -> Sequence[str]:
-    """Return datasets of a row that print the same value; none where there are none."""
-    by_value: dict[str, list[str]] = {}
-    for dataset, cell in row.scores.items():
-        by_value.setdefault(cell.printed, []).append(dataset)
-    return next((names for names in by_value.values() if len(names) > 1), [])
-
-
-def _plain(e: Exact) -> str:
-    """Return the recomputed value with two decimals; '' for a word."""
-    return "" if e.recomputed is None else e.recomputed.text(2)

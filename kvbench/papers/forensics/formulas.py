@@ -61,9 +61,8 @@ def query(book: Book, paper: str, entry: Mapping[str, Any], read: Callable[[str]
     if not by:
         return values[0]
     by_name = dict(zip(names, values, strict=True))
-    index = pd.MultiIndex.from_arrays([[]] * len(by), names=by)
-    if by_name:
-        index = pd.MultiIndex.from_tuples(by_name, names=by)
+    levels = [list(level) for level in zip(*by_name, strict=True)] or [[]] * len(by)
+    index = pd.MultiIndex.from_arrays(levels, names=by)
     return pd.Series(list(by_name.values()), index if len(by) > 1 else index.get_level_values(0))
 
 
@@ -74,18 +73,13 @@ def cells(book: Book, paper: str, entry: Mapping[str, Any]) -> Iterator[tuple[di
     conditions = {**entry, **({} if datasets == "scores" else {"dataset": datasets})}
     for row in (row for table in tables for row in book.table(paper, table)):
         for (dataset, metric), cell in row.cells.items():
-            fields = {**_fields(row), "dataset": dataset, "metric": metric}
+            base = row.method.partition("+")[0]
+            names = {"table": row.table, "model": row.model, "method": row.method, "base": base, "row": row.label}
+            fields = {**row.settings, **names, "dataset": dataset, "metric": metric}
             selected = cell.value is not None and (datasets != "scores" or row.scores.get(dataset) is cell)
             excluded = any(_fits(fields.get(k, ""), v) for k, v in without.items())
             if selected and not excluded and all(_fits(fields.get(k, ""), v) for k, v in conditions.items()):
                 yield fields, row, cell
-
-
-def _fields(row: PublishedRow) -> dict[str, str]:
-    """Return the fields of a row that queries can name."""
-    base = row.method.partition("+")[0]
-    names = {"table": row.table, "model": row.model, "method": row.method, "base": base, "row": row.label}
-    return {**row.settings, **names}
 
 
 def _fits(value: str, wanted: Any) -> bool:
@@ -195,9 +189,9 @@ def rises(values: pd.Series[Any]) -> int:
     return sum([v for _, v in series] == sorted(v for _, v in series) for _, series in _rows(values))
 
 
-def rows(values: pd.Series[Any]) -> str:
+def rows(values: pd.Series[Any], form: str = "{}", sep: str = ", ") -> str:
     """Return each row's labels with its values."""
-    return "; ".join(" ".join([*name, ", ".join(str(v) for _, v in series)]) for name, series in _rows(values))
+    return "; ".join(" ".join([*name, sep.join(form.format(v) for _, v in series)]) for name, series in _rows(values))
 
 
 def winners(values: pd.Series[Any]) -> pd.Series[Any]:

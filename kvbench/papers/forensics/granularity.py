@@ -87,7 +87,8 @@ def granularity(book: Book) -> Iterator[Finding]:
             if fit.cells and Fraction(on, len(fit.cells)) < FEW:
                 table = "5" if g.paper == "vatp" else fit.cells[0][1].table
                 why = f"{on} of {len(fit.cells)} scores are k/{g.n} ({g.why}), {100 * fit.chance:.0f} % would by chance"
-                better = next((f for f in fits(book) if f.grid.holds and _same(f.grid, g)), None)
+                believed = (f for f in fits(book) if f.grid.holds)
+                better = next((f for f in believed if (f.grid.paper, f.grid.dataset) == (g.paper, g.dataset)), None)
                 if better is not None:
                     why += f"; {len(better.cells) - len(better.off)} are k/{better.grid.n} ({better.grid.why})"
                 better_n = str(better.grid.n) if better else ""
@@ -99,8 +100,3 @@ def granularity(book: Book) -> Iterator[Finding]:
             why = f"no k/{g.n} ({g.why}); the nearest are {' and '.join(neighbours)}"
             place = (g.paper, cell.table, row.label, g.dataset)
             yield Finding("granularity", "doubt", *place, cell.printed, " or ".join(neighbours), why)
-
-
-def _same(a: ScoreGrid, b: ScoreGrid) -> bool:
-    """Tell whether two grids are of one paper and dataset."""
-    return (a.paper, a.dataset) == (b.paper, b.dataset)

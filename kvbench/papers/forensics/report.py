@@ -8,9 +8,8 @@ from itertools import groupby
 from textwrap import fill
 from typing import Any
 
-from kvbench.papers.forensics import Finding, audit
 from kvbench.papers.forensics.exact import Exact, everything
-from kvbench.papers.forensics.finding import WEIGHTS, place
+from kvbench.papers.forensics.finding import WEIGHTS, Finding, place
 from kvbench.papers.forensics.granularity import fits
 from kvbench.papers.forensics.repeats import baselines, gap, repeated
 from kvbench.papers.forensics.statements import judged
@@ -40,7 +39,6 @@ HEADS = {
     "statement": "Statements against numbers",
     "accounting": "What numbers count",
     "baseline": "The full cache of one model in several papers",
-    "recorded": "Tables that are not as they were recorded",
 }
 HEAD = """# Audit of the papers' numbers
 
@@ -54,11 +52,19 @@ printed cells is off only where no digits behind the printed ones could give it.
 def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> str:
     """Format findings for a terminal of 100 columns, by paper and check; or the recomputed cells, where given."""
     if exact is not None:
-        return _exact_text(exact)
+        parts = []
+        for name, rows in _by_table(exact):
+            without_formula = Table(EXACT[:5], tuple(row[:5] for row in rows))
+            parts.append(f"{name}\n\n{compose([without_formula], (), 'text')}")
+        return (
+            "\n".join(parts) + "✓: what is printed follows, within what rounding hides; else by how much it is off.\n"
+        )
     parts = []
     for paper, group in groupby(findings, key=lambda f: f.paper):
         paper_findings = list(group)
-        parts.append(f"{fill(_title(paper), WIDTH)}\n{_count(paper_findings)}\n")
+        weights, count = Counter(f.weight for f in paper_findings), len(paper_findings)
+        kinds = ", ".join(f"{weights[w]} {w}" for w in WEIGHTS if weights[w])
+        parts.append(f"{fill(_title(paper), WIDTH)}\n{count} finding{'s' if count != 1 else ''}: {kinds}\n")
         for check, check_findings in _by_check(paper_findings):
             parts.append(f"{HEADS[check]}\n" + "".join(_line(f) for f in check_findings))
     return "\n".join([*parts, fill(LEGEND, WIDTH)]) + "\n"
@@ -68,11 +74,12 @@ def markdown(findings: Sequence[Finding], book: Book, what: str) -> str:
     """Return the page: findings with their values, the ledger of statements, and the tables behind them."""
     name = what.partition("/")[0]
     parts = [HEAD, LEGEND + "\n", *_summary(findings, book)]
-    cells = [f for f in findings if f.check not in ("statement", "accounting") and "+" not in f.paper]
-    for paper, group in groupby(cells, key=lambda f: f.paper):
+    of_cells = [f for f in findings if f.check not in ("statement", "accounting") and "+" not in f.paper]
+    for paper, group in groupby(of_cells, key=lambda f: f.paper):
         parts.append(f"## {_title(paper)}\n")
         for check, block in _by_check(list(group)):
-            parts.append(f"### {HEADS[check]}\n\n{table(COLUMNS, [_cells(f) for f in block])}")
+            cells = [(MARKS[f.weight], _where(f), f.row, f.cell, f.printed, f.recomputed, f.why) for f in block]
+            parts.append(f"### {HEADS[check]}\n\n{table(COLUMNS, cells)}")
     if "/" not in what:
         parts += [*_ledger(book, name), *_granularity(book, name)]
         parts += [*_full_rows(book)] if name == "all" else []
@@ -93,12 +100,8 @@ def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | No
     papers = {f.paper for f in findings}
     ledger = [
         {
-            "paper": s.paper,
-            "place": s.place,
-            "table": s.table,
-            "statement": s.text,
-            "verdict": j.verdict,
-            "shown": j.shown,
+            **{"paper": s.paper, "place": s.place, "table": s.table},
+            **{"statement": s.text, "verdict": j.verdict, "shown": j.shown},
         }
         for j in judged(book)
         if (s := j.statement).paper in papers
@@ -108,11 +111,13 @@ def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | No
 
 def exact_markdown(exact: Sequence[Exact]) -> str:
     """Format the recomputed cells, one table of Markdown for each printed table."""
-    parts = []
+    return "\n".join(f"## {name}\n\n{table(EXACT, rows)}" for name, rows in _by_table(exact))
+
+
+def _by_table(exact: Sequence[Exact]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """Yield the name of each printed table, with a row of EXACT for each of its recomputed cells."""
     for (paper, number), block in groupby(exact, key=lambda e: (e.cell.paper, e.cell.table)):
-        rows = [(e.row, e.column, e.published, e.shown, e.mark, e.formula) for e in block]
-        parts.append(f"## {paper}, {place(number)}\n\n{table(EXACT, rows)}")
-    return "\n".join(parts)
+        yield f"{paper}, {place(number)}", [(e.row, e.column, e.published, e.shown, e.mark, e.formula) for e in block]
 
 
 COLUMNS = ("", "place", "row", "cell", "printed", "recomputed", "why")
@@ -128,11 +133,6 @@ def _line(f: Finding) -> str:
         body = f"{' → '.join(filter(None, (f.printed, f.recomputed)))}: {f.why}"
     head = fill(f"{MARKS[f.weight]} {location}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     return f"{head}\n{fill(body, WIDTH, initial_indent=' ' * 6, subsequent_indent=' ' * 6, break_long_words=False)}\n"
-
-
-def _cells(f: Finding) -> tuple[str, ...]:
-    """Return one finding as a row of COLUMNS."""
-    return (MARKS[f.weight], _where(f), f.row, f.cell, f.printed, f.recomputed, f.why)
 
 
 def _where(f: Finding) -> str:
@@ -156,15 +156,8 @@ def _title(paper: str) -> str:
     return f"{p.title} ({p.source})"
 
 
-def _count(findings: Sequence[Finding]) -> str:
-    """Return the number of findings, in all and by weight."""
-    counts = Counter(f.weight for f in findings)
-    kinds = ", ".join(f"{counts[w]} {w}" for w in WEIGHTS if counts[w])
-    return f"{len(findings)} finding{'s' if len(findings) != 1 else ''}: {kinds}"
-
-
 def _summary(findings: Sequence[Finding], book: Book) -> Iterator[str]:
-    """Yield the table of counts by paper, and the number of repeated measurements."""
+    """Yield a table by paper (cells, recomputed cells, findings, verdicts), then how many measurements are repeated."""
     exact, ledger = everything(book), judged(book)
     rows = []
     for paper in dict.fromkeys(f.paper for f in findings if "+" not in f.paper):
@@ -254,17 +247,3 @@ def _flags(book: Book, name: str) -> Iterator[str]:
             for (kind, paper, t, row, reason), cells in sorted(flagged.items())
         ]
         yield table(("flag", "paper", "place", "row", "cells", "reason"), rows)
-
-
-def _exact_text(exact: Sequence[Exact]) -> str:
-    """Format the recomputed cells for a terminal."""
-    parts = []
-    for (paper, number), block in groupby(exact, key=lambda e: (e.cell.paper, e.cell.table)):
-        rows = tuple((e.row, e.column, e.published, e.shown, e.mark) for e in block)
-        parts.append(f"{paper}, {place(number)}\n\n{compose([Table(EXACT[:5], rows)], (), 'text')}")
-    return "\n".join(parts) + "✓: what is printed follows, within what rounding hides; else by how much it is off.\n"
-
-
-def page(book: Book) -> str:
-    """Return the committed page, results/audit.md."""
-    return markdown(audit(book), book, "all")

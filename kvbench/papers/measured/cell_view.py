@@ -11,8 +11,8 @@ from statistics import fmean
 
 from kvbench.bench.records import NOT_RUN
 from kvbench.metrics import metric, stats
-from kvbench.papers.forensics.exact import Exact, exact
-from kvbench.papers.measured.our_table import OurTable, TableLine
+from kvbench.papers.forensics.exact import exact
+from kvbench.papers.measured.our_table import OurTable, TableLine, scores
 from kvbench.papers.spec.numbers import decimals
 from kvbench.papers.spec.published import MARKS, Published
 from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column
@@ -20,7 +20,7 @@ from kvbench.papers.spec.workloads import FAMILIES
 from kvbench.papers.timed.row_matching import TimedCell as Timed
 from kvbench.run import presets
 from kvbench.run.advice import at_floor
-from kvbench.run.results import CellResult
+from kvbench.run.report import CellResult
 from kvbench.tasks.longbench import TASKS
 
 AVERAGE = Column("avg", SCORE)
@@ -34,13 +34,17 @@ ROUNDING = 2
 class CellView:
     """One cell of a table: our number, the printed one, and what marks and notes say about both.
 
-    status: measured, refused (with ``reason``), missing, or none where the paper has no such cell; also OOM in an
-    efficiency table. ours, published: in printed units, a fraction in per cent. relative, published_relative: per
-    cent of the own full cache, or of the base row of an efficiency table. stated: an average that the paper prints
-    although its cells give another. floor: the full cache scores too little for a share of it; ``full`` is its score on
-    the same examples. budgeted: the share of tokens kept is shown. printed: the characters on the page, a fraction in
-    per cent. exact: ✓ where the printed value follows without a model, else the value that follows. timed: the cell of
-    an efficiency table. n, of: examples measured, and those there are. unlike: see ``delta``.
+    status: measured, refused (see ``reason``), missing, or none if the paper has no such cell; OOM for timings, too.
+    ours, published: the values in printed units, fractions in per cent.
+    relative, published_relative: per cent of each side's full cache, or of its base row in an efficiency table.
+    stated: an average that the paper prints although its cells give another.
+    floor: whether the full cache scores too little for a share of it; full: its score on the same examples.
+    budgeted: whether the share of tokens kept is shown.
+    printed: the characters on the page, or a fraction in per cent.
+    exact: ✓ if the printed value follows without a model, else the value that follows.
+    timed: the cell of an efficiency table.
+    n, of: how many examples are measured, and how many there are.
+    unlike: the conditions that differ from the paper's.
     """
 
     status: str = "none"
@@ -95,7 +99,7 @@ class _Read:
 def view(ours: OurTable) -> View:
     """Build all entries of a table, from the paper's data and from the store."""
     table = ours.declared
-    recomputed = {e.cell: e for e in exact(table.paper, table.table)}
+    recomputed = {e.cell: "✓" if e.ok else f"recomputed {e.shown}" for e in exact(table.paper, table.table)}
     if ours.timings is not None:
         rows = tuple(
             (x, tuple(_timed(ours, x.row.cells.get(c.name), recomputed) for c in table.columns)) for x in ours.lines
@@ -120,7 +124,7 @@ def view(ours: OurTable) -> View:
     return View(ours, (*columns, *means), rows)
 
 
-def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, Exact]) -> CellView:
+def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, str]) -> CellView:
     """Build an entry of an efficiency table."""
     if printed is None or ours.timings is None:
         return CellView()
@@ -135,21 +139,29 @@ def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Publis
         published_relative=None if cell.published_ratio is None else 100 * cell.published_ratio,
         mark=MARKS.get(printed.certainty, ""),
         printed=printed.printed,
-        exact=_exact(recomputed.get(printed)),
+        exact=recomputed.get(printed, ""),
         timed=cell,
     )
 
 
 def _read(ours: OurTable, line: TableLine, column: Column, read_by_cells: dict[tuple[str, ...], _Read]) -> _Read | None:
-    """Read a score from the store, once for all rows and columns that show it; return None for other columns."""
+    """Return our score in a column, read once for all cells that show it; None for columns of other values."""
     if column.what != SCORE:
         return None
     cells = ours.cells(line, column)
     ids = tuple(c.id for _, c in cells)
     if cells and ids in read_by_cells:
         return read_by_cells[ids]
-    groups = [group for group, _ in ours.full(line, column)]
-    value, pairs = ours.value(line, column), _pairs(ours, line, column)
+    full_cells = ours.full(line, column)
+    groups = [group for group, _ in full_cells]
+    by_example: dict[str, list[tuple[float, float]]] = {}
+    for (group, own_cell), (_, full_cell) in zip(cells, full_cells if cells else (), strict=True):
+        assert ours.run is not None
+        own, full_scores = (scores(ours.run.store, group, cell) for cell in (own_cell, full_cell))
+        for e in sorted(own.keys() & full_scores.keys()):
+            by_example.setdefault(e, []).append((own[e], full_scores[e]))
+    # an example that is asked in several ways (MDQA's three positions) is one, with its mean scores
+    value, pairs = ours.value(line, column), stats.by_example(by_example, 2)
     floor = any(at_floor(g.task, pairs[:, 1]) for g in groups)
     # of log losses, less is better
     losses = any(metric(g.task.metric).shown is not None for g in groups)
@@ -162,7 +174,7 @@ def _read(ours: OurTable, line: TableLine, column: Column, read_by_cells: dict[t
 
 
 def _entry(
-    ours: OurTable, line: TableLine, column: Column, read: _Read | None, recomputed: Mapping[Published, Exact]
+    ours: OurTable, line: TableLine, column: Column, read: _Read | None, recomputed: Mapping[Published, str]
 ) -> CellView:
     """Build an entry of a table of scores."""
     printed = line.row.cells.get(column.name)
@@ -179,7 +191,7 @@ def _entry(
         published_budget=budget.value if budget else None,
         budgeted=budget is not None,
         printed=printed.shown,
-        exact=_exact(recomputed.get(printed)),
+        exact=recomputed.get(printed, ""),
     )
     summary = result.summary
     if read is None or summary is None or summary.score is None:
@@ -222,7 +234,7 @@ def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
 def _average(
     ours: OurTable, line: TableLine, columns: Sequence[tuple[Column, CellView, _Read | None]], kind: Column
 ) -> CellView:
-    """Return the mean over columns as the paper takes it, both sides over the columns that can be read here.
+    """Return the entry of a line's average, taken as the paper does, over the columns that can be read here.
 
     On a stand-in the mean leaves out columns where the full cache is at the floor; that of OF_ALL keeps them.
     """
@@ -241,13 +253,16 @@ def _average(
     is_full = stated is not None and stated.metric == RATIO
     offset = 100 if ours.declared.average == RELATIVE and not is_full else 0
     mean, share = _printed_average([(_printed_full(ours, line, c), e) for c, e, _ in readable], ratios)
-    published = None if mean is None else mean - offset
+    published, stated_otherwise = None if mean is None else mean - offset, None
+    if stated is not None and stated.value is not None and published is not None and len(readable) == len(scored):
+        differs = abs(stated.value - published) > ROUNDING * 10.0 ** -decimals(stated.printed)
+        stated_otherwise = stated.value if differs else None
     entry = CellView(
         status="missing" if any(e.status in ("missing", "none") for e in entries) else entries[0].status,
         reason=entries[0].reason,
         published=published,
         published_relative=share,
-        stated=stated.value if len(readable) == len(scored) and _differs(stated, published) and stated else None,
+        stated=stated_otherwise,
     )
     if any(e.status != "measured" or e.ours is None for e in entries):
         return entry
@@ -268,29 +283,15 @@ def _average(
 def _printed_average(
     entries: Sequence[tuple[Published | None, CellView]], ratios: bool
 ) -> tuple[float | None, float | None]:
-    """Return the mean of what is printed, or of its shares, and the mean's own share of the full cache."""
+    """Return (mean, share): the mean of the printed values or of their shares, and its own share of the full cache."""
     values = [v for v in (e.published_relative if ratios else e.published for _, e in entries) if v is not None]
     if len(values) < len(entries):
         return None, None
     if ratios:
         return fmean(values), fmean(values)
-    wholes = [w.points for w, _ in entries if w is not None and w.points is not None]
-    full = fmean(wholes) if len(wholes) == len(entries) else 0
+    full_values = [whole.points for whole, _ in entries if whole is not None and whole.points is not None]
+    full = fmean(full_values) if len(full_values) == len(entries) else 0
     return fmean(values), 100 * fmean(values) / full if full else None
-
-
-def _differs(stated: Published | None, published: float | None) -> bool:
-    """Tell whether a stated average differs from that of its cells by more than rounding explains."""
-    if stated is None or stated.value is None or published is None:
-        return False
-    return abs(stated.value - published) > ROUNDING * 10.0 ** -decimals(stated.printed)
-
-
-def _exact(recomputed: Exact | None) -> str:
-    """Return ✓ where a printed value is right, the recomputed one where it is not, '' where none is known."""
-    if recomputed is None:
-        return ""
-    return "✓" if recomputed.ok else f"recomputed {recomputed.shown}"
 
 
 def _printed_full(ours: OurTable, line: TableLine, column: Column) -> Published | None:
@@ -306,23 +307,7 @@ def _share(value: Published, whole: Published | None) -> float | None:
     if whole is None or value.points is None or not whole.points:
         return None
     # less is better of a perplexity: its share is full / value
-    a, b = (whole.points, value.points) if value.metric == "perplexity" else (value.points, whole.points)
-    return 100 * a / b
-
-
-def _pairs(ours: OurTable, line: TableLine, column: Column) -> stats.Pairs:
-    """Return the scores [n, 2] of the line and of the full cache, over the examples that both have.
-
-    An example that is asked in several ways (MDQA's three positions) is one, with its mean scores.
-    """
-    pairs: dict[str, list[tuple[float, float]]] = {}
-    cells = ours.cells(line, column)
-    for (group, own_cell), (_, full_cell) in zip(cells, ours.full(line, column) if cells else (), strict=True):
-        assert ours.run is not None
-        wanted = {e.id for e in group.examples}
-        own, full = (ours.run.store.samples(cell.id) for cell in (own_cell, full_cell))
-        for e in sorted(wanted & own.keys() & full.keys()):
-            score, full_score = own[e].score, full[e].score
-            if score is not None and full_score is not None:
-                pairs.setdefault(e, []).append((score, full_score))
-    return stats.by_example(pairs, 2)
+    numerator, denominator = (
+        (whole.points, value.points) if value.metric == "perplexity" else (value.points, whole.points)
+    )
+    return 100 * numerator / denominator

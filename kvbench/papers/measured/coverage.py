@@ -10,8 +10,7 @@ from pathlib import Path
 
 from kvbench.errors import KvbenchError
 from kvbench.papers.measured.cell_view import View
-from kvbench.papers.measured.our_table import TableLine
-from kvbench.papers.spec.table_spec import MEANS, Column
+from kvbench.papers.spec.table_spec import MEANS
 from kvbench.tables import writers
 
 FILE = "counts.csv"
@@ -27,24 +26,20 @@ def count(seen: View) -> dict[str, str]:
 
     Several rows and columns can show one cell of the store. Means do not count; out of memory counts as measured.
     """
-    cells = {
-        (_STATE[e.status], e.cell or _what(line, column))
-        for line, row in seen.rows
-        for column, e in zip(seen.columns, row, strict=True)
-        if column.dataset not in MEANS and e.status in _STATE
-    }
+    cells: set[tuple[str, object]] = set()
+    for line, row in seen.rows:
+        for column, e in zip(seen.columns, row, strict=True):
+            chain = line.chain_of(column.dataset)
+            # what is not in the store is told apart by its chain and its workload, or else its row
+            position = (chain, line.reads.get(column.dataset)) if chain is not None else (line.row.model, line.row.name)
+            if column.dataset not in MEANS and e.status in _STATE:
+                cells.add((_STATE[e.status], e.cell or (*position, column)))
     counts = Counter(state for state, _ in cells)
     return {"table": seen.ours.declared.id, "model": seen.ours.model, **{s: str(counts[s]) for s in STATES}}
 
 
-def _what(line: TableLine, column: Column) -> object:
-    """Return the identity of a cell that is not in the store: its chain and its workload, or else its row."""
-    chain = line.chain_of(column.dataset)
-    return (line.row.model, line.row.name, column) if chain is None else (chain, line.reads.get(column.dataset), column)
-
-
 def read(folder: Path) -> dict[str, Counts]:
-    """Read every line of ``folder`` by table; none where there is no file, KvbenchError for a damaged one."""
+    """Return the counts in ``folder`` by table; {} if it has no file. Raises KvbenchError if the file is damaged."""
     path = folder / FILE
     if not path.exists():
         return {}
@@ -55,7 +50,7 @@ def read(folder: Path) -> dict[str, Counts]:
 
 
 def write(folder: Path, line: Counts) -> None:
-    """Put one table's line in its place."""
+    """Write one table's line to the file of ``folder``, in place of the table's old one."""
     lines = {**read(folder), line["table"]: line}
     order = sorted(lines, key=lambda table: (table.partition("/")[0], int(table.partition("/")[2])))
     folder.mkdir(parents=True, exist_ok=True)

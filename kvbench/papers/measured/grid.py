@@ -48,7 +48,12 @@ def grid(view: View, show: str) -> Table:
         best_values = [_best(compressed, i, column.name, field) for i, column in enumerate(view.columns)]
         for line, entries in block:
             evicts = line.chain is not None and line.chain.evicts and show != "published"
-            label = [line.row.method, *_facts(line.row.setting, heading), *([EVICTS] if evicts else [])]
+            # what the heading of its block says does not stand in a row, too
+            parts = [
+                p for p in line.row.setting.split(";") if p and _heading(*p.split("=", 1)) not in heading.split(", ")
+            ]
+            setting = wrap(" ".join(parts), LABEL, break_long_words=False)
+            label = [line.row.method, *setting, *([EVICTS] if evicts else [])]
             cells = []
             for e, best in zip(entries, best_values, strict=True):
                 if line.row.method == "full":  # its share of itself needs no interval
@@ -80,22 +85,16 @@ def _best(rows: Sequence[Line], index: int, column: str, field: str) -> float | 
     return min(values) if less_is_better else max(values)
 
 
-def _facts(setting: str, heading: str) -> Iterator[str]:
-    """Yield the parts of a setting that the block's heading does not say."""
-    heading_parts = heading.split(", ")
-    parts = [p for p in setting.split(";") if p and _heading(*p.split("=", 1)) not in heading_parts]
-    yield from wrap(" ".join(parts), LABEL, break_long_words=False)
-
-
 def _cell(entry: CellView, show: str, stand_in: bool) -> list[str]:
     """Return the lines of a cell that is a score."""
     ours = _ours(entry, stand_in)
     printed = _printed(entry, stand_in and show != "published")
     difference = _number(entry.delta, 2, sign=True) + (UNLIKE if entry.unlike else "")
+    kept, printed_kept = ("" if b is None else f"{b:.0f}%" for b in (entry.budget, entry.published_budget))
     if show == "ours":
-        lines = [*ours, _kept(entry.budget)] if entry.budgeted else ours
+        lines = [*ours, kept and f"kept {kept}"] if entry.budgeted else ours
     elif show in ("published", "beside"):
-        lines = [printed, _kept(entry.published_budget)]
+        lines = [printed, printed_kept and f"kept {printed_kept}"]
     elif show == "delta":
         # of a stand-in a difference says nothing
         lines = ours if entry.status in ("none", *WRONG) else ["—" if stand_in else difference]
@@ -103,18 +102,12 @@ def _cell(entry: CellView, show: str, stand_in: bool) -> list[str]:
         delta = "" if stand_in or not printed or entry.delta is None else f", Δ {difference}"
         lines = [*ours, f"({printed}{delta})"]
         if entry.budgeted:
-            printed_share = "" if entry.published_budget is None else f"({entry.published_budget:.0f}%)"
-            lines.append(f"{_kept(entry.budget)} {printed_share}".strip())
+            lines.append(" ".join(filter(None, (kept and f"kept {kept}", printed_kept and f"({printed_kept})"))))
     return [line for line in lines if line not in ("", "()")]
 
 
-def _kept(percent: float | None) -> str:
-    """Return the text for a share of tokens kept."""
-    return "" if percent is None else f"kept {percent:.0f}%"
-
-
 def _ours(entry: CellView, stand_in: bool) -> list[str]:
-    """Return the lines of our side of a cell."""
+    """Return our side of a cell as lines: its number and, if known, its interval; or a sign in place of a number."""
     if entry.status == "none":
         return [""]
     if entry.status in WRONG:
@@ -250,7 +243,7 @@ def _full_scores(view: View) -> Iterator[str]:
 
 
 def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> Iterator[str]:
-    """Yield the marks of printed values, and averages that the paper states and its cells do not give."""
+    """Yield notes that explain the marks of printed values, and averages that the paper states against its cells."""
     paper = view.ours.declared.paper
     for mark, text in (("?", "suspect"), ("~", "repaired")):
         if any(e.mark == mark for e in entries):
@@ -287,15 +280,15 @@ def _number(value: float | None, digits: int, sign: bool = False) -> str:
 
 
 def _heading(key: str, value: str) -> str:
-    """Return a part of a block's heading. A GPU is the paper's: ours is named below the table."""
+    """Return the text of one setting in a block's heading. A GPU is the paper's: ours is named below the table."""
     return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
 
 
-def _by_block(rows: Sequence[Line], keys: Sequence[str]) -> Mapping[str, list[Line]]:
-    """Return the rows by the heading above them, in the paper's order."""
+def _by_block(rows: Sequence[Line], heading_keys: Sequence[str]) -> Mapping[str, list[Line]]:
+    """Group rows by the heading above them, in the paper's order; '' is the heading of rows without one."""
     blocks: dict[str, list[Line]] = {}
     for line, entries in rows:
         setting = {"model": line.row.model, **parse(line.row.setting)}
-        heading = ", ".join(_heading(k, setting[k]) for k in keys if setting.get(k))
+        heading = ", ".join(_heading(k, setting[k]) for k in heading_keys if setting.get(k))
         blocks.setdefault(heading, []).append((line, entries))
     return blocks

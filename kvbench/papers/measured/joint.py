@@ -20,10 +20,13 @@ def joint(runs: Iterable[RunPlan]) -> list[RunPlan]:
         cfg = run.cfg
         key = json.dumps([repr(cfg.model), repr(cfg.prompt), repr(cfg.sampling), run.dtype, str(run.store.root)])
         by_policy.setdefault(key, []).append(run)
-    return [replace(alike[0], groups=_merged(g for r in alike for g in r.groups)) for alike in by_policy.values()]
+    return [
+        replace(mergeable[0], groups=_merge_groups(g for r in mergeable for g in r.groups))
+        for mergeable in by_policy.values()
+    ]
 
 
-def _merged(groups: Iterable[Group]) -> tuple[Group, ...]:
+def _merge_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
     """Return one group per task as it is asked: all cells, each once, over the examples of the largest group."""
     by_task: dict[str, list[Group]] = {}
     for group in groups:
@@ -31,7 +34,8 @@ def _merged(groups: Iterable[Group]) -> tuple[Group, ...]:
         by_task.setdefault(json.dumps(identity, sort_keys=True, default=str), []).append(group)
     return tuple(
         replace(
-            max(same, key=lambda g: len(g.examples)), cells=tuple({c.id: c for g in same for c in g.cells}.values())
+            max(same_task, key=lambda g: len(g.examples)),
+            cells=tuple({c.id: c for g in same_task for c in g.cells}.values()),
         )
-        for same in by_task.values()
+        for same_task in by_task.values()
     )

@@ -24,8 +24,9 @@ from kvbench.papers.timed.timings import Timings
 from kvbench.run import experiment, presets, summary
 from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Cell, Group
-from kvbench.run.results import CellResult
+from kvbench.run.report import CellResult
 from kvbench.run.run_plan import context_of
+from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 
 RESULTS = "results"
@@ -61,10 +62,13 @@ Parts = tuple[tuple[Group, Cell], ...]
 class OurTable:
     """A paper's table on ``model``: one line per row, and the run that measures them.
 
-    ``stand_in``: the model is none of the table's. ``run`` is None where nothing of the table can be run. ``groups``
-    are its groups by workload. ``absent`` gives the reason by workload that cannot be read. ``notes`` tell readers
-    about the data that are read. ``timings`` are the timed rows of an efficiency table. ``typed`` are the user's
-    arguments that change how prompts are read and answered.
+    stand_in: whether the model is none of the table's.
+    run: the run of all lines; None if nothing of the table can be run.
+    groups: the groups of the run by workload.
+    absent: for each workload that cannot be read, the reason.
+    notes: what readers must know about the data that are read.
+    timings: the timed rows of an efficiency table.
+    typed: the user's arguments that change how prompts are read and answered.
     """
 
     declared: TableSpec
@@ -79,12 +83,12 @@ class OurTable:
     typed: tuple[str, ...] = ()
 
     def cells(self, line: TableLine, column: Column, chain: Chain | None = None) -> Parts:
-        """Return the store's cells behind a score, or those of another ``chain``; none where it is not measured."""
-        wanted = line.chain_of(column.dataset) if chain is None else chain
+        """Return the store's cells of a line's chain, or of ``chain``, in a column; none if it is not measured."""
+        wanted_chain = line.chain_of(column.dataset) if chain is None else chain
         workload = line.reads.get(column.dataset)
-        if wanted is None or workload is None:
+        if wanted_chain is None or workload is None:
             return ()
-        return tuple((g, c) for g in self.groups.get(workload, ()) for c in g.cells if c.chain == wanted)
+        return tuple((g, c) for g in self.groups.get(workload, ()) for c in g.cells if c.chain == wanted_chain)
 
     def full(self, line: TableLine, column: Column) -> Parts:
         """Return the full-cache cells of a line's workload in a column."""
@@ -114,6 +118,12 @@ class OurTable:
         return CellResult("", " ".join(c.id for _, c in cells), "measured", summary=pooled)
 
 
+def scores(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
+    """Return the stored scores of a cell by example, in the order of the group's examples."""
+    samples = store.samples(cell.id)
+    return {e.id: x for e in group.examples if e.id in samples and (x := samples[e.id].score) is not None}
+
+
 def printed(declared: TableSpec, model: str, why: str) -> OurTable:
     """Build the table with the paper's side only; ``why`` says why nothing is measured."""
     if declared.kind == timings.KIND:
@@ -129,17 +139,14 @@ def timed(found: Timings) -> OurTable:
     return OurTable(found.table, found.bench.model, found.stand_in, lines, None, timings=found)
 
 
-def prepare(
-    declared: TableSpec, model: str, arguments: Sequence[str] = (), limits: Mapping[str, int] | None = None
-) -> OurTable:
+def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> OurTable:
     """Plan the table on ``model`` (an entry of conf/model, a folder or a hub id); ``arguments`` are ``run``'s.
 
     Rows of other models are skipped. A model that is none of the table's stands in for all of them; tiny does so with
     tasks and budgets of its own. No ``model`` is tiny. Datasets that cannot be read are left out and listed in
     ``absent``; where that is all, ``run`` is None. ``longbench=`` (full, mini) chooses the source of LongBench's
-    columns. ``limits`` are the most examples by dataset where ``limit=`` gives none. An efficiency table shows the rows
-    stored in ``results=``; tiny gives way to the paper's own model where there are rows of it. Raises UsageError for
-    arguments that are not possible.
+    columns. An efficiency table shows the rows stored in ``results=``; tiny gives way to the paper's own model where
+    there are rows of it. Raises UsageError for arguments that are not possible.
     """
     options = dict(a.partition("=")[::2] for a in arguments)
     if declared.kind == timings.KIND:
@@ -182,7 +189,7 @@ def prepare(
     reads = [w for w in workloads if w not in absent]
     if not reads:
         return OurTable(declared, model, stand_in, lines, None, {}, absent, tuple(notes))
-    run, groups = _plan(reader, lines, reads, limits or {})
+    run, groups = _plan(reader, lines, reads)
     mini_sizes = [len(g.task.examples) for w, members in groups.items() for g in members if w.entry == FAMILIES["mini"]]
     if mini_sizes:
         notes.append(f"LongBench columns: MiniLongBench's examples, {min(mini_sizes)} to {max(mini_sizes)} a task.")
@@ -191,15 +198,14 @@ def prepare(
 
 
 def _plan(
-    reader: Reader, lines: Sequence[TableLine], reads: Sequence[TableWorkload], limits: Mapping[str, int]
+    reader: Reader, lines: Sequence[TableLine], reads: Sequence[TableWorkload]
 ) -> tuple[RunPlan, dict[TableWorkload, tuple[Group, ...]]]:
     """Plan the run of the cells behind printed numbers, and of the full cache; return it with groups by workload."""
     label_of = labels(w.whole for w in reads)
     datasets = []
     for whole, label in label_of.items():
         parts = dict.fromkeys(p for w in reads if w.whole == whole for p in w.parts or ())
-        dataset = reader.config(replace(whole, parts=tuple(parts) or None), label)
-        datasets.append(replace(dataset, default_limit=limits.get(whole.dataset, dataset.default_limit)))
+        datasets.append(reader.config(replace(whole, parts=tuple(parts) or None), label))
     chains: dict[Chain, str] = {}
     for line in lines:
         for chain in (line.chain, *line.others.values()):
@@ -239,7 +245,7 @@ def _distinct(
 def _reading(
     reader: Reader, lines: Sequence[TableLine], family: str, stand_in: bool
 ) -> tuple[tuple[TableLine, ...], dict[TableWorkload, str], list[str]]:
-    """Return the lines with their workloads, those that cannot be read, and notes on what is read instead."""
+    """Return (lines with workloads, reason by workload that cannot be read, notes on what is read instead)."""
     datasets = list(dict.fromkeys(c.dataset for c in reader.declared.scores))
     family_name = reader.family(datasets, family)
     absent: dict[TableWorkload, str] = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from textwrap import fill
 from typing import Any
 
-from kvbench.papers.measured.cell_view import View
+from kvbench.papers.measured.cell_view import CellView, View
 from kvbench.papers.measured.grid import grid, notes, title
 from kvbench.papers.timed.row_matching import TimedCell
 from kvbench.tables import writers
@@ -21,29 +21,31 @@ CSV_FIELDS = (
     *("unit", "ratio", "published_ratio", "base", "device", "workload", "marks"),
 )
 SETTINGS = ("model", "method", "setting")
+SAME = ("status", "ours", "n", "of", "published", "mark", "stated", "exact", "reason")
+"""Fields of a record that are those of the cell."""
 
 
 def render(view: View, style: str = "text", show: str = "both", terminal: bool = False) -> str:
-    """Format the table in one of FORMATS, showing one of SHOWS, with the notes for readers below it.
+    """Return the table as text in one of FORMATS, with ``show`` (one of SHOWS) in its cells and notes below.
 
-    ``terminal``: text is for a terminal, where the best of a block is bold.
+    ``terminal`` marks the best value of each block in bold, in text only.
     """
     if style == "csv":
         return writers.csv(CSV_FIELDS, records(view))
-    name, table, lines = title(view, show), grid(view, show), notes(view, show)
+    heading, table, footnotes = title(view, show), grid(view, show), notes(view, show)
     if style == "html":
-        name, items = html.escape(name), "".join(f"<li>{html.escape(n)}</li>" for n in lines)
+        heading, items = html.escape(heading), "".join(f"<li>{html.escape(n)}</li>" for n in footnotes)
         return (
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title></head>\n<body>\n'
-            f"<h1>{name}</h1>\n{writers.html(table)}\n<ul>{items}</ul>\n</body></html>\n"
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title></head>\n<body>\n'
+            f"<h1>{heading}</h1>\n{writers.html(table)}\n<ul>{items}</ul>\n</body></html>\n"
         )
     if style == "md":
-        return f"# {name}\n\n{writers.compose([table], lines, style)}"
-    footer = "".join(f"{writers.note(n, style)}\n" for n in lines)
+        return f"# {heading}\n\n{writers.compose([table], footnotes, style)}"
+    footer = "".join(f"{writers.note(n, style)}\n" for n in footnotes)
     if style == "latex":
-        return f"% {name}\n% needs booktabs, makecell and amssymb\n{writers.latex(table)}{footer}"
+        return f"% {heading}\n% needs booktabs, makecell and amssymb\n{writers.latex(table)}{footer}"
     pieces = "".join(writers.text(piece, terminal) for piece in table.folded())
-    return f"{fill(name, WIDTH, break_on_hyphens=False)}\n\n{pieces}{footer}"
+    return f"{fill(heading, WIDTH, break_on_hyphens=False)}\n\n{pieces}{footer}"
 
 
 def as_json(view: View) -> dict[str, Any]:
@@ -61,33 +63,27 @@ def records(view: View) -> Iterator[dict[str, Any]]:
             if e.status == "none":
                 continue
             low, high = e.ci or (None, None)
-            percent_low, percent_high = e.relative_ci or (None, None)
             yield {
                 **row,
                 "column": column.name,
-                **{
-                    key: getattr(e, key)
-                    for key in ("status", "ours", "n", "of", "published", "mark", "stated", "exact")
-                },
+                **{key: getattr(e, key) for key in SAME},
                 "ci_low": low,
                 "ci_high": high,
                 "delta": None if view.ours.stand_in or e.timed is not None else e.delta,
                 "stand_in": view.ours.model if view.ours.stand_in else "",
                 "kept_percent": e.budget,
                 "published_kept_percent": e.published_budget,
-                "reason": e.reason,
-                **(
-                    {
-                        "ours_percent_of_full": e.relative,
-                        "percent_low": percent_low,
-                        "percent_high": percent_high,
-                        "published_percent_of_full": e.published_relative,
-                        "cell": e.cell,
-                    }
-                    if e.timed is None or timings is None
-                    else _timed(e.timed, timings.bench.base)
-                ),
+                **(_relative(e) if e.timed is None or timings is None else _timed(e.timed, timings.bench.base)),
             }
+
+
+def _relative(e: CellView) -> dict[str, Any]:
+    """Return the fields of a score's cell, whose shares are of its full cache."""
+    low, high = e.relative_ci or (None, None)
+    return {
+        **{"ours_percent_of_full": e.relative, "percent_low": low, "percent_high": high},
+        **{"published_percent_of_full": e.published_relative, "cell": e.cell},
+    }
 
 
 def _timed(cell: TimedCell, base: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from kvbench.methods.chain import Chain
 from kvbench.papers.measured.cell_view import CellView, view
 from kvbench.papers.measured.our_table import OurTable, Parts, TableLine
 from kvbench.papers.spec.table_spec import MEANS, Column
-from kvbench.run.results import CellResult
+from kvbench.run.report import CellResult
 
 
 def trace(ours: OurTable, row: str, column: str) -> str:
@@ -29,15 +29,11 @@ def trace(ours: OurTable, row: str, column: str) -> str:
     line = next((x for x in lines if x.chain is not None), lines[0])
     if line.chain is None:
         raise UsageError(f"{row} on {column} is not run here: {line.refused or line.skipped}")
-    origin = _average(ours, line) if wanted.dataset in MEANS else _lines(ours, line, wanted)
+    origin = list(_lines(ours, line, wanted)) if wanted.dataset not in MEANS else []
+    for behind in ours.declared.scores if wanted.dataset in MEANS else ():
+        origin += [f"  {text}" for text in _place(ours, line, behind)]
     entry = next(entries for table_line, entries in seen.rows if table_line is line)[seen.columns.index(wanted)]
     return "\n".join([f"{ours.declared.id}, {row}, {column}:", *origin, *_shown(entry, ours.stand_in)])
-
-
-def _average(ours: OurTable, line: TableLine) -> Iterator[str]:
-    """Yield the cells of an average."""
-    for column in ours.declared.scores:
-        yield from (f"  {text}" for text in _place(ours, line, column))
 
 
 def _lines(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvbench.papers.claims import claim_runner
 from kvbench.papers.figures.registry import FIGURES
-from kvbench.papers.forensics import Finding
+from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.report.tables import ReportPart
 from kvbench.papers.spec import catalogue
 from kvbench.tables import writers
@@ -44,10 +44,9 @@ class ReportPage:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain data."""
-        measured = ({"measured": None if t.measured is None else asdict(t.measured)} for t in self.tables)
         return {
             "model": self.model,
-            "tables": [{**t.plain, **more} for t, more in zip(self.tables, measured, strict=True)],
+            "tables": [{**t.plain, "measured": t.measured and asdict(t.measured)} for t in self.tables],
             "figures": [{key.lower(): text for key, text in figure.items()} for figure in self.figures],
             "claims": self.claims,
             "audit": [asdict(finding) for finding in self.audit],
@@ -66,18 +65,10 @@ class ReportPage:
             "head to sort."
         )
         facts = ("table", "row", "cell", "printed", "recomputed", "weight", "why")
-        findings = (
-            (
-                f"{f.paper}/{f.table}",
-                f.row,
-                f.cell,
-                "" if f.printed == f.row else f.printed,
-                f.recomputed,
-                f.weight,
-                f.why,
-            )
-            for f in self.audit
-        )
+        findings = []
+        for f in self.audit:
+            printed = "" if f.printed == f.row else f.printed
+            findings.append((f"{f.paper}/{f.table}", f.row, f.cell, printed, f.recomputed, f.weight, f.why))
         sections = [
             ("tables", "Tables", tables((t.paper, t.title, t.content) for t in self.tables)),
             ("figures", "Figures", figures(self.figures)),
@@ -102,17 +93,11 @@ class ReportPage:
 
 def ledger(content: Mapping[str, Any]) -> str:
     """Return a model's claims with their verdicts and evidence."""
-    body = [
-        (
-            v["id"],
-            f"“{v['quote']}” ({v['paper']}, {v['where']})",
-            f"{v['tested']}" + (f" Ran: {'; '.join(v['ran'])}." if v["ran"] else ""),
-            v["verdict"],
-            claim_runner.evidence(v),
-            v["reason"],
-        )
-        for v in content["verdicts"]
-    ]
+    body = []
+    for v in content["verdicts"]:
+        tested = v["tested"] + (f" Ran: {'; '.join(v['ran'])}." if v["ran"] else "")
+        quote = f"“{v['quote']}” ({v['paper']}, {v['where']})"
+        body.append((v["id"], quote, tested, v["verdict"], claim_runner.evidence(v), v["reason"]))
     kinds = [f"verdict-{v['verdict'].split()[0]}" for v in content["verdicts"]]
     head = ("claim", "what the paper says", "what is tested", "verdict", "points", "why")
     title = f"{content['model']}{', a stand-in' if content['stand_in'] else ''}"
@@ -170,6 +155,11 @@ def figures_of(folder: Path) -> list[dict[str, str]]:
     return figures
 
 
+def _order(name: str) -> tuple[Any, ...]:
+    """Return a sort key with numbers as numbers: figure 10 comes behind figure 9."""
+    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))
+
+
 def figures(found: Sequence[Mapping[str, str]]) -> str:
     """Return the figures as HTML."""
     parts = []
@@ -183,11 +173,6 @@ def figures(found: Sequence[Mapping[str, str]]) -> str:
             f"src='data:image/png;base64,{data}'><figcaption>{lines}</figcaption></figure></details>"
         )
     return "\n".join(parts) or "<p>None yet: python -m kvbench plot.</p>"
-
-
-def _order(name: str) -> tuple[Any, ...]:
-    """Return a sort key with numbers as numbers: figure 10 comes behind figure 9."""
-    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))
 
 
 def rows(headers: Sequence[str], body: Iterable[Sequence[Any]], classes: Iterable[str] = ()) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from textwrap import fill
 from typing import Any
 
@@ -14,7 +14,6 @@ from kvbench.methods import registry
 from kvbench.papers.forensics.exact import everything
 from kvbench.papers.forensics.finding import place
 from kvbench.papers.forensics.statements import NOTE, judged
-from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.catalogue import CatalogueEntry, Paper
 from kvbench.papers.spec.published import SCORES, model_id
 from kvbench.papers.spec.published_cells import Book, published
@@ -38,48 +37,26 @@ QUANT = "quant"
 TIMES = "times and peaks are those of its GPU"
 
 
-@dataclass(frozen=True)
-class PaperNeeds:
-    """Requirements of a table that only a run can meet: models of conf/model, and names unknown to kvbench."""
-
-    models: tuple[str, ...]
-    absent: tuple[str, ...]
-
-
-def needs(entry: CatalogueEntry) -> PaperNeeds:
-    """Return the models of a table that kvbench has, and the names in its rows and columns that it does not have."""
-    model_names = {model_id(m): m for m in entries("model")}
-    methods = {*registry.available(), QUANT}
-    datasets = {*entries("dataset"), *TASKS}
-    facts = entry.as_json()
-    measured = {c.dataset for c in entry.cells if c.metric in (*SCORES, "perplexity")} - {"avg"}
-    absent = [m for m in facts["models"] if model_id(m) not in model_names]
-    absent += sorted({part for m in facts["methods"] for part in m.split("+")} - methods)
-    absent += sorted(measured - datasets)
-    return PaperNeeds(
-        tuple(model_names[model_id(m)] for m in facts["models"] if model_id(m) in model_names), tuple(absent)
-    )
-
-
 def reproduction(entry: CatalogueEntry, book: Book) -> str:
     """Describe in a sentence what can be reproduced of a table or figure."""
     if entry.kind == "drawing":
         return "a drawing"
     if entry.kind == "dataset-facts":
         return _exact(entry, book)
-    need = needs(entry)
+    facts, entry_of = entry.as_json(), {model_id(m): m for m in entries("model")}
+    models = [entry_of[model_id(m)] for m in facts["models"] if model_id(m) in entry_of]
+    # names in its rows and columns that kvbench does not have
+    absent = [m for m in facts["models"] if model_id(m) not in entry_of]
+    absent += sorted({part for m in facts["methods"] for part in m.split("+")} - {*registry.available(), QUANT})
+    measured = {c.dataset for c in entry.cells if c.metric in (*SCORES, "perplexity")} - {"avg"}
+    absent += sorted(measured - {*entries("dataset"), *TASKS})
     parts = [_exact(entry, book)] if entry.exact else []
     if entry.kind == "efficiency":
         parts.append(TIMES)
-    parts.append(f"with {', '.join(need.models)}" if need.models else "with the paper's model")
-    if need.absent:
-        parts.append(f"not here: {', '.join(need.absent)}")
+    parts.append(f"with {', '.join(models)}" if models else "with the paper's model")
+    if absent:
+        parts.append(f"not here: {', '.join(absent)}")
     return "; ".join(parts)
-
-
-def page() -> str:
-    """Return all papers as Markdown."""
-    return markdown(catalogue.chosen("all"))
 
 
 def markdown(papers: Sequence[Paper]) -> str:
@@ -98,7 +75,7 @@ def markdown(papers: Sequence[Paper]) -> str:
 
 
 def text(papers: Sequence[Paper]) -> str:
-    """Return papers as text for a terminal of 100 columns."""
+    """Return papers as plain text of WIDTH columns: preset with its sources, what can be reproduced, and claims."""
     book, lines = published(), []
     for paper in papers:
         preset = f", preset={paper.preset}" if paper.preset else ""
@@ -110,9 +87,8 @@ def text(papers: Sequence[Paper]) -> str:
         for e in paper.entries:
             name, kind, title, cells, reproducible = _entry(e, book)
             lines.append(_hanging(f"{name:<10} {kind}: {title}{f'; cells: {cells}' if cells else ''}", 13))
-            lines.append(
-                fill(reproducible.replace("`", ""), WIDTH, initial_indent=" " * 13, subsequent_indent=" " * 13)
-            )
+            indent = " " * 13
+            lines.append(fill(reproducible.replace("`", ""), WIDTH, initial_indent=indent, subsequent_indent=indent))
         lines.append("")
         lines += [
             _hanging(f"{verdict:<14} {statement} ({place})", 17) for place, statement, verdict in _claims(paper, book)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from kvbench.methods.prompt_cache import Cache
 from kvbench.models import load
 from kvbench.run import experiment
 from kvbench.run.experiment import RunPlan
-from kvbench.run.plan import Cell, Group
+from kvbench.run.plan import Group
 from kvbench.tasks.prompt import encode
 
 LEVELS = 10
@@ -44,17 +45,14 @@ def _example(host: Any, prepared: RunPlan, group: Group, example: Example) -> di
     ids = torch.tensor(encoded.ids)
     methods = []
     cells = [c for c in group.cells if example.id in prepared.store.samples(c.id)]
-    for cell, cache in zip(cells, _caches(host, ids, cells), strict=True):
+    caches: list[Cache | None] = [None] * len(cells)
+    with suppress(UsageError):  # a chain that cannot read this prompt
+        caches = list(prefill_chains(host.model, ids, [c.chain for c in cells], host.plain))
+    for cell, cache in zip(cells, caches, strict=True):
         line = prepared.store.samples(cell.id)[example.id]
-        methods.append(
-            {
-                "label": cell.label,
-                "prediction": line.prediction,
-                "score": line.score,
-                "kept": "".join(map(str, shades(cache).tolist())) if cache is not None else "",
-                "cell": cell.id,
-            }
-        )
+        kept = "" if cache is None else "".join(map(str, shades(cache).tolist()))
+        answer = {"label": cell.label, "prediction": line.prediction, "score": line.score}
+        methods.append({**answer, "kept": kept, "cell": cell.id})
     return {
         "task": group.column,
         "id": example.id,
@@ -64,14 +62,6 @@ def _example(host: Any, prepared: RunPlan, group: Group, example: Example) -> di
         "answers": list(example.answers),
         "methods": methods,
     }
-
-
-def _caches(host: Any, ids: Tensor, cells: list[Cell]) -> list[Cache | None]:
-    """Return each chain's cache of a prompt; None for all where one cannot read it."""
-    try:
-        return list(prefill_chains(host.model, ids, [c.chain for c in cells], host.plain))
-    except UsageError:
-        return [None] * len(cells)
 
 
 def shades(cache: Cache) -> Tensor:

@@ -55,7 +55,7 @@ def _part(table: TableSpec, model: str, results: str, samples: Path, arguments: 
     if table.measurable and packed.exists():
         with tempfile.TemporaryDirectory() as folder:
             store = ResultStore(Path(folder))
-            cells = archive.unpack(packed, store)
+            cells = list(archive.unpack(packed, store))
             counts = [len(store.samples(c)) for c in cells]
             limit = [f"limit={max(counts)}"] if model == stand_ins.MODEL else []
             ours = our_table.prepare(table, model, [f"results={folder}", *limit, *arguments])
@@ -72,7 +72,7 @@ def _of(seen: View, behind: MeasuredTable | None = None) -> ReportPart:
 
 
 def provenance(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
-    """Return the values of FACTS over all ``cells``, each once."""
+    """Return each fact of FACTS (model, device, ...) over the cells with these ids: its distinct values, joined."""
     entries = [p for c in cells if (record := store.cell(c)) is not None for p in record.provenance]
     return {key: ", ".join(dict.fromkeys(str(e[key]) for e in entries if e.get(key))) for key in FACTS}
 

@@ -34,7 +34,6 @@ class CatalogueEntry:
     exact: str = ""
     note: str = ""
     models: str = ""
-    recorded: str = ""
 
     @property
     def name(self) -> str:
@@ -124,9 +123,8 @@ def in_place() -> tuple[str, ...]:
 
 def _entries(path: Path, name: str, content: Mapping[str, Any]) -> Iterator[CatalogueEntry]:
     """Yield the tables and figures of a paper.yaml; raise KvbenchError for an unknown kind or field."""
-    recorded = content.get("recorded") or {}
     for group, prefix in (("tables", ""), ("figures", "figure")):
         for number, fields in content.get(group, {}).items():
             if set(fields) - set(FIELDS) or fields.get("kind") not in KINDS:
                 raise KvbenchError(f"{path}: {group} {number} needs a kind of {', '.join(KINDS)} and only {FIELDS}")
-            yield CatalogueEntry(name, f"{prefix}{number}", recorded=str(recorded.get(number, "")), **fields)
+            yield CatalogueEntry(name, f"{prefix}{number}", **fields)

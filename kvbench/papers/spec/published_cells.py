@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from kvbench.errors import KvbenchError
-from kvbench.papers.spec.numbers import Number, printed
 from kvbench.papers.spec.published import SCORES, Published, load_table, tables
 
 Key = tuple[str, str]
@@ -63,54 +61,12 @@ class Book:
             by_row.setdefault((c.paper, c.table, c.model, c.method, c.setting), {})[c.dataset, c.metric] = c
         return tuple(PublishedRow(*key, cells) for key, cells in by_row.items())
 
-    @cached_property
-    def _tables(self) -> dict[Key, list[PublishedRow]]:
-        """Return the rows by (paper, table)."""
-        by_table: dict[Key, list[PublishedRow]] = {}
-        for row in self.rows:
-            by_table.setdefault((row.paper, row.table), []).append(row)
-        return by_table
-
     def table(self, paper: str, table: str | int) -> list[PublishedRow]:
         """Return the rows of one table; none where the book has no such table."""
-        return self._tables.get((paper, str(table)), [])
-
-    def cell(
-        self,
-        paper: str,
-        table: str | int,
-        dataset: str,
-        metric: str = "",
-        *,
-        model: str = "",
-        method: str = "",
-        setting: str = "",
-    ) -> Published:
-        """Return the one cell of a place; '' matches anything, ``setting`` holds parts that the row's must have."""
-        parts = set(filter(None, setting.split(";")))
-        matches = [
-            c
-            for row in self.table(paper, table)
-            if model in ("", row.model) and method in ("", row.method) and parts <= set(row.setting.split(";"))
-            for (d, m), c in row.cells.items()
-            if d == dataset and metric in ("", m)
-        ]
-        if len(matches) != 1:
-            place = " ".join(filter(None, (f"{paper}/{table}", model, method, setting, dataset, metric)))
-            raise KvbenchError(f"{place}: {len(matches)} published cells, not one")
-        return matches[0]
-
-    def number(self, paper: str, table: str | int, dataset: str, metric: str = "", **row: str) -> Number:
-        """Return the number printed in that cell, with the interval that rounding hides."""
-        return printed(self.cell(paper, table, dataset, metric, **row).printed)
+        return [row for row in self.rows if (row.paper, row.table) == (paper, str(table))]
 
 
 @cache
 def published() -> Book:
     """Return the book of everything in papers/data/*/published."""
     return Book(tuple(c for paper, table in tables() for c in load_table(paper, table)))
-
-
-def book(cells: Iterable[Published]) -> Book:
-    """Return a book of any papers' cells, such as altered ones."""
-    return Book(tuple(cells))

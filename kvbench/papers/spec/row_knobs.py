@@ -35,6 +35,9 @@ HEADS, DIM = 32, 128
 RENAMED = {"kv_high": "high", "kv_low": "low", "keep": "kv_ratio", "v_ratio": "value_ratio", "t": "T"}
 """Keys of settings that are knobs by another name."""
 
+OWNERS = {"recent": ("think", "thinkv", "l1", "l2"), "bits": ("kivi", "qhitter")}
+"""Knobs that two stages of a chain have, and the stages that a published row means."""
+
 LENGTHS = ("window", "recent", "observed", "sinks")
 """Knobs of presets that count tokens and follow the prompt's length on a stand-in."""
 
@@ -75,11 +78,6 @@ def parse(setting: str) -> dict[str, str]:
     return dict(part.partition("=")[::2] for part in setting.split(";") if part)
 
 
-def context(setting: Mapping[str, str]) -> int | None:
-    """Return the tokens of the context that a row states (``context=4k``); None where it states none."""
-    return 1024 * int(setting["context"].removesuffix("k")) if "context" in setting else None
-
-
 def method_of(method: str, setting: Mapping[str, str]) -> str:
     """Return kvbench's name for a published method under a setting."""
     if method == "h2o+quant" and "selection_bits" in setting:
@@ -98,7 +96,8 @@ def knobs(method: str, setting: str, stand_in: StandIn | None = None) -> Knobs:
             arguments |= _knobs(key, value, stand_in or AS_PUBLISHED, knob_names)
     if "deleted_heads" in settings:  # the heads that stay all keep the high group's tokens
         arguments["kv_size"] = arguments.pop("high")
-    return {_owned(key, stages): value for key, value in arguments.items()}
+    full_keys = {k: f"method.{s}.{k}" for k, owners in OWNERS.items() for s in reversed(stages) if s in owners}
+    return {full_keys.get(key, key): value for key, value in arguments.items()}
 
 
 def scaled_windows(values: Mapping[str, Any], stages: Iterable[str], stand_in: StandIn) -> Knobs:
@@ -109,12 +108,6 @@ def scaled_windows(values: Mapping[str, Any], stages: Iterable[str], stand_in: S
         for knob in LENGTHS
         if isinstance(values.get(f"method.{stage}.{knob}"), int)
     }
-
-
-def _owned(knob: str, stages: list[str]) -> str:
-    """Return the full key of a knob that two stages of a chain own."""
-    owner = {"recent": ("think", "thinkv", "l1", "l2"), "bits": ("kivi", "qhitter")}.get(knob, ())
-    return next((f"method.{s}.{knob}" for s in stages if s in owner), knob)
 
 
 def _knobs(key: str, value: str, to: StandIn, known: Container[str]) -> Knobs:

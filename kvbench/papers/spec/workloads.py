@@ -35,9 +35,11 @@ ROW_KNOBS = ("shots",)
 
 @dataclass(frozen=True)
 class TableWorkload:
-    """The data read for a published ``dataset``: ``name`` as ``run`` takes it, and knobs beside the entry's.
+    """What is read for a published ``dataset``.
 
-    ``parts`` are the tasks of it that count (a needle's lengths); none named: all.
+    name: the dataset as ``run`` takes it (``longbench/qasper``).
+    knobs: settings that replace those of its conf/dataset entry.
+    parts: the lengths of a needle test that are read; None for all.
     """
 
     dataset: str
@@ -99,18 +101,20 @@ class Reader:
         typed, parts = self._typed(), None
         if "lengths" in knobs and "lengths" not in typed:
             parts = tuple(str(n) for n in self._lengths(row, dataset) if self._fits(n, knobs))
-        settings = ((k, _frozen(v)) for k, v in knobs.items() if k not in typed and k != "lengths")
-        return TableWorkload(dataset, name, tuple(settings), parts)
+        settings = tuple(
+            (k, tuple(v) if isinstance(v, list) else v) for k, v in knobs.items() if k not in typed and k != "lengths"
+        )
+        return TableWorkload(dataset, name, settings, parts)
 
     def beyond(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's lengths that this model does not take; none where the user typed others."""
+        """Return the paper's lengths that do not fit this model's context; none if the user typed lengths."""
         if "lengths" in self._typed():
             return []
         knobs = self._knobs(row, dataset)
         return [n for n in self._lengths(row, dataset) if not self._fits(n, knobs)]
 
     def _typed(self) -> set[str]:
-        """Return the knobs that the user typed; they win."""
+        """Return the names, without owners, of the knobs that the user typed; these override the paper's."""
         return {w.partition("=")[0].rpartition(".")[2] for w in self.written}
 
     def _knobs(self, row: TableRow, dataset: str) -> dict[str, Any]:
@@ -120,8 +124,9 @@ class Reader:
 
     def _lengths(self, row: TableRow, dataset: str) -> list[int]:
         """Return the paper's lengths within the row's own context; none of a dataset without that knob."""
-        most = row_knobs.context(row_knobs.parse(row.setting))
-        return [n for n in self._knobs(row, dataset).get("lengths", ()) if most is None or n <= most]
+        stated = row_knobs.parse(row.setting).get("context")  # as in 4k
+        lengths = self._knobs(row, dataset).get("lengths", ())
+        return [n for n in lengths if stated is None or n <= 1024 * int(stated.removesuffix("k"))]
 
     def _fits(self, length: int, knobs: Mapping[str, Any]) -> bool:
         """Tell whether a prompt of that many tokens is read whole, with room for its answer."""
@@ -161,7 +166,11 @@ class Reader:
         return ""
 
     def family(self, datasets: Iterable[str], asked: str) -> str:
-        """Return the one of FAMILIES that a table's LongBench columns are read from."""
+        """Return the conf/dataset entry that a table's LongBench columns are read from.
+
+        It is ``longbench`` or ``longbench_mini``: what the user ``asked`` for, else the one from which most columns can
+        be read here.
+        """
         if asked and asked not in FAMILIES:
             raise unknown("value of longbench", asked, FAMILIES)
         if asked and self.small:
@@ -170,7 +179,7 @@ class Reader:
         if asked or self.small or not columns:
             return FAMILIES[asked or "full"]
         readable = {f: sum(not self.why_not(TableWorkload(d, f"{f}/{d}")) for d in columns) for f in FAMILIES.values()}
-        return max(readable, key=lambda f: readable[f])  # the first of those that have most
+        return max(readable, key=lambda f: readable[f])  # a tie goes to the first: the full data
 
 
 def composed(written: Sequence[str], datasets: Iterable[str], small: bool) -> RunConfig:
@@ -180,8 +189,3 @@ def composed(written: Sequence[str], datasets: Iterable[str], small: bool) -> Ru
         names |= dict.fromkeys(FAMILIES.values() if dataset in TASKS else (dataset, *INSTEAD.get(dataset, ())[:1]))
     entry_names = [n for n in names if n in entries("dataset")]
     return config.read([*written, f"dataset={','.join(entry_names)}"])
-
-
-def _frozen(value: Any) -> Any:
-    """Return a list as a tuple, and any other value as it is."""
-    return tuple(value) if isinstance(value, list) else value

@@ -22,7 +22,7 @@ LLAMA3_70B = Shape(80, 64, 8, 128)
 HEAD = Shape(1, 1, 1, 128)
 LONG = 16384
 
-Figures = Iterator[tuple[str, str, str, int, float | None, float, float | None]]
+Figures = Iterator[tuple[str, str, str, int, float | None, float, float]]
 """Names of figures with their source, unit, decimals, printed value, the formula's value and the stored one."""
 
 
@@ -30,7 +30,7 @@ Figures = Iterator[tuple[str, str, str, int, float | None, float, float | None]]
 class StatedFigure:
     """One number as printed (None: not printed), by the paper's formula, and as stored here.
 
-    ``digits`` are the decimals that are compared. ``stored`` is None where there is nothing to store.
+    ``digits`` are the decimals that are compared.
     """
 
     paper: str
@@ -40,17 +40,15 @@ class StatedFigure:
     digits: int
     published: float | None
     formula: float
-    stored: float | None = None
+    stored: float
 
     @property
     def reference(self) -> float:
         """Return the value to compare with: the printed one, or the formula's to as many digits."""
         return _rounded(self.formula, self.digits) if self.published is None else self.published
 
-    def off(self, value: float | None) -> float | None:
+    def off(self, value: float) -> float:
         """Return the distance of a value to the reference, as printed: 0 where it rounds to the same digits."""
-        if value is None:
-            return None
         # exact ties of decimal fractions round up, as papers do, where binary ones may fall below
         return round(_rounded(value, self.digits) - self.reference, 10) + 0.0
 
@@ -213,11 +211,9 @@ def _rounded(value: float, digits: int) -> float:
     return float(f"{value + 1e-9:.{digits}f}")  # a binary fraction may lie just below its decimal tie
 
 
-def _mark(f: StatedFigure, value: float | None) -> str:
-    """Return ✓, the difference to the reference, or '' where there is no value."""
+def _mark(f: StatedFigure, value: float) -> str:
+    """Return ✓ or the difference to the reference."""
     off = f.off(value)
-    if off is None:
-        return ""
     return "✓" if off == 0 else f"{off:+.{f.digits}f}".replace("-", "−")
 
 

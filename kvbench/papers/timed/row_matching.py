@@ -17,8 +17,7 @@ from kvbench.bench.records import MEASURED, NOT_RUN, Row
 from kvbench.papers.spec.published import Published
 from kvbench.papers.timed.bench_spec import BenchSpec
 
-GB, MB, MIB = 1e9, 1e6, 2**20
-UNITS = {"s": 1.0, "ms": 1e-3, "ms/token": 1e-3, "s/100token": 0.01, "GB": GB, "MB": MB, "MiB": MIB, "pct": 0.01}
+UNITS = {"s": 1.0, "ms": 1e-3, "ms/token": 1e-3, "s/100token": 0.01, "GB": 1e9, "MB": 1e6, "MiB": 2**20, "pct": 0.01}
 """Our seconds, bytes and fractions per printed unit."""
 MORE_IS_BETTER = ("throughput", "speedup_vs_full")
 MISSING = "missing"
@@ -32,9 +31,11 @@ QUARTILES = ("median", "q1", "q3")
 class TimedCell:
     """A printed cell with the row that was measured for it.
 
-    status: measured, OOM, refused or failed as in the row, ``not run`` (with ``reason``), or ``missing`` if it can be
-    measured and was not. value: ours in the printed unit, ``spread`` its quartiles. ratio: ours over our base row,
-    published_ratio theirs over theirs. marks: those of the row, such as ``integrated``. row, base: our measured rows.
+    status: the row's (``measured``, ``OOM``, ...), ``not run`` (see ``reason``), or ``missing`` if it can be measured.
+    value, spread: our median and (lower, upper) quartile, in the printed unit.
+    ratio: our value over that of our base row; published_ratio: the same of the printed values.
+    marks: the row's marks that concern this quantity, such as ``integrated``.
+    row, base: our measured rows, if any.
     """
 
     printed: Published

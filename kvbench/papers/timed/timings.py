@@ -55,11 +55,6 @@ class Timings:
         return any(c.status in DONE for c in self.cells.values())
 
     @property
-    def missing(self) -> list[str]:
-        """Return the workloads that are wanted and not measured."""
-        return row_matching.workloads(self.bench, list(self.cells.values()))
-
-    @property
     def device(self) -> str:
         """Return the device of the measured rows; '' without any."""
         return next((c.device for c in self.cells.values() if c.row is not None), "")

@@ -14,13 +14,16 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvbench.cache.packed import Packed
 from kvbench.errors import UsageError
 from kvbench.storage.row_segments import Ragged, RowSegment
+
+if TYPE_CHECKING:
+    from kvbench.storage.packed_rows import PackedHalf
 
 SWITCH = "KVBENCH_KERNELS"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -59,17 +62,19 @@ def attend(
     tail: tuple[Tensor, Tensor],
     scale: float,
 ) -> Tensor | None:
-    """Return attention [B, Hq, T, D] of query [B, Hq, T, D] over exact segments and a dense tail [B, Hk, t, D]."""
+    """Return attention [B, Hq, T, D] of query [B, Hq, T, D] over exact segments and a dense tail [B, Hk, t, D].
+
+    Returns None if no kernel serves them.
+    """
     heads = [tail[0].shape[1], *(s.heads for s in segments)]
     if not _fits(query, min(heads)) or any(s.shared is not None for s in segments):
         return None
     from kvbench.storage.kernels import exact, softmax
-    from kvbench.storage.kernels.merge import Parts
 
     query, last = query.contiguous(), RowSegment(*tail)
     runs = [*(s for s in segments if s.longest), last]
     cuts = [softmax.cut(query, run.heads, run.longest) for run in runs]
-    parts, first = Parts.room(sum(cut.count for cut in cuts), query), 0
+    parts, first = softmax.Parts.room(sum(cut.count for cut in cuts), query), 0
     with torch.cuda.device_of(query):
         for run, cut in zip(runs, cuts, strict=True):
             exact.attend(query, run, scale, cut, parts.upto(first, cut.count), causal=run is last)
@@ -77,35 +82,24 @@ def attend(
         return parts.merged(query)[0]
 
 
-def attend_packed(
-    query: Tensor,
-    scale: float,
-    packed: tuple[Packed, Packed],
-    exact: tuple[Tensor, Tensor],
-    channels: tuple[Tensor | None, Tensor | None],
-    counts: Sequence[Sequence[int]],
-) -> Tensor | None:
+def attend_packed(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) -> Tensor | None:
     """Return attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], over packed and exact tokens.
 
-    ``packed`` are keys and values [U, H, L, C], of which each row reads its own number; ``exact`` are their rings
-    [U, H, S, D], token t in slot t mod S. ``channels`` int64 [U, H, C] are those kept of thin keys and values, else
-    None. ``counts`` are three numbers for each row: its tokens in all, those packed as keys, those packed as values.
+    Returns None if no kernel serves them.
     """
-    heads = exact[0].shape[1]
+    heads = keys.ring.shape[1]
     if not _fits(query, heads):
         return None
-    from kvbench.storage.kernels import packed as kernel
-    from kvbench.storage.kernels import softmax
-    from kvbench.storage.kernels.merge import Parts
+    from kvbench.storage.kernels import packed, softmax
 
-    if not all(kernel.readable(x) for x in packed):
+    if not all(packed.readable(half.codes) for half in (keys, values)):
         return None
     query = query.contiguous()
-    cut = softmax.cut(query, heads, max(counts[0]))
-    parts = Parts.room(cut.count, query)
-    numbers = _numbers(counts, query.device)
+    cut = softmax.cut(query, heads, max(keys.total))
+    parts = softmax.Parts.room(cut.count, query)
+    counts = _numbers((keys.total, keys.packed, values.packed), query.device)
     with torch.cuda.device_of(query):
-        kernel.attend(query, scale, packed, exact, channels, numbers, cut, parts)
+        packed.attend(query, scale, keys, values, counts, cut, parts)
         return parts.merged(query)[0]
 
 
@@ -134,12 +128,11 @@ def _works(device: torch.device) -> bool:
     from triton.errors import TritonError
 
     from kvbench.storage.kernels import exact, softmax
-    from kvbench.storage.kernels.merge import Parts
 
     try:
         query = torch.zeros(1, 1, 1, 16, device=device)
         run, cut = RowSegment(query, query), softmax.cut(query, 1, 1)
-        parts = Parts.room(cut.count, query)
+        parts = softmax.Parts.room(cut.count, query)
         with torch.cuda.device_of(query):
             exact.attend(query, run, 1.0, cut, parts)
             parts.merged(query)

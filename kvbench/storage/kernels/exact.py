@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.storage.kernels.merge import Parts
-from kvbench.storage.kernels.softmax import Splits, begun, finished, places, power, product_type, softmax_step
+from kvbench.storage.kernels.softmax import Parts, Splits, begun, finished, places, power, product_type, softmax_step
 from kvbench.storage.row_segments import Ragged, RowSegment
 
 
@@ -62,7 +61,7 @@ def attend(
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Return strides in elements by row, head and token; 0 by row and head of ragged x, whose heads have ``starts``."""
+    """Return the strides of x by (row, head, token) in elements; those by row and head are 0 for ragged x."""
     return (0, 0, x.stride(0)) if x.dim() == 2 else (x.stride(0), x.stride(1), x.stride(2))
 
 

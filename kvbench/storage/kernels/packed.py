@@ -8,15 +8,17 @@ Shapes: U rows, Hq query heads, H stored heads, T new tokens, R = Hq / H * T que
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvbench.cache.packed import Packed
-from kvbench.storage.kernels.merge import Parts
-from kvbench.storage.kernels.softmax import Splits, begun, finished, places, power, product_type, softmax_step
+from kvbench.storage.kernels.softmax import Parts, Splits, begun, finished, places, power, product_type, softmax_step
+
+if TYPE_CHECKING:
+    from kvbench.storage.packed_rows import PackedHalf
 
 
 def readable(x: Packed) -> bool:
@@ -27,24 +29,21 @@ def readable(x: Packed) -> bool:
 def attend(
     query: Tensor,
     scale: float,
-    packed: tuple[Packed, Packed],
-    exact: tuple[Tensor, Tensor],
-    channels: tuple[Tensor | None, Tensor | None],
+    keys: PackedHalf,
+    values: PackedHalf,
     counts: Tensor,
     cut: Splits,
     parts: Parts,
 ) -> None:
-    """Write into ``parts`` the attention of query [U, Hq, T, D] over each split; T are the newest tokens.
+    """Write into ``parts`` the attention of query [U, Hq, T, D], contiguous, over each split; T are the newest tokens.
 
-    ``query`` is contiguous. ``packed`` are keys and values [U, H, L, C], ``exact`` the rings [U, H, S, D] of others,
-    token t in slot t mod S. ``channels`` int64 [U, H, C] are those kept of thin keys and values, else None. ``counts``
-    [3, U] int32 are the tokens in all, those packed as keys, and those packed as values.
+    ``counts`` [3, U] int32 are the tokens in all, those packed as keys, and those packed as values.
     """
     u, hq, t, d = query.shape
-    h = exact[0].shape[1]
-    (k, v), rows = packed, hq // h * t
-    rings = [x.contiguous() for x in exact]
-    thin = [None if ids is None else ids.contiguous() for ids in channels]
+    h = keys.ring.shape[1]
+    k, v, rows = keys.old(), values.old(), hq // h * t
+    rings = [half.ring.contiguous() for half in (keys, values)]
+    thin = [None if half.channels is None else half.channels.contiguous() for half in (keys, values)]
     c, cv = k.shape[3], v.shape[3]
     _attend[(u * h, cut.count)](
         query,

@@ -1,4 +1,9 @@
-"""Helpers of all kernels: cutting a run of tokens into splits, and the running softmax over a split."""
+"""One softmax over several splits of tokens: cutting a run into splits, the softmax over a split, and their merging.
+
+The partial result of a split is the output of its own softmax and the logarithm of its sum of exponentials
+(log-sum-exp, lse). Attention over all splits is the mean of their outputs weighted by exp(lse), as in flash-decoding.
+Q: rows of queries, batch x query heads x new tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ class Splits:
 
 
 def splits(longest: int, programs: int, token_bytes: int, processors: int) -> Splits:
-    """Cut up to ``longest`` tokens in each of ``programs`` heads; one token's keys take ``token_bytes``."""
+    """Return how to cut up to ``longest`` tokens in each of ``programs`` heads; a token's keys take ``token_bytes``."""
     block = min(64, max(16, power(TILE_BYTES // token_bytes + 1) // 2))
     wanted = max(1, min(WAVES * processors // max(programs, 1), longest // LEAST_SPAN, MOST_SPLITS))
     span = max(-(-longest // (wanted * block)), 1) * block
@@ -36,7 +41,7 @@ def splits(longest: int, programs: int, token_bytes: int, processors: int) -> Sp
 
 
 def cut(query: Tensor, heads: int, longest: int) -> Splits:
-    """Cut up to ``longest`` tokens of each of ``heads`` stored heads, to be attended by query [B, Hq, T, D]."""
+    """Return how to cut up to ``longest`` tokens of each of ``heads`` stored heads for query [B, Hq, T, D]."""
     # a token of any format is converted to the query's type when it is read
     token_bytes = query.element_size() * power(query.shape[3], 16)
     return splits(longest, len(query) * heads, token_bytes, processors(query.device))
@@ -73,9 +78,9 @@ def begun(R: tl.constexpr) -> Any:
 
 @triton.jit
 def softmax_step(logits: tl.tensor, best: tl.tensor, total: tl.tensor) -> Any:
-    """Update a running softmax by logits [R, N].
+    """Return (weights of logits [R, N], factor for all earlier sums, largest logit, sum of exponentials).
 
-    Returns their weights, the factor for all earlier sums, the largest logit, and the sum of exponentials.
+    The last two are those of the running softmax, ``best`` and ``total`` before this step, with the logits.
     """
     largest = tl.maximum(best, tl.max(logits, 1))
     # a query that has seen no token yet has no largest logit: -inf - -inf would be NaN
@@ -87,7 +92,7 @@ def softmax_step(logits: tl.tensor, best: tl.tensor, total: tl.tensor) -> Any:
 
 @triton.jit
 def finished(sums: tl.tensor, best: tl.tensor, total: tl.tensor) -> Any:
-    """Return a split's outputs [R, D] and lse [R] from its weighted sums [R, D] of values."""
+    """Return a split's (outputs [R, D], lse [R]) from its weighted sums [R, D] of values."""
     # only 0, of a query that saw no token, is replaced: NaN stays NaN
     divisor = tl.where(total == 0, 1.0, total)
     return sums / divisor[:, None], tl.where(total == 0, -float("inf"), best + tl.log(divisor))
@@ -99,3 +104,66 @@ def places(channels: tl.tensor, head: tl.tensor, C: tl.constexpr, BLOCK_C: tl.co
     c = tl.arange(0, BLOCK_C)
     ids = tl.load(channels + head * C + c, mask=c < C, other=-1)
     return tl.sum(tl.where(ids[None, :] == D[:, None], c[None, :] + 1, 0), 1) - 1  # at most one matches
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Partial results of S splits for Q rows of queries: ``out`` [S, Q, D] and ``lse`` [S, Q], both fp32.
+
+    ``lse`` is -inf where a query saw no token of the split; ``out`` is undefined there.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def room(cls, count: int, query: Tensor) -> Parts:
+        """Return uninitialised partial results of ``count`` splits for query [B, Hq, T, D]."""
+        rows = query.shape[:3].numel()
+        out = query.new_empty(count, rows, query.shape[3], dtype=torch.float32)
+        return cls(out, query.new_empty(count, rows, dtype=torch.float32))
+
+    def upto(self, first: int, count: int) -> Parts:
+        """Return views of ``count`` splits from ``first`` on."""
+        return Parts(self.out[first : first + count], self.lse[first : first + count])
+
+    def merged(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return attention over all splits, in the shape and dtype of ``query``, and its lse [B, Hq, T] fp32."""
+        count, rows, d = self.out.shape
+        out, lse = torch.empty_like(query, memory_format=torch.contiguous_format), self.lse.new_empty(query.shape[:3])
+        blocks = {"BLOCK_S": power(count), "BLOCK_D": power(d)}
+        _merge[(rows,)](self.out, self.lse, out, lse, count, rows, D=d, **blocks, enable_fp_fusion=True)
+        return out, lse
+
+
+@triton.jit
+def _merge(
+    split_out: tl.tensor,
+    split_lse: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    count: tl.tensor,
+    rows: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Merge ``count`` splits for one of ``rows`` queries: sum_s exp(lse_s) out_s / sum_s exp(lse_s).
+
+    Pointers: split_out [count, rows, D] and split_lse [count, rows] are read, out [rows, D] and lse [rows] written.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    logs = tl.load(split_lse + s * rows + row, mask=s < count, other=-float("inf"))
+    largest = tl.max(logs, 0)
+    # if no split saw a token, all are -inf: shift by 0, as -inf - -inf would be NaN
+    weights = tl.exp(logs - tl.where(largest == -float("inf"), 0.0, largest))
+    total = tl.sum(weights, 0)
+    # then total is 0 too, and the output is 0 / 1; a total of NaN is not 0, and stays NaN
+    divisor = tl.where(total == 0, 1.0, total)
+    offsets = (s * rows + row)[:, None] * D + d[None, :]
+    # where lse is -inf the output is undefined: read 0, as NaN times weight 0 would be NaN
+    outputs = tl.load(split_out + offsets, mask=(logs != -float("inf"))[:, None] & (d < D)[None, :], other=0.0)
+    mean = tl.sum(outputs * weights[:, None], 0) / divisor
+    tl.store(out + row * D + d, mean.to(out.dtype.element_ty), mask=d < D)
+    tl.store(lse + row, tl.where(total == 0, -float("inf"), largest + tl.log(divisor)))

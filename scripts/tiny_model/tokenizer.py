@@ -6,37 +6,49 @@ spelled in bytes. Hence any text is encoded without an unknown token and decoded
 
 from __future__ import annotations
 
+import random
 import re
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import cache
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from kvbench.engine.calibration.tiny_corpus import BOS
 from kvbench.tasks import tiny
 
-PAD, BOS, EOS = 0, 1, 2
+PAD = 0
 SPECIAL = ("<pad>", "<s>", "</s>")
 N_BYTES = 256
 FIRST_WORD = len(SPECIAL) + N_BYTES
 """Ids below are special tokens and single bytes; from here on, digits, signs and words with their leading space."""
-
-_PIECE = re.compile(tiny.PIECE)
 
 
 @cache
 def vocabulary() -> dict[str, int]:
     """Return the ids of pieces in their byte-level spelling (a space is ``Ġ``)."""
     letters = _byte_letters()
-    pieces = [*(f" {digit}" for digit in range(10)), " =", " =>", *(f" {word}" for word in tiny.words())]
+    pieces = [*(f" {digit}" for digit in range(10)), " =", " =>", *(f" {word}" for word in words())]
     # The only word without a space before it is the one that starts every prompt.
     pieces.append(tiny.HEADER.removesuffix(":"))
     spelled = ["".join(letters[byte] for byte in piece.encode()) for piece in pieces]
     return {piece: index for index, piece in enumerate([*SPECIAL, *letters, *spelled])}
 
 
+def words() -> list[str]:
+    """Return every word of the tasks, sorted: the word pieces of the tokenizer."""
+    rng = random.Random(0)
+    puzzles = [spec.puzzle(rng, 2) for spec in tiny.TASKS.values()]
+    texts = [text for p in puzzles for text in (*p.facts, *(f"{q.question} {q.answer}" for q in p.queries))]
+    texts += [re.sub(r"\{\w\}", "", template) for template in tiny.FILLER + tiny.SHORT_FILLER]
+    known = {word for group in tiny.WORDS.values() for word in group}
+    return sorted(known | {word for text in texts for word in re.findall(r"[a-z]+", text)})
+
+
 def build() -> PreTrainedTokenizerFast:
-    """Build the tokenizer as transformers loads it; ``<s>`` is added in front, there is no chat template."""
+    """Build the tokenizer as transformers loads it; ``<s>`` is added in front, there is no chat template.
+
+    Training encodes by the file in the package, so save a changed one there before training.
+    """
     # ignore_merges takes a whole pre-token from the vocabulary; without merges the rest stays single bytes.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary(), merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -59,29 +71,6 @@ def build() -> PreTrainedTokenizerFast:
     )
 
 
-def save(folder: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``."""
-    build().save_pretrained(folder)
-
-
-@lru_cache(1 << 16)
-def encode(text: str) -> tuple[int, ...]:
-    """Return the token ids of a text without ``<s>``, equal to the built tokenizer's but faster for training."""
-    ids: list[int] = []
-    end = 0
-    for match in _PIECE.finditer(text):
-        ids += _spell(text[end : match.start()])
-        piece = match[0].replace(" ", "Ġ")
-        ids += (vocabulary()[piece],) if piece in vocabulary() else _spell(match[0])
-        end = match.end()
-    return (*ids, *_spell(text[end:]))
-
-
-def _spell(text: str) -> list[int]:
-    return [len(SPECIAL) + byte for byte in text.encode()]
-
-
-@cache
 def _byte_letters() -> list[str]:
     """Return the printable letter for each byte: itself where printable, else the next free one from U+0100."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}

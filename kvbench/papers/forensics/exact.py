@@ -1,0 +1,301 @@
+"""Printed cells that can be recomputed without a model, from first principles or from other cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, lru_cache
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from kvbench.audit.accounting import nominal_payload
+from kvbench.methods.resolve import chain_of
+from kvbench.papers import DATA
+from kvbench.papers.forensics.formulas import cells, evaluate, query
+from kvbench.papers.spec import numbers
+from kvbench.papers.spec.numbers import Number, decimals, exactly, mean, printed
+from kvbench.papers.spec.published import Published
+from kvbench.papers.spec.published_cells import Book, PublishedRow, published
+from kvbench.papers.timed.paper_arithmetic import FP16, GIB, LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LONG, MIB, MISTRAL_7B
+from kvbench.tasks.longbench import TASKS
+
+LAYERS = {"1": 1, "2": 1, "3-31": 29, "32": 1}
+"""Layers that each line of ReFreeKV's table 6 stands for."""
+CONTEXTS = {"llama-2-7b-chat": 4096, "llama-3-8b-instruct": 8096, "llama-2-13b-chat": 4096}
+"""Tokens that UNComp's appendix A.3 lets each model read; so many hidden states stay in the first layers."""
+SIZES = {"seq=2048": 2048, "seq=2K": 2048, "seq=20K": 20480}
+WORDS = {
+    "uncomp": ("F1", "rouge-l", "classification accuracy", "exact match accuracy", "edit similarity"),
+    "vatp": ("F1", "Rouge-L", "Accuracy (CLS)", "Accuracy (EM)", "Edit Sim"),
+}
+METRICS = {"f1": 0, "rouge": 1, "classification": 2, "count": 3, "retrieval": 3, "code_sim": 4}
+"""The place in a paper's WORDS of LongBench's metrics, by the beginning of our names of them."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A published cell beside the value that it must have.
+
+    ``row`` is the row's label. ``recomputed`` carries the rounding of its inputs. ``text`` replaces the
+    number where the cell is a word.
+    """
+
+    cell: Published
+    row: str
+    formula: str
+    recomputed: Number | None
+    text: str = ""
+
+    @property
+    def column(self) -> str:
+        """Return the dataset, or the measured quantity where a column is no dataset."""
+        c = self.cell
+        plain = c.metric in ("mean", c.dataset) or c.metric.startswith(("f1", "rouge", "accuracy", "edit", "bleu"))
+        return c.dataset if plain else f"{c.dataset} {c.metric}"
+
+    @property
+    def published(self) -> str:
+        """Return the printed characters."""
+        return self.cell.printed
+
+    @property
+    def shown(self) -> str:
+        """Return the recomputed value with as many digits as are printed, and more where those differ."""
+        if self.recomputed is None:
+            return self.text
+        return self.recomputed.text(self._digits if self.grade != "equal" else decimals(self.published))
+
+    @property
+    def grade(self) -> str:
+        """Return equal, rounding or off, as numbers.grade."""
+        if self.recomputed is None:
+            return "equal" if self.text.lower() == self.published.lower() else "off"
+        return numbers.grade(self.published, self.recomputed)
+
+    @property
+    def ok(self) -> bool:
+        """Tell whether rounding explains the printed value."""
+        return self.grade != "off"
+
+    @property
+    def mark(self) -> str:
+        """Return ✓, or by how much the printed value is off."""
+        if self.ok:
+            return "✓"
+        if self.recomputed is None:
+            return "✗"
+        gap = numbers.fixed(printed(self.published).value - self.recomputed.value, self._digits)
+        return gap.replace("-", "−") if gap.startswith("-") else f"+{gap}"
+
+    @property
+    def _digits(self) -> int:
+        """Return the decimals that are shown: one more than printed, but at least two, unless it is an integer."""
+        is_integer = self.recomputed is not None and self.recomputed.value.denominator == 1
+        return decimals(self.published) if is_integer else max(2, decimals(self.published) + 1)
+
+
+@lru_cache(maxsize=4)
+def everything(book: Book) -> tuple[Exact, ...]:
+    """Return every cell of a book that can be recomputed, with its value."""
+    return tuple(e for rule in RULES for e in rule(book))
+
+
+def exact(paper: str, table: str, book: Book | None = None) -> list[Exact]:
+    """Return the cells of one table (``2``, ``text``) that can be recomputed; none where all need a model."""
+    return [e for e in everything(book or published()) if (e.cell.paper, e.cell.table) == (paper, table)]
+
+
+def _means(book: Book) -> Iterator[Exact]:
+    """Yield the ``Avg.`` cells that are the plain mean of their row."""
+    for row in book.rows:
+        stated = row.cells.get(("avg", "mean"))
+        if stated is not None and row.scores:
+            scores = [printed(c.printed) for c in row.scores.values()]
+            yield Exact(stated, row.label, f"mean of the {len(scores)} scores", mean(scores))
+
+
+def _ratios(book: Book) -> Iterator[Exact]:
+    """Yield the averages of ReFreeKV's tables 2 and 8: mean ratios to the full cache, less one, and mean budgets."""
+    for table in ("2", "8"):
+        full = {row.model: row for row in book.table("refreekv", table) if row.method == "full"}
+        for row in book.table("refreekv", table):
+            for (dataset, metric), cell in row.cells.items():
+                if dataset == "avg" and metric.startswith("ratio_to_full"):
+                    offset = 1 if metric.endswith("minus_1") else 0
+                    formula = f"mean ratio to the full row over {len(row.scores)} datasets"
+                    yield Exact(cell, row.label, formula, (ratio(row, full[row.model]) - offset) * 100)
+            yield from _column_mean(row, "budget")
+
+
+def ratio(row: PublishedRow, full: PublishedRow) -> Number:
+    """Return the mean over datasets of a row's scores relative to those of ``full``."""
+    if row is full:
+        return exactly(1)
+    return mean(printed(c.printed) / printed(full.scores[d].printed) for d, c in row.scores.items() if d in full.scores)
+
+
+def _relative(book: Book) -> Iterator[Exact]:
+    """Yield the cells of ReFreeKV's table 1: table 2 in per cent of its full row, and the mean of that."""
+    scores = {(r.model, r.method, r.setting): r.scores for r in book.table("refreekv", 2)}
+    full = {r.model: r.scores for r in book.table("refreekv", 2) if r.method == "full"}
+    for row in book.table("refreekv", 1):
+        shares: list[Number] = []
+        for (dataset, _), cell in row.cells.items():
+            if dataset == "avg":
+                yield Exact(cell, row.label, "mean of the three, from table 2", mean(shares))
+                continue
+            score = printed(scores[row.model, row.method, row.setting][dataset].printed)
+            shares.append(score / printed(full[row.model][dataset].printed) * 100)
+            yield Exact(cell, row.label, "table 2 divided by its full row", shares[-1])
+
+
+def _times(book: Book) -> Iterator[Exact]:
+    """Yield the means of ReFreeKV's table 3: times over its six datasets."""
+    for row in book.table("refreekv", 3):
+        for metric in ("overall_time", "prune_time"):
+            yield from _column_mean(row, metric)
+
+
+def _layers(book: Book) -> Iterator[Exact]:
+    """Yield the means of ReFreeKV's table 6: the budget over 32 layers, of which 29 share a line."""
+    rows = book.table("refreekv", 6)
+    for average_row in (r for r in rows if r.settings["layer"] == "avg"):
+        for key, cell in average_row.cells.items():
+            total = exactly(0)
+            for row in rows:
+                if row is not average_row and key in row.cells:
+                    total = total + printed(row.cells[key].printed) * LAYERS[row.settings["layer"]]
+            yield Exact(cell, average_row.label, "mean over the 32 layers", total / sum(LAYERS.values()))
+
+
+def _column_mean(row: PublishedRow, metric: str) -> Iterator[Exact]:
+    """Yield the average of a metric over the datasets of a row, where the row prints one."""
+    stated = row.cells.get(("avg", metric))
+    if stated is not None:
+        parts = [printed(c.printed) for (d, m), c in row.cells.items() if m == metric and d != "avg"]
+        yield Exact(stated, row.label, f"mean of the {len(parts)} datasets", mean(parts))
+
+
+def _of_quantity(
+    book: Book, paper: str, table: str, dataset: str, metric: str = ""
+) -> Iterator[tuple[PublishedRow, Published]]:
+    """Yield the rows of a table that print a quantity, with its cell; ``metric`` where it is not the dataset's name."""
+    for row in book.table(paper, table):
+        if (cell := row.cells.get((dataset, metric or dataset))) is not None:
+            yield row, cell
+
+
+def _memory(book: Book) -> Iterator[Exact]:
+    """Yield ThinK's table 7, column Memory: payload by its own formula, under all 32 query heads in fp16."""
+    for row, cell in _of_quantity(book, "think", "7", "kv_memory"):
+        formula = "0.5 N MiB" if "ratio" not in row.settings else "0.5 N − 0.1 (N − 32) MiB"
+        yield Exact(cell, row.label, f"{formula}, 32 heads", _expanded(row.method, row.settings) / MIB)
+
+
+def _equal_sizes(book: Book) -> Iterator[Exact]:
+    """Yield the plain cache of ThinK's prose that is as large as a pruned one of 128 tokens."""
+    for row, cell in _of_quantity(book, "think", "text", "kv_size"):
+        pruned = _expanded("h2o+think", {"kv_size": row.settings["matched_to"], "ratio": "0.4"})
+        formula = "bytes with 40 % of key channels gone / 0.5 MiB"
+        yield Exact(cell, row.label, formula, pruned / LLAMA2_7B.full_bytes(1, FP16))
+
+
+def _expanded(method: str, settings: dict[str, str]) -> Number:
+    """Return the payload by ThinK's formula, under query heads of a model of 32 layers and 32 heads."""
+    knobs: dict[str, Any] = {"method": method, "kv_size": int(settings["kv_size"]), "per": "query_head"}
+    if "ratio" in settings:
+        knobs |= {"ratio": float(settings["ratio"]), "recent": 32}
+    payload = nominal_payload(chain_of(knobs), MISTRAL_7B, LONG, FP16)
+    assert payload is not None
+    return exactly(round(payload, 6))  # without the last bits of a float product
+
+
+def _caches(book: Book) -> Iterator[Exact]:
+    """Yield the sizes of whole caches in prose, of the kv heads that the models store."""
+    shapes = {"llama-2-7b-chat": LLAMA2_7B, "llama-3-8b": LLAMA3_8B, "llama-3-70b": LLAMA3_70B}
+    for paper in ("think", "refreekv"):
+        for row, cell in _of_quantity(book, paper, "text", "kv_memory"):
+            shape = shapes[row.model]
+            length = next(n for part, n in SIZES.items() if part in row.setting.split(";"))
+            tokens = length * int(row.settings.get("batch", 1))
+            formula = f"{shape.layers} layers x {shape.kv_heads} kv heads x 2 x 128 x fp16 x {tokens} tokens"
+            yield Exact(cell, row.label, formula, exactly(Fraction(shape.full_bytes(tokens, FP16), GIB)))
+
+
+def _shares(book: Book) -> Iterator[Exact]:
+    """Yield UNComp's shares of the cache: tokens kept over the context."""
+    for row, cell in _of_quantity(book, "uncomp", "text", "kv_ratio", "compression_ratio"):
+        if "kv_size" in row.settings:
+            size, context = int(row.settings["kv_size"]), CONTEXTS[row.model]
+            yield Exact(cell, row.label, f"{size} / {context} tokens", exactly(Fraction(100 * size, context)))
+
+
+def _schedules(book: Book) -> Iterator[Exact]:
+    """Yield UNComp's hidden states by group of layers: equal steps from S_max to S_min, whole tokens."""
+    groups: dict[tuple[str, str], list[tuple[PublishedRow, Published]]] = {}
+    for row, cell in _of_quantity(book, "uncomp", "text", "hidden_state_size"):
+        groups.setdefault((row.model, row.settings["where"]), []).append((row, cell))
+    for (model, where), rows in groups.items():
+        largest, smallest = CONTEXTS[model], int(rows[0][0].settings["S_min"])
+        step = (largest - smallest) // (len(rows) - 1)
+        for i, (row, cell) in enumerate(rows[:-1]):
+            yield Exact(cell, row.label, f"{largest} − {i} x {step}", exactly(largest - i * step))
+        yield Exact(rows[-1][1], rows[-1][0].label, "S_min", exactly(smallest))
+        if model == "llama-2-7b-chat" and where == "appendix E":
+            ((_, stated_row, stated),) = cells(book, "uncomp", {"table": "text", "of": "hidden_state_ratio"})
+            share = kept_share([row for row, _ in rows], largest)
+            yield Exact(stated, stated_row.label, "mean over the layers of appendix E / 4096", share)
+
+
+def kept_share(rows: list[PublishedRow], most: int) -> Number:
+    """Return the per cent of hidden states that a schedule keeps, over all layers."""
+    sizes = []
+    for row in rows:
+        first, _, last = row.settings["layers"].partition("-")
+        size = printed(row.cells["hidden_state_size", "hidden_state_size"].printed).value
+        sizes += [exactly(size)] * (int(last or first) - int(first) + 1)
+    return mean(sizes) / most * 100
+
+
+def _benchmark(book: Book) -> Iterator[Exact]:
+    """Yield LongBench's sizes and metrics as UNComp's and VATP's tables 5 print them, from the tasks of runs."""
+    for paper, words in WORDS.items():
+        for row in book.table(paper, 5):
+            for (dataset, metric), cell in row.cells.items():
+                task = TASKS[dataset]
+                if metric == "n_samples":
+                    yield Exact(cell, row.label or dataset, "examples of the dataset", exactly(task.size))
+                elif metric == "metric_name":
+                    word = next(words[i] for start, i in METRICS.items() if task.metric.startswith(start))
+                    yield Exact(cell, row.label or dataset, "metric of the dataset", None, word)
+
+
+def _formulas(book: Book) -> Iterator[Exact]:
+    """Yield the cells of each entry of the papers' exact.yaml, with the values of its formula."""
+    for paper, entry in _entries():
+        if paper not in book.papers:
+            continue
+        names: dict[str, Any] = {k: query(book, paper, v, printed) for k, v in entry["values"].items()}
+        value = evaluate(entry["is"], names)
+        for fields, row, cell in cells(book, paper, entry["cells"]):
+            recomputed = value  # one number for all cells, or a series with one for each by its fields
+            if isinstance(value, pd.Series):
+                key = tuple(fields[name] for name in value.index.names)
+                recomputed = value[key if len(key) > 1 else key[0]]
+            yield Exact(cell, row.label, entry["formula"], recomputed)
+
+
+@cache
+def _entries() -> list[tuple[str, dict[str, Any]]]:
+    """Return (paper, entry) of every formula in the papers' exact.yaml."""
+    paths = sorted(DATA.glob("*/exact.yaml"))
+    return [(p.parent.name, entry) for p in paths for entry in yaml.safe_load(p.read_text(encoding="utf-8"))]
+
+
+RULES: tuple[Callable[[Book], Iterator[Exact]], ...] = (
+    *(_means, _ratios, _relative, _times, _layers),
+    *(_memory, _equal_sizes, _caches, _shares, _schedules, _benchmark, _formulas),
+)
