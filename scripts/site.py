@@ -30,6 +30,7 @@ from kvbench.conf import conf_dir
 from kvbench.methods import registry
 from kvbench.methods.prompt_cache import Cache
 from kvbench.papers.report import reference
+from kvbench.papers.spec import catalogue
 from kvbench.run import presets
 
 ROOT = Path(__file__).parents[1]
@@ -49,13 +50,13 @@ PIXELS, GAP = 6, 4
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to those of docs/."""
     sys.path.insert(0, str(ROOT / "scripts"))
-    measured = importlib.import_module("describe").page()
+    measured = importlib.import_module("measured").page()
     contributing = _sections((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
     texts = {
         "add.md": "# Add something\n\n" + contributing["Six things to add"],
         "house.md": f"# The map of the house\n\n{contributing['The map of the house']}\n\n## Three walks\n\n"
         + contributing["Three walks"],
-        "papers.md": reference.page(),
+        "papers.md": reference.markdown([catalogue.paper(name) for name in catalogue.papers()]),
         "what-is-measured.md": measured,
         **_method_pages(),
     }
@@ -125,8 +126,8 @@ def _method_pages() -> dict[str, str]:
     pages = {f"methods/{method}.md": _method_page(method) for method in methods}
     rows = [f"| [`{m}`]({m}.md) | {_about(m)} | {_row(m, short=True)} |" for m in methods]
     index = (
-        "# Methods\n\nEach runs alone (`method=snapkv`) or joined with others (`method=snapkv+think`). Pictures show what "
-        f"each keeps of the same prompt at `kv_ratio={RATIO:g}` on the tiny model; the last column is the mean score on "
+        "# Methods\n\nEach runs alone (`method=snapkv`) or joined with others (`method=snapkv+think`). Pictures show "
+        f"what each keeps of the same prompt at `kv_ratio={RATIO:g}` on the tiny model; the last column is the mean on "
         f"SmolLM2-135M over the tasks of [its table]({posixpath.relpath('results/methods.txt', 'methods')}), with few "
         "examples and wide intervals.\n\n| method | | SmolLM2 |\n|---|---|---|\n"
     )
@@ -148,14 +149,17 @@ def _method_page(method: str) -> str:
         for s in presets.settings(name)
         if s.key.startswith(f"method.{method}.")
     ]
-    knobs = conf_dir() / "method" / f"{method}.yaml"
+    file = conf_dir() / "method" / f"{method}.yaml"
+    knobs = f"```yaml\n{file.read_text('utf-8').strip()}\n```" if file.exists() else "It has the knobs of its class."
     parts = [
         f"# {stage.__name__}",
         f"`method={method}`. {' '.join((inspect.getdoc(module) or '').split())}",
         "## Formula",
         "```text\n" + (inspect.getdoc(stage) or "") + "\n```",
         "## Knobs and variants",
-        "```yaml\n" + knobs.read_text("utf-8").strip() + "\n```" if knobs.exists() else "It has the knobs of its class.",
+        "```yaml\n" + knobs.read_text("utf-8").strip() + "\n```"
+        if knobs.exists()
+        else "It has the knobs of its class.",
         "## The tokens that it keeps",
         _picture(method),
         "## On SmolLM2",
@@ -247,7 +251,15 @@ def _row(method: str, short: bool) -> str:
     head = [c["task"].rpartition("/")[2] for c in full["cells"]]
     lines = [f"| | {' | '.join(head)} | % of full |", "|---" * (len(head) + 2) + "|"]
     for name, r in (("full", full), (method, row)):
-        cells = [f"{c['score']:.1f}" + (f" [{c['ci'][0]:.0f}, {c['ci'][1]:.0f}]" if c.get("ci") else "") for c in r["cells"]]
+        cells = [
+            f"{c['score']:.1f}" + (f" [{c['ci'][0]:.0f}, {c['ci'][1]:.0f}]" if c.get("ci") else "") for c in r["cells"]
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} | {r['percent_of_full']:.1f} |")
     n = ", ".join(str(c["n"]) for c in full["cells"])
     return "\n".join(lines) + f"\n\nn = {n} examples; 95 % bootstrap intervals. % of full: bytes held, at 16 bits."
+
+
+def _score(cell: dict[str, Any]) -> str:
+    """Return a cell's score with its interval, if it has one."""
+    interval = " [{:.0f}, {:.0f}]".format(*cell["ci"]) if cell.get("ci") else ""
+    return f"{cell['score']:.1f}{interval}"

@@ -19,10 +19,10 @@ from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.weights_digest import weights_of
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
-from kvbench.models.load import ModelSource, end_tokens
+from kvbench.models.load import ModelSource
 from kvbench.run import config, experiment
 from kvbench.run.config import RunConfig
-from kvbench.run.results import Report
+from kvbench.run.report import Report
 from kvbench.run.run_plan import RunPlan, plan_of
 from kvbench.run.store import ResultStore
 
@@ -62,7 +62,9 @@ def compare(
         return experiment.measure(_plan(cfg, model, tokenizer), quiet=not progress)
 
 
-def _rows(data: Iterable[Row], model: PreTrainedModel, tokenizer: Any, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _rows(
+    data: Iterable[Row], model: PreTrainedModel, tokenizer: Any, settings: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Yield each row as the dataset ``file`` reads it. Raises UsageError for one without a prompt."""
     for number, row in enumerate(data):
         if isinstance(row, str):
@@ -78,7 +80,8 @@ def _rows(data: Iterable[Row], model: PreTrainedModel, tokenizer: Any, settings:
 def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) -> str:
     """Return the full cache's greedy answer to a text."""
     ids = torch.tensor(tokenizer.encode(text))
-    stop = frozenset(end_tokens(model.config, model.generation_config))
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    stop = frozenset(torch.as_tensor(ends).flatten().tolist() if ends is not None else ())
     answer = decode.generate_rows(model, prefill_chains(model, ids, [Chain()]), [decode.Ending(new, stop)])[0]
     return str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
@@ -107,7 +110,7 @@ def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
     dtype = str(model.dtype).removeprefix("torch.")
     cfg = replace(cfg, model=replace(cfg.model, name=name, path=name, dtype=dtype), device=str(model.device))
     source = ModelSource(name, None, model.config, weights_of(model)[:16])
-    return plan_of(cfg, source, tokenizer, ResultStore(Path(cfg.results).expanduser()), model)
+    return plan_of(cfg, source, lambda: tokenizer, ResultStore(Path(cfg.results).expanduser()), model)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench.conf import entries
 from kvbench.engine import memory, precision
-from kvbench.errors import UsageError, ending, say
+from kvbench.errors import KvbenchError, UsageError, ending, say
 from kvbench.models import load
 from kvbench.run import presets
 from kvbench.run.config import RunConfig
@@ -102,7 +102,7 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
         yield from groups
         return
     threads = set_threads(cfg, prepared.source.config)
-    model = load.load_weights(cfg.model, prepared.source, load.resolve_device(cfg.device))
+    model = prepared.load_model()
     host = make_host(prepared, model)
     facts = {**provenance(model, threads), "model": cfg.model_name, **_rounding_fact(host, groups)}
     if not quiet and str(facts["commit"]).endswith("+"):
@@ -133,6 +133,8 @@ def _run_part(prepared: RunPlan, host: Host, part: Group, facts: Facts, broadcas
             return host
         except ModelChanged as changed:
             part = replace(part, cells=tuple(c for c in part.cells if c.id not in changed.cells))
+            if prepared.model is not None:
+                raise KvbenchError(f"{changed}: load it again, and leave out what changes it") from None
             say(f"{changed}: it is read again for the others")
         host = make_host(prepared, load.load_weights(cfg.model, prepared.source, host.model.device))
 
@@ -258,7 +260,11 @@ def stop_tokens(prepared: RunPlan) -> frozenset[int]:
     cfg, tokenizer = prepared.cfg.model, prepared.tokenizer
     end = getattr(tokenizer, "eos_token_id", None)
     last = {tokenizer.encode(text, add_special_tokens=False)[-1] for text in cfg.stop}
-    return frozenset(load.end_tokens(cfg, prepared.source) | last | ({end} if end is not None else set()))
+    of_model = load.end_tokens(cfg, prepared.source)
+    if prepared.model is not None:
+        ids = getattr(prepared.model.generation_config, "eos_token_id", None)
+        of_model |= {ids} if isinstance(ids, int) else set(ids or ())
+    return frozenset(of_model | last | ({end} if end is not None else set()))
 
 
 def set_threads(cfg: RunConfig, config: Any) -> int:

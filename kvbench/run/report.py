@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from kvbench.run.equal_memory import Matched
 from kvbench.run.results import CellSummary
+from kvbench.tables import render
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure as Canvas
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,25 @@ class Report:
     def cells(self) -> list[CellResult]:
         """Return the cells of all rows."""
         return [cell for row in self.rows for cell in row.cells]
+
+    def to_markdown(self) -> str:
+        """Return the tables of scores and storage with their notes as Markdown."""
+        return render.render(self, "md")
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a row per method and task, with the columns of ``--format csv``."""
+        import pandas as pd
+
+        return pd.DataFrame(render.records(self), columns=list(render.CSV_FIELDS))
+
+    def plot(self) -> Canvas:
+        """Return a figure: the mean score of each method against its bytes in per cent of the full cache."""
+        from kvbench.tables import scatter
+
+        return scatter.draw(self)
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
 
     def record(self) -> dict[str, object]:
         """Return the report as ``--json`` prints it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -42,6 +42,7 @@ class RunPlan:
     store: ResultStore
     session: Session
     matched: tuple[equal_memory.Matched, ...] = ()
+    model: PreTrainedModel | None = None
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
         """Return the cells that still need each example, by example id, without examples that no cell needs."""
@@ -81,6 +82,12 @@ class RunPlan:
             groups.append(planned)
         dtype = precision.dtype_reason(self.cfg.model.dtype, self.dtype, device)
         return Plan(cache_memory, str(device), dtype, groups, self.advice())
+
+    def load_model(self) -> PreTrainedModel:
+        """Return the model: the one that was given, or the checkpoint's weights, read now."""
+        if self.model is not None:
+            return self.model
+        return load.load_weights(self.cfg.model, self.source, load.resolve_device(self.cfg.device))
 
     def devices(self) -> dict[torch.device, float]:
         """Return the devices that will hold the model, each with its share of the layers.
@@ -163,28 +170,40 @@ def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
     store = ResultStore(Path(cfg.results).expanduser())
     if not reading:
         store.check()
-    device = load.resolve_device(cfg.device)
+    load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
+    plan = plan_of(cfg, source, lambda: cast(Tokenizer, load.load_tokenizer(cfg.model, source)), store)
+    if not reading:
+        for cell in (c for g in plan.groups for c in g.cells):
+            store.cell(cell.id)  # raises for a damaged record before hours of measuring, not after
+    return plan
+
+
+def plan_of(
+    cfg: RunConfig,
+    source: load.ModelSource,
+    tokenizer: Callable[[], Tokenizer],
+    store: ResultStore,
+    model: PreTrainedModel | None = None,
+) -> RunPlan:
+    """Return the plan of a run on a checkpoint, or on a ``model`` that is loaded already."""
     cfg, matched = equal_memory.settle(cfg, from_config(source.config))
     check_model(cfg, source)
-    tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
-    identity = identify(cfg, source, device)
+    loaded_tokenizer = tokenizer()
+    identity = identify(cfg, source, load.resolve_device(cfg.device))
     context = context_of(cfg, source)
-    session = open_session(cfg, identity, tokenizer, context)
-    groups = build_groups(cfg, identity, tokenizer, context, session.chain_identity)
-    if not reading:
-        for cell in (c for g in groups for c in g.cells):
-            store.cell(cell.id)  # raises for a damaged record before hours of measuring, not after
+    session = open_session(cfg, identity, loaded_tokenizer, context)
     return RunPlan(
         cfg=cfg,
         source=source,
-        tokenizer=tokenizer,
-        groups=tuple(groups),
+        tokenizer=loaded_tokenizer,
+        groups=tuple(build_groups(cfg, identity, loaded_tokenizer, context, session.chain_identity)),
         context=context,
         dtype=identity["dtype"],
         store=store,
         session=session,
         matched=matched,
+        model=model,
     )
 
 

@@ -185,11 +185,11 @@ def legend(report: Report) -> list[str]:
 def render(report: Report, style: str = "text") -> str:
     """Return the whole report as text; ``style`` is text, md, csv or latex."""
     if style == "csv":
-        return writers.csv(CSV_FIELDS, _records(report))
+        return writers.csv(CSV_FIELDS, records(report))
     return writers.compose(sheets(report), legend(report), style)
 
 
-def _records(report: Report) -> Iterator[dict[str, Any]]:
+def records(report: Report) -> Iterator[dict[str, Any]]:
     """Yield a record of each cell with the names of CSV_FIELDS as keys; numbers are not rounded."""
     for row in report.rows:
         for cell in row.cells:

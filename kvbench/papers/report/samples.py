@@ -12,7 +12,6 @@ from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.methods.prompt_cache import Cache
-from kvbench.models import load
 from kvbench.run import experiment
 from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Group
@@ -28,7 +27,7 @@ def collect(prepared: RunPlan, per_task: int) -> list[dict[str, Any]]:
     Prompts are read again to see what each method keeps: positions are not part of what a run stores.
     """
     experiment.measure(prepared, quiet=True)
-    model = load.load_weights(prepared.cfg.model, prepared.source, load.resolve_device(prepared.cfg.device))
+    model = prepared.load_model()
     host = experiment.make_host(prepared, model)
     examples = []
     for group in prepared.bound(model, quiet=True):

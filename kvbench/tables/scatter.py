@@ -1,0 +1,57 @@
+"""The picture of a report: scores against bytes held, one panel a task."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure as Canvas
+
+from kvbench.tables.style import GREY, canvas, series, styled
+
+if TYPE_CHECKING:
+    from kvbench.run.report import Report
+
+COLUMNS = 3
+WIDTH, HEIGHT = 3.2, 2.6
+"""Inches of a panel."""
+
+
+def draw(report: Report) -> Canvas:
+    """Return a figure with a panel per task: each method's score with its interval over its bytes in % of full."""
+    tasks = report.columns
+    columns = min(COLUMNS, len(tasks))
+    rows = math.ceil(len(tasks) / columns)
+    with styled():
+        figure = canvas(WIDTH * columns, HEIGHT * rows + 0.5)
+        panels = figure.subplots(rows, columns, squeeze=False).flat
+        for i, (panel, task) in enumerate(zip(panels, tasks, strict=False)):
+            _panel(panel, report, i)
+            panel.set_title(task.task)
+            panel.set_ylabel(task.metric)
+            panel.set_xlabel("bytes in % of full, 16 bits")
+        for panel in list(panels)[len(tasks) :]:
+            panel.set_visible(False)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, max(1, len(labels))))
+    return figure
+
+
+def _panel(panel: Any, report: Report, task: int) -> None:
+    """Draw the methods' points on one task; the full cache is a dashed line."""
+    for number, row in enumerate(report.rows):
+        summary = row.cells[task].summary
+        if summary is None or summary.score is None:
+            continue
+        if row.method == "full":
+            panel.axhline(summary.score, color=GREY, linestyle="--", label="full")
+            continue
+        low, high = summary.ci or (summary.score, summary.score)
+        panel.errorbar(
+            summary.percent_of_full,
+            summary.score,
+            yerr=[[summary.score - low], [high - summary.score]],
+            **{**series(number), "linestyle": "none"},
+            label=row.method,
+        )
+    panel.set_xlim(left=0)
