@@ -2,8 +2,8 @@
 
 import gzip
 import json
+import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -29,18 +29,31 @@ def block(marker):
     return match.group(1)
 
 
-def test_adding_the_readmes_method_takes_one_file(tmp_path):
-    shutil.copytree(ROOT / "kvbench", tmp_path / "kvbench", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "conf", tmp_path / "conf")
-    code = block("`kvbench/methods/strided.py`")
+def own_method(folder, *arguments):
+    """Run kvbench with the methods of a folder; return the finished process."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvbench", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "KVBENCH_METHODS": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_adding_the_readmes_method_takes_one_file_in_any_folder(tmp_path):
+    code = block("`my_methods/strided.py`")
     assert len(code.strip().splitlines()) <= 25
-    (tmp_path / "kvbench" / "methods" / "strided.py").write_text(code)
-    command = [sys.executable, "-m", "kvbench", "run", "method=strided+think", "kv_ratio=0.5"]
-    small = ["dataset=tiny/needle", "length=256", "limit=2", "--json"]
-    done = subprocess.run([*command, *small], cwd=tmp_path, capture_output=True, text=True)
+    (tmp_path / "strided.py").write_text(code)
+    small = ["kv_ratio=0.5", "dataset=tiny/needle", "length=256", "limit=2", f"results={tmp_path / 'results'}"]
+    done = own_method(tmp_path, "run", "method=strided+think", *small, "--json")
     assert done.returncode == 0, done.stderr
     assert '"method": "strided+think kv_ratio=0.5 ratio=0.4"' in done.stdout
     assert '"status": "refused"' not in done.stdout
+
+
+def test_a_folder_of_methods_that_is_not_there_is_named(tmp_path):
+    done = own_method(tmp_path / "none", "list", "methods")
+    assert done.returncode == 2 and "there is no such folder" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_readmes_python_example_runs(capsys):

@@ -1,1 +1,5 @@
-"""The methods, a formula a file, with the roles they play and the chains they form."""
+"""Compression methods, a formula a file; those in folders that KVBENCH_METHODS names stand beside kvbench's own."""
+
+import os
+
+__path__ += [folder for folder in os.environ.get("KVBENCH_METHODS", "").split(os.pathsep) if folder]

@@ -54,7 +54,11 @@ def path_of(method: str) -> Path:
 @cache
 def _modules() -> dict[str, Path]:
     """Return the files of kvbench/methods by the ids of the methods that they define, without importing them."""
-    files = [path for folder in kvbench.methods.__path__ for path in Path(folder).glob("*.py")]
+    folders = list(map(Path, kvbench.methods.__path__))
+    missing = next((folder for folder in folders if not folder.is_dir()), None)
+    if missing is not None:
+        raise UsageError(f"KVBENCH_METHODS={missing}: there is no such folder; name one that holds files of methods")
+    files = [path for folder in folders for path in folder.glob("*.py")]
     return {method: path for path in files for method in ID.findall(path.read_text("utf-8"))}
 
 
