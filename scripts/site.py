@@ -157,9 +157,7 @@ def _method_page(method: str) -> str:
         "## Formula",
         "```text\n" + (inspect.getdoc(stage) or "") + "\n```",
         "## Knobs and variants",
-        "```yaml\n" + knobs.read_text("utf-8").strip() + "\n```"
-        if knobs.exists()
-        else "It has the knobs of its class.",
+        knobs,
         "## The tokens that it keeps",
         _picture(method),
         "## On SmolLM2",

@@ -19,6 +19,7 @@ from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.weights_digest import weights_of
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import ChainConfig
 from kvbench.models.load import ModelSource
 from kvbench.run import config, experiment
 from kvbench.run.config import RunConfig
@@ -33,7 +34,7 @@ def compare(
     model: PreTrainedModel,
     tokenizer: Any,
     data: str | Iterable[Row],
-    methods: Sequence[str] = ("snapkv",),
+    methods: Sequence[str | Chain] = ("snapkv",),
     results: str | Path = "results",
     progress: bool = True,
     **settings: Any,
@@ -56,8 +57,11 @@ def compare(
         settings = {"metric": "f1", "max_new_tokens": 64} | settings
         rows = list(_rows(data, model, tokenizer, settings))
         settings["path"], dataset = _stored(rows, folder / "prompts"), "file"
-    words = [f"method={','.join(methods)}", f"dataset={dataset}", f"results={folder}"]
+    names = [m for m in methods if isinstance(m, str)]
+    words = [f"method={','.join(names) or 'full'}", f"dataset={dataset}", f"results={folder}"]
     cfg = config.read([*words, *(f"{key}={_word(value)}" for key, value in settings.items())])
+    own = tuple(ChainConfig(m, m.name) for m in methods if isinstance(m, Chain))
+    cfg = replace(cfg, chains=(*cfg.chains, *own))
     with _threads_restored():
         return experiment.measure(_plan(cfg, model, tokenizer), quiet=not progress)
 
@@ -107,6 +111,7 @@ def _word(value: Any) -> str:
 def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
     """Return the plan of a run on a loaded model, which its weights identify."""
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    name = Path(name).name if Path(name).is_dir() else name
     dtype = str(model.dtype).removeprefix("torch.")
     cfg = replace(cfg, model=replace(cfg.model, name=name, path=name, dtype=dtype), device=str(model.device))
     source = ModelSource(name, None, model.config, weights_of(model)[:16])

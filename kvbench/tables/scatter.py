@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib.figure import Figure as Canvas
 
 from kvbench.tables.style import GREY, canvas, series, styled
 
 if TYPE_CHECKING:
     from kvbench.run.report import Report
+    from kvbench.run.results import CellSummary
 
+BUDGETS = ("kv_size=", "kv_ratio=")
 COLUMNS = 3
 WIDTH, HEIGHT = 3.2, 2.6
 """Inches of a panel."""
@@ -38,20 +41,17 @@ def draw(report: Report) -> Canvas:
 
 
 def _panel(panel: Any, report: Report, task: int) -> None:
-    """Draw the methods' points on one task; the full cache is a dashed line."""
-    for number, row in enumerate(report.rows):
+    """Draw the methods' points on one task, those of one method by budget as a line; the full cache is dashed."""
+    lines: dict[str, list[CellSummary]] = {}
+    for row in report.rows:
         summary = row.cells[task].summary
-        if summary is None or summary.score is None:
-            continue
-        if row.method == "full":
-            panel.axhline(summary.score, color=GREY, linestyle="--", label="full")
-            continue
-        low, high = summary.ci or (summary.score, summary.score)
-        panel.errorbar(
-            summary.percent_of_full,
-            summary.score,
-            yerr=[[summary.score - low], [high - summary.score]],
-            **{**series(number), "linestyle": "none"},
-            label=row.method,
-        )
+        if summary is not None and summary.score is not None:
+            name = " ".join(word for word in row.method.split() if not word.startswith(BUDGETS))
+            lines.setdefault(name, []).append(summary)
+    for full in lines.pop("full", []):
+        panel.axhline(full.score, color=GREY, linestyle="--", label="full")
+    for number, (name, summaries) in enumerate(lines.items()):
+        points = sorted((s.percent_of_full, s.score or 0.0, *(s.ci or (s.score, s.score))) for s in summaries)
+        shares, scores, lows, highs = np.array(points, dtype=float).T
+        panel.errorbar(shares, scores, yerr=[scores - lows, highs - scores], label=name, capsize=2, **series(number))
     panel.set_xlim(left=0)
