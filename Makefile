@@ -8,7 +8,7 @@ KILLS ?= 100
 DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
 
-.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-tiny verify-tables verify-docs card tables tables-real tables-quick claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-tiny verify-tables verify-docs docs card tables tables-real tables-quick claims claims-real report audit clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -104,6 +104,10 @@ verify-tables: $(VENV)/.ready  ## re-render the committed tables from their samp
 
 verify-docs: $(VENV)/.ready  ## every number of README and results/README stands in a file that it links to
 	$(PY) scripts/verify_docs.py
+
+docs: $(VENV)/.ready  ## the documentation site, in site/; strict: no broken link
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(PY) -m mkdocs build --quiet
 
 card: $(VENV)/.ready  ## recompute the tiny model's card
 	$(PY) scripts/train_tiny.py --card-only
