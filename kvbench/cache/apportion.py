@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def proportional_shares(weights: Sequence[float], total: int, room: int) -> list[float]:
-    """Divide ``total`` in proportion to ``weights``, with no share above ``room``; equally where all weights are 0.
+    """Return the shares of ``total`` in proportion to ``weights``, none above ``room``; equal if all weights are 0.
 
     The excess of full shares goes to the others in proportion. No share grows when another weight joins.
     """
@@ -26,9 +26,9 @@ def proportional_shares(weights: Sequence[float], total: int, room: int) -> list
 
 
 def round_shares(shares: Sequence[float], total: int) -> list[int]:
-    """Round shares to whole numbers that add up to ``total``.
+    """Return the shares rounded to whole numbers that add up to ``total``.
 
-    All are rounded down; the rest goes to the largest fractions, the first among equals.
+    All are rounded down, and what is left goes to the largest fractions, to the first among equals.
     """
     sizes = [math.floor(share) for share in shares]
     by_fraction = sorted(range(len(shares)), key=lambda i: (sizes[i] - shares[i], i))

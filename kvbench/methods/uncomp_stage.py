@@ -35,8 +35,8 @@ class UncompStage(HiddenPruner):
     differ in where a step that is not whole is rounded (40 layers: 3731, 3366, ... or 3726, 3361, ...).
     epsilon: instead, a new group begins where the effective rank of the queries (truncated, the mean over heads) falls
     by more than this from one layer to the next (equation 11; the paper's is 1), by the calibration of uncomp-group.
-    last: last tokens that always stay, 8 as UNComp's window. Released code forces none, but without the final token
-    there is nothing to predict from.
+    last: number of last tokens that always stay: 8, as many as UNComp's window has. Released code forces none to stay,
+    but without the final token there is nothing to predict from.
     """
 
     id: ClassVar[str] = "uncomp-stage"
@@ -82,7 +82,7 @@ class UncompStage(HiddenPruner):
         return Needs(last_q=self.window)
 
     def first_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Return the first layer of each group."""
+        """Return the index of the first layer of each group of layers."""
         if self.schedule != "relative":
             return STARTS[n_layers]
         if self.starts:
@@ -94,13 +94,13 @@ class UncompStage(HiddenPruner):
         return tuple(-(-i * n_layers // groups) for i in range(groups))
 
     def group_tokens(self, n: int, groups: int) -> list[int]:
-        """Return the tokens that each of ``groups`` keeps of a prompt of n."""
+        """Return how many tokens of a prompt of n each of ``groups`` groups keeps, before the limits ``last`` and n."""
         if groups == 1:
             return [n if self.schedule == "relative" else self.most]
         if self.schedule == "relative":
-            # n * (1 - (1 - least) * i / (groups - 1)), from n down to least * n
+            # 1e-9: a product that should be whole must not be cut to the number below
             return [int(n * (1 - (1 - self.least) * i / (groups - 1)) + 1e-9) for i in range(groups)]
-        # paper: down from the first group by whole steps; code: up from the last
+        # where steps are not whole, "paper" has the odd step last and "code" first
         step = (self.most - self.least_size) // (groups - 1)
         if self.schedule == "paper":
             return [*(self.most - i * step for i in range(groups - 1)), self.least_size]
