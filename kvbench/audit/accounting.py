@@ -145,8 +145,8 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, 
     total = chain.expected_sum(n, shape.layers, heads)
     if open_layers and total is None:
         return None
-    rest = (total or 0) - sum(sum(p.low) for p in promises if p.low == p.high)
-    shares = iter(spread_evenly(rest, len(open_layers)))
+    remaining_tokens = (total or 0) - sum(sum(p.low) for p in promises if p.low == p.high)
+    shares = iter(spread_evenly(remaining_tokens, len(open_layers)))
     counts: Counter[tuple[Expected, tuple[int, ...], int]] = Counter()
     for i, p in enumerate(promises):
         sizes = p.low
@@ -216,11 +216,11 @@ def _nominal_head(chain: Chain, slots: int, head_dim: int, itemsize: int) -> flo
     dense, ratios = head_dim * itemsize, (pruner.ratio, float(getattr(pruner, "value_ratio", 0.0)))
     quantiser, coder = chain.quantiser, chain.coder
     if quantiser is None or coder is None:
-        old = max(0, slots - pruner.recent)
-        return 2 * slots * dense - sum(ratios) * old * dense
-    keys, values = coder.keys.packed(slots), coder.values.packed(slots)
-    packed = (quantiser.key_bytes(keys, head_dim), quantiser.value_bytes(values, head_dim))
-    exact = (2 * slots - keys - values) * dense
+        older_tokens = max(0, slots - pruner.recent)
+        return 2 * slots * dense - sum(ratios) * older_tokens * dense
+    packed_keys, packed_values = coder.keys.packed(slots), coder.values.packed(slots)
+    packed = (quantiser.key_bytes(packed_keys, head_dim), quantiser.value_bytes(packed_values, head_dim))
+    exact = (2 * slots - packed_keys - packed_values) * dense
     return exact + sum((1 - ratio) * size for ratio, size in zip(ratios, packed, strict=True))
 
 

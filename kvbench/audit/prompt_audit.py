@@ -183,15 +183,15 @@ def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> 
 
     ``seen`` collects the storages of earlier layers.
     """
-    for what, t in _described(layer):
+    for kind, t in _described(layer):
         storage = t.untyped_storage()
         if storage.nbytes() > t.nbytes:
             raise Refused(
-                f"{name}: layer {index}: {what} shows {t.nbytes} bytes but is a view that keeps {storage.nbytes()} "
+                f"{name}: layer {index}: {kind} shows {t.nbytes} bytes but is a view that keeps {storage.nbytes()} "
                 "alive: nothing is saved"
             )
         if storage.nbytes() and storage.data_ptr() in seen:
-            raise Refused(f"{name}: layer {index}: {what} shares its storage with another tensor of the cache")
+            raise Refused(f"{name}: layer {index}: {kind} shares its storage with another tensor of the cache")
         seen.add(storage.data_ptr())
 
 
@@ -217,10 +217,10 @@ def overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
     """Return ``overhead_bytes`` of heads with these blocks, stored as this layer stores them."""
     shared = all(s.positions.shape[0] == 1 and s.lengths is None for s in layer.segments)
     codes = [s.codes for s in layer.segments if s.codes is not None]
-    counts = [*(s.lengths for s in layer.segments), *(c.k_counts for c in codes), *(c.v_counts for c in codes)]
-    naming = [layer.copy_from, *(s.leads for s in layer.segments)]
-    named = layer.query_heads * sum(t is not None for t in naming)
-    return overhead_bytes(blocks, shared, sum(t is not None for t in counts), named)
+    count_tensors = [*(s.lengths for s in layer.segments), *(c.k_counts for c in codes), *(c.v_counts for c in codes)]
+    id_tensors = [layer.copy_from, *(s.leads for s in layer.segments)]
+    named_heads = layer.query_heads * sum(t is not None for t in id_tensors)
+    return overhead_bytes(blocks, shared, sum(t is not None for t in count_tensors), named_heads)
 
 
 def _list(values: list[int]) -> str:

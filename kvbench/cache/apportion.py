@@ -11,16 +11,16 @@ def proportional_shares(weights: Sequence[float], total: int, room: int) -> list
 
     The excess of full shares goes to the others in proportion. No share grows when another weight joins.
     """
-    shares, open_shares, rest = [0.0] * len(weights), list(range(len(weights))), float(total)
+    shares, open_shares, undivided = [0.0] * len(weights), list(range(len(weights))), float(total)
     while open_shares:
         mass = sum(weights[i] for i in open_shares)
-        offers = {i: rest * (weights[i] / mass if mass > 0 else 1 / len(open_shares)) for i in open_shares}
+        offers = {i: undivided * (weights[i] / mass if mass > 0 else 1 / len(open_shares)) for i in open_shares}
         full = [i for i in open_shares if offers[i] >= room]
         for i in full or open_shares:
             shares[i] = min(offers[i], float(room))
         if not full:
             break
-        rest -= room * len(full)
+        undivided -= room * len(full)
         open_shares = [i for i in open_shares if offers[i] < room]
     return shares
 

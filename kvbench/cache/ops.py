@@ -58,27 +58,27 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
 
     ``lengths`` [heads] makes the result ragged: head h keeps only its first ``lengths[h]`` entries of ``index``.
     """
-    old = as_stored(only_segment(cache))
+    s = as_stored(only_segment(cache))
     if lengths is not None and bool((lengths != index.shape[1]).any()):
-        return replace(cache, segments=(_select_ragged(old, index, lengths),))
+        return replace(cache, segments=(_select_ragged(s, index, lengths),))
     # index [1, m], and keys of heads that share them, are repeated for each stored head
     per_row = per_head(index, cache.heads)
-    rows = max(index.shape[0], old.positions.shape[0])
+    rows = max(index.shape[0], s.positions.shape[0])
 
     def at(t: Tensor) -> Tensor:
         return _gather_slots(per_head(t, cache.heads), per_row)
 
     # positions stay one row as long as all heads keep the same tokens
-    if old.positions.shape[0] == 1:
-        positions = old.positions[0].index_select(0, index.flatten()).view(index.shape)
+    if s.positions.shape[0] == 1:
+        positions = s.positions[0].index_select(0, index.flatten()).view(index.shape)
     else:
-        positions = _gather_slots(old.positions, per_head(index, rows))
-    new = Segment(old.k, old.v, positions, state={name: at(t) for name, t in old.state.items()}, latent=old.latent)
-    k, v = old.stored()
+        positions = _gather_slots(s.positions, per_head(index, rows))
+    new = Segment(s.k, s.v, positions, state={name: at(t) for name, t in s.state.items()}, latent=s.latent)
+    k, v = s.stored()
     return replace(cache, segments=(new.holding(each(k, at), each(v, at)),))
 
 
-def _select_ragged(old: Segment, index: Tensor, lengths: Tensor) -> Segment:
+def _select_ragged(s: Segment, index: Tensor, lengths: Tensor) -> Segment:
     """Keep head h's first ``lengths[h]`` of ``index`` [heads, m], the heads one after the other."""
     heads = len(lengths)
     # (head, slot) of every entry that is kept, head by head
@@ -90,10 +90,10 @@ def _select_ragged(old: Segment, index: Tensor, lengths: Tensor) -> Segment:
         # stored head h reads row h // (heads per row) of t
         return t[head // (heads // t.shape[0]), slot][None]
 
-    state = {name: at(t) for name, t in old.state.items()}
-    k, v = old.stored()
-    new = Segment(old.k, old.v, at(old.positions), lengths.to(torch.int32), state=state)
-    return new.holding(each(k, at), each(v, at))
+    state = {name: at(t) for name, t in s.state.items()}
+    k, v = s.stored()
+    ragged = Segment(s.k, s.v, at(s.positions), lengths.to(torch.int32), state=state)
+    return ragged.holding(each(k, at), each(v, at))
 
 
 def select_first(cache: LayerCache, order: Tensor, counts: Tensor) -> LayerCache:

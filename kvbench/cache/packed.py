@@ -103,10 +103,10 @@ class Packed:
     @property
     def shape(self) -> torch.Size:
         """The shape [..., L, C] of the values that the codes stand for."""
-        lead, last = self.codes.shape[:-1], self.codes.shape[-1]
+        lead_sizes, last_size = self.codes.shape[:-1], self.codes.shape[-1]
         if self.axis == "token":
-            return torch.Size((*lead, self.size))
-        return torch.Size((*lead[:-2], lead[-2] * self.size, last))
+            return torch.Size((*lead_sizes, self.size))
+        return torch.Size((*lead_sizes[:-2], lead_sizes[-2] * self.size, last_size))
 
     @property
     def device(self) -> torch.device:

@@ -72,14 +72,14 @@ class Codes:
         Where heads are ragged, the tokens of this head are ``start`` to ``end`` of all heads' tokens.
         """
         if self.k_counts is None or self.v_counts is None:
-            one = slice(h, h + 1)
-            return Codes(self.k.map(lambda t: t[one]), self.v.map(lambda t: t[one])), k[one], v[one]
+            own = slice(h, h + 1)
+            return Codes(self.k.map(lambda t: t[own]), self.v.map(lambda t: t[own])), k[own], v[own]
         parts = []
         for packed, counts, exact in ((self.k, self.k_counts, k), (self.v, self.v_counts, v)):
-            last = int(counts[: h + 1].sum())
-            first = last - int(counts[h])
+            packed_end = int(counts[: h + 1].sum())
+            packed_start = packed_end - int(counts[h])
             # the heads before this one have ``first`` packed tokens, the others up to ``start`` are exact
-            parts.append((packed.tokens(first, last), exact[:, start - first : end - last]))
+            parts.append((packed.tokens(packed_start, packed_end), exact[:, start - packed_start : end - packed_end]))
         (k_codes, exact_k), (v_codes, exact_v) = parts
         return Codes(k_codes, v_codes), exact_k, exact_v
 

@@ -154,12 +154,12 @@ class DecodeBatch(Generic[Key]):
         if going:
             entering = [rows[i] for i in going]
             layers = build(self.model, [r.cache for r in entering], max(r.ending.limit for r in entering) - 1)
-            for layer, new in zip(self.layers, layers if self.rows else (), strict=True):
-                layer.join(new)
+            for layer, entering_layer in zip(self.layers, layers if self.rows else (), strict=True):
+                layer.join(entering_layer)
             self.layers = self.layers or layers
             # the last token of an answer is never fed: of ``limit`` tokens, the one before it is the last that is
-            last = [r.cache.seen + max(r.ending.limit - 2, 0) for r in entering]
-            columns = torch.tensor([going, [r.cache.seen for r in entering], last], device=tokens.device)
+            ends = [r.cache.seen + max(r.ending.limit - 2, 0) for r in entering]
+            columns = torch.tensor([going, [r.cache.seen for r in entering], ends], device=tokens.device)
             columns[0] = tokens[columns[0]]  # from indices to the tokens there
             self.next = torch.cat([self.next.to(tokens.device), columns], dim=1)
             self.rows = [*self.rows, *entering]
@@ -167,16 +167,16 @@ class DecodeBatch(Generic[Key]):
 
     def _step(self) -> list[AnsweringRow[Key]]:
         """Feed every row its last token and choose the next; return the rows that end with it."""
-        tokens, positions, last = self.next
+        tokens, positions, ends = self.next
         logits = step(self.model, self.layers, tokens[:, None], positions[:, None])[:, -1]
         attended = [layer.attended for layer in self.layers if layer.attended is not None]
-        mean = by_layer(attended, logits.device).nanmean(dim=0) if attended else None
+        mean_attended = by_layer(attended, logits.device).nanmean(dim=0) if attended else None
         for i, row in enumerate(self.rows):
             row.fed += 1
-            if mean is not None and row.cache.chain.masks and not row.over:
-                row.tally.append(mean[i])
+            if mean_attended is not None and row.cache.chain.masks and not row.over:
+                row.tally.append(mean_attended[i])
         # a row that has ended never goes past its own last position
-        self.next = torch.stack([_choose(logits, self.rows), torch.minimum(positions + 1, last), last])
+        self.next = torch.stack([_choose(logits, self.rows), torch.minimum(positions + 1, ends), ends])
         return self._settle()
 
     def _settle(self) -> list[AnsweringRow[Key]]:

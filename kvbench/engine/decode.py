@@ -56,7 +56,7 @@ def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Seque
             piece = ids[start : start + size]
             positions = torch.arange(cache.seen + start, cache.seen + start + len(piece), device=ids.device)
             logits = step(model, batch, piece[None], positions[None])
-    layers = [new.continued(old) for old, new in zip(cache.layers, batch, strict=True)]
+    layers = [row_layer.continued(layer) for layer, row_layer in zip(cache.layers, batch, strict=True)]
     return replace(cache, layers=tuple(layers), logits=logits[0, -1].clone())
 
 

@@ -27,5 +27,5 @@ def _refused(chain: Chain, name: str, dtype: torch.dtype, by_model: bool) -> Ref
         cause = "NaN or inf stands in its weights or comes of its rope settings"
     if dtype == torch.float16:
         cause += ", or float16 is too small: give dtype=bfloat16 or dtype=float32"
-    whose = "the model's" if by_model else f"{chain.name}: the"
-    return Refused(f"{whose} {name} are not finite (dtype={str(dtype).removeprefix('torch.')}): {cause}")
+    owner = "the model's" if by_model else f"{chain.name}: the"
+    return Refused(f"{owner} {name} are not finite (dtype={str(dtype).removeprefix('torch.')}): {cause}")

@@ -57,9 +57,9 @@ def device_shares(model: PreTrainedModel) -> dict[torch.device, float]:
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still take on ``device``: a GPU, or the machine and its control group."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        device_free, _ = torch.cuda.mem_get_info(device)
         # what PyTorch holds without using it is free for our tensors, too
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        return int(device_free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     return min(_free_of_machine(), *_free_of_group())
 
 

@@ -155,11 +155,11 @@ def observe(
     def finished(index: int, hidden: Tensor) -> None:
         layer = layers[index]
         k, v = layer.take()
-        wanted = (shape.kv_heads, k.shape[1], shape.head_dim)
-        if k.shape != wanted or v.shape != wanted:
+        expected_shape = (shape.kv_heads, k.shape[1], shape.head_dim)
+        if k.shape != expected_shape or v.shape != expected_shape:
             raise UsageError(
                 f"layer {index} caches keys {tuple(k.shape)} and values {tuple(v.shape)} where config.json says "
-                f"{wanted}: kvbench cannot run this model"
+                f"{expected_shape}: kvbench cannot run this model"
             )
         own_rows = rows[index]
         observation = Observation(

@@ -58,6 +58,6 @@ class AdaKV(SnapKV):
         if self.floor_rule == "safe":
             return counts
         # (1 - floor) * B_h + floor * B, with B = budget - w
-        free = budget - protected
-        shares = [(1 - self.floor) * (c - protected) + self.floor * free for c in counts.tolist()]
-        return protected + torch.tensor(round_shares(shares, free * heads), device=scores.device)
+        budget_beside_window = budget - protected
+        shares = [(1 - self.floor) * (c - protected) + self.floor * budget_beside_window for c in counts.tolist()]
+        return protected + torch.tensor(round_shares(shares, budget_beside_window * heads), device=scores.device)

@@ -120,6 +120,6 @@ class Asvd(LowRankStage):
                 for j, rank in enumerate(self._tried_ranks(full)):
                     pair = list(exact[i])
                     pair[which] = joined([spectrum.cut(rank)])
-                    layers = [(pair[0], pair[1]) if at == i else (k, v) for at, (k, v) in enumerate(exact)]
+                    layers = [(pair[0], pair[1]) if layer == i else (k, v) for layer, (k, v) in enumerate(exact)]
                     losses[i, which, j] = mean_loss(model, probes, layers)
         return losses

@@ -124,7 +124,7 @@ def _raised_by_signal(error: BaseException) -> bool:
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:
         return True
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and last.tb_frame.f_code in [getattr(h, "__code__", None) for h in handlers]
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and traceback.tb_frame.f_code in [getattr(h, "__code__", None) for h in handlers]

@@ -102,23 +102,23 @@ AS_SET = (
 def check_set(stages: Sequence[Stage]) -> None:
     """Raise UsageError, with the reason, for stages that cannot form one method, whatever their knobs."""
     ids = [s.id for s in stages]
-    written = "+".join(ids)
+    method = "+".join(ids)
     twice = sorted({i for i in ids if ids.count(i) > 1})
     if twice:
-        raise UsageError(f"method={written!r} names {', '.join(twice)} twice")
+        raise UsageError(f"method={method!r} names {', '.join(twice)} twice")
     for role, reason in AT_MOST_ONE:
-        same = [s.id for s in stages if s.role == role]
-        if len(same) > 1:
-            raise UsageError(f"method={written!r} combines {' and '.join(same)}, but {reason}")
+        rivals = [s.id for s in stages if s.role == role]
+        if len(rivals) > 1:
+            raise UsageError(f"method={method!r} combines {' and '.join(rivals)}, but {reason}")
     _refuse(ALWAYS, stages)
     selector = next((s.id for s in stages if s.role == "selector"), None)
     for modifier in (s for s in stages if s.role == "modifier"):
         bases: tuple[str, ...] = getattr(modifier, "decorates", ())
         if selector is None:
-            raise UsageError(f"method={written!r}: {modifier.id} changes a selector's scores and needs one beside it")
+            raise UsageError(f"method={method!r}: {modifier.id} changes a selector's scores and needs one beside it")
         if selector not in bases:
             scores = f"the scores of {', '.join(bases)}, not those of {selector}"
-            raise UsageError(f"method={written!r}: {modifier.id} changes {scores}")
+            raise UsageError(f"method={method!r}: {modifier.id} changes {scores}")
 
 
 def check_chain(chain: Chain) -> None:
@@ -142,8 +142,8 @@ def _refuse(conflicts: Sequence[Conflict], stages: Sequence[Stage]) -> None:
         b = next((s for s in stages if s is not a and conflict.b(s)), None)
         c = next((s for s in stages if s.role == conflict.beside), None)
         if a is not None and b is not None and (c is not None or conflict.beside is None):
-            written = "+".join(s.id for s in stages)
-            raise UsageError(f"method={written!r}: {conflict.reason.format(**_words(a, b, c))}")
+            method = "+".join(s.id for s in stages)
+            raise UsageError(f"method={method!r}: {conflict.reason.format(**_words(a, b, c))}")
 
 
 def _words(a: Stage, b: Stage, c: Stage | None) -> dict[str, str]:

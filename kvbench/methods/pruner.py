@@ -58,12 +58,12 @@ class ChannelPruner(Stage):
         keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
         if keys == values == head_dim or block.slots <= self.recent:
             return blocks
-        old = block.slots - self.recent
+        older = block.slots - self.recent
         ids = self.id_bytes(head_dim)
-        pruned = replace(block, slots=old, key_bytes=old * keys * itemsize, value_bytes=old * values * itemsize)
+        pruned = replace(block, slots=older, key_bytes=older * keys * itemsize, value_bytes=older * values * itemsize)
         dense = self.recent * head_dim * itemsize
-        newer = replace(block, slots=self.recent, key_bytes=dense, value_bytes=dense)
-        return [replace(pruned, fixed_overhead=ids), *([newer] if self.recent else [])]
+        recent_block = replace(block, slots=self.recent, key_bytes=dense, value_bytes=dense)
+        return [replace(pruned, fixed_overhead=ids), *([recent_block] if self.recent else [])]
 
     def id_bytes(self, head_dim: int) -> int:
         """Return the bytes of one head's channel ids, 2 each, where not all channels stay."""

@@ -95,7 +95,7 @@ class Quantiser(Stage, Packer):
             key_channels, value_channels = pruner.channels(cache, obs, (scored[0], scored[1]))
         k_codes, k_counts, k = self._pack(s, s.k, self.pack_keys, coder.keys, key_channels)
         v_codes, v_counts, v = self._pack(s, s.v, self.pack_values, coder.values, value_channels)
-        new = replace(
+        packed_segment = replace(
             s,
             k=k,
             v=v,
@@ -103,7 +103,7 @@ class Quantiser(Stage, Packer):
             key_channels=None if key_channels is None else key_channels.to(torch.int16),
             value_channels=None if value_channels is None else value_channels.to(torch.int16),
         )
-        return replace(cache, segments=(new,))
+        return replace(cache, segments=(packed_segment,))
 
     def _pack(
         self,

@@ -40,23 +40,23 @@ class Recipe:
 
     def settled(self, limit: int | None) -> Recipe:
         """Return the recipe with its tokens, for windows of at most ``limit``. Raises UsageError if it wants more."""
-        room = limit if limit is not None else self.longest
-        if self.tokens is not None and self.tokens > room:
+        most_tokens = limit if limit is not None else self.longest
+        if self.tokens is not None and self.tokens > most_tokens:
             raise UsageError(
                 f"tokens={self.tokens} is not possible: calibration of {self.kind} reads windows that fit into the "
-                f"model's context of {room} tokens"
+                f"model's context of {most_tokens} tokens"
             )
-        return replace(self, tokens=self.tokens if self.tokens is not None else min(self.longest, room))
+        return replace(self, tokens=self.tokens if self.tokens is not None else min(self.longest, most_tokens))
 
     def check(self, dimension: int, name: str) -> None:
         """Raise UsageError for fewer tokens than the ``dimension`` of the statistic, which ``name`` describes."""
         assert self.tokens is not None
         tokens = self.tokens if self.each else self.tokens * self.samples
         if tokens < dimension:
-            where = "a window has" if self.each else "all windows together have"
+            holder = "a window has" if self.each else "all windows together have"
             raise UsageError(
                 f"tokens={self.tokens} samples={self.samples} is not possible: calibration of {self.kind} estimates "
-                f"{dimension} dimensions ({name}), and {where} only {tokens} tokens: give tokens={dimension} or more"
+                f"{dimension} dimensions ({name}), and {holder} only {tokens} tokens: give tokens={dimension} or more"
             )
 
 

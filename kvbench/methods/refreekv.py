@@ -89,11 +89,11 @@ class ReFreeKV(TokenSelector):
     def _order(self, obs: Observation, device: torch.device) -> torch.Tensor:
         """Return all positions [n] in the order in which they are kept."""
         if self.ranking == "position":
-            rest = torch.arange(obs.n - 1, self.m - 1, -1, device=device)
+            after_first = torch.arange(obs.n - 1, self.m - 1, -1, device=device)
         else:
             received = obs.received().mean(dim=0) / torch.arange(obs.n, 0, -1, device=device)
-            rest = self.m + received[self.m :].sort(descending=True, stable=True).indices
-        return torch.cat([torch.arange(self.m, device=device), rest])
+            after_first = self.m + received[self.m :].sort(descending=True, stable=True).indices
+        return torch.cat([torch.arange(self.m, device=device), after_first])
 
     def _counts(self, attention: torch.Tensor, heads: int) -> torch.Tensor:
         """Return the tokens kept, one count for the layer or one per stored head, by attention [Hq, n] as ranked."""

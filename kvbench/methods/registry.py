@@ -128,9 +128,9 @@ def owners(methods: Sequence[str], key: str) -> list[str]:
         owning += [s for s in stages if s not in owning]
     if not owning:
         names = {k for s in present for k in knob_names(s)} | {PER}
-        written = ", ".join("+".join(c) for c in chains)
-        why = " There is no budget of tokens to set." if knob in BUDGET_KNOBS else ""
-        raise unknown("knob", knob, names, f"These are the knobs of {written}.{why}")
+        method_names = ", ".join("+".join(c) for c in chains)
+        note = " There is no budget of tokens to set." if knob in BUDGET_KNOBS else ""
+        raise unknown("knob", knob, names, f"These are the knobs of {method_names}.{note}")
     return owning
 
 

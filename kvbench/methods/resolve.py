@@ -90,8 +90,8 @@ def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any
     for stage in stages:
         entry, names = registry.defaults(stage), registry.knob_names(stage)
         for layer in layers:
-            named = [(registry.stage_of(key), registry.knob_of(key), value) for key, value in layer.items()]
-            entry = overlay(entry, {k: v for owner, k, v in named if owner in ("", stage) and k in names})
+            split_keys = [(registry.stage_of(key), registry.knob_of(key), value) for key, value in layer.items()]
+            entry = overlay(entry, {k: v for owner, k, v in split_keys if owner in ("", stage) and k in names})
         entries[stage] = entry
     return entries
 

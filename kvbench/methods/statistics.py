@@ -27,11 +27,11 @@ def window_rows(
 def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 64) -> torch.Tensor:
     """Return the attention [Hq, n] that each token received from the last ``window`` queries, ``block`` at a time."""
     queries, keys = obs.queries(window), _keys(cache, obs)
-    before = obs.n - queries.shape[1]
+    earlier_tokens = obs.n - queries.shape[1]
     sums = torch.zeros(queries.shape[0], obs.n, device=queries.device)
     for start in range(0, queries.shape[1], block):
         rows = queries[:, start : start + block]
-        end = before + start + rows.shape[1]
+        end = earlier_tokens + start + rows.shape[1]
         # sum over the queries i of A[h, i, j]; keys past the last query of the block receive nothing
         sums[:, :end] += causal_softmax(rows, keys[:, :end], obs.scale).sum(dim=1)
     return sums

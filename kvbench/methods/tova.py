@@ -56,7 +56,7 @@ class TOVA(EvictingSelector):
 
     def _newest_row(self, rows: torch.Tensor, heads: int) -> torch.Tensor:
         """Return the last of attention rows [B, Hq, T, S], averaged for each stored head, [B, heads, S]."""
-        last = rows[:, :, -1:]  # A[h, n, :], the row of the newest query
+        newest_row = rows[:, :, -1:]  # A[h, n, :], the row of the newest query
         if not self.per_head:
-            return last[:, :, 0].mean(dim=1, keepdim=True).repeat(1, heads, 1)
-        return group_rows(last, heads)[:, :, 0]
+            return newest_row[:, :, 0].mean(dim=1, keepdim=True).repeat(1, heads, 1)
+        return group_rows(newest_row, heads)[:, :, 0]

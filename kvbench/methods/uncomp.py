@@ -174,8 +174,8 @@ class UNCompGroup(EvictingSelector):
             return cache
         # score = max-pooled sum of A over the window queries; the window itself always stays
         window = min(self.capacity(obs.prompt_tokens).window, obs.n)
-        before = pool(ring[:, : obs.n - window].sum(dim=-1), self.kernel, "max")
-        order = F.pad(before, (0, window), value=torch.inf).sort(dim=-1, descending=True, stable=True).indices
+        pooled = pool(ring[:, : obs.n - window].sum(dim=-1), self.kernel, "max")
+        order = F.pad(pooled, (0, window), value=torch.inf).sort(dim=-1, descending=True, stable=True).indices
         return ops.select_first(cache, order, sizes)
 
     def output_sources(self, received: torch.Tensor, keys: torch.Tensor, layer: int) -> torch.Tensor:

@@ -55,20 +55,20 @@ class UncompStage(HiddenPruner):
     tokens: int | None = knob(None, at_least(2, null=True))
 
     def check(self) -> None:
-        ok = isinstance(self.starts, (list, tuple)) and all(is_whole(i) for i in self.starts)
-        ok = ok and list(self.starts) == sorted(set(self.starts)) and (not self.starts or self.starts[0] == 0)
-        self.require("starts", ok, "an ascending list of layers that starts with 0")
+        valid = isinstance(self.starts, (list, tuple)) and all(is_whole(i) for i in self.starts)
+        valid = valid and list(self.starts) == sorted(set(self.starts)) and (not self.starts or self.starts[0] == 0)
+        self.require("starts", valid, "an ascending list of layers that starts with 0")
         object.__setattr__(self, "starts", tuple(self.starts))
         self.require("starts", not self.starts or self.schedule == "relative", "a knob of schedule=relative only")
-        free = self.epsilon is None or (self.schedule == "relative" and not self.starts)
-        self.require("epsilon", free, "a knob of schedule=relative, given instead of starts")
+        no_other_groups = self.epsilon is None or (self.schedule == "relative" and not self.starts)
+        self.require("epsilon", no_other_groups, "a knob of schedule=relative, given instead of starts")
         self.require("least_size", self.least_size <= self.most, f"at most most={self.most}")
 
     def check_layers(self, n_layers: int) -> None:
         if self.schedule != "relative":
-            known = " and ".join(map(str, STARTS))
-            why = f"the model has {n_layers} layers, and this schedule is of models of {known}; use relative"
-            self.require("schedule", n_layers in STARTS, why)
+            layer_counts = " and ".join(map(str, STARTS))
+            reason = f"the model has {n_layers} layers, and this schedule is of models of {layer_counts}; use relative"
+            self.require("schedule", n_layers in STARTS, reason)
         elif self.starts:
             self.require("starts", self.starts[-1] < n_layers, f"the model has layers 0 to {n_layers - 1}")
 

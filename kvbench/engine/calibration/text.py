@@ -44,8 +44,8 @@ class FileText:
     def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
         """Yield ``samples`` windows [tokens] of ids, always the same; raises UsageError for a text of fewer tokens."""
         ids = torch.tensor(tokenizer.encode(self.content, add_special_tokens=False), dtype=torch.int64)
-        first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        size = tokens - len(first)
+        bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        size = tokens - len(bos)
         if len(ids) < size:
             raise UsageError(
                 f"the calibration text {self.name} has {len(ids)} tokens, fewer than one window of {tokens}: lower "
@@ -54,7 +54,7 @@ class FileText:
         rng = random.Random(f"{SEED}/{samples}/{tokens}")
         for _ in range(samples):
             start = rng.randrange(len(ids) - size + 1)
-            yield torch.cat([torch.tensor(first, dtype=torch.int64), ids[start : start + size]])
+            yield torch.cat([torch.tensor(bos, dtype=torch.int64), ids[start : start + size]])
 
 
 @dataclass(frozen=True)

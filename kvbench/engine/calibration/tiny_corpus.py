@@ -69,17 +69,17 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
     if len(groups) == 1 or rng.random() < 0.5:
         rng.shuffle(facts)
     header = encode(tiny.HEADER) if rng.random() < 0.8 else ()
-    room = length - len(header) - sum(len(fact.ids) for fact in facts)
-    if room < 0:
+    free_tokens = length - len(header) - sum(len(fact.ids) for fact in facts)
+    if free_tokens < 0:
         return questions(rng, length, chosen)
     rng.shuffle(queries)
     queried: list[Span] = []
     for task, query in queries:
         span = replace(_ask(rng, query, noisy), task=task)
-        if len(span.ids) <= room:
+        if len(span.ids) <= free_tokens:
             queried.append(span)
-            room -= len(span.ids)
-    return [context((BOS, *header)), *_mingle(rng, facts, filler_spans(rng, room, noisy)), *queried]
+            free_tokens -= len(span.ids)
+    return [context((BOS, *header)), *_mingle(rng, facts, filler_spans(rng, free_tokens, noisy)), *queried]
 
 
 def _ask(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
@@ -107,11 +107,11 @@ def _mingle(rng: random.Random, facts: list[Span], fillers: list[Span]) -> list[
     """Put facts among fillers, both in order, the first filler first; one time in five all facts stay together."""
     if not fillers:
         return facts
-    first, rest = fillers[0], fillers[1:]
+    first_filler, later_fillers = fillers[0], fillers[1:]
     if rng.random() < 0.8:
-        return [first, *tiny.scatter(rng, facts, rest)]
-    place = rng.randrange(len(rest) + 1)
-    return [first, *rest[:place], *facts, *rest[place:]]
+        return [first_filler, *tiny.scatter(rng, facts, later_fillers)]
+    place = rng.randrange(len(later_fillers) + 1)
+    return [first_filler, *later_fillers[:place], *facts, *later_fillers[place:]]
 
 
 def noise(rng: random.Random) -> str:
