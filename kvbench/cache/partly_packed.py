@@ -44,7 +44,7 @@ class Residual:
         return cls(FOREVER, 1, 1)
 
     def at_least(self, keep: int) -> Residual:
-        """Return the same rule with ``keep`` raised to the given number, if it is lower."""
+        """Return the same rule, but under which at least ``keep`` tokens stay exact."""
         return replace(self, keep=max(self.keep, keep))
 
 

@@ -49,7 +49,7 @@ class Segment:
 
     @property
     def tokens(self) -> int:
-        """The tokens of the head that holds most."""
+        """The number of tokens of the head that holds most."""
         return self.positions.shape[1] if self.lengths is None else int(self.lengths.max())
 
     @property
