@@ -27,8 +27,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
     """Return a description of what a layer holds that ``source`` does not have at the same positions, or ''.
 
-    ``source`` holds exactly all tokens that the layer read, at the same positions in every head: 0, 1, 2, ... if
-    ``all_read``. Positions beyond these, and shapes that do not fit, are left to the audit.
+    ``source`` holds all tokens that the layer read, none of them packed, at the same positions in every head: 0, 1,
+    2, ... if ``all_read``. Positions beyond these, and shapes that do not fit, are left to the audit.
     """
     n, heads = source.positions.shape[1], source.v.shape[0]
     for s in cache.segments:

@@ -81,11 +81,11 @@ def by_layer(values: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 class DecodeBatch(Generic[Key]):
-    """Rows of chains that change the model alike, by the caller's keys; its length is the number of unfinished rows.
+    """Rows of chains that change the model alike, by the caller's keys. Its length is the number of unfinished rows.
 
-    Rows that entered together are stored together. One that has ended is fed on until ENDED_SHARE of these have; then
-    the ended ones leave at once. After any exception of ``advance`` the batch is unusable: its rows must begin again
-    from their caches in another.
+    Rows that entered together are stored together. A row that has ended is fed on until ENDED_SHARE of the rows that
+    entered with it have ended; then these leave at once. After any exception of ``advance`` the batch is unusable, and
+    its rows must begin again from their caches in another batch.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -102,12 +102,12 @@ class DecodeBatch(Generic[Key]):
 
     @property
     def adapts(self) -> bool:
-        """True if the model is changed for these rows. It stays so until all have ended, and no row can enter."""
+        """Whether the model is changed for these rows. It stays so until all have ended, and no row can enter."""
         return any(r.cache.chain.adaptation for r in (*self.entering, *self.rows))
 
     @property
     def open(self) -> bool:
-        """True if rows can enter."""
+        """Whether rows can enter now."""
         return not len(self) or not (self.adapts or len({r.entry for r in self.rows}) >= MOST_ENTRIES)
 
     def enter(self, rows: Sequence[tuple[Key, Cache, Ending]]) -> None:
@@ -119,7 +119,7 @@ class DecodeBatch(Generic[Key]):
             self.entering.append(AnsweringRow(key, cache, ending, draw=draw))
 
     def advance(self) -> list[tuple[Key, Answer]]:
-        """Step until a row ends, or all do where the model is adapted to them; return the keys and answers of those."""
+        """Step until a row ends, or until all do if the model is adapted to them; return (key, answer) of each."""
         ended: list[AnsweringRow[Key]] = []
         until_all_end = self.adapts
         chain = next((r.cache.chain for r in (*self.entering, *self.rows)), None)
@@ -143,7 +143,7 @@ class DecodeBatch(Generic[Key]):
         return [(r.key, r.answer()) for r in ended]
 
     def _begin(self, rows: list[AnsweringRow[Key]]) -> list[AnsweringRow[Key]]:
-        """Choose the first token of each entering row; return those whose answer ends with it: they never decode."""
+        """Choose the first token of each entering row; return the rows whose answer ends with it and never decode."""
         tokens = _choose(torch.stack([r.cache.logits for r in rows]), rows)
         for row in rows:
             row.entry = self.entries

@@ -20,9 +20,10 @@ from kvbench.storage.format import Room, StoredRow
 class RowLayer(KvbenchLayer):
     """One layer of a decode batch of B rows.
 
-    ``attended`` [B] is the mean number of tokens that the last step attended in rows whose method masks, nan in others,
-    and None if no row's does. ``next`` [B] are the positions of each row's next token; ``used`` tokens have come since
-    the layer was built.
+    attended: [B], the mean number of tokens that the last step attended in rows whose method masks, and nan in others;
+    None if no row's method masks.
+    next: [B], the position of each row's next token.
+    used: how many tokens have come since the layer was built.
     """
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
@@ -43,7 +44,7 @@ class RowLayer(KvbenchLayer):
         self.grow(t)
 
     def grow(self, tokens: int) -> None:
-        """Count ``tokens`` new ones."""
+        """Count ``tokens`` new tokens of every row."""
         self.next = self.next + tokens
         self.used, self.seen = self.used + tokens, self.seen + tokens
 
@@ -108,7 +109,7 @@ def allocated(layers: Sequence[RowLayer]) -> int:
 
 
 def _behind(x: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a format holds, in containers and in objects of kvbench's, which leaves out the model."""
+    """Yield the tensors in x, its containers and its objects of kvbench's classes, so that the model is left out."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, (list, tuple)):

@@ -21,7 +21,7 @@ def no_answer(chain: Chain, dtype: torch.dtype) -> Refused:
 
 
 def _refused(chain: Chain, name: str, dtype: torch.dtype, by_model: bool) -> Refused:
-    """Return the refusal; ``by_model``: no stage of the chain had a part in the numbers."""
+    """Return the refusal. ``by_model`` says that no stage of the chain had a part in the numbers."""
     cause = "method=full tells whether it is the model or the method"
     if by_model:
         cause = "NaN or inf stands in its weights or comes of its rope settings"

@@ -46,7 +46,7 @@ def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tenso
 
 
 def _force(model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, chunk: int) -> list[Forced]:
-    """Teacher-force one batch in a model that is adapted to it; ``ids`` [T]."""
+    """Return the losses of ``ids`` [T] after each cache of one batch, in a model that is adapted to them."""
     prompt_tokens, rows = caches[0].seen, len(caches)
     # the first token is predicted by the prompt's own logits
     losses = [_loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])]

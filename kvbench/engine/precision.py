@@ -22,7 +22,7 @@ UNITS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm's BF16"}
 
 @cache
 def bf16_units() -> tuple[str, ...] | None:
-    """Return those of UNITS that this CPU has; None where its system does not tell."""
+    """Return the units that multiply bf16 of this CPU, named as in UNITS; None where its system does not tell."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
@@ -54,10 +54,13 @@ def has_better_dtype(setting: str, dtype: str, device: torch.device) -> bool:
 
 
 def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> dict[str, Any] | None:
-    """Compare the full cache's logits after ``prompts`` [n] with those of the same weights in fp32.
+    """Return how the full cache's logits after ``prompts`` [n] differ from those of the same weights in fp32.
 
-    ``largest``: the largest difference; ``same``: the number of prompts after which the first choice is the same. None
-    for a model in fp32, and where memory does not hold it twice as large.
+    prompts: the number of prompts.
+    same: the number of prompts after which the first choice is the same.
+    largest: the largest difference of a logit.
+
+    Returns None for a model in fp32, and where memory does not hold it at twice its size.
     """
     half, device = model.dtype, model.device
     weights = sum(p.nbytes for p in model.parameters())

@@ -27,11 +27,11 @@ class Ending:
     seed: int = 0
 
     def over(self, tokens: Sequence[int]) -> bool:
-        """Return True if an answer of these tokens is finished."""
+        """Tell whether an answer of these tokens is finished."""
         return len(tokens) >= self.limit or bool(tokens and tokens[-1] in self.stop)
 
     def forbidden(self, count: int) -> frozenset[int]:
-        """Return the tokens that cannot come after ``count`` others."""
+        """Return the tokens that an answer cannot have after its first ``count`` tokens."""
         early = self.stop if count < self.min_new_tokens else frozenset()
         return early | self.forbid_first if count == 0 else early
 

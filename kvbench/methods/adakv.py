@@ -47,7 +47,10 @@ class AdaKV(SnapKV):
         return ops.select_first(cache, order, self._sizes(scores, budget))
 
     def _sizes(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
-        """Return the tokens that each head keeps, ``budget`` on average, by scores [H, n], +inf for the protected."""
+        """Return how many tokens each head keeps, ``budget`` on average.
+
+        scores [H, n] are +inf for protected tokens.
+        """
         heads, n = scores.shape
         protected = int(scores[0].isposinf().sum())
         if self.floor_rule == "safe":

@@ -93,7 +93,7 @@ class Asvd(LowRankStage):
         return tuple(pairs)
 
     def scale(self, sizes: torch.Tensor) -> torch.Tensor:
-        """Return the diagonal of S, fp64, by mean sizes [..., d]."""
+        """Return the diagonal of S in fp64; ``sizes`` [..., d] are the mean of |x| of each input channel x."""
         # S_ii = (mean of |x_i|)^alpha
         return sizes.double().pow(self.alpha).clamp(min=1e-6)
 
@@ -107,7 +107,10 @@ class Asvd(LowRankStage):
             yield Spectrum.of(k, self.scale(size)), Spectrum.of(v, self.scale(size))
 
     def _losses(self, model: PreTrainedModel, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
-        """Return mean losses [layers, 2, fractions] over the probes, of one projection at each of the ranks tried."""
+        """Return losses [layers, 2, fractions], the mean over the probes.
+
+        Each is the loss when one projection alone is cut, key (0) or value (1), to one of the ranks tried.
+        """
         shape = ProjectionShape.of(model)
         full = min(shape.heads * shape.head_dim, shape.hidden)
         exact = [

@@ -94,8 +94,9 @@ def _follow(name: str, folder: Path, modules: dict[str, bytes]) -> None:
 
 @contextmanager
 def contained(name: str, foreign: bool = True) -> Iterator[None]:
-    """Run code of the method ``name`` that is not kvbench's own: it cannot end the program, and PyTorch's global
-    settings are restored after it."""
+    """Run code of the method ``name`` that is not kvbench's own.
+
+    It cannot end the program, and PyTorch's global settings are restored after it."""
     if not foreign:
         yield
         return

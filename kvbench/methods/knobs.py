@@ -46,7 +46,7 @@ CODE_BITS = Rule("2, 3, 4 or 8", lambda bits: bits in (2, 3, 4, 8))
 
 
 def allowed_kind(declared: str, value: Any) -> str:
-    """Return the kind of value that a knob of type ``declared`` takes, or '' where ``value`` is of that kind.
+    """Return the kind of value that a knob of type ``declared`` takes, in words, or '' if ``value`` is of that kind.
 
     Kinds are numbers, switches and null. Names, lists and ranges are checked by the stage itself.
     """

@@ -99,7 +99,7 @@ class QHitter(EvictingSelector, Packer):
         return Capacity(min(by_attention + by_score + recent, n), 0, min(recent, n))
 
     def parts(self, n: int) -> tuple[int, int, int]:
-        """Return the tokens held by attention alone, by score, and as recent ones, while decoding after n tokens."""
+        """Return (tokens held by attention alone, tokens held by score, recent tokens) after a prompt of n tokens."""
         share = self.first_ratio if self.variant == "code" else 0.0
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             return int(share * n), int((self.heavy_ratio - share) * n), max(1, int(self.recent_ratio * n))
@@ -173,7 +173,10 @@ class QHitter(EvictingSelector, Packer):
         positions: torch.Tensor,
         first_count: torch.Tensor,
     ) -> torch.Tensor:
-        """Return scores [B, H, S] of slots. ``valid`` ones set the scale; the ``first`` of the ``old`` are on top."""
+        """Return scores [B, H, S] of slots. Those that are ``valid`` set the scale.
+
+        The ``first_count`` slots of the ``older`` ones that received most attention score above all others.
+        """
         mass = state["mass"]
         if self.lam == 1:
             return mass
@@ -189,7 +192,10 @@ class QHitter(EvictingSelector, Packer):
 
 
 def _normalise(x: torch.Tensor, dims: tuple[int, ...], among: torch.Tensor | None = None) -> torch.Tensor:
-    """Bring x to 0 ... 1 by minimum and maximum along ``dims`` of the entries ``among``; 0 where they are equal."""
+    """Return x brought to 0 ... 1 by its minimum and maximum along ``dims``, or 0 where these are equal.
+
+    They are taken of the entries ``among``, by default of all.
+    """
     low = (x if among is None else x.masked_fill(~among, torch.inf)).amin(dim=dims, keepdim=True)
     high = (x if among is None else x.masked_fill(~among, -torch.inf)).amax(dim=dims, keepdim=True)
     return torch.where(high > low, (x - low) / (high - low), 0.0)

@@ -94,7 +94,7 @@ class UNCompGroup(EvictingSelector):
         return replace(capacity, tokens=min(int(self.scale * capacity.tokens), n))
 
     def extremes(self, n: int) -> tuple[int, int, int]:
-        """Return the (high, low, mean) tokens per head while decoding after a prompt of n tokens."""
+        """Return (high, low, mean): how many tokens a head holds while decoding after a prompt of n tokens."""
         if self.high is not None and self.low is not None:
             high, low = int(self.scale * self.high), int(self.scale * self.low)
             return high, low, (high + low) // 2
@@ -104,7 +104,7 @@ class UNCompGroup(EvictingSelector):
         return 2 * mean - low, low, mean
 
     def head_sizes(self, n: int, layer: int, heads: int) -> list[int]:
-        """Return the tokens that each stored head holds while decoding after a prompt of n; 0: it is not stored."""
+        """Return how many tokens each head holds while decoding after a prompt of n: 0 if it is not stored."""
         if layer in self.frozen_layers:
             return [NO_LIMIT] * heads
         high, low, mean = self.extremes(n)
@@ -116,7 +116,7 @@ class UNCompGroup(EvictingSelector):
         return [sizes[g] for g in self.assigned(layer, heads, count)]
 
     def after_prompt(self, n: int, layer: int, heads: int) -> list[int]:
-        """Return the tokens that each stored head keeps of a prompt of n tokens."""
+        """Return how many tokens of a prompt of n each stored head keeps."""
         keeps_all = n <= self.extremes(n)[2]
         return [n if keeps_all and size else min(n, size) for size in self.head_sizes(n, layer, heads)]
 
@@ -134,7 +134,7 @@ class UNCompGroup(EvictingSelector):
         return [count - 1 - g for g in groups] if self.grouping == "reversed" else groups
 
     def deleted(self, layer: int, heads: int) -> list[int]:
-        """Return the heads that are not stored."""
+        """Return the indices of the heads that are not stored, ascending."""
         order = self.head_rank(layer, heads, 2).sort(descending=True, stable=True).indices.tolist()
         return sorted(order[: self.delete] if self.grouping == "reversed" else order[heads - self.delete :])
 
