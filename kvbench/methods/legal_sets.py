@@ -28,8 +28,9 @@ Kind = Callable[[Stage], bool]
 class Conflict(NamedTuple):
     """Two kinds of stages that cannot stand in one chain, and why.
 
-    ``reason`` is a format with their ids {a} and {b}, and the other words of ``_words``. With ``beside``, they conflict
-    only where a third stage of that role, {c}, is in the chain.
+    a, b: the two kinds.
+    reason: a format string with the ids of the stages, {a} and {b}, and the other words of ``_words``.
+    beside: the role of a third stage, {c}, without which the two do not conflict; None if they always do.
     """
 
     a: Kind
@@ -39,7 +40,10 @@ class Conflict(NamedTuple):
 
 
 def kind(*roles: Role, **flags: bool) -> Kind:
-    """Return the kind of stages with one of ``roles`` (none: any) whose attributes named in ``flags`` are so."""
+    """Return the kind of stages that have one of ``roles`` and attributes as true or false as ``flags`` says.
+
+    Without ``roles``, stages of any role are of this kind.
+    """
     return lambda stage: (
         (not roles or stage.role in roles)
         and all(bool(getattr(stage, name, False)) == flag for name, flag in flags.items())

@@ -55,7 +55,7 @@ class TOVA(EvictingSelector):
         return {"row": self._newest_row(probs, slots.positions.shape[1])}
 
     def _newest_row(self, rows: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return the last of attention rows [B, Hq, T, S], averaged for each stored head, [B, heads, S]."""
+        """Return [B, heads, S]: the last of attention rows [B, Hq, T, S], averaged over a layer or a stored head."""
         newest_row = rows[:, :, -1:]  # A[h, n, :], the row of the newest query
         if not self.per_head:
             return newest_row[:, :, 0].mean(dim=1, keepdim=True).repeat(1, heads, 1)
