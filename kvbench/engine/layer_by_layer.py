@@ -56,7 +56,7 @@ class CompressedLayers:
             self.mismatch = difference and f"layer {layer} holds {difference}"
 
     def _for_later(self, obs: Observation) -> Observation:
-        """Return only what later stages read of a layer, so that the rest need not outlive it."""
+        """Return the observation with only what later stages read, so that the rest need not outlive the layer."""
         needs = Needs.union(stage.needs(obs.prompt_tokens) for stage in self._later)
         return replace(
             obs,

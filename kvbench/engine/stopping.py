@@ -13,9 +13,11 @@ from torch import Tensor
 class Ending:
     """The rules by which one row's tokens are chosen and its answer ends.
 
-    It ends after ``limit`` tokens, or with the first of ``stop``, which cannot come before ``min_new_tokens`` others;
-    tokens in ``forbid_first`` cannot be the first. ``temperature`` 0 is greedy; else tokens are drawn from the smallest
-    set with mass ``top_p``, by a generator for each row, so that the draw does not depend on the batch.
+    limit: the most tokens of an answer.
+    stop: tokens with which an answer ends. They cannot come before ``min_new_tokens`` others.
+    forbid_first: tokens that cannot be the first.
+    temperature: 0 takes the likeliest token. Otherwise tokens are drawn from the smallest set with mass ``top_p``, by a
+    generator for each row, so that the draw does not depend on the batch.
     """
 
     limit: int

@@ -73,7 +73,7 @@ class Asvd(LowRankStage):
 
     @property
     def full(self) -> int:
-        """The full rank of a projection."""
+        """The full rank of a projection of all heads together."""
         return min(self.shape.heads * self.shape.head_dim, self.shape.hidden)
 
     @cached_property

@@ -164,7 +164,10 @@ class Chain:
         return protect(self.selector.capacity(n), sinks_of(self.modifiers), n) if self.selector else None
 
     def heads(self, kv_heads: int, query_heads: int) -> int:
-        """Return how many heads each layer stores, by ``per``; 1 for latents, which all heads share."""
+        """Return how many heads each layer stores: kv heads for the full cache, 1 for latents, which all heads share.
+
+        Otherwise ``per`` decides.
+        """
         if self.lowrank:
             return 1
         expands = any(s.role != "mask" for s in self.stages)  # each query head masks for itself anyway

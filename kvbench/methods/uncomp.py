@@ -40,12 +40,12 @@ class UNCompGroup(EvictingSelector):
     up to C tokens is kept whole; heads of smaller budgets then evict with the first new token. Under ``per=kv_head``
     the mean entropy of a group's query heads decides, and their rows are averaged before pooling.
 
-    groups: number of groups, their tokens falling linearly from the first to the last (appendix D.1; 11, 10 and 11 of
-    32 heads). Two are made by how often a head was in the upper half, more by the sum of its ranks over samples.
-    grouping: ``calibrated``; ``random`` draws the groups of each layer; ``reversed`` gives the high group the low
-    budget (the ablations of appendix D).
-    delete: number of heads of each layer that are not stored at all, those that rank lowest; all others keep C. While
-    decoding, their attention output is that of the most similar head that is stored.
+    groups: the number of groups, whose tokens fall linearly from the first to the last (appendix D.1; 11, 10 and 11 of
+    32 heads). Two groups are made by how often a head was in the upper half, more by the sum of its ranks over samples.
+    grouping: ``calibrated`` is all of the above. Ablations of appendix D are ``random``, which draws the groups of each
+    layer, and ``reversed``, which gives the high group the low budget.
+    delete: the number of heads of each layer that are not stored at all. They are those that rank lowest, and take the
+    attention output of the most similar head that is stored while decoding. All other heads keep C.
     """
 
     id: ClassVar[str] = "uncomp-group"

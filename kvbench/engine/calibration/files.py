@@ -27,7 +27,7 @@ def path_of(folder: Path, request: Request) -> Path:
 
 
 def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights: str) -> Calibration:
-    """Write a calibration, tensors first and the record last, each in one step; return it."""
+    """Write a calibration, the tensors first and the record last, each in one step, and return it."""
     path = path_of(folder, request)
     copies = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     meta: dict[str, Any] = {
@@ -58,7 +58,7 @@ def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights:
 
 
 def load(folder: Path, request: Request) -> Calibration:
-    """Return a calibration from disk. Raises UsageError, naming the file, if it is damaged or of another request."""
+    """Return a request's calibration from disk. Raises UsageError if its file is damaged or of another request."""
     path = path_of(folder, request)
     data = path.with_suffix(".safetensors")
     remedy = f"delete {path.name} and {data.name} to compute them again"
