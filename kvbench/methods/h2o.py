@@ -46,8 +46,8 @@ class H2O(EvictingSelector):
     evict_after: bool | None = None
 
     def check(self) -> None:
-        both = (self.heavy_ratio is None) == (self.recent_ratio is None)
-        self.require("heavy_ratio", both, "given together with recent_ratio")
+        paired = (self.heavy_ratio is None) == (self.recent_ratio is None)
+        self.require("heavy_ratio", paired, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             self.require("heavy_ratio", self.variant == "orig", "a knob of variant=orig only")
             self.require("heavy_ratio", 0 <= self.heavy_ratio <= 1, "a fraction of the prompt")
