@@ -22,11 +22,14 @@ fp32 cache, codes of few bits are only half the share that they are of the cache
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """The bytes of storages by purpose.
+    """The bytes of storages by purpose: the payload, which is the first three, and the overhead.
 
-    The payload is ``exact`` keys and values as the model made them, packed ``codes`` and their ``scales`` (and minima).
-    The overhead is ``positions`` (and lengths of ragged heads), ``ids`` of channels and of leading heads, and the
-    ``state`` that decoding continues from.
+    exact: keys and values as the model made them.
+    codes: the packed codes of keys and values.
+    scales: the scales and minima of the codes.
+    positions: the positions of tokens, and the lengths of ragged heads.
+    ids: the ids of kept channels and of leading heads.
+    state: the running state from which decoding continues.
     """
 
     exact: int = 0
@@ -52,7 +55,7 @@ class HeldBytes:
         return HeldBytes(*(a + b for a, b in zip(self.parts(), other.parts(), strict=True)))
 
     def times(self, layers: int) -> HeldBytes:
-        """Return the bytes of ``layers`` layers that each hold these."""
+        """Return the bytes of ``layers`` layers that each hold as many as this one."""
         return HeldBytes(*(layers * part for part in self.parts()))
 
     def parts(self) -> tuple[int, ...]:
@@ -60,7 +63,7 @@ class HeldBytes:
 
 
 def bytes_held(layer: LayerCache) -> HeldBytes:
-    """Return the bytes that one layer keeps alive."""
+    """Return the bytes that one layer keeps alive, by purpose."""
     total = HeldBytes()
     for s in layer.segments:
         packed = () if s.codes is None else (s.codes.k, s.codes.v)
@@ -82,10 +85,13 @@ def bytes_held(layer: LayerCache) -> HeldBytes:
 
 @dataclass(frozen=True)
 class DeclaredBytes:
-    """The bytes that a chain declares after a prompt, over all layers. ``tokens`` is the mean per stored head.
+    """The bytes that a chain declares after a prompt, over all layers.
 
-    ``even`` is True if the data decide how tokens are spread over heads or layers; they are then taken as spread
-    evenly. This changes no sum if every token costs the same.
+    tokens: the mean number of tokens per stored head.
+    payload: the bytes of keys and values.
+    overhead: the bytes of all else, such as positions.
+    even: True if the data decide how tokens are spread over heads or layers. They are then taken as spread evenly,
+    which changes no sum if every token costs the same.
     """
 
     tokens: float
@@ -99,7 +105,7 @@ class DeclaredBytes:
 
 
 def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> DeclaredBytes | None:
-    """Return the formula's bytes for a prompt of n tokens, or None if its text decides how many tokens stay."""
+    """Return the bytes by formula after a prompt of n tokens, or None if its text decides how many tokens stay."""
     counts = layer_counts(chain, shape, n)
     if counts is None:
         return None
@@ -128,9 +134,9 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
 
 
 def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, tuple[int, ...], int]] | None:
-    """Count the layers by their promise, the tokens that their heads keep, and the tokens that they read.
+    """Return how many layers have the same (promise, tokens that each head keeps, tokens that the layer reads).
 
-    Returns None if the prompt's text decides.
+    Returns None if the prompt's text decides how many tokens stay.
     """
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     promises = [chain.expected(n, i, shape.layers, heads) for i in range(shape.layers)]
@@ -139,8 +145,8 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, 
     total = chain.expected_sum(n, shape.layers, heads)
     if open_layers and total is None:
         return None
-    rest = (total or 0) - sum(sum(p.low) for p in promises if p.low == p.high)
-    shares = iter(spread_evenly(rest, len(open_layers)))
+    remaining_tokens = (total or 0) - sum(sum(p.low) for p in promises if p.low == p.high)
+    shares = iter(spread_evenly(remaining_tokens, len(open_layers)))
     counts: Counter[tuple[Expected, tuple[int, ...], int]] = Counter()
     for i, p in enumerate(promises):
         sizes = p.low
@@ -151,7 +157,7 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, 
 
 
 def heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
-    """Return by layer the number of stored heads without keys, under shared logits; None if the text decides."""
+    """Return for each layer how many stored heads have no keys as logits are shared; None if the text decides."""
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     leading = [chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads) for i in range(shape.layers)]
     if heads < shape.query_heads and min(leading) < shape.query_heads:
@@ -165,17 +171,17 @@ def spread_evenly(total: int, parts: int) -> list[int]:
 
 
 def payload_bytes(blocks: Iterable[Iterable[Block]]) -> int:
-    """Return the payload bytes of heads with these blocks."""
+    """Return the payload bytes of all heads together; ``blocks`` are those of each head."""
     return sum(b.key_bytes + b.value_bytes for head in blocks for b in head)
 
 
 def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensors: int, named_heads: int = 0) -> int:
-    """Return the overhead of a layer whose heads have these blocks: positions, counts, head and channel ids, state.
+    """Return the overhead bytes of a layer: positions, counts, head and channel ids, state.
 
-    Positions take 4 bytes a slot, and are stored once if ``shared`` by all heads. Each of ``count_tensors`` holds 4
-    bytes a head: lengths of ragged segments, and counts of their packed keys and values. ``named_heads`` is the number
-    of ids, of 2 bytes, of heads whose logits or output others take. Every head has the fixed overhead of the head with
-    most blocks.
+    blocks: the blocks of each head. Every head has the fixed overhead of the head with most blocks.
+    shared: whether positions, 4 bytes a slot, are stored once for all heads.
+    count_tensors: how many tensors hold 4 bytes a head: lengths of ragged segments, counts of packed keys and values.
+    named_heads: how many ids are stored, of 2 bytes each, of heads whose logits or output others take.
     """
     positions = sum(POSITION_BYTES * b.slots for head in (blocks[:1] if shared else blocks) for b in head)
     state = sum(b.slot_overhead * b.slots for head in blocks for b in head)
@@ -184,15 +190,16 @@ def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensor
 
 
 def _ragged_segments(chain: Chain, expected: Expected, shape: Shape) -> int:
-    """Count the segments in which the head that holds least and the one that holds most differ in tokens."""
+    """Return how many segments differ in tokens between the head that holds least and the one that holds most."""
     ends = [chain.layout(tokens, shape.head_dim, 1) for tokens in (min(expected.low), max(expected.high))]
     return sum(a is None or b is None or a.slots != b.slots for a, b in zip_longest(*ends))
 
 
 def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float | None:
-    """Return the payload as ThinK's paper counts it (arXiv 2407.21018, table 7): (1 - ratio) D channels, not rounded.
+    """Return the payload bytes as ThinK's paper counts them (arXiv 2407.21018, table 7), with (1 - ratio) D channels.
 
-    Channel masks and positions are left out, as there. Without a pruning stage it equals that of ``bytes_declared``.
+    This product is not rounded, and channel masks and positions are left out, as in the paper. Without a pruning stage
+    the result is the payload of ``bytes_declared``. Returns None if the prompt's text decides how many tokens stay.
     """
     counts = layer_counts(chain, shape, n)
     if counts is None:
@@ -202,27 +209,27 @@ def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float 
 
 
 def _nominal_head(chain: Chain, slots: int, head_dim: int, itemsize: int) -> float:
-    """Return the part of one stored head in ``nominal_payload``."""
+    """Return the bytes of one stored head of ``slots`` tokens in ``nominal_payload``."""
     pruner = next((s for s in chain.stages if isinstance(s, ChannelPruner)), None)
     if pruner is None:
         return payload_bytes([chain.layout(slots, head_dim, itemsize)])
     dense, ratios = head_dim * itemsize, (pruner.ratio, float(getattr(pruner, "value_ratio", 0.0)))
     quantiser, coder = chain.quantiser, chain.coder
     if quantiser is None or coder is None:
-        old = max(0, slots - pruner.recent)
-        return 2 * slots * dense - sum(ratios) * old * dense
-    keys, values = coder.keys.packed(slots), coder.values.packed(slots)
-    packed = (quantiser.key_bytes(keys, head_dim), quantiser.value_bytes(values, head_dim))
-    exact = (2 * slots - keys - values) * dense
+        older_tokens = max(0, slots - pruner.recent)
+        return 2 * slots * dense - sum(ratios) * older_tokens * dense
+    packed_keys, packed_values = coder.keys.packed(slots), coder.values.packed(slots)
+    packed = (quantiser.key_bytes(packed_keys, head_dim), quantiser.value_bytes(packed_values, head_dim))
+    exact = (2 * slots - packed_keys - packed_values) * dense
     return exact + sum((1 - ratio) * size for ratio, size in zip(ratios, packed, strict=True))
 
 
 def bytes_after_decoding(
     chain: Chain, layer: LayerCache, index: int, new: int, kv_heads: int, head_dim: int, itemsize: int
 ) -> tuple[int, int]:
-    """Return the least and the most payload bytes of ``layer`` after ``new`` more tokens.
+    """Return (least, most): the limits of the payload bytes of ``layer`` after ``new`` more tokens.
 
-    They differ only for tokens without some channels, since the data decide how many of those eviction leaves.
+    They differ only where some tokens lack channels, as the data decide how many of these tokens eviction leaves.
     """
     counts = [len(p) for p in layer.kept_positions()]
 

@@ -15,18 +15,25 @@ from kvbench.methods.prompt_cache import Cache
 
 @dataclass(frozen=True)
 class Stored:
-    """The payload bytes of one row's tokens in each layer, once it had read ``fed`` tokens more than its cache."""
+    """The bytes of keys and values that one row held at a time while decoding.
+
+    fed: how many tokens it had then read beyond those of its cache.
+    payload: the bytes in each layer.
+    """
 
     fed: int
     payload: Sequence[int]
 
 
 def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
-    """Return the most tokens that a head of any layer held while decoding. Raises Refused if they are too many.
+    """Return the most tokens that a head of any layer held while decoding. Raises Refused if a layer held too many.
 
-    ``cache`` is as it was before ``fed`` new tokens, ``held`` the most that a head of each layer held since. A cache
-    that grows may hold its earlier tokens and the new ones. One that evicts may hold its selector's ``decode_budget``;
-    that is a sum over layers if the method divides its budget among them by the data.
+    cache: the cache as it was before the new tokens.
+    held: for each layer, the most tokens that a head held since.
+    fed: the number of new tokens.
+
+    A cache that grows may hold its earlier tokens and the new ones. A cache that evicts may hold its selector's
+    ``decode_budget``, which is a sum over layers if the method divides its budget among them by the data.
     """
     chain, total = cache.chain, None
     limits = [layer.tokens + fed for layer in cache.layers]

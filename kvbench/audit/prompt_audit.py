@@ -18,13 +18,14 @@ from kvbench.methods.prompt_cache import Cache
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """The measurements of one audited cache. Bytes are those of storages; ``full_bytes`` is the prompt's full cache.
+    """The measurements of one audited cache; bytes are those of storages.
 
-    ``kept`` is the mean of tokens held over layers and heads. ``nominal`` is the budget that the user gave, None for a
-    method without one. ``payload_kv_head`` and ``payload_query_head`` are the payload under both kinds of ``per``:
-    measured for the heads stored, and for the other kind by formula, as the mean bytes of a stored head times the heads
-    of that kind. Latents are those of all heads under either. ``payload16``, ``overhead16`` and ``full16`` are the same
-    tokens at 16 bits, by formula.
+    full_bytes: the bytes of the prompt's full cache.
+    kept: the mean number of tokens held, over layers and heads.
+    nominal: the budget that the user gave, in tokens; None for a method without one.
+    payload_kv_head, payload_query_head: the payload under both kinds of ``per``. It is measured for the heads stored;
+    for the other kind it is the mean bytes of a stored head times the heads of that kind. Latents count alike in both.
+    payload16, overhead16, full16: the bytes that the same tokens take at 16 bits, by formula.
     """
 
     n: int
@@ -41,7 +42,7 @@ class MeasuredBytes:
 
 
 def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> MeasuredBytes:
-    """Measure a freshly compressed cache and check it against its chain's promises. Raises Refused with the reason.
+    """Return the measurements of a freshly compressed cache. Raises Refused where it breaks its chain's promises.
 
     The audit checks for each layer and head the tokens kept (against those recorded, if the data decide), their
     positions, the payload and overhead bytes against the formula, and that every tensor owns its storage. It also
@@ -101,7 +102,7 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
 
 
 def _check_counts(chain: Chain, layer: LayerCache, index: int, n: int, n_layers: int, counts: list[int]) -> None:
-    """Raise Refused unless the heads of a layer keep as many tokens as declared, and as the stage recorded."""
+    """Raise Refused unless each head of a layer keeps as many tokens as declared, and as a stage recorded, if any."""
     expected = chain.expected(n, index, n_layers, len(counts))
     if any(not low <= count <= high for count, low, high in zip(counts, expected.low, expected.high, strict=True)):
         raise Refused(
@@ -120,13 +121,13 @@ def _check_counts(chain: Chain, layer: LayerCache, index: int, n: int, n_layers:
 
 
 def _blocks(chain: Chain, counts: list[int], head_dim: int, itemsize: int, layer: int) -> list[list[Block]]:
-    """Return the declared blocks of each head."""
+    """Return the declared blocks of each head of a layer whose heads hold ``counts`` tokens."""
     layouts = {count: chain.layout(count, head_dim, itemsize, layer) for count in set(counts)}
     return [layouts[count] for count in counts]
 
 
 def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int) -> list[int]:
-    """Return the tokens of each stored head. Raises Refused unless they are distinct prompt positions in order."""
+    """Return how many tokens each stored head holds. Raises Refused unless they are distinct prompt tokens in order."""
     if layer.seen != n:
         raise Refused(f"{name}: layer {index} says that it has read {layer.seen} tokens, the prompt has {n}")
     stored = max([layer.heads, *(s.heads for s in layer.segments)])
@@ -157,7 +158,7 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
 
 
 def _in_order(positions: torch.Tensor, n: int) -> bool:
-    """Return True if each row of positions [H, m] ascends within 0..n-1."""
+    """Tell whether each row of positions [H, m] ascends within 0..n-1."""
     ascending = bool((positions[:, 1:] > positions[:, :-1]).all())
     return ascending and int(positions[:, 0].min()) >= 0 and int(positions[:, -1].max()) < n
 
@@ -179,19 +180,19 @@ def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv
 
 
 def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> None:
-    """Raise Refused if a tensor keeps more memory alive than its own, or shares it with another of the cache.
+    """Raise Refused if a tensor is a view of more memory than it shows, or shares memory with another of the cache.
 
-    ``seen`` collects the storages of earlier layers.
+    ``seen`` collects the addresses of storages over the layers of a cache.
     """
-    for what, t in _described(layer):
+    for kind, t in _described(layer):
         storage = t.untyped_storage()
         if storage.nbytes() > t.nbytes:
             raise Refused(
-                f"{name}: layer {index}: {what} shows {t.nbytes} bytes but is a view that keeps {storage.nbytes()} "
+                f"{name}: layer {index}: {kind} shows {t.nbytes} bytes but is a view that keeps {storage.nbytes()} "
                 "alive: nothing is saved"
             )
         if storage.nbytes() and storage.data_ptr() in seen:
-            raise Refused(f"{name}: layer {index}: {what} shares its storage with another tensor of the cache")
+            raise Refused(f"{name}: layer {index}: {kind} shares its storage with another tensor of the cache")
         seen.add(storage.data_ptr())
 
 
@@ -206,7 +207,10 @@ def _described(layer: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def payload_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
-    """Return the bytes of keys and values of heads with these blocks; with shared logits, only of keys in use."""
+    """Return the declared bytes of a layer's keys and values; ``blocks`` are those of each head.
+
+    Where heads share logits, only the heads whose keys are read count with keys.
+    """
     leads = layer.segments[0].leads
     with_keys = len(blocks) if leads is None else len(key_heads(leads, len(blocks)))
     values = sum(b.value_bytes for head in blocks for b in head)
@@ -214,13 +218,13 @@ def payload_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
 
 
 def overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
-    """Return ``overhead_bytes`` of heads with these blocks, stored as this layer stores them."""
+    """Return the declared overhead bytes of a layer, stored as it is; ``blocks`` are those of each head."""
     shared = all(s.positions.shape[0] == 1 and s.lengths is None for s in layer.segments)
     codes = [s.codes for s in layer.segments if s.codes is not None]
-    counts = [*(s.lengths for s in layer.segments), *(c.k_counts for c in codes), *(c.v_counts for c in codes)]
-    naming = [layer.copy_from, *(s.leads for s in layer.segments)]
-    named = layer.query_heads * sum(t is not None for t in naming)
-    return overhead_bytes(blocks, shared, sum(t is not None for t in counts), named)
+    count_tensors = [*(s.lengths for s in layer.segments), *(c.k_counts for c in codes), *(c.v_counts for c in codes)]
+    id_tensors = [layer.copy_from, *(s.leads for s in layer.segments)]
+    named_heads = layer.query_heads * sum(t is not None for t in id_tensors)
+    return overhead_bytes(blocks, shared, sum(t is not None for t in count_tensors), named_heads)
 
 
 def _list(values: list[int]) -> str:

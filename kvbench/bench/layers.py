@@ -100,23 +100,25 @@ def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[L
 
 
 def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[LayerCache, int]]:
-    """Return (cache, count) for one layer of each kind: ``count`` layers of the model promise the same as it.
+    """Return one compressed layer of each kind, with the number of the model's layers of that kind.
 
-    If the chain divides one budget over all layers, every layer is built.
+    Layers are of one kind if they must keep the same tokens, read as many and have the same leading heads. If the
+    chain divides one budget over all layers, every layer is built.
     """
     if chain.rebalancer is not None:
         return [(layer, 1) for layer in all_layers(chain, shape, n, dtype)]
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    alike: dict[object, list[int]] = {}
+    layers_of_kind: dict[object, list[int]] = {}
     for i in range(shape.layers):
         leading = chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads)
         rows = chain.tokens_read(n, i, shape.layers)
-        alike.setdefault((chain.expected(n, i, shape.layers, heads), rows, leading), []).append(i)
+        kind = chain.expected(n, i, shape.layers, heads), rows, leading
+        layers_of_kind.setdefault(kind, []).append(i)
     built = []
-    for members in alike.values():
+    for members in layers_of_kind.values():
         obs, dense = random_layer(chain, shape, n, dtype, members[0])
         built.append((chain.compress(dense, obs), len(members)))
-        del dense
+        del dense  # its memory is free before the next layer is drawn
     return built
 
 

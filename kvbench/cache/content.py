@@ -1,8 +1,8 @@
 """Compare what a cache holds with what the prompt had at the positions that it names, bit for bit.
 
-Compared are keys and values stored exactly, all or some of their channels, and latents of low-rank projections. Not
-compared are packed tokens, whose quantisers have tests of their own, and what stages store that say by ``changes`` why
-it is not the prompt's.
+Compared are keys and values that are stored exactly, with all or some of their channels, and latents of low-rank
+projections. Packed tokens are not compared, as their quantisers have tests of their own. Nor are the caches of stages
+whose ``changes`` says why their keys or values are not the prompt's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
-    """Describe what a layer holds that ``source`` does not have at the same positions; '' if nothing.
+    """Return a description of what a layer holds that ``source`` does not have at the same positions, or ''.
 
-    ``source`` holds all tokens that the layer read of every head exactly, at the same positions in each: 0, 1, 2, ...
-    if ``all_read``. Positions beyond it, and shapes that do not fit, are the audit's matter.
+    ``source`` holds all tokens that the layer read, none of them packed, at the same positions in every head: 0, 1,
+    2, ... if ``all_read``. Positions beyond these, and shapes that do not fit, are left to the audit.
     """
     n, heads = source.positions.shape[1], source.v.shape[0]
     for s in cache.segments:
@@ -58,7 +58,7 @@ def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
 
 
 def _source_rows(s: Segment, index: Tensor, stored_heads: Tensor, n: int, heads: int) -> Tensor:
-    """Return where tokens ``index`` of the ``stored_heads`` lie when all n of ``heads`` lie one after the other."""
+    """Return the rows in which tokens ``index`` of ``stored_heads`` lie if all heads' n tokens are in one sequence."""
     start = stored_heads * heads // s.heads * n
     if s.lengths is not None:
         return index + start.repeat_interleave(s.lengths)

@@ -70,20 +70,20 @@ def column_sums(
     future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1) if lse is None else None
     sums = q.new_zeros(hk, group, n)
     for first in range(0, hk, heads):
-        at = slice(first, first + heads)
+        kv_slice = slice(first, first + heads)
         for start in range(0, n, size):
             end = min(n, start + size)
-            rows = (q[at, :, start:end].flatten(1, 2) @ k[at, :, :end]).view(-1, group, end - start, end)
+            rows = (q[kv_slice, :, start:end].flatten(1, 2) @ k[kv_slice, :, :end]).view(-1, group, end - start, end)
             if future is None:
                 # exp(logit - lse) is the softmax itself; tril clears the keys behind each query
                 rows.exp_()[..., start:].tril_()
-                sums[at, :, :end] += rows.sum(dim=2)
+                sums[kv_slice, :, :end] += rows.sum(dim=2)
                 continue
             rows[..., start:].masked_fill_(future[: end - start, : end - start], -torch.inf)
             rows.sub_(rows.amax(dim=-1, keepdim=True)).exp_()
             # sum over rows i of e[i, j] / (sum over j of e[i, j]), as one product
             inverse = rows.sum(dim=-1, keepdim=True).reciprocal_().transpose(2, 3)
-            sums[at, :, :end] += (inverse @ rows)[:, :, 0]
+            sums[kv_slice, :, :end] += (inverse @ rows)[:, :, 0]
     return sums.view(hq, n)
 
 

@@ -28,7 +28,7 @@ class Shape:
             )
 
     def full_bytes(self, tokens: int, itemsize: int, heads: int | None = None) -> int:
-        """Return the bytes of all keys and values of ``tokens``, under kv heads or ``heads``."""
+        """Return the bytes of all keys and values of ``tokens``, stored under ``heads``, by default the kv heads."""
         return 2 * self.layers * (heads or self.kv_heads) * tokens * self.head_dim * itemsize
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Shape:
 
 
 def from_entry(entry: Mapping[str, Any]) -> Shape:
-    """Return the shape written in an entry of conf/model. Raises UsageError for one that is not complete."""
+    """Return the shape written in an entry of conf/model. Raises UsageError if a part of it is missing."""
     names = [f.name for f in fields(Shape)]
     if set(entry) != set(names):
         raise UsageError(f"model.shape={dict(entry)} is not possible: a mapping with {', '.join(names)}, all of them")

@@ -19,9 +19,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Needs:
-    """The parts of a layer that a stage needs: counts of last and first queries, column sums, hidden states.
+    """The parts of a layer that a stage needs.
 
-    ``colsums_bits`` are bit widths: column sums are then also taken of keys quantised per token to each of them.
+    last_q, first_q: how many of the last and of the first queries.
+    colsums: the attention that each token received from all queries.
+    hidden: the input of the attention module.
+    colsums_bits: bit widths. Column sums are also taken over keys quantised per token to each of them.
     """
 
     last_q: int = 0
@@ -49,10 +52,10 @@ class Needs:
 class Observation:
     """One layer of one prefill, as every chain sees it. Fields that no stage needs are None.
 
-    ``scale`` multiplies q.k (1.0 where the model scales its queries itself). ``prompt`` is the CRC-32 of the token
-    ids: methods that draw at random differ between prompts, and never between runs. ``n`` counts the tokens that this
-    layer read. Where a stage drops hidden states, n is less than the prompt's ``length``, to which budgets refer;
-    ``positions`` then names the tokens read, and all other fields are in their order.
+    n: the number of tokens that this layer read. Where a stage drops hidden states, it is less than the prompt's
+    ``length``, to which budgets refer; ``positions`` then names the tokens read, and all fields are in their order.
+    scale: the factor of q.k, 1.0 where the model scales its queries itself.
+    prompt: the CRC-32 of the token ids. It makes random draws differ between prompts, but never between runs.
     """
 
     layer: int
@@ -73,7 +76,7 @@ class Observation:
     scratch: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)  # see ``once``
 
     def once(self, key: object, compute: Callable[[], Result]) -> Result:
-        """Return the result of ``compute``, which chains that see this layer share.
+        """Return the result of ``compute``, which is called once for all chains that see this layer.
 
         ``key`` names the result: the stage or function that computes it, with all else that it depends on.
         """
@@ -83,9 +86,9 @@ class Observation:
         return result
 
     def received(self, bits: int | None = None) -> Tensor:
-        """Return the attention [Hq, n] that each token received, over keys quantised to ``bits``; None: as they are.
+        """Return the attention [Hq, n] that each token received from all queries.
 
-        Raises ValueError if no stage declared such a need.
+        With ``bits`` it is taken over keys quantised to that width. Raises ValueError if no stage declared such a need.
         """
         sums = self.colsums if bits is None else self.colsums_q.get(bits)
         if sums is None:
@@ -94,7 +97,7 @@ class Observation:
 
     @property
     def prompt_tokens(self) -> int:
-        """The prompt's tokens, whether or not this layer read them."""
+        """The number of tokens of the prompt, whether or not this layer read them."""
         return self.length or self.n
 
     def token_positions(self, device: torch.device) -> Tensor:

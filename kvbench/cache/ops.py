@@ -19,7 +19,8 @@ def dense(
 ) -> LayerCache:
     """Return the uncompressed cache of one layer: k, v [Hk, n, D], to be stored under ``heads``.
 
-    ``positions`` [n] are those of the tokens that the layer read of a prompt of ``length``; None: all, 0 .. n - 1.
+    ``positions`` [n] are the positions of the tokens that the layer read, in a prompt of ``length`` tokens. Without
+    them it read all, 0 .. n - 1.
     """
     n = length or k.shape[1]
     positions = torch.arange(n, device=k.device) if positions is None else positions
@@ -54,32 +55,32 @@ def _gather_slots(t: Tensor, index: Tensor) -> Tensor:
 
 
 def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> LayerCache:
-    """Keep the slots ``index`` [heads, m] (ascending), or [1, m] where all heads keep the same; drop the others.
+    """Return the cache with only the slots ``index`` [heads, m], ascending, or [1, m] where all heads keep the same.
 
     ``lengths`` [heads] makes the result ragged: head h keeps only its first ``lengths[h]`` entries of ``index``.
     """
-    old = as_stored(only_segment(cache))
+    s = as_stored(only_segment(cache))
     if lengths is not None and bool((lengths != index.shape[1]).any()):
-        return replace(cache, segments=(_select_ragged(old, index, lengths),))
+        return replace(cache, segments=(_select_ragged(s, index, lengths),))
     # index [1, m], and keys of heads that share them, are repeated for each stored head
     per_row = per_head(index, cache.heads)
-    rows = max(index.shape[0], old.positions.shape[0])
+    rows = max(index.shape[0], s.positions.shape[0])
 
     def at(t: Tensor) -> Tensor:
         return _gather_slots(per_head(t, cache.heads), per_row)
 
     # positions stay one row as long as all heads keep the same tokens
-    if old.positions.shape[0] == 1:
-        positions = old.positions[0].index_select(0, index.flatten()).view(index.shape)
+    if s.positions.shape[0] == 1:
+        positions = s.positions[0].index_select(0, index.flatten()).view(index.shape)
     else:
-        positions = _gather_slots(old.positions, per_head(index, rows))
-    new = Segment(old.k, old.v, positions, state={name: at(t) for name, t in old.state.items()}, latent=old.latent)
-    k, v = old.stored()
+        positions = _gather_slots(s.positions, per_head(index, rows))
+    new = Segment(s.k, s.v, positions, state={name: at(t) for name, t in s.state.items()}, latent=s.latent)
+    k, v = s.stored()
     return replace(cache, segments=(new.holding(each(k, at), each(v, at)),))
 
 
-def _select_ragged(old: Segment, index: Tensor, lengths: Tensor) -> Segment:
-    """Keep head h's first ``lengths[h]`` of ``index`` [heads, m], the heads one after the other."""
+def _select_ragged(s: Segment, index: Tensor, lengths: Tensor) -> Segment:
+    """Return the first ``lengths[h]`` slots of ``index`` [heads, m] for each head h, one head after the other."""
     heads = len(lengths)
     # (head, slot) of every entry that is kept, head by head
     chosen = torch.arange(index.shape[1], device=index.device) < lengths[:, None]
@@ -90,16 +91,17 @@ def _select_ragged(old: Segment, index: Tensor, lengths: Tensor) -> Segment:
         # stored head h reads row h // (heads per row) of t
         return t[head // (heads // t.shape[0]), slot][None]
 
-    state = {name: at(t) for name, t in old.state.items()}
-    k, v = old.stored()
-    new = Segment(old.k, old.v, at(old.positions), lengths.to(torch.int32), state=state)
-    return new.holding(each(k, at), each(v, at))
+    state = {name: at(t) for name, t in s.state.items()}
+    k, v = s.stored()
+    ragged = Segment(s.k, s.v, at(s.positions), lengths.to(torch.int32), state=state)
+    return ragged.holding(each(k, at), each(v, at))
 
 
 def select_first(cache: LayerCache, order: Tensor, counts: Tensor) -> LayerCache:
-    """Keep the first ``counts[h]`` tokens of head h's ``order`` [heads, n], best first; one row: the same in all heads.
+    """Return the cache with only the first ``counts[h]`` tokens of each head h in its ``order`` [heads, n], best first.
 
-    What is kept is stored in order of position, and recorded as ``decided``.
+    Where ``order`` and ``counts`` have one row, all heads keep the same tokens. They are stored in order of position,
+    and the counts are recorded as ``decided``.
     """
     n = order.shape[1]
     dropped = torch.arange(n, device=order.device) >= counts[:, None]
@@ -179,7 +181,9 @@ def _split_ragged(s: Segment, lengths: Tensor, recent: int) -> tuple[Segment, Se
 
 
 def prune(cache: LayerCache, keys: Tensor | None, values: Tensor | None, recent: int) -> LayerCache:
-    """Keep only these channels [heads, T] (ascending) of all tokens but the last ``recent`` slots; None: all."""
+    """Return the cache with only the channels ``keys`` and ``values`` of all tokens but the last ``recent`` slots.
+
+    Channels are [heads, T], ascending; None stands for all."""
     older, newer = split_recent(cache, recent)
 
     def keep(t: Tensor, channels: Tensor) -> Tensor:
@@ -206,10 +210,10 @@ def append(cache: LayerCache, k: Tensor, v: Tensor) -> LayerCache:
 
 
 def key_heads(leads: Tensor, stored: int) -> Tensor:
-    """Return, of ``stored`` heads, those whose keys a leading query head reads, ascending; leads [Hq]."""
+    """Return the indices, ascending, of the ``stored`` heads whose keys a leading query head reads; leads [Hq]."""
     return (leads.long() // (leads.shape[0] // stored)).unique()
 
 
 def share_keys(segment: Segment, leads: Tensor) -> Segment:
-    """Drop the keys of heads that no leading query head reads; leads [Hq]."""
+    """Return the segment without the keys of heads that no leading query head reads; leads [Hq]."""
     return replace(segment, k=segment.k[key_heads(leads, segment.k.shape[0])], leads=leads.to(torch.int16))

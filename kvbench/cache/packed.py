@@ -103,10 +103,10 @@ class Packed:
     @property
     def shape(self) -> torch.Size:
         """The shape [..., L, C] of the values that the codes stand for."""
-        lead, last = self.codes.shape[:-1], self.codes.shape[-1]
+        lead_sizes, last_size = self.codes.shape[:-1], self.codes.shape[-1]
         if self.axis == "token":
-            return torch.Size((*lead, self.size))
-        return torch.Size((*lead[:-2], lead[-2] * self.size, last))
+            return torch.Size((*lead_sizes, self.size))
+        return torch.Size((*lead_sizes[:-2], lead_sizes[-2] * self.size, last_size))
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +114,7 @@ class Packed:
 
     @property
     def format(self) -> tuple[object, ...]:
-        """The format: packed tensors of equal formats can be stored in one buffer."""
+        """All that must be equal for two packed tensors to be stored in one buffer."""
         return (self.bits, self.group, self.axis, self.size, self.zero_point, self.shape[-1])
 
     def payload(self) -> Iterator[Tensor]:
@@ -122,11 +122,11 @@ class Packed:
         yield from (self.codes, self.scale, self.low)
 
     def __getitem__(self, index: slice | Tensor) -> Packed:
-        """Return the entries ``index`` of the first leading axis; a slice gives views."""
+        """Return the packed tokens of the entries ``index`` of the first leading axis; a slice gives views."""
         return replace(self, codes=self.codes[index], scale=self.scale[index], low=self.low[index])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Packed:
-        """Apply ``fn`` to every tensor, in the same format; ``fn`` must leave the axes of a group alone."""
+        """Return the packed tokens with ``fn`` applied to every tensor; it must leave the axes of a group alone."""
         return replace(self, codes=fn(self.codes), scale=fn(self.scale), low=fn(self.low))
 
     def minimum(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -149,11 +149,11 @@ class Packed:
         return replace(self, codes=codes, scale=scale, low=low)
 
     def blocks(self, elements: int = BLOCK) -> Iterator[tuple[slice, slice, Packed]]:
-        """Yield (entries of H, tokens, that part) of [..., L, C] as [H, L, C], in parts of up to ``elements`` values.
+        """Yield (slice of H, slice of tokens, their packed part), each part of up to ``elements`` values.
 
-        H joins all leading axes, of which there is at least one. A part is never less than one token or, by channels,
-        one group. Dequantised and used part by part, dense values stay in the processor's cache, which is several
-        times faster than all together.
+        [..., L, C] is read as [H, L, C], where H joins all leading axes, of which there is at least one. A part is
+        never less than one token or, with ``axis="channel"``, one group. Dense values that are dequantised and used
+        part by part stay in the processor's cache, which is several times faster than all at once.
         """
         end = -3 if self.axis == "token" else -4
         codes, scale, low = self.codes.flatten(0, end), self.scale.flatten(0, -3), self.low.flatten(0, -3)
@@ -169,7 +169,7 @@ class Packed:
                 yield rows, columns, flat[rows].tokens(columns.start, columns.stop)
 
     def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
-        """Return the values [..., L, C]: fp32 sums, rounded once.
+        """Return the values [..., L, C] in ``dtype``, computed in fp32 and rounded once.
 
         ``scratch`` is fp32 memory of at least as many elements, which the result may use: callers that go block by
         block would otherwise spend most of the time on fresh memory.

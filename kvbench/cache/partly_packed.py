@@ -21,8 +21,8 @@ Values = Tensor | Packed  # keys or values in one storage format
 class Residual:
     """The rule of how many of the newest tokens stay exact.
 
-    The last ``keep`` stay exact, or those that do not fill a ``block`` if they are more; and so do those that then do
-    not fill a ``unit``, the fewest tokens that can be packed (a divisor of ``block``).
+    At least the last ``keep`` stay exact, and at least the last that do not fill a ``block``. Of the others, those that
+    do not fill a ``unit`` stay exact, too: it is the fewest tokens that can be packed, and a divisor of ``block``.
     """
 
     keep: int
@@ -35,7 +35,7 @@ class Residual:
 
     @property
     def most(self) -> int:
-        """The most tokens that are exact at a time, once packing is settled."""
+        """The largest number of tokens that are exact at a time, once all that can be packed are."""
         return max(self.keep + self.unit, self.block) - 1
 
     @classmethod
@@ -44,7 +44,7 @@ class Residual:
         return cls(FOREVER, 1, 1)
 
     def at_least(self, keep: int) -> Residual:
-        """Return the rule with no fewer than ``keep`` exact tokens."""
+        """Return the same rule, but under which at least ``keep`` tokens stay exact."""
         return replace(self, keep=max(self.keep, keep))
 
 
@@ -52,7 +52,8 @@ class Residual:
 class Codes:
     """The packed tokens of a segment: the first Lk as keys [H, Lk, .], the first Lv as values [H, Lv, .].
 
-    Ragged heads are stored one after the other; the counts then say how many tokens of each head are packed.
+    Ragged heads are stored one after the other. ``k_counts`` and ``v_counts`` then say how many tokens of each head are
+    packed; otherwise they are None.
     """
 
     k: Packed
@@ -66,19 +67,19 @@ class Codes:
         yield from self.v.payload()
 
     def head(self, h: int, k: Tensor, v: Tensor, start: int, end: int) -> tuple[Codes, Tensor, Tensor]:
-        """Return one head's codes and its part of the exact k and v, as views.
+        """Return (codes, exact keys, exact values) of head h, as views; k and v are the exact tokens of all heads.
 
-        Under ragged heads, tokens ``start`` to ``end`` are those of the head.
+        Where heads are ragged, the tokens of this head are ``start`` to ``end`` of all heads' tokens.
         """
         if self.k_counts is None or self.v_counts is None:
-            one = slice(h, h + 1)
-            return Codes(self.k.map(lambda t: t[one]), self.v.map(lambda t: t[one])), k[one], v[one]
+            own = slice(h, h + 1)
+            return Codes(self.k.map(lambda t: t[own]), self.v.map(lambda t: t[own])), k[own], v[own]
         parts = []
         for packed, counts, exact in ((self.k, self.k_counts, k), (self.v, self.v_counts, v)):
-            last = int(counts[: h + 1].sum())
-            first = last - int(counts[h])
+            packed_end = int(counts[: h + 1].sum())
+            packed_start = packed_end - int(counts[h])
             # the heads before this one have ``first`` packed tokens, the others up to ``start`` are exact
-            parts.append((packed.tokens(first, last), exact[:, start - first : end - last]))
+            parts.append((packed.tokens(packed_start, packed_end), exact[:, start - packed_start : end - packed_end]))
         (k_codes, exact_k), (v_codes, exact_v) = parts
         return Codes(k_codes, v_codes), exact_k, exact_v
 
@@ -86,9 +87,9 @@ class Codes:
 def encode(
     x: Tensor, pack: Callable[[Tensor], Packed], packed: int, channels: Tensor | None = None
 ) -> tuple[Packed, Tensor]:
-    """Pack the first ``packed`` tokens of x [H, L, D], in ``channels`` [H, C] only; None: in all D.
+    """Pack the first ``packed`` tokens of x [H, L, D], only their ``channels`` [H, C] if these are given.
 
-    Returns the codes [H, packed, C or D] and a copy of the exact tokens behind them [H, L - packed, D].
+    Returns the codes [H, packed, C or D], and a copy of the exact tokens behind them [H, L - packed, D].
     """
     oldest = x[:, :packed]
     if channels is not None:
@@ -97,7 +98,7 @@ def encode(
 
 
 def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
-    """Return packed tokens of single heads [1, L_h, .] one after the other, and their counts [H]."""
+    """Return (codes, counts): packed tokens of single heads [1, L_h, .] one after the other, and their numbers [H]."""
     codes, scale, low = (torch.cat(column, dim=1) for column in zip(*(tuple(h.payload()) for h in heads), strict=True))
     counts = torch.tensor([h.shape[1] for h in heads], dtype=torch.int32, device=codes.device)
     return replace(heads[0], codes=codes, scale=scale, low=low), counts
@@ -109,7 +110,7 @@ def each(x: Values, fn: Callable[[Tensor], Tensor]) -> Values:
 
 
 def parts(x: Values) -> tuple[Tensor, ...]:
-    """Return the tensors that hold keys or values."""
+    """Return the tensors that hold keys or values: one if they are exact, codes, scale and low if they are packed."""
     return tuple(x.payload()) if isinstance(x, Packed) else (x,)
 
 

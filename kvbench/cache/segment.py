@@ -49,12 +49,12 @@ class Segment:
 
     @property
     def tokens(self) -> int:
-        """The tokens of the head that holds most."""
+        """The number of tokens of the head that holds most."""
         return self.positions.shape[1] if self.lengths is None else int(self.lengths.max())
 
     @property
     def counts(self) -> list[int]:
-        """The tokens that each head holds."""
+        """The number of tokens that each head holds."""
         return [self.tokens] * self.heads if self.lengths is None else self.lengths.tolist()
 
     def head(self, h: int) -> Segment:
@@ -129,12 +129,12 @@ class LayerCache:
 
     @property
     def prompt_tokens(self) -> int:
-        """The prompt's tokens, to which budgets refer, whatever was read since."""
+        """The number of tokens of the prompt, to which budgets refer, whatever was read since."""
         return self.prompt or self.seen
 
     @property
     def tokens(self) -> int:
-        """The tokens of the stored head that holds most."""
+        """The number of tokens of the stored head that holds most."""
         ragged = [s.lengths for s in self.segments if s.lengths is not None]
         even = sum(s.tokens for s in self.segments if s.lengths is None)
         return even + (int(torch.stack(ragged).sum(dim=0).max()) if ragged else 0)
@@ -153,7 +153,7 @@ class LayerCache:
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in parts_by_head]
 
     def even_positions(self) -> Tensor | None:
-        """Return positions [H, tokens] in one tensor, [1, tokens] where all heads share them; None where ragged."""
+        """Return positions [H, tokens], or [1, tokens] where all heads share them; None where heads are ragged."""
         if any(s.lengths is not None for s in self.segments):
             return None
         heads = max(s.positions.shape[0] for s in self.segments)

@@ -81,11 +81,11 @@ def by_layer(values: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 class DecodeBatch(Generic[Key]):
-    """Rows of chains that change the model alike, by the caller's keys; its length is the number of unfinished rows.
+    """Rows of chains that change the model alike, by the caller's keys. Its length is the number of unfinished rows.
 
-    Rows that entered together are stored together. One that has ended is fed on until ENDED_SHARE of these have; then
-    the ended ones leave at once. After any exception of ``advance`` the batch is unusable: its rows must begin again
-    from their caches in another.
+    Rows that entered together are stored together. A row that has ended is fed on until ENDED_SHARE of the rows that
+    entered with it have ended; then these leave at once. After any exception of ``advance`` the batch is unusable, and
+    its rows must begin again from their caches in another batch.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -102,12 +102,12 @@ class DecodeBatch(Generic[Key]):
 
     @property
     def adapts(self) -> bool:
-        """True if the model is changed for these rows. It stays so until all have ended, and no row can enter."""
+        """Whether the model is changed for these rows. It stays so until all have ended, and no row can enter."""
         return any(r.cache.chain.adaptation for r in (*self.entering, *self.rows))
 
     @property
     def open(self) -> bool:
-        """True if rows can enter."""
+        """Whether rows can enter now."""
         return not len(self) or not (self.adapts or len({r.entry for r in self.rows}) >= MOST_ENTRIES)
 
     def enter(self, rows: Sequence[tuple[Key, Cache, Ending]]) -> None:
@@ -119,7 +119,7 @@ class DecodeBatch(Generic[Key]):
             self.entering.append(AnsweringRow(key, cache, ending, draw=draw))
 
     def advance(self) -> list[tuple[Key, Answer]]:
-        """Step until a row ends, or all do where the model is adapted to them; return the keys and answers of those."""
+        """Step until a row ends, or until all do if the model is adapted to them; return (key, answer) of each."""
         ended: list[AnsweringRow[Key]] = []
         until_all_end = self.adapts
         chain = next((r.cache.chain for r in (*self.entering, *self.rows)), None)
@@ -143,7 +143,7 @@ class DecodeBatch(Generic[Key]):
         return [(r.key, r.answer()) for r in ended]
 
     def _begin(self, rows: list[AnsweringRow[Key]]) -> list[AnsweringRow[Key]]:
-        """Choose the first token of each entering row; return those whose answer ends with it: they never decode."""
+        """Choose the first token of each entering row; return the rows whose answer ends with it and never decode."""
         tokens = _choose(torch.stack([r.cache.logits for r in rows]), rows)
         for row in rows:
             row.entry = self.entries
@@ -154,12 +154,12 @@ class DecodeBatch(Generic[Key]):
         if going:
             entering = [rows[i] for i in going]
             layers = build(self.model, [r.cache for r in entering], max(r.ending.limit for r in entering) - 1)
-            for layer, new in zip(self.layers, layers if self.rows else (), strict=True):
-                layer.join(new)
+            for layer, entering_layer in zip(self.layers, layers if self.rows else (), strict=True):
+                layer.join(entering_layer)
             self.layers = self.layers or layers
             # the last token of an answer is never fed: of ``limit`` tokens, the one before it is the last that is
-            last = [r.cache.seen + max(r.ending.limit - 2, 0) for r in entering]
-            columns = torch.tensor([going, [r.cache.seen for r in entering], last], device=tokens.device)
+            ends = [r.cache.seen + max(r.ending.limit - 2, 0) for r in entering]
+            columns = torch.tensor([going, [r.cache.seen for r in entering], ends], device=tokens.device)
             columns[0] = tokens[columns[0]]  # from indices to the tokens there
             self.next = torch.cat([self.next.to(tokens.device), columns], dim=1)
             self.rows = [*self.rows, *entering]
@@ -167,16 +167,16 @@ class DecodeBatch(Generic[Key]):
 
     def _step(self) -> list[AnsweringRow[Key]]:
         """Feed every row its last token and choose the next; return the rows that end with it."""
-        tokens, positions, last = self.next
+        tokens, positions, ends = self.next
         logits = step(self.model, self.layers, tokens[:, None], positions[:, None])[:, -1]
         attended = [layer.attended for layer in self.layers if layer.attended is not None]
-        mean = by_layer(attended, logits.device).nanmean(dim=0) if attended else None
+        mean_attended = by_layer(attended, logits.device).nanmean(dim=0) if attended else None
         for i, row in enumerate(self.rows):
             row.fed += 1
-            if mean is not None and row.cache.chain.masks and not row.over:
-                row.tally.append(mean[i])
+            if mean_attended is not None and row.cache.chain.masks and not row.over:
+                row.tally.append(mean_attended[i])
         # a row that has ended never goes past its own last position
-        self.next = torch.stack([_choose(logits, self.rows), torch.minimum(positions + 1, last), last])
+        self.next = torch.stack([_choose(logits, self.rows), torch.minimum(positions + 1, ends), ends])
         return self._settle()
 
     def _settle(self) -> list[AnsweringRow[Key]]:

@@ -29,7 +29,7 @@ WARM_UP = 3  # runs before a recording, in which PyTorch and its libraries alloc
 class StillLayer(KvbenchLayer):
     """A layer whose next token goes to slot ``place`` [1] of its tail, a tensor that is read when the step runs.
 
-    Raises KvbenchError for a layer whose steps are not alike.
+    Raises KvbenchError if the steps of the layer are not alike.
     """
 
     def __init__(self, layer: RowLayer, place: Tensor) -> None:
@@ -72,9 +72,9 @@ class StillLayer(KvbenchLayer):
 
 
 class Graph:
-    """The steps of ``batch``, one new token a row. Raises KvbenchError for a batch whose steps are not alike.
+    """The steps of ``batch``, one new token a row. Raises KvbenchError if the steps of the batch are not alike.
 
-    It is recorded here. The batch stays as plain steps would leave it, so that either can go on; its rows must stay.
+    A step is recorded here. The batch stays as plain steps would leave it, so that either can go on; rows must stay.
     """
 
     def __init__(self, model: PreTrainedModel, batch: Sequence[RowLayer]) -> None:

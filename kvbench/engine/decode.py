@@ -42,8 +42,8 @@ def generate_rows(model: PreTrainedModel, caches: Sequence[Cache], endings: Sequ
 def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[int]) -> Cache:
     """Return a new cache that has also read ``input_ids`` [T] behind the compressed prompt.
 
-    The tokens stay whole unless the chain packs or evicts while decoding: then they are stored one by one, as tokens of
-    an answer are.
+    The new tokens are kept exactly as they are, unless the chain packs or evicts while decoding. Then they are stored
+    one by one, as the tokens of an answer are.
     """
     ids = as_prompt(model, input_ids)
     check_continuation(model, cache, ids.shape[0])
@@ -56,7 +56,7 @@ def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Seque
             piece = ids[start : start + size]
             positions = torch.arange(cache.seen + start, cache.seen + start + len(piece), device=ids.device)
             logits = step(model, batch, piece[None], positions[None])
-    layers = [new.continued(old) for old, new in zip(cache.layers, batch, strict=True)]
+    layers = [row_layer.continued(layer) for layer, row_layer in zip(cache.layers, batch, strict=True)]
     return replace(cache, layers=tuple(layers), logits=logits[0, -1].clone())
 
 

@@ -20,9 +20,10 @@ from kvbench.storage.format import Room, StoredRow
 class RowLayer(KvbenchLayer):
     """One layer of a decode batch of B rows.
 
-    ``attended`` [B] is the mean number of tokens that the last step attended in rows whose method masks, nan in others,
-    and None if no row's does. ``next`` [B] are the positions of each row's next token; ``used`` tokens have come since
-    the layer was built.
+    attended: [B], the mean number of tokens that the last step attended in rows whose method masks, and nan in others;
+    None if no row's method masks.
+    next: [B], the position of each row's next token.
+    used: how many tokens have come since the layer was built.
     """
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
@@ -43,15 +44,15 @@ class RowLayer(KvbenchLayer):
         self.grow(t)
 
     def grow(self, tokens: int) -> None:
-        """Count ``tokens`` new ones."""
+        """Count ``tokens`` new tokens of every row."""
         self.next = self.next + tokens
         self.used, self.seen = self.used + tokens, self.seen + tokens
 
     def join(self, other: RowLayer) -> None:
         """Append the rows of another layer; no storage of either is moved."""
-        first = len(self.next)
+        offset = len(self.next)
         self.formats = [(entries.behind(0), stored) for entries, stored in self.formats]
-        self.formats += [(entries.behind(first), stored) for entries, stored in other.formats]
+        self.formats += [(entries.behind(offset), stored) for entries, stored in other.formats]
         self.next, self.seen = torch.cat([self.next, other.next]), max(self.seen, other.seen)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
@@ -79,7 +80,7 @@ class RowLayer(KvbenchLayer):
         """Drop all rows but ``rows`` (ascending)."""
         rows = rows.to(self.next.device)
         self.next = self.next[rows]
-        places = {old: new for new, old in enumerate(rows.tolist())}
+        places = {row: place for place, row in enumerate(rows.tolist())}
         formats, self.formats = self.formats, []
         for entries, stored in formats:
             index, staying = entries.keep(places)
@@ -91,13 +92,13 @@ class RowLayer(KvbenchLayer):
     def continued(self, cache: LayerCache) -> LayerCache:
         """Return ``cache``, from which the only row was loaded, with the tokens added since."""
         seen = cache.seen + self.used
-        first, rows = self.formats[0]
-        if first.heads is None:
-            return replace(cache, segments=rows.segments(0, cache), seen=seen)
+        first_entries, stored = self.formats[0]
+        if first_entries.heads is None:
+            return replace(cache, segments=stored.segments(0, cache), seen=seen)
         heads = {}
-        for entries, rows in self.formats:
+        for entries, stored in self.formats:
             for u, head in enumerate([] if entries.heads is None else entries.heads.tolist()):
-                (heads[head],) = rows.segments(u, head_of(cache, head, entries.stored))
+                (heads[head],) = stored.segments(u, head_of(cache, head, entries.stored))
         (old,) = cache.segments
         return replace(cache, segments=(joined(old, [heads[h] for h in range(len(heads))]),), seen=seen)
 
@@ -108,7 +109,7 @@ def allocated(layers: Sequence[RowLayer]) -> int:
 
 
 def _behind(x: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a format holds, in containers and in objects of kvbench's, which leaves out the model."""
+    """Yield the tensors in x, its containers and its objects of kvbench's classes, so that the model is left out."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, (list, tuple)):

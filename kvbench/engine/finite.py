@@ -21,11 +21,11 @@ def no_answer(chain: Chain, dtype: torch.dtype) -> Refused:
 
 
 def _refused(chain: Chain, name: str, dtype: torch.dtype, by_model: bool) -> Refused:
-    """Return the refusal; ``by_model``: no stage of the chain had a part in the numbers."""
+    """Return the refusal. ``by_model`` says that no stage of the chain had a part in the numbers."""
     cause = "method=full tells whether it is the model or the method"
     if by_model:
         cause = "NaN or inf stands in its weights or comes of its rope settings"
     if dtype == torch.float16:
         cause += ", or float16 is too small: give dtype=bfloat16 or dtype=float32"
-    whose = "the model's" if by_model else f"{chain.name}: the"
-    return Refused(f"{whose} {name} are not finite (dtype={str(dtype).removeprefix('torch.')}): {cause}")
+    owner = "the model's" if by_model else f"{chain.name}: the"
+    return Refused(f"{owner} {name} are not finite (dtype={str(dtype).removeprefix('torch.')}): {cause}")

@@ -32,11 +32,11 @@ class CompressedLayers:
         for stage in self._first:
             dense = self.chain.run(stage, dense, obs)
         # a layer more changes the shares of all, so that earlier ones may be trimmed again
-        before = [*self.caches, dense]
-        self.caches = balancer.rebalance(before, obs.n_layers)
-        for i, (old, new) in enumerate(zip(before, self.caches, strict=True) if self.chain.foreign else ()):
-            if old.segments[0].positions.shape[0] == 1 and old.segments[0].lengths is None:
-                self._compare(i, new, old.segments[0], all_read=False)
+        untrimmed = [*self.caches, dense]
+        self.caches = balancer.rebalance(untrimmed, obs.n_layers)
+        for i, (previous, trimmed) in enumerate(zip(untrimmed, self.caches, strict=True) if self.chain.foreign else ()):
+            if previous.segments[0].positions.shape[0] == 1 and previous.segments[0].lengths is None:
+                self._compare(i, trimmed, previous.segments[0], all_read=False)
         self._waiting.append(self._for_later(obs))
         if len(self.caches) == obs.n_layers:  # the shares are final
             for i, waiting in enumerate(self._waiting):
@@ -56,7 +56,7 @@ class CompressedLayers:
             self.mismatch = difference and f"layer {layer} holds {difference}"
 
     def _for_later(self, obs: Observation) -> Observation:
-        """Return only what later stages read of a layer, so that the rest need not outlive it."""
+        """Return the observation with only what later stages read, so that the rest need not outlive the layer."""
         needs = Needs.union(stage.needs(obs.prompt_tokens) for stage in self._later)
         return replace(
             obs,

@@ -46,17 +46,17 @@ def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tenso
 
 
 def _force(model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, chunk: int) -> list[Forced]:
-    """Teacher-force one batch in a model that is adapted to it; ``ids`` [T]."""
-    seen, rows = caches[0].seen, len(caches)
+    """Return the losses of ``ids`` [T] after each cache of one batch, in a model that is adapted to them."""
+    prompt_tokens, rows = caches[0].seen, len(caches)
     # the first token is predicted by the prompt's own logits
     losses = [_loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])]
     batch = build(model, caches, len(ids), chunk)
     with torch.no_grad(), attached(model):
         for start in range(0, len(ids) - 1, chunk):
-            fed = ids[start : min(start + chunk, len(ids) - 1)]
-            positions = torch.arange(seen + start, seen + start + len(fed), device=ids.device)
-            logits = step(model, batch, fed.expand(rows, -1), positions.expand(rows, -1), whole=True)
-            losses.append(_loss(logits, ids[start + 1 : start + 1 + len(fed)]))
+            chunk_ids = ids[start : min(start + chunk, len(ids) - 1)]
+            positions = torch.arange(prompt_tokens + start, prompt_tokens + start + len(chunk_ids), device=ids.device)
+            logits = step(model, batch, chunk_ids.expand(rows, -1), positions.expand(rows, -1), whole=True)
+            losses.append(_loss(logits, ids[start + 1 : start + 1 + len(chunk_ids)]))
     most_tokens = torch.stack([layer.held() for layer in batch]).T.tolist()
     payload = zip(*(layer.payload() for layer in batch), strict=True)
     columns = zip(torch.cat(losses, dim=1).cpu(), most_tokens, payload, strict=True)

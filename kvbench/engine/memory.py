@@ -30,7 +30,10 @@ OUT_OF_MEMORY = (
 
 
 def process_memory(key: str) -> int:
-    """Return bytes of this process by Linux's name: VmRSS resident now, VmHWM at most, VmData its own data."""
+    """Return the bytes of this process that Linux names ``key``.
+
+    VmRSS is what is resident now, VmHWM the most that was, VmData the process's own data.
+    """
     status = Path("/proc/self/status")
     for line in status.read_text(encoding="ascii", errors="replace").splitlines() if status.exists() else ():
         if line.startswith(key + ":"):
@@ -41,7 +44,7 @@ def process_memory(key: str) -> int:
 def cache_limit(gib: float | None, shares: Mapping[torch.device, float]) -> int:
     """Return the bytes that caches may take: ``gib`` if the user gave it, else a share of the memory free now.
 
-    ``shares`` are the parts of every cache on each device: the one with the least room for its part decides.
+    ``shares`` gives the part of every cache on each device. The device with the least room for its part decides.
     """
     if gib is not None:
         return int(gib * GIB)
@@ -57,9 +60,9 @@ def device_shares(model: PreTrainedModel) -> dict[torch.device, float]:
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still take on ``device``: a GPU, or the machine and its control group."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        device_free, _ = torch.cuda.mem_get_info(device)
         # what PyTorch holds without using it is free for our tensors, too
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        return int(device_free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     return min(_free_of_machine(), *_free_of_group())
 
 

@@ -22,7 +22,7 @@ UNITS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm's BF16"}
 
 @cache
 def bf16_units() -> tuple[str, ...] | None:
-    """Return those of UNITS that this CPU has; None where its system does not tell."""
+    """Return the units that multiply bf16 of this CPU, named as in UNITS; None where its system does not tell."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
@@ -34,16 +34,16 @@ def dtype_reason(setting: str, dtype: str, device: torch.device) -> str:
     """Return the dtype of a run with its reason, in one line; ``setting`` is the user's dtype=."""
     if device.type != "cpu":
         return f"{dtype}: {'auto on a GPU' if setting == 'auto' else 'as asked'}"
-    units, known = bf16_units(), list(UNITS.values())
-    names = f"{', '.join(known[:-1])} or {known[-1]}"
-    has = f"which this one has ({', '.join(units)})" if units else "which this one has not"
-    has = has if units is not None else "of which this system does not tell"
+    units, unit_names = bf16_units(), list(UNITS.values())
+    names = f"{', '.join(unit_names[:-1])} or {unit_names[-1]}"
+    this_cpu = f"which this one has ({', '.join(units)})" if units else "which this one has not"
+    this_cpu = this_cpu if units is not None else "of which this system does not tell"
     if dtype == "float32":
-        why = "auto on a CPU" if setting == "auto" else "as asked"
-        return f"float32: {why}; dtype=bfloat16 reads prompts faster on CPUs with {names}, {has}"
+        reason = "auto on a CPU" if setting == "auto" else "as asked"
+        return f"float32: {reason}; dtype=bfloat16 reads prompts faster on CPUs with {names}, {this_cpu}"
     if dtype == "float16":
         return "float16: as asked; slow on a CPU"
-    return f"bfloat16: as asked; on a CPU it is fast only with {names}, {has}"
+    return f"bfloat16: as asked; on a CPU it is fast only with {names}, {this_cpu}"
 
 
 def has_better_dtype(setting: str, dtype: str, device: torch.device) -> bool:
@@ -54,10 +54,13 @@ def has_better_dtype(setting: str, dtype: str, device: torch.device) -> bool:
 
 
 def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> dict[str, Any] | None:
-    """Compare the full cache's logits after ``prompts`` [n] with those of the same weights in fp32.
+    """Return how the full cache's logits after ``prompts`` [n] differ from those of the same weights in fp32.
 
-    ``largest``: the largest difference; ``same``: the number of prompts after which the first choice is the same. None
-    for a model in fp32, and where memory does not hold it twice as large.
+    prompts: the number of prompts.
+    same: the number of prompts after which the first choice is the same.
+    largest: the largest difference of a logit.
+
+    Returns None for a model in fp32, and where memory does not hold it at twice its size.
     """
     half, device = model.dtype, model.device
     weights = sum(p.nbytes for p in model.parameters())
@@ -73,11 +76,11 @@ def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> dict[
 
 def rounding_note(comparison: dict[str, Any], dtype: str) -> str:
     """Return the result of ``compare_rounding`` in a sentence."""
-    n, same = comparison["prompts"], comparison["same"]
+    n, equal = comparison["prompts"], comparison["same"]
     return (
         f"Rounding to {dtype} alone: against the same weights in float32 the logits after the first prompt of "
         f"{n} task{'s' if n > 1 else ''} differ by at most {comparison['largest']:.2g}, and the first choice is the "
-        f"same after {same} of {n}. Several answers at once round otherwise than one: batch_rows=1 decodes full as "
+        f"same after {equal} of {n}. Several answers at once round otherwise than one: batch_rows=1 decodes full as "
         "model.generate does."
     )
 

@@ -155,11 +155,11 @@ def observe(
     def finished(index: int, hidden: Tensor) -> None:
         layer = layers[index]
         k, v = layer.take()
-        wanted = (shape.kv_heads, k.shape[1], shape.head_dim)
-        if k.shape != wanted or v.shape != wanted:
+        expected_shape = (shape.kv_heads, k.shape[1], shape.head_dim)
+        if k.shape != expected_shape or v.shape != expected_shape:
             raise UsageError(
                 f"layer {index} caches keys {tuple(k.shape)} and values {tuple(v.shape)} where config.json says "
-                f"{wanted}: kvbench cannot run this model"
+                f"{expected_shape}: kvbench cannot run this model"
             )
         own_rows = rows[index]
         observation = Observation(
@@ -196,7 +196,7 @@ def observe(
 
 
 def _next_rows(chain: Chain, obs: Observation, keys: Tensor) -> Rows | None:
-    """Return the tokens that the layer after ``obs`` reads, by the attention in this one; None: all."""
+    """Return the tokens that the layer after ``obs`` reads, by the attention in this layer; None if it reads all."""
     if chain.hidden is None or obs.layer + 1 == obs.n_layers:
         return None
     positions = obs.token_positions(keys.device)
@@ -249,7 +249,7 @@ def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -
 
 
 def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], plain: bool) -> list[Cache]:
-    """Prefill once for chains under which the prompt is computed alike."""
+    """Return one cache per chain from one prefill, for chains under which the prompt is computed alike."""
     n = ids.shape[0]
     needs = Needs.union(chain.needs(n) for chain in chains)
     layers = [CompressedLayers(chain) for chain in chains]

@@ -75,7 +75,7 @@ def step(
 ) -> Tensor:
     """Feed ``tokens`` [B, T] at ``positions`` [B, T]; return the logits [B, 1, V] after the last.
 
-    ``whole``: return those after each token, [B, T, V].
+    With ``whole``, return the logits [B, T, V] after each token.
     """
     out = model(
         input_ids=tokens,

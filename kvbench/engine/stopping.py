@@ -13,9 +13,11 @@ from torch import Tensor
 class Ending:
     """The rules by which one row's tokens are chosen and its answer ends.
 
-    It ends after ``limit`` tokens, or with the first of ``stop``, which cannot come before ``min_new_tokens`` others;
-    tokens in ``forbid_first`` cannot be the first. ``temperature`` 0 is greedy; else tokens are drawn from the smallest
-    set with mass ``top_p``, by a generator for each row, so that the draw does not depend on the batch.
+    limit: the most tokens of an answer.
+    stop: tokens with which an answer ends. They cannot come before ``min_new_tokens`` others.
+    forbid_first: tokens that cannot be the first.
+    temperature: 0 takes the likeliest token. Otherwise tokens are drawn from the smallest set with mass ``top_p``, by a
+    generator for each row, so that the draw does not depend on the batch.
     """
 
     limit: int
@@ -27,11 +29,11 @@ class Ending:
     seed: int = 0
 
     def over(self, tokens: Sequence[int]) -> bool:
-        """Return True if an answer of these tokens is finished."""
+        """Tell whether an answer of these tokens is finished."""
         return len(tokens) >= self.limit or bool(tokens and tokens[-1] in self.stop)
 
     def forbidden(self, count: int) -> frozenset[int]:
-        """Return the tokens that cannot come after ``count`` others."""
+        """Return the tokens that an answer cannot have after its first ``count`` tokens."""
         early = self.stop if count < self.min_new_tokens else frozenset()
         return early | self.forbid_first if count == 0 else early
 

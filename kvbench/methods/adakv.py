@@ -47,7 +47,10 @@ class AdaKV(SnapKV):
         return ops.select_first(cache, order, self._sizes(scores, budget))
 
     def _sizes(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
-        """Return the tokens that each head keeps, ``budget`` on average, by scores [H, n], +inf for the protected."""
+        """Return how many tokens each head keeps, ``budget`` on average.
+
+        scores [H, n] are +inf for protected tokens.
+        """
         heads, n = scores.shape
         protected = int(scores[0].isposinf().sum())
         if self.floor_rule == "safe":
@@ -58,6 +61,6 @@ class AdaKV(SnapKV):
         if self.floor_rule == "safe":
             return counts
         # (1 - floor) * B_h + floor * B, with B = budget - w
-        free = budget - protected
-        shares = [(1 - self.floor) * (c - protected) + self.floor * free for c in counts.tolist()]
-        return protected + torch.tensor(round_shares(shares, free * heads), device=scores.device)
+        budget_beside_window = budget - protected
+        shares = [(1 - self.floor) * (c - protected) + self.floor * budget_beside_window for c in counts.tolist()]
+        return protected + torch.tensor(round_shares(shares, budget_beside_window * heads), device=scores.device)

@@ -73,7 +73,7 @@ class Asvd(LowRankStage):
 
     @property
     def full(self) -> int:
-        """The full rank of a projection."""
+        """The full rank of a projection of all heads together."""
         return min(self.shape.heads * self.shape.head_dim, self.shape.hidden)
 
     @cached_property
@@ -93,7 +93,7 @@ class Asvd(LowRankStage):
         return tuple(pairs)
 
     def scale(self, sizes: torch.Tensor) -> torch.Tensor:
-        """Return the diagonal of S, fp64, by mean sizes [..., d]."""
+        """Return the diagonal of S in fp64; ``sizes`` [..., d] are the mean of |x| of each input channel x."""
         # S_ii = (mean of |x_i|)^alpha
         return sizes.double().pow(self.alpha).clamp(min=1e-6)
 
@@ -107,7 +107,10 @@ class Asvd(LowRankStage):
             yield Spectrum.of(k, self.scale(size)), Spectrum.of(v, self.scale(size))
 
     def _losses(self, model: PreTrainedModel, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
-        """Return mean losses [layers, 2, fractions] over the probes, of one projection at each of the ranks tried."""
+        """Return losses [layers, 2, fractions], the mean over the probes.
+
+        Each is the loss when one projection alone is cut, key (0) or value (1), to one of the ranks tried.
+        """
         shape = ProjectionShape.of(model)
         full = min(shape.heads * shape.head_dim, shape.hidden)
         exact = [
@@ -120,6 +123,6 @@ class Asvd(LowRankStage):
                 for j, rank in enumerate(self._tried_ranks(full)):
                     pair = list(exact[i])
                     pair[which] = joined([spectrum.cut(rank)])
-                    layers = [(pair[0], pair[1]) if at == i else (k, v) for at, (k, v) in enumerate(exact)]
+                    layers = [(pair[0], pair[1]) if layer == i else (k, v) for layer, (k, v) in enumerate(exact)]
                     losses[i, which, j] = mean_loss(model, probes, layers)
         return losses

@@ -55,18 +55,18 @@ class Stage(Knobs):
         return nullcontext()
 
     def recipe(self) -> Recipe | None:
-        """Return what must be measured of a model, over a text, before the stage can run; None: nothing."""
+        """Return what must be measured of a model, over a text, before the stage can run, or None if nothing."""
         return None
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
-        """Measure what ``recipe`` names, and return it by name.
+        """Return what ``recipe`` asks for, measured on the model and text of ``run``: tensors by name.
 
         Memory must not depend on the number of samples. Raises UsageError where ``recipe.check`` does.
         """
         raise TypeError(f"{type(self).__name__} does not say how it is calibrated")
 
     def calibration_bytes(self, model: PreTrainedModel) -> tuple[int, int]:
-        """Return the bytes that measuring takes in memory beside the model, and on disk; (0, 0): next to nothing."""
+        """Return (bytes in memory beside the model, bytes on disk) that measuring takes; (0, 0) if next to none."""
         return 0, 0
 
     def calibrated(self, data: Calibration) -> Stage:
@@ -83,7 +83,7 @@ class Stage(Knobs):
         return {"id": self.id, "revision": self.revision, **({"code": code} if code else {}), "knobs": knobs}
 
     def measured(self, what: str, knob: str = "it") -> Mapping[str, torch.Tensor]:
-        """Return the tensors of the stage's calibration, from which ``what`` follows. UsageError without one."""
+        """Return the tensors of the stage's calibration, from which ``what`` follows. Raises UsageError without it."""
         if self.calibration is None:
             raise UsageError(
                 f"method {self.id} was not calibrated, and {what}, hence its bytes, follow from that: leave {knob} out "
@@ -104,11 +104,14 @@ class Stage(Knobs):
 
     @property
     def prefill_key(self) -> str:
-        """'' if the prompt is computed exactly; else names all that changes it, such as ``read`` and ``adapt``."""
+        """All that changes how the prompt is computed, such as ``read`` and ``adapt``; '' if it is computed exactly."""
         return ""
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the prompt's own attention reads in place of keys and values [Hk, n, D], stored all the same."""
+        """Return (keys, values) [Hk, n, D] that the prompt's own attention reads in place of k and v.
+
+        k and v are stored all the same.
+        """
         return k, v
 
     def needs(self, n: int) -> Needs:
@@ -116,7 +119,7 @@ class Stage(Knobs):
         return Needs()
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
-        """Return the tokens per stored head after prefill; None where the stage does not choose tokens."""
+        """Return how many tokens each stored head holds after prefill; None if the stage does not choose tokens."""
         return None
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
@@ -124,7 +127,7 @@ class Stage(Knobs):
         return None
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        """Return the segments that the stage makes of ``blocks``: the formula that the bytes held must equal."""
+        """Return the blocks that the stage makes of ``blocks``. The bytes that a head holds must equal their sum."""
         return blocks
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
@@ -142,9 +145,9 @@ class Stage(Knobs):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSelector(Stage):
-    """A stage that chooses which tokens stay, with or without a budget. The knob common to all of them:
+    """A stage that chooses which tokens stay, with or without a budget. All of them have this knob:
 
-    frozen_layers: layers that keep everything.
+    frozen_layers: the numbers of layers that keep everything.
 
     Selectors that also evict while decoding are in methods.evicting.
     """
@@ -162,7 +165,7 @@ class TokenSelector(Stage):
         self.require_layers("frozen_layers", n_layers)
 
     def capacity(self, n: int) -> Capacity:
-        """Return the budget for a prompt of n tokens: all of it where the data alone decide what goes."""
+        """Return the budget for a prompt of n tokens: all n where the data alone decide how many stay."""
         return Capacity(n, 0, 0)
 
     def nominal(self, n: int) -> int | None:
@@ -186,11 +189,11 @@ class TokenSelector(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Selector(TokenSelector):
-    """A stage that keeps a budget of tokens, chosen by a score. Knobs common to all of them:
+    """A stage that keeps a budget of tokens, chosen by a score. All of them have these knobs:
 
-    kv_size: tokens kept per stored head, window and sinks included (> sinks + window).
-    kv_ratio: fraction of the prompt kept, floor(ratio * n) tokens; the default budget, 0.25, if neither is given.
-    kv_round: true rounds the fraction to the nearest number of tokens (halves to even) instead.
+    kv_size: tokens kept per stored head, window and sinks included; more than sinks and window together.
+    kv_ratio: fraction of the prompt kept, floor(ratio * n) tokens. It is 0.25 if neither knob is given.
+    kv_round: whether that product is rounded to the nearest number of tokens (halves to even) instead of down.
     """
 
     kv_size: int | None = None
@@ -233,6 +236,7 @@ class Selector(TokenSelector):
         if self.kv_size is not None:
             return Capacity(min(self.kv_size, n), sinks, window)
         exact = (self.kv_ratio or DEFAULT_RATIO) * n
+        # 1e-9: a product that should be whole must not be cut to the number below
         tokens = max(2, round(exact) if self.kv_round else int(exact + 1e-9))
         if tokens >= n:
             return Capacity(n, sinks, window)
@@ -258,7 +262,7 @@ class Selector(TokenSelector):
         return self.choose(cache, obs, ())
 
     def choose(self, cache: LayerCache, obs: Observation, modifiers: Sequence[Modifier]) -> LayerCache:
-        """Return ``compress`` under scores that ``modifiers`` change before the choice."""
+        """Return the compressed cache; ``modifiers`` change the scores before the choice."""
         state = dict(self.initial_state(cache, obs))
         for modifier in modifiers if self.evicts else ():
             state.update(modifier.initial_state(cache))
@@ -284,7 +288,7 @@ class Selector(TokenSelector):
         return self.pick(cache, scores, budget)
 
     def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
-        """Return the cache with the ``budget`` best tokens of every head by scores [heads, n]; +inf stays."""
+        """Return the cache with every head's ``budget`` best tokens by scores [heads, n]; those at +inf always stay."""
         return ops.select(cache, top_indices(scores, budget))
 
 
@@ -304,7 +308,7 @@ class Modifier(Stage):
         return 0
 
     def modify(self, scores: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
-        """Change the selector's scores [heads, n] of the prompt's tokens."""
+        """Return the selector's scores [heads, n] of the prompt's tokens, changed."""
         return scores
 
     def slot_bytes(self, itemsize: int) -> int:
@@ -316,7 +320,7 @@ class Modifier(Stage):
         return {}
 
     def reweigh(self, scores: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Change the selector's scores [B, H, S] of slots while decoding; +inf stays."""
+        """Return the selector's scores [B, H, S] of slots while decoding, changed; +inf stays +inf."""
         return scores
 
     def new_token_state(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -336,5 +340,5 @@ class Mask(Stage, Masker):
 
 
 def sinks_of(modifiers: Sequence[Modifier]) -> int:
-    """Return how many first tokens the modifiers keep."""
+    """Return how many first tokens the modifiers keep together: as many as the one that keeps most."""
     return max((m.sink_size() for m in modifiers), default=0)

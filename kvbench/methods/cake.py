@@ -87,11 +87,11 @@ class Cake(EvictingSelector):
         state = {"row": group_mean(rows[:, -1], cache.heads).clone()} if self.decode_evict else {}
         weight = None
         if not self.keeps_all(obs.n, obs.layer):
-            before = rows[:, :, : obs.n - window]
-            variance = before.var(dim=1) if window > 1 else torch.zeros_like(before[:, 0])
-            weight = self.preference(before, variance)
+            earlier_rows = rows[:, :, : obs.n - window]
+            variance = earlier_rows.var(dim=1) if window > 1 else torch.zeros_like(earlier_rows[:, 0])
+            weight = self.preference(earlier_rows, variance)
             # score = mean + gamma * variance of A over the window; the window itself always stays
-            mixed = group_mean(before.mean(dim=1) + self.gamma * variance, cache.heads)
+            mixed = group_mean(earlier_rows.mean(dim=1) + self.gamma * variance, cache.heads)
             state["score"] = torch.nn.functional.pad(pool(mixed, self.kernel, "avg"), (0, window), value=torch.inf)
         segment = replace(ops.only_segment(cache), state=state)
         return replace(cache, segments=(segment,), weight=weight)
@@ -107,25 +107,25 @@ class Cake(EvictingSelector):
         sharing = [i for i, c in enumerate(caches) if c.weight is not None]
         if not sharing:
             return list(caches)
-        last, n = len(caches) == n_layers, caches[sharing[0]].seen
+        complete, n = len(caches) == n_layers, caches[sharing[0]].seen
         capacity = self.capacity(n)
         to_come = sum(i not in self.frozen_layers for i in range(len(caches), n_layers))
         # B_l = (C - w) L * P_l / sum of P, at most n - w
-        room, total = n - capacity.window, (capacity.tokens - capacity.window) * (len(sharing) + to_come)
-        shares = proportional_shares([caches[i].weight or 0.0 for i in sharing], total, room)
+        most, total = n - capacity.window, (capacity.tokens - capacity.window) * (len(sharing) + to_come)
+        shares = proportional_shares([caches[i].weight or 0.0 for i in sharing], total, most)
         # a share only falls as layers come in, so that its present value bounds its last
-        sizes = round_shares(shares, total) if last else [min(room, math.ceil(x + NOISE)) for x in shares]
+        sizes = round_shares(shares, total) if complete else [min(most, math.ceil(x + NOISE)) for x in shares]
         trimmed = list(caches)
         for i, size in zip(sharing, sizes, strict=True):
-            trimmed[i] = self._trim(caches[i], size + capacity.window, last)
+            trimmed[i] = self._trim(caches[i], size + capacity.window, complete)
         return trimmed
 
-    def _trim(self, cache: LayerCache, size: int, last: bool) -> LayerCache:
+    def _trim(self, cache: LayerCache, size: int, complete: bool) -> LayerCache:
         segment = ops.only_segment(cache)
         if size < segment.tokens:
             cache = ops.select(cache, top_indices(segment.state["score"], size))
             segment = cache.segments[0]
-        if not last:
+        if not complete:
             return cache
         state = {name: t for name, t in segment.state.items() if name != "score"}
         return replace(cache, segments=(replace(segment, state=state),), decided=(segment.tokens,) * cache.heads)
@@ -144,8 +144,8 @@ class Cake(EvictingSelector):
     def keep_scores(self, slots: Slots) -> torch.Tensor:
         young = recent_slots(slots, "window")
         # neighbouring sums share their large terms: in fp32 rounding would decide between them, batch by batch
-        old = slots.state["row"].double().masked_fill(young | ~slots.valid, 0)
-        return pool_slots(old, slots, self.kernel, "avg").masked_fill(young, torch.inf)
+        older_rows = slots.state["row"].double().masked_fill(young | ~slots.valid, 0)
+        return pool_slots(older_rows, slots, self.kernel, "avg").masked_fill(young, torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         return {"row": group_rows(probs[:, :, -1:], slots.positions.shape[1])[:, :, 0]}

@@ -102,7 +102,7 @@ class Chain:
         return next((s for s in self.stages if isinstance(s, HiddenPruner)), None)
 
     def tokens_read(self, n: int, layer: int, n_layers: int) -> int:
-        """Return the tokens of a prompt of n that the layer reads."""
+        """Return how many tokens of a prompt of n the layer reads."""
         return self.hidden.sizes(n, n_layers)[layer] if self.hidden else n
 
     @property
@@ -111,7 +111,7 @@ class Chain:
         return next((s for s in self.stages if isinstance(s, HeadSharer)), None)
 
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
-        """Return the number of query heads whose logits are computed in a layer."""
+        """Return how many query heads of a layer have their logits computed, for a prompt of n tokens."""
         return self.sharer.leading_heads(n, layer, n_layers, query_heads, kv_heads) if self.sharer else query_heads
 
     @property
@@ -164,14 +164,17 @@ class Chain:
         return protect(self.selector.capacity(n), sinks_of(self.modifiers), n) if self.selector else None
 
     def heads(self, kv_heads: int, query_heads: int) -> int:
-        """Return the heads stored in each layer: kv heads for the full cache, 1 for latents, which all heads share."""
+        """Return how many heads each layer stores: kv heads for the full cache, 1 for latents, which all heads share.
+
+        Otherwise ``per`` decides.
+        """
         if self.lowrank:
             return 1
         expands = any(s.role != "mask" for s in self.stages)  # each query head masks for itself anyway
         return query_heads if self.per == "query_head" and expands else kv_heads
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the prompt's own attention reads in place of keys and values [Hk, n, D]."""
+        """Return (keys, values) [Hk, n, D] that the prompt's own attention reads in place of k and v."""
         for stage in self.stages:
             k, v = stage.read(k, v)
         return k, v
@@ -208,7 +211,7 @@ class Chain:
         return {"calibration": hashes} if hashes else {}
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected:
-        """Return the tokens that each stored head of a layer must hold after prefill."""
+        """Return how many tokens each stored head of a layer must hold after prefill."""
         rows = self.tokens_read(n, layer, n_layers)
         for stage in self.stages:
             declared = stage.expected(n, layer, n_layers, heads)
@@ -217,7 +220,7 @@ class Chain:
         return Expected.exactly(rows, heads)
 
     def layout(self, slots: int, head_dim: int, itemsize: int, layer: int = 0) -> list[Block]:
-        """Return the segments of one stored head of a layer that holds ``slots`` tokens."""
+        """Return the blocks, one for each segment, of a stored head of a layer that holds ``slots`` tokens."""
         k, v = self.lowrank.widths(layer) if self.lowrank else (head_dim, head_dim)
         blocks = [Block(slots, slots * k * itemsize, slots * v * itemsize)]
         for stage in self.stages:
@@ -242,7 +245,7 @@ class Chain:
         return next((s for s in self.stages if s.rebalances), None)
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
-        """Run the stages over one layer, then store it under ``cache.heads`` heads.
+        """Return the layer's cache after all stages, stored under ``cache.heads`` heads.
 
         A stage that divides a budget over all layers takes this one for the whole model: see ``engine.layer_by_layer``.
         """
@@ -253,7 +256,10 @@ class Chain:
         return ops.expand(cache)
 
     def run(self, stage: Stage, cache: LayerCache, obs: Observation) -> LayerCache:
-        """Run one stage over one layer: a selector under the chain's modifiers, a quantiser with the chain's pruner."""
+        """Return the layer's cache after one stage.
+
+        A selector runs under the chain's modifiers, and a quantiser with the chain's pruner.
+        """
         if isinstance(stage, Selector):
             modified = partial(stage.choose, cache, obs, self.modifiers)
             choose = modified if self.modifiers else partial(stage.compress, cache, obs)

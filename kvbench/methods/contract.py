@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Expected:
-    """Tokens per stored head that a layer must hold after prefill: between ``low`` and ``high``, ``total`` in sum.
+    """How many tokens each stored head of a layer must hold after prefill.
 
-    Equal bounds are an exact promise. ``total`` is the sum over heads, also where the bounds leave single heads open.
+    low, high: the least and the most tokens of a head. Equal bounds are an exact promise.
+    total: the sum over heads, also where the bounds leave single heads open.
     """
 
     low: tuple[int, ...]
@@ -18,7 +19,7 @@ class Expected:
 
     @classmethod
     def exactly(cls, tokens: int, heads: int) -> Expected:
-        """Return the promise of ``tokens`` in every head."""
+        """Return the promise that each of ``heads`` heads holds exactly ``tokens``."""
         return cls((tokens,) * heads, (tokens,) * heads, tokens * heads)
 
     def within(self, rows: int) -> Expected:
@@ -32,10 +33,12 @@ class Expected:
 
 @dataclass(frozen=True)
 class Block:
-    """One segment of one stored head: slots, bytes of all its keys and of all its values, and overhead.
+    """The size of one segment of one stored head.
 
-    ``fixed_overhead`` is per head (channel ids), ``slot_overhead`` per slot (state such as running scores). Positions
-    are added by the audit.
+    slots: the number of tokens that it can hold.
+    key_bytes, value_bytes: the bytes of all its keys, and of all its values.
+    fixed_overhead: bytes per head, such as channel ids.
+    slot_overhead: bytes per slot, such as running scores. Positions are not counted here: the audit adds them.
     """
 
     slots: int
@@ -47,7 +50,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Capacity:
-    """A selector's budget for one prompt: tokens kept, of which the first ``sinks`` and last ``window`` always."""
+    """A selector's budget for one prompt, in tokens. The first ``sinks`` and the last ``window`` are always kept."""
 
     tokens: int
     sinks: int
@@ -56,7 +59,7 @@ class Capacity:
 
 
 def protect(capacity: Capacity, first: int, n: int) -> Capacity:
-    """Return the capacity with the ``first`` tokens always kept: at most half of it where there is no room."""
+    """Return the capacity with the ``first`` tokens always kept, or at most half of it where there is no room."""
     sinks = max(capacity.sinks, first)
     if sinks == capacity.sinks:
         return capacity

@@ -30,13 +30,13 @@ def spectrum(rows: Tensor) -> Tensor:
 
 
 def entropy(eigenvalues: Tensor, top: int | None = None) -> Tensor:
-    """Return H_k [...] of eigenvalues [..., D], largest first; ``top`` is k, None: all."""
+    """Return H_k [...] of eigenvalues [..., D], largest first; ``top`` is k, None for all D."""
     # H_k = -sum over the k largest s of s ln s, eq. 9
     return torch.special.entr(eigenvalues[..., :top]).sum(dim=-1)
 
 
 def ranks(values: Tensor) -> Tensor:
-    """Return the rank of each head by values [..., H], H - 1 for the largest; equal ones rank the lower head up."""
+    """Return the rank of each head by values [..., H], H - 1 for the largest. Of equal ones the lower head is above."""
     order = values.sort(dim=-1, descending=True, stable=True).indices
     descending = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, descending)
@@ -48,12 +48,13 @@ def entropy_recipe(top: int, samples: int, tokens: int | None) -> Recipe:
 
 
 def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
-    """Measure what ``entropy_recipe`` names, over windows that are read one at a time.
+    """Return the tensors that ``entropy_recipe`` asks for, over windows that are read one at a time.
 
-    ``entropy`` [L, Hq], mean H_k of queries; ``counts`` [L, Hq], the samples in which a head was among the half of its
-    layer with the largest H_k (appendix A.4); ``ranks`` [L, Hq], the sum of its ranks, for more than two groups;
-    ``spectra`` [L, Hq, D], mean eigenvalues of queries; ``erank`` and ``erank_k`` [3, L], of queries, keys and values,
-    means over heads, untruncated and truncated.
+    entropy: [L, Hq], the mean H_k of queries.
+    counts: [L, Hq], in how many samples a head was in the half of its layer with the largest H_k (appendix A.4).
+    ranks: [L, Hq], the sum of a head's ranks, for more than two groups.
+    spectra: [L, Hq, D], the mean eigenvalues of queries.
+    erank, erank_k: [3, L], the untruncated and truncated effective rank of queries, keys and values, means over heads.
     """
     shape, top = from_config(run.model.config), int(run.recipe.knobs["top"])
     run.recipe.check(shape.head_dim, "head_dim")

@@ -19,11 +19,13 @@ NO_LIMIT = 2**31 - 1  # tokens, of a layer that keeps everything
 
 @dataclass(frozen=True, kw_only=True)
 class EvictingSelector(Selector, Evictor):
-    """A selector whose ``evicts`` may be True. It implements ``keep_scores`` and, with a running state,
-    ``initial_state``, ``state_bytes`` and ``fold``. The knob common to all of them:
+    """A selector whose ``evicts`` may be True.
 
-    positions: ``true`` leaves cached keys at their own positions, and so does null; ``rolled`` gives them those of
-    their slots and the query that of the last (for unbounded streams; needs rotary positions).
+    It implements ``keep_scores`` and, with a running state, ``initial_state``, ``state_bytes`` and ``fold``. All of
+    them have this knob:
+
+    positions: ``true`` and null leave cached keys at their own positions. ``rolled``, for unbounded streams, gives keys
+    the positions of their slots and the query that of the last; it needs rotary positions.
     """
 
     positions: str | None = None
@@ -51,7 +53,7 @@ class EvictingSelector(Selector, Evictor):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the running state per slot."""
+        """The bytes of the running state per slot."""
         return 0
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
@@ -62,16 +64,19 @@ class EvictingSelector(Selector, Evictor):
         return self.kv_size if self.kv_size is not None else super().capacity(n).tokens
 
     def decode_budget(self, n: int, layer: int) -> int:
-        """Return the tokens held per head while decoding after a prompt of n tokens."""
+        """Return how many tokens a head may hold while decoding after a prompt of n tokens."""
         return NO_LIMIT if layer in self.frozen_layers else self.competing(n) + self.spare
 
     def competing(self, n: int) -> int:
-        """Return the tokens per head that compete while decoding after a prompt of n tokens."""
+        """Return how many tokens per head compete while decoding after a prompt of n tokens."""
         return self.kv_size if self.kv_size is not None else self.capacity(n).tokens
 
     @property
     def spare(self) -> int:
-        """Tokens stored beside the budget while decoding: 1 under a knob by which the newest competes one step late."""
+        """The number of tokens stored beside the budget while decoding.
+
+        It is 1 under a knob by which the newest token competes one step late, and else 0.
+        """
         return int(any(getattr(self, knob, None) for knob in SPARE_KNOBS))
 
     def max_chunk(self, n: int) -> int:
@@ -79,7 +84,7 @@ class EvictingSelector(Selector, Evictor):
         return self.decode_budget(n, 0)
 
     def layer_budget(self, cache: LayerCache, layer: int) -> int:
-        """Return the most tokens that a head of this layer goes on holding."""
+        """Return the most tokens that a head of this layer may hold while decoding."""
         return self.decode_budget(cache.prompt_tokens, layer)
 
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
@@ -88,7 +93,10 @@ class EvictingSelector(Selector, Evictor):
 
 @dataclass(frozen=True)
 class Modified(Evictor):
-    """A selector that evicts while decoding, under its modifiers, its tokens packed by ``packer`` if there is one."""
+    """A selector that evicts while decoding, by scores that its modifiers change.
+
+    Its tokens are packed by ``packer``, if there is one.
+    """
 
     selector: EvictingSelector
     modifiers: tuple[Modifier, ...]

@@ -94,8 +94,9 @@ def _follow(name: str, folder: Path, modules: dict[str, bytes]) -> None:
 
 @contextmanager
 def contained(name: str, foreign: bool = True) -> Iterator[None]:
-    """Run code of the method ``name`` that is not kvbench's own: it cannot end the program, and PyTorch's global
-    settings are restored after it."""
+    """Run code of the method ``name`` that is not kvbench's own.
+
+    It cannot end the program, and PyTorch's global settings are restored after it."""
     if not foreign:
         yield
         return
@@ -124,7 +125,7 @@ def _raised_by_signal(error: BaseException) -> bool:
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:
         return True
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and last.tb_frame.f_code in [getattr(h, "__code__", None) for h in handlers]
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and traceback.tb_frame.f_code in [getattr(h, "__code__", None) for h in handlers]

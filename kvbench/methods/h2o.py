@@ -26,12 +26,14 @@ class H2O(EvictingSelector):
 
     Under ``per=kv_head`` a group's query heads are averaged before the top-k.
 
-    variant: ``all`` sums over all n queries and evicts once after the prompt. ``win`` sums over the last ``window``
-    queries only (SnapKV without pooling), as ThinK's and ReFreeKV's code does. ``orig`` is the paper's: it sums
-    over all queries, adds the new row after every step, and holds the budget while decoding, half heavy hitters and
-    half recent tokens. ``uncomp`` is UNComp's baseline (its released code, arXiv 2410.03090): ``orig`` with floor(4
-    C / 512) heavy hitters and floor(508 C / 512) recent tokens of a budget of C, nearly a sliding window. C below
-    128 leaves no heavy hitter: a kv_size is refused, a fraction of a short prompt keeps recent tokens alone.
+    variant ``all``: all n queries; evicts once, after the prompt.
+    variant ``win``: the last ``window`` queries only (SnapKV without pooling), as in ThinK's and ReFreeKV's code.
+    variant ``orig``: the paper's. All queries, and the new token's attention is added at every step; the budget holds
+        while decoding, half of it heavy hitters and half recent tokens.
+    variant ``uncomp``: UNComp's baseline (its released code, arXiv 2410.03090). As ``orig`` with floor(4 C / 512) heavy
+        hitters and floor(508 C / 512) recent tokens of a budget C, nearly a sliding window. Below C = 128 there is no
+        heavy hitter: such a ``kv_size`` is refused, a ``kv_ratio`` that comes to so few keeps recent tokens only.
+    heavy_ratio, recent_ratio: both parts as fractions of the prompt, for ``orig``; None for half the budget each.
     """
 
     id: ClassVar[str] = "h2o"
@@ -46,8 +48,8 @@ class H2O(EvictingSelector):
     evict_after: bool | None = None
 
     def check(self) -> None:
-        both = (self.heavy_ratio is None) == (self.recent_ratio is None)
-        self.require("heavy_ratio", both, "given together with recent_ratio")
+        paired = (self.heavy_ratio is None) == (self.recent_ratio is None)
+        self.require("heavy_ratio", paired, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             self.require("heavy_ratio", self.variant == "orig", "a knob of variant=orig only")
             self.require("heavy_ratio", 0 <= self.heavy_ratio <= 1, "a fraction of the prompt")

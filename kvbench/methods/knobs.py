@@ -46,7 +46,7 @@ CODE_BITS = Rule("2, 3, 4 or 8", lambda bits: bits in (2, 3, 4, 8))
 
 
 def allowed_kind(declared: str, value: Any) -> str:
-    """Return the kind of value that a knob of type ``declared`` takes, or '' where ``value`` is of that kind.
+    """Return the kind of value that a knob of type ``declared`` takes, in words, or '' if ``value`` is of that kind.
 
     Kinds are numbers, switches and null. Names, lists and ranges are checked by the stage itself.
     """
@@ -57,11 +57,11 @@ def allowed_kind(declared: str, value: Any) -> str:
         return ""
     kind = "a number" if "float" in declared else "a whole number"
     if "bool" in declared:
-        kind, ok = "true or false", isinstance(value, bool)
+        kind, fits = "true or false", isinstance(value, bool)
     else:
         real = "float" in declared and isinstance(value, float) and math.isfinite(value)
-        ok = is_whole(value) or real
-    return "" if ok else f"{kind}, or null" if optional else kind
+        fits = is_whole(value) or real
+    return "" if fits else f"{kind}, or null" if optional else kind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,9 @@ Kind = Callable[[Stage], bool]
 class Conflict(NamedTuple):
     """Two kinds of stages that cannot stand in one chain, and why.
 
-    ``reason`` is a format with their ids {a} and {b}, and the other words of ``_words``. With ``beside``, they conflict
-    only where a third stage of that role, {c}, is in the chain.
+    a, b: the two kinds.
+    reason: a format string with the ids of the stages, {a} and {b}, and the other words of ``_words``.
+    beside: the role of a third stage, {c}, without which the two do not conflict; None if they always do.
     """
 
     a: Kind
@@ -39,7 +40,10 @@ class Conflict(NamedTuple):
 
 
 def kind(*roles: Role, **flags: bool) -> Kind:
-    """Return the kind of stages with one of ``roles`` (none: any) whose attributes named in ``flags`` are so."""
+    """Return the kind of stages that have one of ``roles`` and attributes as true or false as ``flags`` says.
+
+    Without ``roles``, stages of any role are of this kind.
+    """
     return lambda stage: (
         (not roles or stage.role in roles)
         and all(bool(getattr(stage, name, False)) == flag for name, flag in flags.items())
@@ -102,23 +106,23 @@ AS_SET = (
 def check_set(stages: Sequence[Stage]) -> None:
     """Raise UsageError, with the reason, for stages that cannot form one method, whatever their knobs."""
     ids = [s.id for s in stages]
-    written = "+".join(ids)
+    method = "+".join(ids)
     twice = sorted({i for i in ids if ids.count(i) > 1})
     if twice:
-        raise UsageError(f"method={written!r} names {', '.join(twice)} twice")
+        raise UsageError(f"method={method!r} names {', '.join(twice)} twice")
     for role, reason in AT_MOST_ONE:
-        same = [s.id for s in stages if s.role == role]
-        if len(same) > 1:
-            raise UsageError(f"method={written!r} combines {' and '.join(same)}, but {reason}")
+        rivals = [s.id for s in stages if s.role == role]
+        if len(rivals) > 1:
+            raise UsageError(f"method={method!r} combines {' and '.join(rivals)}, but {reason}")
     _refuse(ALWAYS, stages)
     selector = next((s.id for s in stages if s.role == "selector"), None)
     for modifier in (s for s in stages if s.role == "modifier"):
         bases: tuple[str, ...] = getattr(modifier, "decorates", ())
         if selector is None:
-            raise UsageError(f"method={written!r}: {modifier.id} changes a selector's scores and needs one beside it")
+            raise UsageError(f"method={method!r}: {modifier.id} changes a selector's scores and needs one beside it")
         if selector not in bases:
             scores = f"the scores of {', '.join(bases)}, not those of {selector}"
-            raise UsageError(f"method={written!r}: {modifier.id} changes {scores}")
+            raise UsageError(f"method={method!r}: {modifier.id} changes {scores}")
 
 
 def check_chain(chain: Chain) -> None:
@@ -142,8 +146,8 @@ def _refuse(conflicts: Sequence[Conflict], stages: Sequence[Stage]) -> None:
         b = next((s for s in stages if s is not a and conflict.b(s)), None)
         c = next((s for s in stages if s.role == conflict.beside), None)
         if a is not None and b is not None and (c is not None or conflict.beside is None):
-            written = "+".join(s.id for s in stages)
-            raise UsageError(f"method={written!r}: {conflict.reason.format(**_words(a, b, c))}")
+            method = "+".join(s.id for s in stages)
+            raise UsageError(f"method={method!r}: {conflict.reason.format(**_words(a, b, c))}")
 
 
 def _words(a: Stage, b: Stage, c: Stage | None) -> dict[str, str]:

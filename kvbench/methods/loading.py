@@ -58,11 +58,11 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
         raise UsageError(f"{entry} cannot be imported: {_located(error, '')}") from error
     if not (isinstance(cls, type) and issubclass(cls, Stage)):
         raise UsageError(f"{entry} is not a Stage (see kvbench/methods/base.py)")
-    for attribute, ok, remedy in (
+    for attribute, fits, remedy in (
         ("id", getattr(cls, "id", None) == method, f"write id = {method!r}, as the file is called"),
         ("role", hasattr(cls, "role"), "derive it from Selector, or from what else kvbench/methods has"),
     ):
-        if not ok:
+        if not fits:
             raise UsageError(
                 f"{_source_line(cls)}: class {name} has {attribute} {getattr(cls, attribute, None)!r}: {remedy}"
             )

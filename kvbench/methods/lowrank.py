@@ -36,10 +36,10 @@ class LowRankStage(Stage):
     by the keys that attention read (rebuilt and rotated) and decides for the whole layer, by the mean over its heads.
     The pairs count as weights, not as cache.
 
-    ratio: fraction of the rank removed, 0 (exact) or more and below 1.
-    multiple: ranks are multiples of it; null: a sixteenth of the full rank, 32 of 512.
-    samples: windows of text of the calibration.
-    tokens: tokens of each window; null: 2048, as far as the context allows (tiny: 1024).
+    ratio: the fraction of the rank removed, 0 (exact) or more and below 1.
+    multiple: the number of which ranks are multiples; null for a sixteenth of the full rank, 32 of 512.
+    samples: the number of windows of text that the calibration reads.
+    tokens: the tokens of each window; null for 2048, as far as the context allows (tiny: 1024).
     """
 
     role: ClassVar[Role] = "lowrank"
@@ -74,7 +74,7 @@ class LowRankStage(Stage):
         return self.measured("its ranks")[name]
 
     def widths(self, layer: int) -> tuple[int, int]:
-        """Return the number of latents of a token in this layer, for keys and for values."""
+        """Return (latents of a token's keys, latents of its values) in this layer."""
         k, v = self.ranks[layer]
         return sum(k), sum(v)
 

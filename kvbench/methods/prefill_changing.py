@@ -26,17 +26,20 @@ class AlteredPrefill(Stage):
 class HiddenPruner(AlteredPrefill):
     """A stage that drops hidden states between the layers of a prompt: later layers read fewer tokens.
 
-    All that a layer holds of its tokens is then in the order of those it read, at their original positions.
+    A layer then holds its tokens in the order in which it read them, at their original positions.
     """
 
     role: ClassVar[Role] = "hidden"
 
     def sizes(self, n: int, n_layers: int) -> list[int]:
-        """Return the tokens that each layer reads of a prompt of n: never more than the layer before."""
+        """Return how many tokens of a prompt of n each layer reads: never more than the layer before."""
         raise TypeError(f"{type(self).__name__} does not say how many hidden states it keeps")
 
     def keep_hidden(self, keys: torch.Tensor, obs: Observation) -> torch.Tensor:
-        """Return which tokens [m], ascending, the next layer reads of those that this one read, ``keys`` [Hk, n, D]."""
+        """Return the indices [m], ascending, of the tokens that the next layer reads, among this layer's.
+
+        ``keys`` [Hk, n, D] are those of the tokens that this layer read.
+        """
         raise TypeError(f"{type(self).__name__} does not say which hidden states it keeps")
 
 
@@ -47,14 +50,15 @@ class HeadSharer(AlteredPrefill):
     role: ClassVar[Role] = "share"
 
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
-        """Return the number of query heads whose logits are computed for a prompt of n tokens."""
+        """Return how many query heads of a layer have their logits computed, for a prompt of n tokens."""
         raise TypeError(f"{type(self).__name__} does not say how many heads lead")
 
     def leads(
         self, first_q: torch.Tensor, first_k: torch.Tensor, n: int, layer: int, n_layers: int, scale: float
     ) -> torch.Tensor | None:
-        """Return for each query head the one whose logits it takes [Hq] int64; None: each its own.
+        """Return [Hq] int64: for each query head, the head whose logits it takes. None if each takes its own.
 
-        first_q [Hq, m, D] and first_k [Hk, m, D] are those of the first tokens. Called before the layer attends.
+        first_q [Hq, m, D] and first_k [Hk, m, D] are queries and keys of the first tokens. This is called before the
+        layer attends.
         """
         raise TypeError(f"{type(self).__name__} does not say which heads lead")

@@ -16,10 +16,12 @@ from kvbench.methods.chain import Chain
 class Cache:
     """The compressed layers of one prompt and the next token's logits [V], ready to generate from.
 
-    ``prefill_s`` is the time of the prompt's forward pass without compression (shared by all chains of that pass).
-    ``compress_s`` is the time of this chain alone, with the statistics that it needs. ``model`` is the model that read
-    the prompt. ``mismatch`` says where the cache differs from the prompt, compared while that was at hand. No function
-    changes a cache: it can be used again.
+    No function changes a cache, so that it can be used again.
+
+    prefill_s: the seconds of the prompt's forward pass without compression, which all chains of that pass share.
+    compress_s: the seconds of this chain alone, with the statistics that it needs.
+    model: the model that read the prompt.
+    mismatch: where the cache differs from the prompt, as found while the prompt's own keys and values were at hand.
     """
 
     layers: tuple[LayerCache, ...]

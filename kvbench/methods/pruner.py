@@ -24,11 +24,11 @@ def removed(kind: str) -> Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelPruner(Stage):
-    """A stage that keeps T of D key channels of all tokens but the last ``recent``. Knobs:
+    """A stage that keeps T of D key channels of all tokens but the last ``recent``. Its knobs:
 
-    ratio: fraction of channels removed, 0 <= ratio < 1.
-    recent: last tokens whose keys keep all channels.
-    rounding: ``code`` keeps T = D - int(ratio * D) as released code does, ``paper`` floor((1 - ratio) * D).
+    ratio: the fraction of channels removed, 0 <= ratio < 1.
+    recent: the number of last tokens whose keys keep all channels.
+    rounding: ``code`` keeps T = D - int(ratio * D) as released code does, ``paper`` T = floor((1 - ratio) * D).
 
     In a chain with a quantiser the pruner only chooses the channels of the packed tokens. The exact tokens are then the
     larger of ``recent`` and the quantiser's residual.
@@ -42,7 +42,7 @@ class ChannelPruner(Stage):
 
     def kept(self, ratio: float, head_dim: int) -> int:
         """Return T, the number of channels that stay (at least one)."""
-        exact = (1 - ratio) * head_dim
+        exact = (1 - ratio) * head_dim  # + 1e-9: a product that should be whole must not be cut to the number below
         return max(1, int(exact + 1e-9) if self.rounding == "paper" else head_dim - int(ratio * head_dim))
 
     def kept_keys(self, head_dim: int) -> int:
@@ -58,12 +58,12 @@ class ChannelPruner(Stage):
         keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
         if keys == values == head_dim or block.slots <= self.recent:
             return blocks
-        old = block.slots - self.recent
+        older = block.slots - self.recent
         ids = self.id_bytes(head_dim)
-        pruned = replace(block, slots=old, key_bytes=old * keys * itemsize, value_bytes=old * values * itemsize)
+        pruned = replace(block, slots=older, key_bytes=older * keys * itemsize, value_bytes=older * values * itemsize)
         dense = self.recent * head_dim * itemsize
-        newer = replace(block, slots=self.recent, key_bytes=dense, value_bytes=dense)
-        return [replace(pruned, fixed_overhead=ids), *([newer] if self.recent else [])]
+        recent_block = replace(block, slots=self.recent, key_bytes=dense, value_bytes=dense)
+        return [replace(pruned, fixed_overhead=ids), *([recent_block] if self.recent else [])]
 
     def id_bytes(self, head_dim: int) -> int:
         """Return the bytes of one head's channel ids, 2 each, where not all channels stay."""
@@ -79,7 +79,7 @@ class ChannelPruner(Stage):
         raise TypeError(f"{type(self).__name__} does not say how it scores value channels")
 
     def channels(self, cache: LayerCache, obs: Observation, scored: tuple[Sequence[int], Sequence[int]]) -> Channels:
-        """Return the channels [H, T] that keys and values keep, ascending; None: all.
+        """Return (channels of keys, channels of values) that stay, [H, T], ascending; None where all stay.
 
         ``scored`` says how many of each head's first tokens are scored, as keys and as values.
         """
@@ -110,7 +110,7 @@ class ChannelPruner(Stage):
 
 
 def head_lengths(cache: LayerCache) -> list[int]:
-    """Return the tokens of each head under which a cache of one segment will be stored."""
+    """Return how many tokens each of the heads holds under which a cache of one segment will be stored."""
     s = ops.only_segment(cache)
     return [s.tokens] * cache.heads if s.lengths is None else s.counts
 

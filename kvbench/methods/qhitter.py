@@ -60,8 +60,8 @@ class QHitter(EvictingSelector, Packer):
     evict_after: bool | None = None
 
     def check(self) -> None:
-        both = (self.heavy_ratio is None) == (self.recent_ratio is None)
-        self.require("heavy_ratio", both, "given together with recent_ratio")
+        paired = (self.heavy_ratio is None) == (self.recent_ratio is None)
+        self.require("heavy_ratio", paired, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             least = self.first_ratio if self.variant == "code" else 0.0
             inside = least <= self.heavy_ratio <= 1
@@ -95,11 +95,11 @@ class QHitter(EvictingSelector, Packer):
         return Needs(colsums=True)
 
     def capacity(self, n: int) -> Capacity:
-        first, second, recent = self.parts(n)
-        return Capacity(min(first + second + recent, n), 0, min(recent, n))
+        by_attention, by_score, recent = self.parts(n)
+        return Capacity(min(by_attention + by_score + recent, n), 0, min(recent, n))
 
     def parts(self, n: int) -> tuple[int, int, int]:
-        """Return the tokens held by attention alone, by score, and as recent ones, while decoding after n tokens."""
+        """Return (tokens held by attention alone, tokens held by score, recent tokens) after a prompt of n tokens."""
         share = self.first_ratio if self.variant == "code" else 0.0
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             return int(share * n), int((self.heavy_ratio - share) * n), max(1, int(self.recent_ratio * n))
@@ -140,14 +140,14 @@ class QHitter(EvictingSelector, Packer):
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         state = {name: t[None] for name, t in ops.only_segment(cache).state.items()}
         positions = torch.arange(obs.n, device=state["mass"].device).expand_as(state["mass"])
-        old = positions < obs.n - capacity.window
-        first = torch.tensor(min(self.parts(obs.prompt_tokens)[0], obs.n), device=positions.device)
-        return self._scores(state, torch.ones_like(old), old, positions, first)[0]
+        older = positions < obs.n - capacity.window
+        first_count = torch.tensor(min(self.parts(obs.prompt_tokens)[0], obs.n), device=positions.device)
+        return self._scores(state, torch.ones_like(older), older, positions, first_count)[0]
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        old = ~recent_slots(slots, "recent")
-        scores = self._scores(slots.state, slots.valid, old & slots.valid, slots.positions, slots.counts["first"])
-        return scores.masked_fill(~old, torch.inf)
+        older = ~recent_slots(slots, "recent")
+        scores = self._scores(slots.state, slots.valid, older & slots.valid, slots.positions, slots.counts["first"])
+        return scores.masked_fill(~older, torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         # S[h, j] += sum over the new queries i of A[h, i, j]
@@ -169,11 +169,14 @@ class QHitter(EvictingSelector, Packer):
         self,
         state: Mapping[str, torch.Tensor],
         valid: torch.Tensor,
-        old: torch.Tensor,
+        older: torch.Tensor,
         positions: torch.Tensor,
-        first: torch.Tensor,
+        first_count: torch.Tensor,
     ) -> torch.Tensor:
-        """Return scores [B, H, S] of slots. ``valid`` ones set the scale; the ``first`` of the ``old`` are on top."""
+        """Return scores [B, H, S] of slots. Those that are ``valid`` set the scale.
+
+        The ``first_count`` slots of the ``older`` ones that received most attention score above all others.
+        """
         mass = state["mass"]
         if self.lam == 1:
             return mass
@@ -184,12 +187,15 @@ class QHitter(EvictingSelector, Packer):
             friendly = 2 - _normalise(state["k_loss"], layer, valid) - _normalise(state["v_loss"], layer, valid)
             return self.lam * attention + (1 - self.lam) * friendly
         scores = self.lam * attention + (1 - self.lam) * state["friendly"]
-        by_attention = old & (ranks(mass, positions, old) < first)
+        by_attention = older & (ranks(mass, positions, older) < first_count)
         return torch.where(by_attention, 2 + attention, scores)
 
 
 def _normalise(x: torch.Tensor, dims: tuple[int, ...], among: torch.Tensor | None = None) -> torch.Tensor:
-    """Bring x to 0 ... 1 by minimum and maximum along ``dims`` of the entries ``among``; 0 where they are equal."""
+    """Return x brought to 0 ... 1 by its minimum and maximum along ``dims``, or 0 where these are equal.
+
+    They are taken of the entries ``among``, by default of all.
+    """
     low = (x if among is None else x.masked_fill(~among, torch.inf)).amin(dim=dims, keepdim=True)
     high = (x if among is None else x.masked_fill(~among, -torch.inf)).amax(dim=dims, keepdim=True)
     return torch.where(high > low, (x - low) / (high - low), 0.0)

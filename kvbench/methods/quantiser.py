@@ -23,9 +23,10 @@ from kvbench.storage.roles import Coder, Packer
 class Quantiser(Stage, Packer):
     """A stage that packs all tokens but a residual of the newest, and goes on packing while decoding.
 
-    A token is read exactly until after the step in which it leaves the residual.
+    A token is still read exactly in the step in which it leaves the residual.
 
-    only: ``keys`` or ``values`` to pack these alone and keep the other exact (Q-Hitter's figure 10); not set: both.
+    only: ``keys`` or ``values`` packs these alone and keeps the other half exact (Q-Hitter's figure 10). Without it,
+    both are packed.
     """
 
     role: ClassVar[Role] = "quantise"
@@ -34,43 +35,47 @@ class Quantiser(Stage, Packer):
     only: str | None = knob(None, one_of("keys", "values"))
 
     def residuals(self) -> tuple[Residual, Residual]:
-        """Return the rules of how many of the newest tokens stay exact, as keys and as values."""
+        """Return (rule of keys, rule of values): how many of the newest tokens stay exact."""
         raise TypeError(f"{type(self).__name__} does not say what stays exact")
 
     def key_bytes(self, tokens: int, channels: int) -> int:
-        """Return the bytes of one head's packed keys."""
+        """Return the bytes that ``tokens`` packed keys of one head take, each with ``channels`` channels."""
         raise TypeError(f"{type(self).__name__} does not say what packed keys cost")
 
     def value_bytes(self, tokens: int, channels: int) -> int:
-        """Return the bytes of one head's packed values."""
+        """Return the bytes that ``tokens`` packed values of one head take, each with ``channels`` channels."""
         raise TypeError(f"{type(self).__name__} does not say what packed values cost")
 
     def coder(self, pruner: ChannelPruner | None) -> Coder:
-        """Return the quantiser with its residual and that of ``pruner``, whichever is larger."""
-        keys, values = self.residuals()
+        """Return the coder that packs for this stage.
+
+        With a ``pruner``, at least ``pruner.recent`` tokens stay exact; with ``only``, the other half of the cache
+        stays exact entirely.
+        """
+        key_residual, value_residual = self.residuals()
         if pruner is not None:
-            keys, values = keys.at_least(pruner.recent), values.at_least(pruner.recent)
+            key_residual, value_residual = key_residual.at_least(pruner.recent), value_residual.at_least(pruner.recent)
         if self.only == "keys":
-            values = Residual.everything()
+            value_residual = Residual.everything()
         elif self.only == "values":
-            keys = Residual.everything()
-        return Coder(self, keys, values)
+            key_residual = Residual.everything()
+        return Coder(self, key_residual, value_residual)
 
     def packed_layout(
         self, blocks: list[Block], head_dim: int, itemsize: int, pruner: ChannelPruner | None
     ) -> list[Block]:
-        """Return the one block that ``blocks`` become."""
+        """Return the only block of ``blocks`` with the bytes that it has once its older tokens are packed."""
         (block,) = blocks
         coder = self.coder(pruner)
-        keys, values = coder.keys.packed(block.slots), coder.values.packed(block.slots)
+        packed_keys, packed_values = coder.keys.packed(block.slots), coder.values.packed(block.slots)
         key_channels = pruner.kept_keys(head_dim) if pruner else head_dim
         value_channels = pruner.kept_values(head_dim) if pruner else head_dim
         dense = head_dim * itemsize
         return [
             replace(
                 block,
-                key_bytes=self.key_bytes(keys, key_channels) + (block.slots - keys) * dense,
-                value_bytes=self.value_bytes(values, value_channels) + (block.slots - values) * dense,
+                key_bytes=self.key_bytes(packed_keys, key_channels) + (block.slots - packed_keys) * dense,
+                value_bytes=self.value_bytes(packed_values, value_channels) + (block.slots - packed_values) * dense,
                 fixed_overhead=block.fixed_overhead + (pruner.id_bytes(head_dim) if pruner else 0),
             )
         ]
@@ -79,7 +84,7 @@ class Quantiser(Stage, Packer):
         return self.encode(cache, obs, None)
 
     def encode(self, cache: LayerCache, obs: Observation, pruner: ChannelPruner | None) -> LayerCache:
-        """Return the cache with its older tokens packed, of those only the channels that ``pruner`` keeps."""
+        """Return the cache with its older tokens packed. Of these, only the channels that ``pruner`` keeps remain."""
         cache = ops.expand(cache)
         s = ops.only_segment(cache)
         coder = self.coder(pruner)
@@ -90,7 +95,7 @@ class Quantiser(Stage, Packer):
             key_channels, value_channels = pruner.channels(cache, obs, (scored[0], scored[1]))
         k_codes, k_counts, k = self._pack(s, s.k, self.pack_keys, coder.keys, key_channels)
         v_codes, v_counts, v = self._pack(s, s.v, self.pack_values, coder.values, value_channels)
-        new = replace(
+        packed_segment = replace(
             s,
             k=k,
             v=v,
@@ -98,7 +103,7 @@ class Quantiser(Stage, Packer):
             key_channels=None if key_channels is None else key_channels.to(torch.int16),
             value_channels=None if value_channels is None else value_channels.to(torch.int16),
         )
-        return replace(cache, segments=(new,))
+        return replace(cache, segments=(packed_segment,))
 
     def _pack(
         self,
@@ -108,7 +113,10 @@ class Quantiser(Stage, Packer):
         residual: Residual,
         channels: torch.Tensor | None,
     ) -> tuple[Packed, torch.Tensor | None, torch.Tensor]:
-        """Return (codes, packed tokens of each head where heads are ragged, exact tokens) of keys or values t."""
+        """Return (codes, counts, exact tokens) of keys or values t.
+
+        ``counts`` are the packed tokens of each head where heads are ragged, None otherwise.
+        """
         if s.lengths is None:
             codes, exact = encode(t, pack, residual.packed(s.tokens), channels)
             return codes, None, exact

@@ -22,12 +22,14 @@ Observe = Callable[[Tensor, Needs, Callable[[Observation, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """The measurement that a stage wants: everything that decides its result, but for the model and the text.
+    """The measurement that a stage wants: everything that decides its result, except the model and the text.
 
-    ``kind`` names the statistics (stages that share them share files), ``revision`` is raised when they change.
-    ``samples`` windows of ``tokens`` tokens are read; None: up to ``longest``, as many as the model's context and the
-    text allow. With ``each``, a single window must be enough for the statistic (see ``check``), else all windows
-    together. ``knobs`` are the stage's own that decide the result.
+    kind: the name of the statistics; stages with the same statistics share files.
+    revision: a number that is raised when the statistics change.
+    samples: how many windows of text are read.
+    tokens: the tokens of each window; None for as many as the model's context and the text allow, up to ``longest``.
+    each: whether a single window must have enough tokens for the statistic (see ``check``), or only all together.
+    knobs: the stage's knobs that decide the result.
     """
 
     kind: str
@@ -39,24 +41,24 @@ class Recipe:
     longest: int = LONGEST
 
     def settled(self, limit: int | None) -> Recipe:
-        """Return the recipe with its tokens, for windows of at most ``limit``. Raises UsageError if it wants more."""
-        room = limit if limit is not None else self.longest
-        if self.tokens is not None and self.tokens > room:
+        """Return the recipe with ``tokens`` filled in, at most ``limit``. Raises UsageError if it asks for more."""
+        most_tokens = limit if limit is not None else self.longest
+        if self.tokens is not None and self.tokens > most_tokens:
             raise UsageError(
                 f"tokens={self.tokens} is not possible: calibration of {self.kind} reads windows that fit into the "
-                f"model's context of {room} tokens"
+                f"model's context of {most_tokens} tokens"
             )
-        return replace(self, tokens=self.tokens if self.tokens is not None else min(self.longest, room))
+        return replace(self, tokens=self.tokens if self.tokens is not None else min(self.longest, most_tokens))
 
     def check(self, dimension: int, name: str) -> None:
-        """Raise UsageError for fewer tokens than the ``dimension`` of the statistic, which ``name`` describes."""
+        """Raise UsageError if there are fewer tokens than dimensions of the statistic, which ``name`` describes."""
         assert self.tokens is not None
         tokens = self.tokens if self.each else self.tokens * self.samples
         if tokens < dimension:
-            where = "a window has" if self.each else "all windows together have"
+            holder = "a window has" if self.each else "all windows together have"
             raise UsageError(
                 f"tokens={self.tokens} samples={self.samples} is not possible: calibration of {self.kind} estimates "
-                f"{dimension} dimensions ({name}), and {where} only {tokens} tokens: give tokens={dimension} or more"
+                f"{dimension} dimensions ({name}), and {holder} only {tokens} tokens: give tokens={dimension} or more"
             )
 
 
@@ -93,7 +95,7 @@ class Request:
     text_sha256: str
 
     def identity(self) -> dict[str, Any]:
-        """Return all that decides the result but the model, which a cell names by itself."""
+        """Return all that decides the result except the model, which is a part of a cell's identity already."""
         r = self.recipe
         return {
             "kind": r.kind,
@@ -107,17 +109,19 @@ class Request:
 
     @property
     def key(self) -> str:
-        """A hash of all of it, which names the file."""
+        """A hash of all that decides the result; the file of the calibration is named after it."""
         text = json.dumps({**self.identity(), "model": self.model}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of one request, bound to a stage. ``sha256`` is of the tensors, by which two are compared.
+    """The result of one request, bound to a stage.
 
-    ``weights`` is the digest of the model that it was computed on; it is refused for any other. The tensors lie on the
-    CPU; ``meta`` is the record that stands in the file beside them.
+    sha256: the digest of the tensors, by which two calibrations are compared.
+    weights: the digest of the model on which it was computed; the calibration is refused for any other model.
+    tensors: what was measured, on the CPU.
+    meta: the record in the file beside the tensors.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""ReFreeKV: no budget; tokens go as long as the attention they take along is small (arXiv 2502.16886, section 2.2).
+"""ReFreeKV: no budget; tokens go as long as their share of the attention is small (arXiv 2502.16886, section 2.2).
 
 The published code settles what the paper leaves open, and is the default; the paper's readings are knobs.
 """
@@ -60,6 +60,7 @@ class ReFreeKV(TokenSelector):
 
     def query_count(self, n: int) -> int:
         """Return the number of queries whose attention is averaged."""
+        # 1e-9: a product that should be whole must not be cut to the number below
         return min(n, self.k) if isinstance(self.k, int) else max(1, int(self.k * n + 1e-9))
 
     def needs(self, n: int) -> Needs:
@@ -89,14 +90,17 @@ class ReFreeKV(TokenSelector):
     def _order(self, obs: Observation, device: torch.device) -> torch.Tensor:
         """Return all positions [n] in the order in which they are kept."""
         if self.ranking == "position":
-            rest = torch.arange(obs.n - 1, self.m - 1, -1, device=device)
+            after_first = torch.arange(obs.n - 1, self.m - 1, -1, device=device)
         else:
             received = obs.received().mean(dim=0) / torch.arange(obs.n, 0, -1, device=device)
-            rest = self.m + received[self.m :].sort(descending=True, stable=True).indices
-        return torch.cat([torch.arange(self.m, device=device), rest])
+            after_first = self.m + received[self.m :].sort(descending=True, stable=True).indices
+        return torch.cat([torch.arange(self.m, device=device), after_first])
 
     def _counts(self, attention: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return the tokens kept, one count for the layer or one per stored head, by attention [Hq, n] as ranked."""
+        """Return how many tokens are kept: one count [1] for the layer, or one for each stored head.
+
+        attention [Hq, n] is in the order of the ranking.
+        """
         n = attention.shape[1]
         if self.mode == "code":
             # ||a_1..i||_2 of the tokens after the first m; those are too few whose loss is above T

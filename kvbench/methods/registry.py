@@ -38,7 +38,7 @@ def available() -> tuple[str, ...]:
 
 @cache
 def defaults(method: str) -> dict[str, Any]:
-    """Return the entry of one method: ``_target_`` and its knobs with their plain defaults; {} for ``full``."""
+    """Return the entry of one method, ``_target_`` and its knobs with their plain defaults, or {} for ``full``."""
     if method not in available():
         raise unknown("method", method, available(), "Join methods with +, as in method=snapkv+think.")
     path = path_of(method)
@@ -46,14 +46,14 @@ def defaults(method: str) -> dict[str, Any]:
 
 
 def path_of(method: str) -> Path:
-    """Return the file that a method's knobs stand in: its YAML file, or its module where it has none."""
+    """Return the file in which a method's knobs are written: its YAML file, or its module if there is none."""
     path = conf_dir() / "method" / f"{method}.yaml"
     return path if path.exists() else _modules().get(method, path)
 
 
 @cache
 def _modules() -> dict[str, Path]:
-    """Return the files of kvbench/methods by the ids of the methods that they define, without importing them."""
+    """Return {method id: file of kvbench/methods or KVBENCH_METHODS that defines it}, without importing the files."""
     folders = list(map(Path, kvbench.methods.__path__))
     missing = next((folder for folder in folders if not folder.is_dir()), None)
     if missing is not None:
@@ -68,9 +68,9 @@ def knob_names(method: str) -> tuple[str, ...]:
 
 
 def split(method: str) -> tuple[str, ...]:
-    """Split ``'snapkv+think'`` into ``('snapkv', 'think')``, with aliases resolved.
+    """Return the ids in a method, ``('snapkv', 'think')`` for ``'snapkv+think'``, with aliases resolved.
 
-    Raises UsageError for a part that is empty, no method or written twice, and for ``full`` with others.
+    Raises UsageError if a part is empty, is no method or is written twice, and if ``full`` stands beside others.
     """
     parts = tuple(p.strip() for p in method.split("+"))
     for alias, (method_id, _) in ALIASES.items():
@@ -96,7 +96,7 @@ def settled(method: str) -> dict[str, Any]:
 
 
 def as_written(name: str, written: str) -> str:
-    """Return a chain's ``name`` with the aliases that ``written`` uses in the place of the ids that they mean."""
+    """Return a chain's ``name`` with its ids replaced by the aliases that the user wrote for them in ``written``."""
     parts = {p.strip() for p in written.split("+")}
     aliases = {method_id: alias for alias, (method_id, _) in ALIASES.items() if set(alias.split("+")) <= parts}
     return "+".join(aliases.get(p, p) for p in name.split("+"))
@@ -112,9 +112,9 @@ def make_stage(method: str, entry: Mapping[str, Any]) -> Stage:
 
 
 def owners(methods: Sequence[str], key: str) -> list[str]:
-    """Return the stages of ``methods`` that have the knob ``key``.
+    """Return the ids of the stages of ``methods`` that own the knob ``key``.
 
-    Raises UsageError if there is none, or if two stages of one method have a bare knob.
+    Raises UsageError if there is none, or if two stages of one method have a knob that is named without its stage.
     """
     chains = [split(m) for m in methods]
     stage, knob = stage_of(key), knob_of(key)
@@ -132,14 +132,14 @@ def owners(methods: Sequence[str], key: str) -> list[str]:
         owning += [s for s in stages if s not in owning]
     if not owning:
         names = {k for s in present for k in knob_names(s)} | {PER}
-        written = ", ".join("+".join(c) for c in chains)
-        why = " There is no budget of tokens to set." if knob in BUDGET_KNOBS else ""
-        raise unknown("knob", knob, names, f"These are the knobs of {written}.{why}")
+        method_names = ", ".join("+".join(c) for c in chains)
+        note = " There is no budget of tokens to set." if knob in BUDGET_KNOBS else ""
+        raise unknown("knob", knob, names, f"These are the knobs of {method_names}.{note}")
     return owning
 
 
 def check_settled(methods: Sequence[str], key: str, value: Any) -> None:
-    """Raise UsageError for a knob whose value aliases imply in all of ``methods`` that have it."""
+    """Raise UsageError if aliases imply the value of a knob in all of ``methods`` that have it."""
     stage, knob = stage_of(key), knob_of(key)
     owning = [
         (method, part)
@@ -156,10 +156,10 @@ def check_settled(methods: Sequence[str], key: str, value: Any) -> None:
 
 
 def stage_of(key: str) -> str:
-    """Return ``'snapkv'`` of ``'method.snapkv.window'`` or ``'snapkv.window'``, and ``''`` of a bare knob."""
+    """Return the stage in a knob's key: ``'snapkv'`` of ``'method.snapkv.window'`` or ``'snapkv.window'``, else ''."""
     return key.rpartition(".")[0].removeprefix("method.")
 
 
 def knob_of(key: str) -> str:
-    """Return ``'window'`` of ``'method.snapkv.window'``, ``'snapkv.window'`` or ``'window'``."""
+    """Return the knob in its key: ``'window'`` of ``'method.snapkv.window'``, ``'snapkv.window'`` or ``'window'``."""
     return key.rpartition(".")[2]

@@ -31,10 +31,11 @@ Knobs = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChainConfig:
-    """One chain with its knobs; ``label`` names those that the user set or swept.
+    """One chain with its knobs.
 
-    ``entries`` are the knobs by stage, before values that depend on the budget are chosen; ``written`` is the method as
-    the user typed it.
+    label: the chain's name with the knobs that the user set or swept.
+    entries: the knobs by stage, before values that depend on the budget are chosen.
+    written: the method as the user typed it.
     """
 
     chain: Chain = identity()
@@ -75,7 +76,7 @@ def chain_of(method: str | Mapping[str, Any], knobs: Knobs | None = None, preset
 def chain_config(
     entries: Mapping[str, Entry], per: str, swept: Collection[tuple[str, str]] = (), written: str = ""
 ) -> ChainConfig:
-    """Build the chain of ``entries``, its knobs by stage, and the label that names it.
+    """Return the chain of ``entries``, which are its knobs by stage, with the label that names it.
 
     The label always names the knobs in ``swept``, pairs of stage and knob. ``written`` is the method as typed.
     """
@@ -85,13 +86,13 @@ def chain_config(
 
 
 def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any]]:
-    """Return the knobs of each stage: its plain defaults, and over them ``layers`` of knobs by key, in order."""
+    """Return the knobs of each stage by its id: plain defaults, overlaid by ``layers`` of knobs by key, in order."""
     entries = {}
     for stage in stages:
         entry, names = registry.defaults(stage), registry.knob_names(stage)
         for layer in layers:
-            named = [(registry.stage_of(key), registry.knob_of(key), value) for key, value in layer.items()]
-            entry = overlay(entry, {k: v for owner, k, v in named if owner in ("", stage) and k in names})
+            split_keys = [(registry.stage_of(key), registry.knob_of(key), value) for key, value in layer.items()]
+            entry = overlay(entry, {k: v for owner, k, v in split_keys if owner in ("", stage) and k in names})
         entries[stage] = entry
     return entries
 
@@ -107,10 +108,10 @@ def overlay(entry: Entry, layer: Entry) -> dict[str, Any]:
 
 
 def by_size(entry: Entry) -> dict[str, Any]:
-    """Return the entry with one value for each knob that depends on the budget.
+    """Return the entry with a single value for each knob whose value depends on the budget.
 
-    Of ``{kv_size: value, ...}`` it is the value of the nearest kv_size on a log scale, or of the largest where the
-    budget is a fraction (our choice).
+    Of ``{kv_size: value, ...}`` it is the value at the nearest kv_size on a log scale, or at the largest kv_size where
+    the budget is a fraction (our choice).
     """
     size = entry.get("kv_size")
     size = size if isinstance(size, int) and size > 0 else None
@@ -135,7 +136,7 @@ def check_sets(methods: Sequence[str]) -> None:
 def _settled(
     methods: Sequence[str | Mapping[str, Any]], knobs: Knobs, preset: Knobs
 ) -> Iterator[tuple[str, Any, dict[str, dict[str, Any]]]]:
-    """Yield (method, ``per``, knobs by stage) of each method, all layers of knobs applied."""
+    """Yield (method, ``per``, knobs by stage) for each method, with all layers of knobs applied."""
     requests = [({"method": m} if isinstance(m, str) else m) for m in methods]
     for request in requests:
         if "method" not in request:
@@ -176,7 +177,10 @@ def _expanded(method: str, per: Any, entries: Mapping[str, Entry]) -> Iterator[C
 
 
 def grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the knobs that are grids: a list where the default is none, or a list of lists where it is one."""
+    """Yield (knob, values) for each knob that is a grid.
+
+    It is one if it is a list and its default is not, or a list of lists.
+    """
     for key, value in entry.items():
         if isinstance(value, list) and (
             not isinstance(defaults.get(key), list) or any(isinstance(v, list) for v in value)

@@ -63,6 +63,7 @@ class Scissorhands(EvictingSelector):
     def capacity(self, n: int) -> Capacity:
         tokens = super().capacity(n).tokens
         if self.half_ratio is not None:
+            # 1e-9: a product that should be whole must not be cut to the number below
             tokens = max(2, 2 * int(self.half_ratio * n + 1e-9))
         window = self.recent if tokens > self.recent else tokens // 2
         return Capacity(min(tokens, n), 0, window, shrunk=tokens <= self.recent and tokens < n)

@@ -27,11 +27,11 @@ def window_rows(
 def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 64) -> torch.Tensor:
     """Return the attention [Hq, n] that each token received from the last ``window`` queries, ``block`` at a time."""
     queries, keys = obs.queries(window), _keys(cache, obs)
-    before = obs.n - queries.shape[1]
+    earlier_tokens = obs.n - queries.shape[1]
     sums = torch.zeros(queries.shape[0], obs.n, device=queries.device)
     for start in range(0, queries.shape[1], block):
         rows = queries[:, start : start + block]
-        end = before + start + rows.shape[1]
+        end = earlier_tokens + start + rows.shape[1]
         # sum over the queries i of A[h, i, j]; keys past the last query of the block receive nothing
         sums[:, :end] += causal_softmax(rows, keys[:, :end], obs.scale).sum(dim=1)
     return sums
@@ -43,20 +43,20 @@ def _keys(cache: LayerCache, obs: Observation) -> torch.Tensor:
 
 
 def group_mean(scores: torch.Tensor, heads: int) -> torch.Tensor:
-    """Average [Hq, ...] over the query heads that share a stored head -> [heads, ...], before pooling or top-k."""
+    """Return [heads, ...]: the mean of [Hq, ...] over the query heads that share a stored head."""
     if scores.shape[0] == heads:
         return scores
     return scores.view(heads, scores.shape[0] // heads, *scores.shape[1:]).mean(dim=1)
 
 
 def group_rows(probs: torch.Tensor, heads: int) -> torch.Tensor:
-    """Average attention probs [B, Hq, T, S] over the query heads that share a stored head -> [B, heads, T, S]."""
+    """Return [B, heads, T, S]: the mean of attention probs [B, Hq, T, S] over query heads that share a stored head."""
     b, _, t, size = probs.shape
     return probs.view(b, heads, -1, t, size).mean(dim=2)
 
 
 def at_heads(scores: torch.Tensor, heads: int) -> torch.Tensor:
-    """Bring [Hk, ...] to [heads, ...]: repeated where more heads are stored, averaged where fewer are."""
+    """Return scores [Hk, ...] as [heads, ...]: repeated where more heads are stored, averaged where fewer are."""
     return per_head(scores, heads) if scores.shape[0] <= heads else group_mean(scores, heads)
 
 
@@ -72,7 +72,7 @@ def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
-    """Smooth scores [H, m] along tokens, stride 1, same length: max pads with -inf, avg counts zero padding."""
+    """Return scores [H, m] pooled over ``kernel`` neighbours: max pads with -inf, avg with zeros that it counts."""
     if kernel == 1 or scores.shape[-1] == 0:
         return scores
     if kind == "max":
@@ -81,7 +81,7 @@ def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
 
 
 def pool_slots(scores: torch.Tensor, slots: Slots, kernel: int, kind: str) -> torch.Tensor:
-    """Smooth scores [B, H, S] of slots over neighbouring positions, as ``pool`` does; free slots come last."""
+    """Return scores [B, H, S] of slots pooled over neighbouring positions, as ``pool`` does; free slots come last."""
     order = ops.order_by_position(slots.positions, slots.valid)
     ordered = scores.gather(2, order)
     pooled = pool(ordered.flatten(0, 1), kernel, kind).view_as(ordered)
@@ -89,7 +89,7 @@ def pool_slots(scores: torch.Tensor, slots: Slots, kernel: int, kind: str) -> to
 
 
 def recent_slots(slots: Slots, count: str) -> torch.Tensor:
-    """Return which slots [B, H, S] hold one of the last tokens, as many as ``Slots.counts[count]``."""
+    """Return a mask [B, H, S] of the slots that hold one of the last ``slots.counts[count]`` tokens."""
     return slots.positions > slots.now - slots.counts[count]
 
 
@@ -107,7 +107,7 @@ def ring_of_rows(rows: torch.Tensor, end: int, size: int) -> torch.Tensor:
 
 
 def fold_ring(slots: Slots, probs: torch.Tensor, size: int) -> Mapping[str, torch.Tensor]:
-    """Write the rows of attention probs [B, Hq, T, S] into the state ``ring`` [B, H, S, size], over the oldest ones."""
+    """Return the state ``ring`` [B, H, S, size] with the rows of probs [B, Hq, T, S] in place of its oldest rows."""
     rows = group_rows(probs, slots.positions.shape[1])[:, :, -size:].transpose(2, 3)  # [B, H, S, T]
     columns = (slots.now - torch.arange(rows.shape[3] - 1, -1, -1, device=rows.device)) % size
     return {"ring": slots.state["ring"].scatter(3, columns[:, :, None].expand_as(rows), rows)}

@@ -55,8 +55,8 @@ class TOVA(EvictingSelector):
         return {"row": self._newest_row(probs, slots.positions.shape[1])}
 
     def _newest_row(self, rows: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return the last of attention rows [B, Hq, T, S], averaged for each stored head, [B, heads, S]."""
-        last = rows[:, :, -1:]  # A[h, n, :], the row of the newest query
+        """Return [B, heads, S]: the last of attention rows [B, Hq, T, S], averaged over a layer or a stored head."""
+        newest_row = rows[:, :, -1:]  # A[h, n, :], the row of the newest query
         if not self.per_head:
-            return last[:, :, 0].mean(dim=1, keepdim=True).repeat(1, heads, 1)
-        return group_rows(last, heads)[:, :, 0]
+            return newest_row[:, :, 0].mean(dim=1, keepdim=True).repeat(1, heads, 1)
+        return group_rows(newest_row, heads)[:, :, 0]

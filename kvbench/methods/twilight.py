@@ -54,5 +54,5 @@ class Twilight(Mask):
             return weights > 0
         # the smallest set of largest weights whose sum reaches p; the last of them is the threshold
         ordered = weights.sort(dim=-1, descending=True).values
-        last = (ordered.cumsum(dim=-1) < self.p).sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
-        return (weights >= ordered.gather(-1, last)) & (weights > 0)
+        threshold_index = (ordered.cumsum(dim=-1) < self.p).sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
+        return (weights >= ordered.gather(-1, threshold_index)) & (weights > 0)

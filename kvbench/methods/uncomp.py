@@ -40,12 +40,12 @@ class UNCompGroup(EvictingSelector):
     up to C tokens is kept whole; heads of smaller budgets then evict with the first new token. Under ``per=kv_head``
     the mean entropy of a group's query heads decides, and their rows are averaged before pooling.
 
-    groups: number of groups, their tokens falling linearly from the first to the last (appendix D.1; 11, 10 and 11 of
-    32 heads). Two are made by how often a head was in the upper half, more by the sum of its ranks over samples.
-    grouping: ``calibrated``; ``random`` draws the groups of each layer; ``reversed`` gives the high group the low
-    budget (the ablations of appendix D).
-    delete: number of heads of each layer that are not stored at all, those that rank lowest; all others keep C. While
-    decoding, their attention output is that of the most similar head that is stored.
+    groups: the number of groups, whose tokens fall linearly from the first to the last (appendix D.1; 11, 10 and 11 of
+    32 heads). Two groups are made by how often a head was in the upper half, more by the sum of its ranks over samples.
+    grouping: ``calibrated`` is all of the above. Ablations of appendix D are ``random``, which draws the groups of each
+    layer, and ``reversed``, which gives the high group the low budget.
+    delete: the number of heads of each layer that are not stored at all. They are those that rank lowest, and take the
+    attention output of the most similar head that is stored while decoding. All other heads keep C.
     """
 
     id: ClassVar[str] = "uncomp-group"
@@ -94,7 +94,7 @@ class UNCompGroup(EvictingSelector):
         return replace(capacity, tokens=min(int(self.scale * capacity.tokens), n))
 
     def extremes(self, n: int) -> tuple[int, int, int]:
-        """Return the (high, low, mean) tokens per head while decoding after a prompt of n tokens."""
+        """Return (high, low, mean): how many tokens a head holds while decoding after a prompt of n tokens."""
         if self.high is not None and self.low is not None:
             high, low = int(self.scale * self.high), int(self.scale * self.low)
             return high, low, (high + low) // 2
@@ -104,7 +104,7 @@ class UNCompGroup(EvictingSelector):
         return 2 * mean - low, low, mean
 
     def head_sizes(self, n: int, layer: int, heads: int) -> list[int]:
-        """Return the tokens that each stored head holds while decoding after a prompt of n; 0: it is not stored."""
+        """Return how many tokens each head holds while decoding after a prompt of n: 0 if it is not stored."""
         if layer in self.frozen_layers:
             return [NO_LIMIT] * heads
         high, low, mean = self.extremes(n)
@@ -116,7 +116,7 @@ class UNCompGroup(EvictingSelector):
         return [sizes[g] for g in self.assigned(layer, heads, count)]
 
     def after_prompt(self, n: int, layer: int, heads: int) -> list[int]:
-        """Return the tokens that each stored head keeps of a prompt of n tokens."""
+        """Return how many tokens of a prompt of n each stored head keeps."""
         keeps_all = n <= self.extremes(n)[2]
         return [n if keeps_all and size else min(n, size) for size in self.head_sizes(n, layer, heads)]
 
@@ -134,7 +134,7 @@ class UNCompGroup(EvictingSelector):
         return [count - 1 - g for g in groups] if self.grouping == "reversed" else groups
 
     def deleted(self, layer: int, heads: int) -> list[int]:
-        """Return the heads that are not stored."""
+        """Return the indices of the heads that are not stored, ascending."""
         order = self.head_rank(layer, heads, 2).sort(descending=True, stable=True).indices.tolist()
         return sorted(order[: self.delete] if self.grouping == "reversed" else order[heads - self.delete :])
 
@@ -174,8 +174,8 @@ class UNCompGroup(EvictingSelector):
             return cache
         # score = max-pooled sum of A over the window queries; the window itself always stays
         window = min(self.capacity(obs.prompt_tokens).window, obs.n)
-        before = pool(ring[:, : obs.n - window].sum(dim=-1), self.kernel, "max")
-        order = F.pad(before, (0, window), value=torch.inf).sort(dim=-1, descending=True, stable=True).indices
+        pooled = pool(ring[:, : obs.n - window].sum(dim=-1), self.kernel, "max")
+        order = F.pad(pooled, (0, window), value=torch.inf).sort(dim=-1, descending=True, stable=True).indices
         return ops.select_first(cache, order, sizes)
 
     def output_sources(self, received: torch.Tensor, keys: torch.Tensor, layer: int) -> torch.Tensor:

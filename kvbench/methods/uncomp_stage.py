@@ -35,8 +35,8 @@ class UncompStage(HiddenPruner):
     differ in where a step that is not whole is rounded (40 layers: 3731, 3366, ... or 3726, 3361, ...).
     epsilon: instead, a new group begins where the effective rank of the queries (truncated, the mean over heads) falls
     by more than this from one layer to the next (equation 11; the paper's is 1), by the calibration of uncomp-group.
-    last: last tokens that always stay, 8 as UNComp's window. Released code forces none, but without the final token
-    there is nothing to predict from.
+    last: number of last tokens that always stay: 8, as many as UNComp's window has. Released code forces none to stay,
+    but without the final token there is nothing to predict from.
     """
 
     id: ClassVar[str] = "uncomp-stage"
@@ -55,20 +55,20 @@ class UncompStage(HiddenPruner):
     tokens: int | None = knob(None, at_least(2, null=True))
 
     def check(self) -> None:
-        ok = isinstance(self.starts, (list, tuple)) and all(is_whole(i) for i in self.starts)
-        ok = ok and list(self.starts) == sorted(set(self.starts)) and (not self.starts or self.starts[0] == 0)
-        self.require("starts", ok, "an ascending list of layers that starts with 0")
+        valid = isinstance(self.starts, (list, tuple)) and all(is_whole(i) for i in self.starts)
+        valid = valid and list(self.starts) == sorted(set(self.starts)) and (not self.starts or self.starts[0] == 0)
+        self.require("starts", valid, "an ascending list of layers that starts with 0")
         object.__setattr__(self, "starts", tuple(self.starts))
         self.require("starts", not self.starts or self.schedule == "relative", "a knob of schedule=relative only")
-        free = self.epsilon is None or (self.schedule == "relative" and not self.starts)
-        self.require("epsilon", free, "a knob of schedule=relative, given instead of starts")
+        no_other_groups = self.epsilon is None or (self.schedule == "relative" and not self.starts)
+        self.require("epsilon", no_other_groups, "a knob of schedule=relative, given instead of starts")
         self.require("least_size", self.least_size <= self.most, f"at most most={self.most}")
 
     def check_layers(self, n_layers: int) -> None:
         if self.schedule != "relative":
-            known = " and ".join(map(str, STARTS))
-            why = f"the model has {n_layers} layers, and this schedule is of models of {known}; use relative"
-            self.require("schedule", n_layers in STARTS, why)
+            layer_counts = " and ".join(map(str, STARTS))
+            reason = f"the model has {n_layers} layers, and this schedule is of models of {layer_counts}; use relative"
+            self.require("schedule", n_layers in STARTS, reason)
         elif self.starts:
             self.require("starts", self.starts[-1] < n_layers, f"the model has layers 0 to {n_layers - 1}")
 
@@ -82,7 +82,7 @@ class UncompStage(HiddenPruner):
         return Needs(last_q=self.window)
 
     def first_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Return the first layer of each group."""
+        """Return the index of the first layer of each group of layers."""
         if self.schedule != "relative":
             return STARTS[n_layers]
         if self.starts:
@@ -94,13 +94,13 @@ class UncompStage(HiddenPruner):
         return tuple(-(-i * n_layers // groups) for i in range(groups))
 
     def group_tokens(self, n: int, groups: int) -> list[int]:
-        """Return the tokens that each of ``groups`` keeps of a prompt of n."""
+        """Return how many tokens of a prompt of n each of ``groups`` groups keeps, before the limits ``last`` and n."""
         if groups == 1:
             return [n if self.schedule == "relative" else self.most]
         if self.schedule == "relative":
-            # n * (1 - (1 - least) * i / (groups - 1)), from n down to least * n
+            # 1e-9: a product that should be whole must not be cut to the number below
             return [int(n * (1 - (1 - self.least) * i / (groups - 1)) + 1e-9) for i in range(groups)]
-        # paper: down from the first group by whole steps; code: up from the last
+        # where steps are not whole, "paper" has the odd step last and "code" first
         step = (self.most - self.least_size) // (groups - 1)
         if self.schedule == "paper":
             return [*(self.most - i * step for i in range(groups - 1)), self.least_size]

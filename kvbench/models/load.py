@@ -115,7 +115,7 @@ def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
 
 
 def weight_bytes(source: ModelSource) -> int:
-    """Return how many bytes a checkpoint's weights take on disk; 0 where it is not a folder."""
+    """Return the bytes of a checkpoint's safetensors on disk; 0 if its location is not a local folder."""
     return sum(p.stat().st_size for p in Path(source.location).glob("*.safetensors"))
 
 

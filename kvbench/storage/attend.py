@@ -124,16 +124,17 @@ def masked_softmax(
     dtype: torch.dtype,
     masker: Masker | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (outputs softmax(logits) V in ``dtype`` over the tokens that ``masker`` picks, tokens attended).
+    """Return the outputs softmax(logits) V [B, Hq, T, D], and how many tokens were attended [B].
 
-    ``logits_of`` returns logits [B, Hq, T, S] of keys as an estimate reads them, -inf where a token must not look.
-    ``weighed`` returns the weighted values [B, Hq, T, D] for weights [B, Hq, T, S]. The softmax is in fp32. The tokens
-    attended are the mean over heads and new tokens [B], or None without a masker.
+    The number is the mean over heads and new tokens, None without a masker. A masker picks tokens by the logits of
+    estimated keys; those picked are weighted by their exact logits. The softmax is in fp32, the outputs in ``dtype``.
+
+    logits_of: maps an estimate of the keys to logits [B, Hq, T, S], -inf where a token must not look.
+    weighed: maps weights [B, Hq, T, S] to the weighted sum of values [B, Hq, T, D].
     """
     exact = logits_of(as_they_are)
     attended = None
     if masker is not None:
-        # stand-ins choose the tokens, the keys themselves give their weights
         weights = logits_of(masker.estimate).float().softmax(dim=-1)
         seen = masker.mask(weights) & ~exact.isneginf()
         exact = exact.masked_fill(~seen, -torch.inf)

@@ -27,7 +27,7 @@ def path_of(folder: Path, request: Request) -> Path:
 
 
 def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights: str) -> Calibration:
-    """Write a calibration, tensors first and the record last, each in one step; return it."""
+    """Write a calibration, the tensors first and the record last, each in one step, and return it."""
     path = path_of(folder, request)
     copies = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     meta: dict[str, Any] = {
@@ -58,27 +58,27 @@ def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights:
 
 
 def load(folder: Path, request: Request) -> Calibration:
-    """Return a calibration from disk. Raises UsageError, naming the file, if it is damaged or of another request."""
+    """Return a request's calibration from disk. Raises UsageError if its file is damaged or of another request."""
     path = path_of(folder, request)
     data = path.with_suffix(".safetensors")
-    again = f"delete {path.name} and {data.name} to compute them again"
+    remedy = f"delete {path.name} and {data.name} to compute them again"
     try:
         meta = read_json(path)
     except UsageError:
         meta = None
     if not isinstance(meta, dict):
-        raise UsageError(f"the calibration {path} is damaged: {again}")
-    wanted = {"format": FORMAT, **request.identity(), "model": request.model}
-    for key, value in wanted.items():
+        raise UsageError(f"the calibration {path} is damaged: {remedy}")
+    expected = {"format": FORMAT, **request.identity(), "model": request.model}
+    for key, value in expected.items():
         if meta.get(key) != value:
-            what = "another model" if key == "model" else f"{key} {meta.get(key)!r}, and {value!r} is needed"
-            raise UsageError(f"the calibration {path} is of {what}: {again}")
+            other = "another model" if key == "model" else f"{key} {meta.get(key)!r}, and {value!r} is needed"
+            raise UsageError(f"the calibration {path} is of {other}: {remedy}")
     try:
         tensors = load_file(data)
     except (OSError, safetensors.SafetensorError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UsageError(f"the calibration {data} is damaged ({reason}): {again}") from None
+        raise UsageError(f"the calibration {data} is damaged ({reason}): {remedy}") from None
     checksum = digest(tensors)
     if checksum != meta.get("sha256"):
-        raise UsageError(f"the calibration {data} is damaged (its checksum is another than {path.name} says): {again}")
+        raise UsageError(f"the calibration {data} is damaged (its checksum is another than {path.name} says): {remedy}")
     return Calibration(request.recipe.kind, checksum, str(meta.get("weights")), tensors, meta)

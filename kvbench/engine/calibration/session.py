@@ -30,9 +30,15 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Session:
-    """One model's calibrations: ``identity`` says which model, ``context`` is its longest text, ``folder`` keeps them.
+    """One model's calibrations, on disk and still to be computed.
 
-    ``own_corpus`` is set for the tiny model; ``text`` is a file of the user's, ``data`` the data folder.
+    folder: the folder in which calibrations are kept.
+    identity: what identifies the model.
+    tokenizer: the model's tokenizer.
+    context: the most tokens that the model can read at once; None if that is not known.
+    own_corpus: whether calibrations read the tiny model's own corpus.
+    text: a text file of the user's to calibrate on.
+    data: the data folder, which may hold WikiText-2.
     """
 
     folder: Path
@@ -44,20 +50,20 @@ class Session:
     data: str | None = None
 
     def request(self, stage: Stage) -> Request | None:
-        """Return the stage's request for a calibration, without computing it; None for a stage that needs none."""
+        """Return the stage's request for a calibration, or None if it needs none. Nothing is computed."""
         recipe = stage.recipe()
         if recipe is None:
             return None
         source = self.source
-        room = self.context if source.limit is None or recipe.tokens is not None else source.limit
-        if room is not None and self.context is not None:
-            room = min(room, self.context)
-        filled = recipe.settled(room)
+        longest = self.context if source.limit is None or recipe.tokens is not None else source.limit
+        if longest is not None and self.context is not None:
+            longest = min(longest, self.context)
+        settled = recipe.settled(longest)
         model = hashlib.sha256(json.dumps(dict(self.identity), sort_keys=True, default=str).encode()).hexdigest()[:16]
-        return Request(filled, model, source.name, source.sha256)
+        return Request(settled, model, source.name, source.sha256)
 
     def requests(self, chain: Chain) -> dict[str, Request]:
-        """Return the requests of a chain's stages by stage id."""
+        """Return the calibration requests of a chain by stage id; stages that need no calibration are left out."""
         requests = {s.id: self.request(s) for s in chain.stages}
         return {name: r for name, r in requests.items() if r is not None}
 
@@ -71,7 +77,7 @@ class Session:
         return files.path_of(self.folder, request)
 
     def missing(self, chain: Chain) -> list[Request]:
-        """Return the requests whose calibrations are not on disk: first use computes them."""
+        """Return the chain's requests whose calibrations are not on disk: the first use computes them."""
         return [r for r in self.requests(chain).values() if not self.path(r).exists()]
 
     def bind(self, chain: Chain, model: PreTrainedModel, quiet: bool = False) -> Chain:

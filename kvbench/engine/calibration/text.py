@@ -27,10 +27,10 @@ CORPUS_LONGEST = 2048  # tokens of its longest sequences
 
 @dataclass(frozen=True)
 class FileText:
-    """A text of characters, from which windows are drawn at random places (they may overlap), BOS in front.
+    """A text of characters. Windows of it start at random places, may overlap, and have BOS in front.
 
-    ``name`` and ``sha256`` identify what is computed from it; ``limit`` is the longest window that is read where the
-    recipe says nothing (None: as long as the model's context).
+    ``name`` and ``sha256`` identify what is computed from it. ``limit`` is the longest window that is read where the
+    recipe says nothing; None for as long as the model's context.
     """
 
     name: str
@@ -42,10 +42,10 @@ class FileText:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
     def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
-        """Yield ``samples`` windows [tokens] of ids, always the same; raises UsageError for a text of fewer tokens."""
+        """Yield ``samples`` windows [tokens] of ids, always the same. Raises UsageError if the text is too short."""
         ids = torch.tensor(tokenizer.encode(self.content, add_special_tokens=False), dtype=torch.int64)
-        first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        size = tokens - len(first)
+        bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        size = tokens - len(bos)
         if len(ids) < size:
             raise UsageError(
                 f"the calibration text {self.name} has {len(ids)} tokens, fewer than one window of {tokens}: lower "
@@ -54,7 +54,7 @@ class FileText:
         rng = random.Random(f"{SEED}/{samples}/{tokens}")
         for _ in range(samples):
             start = rng.randrange(len(ids) - size + 1)
-            yield torch.cat([torch.tensor(first, dtype=torch.int64), ids[start : start + size]])
+            yield torch.cat([torch.tensor(bos, dtype=torch.int64), ids[start : start + size]])
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ class CorpusText:
         return hashlib.sha256(first.numpy().tobytes()).hexdigest()
 
     def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
-        """Yield ``samples`` windows [tokens] of at most 2048 token ids, as those of training were, always the same."""
+        """Yield ``samples`` windows [tokens] of ids, always the same. Raises UsageError if ``tokens`` is too large.
+
+        The largest is 2048, as in training.
+        """
         if tokens > CORPUS_LONGEST:
             raise UsageError(f"tokens={tokens} is not possible: {self.name} has sequences of up to {CORPUS_LONGEST}")
         mix = dict.fromkeys(tiny_corpus.TASKS, 1.0)
@@ -84,10 +87,10 @@ CalibrationText = FileText | CorpusText
 
 
 def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationText:
-    """Return a model's calibration text: the file ``given`` if any, the tiny model's corpus for it, else WikiText-2.
+    """Return the text to calibrate on: the file ``given`` if any, the tiny model's corpus for it, else WikiText-2.
 
     Of WikiText-2 it is the train split below the data folder, or the first 80 % of the valid split where only that is
-    there; never the test split. Raises UsageError, with the ways to get a text, if there is none.
+    there; it is never the test split. Raises UsageError, with the ways to get a text, if there is none.
     """
     if given:
         path = Path(given).expanduser()

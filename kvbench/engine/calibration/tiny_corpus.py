@@ -36,7 +36,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens with the role of each; ``task`` is the index of the task that asks for them, 0 for context."""
+    """Tokens with the role of each. ``task`` is the index of the task that asks for them, 0 for context."""
 
     ids: tuple[int, ...]
     roles: tuple[Role, ...]
@@ -44,7 +44,7 @@ class Span:
 
 
 def draw_tasks(rng: random.Random, mix: Mapping[str, float]) -> list[str]:
-    """Draw one to three of the tasks that ``mix`` weighs, without repetition."""
+    """Return the names of one to three different tasks, drawn by the weights of ``mix``."""
     return list(dict.fromkeys(rng.choices(list(mix), list(mix.values()), k=rng.choice((1, 1, 2, 3)))))
 
 
@@ -69,17 +69,17 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
     if len(groups) == 1 or rng.random() < 0.5:
         rng.shuffle(facts)
     header = encode(tiny.HEADER) if rng.random() < 0.8 else ()
-    room = length - len(header) - sum(len(fact.ids) for fact in facts)
-    if room < 0:
+    free_tokens = length - len(header) - sum(len(fact.ids) for fact in facts)
+    if free_tokens < 0:
         return questions(rng, length, chosen)
     rng.shuffle(queries)
     queried: list[Span] = []
     for task, query in queries:
         span = replace(_ask(rng, query, noisy), task=task)
-        if len(span.ids) <= room:
+        if len(span.ids) <= free_tokens:
             queried.append(span)
-            room -= len(span.ids)
-    return [context((BOS, *header)), *_mingle(rng, facts, filler_spans(rng, room, noisy)), *queried]
+            free_tokens -= len(span.ids)
+    return [context((BOS, *header)), *_mingle(rng, facts, filler_spans(rng, free_tokens, noisy)), *queried]
 
 
 def _ask(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
@@ -90,7 +90,7 @@ def _ask(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
 
 
 def filler_spans(rng: random.Random, room: int, noisy: float) -> list[Span]:
-    """Draw filler of exactly ``room`` tokens, cut at its start; a part ``noisy`` of its sentences is noise."""
+    """Return random filler of ``room`` tokens, cut at its start. A share ``noisy`` of its sentences is noise."""
     spans: list[Span] = []
     while room > 0:
         if rng.random() < noisy:
@@ -104,18 +104,21 @@ def filler_spans(rng: random.Random, room: int, noisy: float) -> list[Span]:
 
 
 def _mingle(rng: random.Random, facts: list[Span], fillers: list[Span]) -> list[Span]:
-    """Put facts among fillers, both in order, the first filler first; one time in five all facts stay together."""
+    """Return facts among fillers, both in order, with the first filler first.
+
+    One time in five all facts stay together.
+    """
     if not fillers:
         return facts
-    first, rest = fillers[0], fillers[1:]
+    first_filler, later_fillers = fillers[0], fillers[1:]
     if rng.random() < 0.8:
-        return [first, *tiny.scatter(rng, facts, rest)]
-    place = rng.randrange(len(rest) + 1)
-    return [first, *rest[:place], *facts, *rest[place:]]
+        return [first_filler, *tiny.scatter(rng, facts, later_fillers)]
+    place = rng.randrange(len(later_fillers) + 1)
+    return [first_filler, *later_fillers[:place], *facts, *later_fillers[place:]]
 
 
 def noise(rng: random.Random) -> str:
-    """Draw a sentence of pseudo-words that looks like prose: case, punctuation, line breaks, some function words."""
+    """Return a random sentence of pseudo-words like prose: with case, punctuation, line breaks and function words."""
     words = []
     for _ in range(rng.randrange(3, 13)):
         kind = rng.random()
@@ -139,12 +142,12 @@ def noise(rng: random.Random) -> str:
 
 @lru_cache(1 << 16)
 def encode(text: str) -> tuple[int, ...]:
-    """Return the token ids of a text without ``<s>``; the same sentences come again and again."""
+    """Return the token ids of a text without ``<s>``. They are cached, as the same sentences come again and again."""
     return tuple(_tokenizer().encode(text, add_special_tokens=False).ids)
 
 
 def context(ids: tuple[int, ...]) -> Span:
-    """Return tokens that no loss looks at."""
+    """Return the tokens as a span that no loss looks at."""
     return Span(ids, (Role.CONTEXT,) * len(ids))
 
 
@@ -160,7 +163,7 @@ def _tokenizer() -> Tokenizer:
 
 @cache
 def _costs(name: str) -> tuple[float, float]:
-    """Return fact tokens per fact, and query tokens per fact, of a task."""
+    """Return (fact tokens per fact, query tokens per fact) of a task."""
     puzzle = tiny.TASKS[name].puzzle(random.Random(0), 4)
     facts = sum(map(tiny.count_tokens, puzzle.facts))
     queries = sum(tiny.count_tokens(f"{q.question} {q.answer}") + 1 for q in puzzle.queries)

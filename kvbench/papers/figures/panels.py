@@ -78,13 +78,16 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """A grid of panels, drawn once for each value of the columns ``rows`` and ``columns``.
+    """A grid with a place for each pair of values of the columns ``rows`` and ``columns``; each holds all ``panels``.
 
-    wrap: the most places in a row. panels: those of one place, above each other with ``heights``, else beside each
-    other. width, height: in inches; a row of panels is ``height`` high, and ``base`` is added once. names: texts for
-    the values of a column, in their order. sharex, sharey: as matplotlib's subplots. legend: below, right or '', with
-    ``legend_columns``. bars: ``each`` place has a colour bar of its own, or all have ``one``. beside: a picture at the
-    right, this one ``share`` times as wide.
+    panels: stacked if ``heights`` are given, else side by side.
+    wrap: the most places in a row of the grid; 0 for no limit.
+    width, height, base: in inches; the figure is ``base`` plus ``height`` for each row of the grid high.
+    names: for a column, the texts of its values, in the order in which they are drawn.
+    sharex, sharey: as in matplotlib's ``subplots``.
+    legend, legend_columns: ``below``, ``right`` or '' for none, and its number of columns.
+    bars: ``each`` for a colour bar a place, ``one`` for a common one.
+    beside, share: a second picture at the right; this one is ``share`` times as wide as it.
     """
 
     panels: tuple[Panel, ...]

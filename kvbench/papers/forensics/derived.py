@@ -12,19 +12,33 @@ from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 
 def derived(book: Book) -> Iterator[Finding]:
-    """Yield recomputable cells that are off, and those that only the rounding of their inputs explains."""
-    rows = {id(c): r for r in book.rows for c in r.cells.values()}
-    for e in everything(book):
-        if e.grade == "equal":
+    """Yield a finding for each cell that differs from its recomputed value.
+
+    The check is ``rounding`` where hidden digits of the inputs can explain the difference, else ``derived``.
+    """
+    row_of_cell = {id(cell): row for row in book.rows for cell in row.cells.values()}
+    for exact in everything(book):
+        if exact.grade == "equal":
             continue
-        c = e.cell
-        check, weight, why = "rounding", "note", f"{e.formula}; hidden digits can explain it"
-        if not e.ok:
-            gap = abs(printed(e.published).value - e.recomputed.value) if e.recomputed else 1
-            by_a_hair = c.metric == "mean" and gap * 10 ** decimals(e.published) < 2
-            check, weight = "derived", "doubt" if by_a_hair else "wrong"
-            why = "; ".join([f"{e.formula}; off by {e.mark}", *_reasons(book, e, rows[id(c)])])
-        yield Finding(check, weight, c.paper, c.table, e.row, e.column, c.printed, e.shown, why)
+        cell = exact.cell
+        check, weight, why = "rounding", "note", f"{exact.formula}; hidden digits can explain it"
+        if not exact.ok:
+            gap = abs(printed(exact.published).value - exact.recomputed.value) if exact.recomputed else 1
+            # a mean off by less than two units of its last digit may be a slip of rounding
+            nearly_equal = cell.metric == "mean" and gap * 10 ** decimals(exact.published) < 2
+            check, weight = "derived", "doubt" if nearly_equal else "wrong"
+            why = "; ".join([f"{exact.formula}; off by {exact.mark}", *_reasons(book, exact, row_of_cell[id(cell)])])
+        yield Finding(
+            check=check,
+            weight=weight,
+            paper=cell.paper,
+            table=cell.table,
+            row=exact.row,
+            cell=exact.column,
+            printed=cell.printed,
+            recomputed=exact.shown,
+            why=why,
+        )
 
 
 def ranking(book: Book) -> Iterator[Finding]:

@@ -31,7 +31,7 @@ def repeated(book: Book) -> dict[tuple[str, ...], Places]:
 
 
 def repeats(book: Book) -> Iterator[Finding]:
-    """Yield numbers that are printed in several places and differ."""
+    """Yield a finding for each measurement that is printed in several places with different values."""
     for (paper, model, method, setting, dataset, *_), places in repeated(book).items():
         tables_of: dict[str, list[str]] = {}
         for row, cell in places:

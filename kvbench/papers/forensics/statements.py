@@ -97,7 +97,10 @@ def statements(book: Book) -> Iterator[Finding]:
 
 
 def off_grid_by_method(book: Book) -> dict[str, Any]:
-    """Count ReFreeKV's scores off their grid of k/n, of PyramidKV and CAKE and of all other methods."""
+    """Count ReFreeKV's scores, and those that no k right answers of n give (``off``).
+
+    ``odd`` and ``odd_off`` are those of PyramidKV and CAKE, ``others`` and ``off`` those of all other methods.
+    """
     grid_fits = [fit for fit in fits(book) if fit.grid.paper == "refreekv" and fit.grid.holds]
     cells, off = ([row.method in ODD for f in grid_fits for row, _ in getattr(f, field)] for field in ("cells", "off"))
     return {"odd": sum(cells), "odd_off": sum(off), "others": cells.count(False), "off": off.count(False)}

@@ -32,7 +32,7 @@ VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta
 
 @dataclass(frozen=True)
 class ReportPage:
-    """The content of the page: tables on a model, figures, ledgers of claims, findings, samples and runs."""
+    """The report on one model: its tables, figures, ledgers of claims, findings in the papers, samples and runs."""
 
     model: str
     tables: Sequence[ReportPart]
