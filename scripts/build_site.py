@@ -28,6 +28,8 @@ from mkdocs.structure.files import File, Files
 import kvbench
 from kvbench.conf import conf_dir
 from kvbench.methods import registry
+from kvbench.methods.base import Modifier
+from kvbench.methods.lowrank import LowRankStage
 from kvbench.methods.prompt_cache import Cache
 from kvbench.papers.report import reference
 from kvbench.papers.spec import catalogue
@@ -188,8 +190,12 @@ def _picture(method: str) -> str:
     model, tokenizer, ids = _model()
     knobs = {"kv_ratio": RATIO} if "kv_ratio" in registry.knob_names(method) else {}
     knobs |= {"window": 4} if "window" in registry.knob_names(method) else {}
+    stage = registry.make_stage(method, registry.defaults(method))
+    if isinstance(stage, LowRankStage):
+        return "It keeps every token of the prompt, as latents of lower rank in place of keys and values."
+    method = f"{stage.decorates[0]}+{method}" if isinstance(stage, Modifier) else method
     entry: Any = {"method": method, **knobs}
-    if "samples" in registry.knob_names(method):
+    if stage.unbound:
         entry = kvbench.calibrate(model, tokenizer, entry, folder=ROOT / "site" / "calibration", samples=4)
     full, small = kvbench.prefill(model, ids, ["full", entry])
     share = f"{small.nbytes() / 1024:.1f} of {full.nbytes() / 1024:.1f} KiB"
