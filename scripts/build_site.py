@@ -157,7 +157,7 @@ def _method_page(method: str) -> str:
         f"# {stage.__name__}",
         f"`method={method}`. {' '.join((inspect.getdoc(module) or '').split())}",
         "## Formula",
-        "```text\n" + (inspect.getdoc(stage) or "") + "\n```",
+        _prose(inspect.getdoc(stage) or ""),
         "## Knobs and variants",
         knobs,
         "## The tokens that it keeps",
@@ -171,6 +171,13 @@ def _method_page(method: str) -> str:
     code = inspect.getsource(stage).rstrip()
     parts += ["## Its code", f'??? note "{stage.__module__}"\n\n' + _indented(f"```python\n{code}\n```")]
     return "\n\n".join(parts) + "\n"
+
+
+def _prose(docstring: str) -> str:
+    """Return a docstring as Markdown: its ``names`` as code, and lines of the form ``knob: text`` as a list."""
+    text = docstring.replace("``", "`")
+    text = re.sub(r"\n +", " ", text)  # a line that goes on below its knob
+    return re.sub(r"^([\w, ]+(?: `\w+`)?): ", r"\n- **\1**: ", text, flags=re.MULTILINE)
 
 
 def _indented(text: str) -> str:
