@@ -45,6 +45,7 @@ def compare(
     ``prompt`` and ``answers`` (a text or a list), a datasets.Dataset of such, or plain texts. A plain text has no
     reference: the full cache's own answer stands in for one. ``settings`` are the keys of `run`: ``kv_ratio=0.25``,
     ``kv_size=[64, 128]``, ``limit=20``, ``metric="rouge_l"`` (of rows), ``max_new_tokens=64``, ``prompt="chat"``.
+    An entry of ``methods`` is a name as `run` takes it (``"snapkv+think"``), or a Chain of stages of your own.
 
     Answers are stored below ``results`` as those of `run` are: the same call again measures what is missing. Raises
     UsageError naming the key and the value of a setting that is not possible.

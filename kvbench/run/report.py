@@ -126,7 +126,7 @@ class Report:
         return pd.DataFrame(render.records(self), columns=list(render.CSV_FIELDS))
 
     def plot(self) -> Canvas:
-        """Return a figure: the mean score of each method against its bytes in per cent of the full cache."""
+        """Return a figure with a panel a task: scores with intervals against bytes in per cent of the full cache."""
         from kvbench.tables import scatter
 
         return scatter.draw(self)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure as Canvas
 
-from kvbench.tables.style import GREY, canvas, series, styled
+from kvbench.tables.style import GREY, series, styled
 
 if TYPE_CHECKING:
     from kvbench.run.report import Report
@@ -20,13 +21,22 @@ WIDTH, HEIGHT = 3.2, 2.6
 """Inches of a panel."""
 
 
-def draw(report: Report) -> Canvas:
+class Shown(Canvas):
+    """A figure that a notebook shows by itself, whatever its settings of matplotlib are."""
+
+    def _repr_png_(self) -> bytes:
+        picture = io.BytesIO()
+        self.savefig(picture, format="png", dpi=110)
+        return picture.getvalue()
+
+
+def draw(report: Report) -> Shown:
     """Return a figure with a panel per task: each method's score with its interval over its bytes in % of full."""
     tasks = report.columns
     columns = min(COLUMNS, len(tasks))
     rows = math.ceil(len(tasks) / columns)
     with styled():
-        figure = canvas(WIDTH * columns, HEIGHT * rows + 0.5)
+        figure = Shown(figsize=(WIDTH * columns, HEIGHT * rows + 0.5), layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False).flat
         for i, (panel, task) in enumerate(zip(panels, tasks, strict=False)):
             _panel(panel, report, i)
