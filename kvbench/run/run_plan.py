@@ -109,7 +109,10 @@ class RunPlan:
         def tokens(example: Example) -> int:
             if example.tokens:
                 return len(example.tokens)
-            return len(encode_prompt(self.tokenizer, example, group.task, self.cfg.prompt, self.context))
+            try:
+                return len(encode_prompt(self.tokenizer, example, group.task, self.cfg.prompt, self.context))
+            except Exception:  # the runner meets it again, and names its dataset and the reason
+                return 0
 
         samples = {c.id: self.store.samples(c.id) for c in group.cells}
         rows = self.cfg.batch_rows or default_rows(device)
