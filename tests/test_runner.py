@@ -138,7 +138,7 @@ def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch
     assert "prefill_chains" in short and metrics_of(tmp_path / "b") == want
 
 
-@pytest.mark.parametrize("name", ["score", "encode"])
+@pytest.mark.parametrize("name", ["score", "encode"])  # encode: by the estimate before the run, too
 def test_a_prompt_or_an_answer_that_cannot_be_handled_costs_its_dataset_only(name, tmp_path, capsys, monkeypatch):
     home = runner if name == "score" else host
     original = getattr(home, name)

@@ -1,4 +1,4 @@
-"""What a whole table costs: all its rows at once, over the same rows one by one, over kvpress and over a bare loop.
+"""Time a whole table: all its rows at once, over the same rows one by one, over kvpress and over a bare loop.
 
 Rows: full, and streamingllm, snapkv, keynorm, h2o, snapkv+think at 50, 25, 12.5 and 6.25 % of the prompt (full has no
 budget: one row). (a) The tiny suite. (b) A Llama with random weights: 8 layers, hidden 512, 8 heads, 4 kv heads, a

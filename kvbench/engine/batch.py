@@ -102,12 +102,12 @@ class DecodeBatch(Generic[Key]):
 
     @property
     def adapts(self) -> bool:
-        """Whether the model is changed for these rows. It stays so until all have ended, and no row can enter."""
+        """True if the model is changed for these rows. It stays so until all have ended, and no row can enter."""
         return any(r.cache.chain.adaptation for r in (*self.entering, *self.rows))
 
     @property
     def open(self) -> bool:
-        """Whether rows can enter now."""
+        """True if rows can enter now."""
         return not len(self) or not (self.adapts or len({r.entry for r in self.rows}) >= MOST_ENTRIES)
 
     def enter(self, rows: Sequence[tuple[Key, Cache, Ending]]) -> None:

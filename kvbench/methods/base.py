@@ -93,7 +93,7 @@ class Stage(Knobs):
 
     @property
     def unbound(self) -> bool:
-        """Whether the stage needs a calibration and has none."""
+        """True if the stage needs a calibration and has none."""
         return self.recipe() is not None and self.calibration is None
 
     def check_layers(self, n_layers: int) -> None:
@@ -174,12 +174,12 @@ class TokenSelector(Stage):
 
     @property
     def evicts(self) -> bool:
-        """Whether tokens are evicted while decoding, too."""
+        """True if tokens are evicted while decoding, too."""
         return False
 
     @property
     def rolled(self) -> bool:
-        """Whether cached keys take the positions of their slots instead of their own."""
+        """True if cached keys take the positions of their slots instead of their own."""
         return False
 
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:

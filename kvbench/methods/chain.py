@@ -76,7 +76,7 @@ class Chain:
 
     @cached_property
     def foreign(self) -> bool:
-        """Whether a stage is not kvbench's own."""
+        """True if a stage is not kvbench's own."""
         return any(code_of(s) is not None for s in self.stages)
 
     @property
@@ -116,7 +116,7 @@ class Chain:
 
     @property
     def evicts(self) -> bool:
-        """Whether the chain evicts tokens while decoding."""
+        """True if the chain evicts tokens while decoding."""
         return self.selector is not None and self.selector.evicts
 
     @property
@@ -152,7 +152,7 @@ class Chain:
 
     @property
     def masks(self) -> bool:
-        """Whether decode steps attend only some of the tokens held."""
+        """True if decode steps attend only some of the tokens held."""
         return any(s.role == "mask" for s in self.stages)
 
     def masker(self, layer: int) -> Mask | None:

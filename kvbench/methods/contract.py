@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Expected:
-    """How many tokens each stored head of a layer must hold after prefill.
+    """The numbers of tokens that the stored heads of a layer must hold after prefill.
 
     low, high: the least and the most tokens of a head. Equal bounds are an exact promise.
     total: the sum over heads, also where the bounds leave single heads open.

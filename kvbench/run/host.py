@@ -20,6 +20,14 @@ def default_rows(device: torch.device) -> int:
     return 128 if device.type == "cuda" else 96
 
 
+def encode_prompt(
+    tokenizer: Tokenizer, example: Example, task: Task, policy: PromptPolicy, context: int | None
+) -> Encoded:
+    """Return the example's prompt as token ids, cut so that its longest answer still fits into ``context`` tokens."""
+    longest = None if context is None else context - example.max_new_tokens
+    return encode(tokenizer, example, task, policy, longest)
+
+
 @dataclass(frozen=True)
 class Host:
     """A loaded model with its tokenizer and its settings for prompts and answers.
@@ -56,8 +64,7 @@ class Host:
         """Return the example's prompt as token ids, or of a text to be scored its prefix."""
         if example.tokens:
             return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
-        longest = None if self.context is None else self.context - example.max_new_tokens
-        return encode(self.tokenizer, example, task, self.policy, longest)
+        return encode_prompt(self.tokenizer, example, task, self.policy, self.context)
 
     def batching(self) -> dict[str, object]:
         """Return the most rows of a batch and their order, for the provenance: both affect half precision."""

@@ -19,12 +19,11 @@ from kvbench.run import equal_memory
 from kvbench.run.advice import about_prompts
 from kvbench.run.config import RunConfig
 from kvbench.run.estimate import Estimate, estimate
-from kvbench.run.host import default_rows
+from kvbench.run.host import default_rows, encode_prompt
 from kvbench.run.plan import Cell, Group, GroupPlan, GroupTodo, Plan, build_groups, pending
 from kvbench.run.results import CellRecord
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
-from kvbench.tasks.prompt import encode
 
 SMALL_MODEL = 256
 
@@ -117,8 +116,10 @@ class RunPlan:
         def tokens(example: Example) -> int:
             if example.tokens:
                 return len(example.tokens)
-            room = None if self.context is None else self.context - example.max_new_tokens
-            return len(encode(self.tokenizer, example, group.task, self.cfg.prompt, room))
+            try:
+                return len(encode_prompt(self.tokenizer, example, group.task, self.cfg.prompt, self.context))
+            except Exception:  # the runner meets it again, and names its dataset and the reason
+                return 0
 
         samples = {c.id: self.store.samples(c.id) for c in group.cells}
         rows = self.cfg.batch_rows or default_rows(device)

@@ -87,7 +87,7 @@ class Evictor:
 
     @property
     def rolled(self) -> bool:
-        """Whether cached keys take the positions of their slots instead of their own."""
+        """True if cached keys take the positions of their slots instead of their own."""
         return False
 
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
@@ -112,7 +112,7 @@ class Evictor:
 
     @property
     def estimates(self) -> bool:
-        """Whether ``fold`` reads the attention over approximate keys, which ``estimate`` returns."""
+        """True if ``fold`` reads the attention over approximate keys, which ``estimate`` returns."""
         return False
 
     def estimate(self, keys: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 
 @dataclass(frozen=True)
 class Spec:
-    """How a task is scored and read.
+    """The metric and the reading of a task.
 
     extended: LongBench-E has the task too.
     first_line, chat: as in Task.

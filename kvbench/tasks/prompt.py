@@ -22,7 +22,7 @@ SENTINEL = "kvbench5entinel"
 
 @dataclass(frozen=True)
 class PromptPolicy:
-    """How prompts reach the model.
+    """The policy by which prompts reach the model.
 
     template: whether the tokenizer's chat template is ``on`` or ``off`` for all tasks, or ``skip``: on except for
     tasks that are read without one (few-shot and code).

@@ -15,7 +15,6 @@ from kvbench.methods.prompt_cache import Cache
 from kvbench.run import experiment
 from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Group
-from kvbench.tasks.prompt import encode
 
 LEVELS = 10
 """Shades of a token: the share of layers and heads that kept it, from none (0) to all (9)."""
@@ -39,8 +38,7 @@ def collect(prepared: RunPlan, per_task: int) -> list[dict[str, Any]]:
 
 def _example(host: Any, prepared: RunPlan, group: Group, example: Example) -> dict[str, Any]:
     """Return one example with every method's answer and kept tokens."""
-    room = None if host.context is None else host.context - example.max_new_tokens
-    encoded = encode(host.tokenizer, example, group.task, host.policy, room)
+    encoded = host.encode(example, group.task)
     ids = torch.tensor(encoded.ids)
     methods = []
     cells = [c for c in group.cells if example.id in prepared.store.samples(c.id)]

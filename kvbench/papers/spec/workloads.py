@@ -35,7 +35,7 @@ ROW_KNOBS = ("shots",)
 
 @dataclass(frozen=True)
 class TableWorkload:
-    """What is read for a published ``dataset``.
+    """The data that are read for a published ``dataset``.
 
     name: the dataset as ``run`` takes it (``longbench/qasper``).
     knobs: settings that replace those of its conf/dataset entry.
