@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from kvbench.methods.prompt_cache import Cache
     from kvbench.models.load import load_model
     from kvbench.run.compare import compare
+    from kvbench.run.listing import results
 
-__version__ = "0.1.0"
-__all__ = ["Cache", "LayerCache", "calibrate", "compare", "extend", "generate", "load_model", "prefill"]
+__all__ = ["Cache", "LayerCache", "calibrate", "compare", "extend", "generate", "load_model", "prefill", "results"]
 
 _HOMES = {
     "Cache": "kvbench.methods.prompt_cache",
@@ -24,14 +24,27 @@ _HOMES = {
     "generate": "kvbench.api",
     "load_model": "kvbench.models.load",
     "prefill": "kvbench.api",
+    "results": "kvbench.run.listing",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import the public names when they are first used: ``--help`` must not wait for torch."""
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'kvbench' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def _version() -> str:
+    """Return the version that was installed; it comes from the tags of git."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("kvbench")
+    except PackageNotFoundError:
+        return "0+source"
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,7 @@
 python scripts/wandb_dashboard.py --entity my-team --project kvbench
 python scripts/wandb_dashboard.py --dry-run          prints what would be set up; nothing is sent
 
-Needs the package wandb-workspaces (pip install -e '.[dashboard]'); --dry-run works without it. The names are those
+Needs the package wandb-workspaces (pip install -e '.[wandb]'); --dry-run works without it. The names are those
 that kvbench/run/wandb_logger.py logs.
 """
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         import wandb_workspaces.workspaces  # noqa: F401
     except ModuleNotFoundError:
-        print("the package wandb-workspaces is missing: pip install -e '.[dashboard]'", file=sys.stderr)
+        print("the package wandb-workspaces is missing: pip install -e '.[wandb]'", file=sys.stderr)
         return 2
     try:
         saved = workspace(args.entity or _entity(), args.project).save()

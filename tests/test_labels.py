@@ -7,11 +7,12 @@ import pytest
 from runs import run_json
 
 from kvbench.cli.main import main
-from kvbench.cli.runs import _fold, rows
+from kvbench.cli.runs import _fold
 from kvbench.files import write_json
 from kvbench.methods import registry
 from kvbench.run import archive, config, words
 from kvbench.run.labels import differences, fields, label
+from kvbench.run.listing import rows
 from kvbench.run.store import ResultStore
 
 TABLES = Path(__file__).parent.parent / "results" / "tables"

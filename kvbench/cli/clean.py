@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Show what can go, and with --yes remove it."""
-    from kvbench.cli.runs import given, rows
+    from kvbench.run.listing import given, rows
     from kvbench.run.store import LINK, ResultStore
     from kvbench.run.store_clean import carry_out, leftovers, plan
 

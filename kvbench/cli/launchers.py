@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-from kvbench.errors import UsageError, unknown
+from kvbench.errors import unknown
+from kvbench.extras import require
 from kvbench.run.words import Command
 
 LAUNCHERS = {
-    "basic": ("hydra", ""),
-    "ray": ("hydra_plugins.hydra_ray_launcher", "ray"),
-    "submitit_local": ("hydra_plugins.hydra_submitit_launcher", "slurm"),
-    "submitit_slurm": ("hydra_plugins.hydra_submitit_launcher", "slurm"),
+    "basic": None,
+    "ray": "hydra_plugins.hydra_ray_launcher",
+    "submitit_local": "hydra_plugins.hydra_submitit_launcher",
+    "submitit_slurm": "hydra_plugins.hydra_submitit_launcher",
 }
-"""The launchers, each with the module that it needs and kvbench's extra that installs it."""
+"""The launchers, each with the package that it needs."""
 
 
 def check(command: Command) -> None:
@@ -21,17 +20,6 @@ def check(command: Command) -> None:
     name = next((o.partition("=")[2] for o in command.sweep if o.startswith("hydra/launcher=")), "basic")
     if name not in LAUNCHERS:
         raise unknown("launcher, hydra/launcher", name, LAUNCHERS)
-    module, extra = LAUNCHERS[name]
-    if not installed(module):
-        raise UsageError(
-            f"hydra/launcher={name} is not installed here: pip install 'kvbench[{extra}]', or from a clone "
-            f"pip install -e '.[{extra}]'"
-        )
-
-
-def installed(module: str) -> bool:
-    """Return True if a module could be imported. It is not imported."""
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    package = LAUNCHERS[name]
+    if package:
+        require(package, f"hydra/launcher={name}")

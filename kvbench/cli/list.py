@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbench.conf import conf_dir
 from kvbench.errors import UsageError, unknown
+from kvbench.extras import installed, missing
 from kvbench.run import presets
 
 KINDS = ("methods", "datasets", "models", "metrics", "presets", "figures", "tables", "runs")
@@ -32,7 +33,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the lists asked for."""
-    from kvbench.cli.runs import FILTERS, given, rows, table
+    from kvbench.cli.runs import table
+    from kvbench.run.listing import FILTERS, given, rows
     from kvbench.run.store import ResultStore
 
     args.filters = given([k for k in args.kind if "=" in k], ("results", *FILTERS))
@@ -85,6 +87,8 @@ def _items(kind: str, results: Path) -> list[dict[str, Any]]:
         settings = {name: [asdict(s) for s in presets.settings(name)] for name in presets.available()}
         return [{"id": name, "about": presets.about(name), "settings": s} for name, s in settings.items()]
     if kind == "figures":
+        if lacking := [p for p in ("matplotlib", "pandas") if not installed(p)]:
+            return [{"id": "none", "about": str(missing(lacking[0], "plot"))}]
         from kvbench.cli.plot import listing
 
         return listing()

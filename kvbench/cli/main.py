@@ -13,7 +13,8 @@ from textwrap import fill
 
 import kvbench
 from kvbench.conf import read_yaml
-from kvbench.errors import KvbenchError, say
+from kvbench.errors import KvbenchError, UsageError, say
+from kvbench.extras import EXTRAS, missing
 
 HELP: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("help.yaml"))
 """The verbs, each with a line about it and the text of its help."""
@@ -76,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in EXTRAS:
+            say(str(missing(str(error.name).partition(".")[0], parsed.verb)))
+            return UsageError.status
         if os.environ.get("KVBENCH_DEBUG"):
             raise
         say(

@@ -74,12 +74,12 @@ def _collect_page(options: dict[str, str], count: int) -> ReportPage:
 
 def _stored_runs(results: Path) -> list[dict[str, Any]]:
     """Return every cell of the store as plain data, with the last facts of its provenance."""
-    from kvbench.cli import runs
+    from kvbench.run import listing
     from kvbench.run.labels import fields
     from kvbench.run.store import ResultStore
 
     rows = []
-    for cell in runs.rows(ResultStore(results), {}):
+    for cell in listing.rows(ResultStore(results), {}):
         facts = cell.record.provenance[-1] if cell.record.provenance else {}
         row = {
             "method": f"{cell.label} {cell.differs}".strip(),

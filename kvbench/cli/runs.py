@@ -1,116 +1,15 @@
-"""List stored cells: a record for each, filters by key=value, and a table."""
+"""Stored cells as a table for a terminal."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime
-from functools import partial
+from collections.abc import Sequence
 
-from kvbench.errors import UsageError, unknown
-from kvbench.run.keys import one_of, pairs
-from kvbench.run.labels import differences, fields, label
-from kvbench.run.results import CellRecord, ScoreSummary, Status
+from kvbench.run.listing import DAMAGED, StoredCell
 from kvbench.run.store import STATUSES, ResultStore
-from kvbench.run.words import split_list
 
-FILTERS = ("status", "model", "method", "dataset", "cells")
-DAMAGED = "damaged"
 WIDTH = 24
-
-
-def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-    """Return the values of ``key=value`` arguments by key.
-
-    Raises UsageError for a key not in ``keys``, for one given twice or without a value, and for an unknown status.
-    """
-    for argument in arguments:
-        if "=" not in argument or argument.partition("=")[0] not in keys:
-            raise unknown("argument", argument, [f"{k}=" for k in keys])
-    texts = pairs(arguments)
-    for key, text in texts.items():
-        if "" in split_list(text):
-            raise UsageError(f"{key}={text}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
-    for status in split_list(texts["status"]) if "status" in texts else ():
-        one_of("status", (*STATUSES, DAMAGED), status)
-    return texts
-
-
-@dataclass(frozen=True)
-class StoredCell:
-    """One stored cell in a list.
-
-    summary: the means over all its samples; None if there are none that are up to date.
-    differs: the settings in which it differs from cells of the same label, dataset and model.
-    """
-
-    id: str
-    folder: str
-    record: CellRecord
-    status: Status
-    summary: ScoreSummary | None = None
-    differs: str = ""
-
-    @property
-    def label(self) -> str:
-        """Return the method with its budgets and knobs."""
-        damaged = self.status.status == DAMAGED
-        return "" if damaged else label(self.record.identity, self.record.label)
-
-    @property
-    def changed(self) -> str | None:
-        """Return the time of the last write, in ISO format."""
-        time_s = self.status.changed
-        return None if time_s is None else datetime.fromtimestamp(time_s).astimezone().isoformat("T", "seconds")
-
-    def json(self) -> dict[str, object]:
-        """Return the cell as ``--json`` prints it."""
-        score = self.summary
-        return {
-            "id": self.id,
-            "label": self.label,
-            "dataset": self.record.column,
-            "model": self.record.model,
-            "folder": self.folder,
-            "imported": self.record.kind == "imported",
-            **fields(self.record.identity),
-            **asdict(self.status),
-            "changed": self.changed,
-            **({"metric": score.metric, "score": score.score, "ci": score.ci} if score is not None else {}),
-            "differs": self.differs,
-        }
-
-
-def rows(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCell]:
-    """Return the cells of a store that pass all ``filters``, sorted by dataset and label."""
-    chosen = filters.get("cells")
-    names = store.folders() if chosen is None else [store.find(name) for name in dict.fromkeys(split_list(chosen))]
-    alike: dict[tuple[str, ...], list[StoredCell]] = {}
-    for cell in map(partial(row, store), names):
-        if _passes(cell, filters):
-            alike.setdefault((cell.label, cell.record.column, cell.record.model), []).append(cell)
-    labelled = [
-        replace(cell, differs=words)
-        for some in alike.values()
-        for cell, words in zip(some, differences([c.record.identity for c in some]), strict=True)
-    ]
-    return sorted(labelled, key=lambda c: (c.record.column, c.label, c.differs, c.id))
-
-
-def row(store: ResultStore, name: str) -> StoredCell:
-    """Return one stored cell with its summary. A damaged cell has the status DAMAGED."""
-    folder = str(store.folder(name))
-    try:
-        record, status = store.cell(name) or CellRecord(), store.status(name)
-        summary = ScoreSummary.read(store.metrics(name))
-        label(record.identity, record.label)
-    except UsageError as error:
-        return StoredCell(name, folder, CellRecord(), Status(DAMAGED, 0, None, str(error)))
-    # the means of an interrupted cell may be of fewer samples than it has now
-    current = summary is not None and summary.n == status.n and status.status != "refused"
-    return StoredCell(name, folder, record, status, summary if current else None)
 
 
 def table(found: Sequence[StoredCell], store: ResultStore) -> str:
@@ -158,17 +57,6 @@ def _fold(text: str, at: str) -> list[str]:
         lines[-1:] = [f"{lines[-1]}{at}".rstrip(" ")] if i else []
         lines += [part[i : i + WIDTH] for i in range(0, len(part), WIDTH)] or [""]
     return [line for line in lines if line]
-
-
-def _passes(cell: StoredCell, filters: Mapping[str, str]) -> bool:
-    dataset, method = cell.record.column.partition(" ")[0], cell.label.partition(" ")[0]
-    names = {
-        "status": {cell.status.status},
-        "method": {method},
-        "model": {cell.record.model},
-        "dataset": {dataset, dataset.partition("/")[0]},
-    }
-    return all(values & set(split_list(filters[key])) for key, values in names.items() if key in filters)
 
 
 def _ago(changed: float | None) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.imports.base import ImportedAnswer, Predictions
-from kvbench.metrics import METRICS, metric, score, stats
+from kvbench.metrics import METRICS, check_installed, metric, score, stats
 from kvbench.metrics.stats import FEWEST
 from kvbench.tasks import longbench
 
@@ -49,13 +49,14 @@ def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None)
     """
     dataset = predictions.dataset
     if dataset in longbench.TASKS:
-        return longbench.metric_name(dataset, code_sim)
+        fallback = longbench.metric_name(dataset, code_sim)
     if fallback is None:
         raise UsageError(
             f"{predictions.path}: dataset {dataset!r} has no metric: it is none of LongBench's "
             f"({', '.join(longbench.TASKS)}); give metric=NAME for it ({', '.join(METRICS)})"
         )
-    return metric(fallback).name
+    check_installed(fallback)
+    return fallback
 
 
 def check(predictions: Predictions, name: str) -> None:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from kvbench.errors import unknown
 from kvbench.example import Example
+from kvbench.extras import require
 from kvbench.metrics import answers, bleu, chinese, choice, code, rouge, squad, text, theorem
 
 LONGBENCH = "github.com/THUDM/LongBench metrics.py"
@@ -26,6 +27,7 @@ class Metric:
     needs_classes: the example must carry its closed set of labels.
     shown: the function from a mean to what tables print, where that is no multiple (perplexity).
     whole: from (prediction, example) to a score, where it depends on all references together.
+    package: the package that it calls, if that comes with an extra.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Metric:
     needs_classes: bool = False
     shown: Callable[[float], float] | None = None
     whole: Callable[[str, Example], float | None] | None = None
+    package: str = ""
 
     def show(self, mean: float) -> float:
         """Return a mean of scores in printed units: ``scale`` times it, or ``shown`` of it where that is set."""
@@ -48,6 +51,12 @@ def metric(name: str) -> Metric:
     if name not in METRICS:
         raise unknown("metric", name, METRICS)
     return METRICS[name]
+
+
+def check_installed(name: str) -> None:
+    """Raise UsageError with the command that installs the metric's package if it is missing."""
+    if package := metric(name).package:
+        require(package, f"metric {name}")
 
 
 def score(name: str, prediction: str, example: Example) -> float | None:
@@ -91,18 +100,34 @@ METRICS = _named(
     ),
     Metric("f1", "token F1 after SQuAD normalisation (LongBench qa_f1)", LONGBENCH, _pair(text.qa_f1)),
     Metric("rouge_l", "ROUGE-L F of the package rouge, as LongBench calls it", LONGBENCH, _pair(rouge.rouge_l)),
-    Metric("rouge1", "ROUGE-1 F of the package rouge-score, stemmed", "pypi rouge-score", _pair(rouge.rouge1_stem)),
+    Metric(
+        "rouge1",
+        "ROUGE-1 F of the package rouge-score, stemmed",
+        "pypi rouge-score",
+        _pair(rouge.rouge1_stem),
+        package="rouge_score",
+    ),
     Metric("accuracy", "first line equals the label but for case and punctuation", "kvbench", _pair(choice.accuracy)),
     Metric("exact_match", "equal but for whitespace", "kvbench", _pair(text.exact_match)),
     Metric("contains", "reference occurs literally in the answer", "kvbench", _pair(text.contains)),
-    Metric("code_sim", "edit similarity of the first code line (Levenshtein)", LONGBENCH, _pair(code.code_sim)),
+    Metric(
+        "code_sim",
+        "edit similarity of the first code line (Levenshtein)",
+        LONGBENCH,
+        _pair(code.code_sim),
+    ),
     Metric(
         "code_sim_difflib",
         "edit similarity of the first code line (difflib, what LongBench does without python-Levenshtein)",
         LONGBENCH,
         lambda prediction, reference, _: code.code_sim(prediction, reference, backend="difflib"),
     ),
-    Metric("edit_sim", "Levenshtein ratio of the stripped answers", "kvbench", _pair(code.edit_sim)),
+    Metric(
+        "edit_sim",
+        "Levenshtein ratio of the stripped answers",
+        "kvbench",
+        _pair(code.edit_sim),
+    ),
     Metric(
         "classification",
         "right label among the class names found in the answer, over their number",
@@ -135,7 +160,13 @@ METRICS = _named(
     ),
     Metric("count", "share of the answer's numbers that are right", LONGBENCH, _pair(choice.count)),
     Metric("retrieval", "share of the answer's numbers that name the paragraph", LONGBENCH, _pair(choice.retrieval)),
-    Metric("qa_f1_zh", "token F1 of Chinese segmented by jieba", LONGBENCH, _pair(chinese.qa_f1_zh)),
-    Metric("rouge_zh", "ROUGE-L F (package rouge) of Chinese segmented by jieba", LONGBENCH, _pair(chinese.rouge_zh)),
+    Metric("qa_f1_zh", "token F1 of Chinese segmented by jieba", LONGBENCH, _pair(chinese.qa_f1_zh), package="jieba"),
+    Metric(
+        "rouge_zh",
+        "ROUGE-L F (package rouge) of Chinese segmented by jieba",
+        LONGBENCH,
+        _pair(chinese.rouge_zh),
+        package="jieba",
+    ),
     Metric("retrieval_zh", "share of the answer's numbers that name the 段落", LONGBENCH, _pair(chinese.retrieval_zh)),
 )

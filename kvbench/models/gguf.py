@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
 
-from kvbench.errors import KvbenchError, UsageError
+from kvbench.errors import KvbenchError
+from kvbench.extras import require
 
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
@@ -45,18 +45,12 @@ CONTROL = 3
 """The type of a token that marks structure, such as the beginning of a message; llama.cpp's numbering."""
 
 
-def check_package() -> None:
-    """Raise UsageError that says what to install if the package that reads GGUF is missing."""
-    if find_spec("gguf") is None:
-        raise UsageError("converting a GGUF file needs the package gguf: pip install gguf")
-
-
 def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
     """Write the model's config, tokenizer and weights into ``folder``, which exists.
 
     Raises KvbenchError if the file is no GGUF of a Llama, and OSError if a file cannot be written.
     """
-    check_package()
+    require("gguf", "converting a GGUF file")
     from gguf import GGUFReader
 
     try:

@@ -8,7 +8,6 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from kvbench.errors import KvbenchError, UsageError, unknown
+from kvbench.extras import require
 from kvbench.models import fetch, traits, weights
 from kvbench.models.config import ModelConfig
 
@@ -167,11 +167,7 @@ def _check_device_map(cfg: ModelConfig) -> None:
             f"device_map={cfg.device_map} spreads weights as they are read, and weights=random reads none: leave out "
             "one of them"
         )
-    if find_spec("accelerate") is None:
-        raise UsageError(
-            f"device_map={cfg.device_map} needs the package accelerate: pip install 'kvbench[gpu]', or from a clone "
-            "pip install -e '.[gpu]'"
-        )
+    require("accelerate", f"device_map={cfg.device_map}")
 
 
 def load_model(

@@ -14,7 +14,7 @@ from kvbench.example import Example
 from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.resolve import ChainConfig
-from kvbench.metrics import metric
+from kvbench.metrics import check_installed, metric
 from kvbench.run.config import RunConfig
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
 from kvbench.tasks.prompt import check
@@ -135,6 +135,7 @@ def build_groups(
         chat = policy.template != "off"
         tasks = load_tasks(dataset.name, dataset.knobs, dataset.tasks, tokenizer, cfg.data_root, chat)
         for task in tasks:
+            check_installed(task.metric)
             column = f"{task.id} {dataset.label}".strip()
             answer_rules, prompt_identity = task.answering(), policy.identity(task, tokenizer)
             likelihood = bool(task.examples[0].tokens)

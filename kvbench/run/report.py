@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from kvbench.extras import require
 from kvbench.run.equal_memory import Matched
 from kvbench.run.results import CellSummary
 from kvbench.tables import render
@@ -121,12 +122,14 @@ class Report:
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a row per method and task, with the columns of ``--format csv``."""
+        require("pandas", "to_pandas")
         import pandas as pd
 
         return pd.DataFrame(render.records(self), columns=list(render.CSV_FIELDS))
 
     def plot(self) -> Canvas:
         """Return a figure with a panel a task: scores with intervals against bytes in per cent of the full cache."""
+        require("matplotlib", "plot")
         from kvbench.tables import scatter
 
         return scatter.draw(self)

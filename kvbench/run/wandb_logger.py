@@ -18,6 +18,7 @@ from threading import Thread
 from typing import Any
 
 from kvbench.errors import say
+from kvbench.extras import require
 from kvbench.methods.resolve import ALWAYS_NAMED
 from kvbench.metrics import metric
 from kvbench.run.config import LoggerConfig
@@ -46,7 +47,10 @@ SETTINGS: dict[str, Any] = {
 
 def listeners(cfg: LoggerConfig) -> tuple[Listener, ...]:
     """Return the listeners that the configuration asks for: () or one that logs to W&B."""
-    return () if cfg.mode == "disabled" else (WandbLogger(cfg),)
+    if cfg.mode == "disabled":
+        return ()
+    require("wandb", "logger=wandb")
+    return (WandbLogger(cfg),)
 
 
 class WandbLogger:

