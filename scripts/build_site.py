@@ -263,9 +263,7 @@ def _row(method: str, short: bool) -> str:
     head = [c["task"].rpartition("/")[2] for c in full["cells"]]
     lines = [f"| | {' | '.join(head)} | % of full |", "|---" * (len(head) + 2) + "|"]
     for name, r in (("full", full), (method, row)):
-        cells = [
-            f"{c['score']:.1f}" + (f" [{c['ci'][0]:.0f}, {c['ci'][1]:.0f}]" if c.get("ci") else "") for c in r["cells"]
-        ]
+        cells = [_score(c) for c in r["cells"]]
         lines.append(f"| {name} | {' | '.join(cells)} | {r['percent_of_full']:.1f} |")
     n = ", ".join(str(c["n"]) for c in full["cells"])
     return "\n".join(lines) + f"\n\nn = {n} examples; 95 % bootstrap intervals. % of full: bytes held, at 16 bits."

@@ -1,9 +1,8 @@
-"""Write docs/what-is-measured.md from the configuration, formats and metrics that runs use. It reads no data."""
+"""The page on what is measured, made from the configuration, loaders and metrics that runs use. It reads no data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,11 +16,10 @@ from kvbench.tasks import longbench
 from kvbench.tasks.base import Task, load_tasks
 from kvbench.tasks.rowset import RowFormat
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "what-is-measured.md"
 HEAD = """# What exactly is measured
 
-This page is made by `python scripts/measured.py` from the configuration files, loaders and metrics that runs use. A
-test compares it with them. It needs no data: a dataset's own comment says how many examples it has.
+This page is made from the configuration files, loaders and metrics that runs use. No data is read for it: a dataset's
+own comment says how many examples it has.
 """
 
 
@@ -122,7 +120,7 @@ def _presets() -> Iterator[str]:
     yield "## Presets (`preset=`)\n"
     yield (
         "In place of the plain defaults; knobs that are typed win. Budgets that a preset does not name are the user's. "
-        "Every value with where it comes from stands in [reference.md](reference.md), `python -m kvbench reference`.\n"
+        "Every value with where it comes from stands in [Papers](papers.md), `python -m kvbench reference`.\n"
     )
     yield writers.table(("preset", "what it is"), [(name, presets.about(name)) for name in presets.available()])
 
@@ -153,8 +151,3 @@ def _plain(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
