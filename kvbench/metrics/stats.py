@@ -10,7 +10,8 @@ the exact (Clopper-Pearson) binomial interval.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,8 @@ WEIGHTS = np.array([0.75 / 24] * 24 + [0.25])
 """Parts of their wealth that the bettors of ``p_above`` stake, and the share of the money that each begins with."""
 _BLOCK = 2**22
 """Indices drawn at a time: bounds the memory of a bootstrap to some 50 MB whatever n is."""
+_CACHED = 2**21
+"""The most counts of one table of draws that is kept, of 16: 256 MB at most, for 200 examples."""
 
 
 def bootstrap_ci(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interval | None:
@@ -187,10 +190,25 @@ def by_example(ways: Mapping[str, Sequence[Sequence[float]]], width: int) -> NDA
 
 def _resampled(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
     """Return means [DRAWS, ...] of n examples each, drawn from ``values`` [n, ...] with replacement."""
+    n = len(values)
+    if DRAWS * n <= _CACHED:
+        return _counts(n, seed) @ values / n
+    return np.concatenate([values[rows].mean(1) for rows in _draws(n, seed, max(1, _BLOCK // values.size))])
+
+
+@lru_cache(16)
+def _counts(n: int, seed: int) -> NDArray[np.float64]:
+    """Return how often [DRAWS, n] each of n examples is drawn: tables ask for the same n again and again."""
+    (rows,) = _draws(n, seed, DRAWS)
+    flat = (rows + n * np.arange(DRAWS)[:, None]).ravel()
+    return np.bincount(flat, minlength=DRAWS * n).reshape(DRAWS, n).astype(np.float64)
+
+
+def _draws(n: int, seed: int, most: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the examples [resamples, n] of all DRAWS resamples, at most ``most`` at a time; ``most`` changes none."""
     rng = np.random.default_rng(seed)
-    rows = max(1, _BLOCK // values.size)
-    sizes = (min(rows, DRAWS - start) for start in range(0, DRAWS, rows))
-    return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in sizes])
+    for start in range(0, DRAWS, most):
+        yield rng.integers(n, size=(min(most, DRAWS - start), n))
 
 
 def _constant(value: float, n: int, bounds: Bounds | None) -> Interval | None:
