@@ -51,7 +51,8 @@ def drained(queue):
 
 @pytest.mark.parametrize(("family", "per"), [*((f, "kv_head") for f in FAMILIES), ("qwen2", "query_head")])
 def test_rows_that_enter_and_leave_answer_as_alone(family, per, monkeypatch):
-    model, rows = rows_of(family, [c for c in CHAINS if supported(c, family)], per=per)
+    chains = CHAINS if family == "llama" else CHAINS[FAMILIES.index(family) % 3 :: 3]
+    model, rows = rows_of(family, [c for c in chains if supported(c, family)], per=per)
     queue, entries = DecodeQueue(model, 24, ROOMY), []
     original = batch.DecodeBatch._step
     monkeypatch.setattr(

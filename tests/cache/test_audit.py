@@ -212,7 +212,7 @@ def test_resident_memory_of_the_process_shrinks_with_the_cache():
     import sys
 
     code = """
-import ctypes, gc, sys, torch, kvbench
+import ctypes, gc, torch, kvbench
 from transformers import LlamaConfig, LlamaForCausalLM
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -226,21 +226,18 @@ def resident():
     return int(open('/proc/self/statm').read().split()[1]) * 4096
 
 ids = torch.randint(3, 99, (1024,))
-chain = [{'method': 'streamingllm', 'kv_ratio': 0.125}] if sys.argv[1] == 'small' else ['full']
-for _ in range(2): kvbench.prefill(model, ids, chain)
-before = resident()
-held = [kvbench.prefill(model, ids, chain)[0] for _ in range(8)]
-print(resident() - before, sum(c.nbytes() for c in held))
+chains = [[{'method': 'streamingllm', 'kv_ratio': 0.125}], ['full']]
+for chain in chains: kvbench.prefill(model, ids, chain)
+held = []
+for chain in chains:
+    before = resident()
+    held.append([kvbench.prefill(model, ids, chain)[0] for _ in range(8)])
+    print(resident() - before, sum(c.nbytes() for c in held[-1]))
 """
-    grown = {}
-    command = [sys.executable, "-c", code]
-    begun = {
-        which: subprocess.Popen([*command, which], stdout=subprocess.PIPE, text=True) for which in ("full", "small")
-    }
-    for which, process in begun.items():
-        message, _ = process.communicate()
-        assert process.returncode == 0
-        growth, nbytes = map(int, message.split())
-        grown[which] = growth
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    grown = []
+    for line in done.stdout.splitlines():
+        growth, nbytes = map(int, line.split())
+        grown.append(growth)
         assert 0.95 * nbytes < growth < 1.15 * nbytes
-    assert grown["full"] > 6 * grown["small"]
+    assert grown[1] > 6 * grown[0]

@@ -48,12 +48,16 @@ def check(model, ids, made, per, answer, held):
     return cache, longer
 
 
-@pytest.mark.parametrize("per", PER)
-@pytest.mark.parametrize("pruner", STORED)
+KNOBS = {"plain": {}, "code_mask": {"code_mask": True}, "score_bits": {"score_bits": 3}}
+
+
+# each pair of pruner, knobs and kind of heads
 @pytest.mark.parametrize(
-    "knobs", [{}, {"code_mask": True}, {"score_bits": 3}], ids=["plain", "code_mask", "score_bits"]
+    ("pruner", "knobs", "per"),
+    [(p, k, list(PER)[(i + j) % len(PER)]) for i, p in enumerate(STORED) for j, k in enumerate(KNOBS)],
 )
 def test_h2o_drops_thin_and_whole_tokens_alike(pruner, knobs, per):
+    knobs = KNOBS[knobs]
     model, ids = build("llama"), prompt(N, 8)
     built = entry(f"h2o+{pruner}", **{"variant": "orig", **knobs})
     bits, mask = knobs.get("score_bits"), knobs.get("code_mask", False)
