@@ -185,7 +185,8 @@ def test_in_a_browser(written, tmp_path, width):
 def test_json_has_what_the_page_shows(tmp_path, capsys):
     small = ["method=full,streamingllm", "kv_size=24", "sinks=4", "dataset=tiny/needle", "length=256"]
     committed = Path(__file__).parents[2] / "results"
-    for name in ("claims", "tiny"):
+    (tmp_path / "tiny").mkdir()
+    for name in ("claims", "tiny/figures", *(p.relative_to(committed) for p in committed.glob("tiny/think-1.*"))):
         (tmp_path / name).symlink_to(committed / name)
     capsys.readouterr()
     assert main(["report", "--json", "samples=1", f"results={tmp_path}", *small]) == 0
