@@ -26,8 +26,8 @@ run-real: $(VENV)/.ready  ## a pretrained model on LongBench's prompts: fetches 
 test: $(VENV)/.ready  ## all tests, one process a core
 	$(PY) -m pytest -n logical --dist worksteal
 
-test-fast: $(VENV)/.ready  ## tests without the slow ones
-	$(PY) -m pytest -n logical --dist worksteal -m "not slow"
+test-fast: $(VENV)/.ready  ## tests of single parts: no whole runs, processes or pictures
+	$(PY) -m pytest -n logical --dist worksteal -m "not e2e"
 
 test-peers: .venv-peers/.ready  ## the same tokens as kvpress, in an environment of its own
 	.venv-peers/bin/python -m pytest tests/peers

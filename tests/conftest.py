@@ -2,6 +2,7 @@
 
 import os
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,15 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "scr
 torch.set_num_threads(1)
 
 SMOL = "smollm2-135m-q4_1"
+LONG_S = 2.0
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Name the tests of more than LONG_S that are not marked e2e. Nothing fails: machines are noisy."""
+    reports = chain.from_iterable(terminalreporter.stats.get(key, ()) for key in ("passed", "failed"))
+    long = [r for r in reports if r.when == "call" and r.duration > LONG_S and "e2e" not in r.keywords]
+    for report in sorted(long, key=lambda r: -r.duration):
+        terminalreporter.write_line(f"{report.duration:.1f} s, to be made faster or marked e2e: {report.nodeid}")
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 import pytest
 from runs import SMALL, run_json
 
+pytestmark = pytest.mark.e2e("runs whole command lines")
+
 LAYERS, HEADS, D, N = 6, 4, 32, 256
 FULL = LAYERS * HEADS * 2 * N * D * 2
 """Bytes of the tiny model's full cache of 256 tokens at 16 bits."""

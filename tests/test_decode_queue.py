@@ -12,6 +12,8 @@ from kvbench.engine import batch
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.run.queue import DecodeQueue, QueuedRow, in_parts
 
+pytestmark = pytest.mark.e2e("every chain decodes in a queue")
+
 ROOMY = 2**40
 OUT_OF_MEMORY = (
     torch.OutOfMemoryError("CUDA out of memory"),

@@ -21,6 +21,8 @@ from kvbench.run.config import read
 from kvbench.run.estimate import cache_bytes
 from kvbench.run.plan import with_baseline
 
+pytestmark = pytest.mark.e2e("starts processes")
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

@@ -27,6 +27,8 @@ from kvbench.run.plan import Cell
 from kvbench.run.runner import run_group
 from kvbench.run.store import ResultStore
 
+pytestmark = pytest.mark.e2e("runs hostile methods end to end")
+
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):

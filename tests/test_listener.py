@@ -6,6 +6,8 @@ from runs import SMALL, metrics_of, prepare
 from kvbench.engine import batch
 from kvbench.run import experiment
 
+pytestmark = pytest.mark.e2e("runs whole command lines")
+
 
 class Heard:
     """Writes down what it is told; ``broken`` names the call that raises."""

@@ -12,6 +12,8 @@ from kvbench.errors import UsageError
 from kvbench.methods.resolve import chain_of
 from kvbench.run import config, equal_memory, words
 
+pytestmark = pytest.mark.e2e("prices hundreds of sizes")
+
 MISTRAL = Shape(32, 32, 8, 128)
 TABLE7 = "kv_size=128,512,1024,2048"
 

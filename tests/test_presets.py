@@ -14,6 +14,8 @@ from kvbench.methods import registry
 from kvbench.run import config, presets, words
 from kvbench.run.equal_memory import KINDS
 
+pytestmark = pytest.mark.e2e("composes every preset for every model")
+
 PAPERS = ("qhitter", "refreekv", "think", "uncomp", "vatp")
 CHAINS = {
     "qhitter": ("full", "h2o", "qhitter", "streamingllm"),

@@ -17,6 +17,8 @@ from kvbench.run import config, experiment
 from kvbench.run.store import ResultStore
 from kvbench.tables.render import _kept, _payload, render
 
+pytestmark = pytest.mark.e2e("runs whole command lines")
+
 
 def test_run_measures_what_it_says(tmp_path, capsys):
     status, report = run_json(capsys, *SMALL, "method=snapkv+think", "ratio=0.4", f"results={tmp_path}")

@@ -22,6 +22,8 @@ from kvbench.methods.resolve import ChainConfig
 from kvbench.run import config, experiment, runner
 from kvbench.run.store import ResultStore
 
+pytestmark = pytest.mark.e2e("runs whole command lines")
+
 
 def test_second_run_measures_nothing_and_a_new_method_reads_only_for_itself(tmp_path, capsys, monkeypatch):
     arguments = [*SMALL, f"results={tmp_path}"]

@@ -19,6 +19,8 @@ from kvbench.methods.snapkv import SnapKV
 from kvbench.run import experiment, host, runner
 from kvbench.run.store import ResultStore
 
+pytestmark = pytest.mark.e2e("runs whole command lines")
+
 METHODS = "method=snapkv,h2o,think"
 
 

@@ -18,6 +18,8 @@ from kvbench.errors import KvbenchError
 from kvbench.files import lock, locked
 from kvbench.run.store import ResultStore
 
+pytestmark = pytest.mark.e2e("starts processes")
+
 RUN = ["dataset=tiny/needle", "length=256", "method=snapkv"]
 
 
@@ -27,7 +29,6 @@ def start(*arguments):
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
 def test_a_second_run_of_a_cell_is_refused_while_the_first_goes_on(tmp_path, capsys):
     arguments = [*RUN, "examples=60", "batch_rows=2", f"results={tmp_path}"]
     first, store = start(*arguments), ResultStore(tmp_path)
@@ -56,7 +57,6 @@ def test_a_second_run_of_a_cell_is_refused_while_the_first_goes_on(tmp_path, cap
     assert all(store.status(c).n >= before[c] for c in before)
 
 
-@pytest.mark.slow
 def test_shards_at_the_same_time_are_together_the_single_run(tmp_path, capsys):
     arguments = [*RUN, "examples=8"]
     shards = [start(*arguments, "shards=2", f"shard={i}", f"results={tmp_path / 'two'}") for i in range(2)]

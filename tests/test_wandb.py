@@ -18,6 +18,8 @@ from kvbench.run.config import LoggerConfig
 from kvbench.run.wandb_logger import flat_names, listeners, run_id
 from kvbench.tables.heatmap import draw, heat_map
 
+pytestmark = pytest.mark.e2e("starts W&B")
+
 OFFLINE = ("logger=wandb", "logger.mode=offline")
 HAYSTACK = "The old harbour was quiet in the morning, and boats came home with little. " * 400
 

@@ -4,6 +4,8 @@ import pytest
 
 from kvbench.bench import memory
 
+pytestmark = pytest.mark.e2e("runs benchmarks")
+
 FLAT = {"early": 10.0, "late": 10.0, "tokens": 256.0, "excess": 0.0}
 
 

@@ -16,6 +16,8 @@ from kvbench.papers.timed import bench_spec, row_matching
 from kvbench.run import config
 from kvbench.run.words import split_list
 
+pytestmark = pytest.mark.e2e("runs benchmarks")
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_tables.sh"
 OWN = {"workloads", "repeats", "generate", "steps", "peers", "memory_limit", "check"}
@@ -230,7 +232,6 @@ def test_a_table_that_is_not_declared():
         bench_spec.load("think", "2")
 
 
-@pytest.mark.slow
 def test_the_script_runs_and_what_it_measured_is_not_measured_again(tmp_path, capsys, monkeypatch):
     small = environment(KVBENCH_GPU_TABLES_SMALL="1", FOLDER=str(tmp_path), OMP_NUM_THREADS="1")
     done = subprocess.run([SCRIPT, "check"], capture_output=True, text=True, env=small, timeout=250)

@@ -18,6 +18,8 @@ from kvbench.errors import UsageError
 from kvbench.models.interface import attached
 from kvbench.run import config
 
+pytestmark = pytest.mark.e2e("runs benchmarks")
+
 CPU = torch.device("cpu")
 SIZES = {  # parameters as their makers publish them
     "llama2-7b": 6738415616,

@@ -6,6 +6,8 @@ import pytest
 
 from kvbench.bench import ratio
 
+pytestmark = pytest.mark.e2e("starts processes")
+
 
 def test_each_variant_is_measured_once_a_repeat_and_begins_in_turn():
     order = []

@@ -8,6 +8,8 @@ from kvbench.bench import resident
 from kvbench.bench.ratio import in_process
 from kvbench.cache.model_shape import Shape
 
+pytestmark = pytest.mark.e2e("measures processes")
+
 
 def test_full_caches_are_accounted_to_the_byte():
     actual = resident.hold("full", 2, 64)
@@ -63,7 +65,6 @@ def test_processes_run_at_once_as_memory_and_processors_allow(monkeypatch, free,
     assert resident._at_once(64, 4096) == most
 
 
-@pytest.mark.slow
 def test_a_process_holds_what_is_accounted():
     names, sizes = ("full", "kivi 2 bits"), ("--caches", 24, "--tokens", 2048)
     with ThreadPoolExecutor() as pool:

@@ -18,6 +18,8 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
 from kvbench.run import config
 
+pytestmark = pytest.mark.e2e("runs benchmarks")
+
 SMALL = ["bench", "time", "method=full,snapkv,kivi", "kv_size=48", "workloads=96+9x3", "repeats=2", "warmup=1"]
 SMALL += ["peers=dynamic,deepspeed"]
 

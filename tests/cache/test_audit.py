@@ -206,6 +206,7 @@ def test_frozen_layers_show_the_budget_asked_for_beside_what_is_kept():
     assert (m.nominal, m.kept) == (40, (80 + 40 + 40) / 3)
 
 
+@pytest.mark.e2e("starts a process")
 def test_resident_memory_of_the_process_shrinks_with_the_cache():
     """Real resident memory: eight caches at an eighth of the tokens take about an eighth of eight full ones."""
     import subprocess

@@ -18,6 +18,8 @@ from kvbench.storage import kernels
 from kvbench.storage.kernels import SWITCH
 from kvbench.storage.row_segments import Ragged, flat
 
+pytestmark = pytest.mark.e2e("compiles kernels")
+
 REASON = "triton is not installed (extra gpu: 290 MB, too much for the tests' environment)"
 HAVE = importlib.util.find_spec("triton") is not None
 triton = pytest.mark.skipif(not HAVE, reason=REASON)
@@ -32,7 +34,6 @@ def child(command, **env):
 
 
 @triton
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_numbers_are_those_of_plain_pytorch():
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
@@ -85,7 +86,6 @@ CALLS = (
 
 
 @triton
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels_compile_to_machine_code(tmp_path):
     # the interpreter runs code that the compiler refuses

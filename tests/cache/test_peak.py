@@ -24,6 +24,8 @@ from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.models.interface import attached
 from kvbench.storage import evicting_store, exact_rows, packed_rows
 
+pytestmark = pytest.mark.e2e("every chain decodes")
+
 RAGGED = {"method": "refreekv", "mode": "eq1", "reduce": "per_head", "T": 0.2}
 METHODS = [
     "full",

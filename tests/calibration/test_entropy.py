@@ -14,6 +14,8 @@ from kvbench.engine.prefill import observer
 from kvbench.methods import entropy
 from kvbench.methods.recipe import CalibrationRun
 
+pytestmark = pytest.mark.e2e("runs whole command lines")
+
 
 def slow_spectrum(rows):
     """Eigenvalues of Sigma of one head's rows [n][D], by loops over equation 1."""

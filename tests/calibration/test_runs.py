@@ -12,6 +12,8 @@ import kvbench
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
 
+pytestmark = pytest.mark.e2e("runs whole command lines")
+
 RUN = ["method=uncomp-group", "kv_size=48", "dataset=tiny/needle", "length=256", "examples=2"]
 SMALL = [*RUN, "samples=2", "tokens=128"]
 

@@ -10,6 +10,8 @@ from data import data_path
 
 from kvbench.cli.main import HELP, main
 
+pytestmark = pytest.mark.e2e("runs every example of --help")
+
 ROOT = Path(__file__).parent.parent.parent
 TINY = str(ROOT / "kvbench" / "models" / "embedded" / "tiny")
 SMALL = "examples=4 length=256"

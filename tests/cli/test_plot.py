@@ -11,6 +11,8 @@ from kvbench.cli.main import main
 from kvbench.models import load
 from kvbench.papers.figures.registry import FIGURES
 
+pytestmark = pytest.mark.e2e("runs whole command lines")
+
 SMALL = ["length=128", "limit=1"]
 
 BAD = {

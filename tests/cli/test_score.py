@@ -11,6 +11,8 @@ from predicted import PREDICTIONS, by_dataset, mean, row, run, write
 
 from kvbench.cli.main import main
 
+pytestmark = pytest.mark.e2e("runs whole command lines")
+
 LLAMA = ("predictions", "llama2-7b-chat-4k")
 
 

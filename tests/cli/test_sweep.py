@@ -16,6 +16,8 @@ from kvbench.cli.main import main
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.run import experiment, words
 
+pytestmark = pytest.mark.e2e("starts processes")
+
 ARGUMENTS = ["dataset=tiny/needle,tiny/code", "length=256", "examples=12", "method=snapkv,snapkv+think"]
 INSTALLED = {name: not package or extras.installed(package) for name, package in launchers.LAUNCHERS.items()}
 OPTIONS = {"basic": [], "ray": ["hydra.launcher.ray.init.num_cpus=2"], "submitit_local": []}
@@ -42,7 +44,6 @@ def test_two_shards_give_the_metrics_of_one_process(launcher, tmp_path):
     assert files == {"samples-0.jsonl", "samples-1.jsonl"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [n for n in ("ray", "submitit_local") if INSTALLED[n]])
 def test_a_killed_worker_costs_its_unfinished_examples_only(launcher, tmp_path):
     line = command(launcher, tmp_path / "two", "batch_rows=3")

@@ -9,6 +9,8 @@ import pytest
 from kvbench.papers.figures import registry
 from kvbench.papers.figures.figure import facts_of, read_csv
 
+pytestmark = pytest.mark.e2e("draws every committed figure")
+
 RESULTS = Path(__file__).parents[2] / "results"
 FOLDERS = {"smollm2-135m-q4_1": RESULTS / "figures", "tiny": RESULTS / "tiny" / "figures"}
 CSVS = sorted(path for folder in FOLDERS.values() for path in folder.rglob("*.csv"))
@@ -36,7 +38,6 @@ def test_every_csv_has_its_pictures_and_says_what_it_is_from(path):
     assert registry.FIGURES[figure].finding(registry.FIGURES[figure].parse(text)).endswith(".")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not matplotlib.__version__.startswith(DRAWN_WITH), reason=f"the pictures were drawn with matplotlib {DRAWN_WITH}"
 )

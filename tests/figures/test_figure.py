@@ -13,6 +13,8 @@ from kvbench.papers.figures import registry
 from kvbench.papers.figures.figure import facts_of, folder, read_csv
 from kvbench.tables import style
 
+pytestmark = pytest.mark.e2e("draws every figure twice")
+
 FIGURES = {i: f for i, f in registry.FIGURES.items() if f.sweeps is None}
 KNOBS = {"qhitter/fig2": {"bits": (4, 2)}}
 

@@ -16,6 +16,8 @@ from kvbench.papers.figures import measured, registry, scores, think
 from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, Point, Sweep, prepare
 from kvbench.run import summary
 
+pytestmark = pytest.mark.e2e("draws every measured figure twice")
+
 RESULTS = {i: f for i, f in registry.FIGURES.items() if f.sweeps is not None}
 TINY = ["length=128", "limit=3"]
 SMALL = replace(

@@ -17,6 +17,8 @@ from kvbench.papers.forensics import audit
 from kvbench.papers.report import page, samples
 from kvbench.papers.spec import table_spec
 
+pytestmark = pytest.mark.e2e("builds the page and opens it in a browser")
+
 
 def data_of(text):
     return json.loads(re.search(r'id="samples-data">(.*?)</script>', text, re.DOTALL)[1])

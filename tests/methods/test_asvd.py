@@ -12,6 +12,8 @@ from kvbench.methods.asvd import FRACTIONS
 from kvbench.methods.resolve import chain_of
 from kvbench.models.factors import nearest_rank
 
+pytestmark = pytest.mark.e2e("factorises models")
+
 N, NEW = 60, 6
 
 

@@ -15,6 +15,8 @@ from kvbench.conf import conf_dir
 from kvbench.methods import registry
 from kvbench.methods.resolve import chain_of
 
+pytestmark = pytest.mark.e2e("runs methods with slips of their authors")
+
 CODE = """from dataclasses import dataclass
 from kvbench.methods.base import Selector, Stage
 

@@ -20,6 +20,8 @@ from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import attached
 
+pytestmark = pytest.mark.e2e("every evicting method decodes beside a slow reference")
+
 SELECTORS = [
     m
     for m in registry.available()

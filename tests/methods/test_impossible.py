@@ -11,6 +11,8 @@ from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.models import load
 
+pytestmark = pytest.mark.e2e("whole command lines are read for every knob")
+
 STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in registry.available() if m != "full"}
 BUDGETED = [m for m, s in STAGES.items() if isinstance(s, Selector)]
 MODIFIERS = [m for m, s in STAGES.items() if s.role == "modifier"]

@@ -23,6 +23,8 @@ from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import LowRank, lifts, projection
 from kvbench.storage import latent_rows
 
+pytestmark = pytest.mark.e2e("factorises models")
+
 N, NEW = 60, 6
 
 

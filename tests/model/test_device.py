@@ -18,6 +18,8 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import attached
 
+pytestmark = pytest.mark.e2e("every method decodes")
+
 CHAINS = ["snapkv+think", "adakv+think", "adakv+kivi", "think+kivi", "h2o+think variant=orig", "scissorhands+vatp"]
 N, NEW = 60, 40
 

@@ -110,6 +110,7 @@ def text(tmp_path):
     return ["dataset=wikitext2", "length=96", "prefix=64", "limit=2", f"data.root={tmp_path / 'data'}"]
 
 
+@pytest.mark.e2e("whole runs")
 def test_a_run_refuses_every_method_of_a_model_without_numbers(tmp_path, capsys, monkeypatch):
     original = load.load_weights
 
@@ -129,6 +130,7 @@ def test_a_run_refuses_every_method_of_a_model_without_numbers(tmp_path, capsys,
     }
 
 
+@pytest.mark.e2e("whole runs")
 @pytest.mark.parametrize("stage", ["scores", "values"])
 @pytest.mark.parametrize("scored", [False, True])
 def test_a_run_refuses_the_method_alone_that_stores_or_scores_no_numbers(

@@ -11,6 +11,8 @@ from kvbench.errors import KvbenchError
 from kvbench.methods.registry import knob_names
 from kvbench.models.interface import attached
 
+pytestmark = pytest.mark.e2e("every method decodes")
+
 KNOBS = {"kv_size": 48, "ratio": 0.4, "value_ratio": 0.4}
 N, NEW = 90, 3
 

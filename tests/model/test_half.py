@@ -25,6 +25,7 @@ def test_the_full_caches_logits_are_transformers_own_bit_for_bit(family, dtype):
             assert torch.equal(cache.logits, out.logits[0, -1])
 
 
+@pytest.mark.e2e("whole answers")
 def test_full_answers_as_model_generate_in_bf16_alone_and_in_a_batch(tmp_path):
     model, tokenizer = kvbench.load_model("tiny", dtype="bfloat16")
     arguments = ["dataset=tiny/hop,tiny/labels", "length=512", "examples=4", "method=full", f"results={tmp_path}"]

@@ -14,6 +14,8 @@ import kvbench
 from kvbench.cli.main import main
 from kvbench.run.store import ResultStore
 
+pytestmark = pytest.mark.e2e("a pretrained model answers")
+
 TEXTS = [
     "In 2024, 12345 of 3.14 and 1,000,000 (7th) were 99%.",
     "a  b   c    d\n\n\n  e\t\tf \n g   ",
@@ -154,7 +156,6 @@ def test_full_answers_one_at_a_time_as_transformers_does_in_bf16(smol, loaded, t
         assert text.strip() == tokenizer.decode(new, skip_special_tokens=True).strip()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_full_answers_real_questions_as_transformers_does(loaded):
     """Four in every run, 32 in the weekly one (KVBENCH_QUESTIONS=32)."""

@@ -24,6 +24,8 @@ from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.numbers import decimals, fixed
 from kvbench.papers.spec.published_cells import Book, published
 
+pytestmark = pytest.mark.e2e("recomputes every paper's statements")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -31,6 +31,8 @@ from kvbench.papers.measured import our_table
 from kvbench.papers.spec.row_knobs import knobs
 from kvbench.tables import writers
 
+pytestmark = pytest.mark.e2e("measures claims end to end")
+
 
 def claim(test="better", margin=1.0, name="c"):
     return Claim("think", name, "quote", "where", "tested", test, (("a", "b"),), margin)

@@ -11,6 +11,8 @@ from kvbench.cli.main import main
 from kvbench.papers.spec import catalogue, published_cells, table_spec
 from kvbench.papers.spec.published import load_table
 
+pytestmark = pytest.mark.e2e("measures a table")
+
 FOLDER = "kvbench/papers/data/example"
 
 

@@ -16,6 +16,8 @@ from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.run import archive, experiment
 from kvbench.run.store import ResultStore
 
+pytestmark = pytest.mark.e2e("measures and packs tables")
+
 TABLE = table_spec.load("vatp", "2")
 
 

@@ -20,6 +20,8 @@ from kvbench.papers.spec.table_spec import Column
 from kvbench.run import presets, words
 from kvbench.run.config import parse
 
+pytestmark = pytest.mark.e2e("reads every table")
+
 MEASURED = [t.id for t in table_spec.find("all") if t.measurable]
 SMALL = ["limit=2", "length=256", "dataset.tiny.examples=2"]
 

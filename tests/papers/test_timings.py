@@ -17,6 +17,8 @@ from kvbench.papers.report import tables as html_tables
 from kvbench.papers.spec import table_spec
 from kvbench.papers.timed import bench_spec, timings
 
+pytestmark = pytest.mark.e2e("times tables")
+
 ROOT = Path(__file__).parents[2]
 TABLES = [t.id for t in table_spec.find("all") if t.kind == timings.KIND]
 KIVI = "kivi bits=4/4;batch=300;prompt=160;gen=338"
@@ -307,7 +309,6 @@ def test_verifying_finds_one_altered_digit(tmp_path, monkeypatch):
     assert paper_tables.main(["think/10", "--verify"]) == 1
 
 
-@pytest.mark.slow
 def test_a_table_is_timed_for_real(tmp_path, capsys):
     status, out = shown(capsys, "vatp/4", f"results={tmp_path}", "repeats=1", "warmup=0", "--format", "csv")
     assert status == 0

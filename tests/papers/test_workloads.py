@@ -13,6 +13,8 @@ from kvbench.papers.measured.cell_view import view
 from kvbench.papers.spec import catalogue, row_knobs, stand_ins, table_spec
 from kvbench.run import experiment
 
+pytestmark = pytest.mark.e2e("measures every table on one example")
+
 MEASURED = [t.id for t in table_spec.find("all") if t.measurable]
 
 
@@ -160,7 +162,6 @@ def test_a_table_at_the_floor_says_so_and_averages_the_rest(folder, data, tmp_pa
     assert "Δ" not in page.render(seen)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("paper", catalogue.papers())
 def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkeypatch):
     few = {stage: {"samples": "2"} for stage in stand_ins.SAMPLES}

@@ -12,6 +12,8 @@ from kvbench.methods.resolve import chain_of
 from kvbench.methods.twilight import Twilight
 from kvbench.storage.format import Room, StoredRow
 
+pytestmark = pytest.mark.e2e("every chain in every storage, step by step")
+
 D, STEPS, SCALE = 10, 45, 1 / math.sqrt(10)
 SHAPES = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 PER = ("kv_head", "query_head")

@@ -15,6 +15,8 @@ from kvbench.errors import UsageError
 from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import attached
 
+pytestmark = pytest.mark.e2e("whole models decode beside a slow reference")
+
 N, NEW, SIZE = 34, 30, 16
 PER = {"kv_head": 2, "query_head": 4}
 STORED = {

@@ -17,6 +17,8 @@ from kvbench.cache.segment import storage_bytes
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.engine.likelihood import teacher_force
 
+pytestmark = pytest.mark.e2e("whole models decode, every chain")
+
 N, NEW, D, SIZE = 45, 40, 16, 24
 SMALL = {"recent": 5, "observed": 8, "ratio": 0.4, "group": 4, "residual": 8}
 THIN = {"prune": "think", "keys": 10, "recent": 5}

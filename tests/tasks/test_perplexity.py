@@ -65,6 +65,7 @@ def test_end_to_end_prints_perplexities_and_their_difference(tmp_path, capsys):
     assert full["score"] == pytest.approx(math.exp(sum(ours) / len(ours)))
 
 
+@pytest.mark.e2e("whole runs")
 def test_word_level_divides_by_words(tmp_path, capsys):
     root = write_text(tmp_path)
     base = ["dataset=wikitext2", "length=128", "prefix=96", root, "method=full", f"results={tmp_path / 'r'}"]
@@ -123,6 +124,7 @@ def test_caches_of_different_prompts_are_refused():
         teacher_force(model, caches, prompt(5), 2)
 
 
+@pytest.mark.e2e("whole runs")
 def test_real_wikitext_runs(tmp_path, capsys):
     root = data_path("wikitext2", "test.txt").parent.parent
     status, report = run(

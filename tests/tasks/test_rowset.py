@@ -77,6 +77,7 @@ def test_formats_and_rows_that_do_not_fit_are_named(tmp_path, changes, message):
         load(tmp_path, **changes)
 
 
+@pytest.mark.e2e("whole runs")
 def test_one_yaml_file_adds_a_dataset(tmp_path):
     """In a copy of the package, nothing but conf/dataset/squad.yaml is new."""
     for name in ("kvbench", "conf"):

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.e2e("kills processes")
+
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.slow
 def test_kills_and_a_full_disk_lose_nothing_and_double_nothing():
     command = [sys.executable, str(ROOT / "scripts" / "torture.py"), "--kills", "4", "--examples", "6", "--json"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
