@@ -158,7 +158,7 @@ def test_full_answers_one_at_a_time_as_transformers_does_in_bf16(smol, loaded, t
 
 @pytest.mark.timeout(900)
 def test_full_answers_real_questions_as_transformers_does(loaded):
-    """Four in every run, 32 in the weekly one (KVBENCH_QUESTIONS=32)."""
+    """The first four; KVBENCH_QUESTIONS=32 asks as many as were compared once."""
     articles = json.loads(data_path("xquad.en.json").read_text(encoding="utf-8"))["data"]
     paragraphs = [a["paragraphs"][0] for a in articles[: int(os.environ.get("KVBENCH_QUESTIONS", "4"))]]
     prompts = [chat(loaded, f"{p['context']}\n\n{p['qas'][0]['question']}") for p in paragraphs]
