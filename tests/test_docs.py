@@ -14,9 +14,11 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from kvbench.cache.model_shape import Shape
+from kvbench.cli.main import HELP
 from kvbench.conf import conf_dir
 from kvbench.metrics import METRICS
-from kvbench.run import presets
+from kvbench.run import config, presets
+from kvbench.run import words as words_of
 from kvbench.run.config import read
 from kvbench.run.estimate import cache_bytes
 from kvbench.run.plan import with_baseline
@@ -118,6 +120,25 @@ def test_the_pins_leave_room_for_what_the_extras_need(package, room):
     # a pin outside makes pip try every version of the extra's packages, for hours
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     assert pins[package] in SpecifierSet(room)
+
+
+def commands():
+    """Every kvbench command in a fenced block of the README and of the site's pages, without its shell parts."""
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        fences = re.findall(r"^```\w*\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        for line in "".join(fences).replace("\\\n", " ").splitlines():
+            match = re.match(r"(?:\w+=\S+ )*(?:kvbench|python -m kvbench) (.*)", line.partition("#")[0])
+            if match:
+                yield match[1].replace("FOLDER_OR_HUB_ID", "tiny").replace("mymethod", "snapkv").split()
+
+
+def test_the_commands_of_the_documentation_can_be_carried_out():
+    runs = [words for words in commands() if words[0] == "run" and "$TABLE" not in words]
+    assert len(runs) > 15
+    for _, *words in runs:
+        command = words_of.read([w for w in words if "=" in w], "-m" in words)
+        assert command.runs and all(config.parse(request) for request in command.runs), words
+    assert {words[0] for words in commands()} <= HELP.keys()
 
 
 def test_make_targets_in_the_readme_exist():
