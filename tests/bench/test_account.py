@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from families import build, prompt
+from grids import grid
 
 import kvbench
 from kvbench.audit import accounting
@@ -19,9 +20,9 @@ SHAPE = Shape(layers=4, query_heads=4, kv_heads=2, head_dim=32)
 METHODS = memory_table.default_methods()
 
 
-@pytest.mark.parametrize("per", ["kv_head", "query_head"])
-@pytest.mark.parametrize("n", [7, 300])
-@pytest.mark.parametrize("method", METHODS)
+@grid("per", ["kv_head", "query_head"])
+@grid("n", [7, 300])
+@grid("method", METHODS)
 def test_layers_of_every_method_hold_what_the_formula_says(method, n, per):
     chain = chain_of(method, {"per": per})
     measured = layers.measure(chain, SHAPE, n, torch.float16)

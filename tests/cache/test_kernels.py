@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from grids import grid
 
 from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
@@ -131,9 +132,9 @@ def test_a_device_that_runs_no_kernel_is_left_to_plain_pytorch_with_a_warning(mo
 
 
 @triton
-@pytest.mark.parametrize("longest", [1, 15, 256, 1000, 16384, 10**6])
-@pytest.mark.parametrize("programs", [1, 8, 64, 5000])
-@pytest.mark.parametrize("token_bytes", [32, 256, 512, 1024, 4096])
+@grid("longest", [1, 15, 256, 1000, 16384, 10**6])
+@grid("programs", [1, 8, 64, 5000])
+@grid("token_bytes", [32, 256, 512, 1024, 4096])
 def test_splits_cover_every_token_once(longest, programs, token_bytes):
     from kvbench.storage.kernels.softmax import LEAST_SPAN, MOST_SPLITS, TILE_BYTES, splits
 

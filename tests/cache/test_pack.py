@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from grids import grid
 
 from kvbench.cache.packed import (
     BITS,
@@ -65,8 +66,8 @@ def test_codes_come_back_for_every_length(bits, dim):
         assert torch.equal(unpack(packed, bits, m, dim), codes)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("m", [1, 7, 8, 13, 64, 77])
+@grid("bits", BITS)
+@grid("m", [1, 7, 8, 13, 64, 77])
 def test_layout_is_the_documented_one(bits, m):
     codes = torch.randint(0, 2**bits, (m,), dtype=torch.uint8, generator=torch.Generator().manual_seed(m))
     assert pack(codes, bits).tolist() == slow_pack(codes.tolist(), bits)
@@ -96,9 +97,9 @@ def test_packed_bytes_waste_less_than_two_bytes():
         packed_bytes(8, 5)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "group"), [(16, 4), (13, 4), (5, 8), (80, 64)])
+@grid("bits", BITS)
+@grid("dtype", DTYPES)
+@grid(("size", "group"), [(16, 4), (13, 4), (5, 8), (80, 64)])
 def test_tokens_equal_the_slow_reference(bits, dtype, size, group):
     x = random(2, 3, size, seed=size, dtype=dtype, scale=3)
     q = quantise_tokens(x, bits, group, constant_scale=1.0)
@@ -126,10 +127,10 @@ def test_channels_are_tokens_of_the_transpose(bits, dtype):
     assert [pack(c, bits).tolist() for c in unpack(q.codes, bits, 8, -2)[0, 0].t()] == q.codes[0, 0].t().tolist()
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 100.0])
-@pytest.mark.parametrize("offset", [0.0, -7.3, 1000.7])
+@grid("bits", BITS)
+@grid("dtype", DTYPES)
+@grid("size", [1e-6, 1e-3, 1.0, 100.0])
+@grid("offset", [0.0, -7.3, 1000.7])
 def test_error_bound(bits, dtype, size, offset):
     x = (random(4, 64, 48, seed=bits, scale=size) + offset).to(dtype)
     for q, dim in ((quantise_tokens(x, bits, 16), -1), (quantise_channels(x, bits, 16), -2)):

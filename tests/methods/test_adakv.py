@@ -8,6 +8,7 @@ import method_reference as ref
 import pytest
 import torch
 from families import build, prompt
+from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
@@ -35,10 +36,10 @@ def layer(shape, per, ties=False):
     return q, k, *ref.make_layer(q, k, per=per)
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("per", ["kv_head", "query_head"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("floor", "rule"), [*itertools.product((0.0, 0.2, 0.55), ("mixed", "safe"))])
+@grid("ties", [False, True])
+@grid("per", ["kv_head", "query_head"])
+@grid("shape", SHAPES)
+@grid(("floor", "rule"), [*itertools.product((0.0, 0.2, 0.55), ("mixed", "safe"))])
 def test_tokens_are_those_of_a_slow_joint_ranking(shape, per, ties, floor, rule):
     q, k, dense, obs = layer(shape, per, ties)
     cache = parse(floor=floor, floor_rule=rule, per=per).compress(dense, obs)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from grids import grid
 
 from kvbench.errors import UsageError
 from kvbench.methods import registry
@@ -145,7 +146,7 @@ def decorated(pair):
     return set(pair) & set(stage_of(modifier).decorates)
 
 
-@pytest.mark.parametrize("pair", list(itertools.combinations(METHODS, 2)), ids="+".join)
+@grid("pair", list(itertools.combinations(METHODS, 2)), ids="+".join)
 def test_a_pair_is_refused_exactly_if_it_cannot_form_a_method(pair):
     written, roles = "+".join(pair), [stage_of(m).role for m in pair]
     if roles[0] == roles[1] != "modifier":

@@ -9,6 +9,7 @@ import method_reference as ref
 import pytest
 import torch
 from families import build, prompt
+from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
@@ -121,7 +122,7 @@ def test_layers_shrink_as_others_come_in_and_dense_ones_go_at_once():
     assert sum(sizes[-1]) == 12 * LAYERS
 
 
-@pytest.mark.parametrize("seed", range(200))
+@grid("seed", range(200))
 def test_budgets_add_up_and_their_bounds_only_fall(seed):
     draw = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, 9, (), generator=draw))

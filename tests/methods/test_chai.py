@@ -7,6 +7,7 @@ import prefill_reference as slow
 import pytest
 import torch
 from families import FAMILIES, build, heads_of, prompt
+from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
@@ -59,9 +60,9 @@ def test_the_maps_are_not_causal():
     assert merge_clusters(q, k, 1.0, 2)[0].tolist() == [0, 1, 0]
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kv_heads", [8, 2])
-@pytest.mark.parametrize("count", [1, 3, 5, 7, 8])
+@grid("seed", range(6))
+@grid("kv_heads", [8, 2])
+@grid("count", [1, 3, 5, 7, 8])
 def test_clusters_are_those_of_average_linkage(seed, kv_heads, count):
     g = torch.Generator().manual_seed(seed)
     q, k = torch.randn(8, 5, 6, generator=g), torch.randn(kv_heads, 5, 6, generator=g)

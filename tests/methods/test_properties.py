@@ -8,6 +8,7 @@ import inspect
 import re
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
+from inspect import signature
 from typing import ClassVar
 
 import method_reference as ref
@@ -16,6 +17,7 @@ import torch
 import yaml
 from calibrations import bound, ready
 from families import FAMILIES, build, heads_of, hooks, prompt
+from grids import grid
 from passthrough import quantisers_pass_through
 
 import kvbench
@@ -161,10 +163,24 @@ TRIPLES = [
     if supported(c, f) and (f == "llama" or (i + j) % 2 == k)
 ]
 BEYOND = pytest.mark.e2e("the matrix beyond Llama")
-matrix = pytest.mark.parametrize(
-    ("family", "chain", "per"),
-    [pytest.param(*t, id="-".join(t), marks=() if t[0] == "llama" else BEYOND) for t in TRIPLES],
-)
+
+
+def matrix(test):
+    """Run a test of (family, chain, per) once a chain on Llama, and once on all other families."""
+    beyond = pytest.param(False, id="beyond", marks=BEYOND)
+
+    @pytest.mark.parametrize("chain", CHAINS)
+    @pytest.mark.parametrize("llama", [pytest.param(True, id="llama"), beyond])
+    def each(chain, llama, **fixtures):
+        cases = [(f, per) for f, c, per in TRIPLES if c == chain and (f == "llama") == llama]
+        grid(("family", "per"), cases)(test)(chain=chain, **fixtures)
+
+    fixtures = [p for p in signature(test).parameters.values() if p.name not in ("family", "per", "chain")]
+    each.__signature__ = signature(each).replace(parameters=[*list(signature(each).parameters.values())[:2], *fixtures])
+    each.__name__ = test.__name__
+    return each
+
+
 per_heads = pytest.mark.parametrize("per", PER)
 
 

@@ -3,6 +3,7 @@
 import method_reference as ref
 import pytest
 from families import build, prompt
+from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
@@ -38,10 +39,10 @@ def test_prompts_near_the_budget_get_it_everywhere(exact_total):
     assert budgets(5000, 1, **knobs) == [128]
 
 
-@pytest.mark.parametrize("layers", [2, 3, 12, 32, 40])
-@pytest.mark.parametrize("size", [9, 31, 128, 513])
-@pytest.mark.parametrize("n", [60, 241, 500, 1030, 9000])
-@pytest.mark.parametrize("beta", [1, 3, 20])
+@grid("layers", [2, 3, 12, 32, 40])
+@grid("size", [9, 31, 128, 513])
+@grid("n", [60, 241, 500, 1030, 9000])
+@grid("beta", [1, 3, 20])
 def test_the_code_is_met_to_the_token_and_exact_totals_are_exact(layers, size, n, beta):
     knobs = {"kv_size": size, "window": 8, "beta": beta}
     assert budgets(n, layers, **knobs, exact_total=False) == ref.pyramid(n, size, 8, beta, layers)

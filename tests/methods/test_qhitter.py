@@ -8,6 +8,7 @@ import pytest
 import qhitter_reference as slow
 import torch
 from families import build, prompt
+from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
@@ -77,9 +78,9 @@ def test_what_the_zero_point_loses():
 CASES = [(per, hk, variant) for per in ("kv_head", "query_head") for hk in (2, 4) for variant in ("code", "paper")]
 
 
-@pytest.mark.parametrize(("per", "hk", "variant"), CASES)
-@pytest.mark.parametrize("lam", [0.0, 0.3, 1])
-@pytest.mark.parametrize("bits", [4, 2])
+@grid(("per", "hk", "variant"), CASES)
+@grid("lam", [0.0, 0.3, 1])
+@grid("bits", [4, 2])
 def test_tokens_are_those_of_a_slow_reference(per, hk, variant, lam, bits):
     n, q, k = 48, ref.grid(4, 48, 8, seed=hk), ref.grid(hk, 48, 8, seed=hk + 9)
     v = ref.grid(hk, n, 8, seed=7)

@@ -6,6 +6,7 @@ import method_reference as ref
 import pytest
 import torch
 from families import build, prompt
+from grids import grid
 
 import kvbench
 from kvbench.methods.resolve import chain_of
@@ -62,10 +63,10 @@ def expected_channels(method, q, k, tokens, count):
     return ref.magnitude(k, tokens, count, p=int(method[1]))
 
 
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("per", PER)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("method", "knobs"), SELECTORS)
+@grid("data", DATA)
+@grid("per", PER)
+@grid("shape", SHAPES)
+@grid(("method", "knobs"), SELECTORS)
 def test_selectors_keep_the_tokens_of_their_reference(method, knobs, shape, per, data):
     q, k = tensors(shape, data)
     dense, obs = ref.make_layer(q, k, per=per, bits=(8, 3, 2))
@@ -79,11 +80,11 @@ def test_selectors_keep_the_tokens_of_their_reference(method, knobs, shape, per,
         assert torch.equal(cache.segments[0].v[h], values[source, tokens])
 
 
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("per", PER)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("first", [None, ("snapkv", {"window": 4, "kernel": 3, "pooling": "max"})])
-@pytest.mark.parametrize(("method", "knobs"), PRUNERS)
+@grid("data", DATA)
+@grid("per", PER)
+@grid("shape", SHAPES)
+@grid("first", [None, ("snapkv", {"window": 4, "kernel": 3, "pooling": "max"})])
+@grid(("method", "knobs"), PRUNERS)
 def test_pruners_keep_the_channels_of_their_reference(method, knobs, first, shape, per, data):
     q, k = tensors(shape, data)
     dense, obs = ref.make_layer(q, k, per=per)

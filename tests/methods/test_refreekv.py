@@ -8,6 +8,7 @@ import method_reference as ref
 import pytest
 import torch
 from families import build, of_layers, prompt
+from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
@@ -115,11 +116,11 @@ MODES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("data", ["random", "ties"])
-@pytest.mark.parametrize("ranking", ["position", "attention"])
-@pytest.mark.parametrize("mode", MODES, ids=lambda m: "-".join(m.values()))
-@pytest.mark.parametrize(("hq", "hk", "per"), [(3, 3, "kv_head"), (4, 2, "kv_head"), (4, 2, "query_head")])
-@pytest.mark.parametrize(("T", "k", "m"), [(0.01, 1, 4), (0.2, 1, 2), (0.05, 5, 4)])
+@grid("data", ["random", "ties"])
+@grid("ranking", ["position", "attention"])
+@grid("mode", MODES, ids=lambda m: "-".join(m.values()))
+@grid(("hq", "hk", "per"), [(3, 3, "kv_head"), (4, 2, "kv_head"), (4, 2, "query_head")])
+@grid(("T", "k", "m"), [(0.01, 1, 4), (0.2, 1, 2), (0.05, 5, 4)])
 def test_every_mode_keeps_the_tokens_of_its_reference(mode, ranking, data, hq, hk, per, T, k, m):
     q, keys = ref.grid(hq, 26, 8, seed=1), ref.grid(hk, 26, 8, seed=2)
     if data == "ties":

@@ -3,6 +3,7 @@
 import method_reference as ref
 import pytest
 from calibrations import bound
+from grids import grid
 
 from kvbench.errors import UsageError
 from kvbench.methods import registry
@@ -22,16 +23,16 @@ def compress(method, n, **knobs):
     return dense, chain, chain.compress(dense, obs)
 
 
-@pytest.mark.parametrize("method", SELECTORS)
-@pytest.mark.parametrize("n", [1, 5, 39, 40])
+@grid("method", SELECTORS)
+@grid("n", [1, 5, 39, 40])
 def test_a_prompt_within_the_budget_is_kept_whole(method, n):
     _, chain, cache = compress(method, n, kv_size=40)
     assert ref.kept(cache) == [list(range(n))] * 2
     assert chain.expected(n, 0, 2, 2).total == 2 * n
 
 
-@pytest.mark.parametrize("method", UNIFORM)
-@pytest.mark.parametrize(("n", "ratio", "floor"), [(40, 0.1, 4), (12, 0.25, 3), (7, 0.25, 1), (3, 0.01, 0)])
+@grid("method", UNIFORM)
+@grid(("n", "ratio", "floor"), [(40, 0.1, 4), (12, 0.25, 3), (7, 0.25, 1), (3, 0.01, 0)])
 def test_a_small_fraction_shrinks_what_is_protected(method, n, ratio, floor):
     _, chain, cache = compress(method, n, kv_ratio=ratio)
     stage = chain.selector
@@ -55,8 +56,8 @@ def test_a_size_within_what_is_protected_is_refused(method):
     assert chain_of({"method": method, "kv_size": protected + 1}).selector.capacity(1000).tokens == protected + 1
 
 
-@pytest.mark.parametrize("method", SELECTORS)
-@pytest.mark.parametrize("ratio", [0, -0.1, 1.01, "half"])
+@grid("method", SELECTORS)
+@grid("ratio", [0, -0.1, 1.01, "half"])
 def test_impossible_fractions_are_refused(method, ratio):
     with pytest.raises(UsageError, match="kv_ratio"):
         chain_of({"method": method, "kv_ratio": ratio})

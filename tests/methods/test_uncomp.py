@@ -10,6 +10,7 @@ import pytest
 import torch
 from calibrations import bound, ready
 from families import build, prompt
+from grids import grid
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
@@ -58,9 +59,9 @@ def test_budgets_by_hand():
     assert interpolated(736, 32, 3) == [736, 384, 32]
 
 
-@pytest.mark.parametrize("mean", [13, 60, 384, 385, 1001])
-@pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("heads", [8, 32])
+@grid("mean", [13, 60, 384, 385, 1001])
+@grid("groups", [1, 2, 3, 4, 5, 8])
+@grid("heads", [8, 32])
 def test_the_mean_over_heads_is_the_budget(mean, groups, heads):
     content = calibrations.uncomp(LAYERS, heads)
     (calibrated,) = bound(Chain((stage(kv_size=mean, groups=groups),)), LAYERS, heads).stages

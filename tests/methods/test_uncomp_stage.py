@@ -8,6 +8,7 @@ import pytest
 import torch
 from calibrations import ready
 from families import FAMILIES, build, heads_of, hooks, prompt
+from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
@@ -197,9 +198,9 @@ def test_prompts_that_are_computed_otherwise_share_no_prefill():
     assert all(not torch.equal(a, b) for i, a in enumerate(different) for b in different[:i])
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt"])
-@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+@grid("selector", SELECTORS)
+@grid("family", ["llama", "gpt_neox", "opt"])
+@grid("per", ["kv_head", "query_head"])
 def test_every_selector_chooses_among_the_tokens_that_its_layer_read(selector, family, per):
     model, n = build(family), 60
     stage = registry.make_stage(selector, registry.defaults(selector))

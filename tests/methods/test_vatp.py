@@ -6,6 +6,7 @@ import method_reference as ref
 import pytest
 import torch
 from families import build, prompt
+from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
@@ -62,11 +63,11 @@ def base_scores(base, attn, heads):
 
 
 # spec 5, VATP: the first F always stay
-@pytest.mark.parametrize("kind", ["l1", "l2", "linf"])
-@pytest.mark.parametrize("data", ["random", "ties"])
-@pytest.mark.parametrize("per", ["kv_head", "query_head"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("base", BASES)
+@grid("kind", ["l1", "l2", "linf"])
+@grid("data", ["random", "ties"])
+@grid("per", ["kv_head", "query_head"])
+@grid("shape", SHAPES)
+@grid("base", BASES)
 def test_tokens_are_those_of_a_slow_loop(base, shape, per, data, kind):
     q, k, dense, obs = layer(shape, data, per)
     v = dense.segments[0].v.tolist()

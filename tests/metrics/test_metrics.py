@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from grids import grid
 from metrics import slow
 
 import kvbench.metrics as package
@@ -29,8 +30,8 @@ def test_names():
     assert all(m.description and m.source for m in METRICS.values())
 
 
-@pytest.mark.parametrize("name", ANSWERED)
-@pytest.mark.parametrize("prediction", ["", "\n", "...", "\n\n.\n"])
+@grid("name", ANSWERED)
+@grid("prediction", ["", "\n", "...", "\n\n.\n"])
 def test_predictions_without_content_score_zero(name, prediction):
     right = REFERENCES.get(name, "Paragraph 3")
     assert score(name, prediction, example(right, classes=(right, "other"))) == 0.0

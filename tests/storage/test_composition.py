@@ -6,6 +6,7 @@ import method_reference as ref
 import pytest
 import torch
 from families import build, prompt
+from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
@@ -95,12 +96,10 @@ def layer(n, d, per, heads=(4, 2)):
     return ref.make_layer(q, k, v, per=per)
 
 
-@pytest.mark.parametrize("per", PER)
-@pytest.mark.parametrize("n", [1, 2, 5, 7, 8, 9, 13])
-@pytest.mark.parametrize("d", [5, 10, 77])
-@pytest.mark.parametrize(
-    "method", ["think", "thinkv", "l1", "kivi", "flexgen", "thinkv+kivi", "think+flexgen", "l2+kivi"]
-)
+@grid("per", PER)
+@grid("n", [1, 2, 5, 7, 8, 9, 13])
+@grid("d", [5, 10, 77])
+@grid("method", ["think", "thinkv", "l1", "kivi", "flexgen", "thinkv+kivi", "think+flexgen", "l2+kivi"])
 def test_short_prompts_and_odd_heads_cost_what_the_formula_says(method, d, n, per):
     own_value = {"think", "thinkv", "l1", "l2"} & set(method.split("+"))
     chain = chain_of(entry(method, SMALL, per=per))

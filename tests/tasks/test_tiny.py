@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from grids import grid
 from tiny_model import tokenizer
 
 from kvbench.engine.calibration import tiny_corpus
@@ -39,8 +40,8 @@ def test_an_example_is_a_function_of_task_length_and_index(task):
     assert first.prompt not in [other.prompt for other in others]
 
 
-@pytest.mark.parametrize("task", tiny.TASKS)
-@pytest.mark.parametrize("length", LENGTHS)
+@grid("task", tiny.TASKS)
+@grid("length", LENGTHS)
 def test_prompts_have_exactly_the_length_asked_for(task, length, reader):
     for index in range(12):
         example = tiny.example(task, length, index)
