@@ -198,6 +198,7 @@ def test_prompts_that_are_computed_otherwise_share_no_prefill():
     assert all(not torch.equal(a, b) for i, a in enumerate(different) for b in different[:i])
 
 
+@pytest.mark.e2e("reads prompts with every selector")
 @grid("selector", SELECTORS)
 @grid("family", ["llama", "gpt_neox", "opt"])
 @grid("per", ["kv_head", "query_head"])
