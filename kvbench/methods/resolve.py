@@ -156,7 +156,7 @@ def _check_owned(methods: Sequence[str], knobs: Knobs) -> None:
     for key, value in knobs.items():
         if key == PER:
             continue
-        knob, (stage, *_) = registry.knob_of(key), registry.owners(methods, key)
+        knob, (stage, *_) = registry.knob_of(key), registry.owners(methods, key, value)
         if knob not in registry.knob_names(stage):
             raise unknown(f"knob method.{stage}.{knob}; its name", knob, registry.knob_names(stage))
         registry.check_settled(methods, key, value)
