@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description=text["about"],
             epilog=folded(text["help"]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            conflict_handler="resolve",  # a verb may have a --help of its own
         )
         module.arguments(sub)
         sub.add_argument("--json", action="store_true", help="print the result as JSON on stdout")

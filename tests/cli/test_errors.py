@@ -1,16 +1,24 @@
 """Bad command lines: one helpful message on stderr, status 2, and no weights loaded."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from kvbench.cli.main import main
+from kvbench.conf import entries, top_level
 from kvbench.models import load
 
 BAD = {
     "run method=snapkw": "Did you mean snapkv",
     "run method=snapkv kv_sizes=64": "Did you mean kv_size",
+    # words of kvpress
+    "run compression_ratio=0.5,0.9": "'compression_ratio': it is the fraction removed; kv_ratio=0.5,0.1 is",
+    "run method=snapkv window_size=16": "kvpress's window_size is window= here",
+    "run method=ObservedAttentionPress": "unknown method 'ObservedAttentionPress': it is method=h2o here",
+    "run method=snapkv,streaming_llm": "it is method=streamingllm here",
+    "run method=KVzipPress": "kvbench has no KVzipPress, a press of kvpress. Available: adakv",
     "run ratio=1.2": "method.think.ratio=1.2 is not possible: a fraction",
     # the reason comes before any word on knobs that two of the stages own
     "run method=h2o+quant+kivi bits=4": "owns its quantiser, which packs every token that it keeps; kivi has nothing",
@@ -106,6 +114,30 @@ def test_every_verb_has_help_with_examples(verb, capsys):
         main([verb, "--help"])
     assert stop.value.code == 0
     assert f"python -m kvbench {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("topic", "keys"),
+    [
+        ("keys", {*top_level(), "root", *entries("prompt")["plain"], "dtype", "chat_template", "mode"}),
+        ("vatp", {"norm", "sinks", "truncation"}),  # a method and a prompt policy
+        ("needle", {"lengths", "max_new_tokens"}),
+    ],
+)
+def test_help_has_every_key_with_its_comment(topic, keys, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--help", topic])
+    assert stop.value.code == 0
+    named = dict(re.findall(r"^ *(\w+):(.*)$", capsys.readouterr().out, re.MULTILINE))
+    assert keys <= named.keys()
+    assert not {"defaults", "chains", "tasks", "_target_", "hub"} & named.keys()
+
+
+def test_help_on_a_topic_that_is_not_there_names_those_that_are(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--help", "snapvk"])
+    assert stop.value.code == 2
+    assert "unknown topic of help 'snapvk'. Did you mean snapkv" in capsys.readouterr().err
 
 
 def test_an_internal_error_is_one_line_and_status_1(monkeypatch, capsys):

@@ -25,6 +25,7 @@ INSTEAD = {
 """What is put behind examples that would measure for long: the plan in place of the run, or fewer, shorter prompts."""
 
 ELSEWHERE = {
+    r"^run --help": "ends with SystemExit; tests/cli/test_errors.py",
     r"^data fetch": "reads from the network; tests/cli/test_data.py has a server of its own",
     r"^model fetch": "downloads a model; tests/model/test_fetch.py has a wheel of its own",
     r"^claims": "measures for minutes; tests/papers/test_claims.py",
