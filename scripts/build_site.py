@@ -127,7 +127,7 @@ def _relinked(text: str, folder: str, page: str, published: Sequence[str]) -> st
 def _keys() -> str:
     """Return the page of all keys, written in the files of conf/ themselves; methods' knobs are on their own pages."""
     names = [*KEY_FILES, *(f"dataset/{name}" for name in entries("dataset"))]
-    blocks = (f'```yaml conf/{name}.yaml\n{commented(name).strip()}\n```' for name in names)
+    blocks = (f"```yaml conf/{name}.yaml\n{commented(name).strip()}\n```" for name in names)
     return "# Keys of run\n\nKnobs of methods are on [their pages](methods/index.md).\n\n" + "\n\n".join(blocks) + "\n"
 
 

@@ -90,6 +90,7 @@ class GroupRun:
 
     def read(self, example: Example, cells: Sequence[Cell]) -> None:
         """Prefill one prompt for its cells and audit their caches. Queue them to be decoded, or score a text now."""
+        self.listeners.reading(cells[0].column)
         try:
             encoded = self.host.encode(example, cells[0].task)
             ids = torch.tensor(encoded.ids)

@@ -63,6 +63,9 @@ class WandbLogger:
         self._events.put(lambda sender: sender.begin(prepared))
         self._thread.start()
 
+    def reading(self, column: str) -> None:
+        """Do nothing: a W&B run has no place for prompts that have no answer yet."""
+
     def stored(self, cell: Cell, sample: Sample) -> None:
         self._events.put(lambda sender: sender.stored(cell, sample))
 
