@@ -52,8 +52,8 @@ def test_plain_lines_tell_rate_tokens_kept_and_time_left(monkeypatch, capsys):
     # a group's clock starts when its first prompt is read
     assert capsys.readouterr().err.splitlines() == [
         "kvbench: needle: 2 of 4 answers, 0.1 answers/s, kept 75 % (mean of all methods), about 20 s left",
-        "kvbench: needle: 4 of 4 answers, 0.1 answers/s, kept 50 % (mean of all methods), about 0 s left",
-        "kvbench: code: 2 of 2 answers, 0.2 answers/s, kept 100 % (mean of all methods), about 0 s left",
+        "kvbench: needle: 4 of 4 answers, 0.1 answers/s, kept 50 % (mean of all methods)",
+        "kvbench: code: 2 of 2 answers, 0.2 answers/s, kept 100 % (mean of all methods)",
     ]
 
 
@@ -109,3 +109,18 @@ def test_slow_answers_are_counted_in_seconds():
     count = displays.Count(total=9, done=2, kept=1.0, start=100.0)
     assert count.text(142.0) == "21 s per answer, kept 50 % (mean of all methods)"
     assert count.text(110.0) == "0.2 answers/s, kept 50 % (mean of all methods)"
+
+
+def test_other_work_is_told_now_and_then_and_at_its_end_if_it_was_long(monkeypatch, capsys):
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: False, raising=False)
+    for seconds, lines in (
+        (1, []),
+        (8, ["kvbench: 2 of 3 tables, 16 s, about 8 s left", "kvbench: 3 of 3 tables, 24 s"]),
+    ):
+        with progress.progress({"tables": 3}, unit="tables") as tick:
+            for _ in range(3):
+                clock.now += seconds
+                tick("tables", 1)
+        assert capsys.readouterr().err.splitlines() == lines

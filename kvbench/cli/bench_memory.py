@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UsageError
+from kvbench.progress import progress
 from kvbench.run import words
 from kvbench.run.keys import Key, pairs, whole_number
 from kvbench.run.words import split_list
@@ -63,7 +64,11 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     rows, matches = [], []
     for n in sizes:
         matched_cfg, matched = equal_memory.settle(cfg, shape, n)
-        accounts = [memory_table.account(c, shape, n, dtype, build) for c in matched_cfg.chains]
+        accounts = []
+        with progress({f"{n} tokens": len(matched_cfg.chains)}, quiet, "methods") as tick:
+            for chain in matched_cfg.chains:
+                accounts.append(memory_table.account(chain, shape, n, dtype, build))
+                tick(f"{n} tokens", 1)
         rows += [r.as_json() for r in accounts]
         matches += [{"n": n, **asdict(m)} for m in matched]
         if not quiet:

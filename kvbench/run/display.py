@@ -103,5 +103,5 @@ class Display:
             return
         seconds_left = (now - (count.start or now)) / count.done * (count.total - count.done)
         count.said = count.done
-        remaining = "" if ended else f", about {seconds_left:.0f} s left"
+        remaining = "" if ended or not seconds_left else f", about {seconds_left:.0f} s left"
         say(f"{name}: {count.done} of {count.total} answers, {count.text(now)}{remaining}")
