@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UsageError
-from kvbench.progress import progress
 from kvbench.run import words
 from kvbench.run.keys import Key, pairs, whole_number
 from kvbench.run.words import split_list
@@ -49,6 +48,7 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     import torch
 
     from kvbench.bench import memory_table, request
+    from kvbench.progress import progress
     from kvbench.run import equal_memory
 
     shape = request.shape_of(cfg)

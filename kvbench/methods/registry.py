@@ -6,6 +6,7 @@ them, with a comment each; a method without one has the knobs of its class.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from kvbench.methods.base import Stage
 
 BUDGET_KNOBS = ("kv_size", "kv_ratio")
+ALWAYS_NAMED = (*BUDGET_KNOBS, "ratio", "value_ratio")
+"""Knobs that a label names even where they have their plain default."""
 PER = "per"
 """The one setting of a whole chain: the heads under which it stores."""
 # from stages written together to the one method that they mean, and the knob values that they imply
@@ -130,6 +133,25 @@ def as_written(name: str, written: str) -> str:
     parts = {p.strip() for p in written.split("+")}
     aliases = {method_id: alias for alias, (method_id, _) in ALIASES.items() if set(alias.split("+")) <= parts}
     return "+".join(aliases.get(p, p) for p in name.split("+"))
+
+
+def by_size(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry with a single value for each knob whose value depends on the budget.
+
+    Of ``{kv_size: value, ...}`` it is the value at the nearest kv_size on a log scale, or at the largest kv_size where
+    the budget is a fraction (our choice).
+    """
+    size = entry.get("kv_size")
+    size = size if isinstance(size, int) and size > 0 else None
+
+    def choose(value: Any) -> Any:
+        if not isinstance(value, Mapping) or not value or not all(isinstance(s, int) and s > 0 for s in value):
+            return value
+        if size is None:
+            return value[max(value)]
+        return value[min(sorted(value), key=lambda s: abs(math.log(s / size)))]
+
+    return {k: choose(v) for k, v in entry.items()}
 
 
 def make_stage(method: str, entry: Mapping[str, Any]) -> Stage:

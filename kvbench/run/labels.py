@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.methods import registry
-from kvbench.methods.resolve import ALWAYS_NAMED, by_size
+from kvbench.methods.registry import ALWAYS_NAMED, by_size
 
 Identity = Mapping[str, Any]
 
@@ -93,7 +93,8 @@ def _through_json(value: Any) -> Any:
 def _default_knobs(method: str) -> dict[str, Any]:
     """Return the default knobs of a method, in their order. A method that exists no more has {}."""
     try:
-        stage = registry.make_stage(method, by_size(registry.defaults(method)))
+        # the entry, not the stage: a list of what is stored must not wait for torch
+        entry = by_size(registry.defaults(method))
     except UsageError:
         return {}
-    return {k: _through_json(stage.knobs()[k]) for k in registry.knob_names(method)}
+    return {k: _through_json(entry[k]) for k in registry.knob_names(method)}

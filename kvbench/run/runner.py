@@ -38,7 +38,6 @@ from kvbench.run.store import ResultStore
 from kvbench.run.store_writer import Writer
 
 REASON_LENGTH = 300
-
 Result = TypeVar("Result")
 
 

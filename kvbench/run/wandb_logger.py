@@ -18,7 +18,7 @@ from threading import Thread
 from typing import Any
 
 from kvbench.errors import say
-from kvbench.methods.resolve import ALWAYS_NAMED
+from kvbench.methods.registry import ALWAYS_NAMED
 from kvbench.metrics import metric
 from kvbench.run.config import LoggerConfig
 from kvbench.run.listener import Listener

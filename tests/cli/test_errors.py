@@ -8,6 +8,7 @@ import pytest
 
 from kvbench.cli.main import main
 from kvbench.conf import entries, top_level
+from kvbench.files import write_json
 from kvbench.models import load
 
 BAD = {
@@ -96,16 +97,21 @@ def test_argparse_mistakes_have_status_2(arguments):
     assert stop.value.code == 2
 
 
-def test_help_and_version_do_not_import_torch():
+def test_help_and_lists_do_not_import_torch(tmp_path):
+    identity = {"chain": {"stages": [{"id": "snapkv", "knobs": {"kv_size": 64, "window": 8}}], "per": "kv_head"}}
+    record = {"id": "0" * 16, "label": "", "column": "tiny/needle", "of": 4, "identity": identity, "provenance": []}
+    write_json(tmp_path / "cells" / record["id"] / "cell.json", record)
+    lines = [["list", "runs", f"results={tmp_path}"], ["clean", f"results={tmp_path}"], ["list", "methods"], ["--help"]]
     code = (
         "import sys; from kvbench.cli.main import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
+        f"for line in {lines}:\n"
+        "    try: main(line)\n"
+        "    except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "run" in done.stdout
+    assert "window=8" in done.stdout and "measure methods" in done.stdout
 
 
 @pytest.mark.parametrize("verb", ["run", "show", "list", "clean"])
