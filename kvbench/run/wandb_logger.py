@@ -78,6 +78,9 @@ class WandbLogger:
         self._thread.join(CLOSE_S[self._cfg.mode])
         if self._thread.is_alive():
             self._warn(f"takes more than {CLOSE_S[self._cfg.mode]} s and is not waited for")
+        elif self._cfg.mode == "offline" and not self._warned:
+            folder = self._folder / "wandb"
+            say(f"the W&B runs are kept in {folder}; `wandb sync {folder}/offline-run-*` sends them")
 
     def _work(self) -> None:
         try:
