@@ -97,6 +97,8 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
             if len(reports) > 1:
                 print(f"model {r.model}\n")
             print(render.render(r, args.format), end="")
+            if r.apart:
+                say(f"measured in another run or part, so that times do not compare: {', '.join(r.apart)}")
     counts = Counter(cell.status for r in reports for cell in r.cells)
     for status, hint in (("refused", ""), ("failed", "; the same command tries them again")):
         if counts[status]:
