@@ -90,7 +90,10 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
         entry = sources[name]
         states = {w: fetch.state(root, w, lock) for w in entry.files} if entry else {}
         changed_files += [fetch.changed(root, w) for w, s in states.items() if s == "changed" and root]
-        report.append(_dataset_record(name, entry, {w.to: s for w, s in states.items()}, lock))
+        record = _dataset_record(name, entry, {w.to: s for w, s in states.items()}, lock)
+        if root and entry and entry.instead and (root / entry.instead).is_file() and "missing" in states.values():
+            record["state"] += f"; {entry.instead} is read in their place"
+        report.append(record)
     if as_json:
         print(json.dumps({"root": str(root) if root else None, "datasets": report}, indent=1, ensure_ascii=False))
     else:
@@ -121,7 +124,7 @@ def _summarise_states(states: dict[str, str]) -> str:
     counts = Counter(states.values())
     if len(counts) == 1:
         return next(iter(counts))
-    return ", ".join(f"{n} {s}" for s, n in sorted(counts.items()))
+    return ", ".join(f"{n} {s}" for s, n in sorted(counts.items())) + f", of {len(states)} files"
 
 
 def _print_table(report: list[dict[str, Any]], root: Path | None) -> None:

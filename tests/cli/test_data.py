@@ -15,7 +15,7 @@ from kvbench.tasks import fetch, hub
 def world(tmp_path, monkeypatch):
     """One dataset of our own in conf, a hub that has it, and no data folder in the environment."""
     (tmp_path / "conf" / "dataset").mkdir(parents=True)
-    entry = {"hub": {"repo": "owner/demo", "licence": "CC0-1.0", "files": [SUITE]}}
+    entry = {"hub": {"repo": "owner/demo", "licence": "CC0-1.0", "files": [SUITE], "instead": "ready.jsonl"}}
     (tmp_path / "conf" / "dataset" / "demo.yaml").write_text(yaml.safe_dump({"demo": entry}))
     (tmp_path / "conf" / "dataset" / "own.yaml").write_text("own:\n  _target_: x\n")
     store = FakeHub({"data.zip": archive(tmp_path, a='"one"\n', b='"two"\n')})
@@ -43,9 +43,15 @@ def test_the_verb_from_nothing_to_a_changed_file(world, capsys):
     (root / "demo" / "b.jsonl").write_text('"TWO"\n')
     assert main(["data", "status", f"data.root={root}"]) == 1
     captured = capsys.readouterr()
-    assert "demo           1 changed, 1 fetched" in captured.out
+    assert "demo           1 changed, 1 fetched, of 2 files" in captured.out
     assert "demo/b.jsonl has changed since it was fetched" in captured.err
     assert main(["data", "fetch", "demo", f"data.root={root}"]) == 2
+
+
+def test_a_file_that_is_read_in_the_place_of_missing_ones_is_named(world, capsys):
+    (world / "ready.jsonl").touch()
+    assert main(["data", "status", "demo", f"data.root={world}"]) == 0
+    assert "demo           missing; ready.jsonl is read in their place" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
