@@ -36,6 +36,7 @@ BAD = {
     "run model={tmp}": "is not a model folder: it has no config.json",
     "run model=./nowhere": "no such folder",
     "run model=owner/absent": "download=true",
+    "run model=llama2-7b --plan": "python -m kvbench bench memory model=llama2-7b n=8192",
     "run model=pythia-70m": "python -m kvbench model fetch pythia-70m",
     "run method=snapkv+h2o": "at most one selector",
     "run method=snapkv+think+think": "twice",
