@@ -225,6 +225,9 @@ def test_perplexity_names_its_text_and_says_that_less_is_better(tmp_path, capsys
     assert main(["run", *arguments]) == 0
     out = capsys.readouterr().out
     assert "tiny_stream/" in out.splitlines()[0] and "perplexity: lower is better." in out
+    (cell,) = (tmp_path / "cells").iterdir()
+    assert main(["show", cell.name, f"results={tmp_path}"]) == 0
+    assert "score" in capsys.readouterr().out.splitlines()[-1]  # a text that was read has no answer to show
 
 
 def test_references_that_a_metric_cannot_read_are_counted(tmp_path, capsys):

@@ -82,6 +82,8 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     for s in shown["samples"]:
         held = "" if imported else f", {s['kept']:g} of {s['n']} tokens, {size(s['payload'])} payload"
         print(f"\n{s['id']}: score {s['score']}{held}")
+        if s.get("answers") is None:  # a text that was read, not answered
+            continue
         print(_wrapped(f"  answer    {_cut(s['prediction'])}"))
         print(_wrapped(f"  reference {', '.join(map(_cut, s['answers']))}"))
     return 0

@@ -55,7 +55,9 @@ def differences(identities: Sequence[Identity]) -> list[str]:
     flat = [dict(_settings_by_path(i)) for i in identities]
     keys = list(dict.fromkeys(k for f in flat for k in f))
     differing = [k for k in keys if len({json.dumps(f.get(k), sort_keys=True, default=str) for f in flat}) > 1]
-    return [" ".join(f"{k.rpartition('.')[2]}={_one_word(k, f.get(k))}" for k in differing) for f in flat]
+    # the metric's name is the metric
+    names = {k: k.removesuffix(".name").rpartition(".")[2] for k in differing}
+    return [" ".join(f"{names[k]}={_one_word(k, f.get(k))}" for k in differing) for f in flat]
 
 
 def _settings_by_path(identity: Identity, prefix: str = "") -> Iterator[tuple[str, Any]]:
