@@ -106,7 +106,13 @@ def test_help_and_lists_do_not_import_torch(tmp_path):
     identity = {"chain": {"stages": [{"id": "snapkv", "knobs": {"kv_size": 64, "window": 8}}], "per": "kv_head"}}
     record = {"id": "0" * 16, "label": "", "column": "tiny/needle", "of": 4, "identity": identity, "provenance": []}
     write_json(tmp_path / "cells" / record["id"] / "cell.json", record)
-    lines = [["list", "runs", f"results={tmp_path}"], ["clean", f"results={tmp_path}"], ["list", "methods"], ["--help"]]
+    lines = [
+        ["list", "runs", f"results={tmp_path}"],
+        ["clean", f"results={tmp_path}"],
+        ["list"],
+        ["plot", "list"],
+        ["--help"],
+    ]
     code = (
         "import sys; from kvbench.cli.main import main\n"
         f"for line in {lines}:\n"
