@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import field
 from functools import cache
 from pathlib import Path
@@ -9,11 +10,17 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, unknown
 
 LISTED = {"model": "hf", "prompt": "plain", "logger": "wandb"}
 """The config groups that hold the keys of one chosen entry, each with the entry that has all keys."""
 HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
+KEY_FILES = ("config", "prompt/plain", "model/hf", "logger/wandb")
+"""The files of conf/ that hold the keys of ``run``, besides those of its methods and datasets."""
+NOT_TYPED = re.compile(
+    r"^( *)(defaults|hydra|chains|tasks|preset|hub|_target_|_rows_|architecture):.*\n(\1 +.*\n)*\n?", re.MULTILINE
+)
+"""The blocks of conf/'s files that hold nothing to type."""
 
 
 def conf_dir() -> Path:
@@ -75,6 +82,25 @@ def entry(group: str, path: Path) -> dict[str, Any]:
     content = entry_of(path) if group == "method" else read_yaml(path)
     inner = content if group in (*LISTED, "method") else content.get(path.stem) or {}
     return {k: v for k, v in inner.items() if k not in ("default_limit", "hub")}
+
+
+def commented(name: str) -> str:
+    """Return the keys in the file ``name`` of conf/ with their comments, without what is not typed."""
+    text = (conf_dir() / f"{name}.yaml").read_text(encoding="utf-8")
+    return NOT_TYPED.sub("", text)
+
+
+def key_help(topic: str) -> str:
+    """Return the keys of ``run`` with their comments, or those of the methods, datasets, ... of the name ``topic``.
+
+    Raises UsageError for a topic that there is not.
+    """
+    groups = ("method", "dataset", "prompt")
+    named = [f"{group}/{topic}" for group in groups if topic in entries(group)]
+    names = KEY_FILES if topic == "keys" else named
+    if not names:
+        raise unknown("topic of help", topic, ("keys", *(name for group in groups for name in entries(group))))
+    return "\n".join(f"conf/{name}.yaml\n{commented(name)}" for name in names)
 
 
 def identity(**kwargs: Any) -> Any:

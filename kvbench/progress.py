@@ -68,7 +68,7 @@ def bars_of(more: str) -> Progress:
 
 
 class _Plain:
-    """A plain line every PLAIN_EVERY_S seconds, and one at the end."""
+    """A plain line every PLAIN_EVERY_S seconds, and one at the end of work that took longer than that."""
 
     def __init__(self, total: int, unit: str) -> None:
         self.total, self.done, self.unit = total, 0, unit
@@ -77,9 +77,11 @@ class _Plain:
     def tick(self, name: str, n: int) -> None:
         self.done += n
         now = time.monotonic()
-        if now - self.last < PLAIN_EVERY_S and self.done < self.total:
+        ends = self.done >= self.total and self.last > self.start
+        if now - self.last < PLAIN_EVERY_S and not ends:
             return
         self.last = now
         elapsed = now - self.start
         seconds_left = elapsed / self.done * (self.total - self.done)
-        say(f"{self.done} of {self.total} {self.unit}, {elapsed:.0f} s, about {seconds_left:.0f} s left")
+        remaining = f", about {seconds_left:.0f} s left" if seconds_left else ""
+        say(f"{self.done} of {self.total} {self.unit}, {elapsed:.0f} s{remaining}")

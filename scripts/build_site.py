@@ -2,6 +2,7 @@
 
 methods/            one page a method: paper, formula, knobs, the tokens that it keeps of one prompt, its row on SmolLM2
 add.md, house.md    the worked examples, and the map of the house, of CONTRIBUTING.md
+keys.md             the keys of `run`, as `run --help keys` prints them, and the knobs of datasets
 papers.md           what `reference` prints; what-is-measured.md: what scripts/measured.py prints
 results/            results/README.md with the tables and pictures that it links to
 """
@@ -26,7 +27,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import kvbench
-from kvbench.conf import conf_dir
+from kvbench.conf import KEY_FILES, commented, conf_dir, entries
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
 from kvbench.methods.lowrank import LowRankStage
@@ -58,6 +59,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "add.md": "# Add something\n\n" + contributing["Six things to add"],
         "house.md": f"# The map of the house\n\n{contributing['The map of the house']}\n\n## Three walks\n\n"
         + contributing["Three walks"],
+        "keys.md": _keys(),
         "papers.md": reference.markdown([catalogue.paper(name) for name in catalogue.papers()]),
         "what-is-measured.md": measured,
         **_method_pages(),
@@ -120,6 +122,13 @@ def _relinked(text: str, folder: str, page: str, published: Sequence[str]) -> st
         return f"[{label}]({path}{hash_mark}{anchor})"
 
     return re.sub(r"\[([^\[\]]*)\]\(([^()\s]+)\)", link, text)
+
+
+def _keys() -> str:
+    """Return the page of all keys, written in the files of conf/ themselves; methods' knobs are on their own pages."""
+    names = [*KEY_FILES, *(f"dataset/{name}" for name in entries("dataset"))]
+    blocks = (f"```yaml conf/{name}.yaml\n{commented(name).strip()}\n```" for name in names)
+    return "# Keys of run\n\nKnobs of methods are on [their pages](methods/index.md).\n\n" + "\n\n".join(blocks) + "\n"
 
 
 def _method_pages() -> dict[str, str]:

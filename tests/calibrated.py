@@ -28,5 +28,7 @@ def measured(model: PreTrainedModel, stage: Stage) -> Stage:
     recipe = stage.recipe()
     settled = replace(recipe, samples=SAMPLES, tokens=TOKENS)
     windows = (prompt(TOKENS, 100 + i) for i in range(SAMPLES))
-    tensors = stage.calibrate(CalibrationRun(model, windows, settled, lambda: None, observer(model)))
+    ticks: list[None] = []
+    tensors = stage.calibrate(CalibrationRun(model, windows, settled, lambda: ticks.append(None), observer(model)))
+    assert len(ticks) == SAMPLES + stage.calibration_steps(model)  # or the time left would be wrong
     return stage.calibrated(Calibration(recipe.kind, digest(tensors), weights_of(model), tensors))

@@ -24,7 +24,7 @@ print([main(words.split()) for words in {commands!r}])
 COMMANDS = {
     "run dataset=tiny/needle,tiny/code limit=1 method=snapkv+think results={}": 0,
     "list metrics methods figures": 0,
-    "plot list": 2,
+    "plot needle/heatmap limit=1 results={}": 2,
     "run logger=wandb limit=1 results={}": 2,
 }
 

@@ -19,7 +19,8 @@ from kvbench.methods import foreign, registry
 from kvbench.methods.base import Mask
 from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.resolve import ChainConfig, by_size
+from kvbench.methods.registry import by_size
+from kvbench.methods.resolve import ChainConfig
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models import load
 from kvbench.run import experiment

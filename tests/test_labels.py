@@ -127,6 +127,8 @@ def test_a_cell_says_in_what_it_differs_if_only_a_revision_or_a_calibration_does
     new["chain"]["stages"][0] |= {"revision": 2, "code": "ab12"}
     new["chain"]["calibration"] = {"palu": {"samples": 32}}
     assert differences([old, new]) == ["revision=1 code=null samples=null", "revision=2 code=ab12 samples=32"]
+    scored = [identity() | {"metric": {"name": name}} for name in ("f1", "rouge_l")]
+    assert differences(scored) == ["metric=f1", "metric=rouge_l"]
 
 
 @pytest.mark.parametrize("text", ["/home/me/smollm2", "a/b", "/" + "x" * 60 + "/y", "/"])

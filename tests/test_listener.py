@@ -23,6 +23,9 @@ class Heard:
     def begin(self, prepared):
         self._hear("begin", len(prepared.groups))
 
+    def reading(self, column):
+        self._hear("reading", column)
+
     def stored(self, cell, sample):
         self._hear("stored", cell.id, sample.id)
 
@@ -41,6 +44,7 @@ def test_a_listener_hears_every_sample_and_how_every_cell_ended(tmp_path):
     stored = {(c, e.id) for g in run.groups for c in [x.id for x in g.cells] for e in g.examples}
     assert heard.calls[0] == ("begin", 2) and heard.calls[-1] == ("close",)
     assert {call[1:] for call in heard.calls if call[0] == "stored"} == stored
+    assert [c[1] for c in heard.calls if c[0] == "reading"] == [g.column for g in run.groups for _ in g.examples]
     assert [c[1:] for c in heard.calls if c[0] == "ended"] == [(i, "partial", 3, None) for i in ids]
     again = Heard()
     experiment.measure(prepare(*SMALL, "method=snapkv", f"results={tmp_path}"), quiet=True, listeners=(again,))
@@ -71,7 +75,7 @@ def test_an_interrupt_is_heard_with_what_was_finished_before(tmp_path, monkeypat
     assert heard.calls[-1] == ("close",)
 
 
-@pytest.mark.parametrize("broken", ["begin", "stored", "ended", "close"])
+@pytest.mark.parametrize("broken", ["begin", "reading", "stored", "ended", "close"])
 def test_a_listener_that_fails_is_left_out_and_loses_nothing(tmp_path, capsys, broken):
     experiment.measure(prepare(*SMALL, "method=snapkv", f"results={tmp_path / 'a'}"), quiet=True)
     fine, failing = Heard(), Heard(broken)

@@ -31,11 +31,15 @@ def cell(name):
 
 
 def run(display, clock):
+    clock.now += 1000  # loading and calibrating, which are no task's time
+    display.reading("needle")
     for kept_tokens in (100, 50, 25, 25):
         clock.now += 10
         display.stored(cell("needle"), SimpleNamespace(kept=kept_tokens, n=100))
     display.ended(cell("needle"), "complete", None, None)
     display.ended(cell("needle"), "complete", None, None)
+    clock.now += 100
+    display.reading("code")
     for _ in range(2):
         clock.now += 4
         display.stored(cell("code"), SimpleNamespace(kept=100, n=100))
@@ -45,22 +49,34 @@ def test_plain_lines_tell_rate_tokens_kept_and_time_left(monkeypatch, capsys):
     display, clock = shown(monkeypatch, terminal=False)
     run(display, clock)
     display.close()
-    # the first group's clock starts with the run, the second's where the first ended
+    # a group's clock starts when its first prompt is read
     assert capsys.readouterr().err.splitlines() == [
-        "kvbench: needle: 2 of 4 answers, 0.1 answers/s, kept 75 %, about 20 s left",
-        "kvbench: needle: 4 of 4 answers, 0.1 answers/s, kept 50 %, about 0 s left",
-        "kvbench: code: 2 of 2 answers, 0.2 answers/s, kept 100 %, about 0 s left",
+        "kvbench: needle: 2 of 4 answers, 0.1 answers/s, kept 75 % (mean of all methods), about 20 s left",
+        "kvbench: needle: 4 of 4 answers, 0.1 answers/s, kept 50 % (mean of all methods)",
+        "kvbench: code: 2 of 2 answers, 0.2 answers/s, kept 100 % (mean of all methods)",
     ]
+
+
+def test_prompts_that_are_read_for_long_before_the_first_answer_are_told(monkeypatch, capsys):
+    display, clock = shown(monkeypatch, terminal=False)
+    for _ in range(4):
+        display.reading("needle")
+        clock.now += 10
+    display.reading("done")
+    assert capsys.readouterr().err.splitlines() == ["kvbench: needle: 0 of 4 answers, reading prompts since 20 s"]
 
 
 def test_a_group_that_ends_early_says_how_far_it_came(monkeypatch, capsys):
     display, clock = shown(monkeypatch, terminal=False)
+    display.reading("needle")
     clock.now += 10
     display.stored(cell("needle"), SimpleNamespace(kept=50, n=100))
     for status in ("failed", "complete"):
         display.ended(cell("needle"), status, None, None)
     display.close()
-    assert capsys.readouterr().err.splitlines() == ["kvbench: needle: 1 of 4 answers, 0.1 answers/s, kept 50 %"]
+    assert capsys.readouterr().err.splitlines() == [
+        "kvbench: needle: 1 of 4 answers, 0.1 answers/s, kept 50 % (mean of all methods)"
+    ]
 
 
 def test_time_left_is_by_the_mean_rate_though_answers_come_in_bursts():
@@ -84,12 +100,27 @@ def test_a_terminal_has_one_line_per_group_that_has_something_to_do(monkeypatch)
     tasks = {t.description: t for t in display.bars.tasks}
     assert list(tasks) == ["needle", "code"]
     assert (tasks["needle"].completed, tasks["code"].completed) == (4, 2)
-    assert tasks["needle"].fields["rate"].endswith("kept 50 %")
+    assert tasks["needle"].fields["rate"].endswith("kept 50 % (mean of all methods)")
     display.close()
     assert "needle" in out.getvalue() and "answers/s" in out.getvalue()
 
 
 def test_slow_answers_are_counted_in_seconds():
     count = displays.Count(total=9, done=2, kept=1.0, start=100.0)
-    assert count.text(142.0) == "21 s per answer, kept 50 %"
-    assert count.text(110.0) == "0.2 answers/s, kept 50 %"
+    assert count.text(142.0) == "21 s per answer, kept 50 % (mean of all methods)"
+    assert count.text(110.0) == "0.2 answers/s, kept 50 % (mean of all methods)"
+
+
+def test_other_work_is_told_now_and_then_and_at_its_end_if_it_was_long(monkeypatch, capsys):
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: False, raising=False)
+    for seconds, lines in (
+        (1, []),
+        (8, ["kvbench: 2 of 3 tables, 16 s, about 8 s left", "kvbench: 3 of 3 tables, 24 s"]),
+    ):
+        with progress.progress({"tables": 3}, unit="tables") as tick:
+            for _ in range(3):
+                clock.now += seconds
+                tick("tables", 1)
+        assert capsys.readouterr().err.splitlines() == lines

@@ -113,7 +113,7 @@ def test_table_shows_scores_bytes_n_and_where_results_lie(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "n = 3 of 6 examples" in out
     assert str(tmp_path) in out
-    assert "95 %" in out
+    assert "Below 8 examples no interval is shown" in out
     assert "Δ" in out
     assert max(map(len, out.splitlines())) <= 100
     for style, mark in (("md", "| method |"), ("csv", "method,task,status,metric,score"), ("latex", r"\toprule")):
@@ -208,9 +208,38 @@ def test_tiny_model_on_other_text_says_that_it_was_not_trained_on_it(tmp_path, c
 def test_few_examples_get_no_interval_and_settings_stand_in_the_legend(tmp_path, capsys):
     assert main(["run", *SMALL, "method=snapkv", "limit=3", f"results={tmp_path}"]) == 0
     out = capsys.readouterr().out
-    assert "Below 8 examples no interval is shown" in " ".join(out.split())
+    said = " ".join(out.split())
+    assert "Below 8 examples no interval is shown" in said and "Δ: paired difference to full. " in said
+    assert "bootstrap" not in said and "excludes 0" not in said
     assert "dataset tiny length=256" in out
     assert "[" not in out.partition("storage")[0].partition("n = 3")[0]
+
+
+def test_rows_of_another_run_are_named_since_their_times_do_not_compare(tmp_path, capsys):
+    for methods, apart in (("streamingllm", ""), ("streamingllm,random", "random kv_ratio=0.25")):
+        arguments = [f"method={methods}", "dataset=tiny/needle", "length=256", "limit=1", f"results={tmp_path}"]
+        assert main(["run", *arguments]) == 0
+        assert capsys.readouterr().err.partition("so that times do not compare: ")[2].strip() == apart
+
+
+def test_perplexity_names_its_text_and_says_that_less_is_better(tmp_path, capsys):
+    arguments = ["dataset=tiny_stream", "limit=1", "method=full", f"results={tmp_path}"]
+    assert main(["run", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "tiny_stream/" in out.splitlines()[0] and "perplexity: lower is better." in out
+    (cell,) = (tmp_path / "cells").iterdir()
+    assert main(["show", cell.name, f"results={tmp_path}"]) == 0
+    assert "score" in capsys.readouterr().out.splitlines()[-1]  # a text that was read has no answer to show
+
+
+def test_references_that_a_metric_cannot_read_are_counted(tmp_path, capsys):
+    lines = ['{"prompt": "a b c", "answers": "7"}', '{"prompt": "a b d", "answers": "seven"}']
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    arguments = ["dataset=file", f"path={tmp_path / 'p.jsonl'}", "max_new_tokens=2", f"results={tmp_path}"]
+    notes = run_json(capsys, *arguments, "metric=theorem")[1]["notes"]
+    assert sum(n.startswith("file/p: 1 of 2 answers have no score: theorem (final answer by type") for n in notes) == 1
+    assert main(["run", *arguments, "metric=perplexity"]) == 2
+    assert "metric=perplexity is not possible for answers" in capsys.readouterr().err
 
 
 def test_show_of_nothing_says_so_and_writes_nothing(tmp_path, capsys):

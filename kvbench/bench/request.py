@@ -74,6 +74,8 @@ def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tu
     With ``plan`` only the rows that would be measured are printed. With ``beside`` each older row comes with the full
     cache of its own session.
     """
+    # results= means the same folder as in all other verbs, of which folder= is a part
+    words = [f"folder={w.removeprefix('results=')}/bench" if w.startswith("results=") else w for w in words]
     arguments = pairs(words)
     refuse_keys("time", arguments, OTHERS, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
     settings = values(OWN.values(), arguments)

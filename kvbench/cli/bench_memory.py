@@ -48,6 +48,7 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     import torch
 
     from kvbench.bench import memory_table, request
+    from kvbench.progress import progress
     from kvbench.run import equal_memory
 
     shape = request.shape_of(cfg)
@@ -63,7 +64,11 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     rows, matches = [], []
     for n in sizes:
         matched_cfg, matched = equal_memory.settle(cfg, shape, n)
-        accounts = [memory_table.account(c, shape, n, dtype, build) for c in matched_cfg.chains]
+        accounts = []
+        with progress({f"{n} tokens": len(matched_cfg.chains)}, quiet, "methods") as tick:
+            for chain in matched_cfg.chains:
+                accounts.append(memory_table.account(chain, shape, n, dtype, build))
+                tick(f"{n} tokens", 1)
         rows += [r.as_json() for r in accounts]
         matches += [{"n": n, **asdict(m)} for m in matched]
         if not quiet:

@@ -9,6 +9,9 @@ from pathlib import Path
 from kvbench.errors import UsageError
 from kvbench.run.keys import pairs
 
+FIXED = ("method", "dataset", "preset", "match", "reference")
+"""Keys of `run` that a claim or a table of a paper decides itself."""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
@@ -22,6 +25,9 @@ def main(args: argparse.Namespace) -> int:
     if "=" in args.paper:
         args.paper, args.overrides = "all", [args.paper, *args.overrides]
     options = {"limit": "20", **pairs(args.overrides)}
+    fixed = next((k for k in options if k in FIXED), None)
+    if fixed:
+        raise UsageError(f"{fixed}={options[fixed]} is not possible here: the claim says it. Use `run` instead")
     model, results = options.pop("model", "tiny"), Path(options.get("results", "results"))
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")

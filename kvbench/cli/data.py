@@ -1,4 +1,4 @@
-"""data: which datasets are there, and fetching them from their publishers with checksums."""
+"""data: which datasets are there, fetching them from their publishers with checksums, and what models read of them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,31 @@ import json
 from collections import Counter
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import UsageError, say
 from kvbench.run.keys import divide
 
-ACTIONS = ("status", "fetch")
+if TYPE_CHECKING:
+    from kvbench.example import Example
+    from kvbench.run.run_plan import RunPlan
+    from kvbench.tasks.base import Task
+
+ACTIONS = ("status", "fetch", "show")
 WIDTH = 100
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("action", choices=ACTIONS, help="status: what is there; fetch: download datasets")
-    parser.add_argument("overrides", nargs="*", metavar="id | data.root=FOLDER", help="datasets, and the data folder")
+    parser.add_argument("action", choices=ACTIONS, help="what is there, download, or the prompts that a model reads")
+    parser.add_argument("overrides", nargs="*", metavar="id | key=value", help="datasets, data.root=; show: run's keys")
 
 
 def main(args: argparse.Namespace) -> int:
     """Show or fetch datasets. Return exit status 1 if a file has changed or a download failed."""
     ids, options = divide(args.overrides)
+    if args.action == "show":
+        return _print_prompts(ids, options, args.json)
     for key in options:
         if key != "data.root":
             raise UsageError(f"data takes data.root=FOLDER, not {key}=")
@@ -32,6 +39,56 @@ def main(args: argparse.Namespace) -> int:
     if "data.root" in options and not folder:
         raise UsageError("data.root= is empty: give a folder")
     return _fetch_datasets(ids, folder, args.json) if args.action == "fetch" else _print_status(ids, folder, args.json)
+
+
+def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> int:
+    """Print the first prompts of the datasets with these ids as the model reads them. Return exit status 0."""
+    from kvbench.run import config, experiment, words
+
+    if not ids:
+        raise UsageError("data show needs a dataset, as in: data show tiny/needle limit=1 prompt=plain")
+    asked = {"dataset": ",".join(ids), "method": "full", "limit": "1", **options}
+    requests = words.read([f"{key}={value}" for key, value in asked.items()]).runs
+    prepared = [experiment.prepare(config.parse(r), reading=True) for r in requests]
+    shown = [_prompt_record(p, g.task, e) for p in prepared for g in p.groups for e in g.examples]
+    if as_json:
+        print(json.dumps(shown, indent=1, ensure_ascii=False))
+        return 0
+    for record in shown:
+        cut = f", {record['cut']} cut from the middle" if record["cut"] else ""
+        print(f"{record['task']}, example {record['id']}: {record['tokens']} tokens{cut}\n{_visible(record['prompt'])}")
+        if record["after"]:
+            print(f"--- once that is compressed:\n{_visible(record['after'])}")
+        references = ", ".join(map(repr, record["answers"]))
+        print(f"--- at most {record['max_new_tokens']} new tokens; references: {references}\n" if references else "")
+    return 0
+
+
+def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> dict[str, Any]:
+    """Return what the model reads of an example as text, and what it reads once the cache is compressed."""
+    from kvbench.run.host import encode_prompt
+
+    if example.tokens:
+        prefix = int(example.meta["prefix"])
+        ids, after, cut = example.tokens[:prefix], example.tokens[prefix:], 0
+    else:
+        encoded = encode_prompt(prepared.tokenizer, example, task, prepared.cfg.prompt, prepared.context)
+        ids, after, cut = encoded.ids, encoded.question, encoded.cut
+    return {
+        "task": task.id,
+        "id": example.id,
+        "tokens": len(ids) + len(after),
+        "cut": cut,
+        "prompt": prepared.tokenizer.decode(ids),
+        "after": prepared.tokenizer.decode(after),
+        "answers": list(example.answers),
+        "max_new_tokens": 0 if example.tokens else example.max_new_tokens,
+    }
+
+
+def _visible(text: str) -> str:
+    """Return a text with control characters but line feeds and tabs written as escapes: no text steers a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def _fetch_datasets(ids: list[str], folder: str | None, as_json: bool) -> int:
@@ -90,7 +147,10 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
         entry = sources[name]
         states = {w: fetch.state(root, w, lock) for w in entry.files} if entry else {}
         changed_files += [fetch.changed(root, w) for w, s in states.items() if s == "changed" and root]
-        report.append(_dataset_record(name, entry, {w.to: s for w, s in states.items()}, lock))
+        record = _dataset_record(name, entry, {w.to: s for w, s in states.items()}, lock)
+        if root and entry and entry.instead and (root / entry.instead).is_file() and "missing" in states.values():
+            record["state"] += f"; {entry.instead} is read in their place"
+        report.append(record)
     if as_json:
         print(json.dumps({"root": str(root) if root else None, "datasets": report}, indent=1, ensure_ascii=False))
     else:
@@ -121,7 +181,7 @@ def _summarise_states(states: dict[str, str]) -> str:
     counts = Counter(states.values())
     if len(counts) == 1:
         return next(iter(counts))
-    return ", ".join(f"{n} {s}" for s, n in sorted(counts.items()))
+    return ", ".join(f"{n} {s}" for s, n in sorted(counts.items())) + f", of {len(states)} files"
 
 
 def _print_table(report: list[dict[str, Any]], root: Path | None) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from kvbench.conf import conf_dir
 from kvbench.errors import UsageError, unknown
-from kvbench.extras import installed, missing
 from kvbench.run import presets
 
 KINDS = ("methods", "datasets", "models", "metrics", "presets", "figures", "tables", "runs")
@@ -87,8 +86,6 @@ def _items(kind: str, results: Path) -> list[dict[str, Any]]:
         settings = {name: [asdict(s) for s in presets.settings(name)] for name in presets.available()}
         return [{"id": name, "about": presets.about(name), "settings": s} for name, s in settings.items()]
     if kind == "figures":
-        if lacking := [p for p in ("matplotlib", "pandas") if not installed(p)]:
-            return [{"id": "none", "about": str(missing(lacking[0], "plot"))}]
         from kvbench.cli.plot import listing
 
         return listing()

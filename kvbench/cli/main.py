@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description=text["about"],
             epilog=folded(text["help"]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            conflict_handler="resolve",  # a verb may have a --help of its own
         )
         module.arguments(sub)
         sub.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
@@ -62,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # options may stand between overrides; whatever argparse did not take is an override or a mistake
         mistakes = [e for e in extra if e.startswith("-")]
         if mistakes or not hasattr(parsed, "overrides"):
-            parser.error(f"unrecognised: {' '.join(mistakes or extra)} (see python -m kvbench {parsed.verb} --help)")
+            keys = "; keys have no --, as in results=FOLDER" if hasattr(parsed, "overrides") else ""
+            parser.error(
+                f"unrecognised: {' '.join(mistakes or extra)}{keys} (see python -m kvbench {parsed.verb} --help)"
+            )
         parsed.overrides = [*parsed.overrides, *extra]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

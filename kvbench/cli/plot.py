@@ -188,11 +188,12 @@ def _redraw(path: Path, names: list[str], options: dict[str, str]) -> dict[str, 
 
 def listing() -> list[dict[str, Any]]:
     """Return every figure as plain data: its id, what it shows, the paper's finding, and its knobs."""
-    from kvbench.papers.figures.registry import FIGURES
+    from kvbench.papers.figures import declared
 
+    texts = ("shows", "claim", "unsaid")
     return [
-        {"id": f.id, "about": f.title, "shows": f.shows, "claim": f.claim, "unsaid": f.unsaid, "takes": list(f.knobs)}
-        for f in FIGURES.values()
+        {"id": name, "about": e["title"], **{key: e[key] for key in texts}, "takes": list(e.get("knobs", {}))}
+        for name, e in declared().items()
     ]
 
 

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from kvbench.cli import launchers
-from kvbench.errors import say
+from kvbench.conf import key_help
+from kvbench.errors import UsageError, say
 from kvbench.run import words
 
 if TYPE_CHECKING:
@@ -26,8 +27,22 @@ if TYPE_CHECKING:
     from kvbench.run.report import Report
 
 
+class Help(argparse.Action):
+    """Print the verb's help, or the keys that a topic behind --help names, and stop."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: object = None) -> None:
+        """Print the help. An argument of the form ``key=value`` behind --help is no topic."""
+        try:
+            print(key_help(values) if values and "=" not in values else parser.format_help(), end="")
+        except UsageError as error:
+            parser.error(str(error))
+        parser.exit()
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
+    about = "show this help; with keys every key, with the name of a method or dataset its knobs"
+    parser.add_argument("-h", "--help", action=Help, nargs="?", metavar="keys|NAME", help=about)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to measure, and how")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
     parser.add_argument("--config", action="store_true", help="print the composed configuration, and stop")
@@ -82,6 +97,8 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
             if len(reports) > 1:
                 print(f"model {r.model}\n")
             print(render.render(r, args.format), end="")
+            if r.apart:
+                say(f"measured in another run or part, so that times do not compare: {', '.join(r.apart)}")
     counts = Counter(cell.status for r in reports for cell in r.cells)
     for status, hint in (("refused", ""), ("failed", "; the same command tries them again")):
         if counts[status]:

@@ -10,30 +10,34 @@ from typing import Any
 
 from kvbench.cli.run import output_arguments, print_reports
 from kvbench.errors import UsageError
-from kvbench.run import words
+from kvbench.run import keys, words
+
+LONGEST = 2000
+"""The most characters of an answer that are printed."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="CELL | key=value", help="a cell's id, or a run's overrides")
-    parser.add_argument("--samples", type=int, default=3, help="answers to show of a cell (default 3)")
-    parser.add_argument("--results", default="results", help="folder of results, for a cell (default results)")
+    parser.add_argument("--samples", type=int, help="answers to show of a cell (default 3)")
+    parser.add_argument("--results", help="folder of results, as results= (default results)")
     output_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Print what is stored; nothing is run."""
-    cells = [o for o in args.overrides if "=" not in o]
-    folders = [o.partition("=")[2] for o in args.overrides if o.startswith("results=")]
-    if cells and folders:
-        args.results, args.overrides = folders[-1], cells
-    if cells and len(args.overrides) > 1:
+    cells, options = keys.divide(args.overrides)
+    if args.results is not None:
+        options["results"] = args.results
+    if len(cells) > 1 or (cells and options.keys() - {"results"}):
         raise UsageError(f"show {' '.join(args.overrides)}: give one cell id, or key=value overrides, not both")
     if cells:
-        return _show_cell(cells[0], args)
+        return _show_cell(cells[0], Path(options.get("results", "results")), args)
+    if args.samples is not None:
+        raise UsageError("--samples shows answers of one cell: show CELL (ids: python -m kvbench list runs)")
     from kvbench.run import config, experiment
 
-    runs = words.read(args.overrides).runs
+    runs = words.read([f"{key}={value}" for key, value in options.items()]).runs
     prepared = [experiment.prepare(config.parse(o), reading=True) for o in runs]
     reports = [experiment.report(p) for p in prepared]
     if not args.json and all(cell.status == "missing" for r in reports for cell in r.cells):
@@ -42,12 +46,12 @@ def main(args: argparse.Namespace) -> int:
     return print_reports(reports, args)
 
 
-def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
+def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     from kvbench.run.labels import fields, label
     from kvbench.run.store import ResultStore
     from kvbench.tables.render import size
 
-    store = ResultStore(Path(args.results))
+    store = ResultStore(results.expanduser())
     record = store.cell(store.find(cell_id))
     if record is None:
         raise UsageError(f"cell {cell_id} was never started; it lies in {store.root}/cells")
@@ -59,7 +63,7 @@ def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
         **settings,
         "refused": store.refusal(cell_id),
         "metrics": store.metrics(cell_id) or None,
-        "samples": samples[: args.samples],
+        "samples": samples[: 3 if args.samples is None else args.samples],
     }
     if args.json:
         print(json.dumps(shown, indent=1, ensure_ascii=False))
@@ -78,9 +82,16 @@ def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
     for s in shown["samples"]:
         held = "" if imported else f", {s['kept']:g} of {s['n']} tokens, {size(s['payload'])} payload"
         print(f"\n{s['id']}: score {s['score']}{held}")
-        print(_wrapped(f"  answer    {s['prediction']!r}"))
-        print(_wrapped(f"  reference {', '.join(map(repr, s['answers']))}"))
+        if s.get("answers") is None:  # a text that was read, not answered
+            continue
+        print(_wrapped(f"  answer    {_cut(s['prediction'])}"))
+        print(_wrapped(f"  reference {', '.join(map(_cut, s['answers']))}"))
     return 0
+
+
+def _cut(text: str) -> str:
+    """Return a text in quotes, of a long one its beginning and length."""
+    return repr(text) if len(text) <= LONGEST else f"{text[:LONGEST]!r}... ({len(text):,} characters; --json has all)"
 
 
 def _wrapped(text: str) -> str:

@@ -10,13 +10,12 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from kvbench.cli.claims import FIXED
 from kvbench.errors import UsageError, say
 from kvbench.run.keys import one_of, pairs
 
 if TYPE_CHECKING:
     from kvbench.papers.measured.cell_view import View
-
-FIXED = ("method", "dataset", "preset", "match", "reference", "tasks")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -68,8 +68,11 @@ class Asvd(LowRankStage):
         sizes = mean_sizes(run.model, samples())
         tensors = {"shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]), "mean_abs": sizes}
         if self.ranks_by == "sensitivity":
-            tensors["loss"] = self._losses(run.model, sizes, probes)
+            tensors["loss"] = self._losses(run, sizes, probes)
         return tensors
+
+    def calibration_steps(self, model: PreTrainedModel) -> int:
+        return 2 * ProjectionShape.of(model).layers * len(FRACTIONS) if self.ranks_by == "sensitivity" else 0
 
     @property
     def full(self) -> int:
@@ -106,12 +109,12 @@ class Asvd(LowRankStage):
             (k, _), (v, _) = linears(attention, heads)
             yield Spectrum.of(k, self.scale(size)), Spectrum.of(v, self.scale(size))
 
-    def _losses(self, model: PreTrainedModel, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
+    def _losses(self, run: CalibrationRun, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
         """Return losses [layers, 2, fractions], the mean over the probes.
 
         Each is the loss when one projection alone is cut, key (0) or value (1), to one of the ranks tried.
         """
-        shape = ProjectionShape.of(model)
+        model, shape = run.model, ProjectionShape.of(run.model)
         full = min(shape.heads * shape.head_dim, shape.hidden)
         exact = [
             tuple(Factors(w.detach(), (None,), (w.shape[0],)) for w, _ in linears(a, shape.heads))
@@ -125,4 +128,5 @@ class Asvd(LowRankStage):
                     pair[which] = joined([spectrum.cut(rank)])
                     layers = [(pair[0], pair[1]) if layer == i else (k, v) for layer, (k, v) in enumerate(exact)]
                     losses[i, which, j] = mean_loss(model, probes, layers)
+                    run.tick()
         return losses

@@ -69,6 +69,10 @@ class Stage(Knobs):
         """Return (bytes in memory beside the model, bytes on disk) that measuring takes; (0, 0) if next to none."""
         return 0, 0
 
+    def calibration_steps(self, model: PreTrainedModel) -> int:
+        """Return how many ticks ``calibrate`` makes after the windows are read."""
+        return 0
+
     def calibrated(self, data: Calibration) -> Stage:
         """Return the stage with the result of ``calibrate`` bound to it."""
         return replace(self, calibration=data)

@@ -66,7 +66,8 @@ class Recipe:
 class CalibrationRun:
     """One calibration under way: a model, and the windows [tokens] of ids that it reads, once.
 
-    ``tick`` is called after each window. ``observe`` reads a window and hands over each layer as the model finishes it.
+    ``tick`` is called after each window and each further step (``Stage.calibration_steps``). ``observe`` reads a window
+    and hands over each layer as the model finishes it.
     """
 
     model: PreTrainedModel

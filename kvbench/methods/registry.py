@@ -6,14 +6,16 @@ them, with a comment each; a method without one has the knobs of its class.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvbench.methods
-from kvbench.conf import conf_dir, entry_of
+from kvbench.conf import conf_dir, entry_of, read_yaml
 from kvbench.errors import UsageError, unknown
 from kvbench.methods.loading import entry_of_class, load_stage
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from kvbench.methods.base import Stage
 
 BUDGET_KNOBS = ("kv_size", "kv_ratio")
+ALWAYS_NAMED = (*BUDGET_KNOBS, "ratio", "value_ratio")
+"""Knobs that a label names even where they have their plain default."""
 PER = "per"
 """The one setting of a whole chain: the heads under which it stores."""
 # from stages written together to the one method that they mean, and the knob values that they imply
@@ -40,9 +44,38 @@ def available() -> tuple[str, ...]:
 def defaults(method: str) -> dict[str, Any]:
     """Return the entry of one method, ``_target_`` and its knobs with their plain defaults, or {} for ``full``."""
     if method not in available():
-        raise unknown("method", method, available(), "Join methods with +, as in method=snapkv+think.")
+        raise unknown_method(method)
     path = path_of(method)
     return entry_of(path) if path.suffix == ".yaml" else entry_of_class(path, method)
+
+
+@cache
+def _kvpress() -> dict[str, Any]:
+    return read_yaml(Path(__file__).with_name("kvpress.yaml"))
+
+
+def unknown_method(method: str) -> UsageError:
+    """Return the error for a name that is no method. It says what a press of kvpress is called here, if it is there."""
+    name = re.sub(r"[-_]|press$", "", method.lower())
+    here = name if name in available() else _kvpress()["methods"].get(name)
+    if here is not None:
+        return UsageError(f"unknown method {method!r}: it is method={here} here (docs/differences.md has what differs)")
+    if name in _kvpress()["missing"]:
+        return UsageError(f"kvbench has no {method}, a press of kvpress. Available: {', '.join(available())}.")
+    return unknown("method", method, available(), "Join methods with +, as in method=snapkv+think.")
+
+
+def unknown_knob(knob: str, value: Any, names: Iterable[str], hint: str) -> UsageError:
+    """Return the error for a name that is no knob. It says what a knob of kvpress is called here."""
+    here = _kvpress()["knobs"].get(knob)
+    if here is not None:
+        return UsageError(f"unknown knob {knob!r}: kvpress's {knob} is {here}= here")
+    if knob == "compression_ratio":
+        values = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+        with suppress(ValueError, TypeError):
+            kept = ",".join(f"{1 - float(v):g}" for v in values)
+            return UsageError(f"unknown knob {knob!r}: it is the fraction removed; kv_ratio={kept} is what is kept")
+    return unknown("knob", knob, names, hint)
 
 
 def path_of(method: str) -> Path:
@@ -102,6 +135,25 @@ def as_written(name: str, written: str) -> str:
     return "+".join(aliases.get(p, p) for p in name.split("+"))
 
 
+def by_size(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry with a single value for each knob whose value depends on the budget.
+
+    Of ``{kv_size: value, ...}`` it is the value at the nearest kv_size on a log scale, or at the largest kv_size where
+    the budget is a fraction (our choice).
+    """
+    size = entry.get("kv_size")
+    size = size if isinstance(size, int) and size > 0 else None
+
+    def choose(value: Any) -> Any:
+        if not isinstance(value, Mapping) or not value or not all(isinstance(s, int) and s > 0 for s in value):
+            return value
+        if size is None:
+            return value[max(value)]
+        return value[min(sorted(value), key=lambda s: abs(math.log(s / size)))]
+
+    return {k: choose(v) for k, v in entry.items()}
+
+
 def make_stage(method: str, entry: Mapping[str, Any]) -> Stage:
     """Build the stage of one entry (``_target_`` and knobs). Raises UsageError for a knob that it does not have."""
     knobs = {k: v for k, v in entry.items() if not k.startswith("_")}
@@ -111,8 +163,8 @@ def make_stage(method: str, entry: Mapping[str, Any]) -> Stage:
     return load_stage(path_of(method), method, entry.get("_target_") or defaults(method)["_target_"], knobs)
 
 
-def owners(methods: Sequence[str], key: str) -> list[str]:
-    """Return the ids of the stages of ``methods`` that own the knob ``key``.
+def owners(methods: Sequence[str], key: str, value: Any = None) -> list[str]:
+    """Return the ids of the stages of ``methods`` that own the knob ``key``, which is to get ``value``.
 
     Raises UsageError if there is none, or if two stages of one method have a knob that is named without its stage.
     """
@@ -134,7 +186,7 @@ def owners(methods: Sequence[str], key: str) -> list[str]:
         names = {k for s in present for k in knob_names(s)} | {PER}
         method_names = ", ".join("+".join(c) for c in chains)
         note = " There is no budget of tokens to set." if knob in BUDGET_KNOBS else ""
-        raise unknown("knob", knob, names, f"These are the knobs of {method_names}.{note}")
+        raise unknown_knob(knob, value, names, f"These are the knobs of {method_names}.{note}")
     return owning
 
 

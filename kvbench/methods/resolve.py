@@ -7,7 +7,6 @@ the knobs set for one, and those that an alias implies.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,9 @@ from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.legal_sets import check_set
-from kvbench.methods.registry import BUDGET_KNOBS, PER
+from kvbench.methods.registry import ALWAYS_NAMED, BUDGET_KNOBS, PER, by_size
 
 BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio", "high", "low")
-ALWAYS_NAMED = (*BUDGET_KNOBS, "ratio", "value_ratio")
-"""Knobs that a label names even where they have their plain default."""
 
 Entry = Mapping[str, Any]
 """The knobs of one stage by name."""
@@ -107,25 +104,6 @@ def overlay(entry: Entry, layer: Entry) -> dict[str, Any]:
     return {**entry, **layer}
 
 
-def by_size(entry: Entry) -> dict[str, Any]:
-    """Return the entry with a single value for each knob whose value depends on the budget.
-
-    Of ``{kv_size: value, ...}`` it is the value at the nearest kv_size on a log scale, or at the largest kv_size where
-    the budget is a fraction (our choice).
-    """
-    size = entry.get("kv_size")
-    size = size if isinstance(size, int) and size > 0 else None
-
-    def choose(value: Any) -> Any:
-        if not isinstance(value, Mapping) or not value or not all(isinstance(s, int) and s > 0 for s in value):
-            return value
-        if size is None:
-            return value[max(value)]
-        return value[min(sorted(value), key=lambda s: abs(math.log(s / size)))]
-
-    return {k: choose(v) for k, v in entry.items()}
-
-
 def check_sets(methods: Sequence[str]) -> None:
     """Raise UsageError, with the reason, for a method whose stages cannot form one, whatever their knobs."""
     for method in methods:
@@ -156,7 +134,7 @@ def _check_owned(methods: Sequence[str], knobs: Knobs) -> None:
     for key, value in knobs.items():
         if key == PER:
             continue
-        knob, (stage, *_) = registry.knob_of(key), registry.owners(methods, key)
+        knob, (stage, *_) = registry.knob_of(key), registry.owners(methods, key, value)
         if knob not in registry.knob_names(stage):
             raise unknown(f"knob method.{stage}.{knob}; its name", knob, registry.knob_names(stage))
         registry.check_settled(methods, key, value)

@@ -295,6 +295,8 @@ def _find_on_hub(cfg: ModelConfig) -> ModelSource:
             if cfg.download
             else f"it is no folder and not in the local hub cache; {online} download=true to fetch it, or give a folder"
         )
+        if cfg.shape is not None:
+            remedy += f". What caches take needs no checkpoint: python -m kvbench bench memory model={cfg.name} n=8192"
         raise UsageError(f"model={cfg.path} (revision {cfg.revision}): {remedy}") from None
     commit = getattr(config, "_commit_hash", None) or cfg.revision
     return ModelSource(cfg.path, commit, scaled(cfg, config), f"{cfg.path}@{commit}")

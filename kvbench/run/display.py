@@ -21,7 +21,7 @@ class Count:
 
     total, done: answers to come in all, and those that have come.
     kept: the sum over answers of the fraction of the prompt's tokens kept.
-    start: the time when the group began.
+    start: the time when the group's first prompt was about to be read.
     last: the time of the last plain line.
     said: ``done`` in the last plain line.
     line: the group's bar on a terminal.
@@ -40,7 +40,7 @@ class Count:
         elapsed = max(now - (self.start or now), 1e-9)  # not 0, which the rate is divided by
         rate = self.done / elapsed
         pace = f"{rate:.1f} answers/s" if rate >= 0.05 or not self.done else f"{1 / rate:.0f} s per answer"
-        return f"{pace}, kept {100 * self.kept / max(1, self.done):.0f} %"
+        return f"{pace}, kept {100 * self.kept / max(1, self.done):.0f} % (mean of all methods)"
 
 
 class Display:
@@ -48,7 +48,6 @@ class Display:
 
     def __init__(self) -> None:
         self.counts: dict[str, Count] = {}
-        self.current: str | None = None
         self.bars: Progress | None = None
 
     def begin(self, prepared: RunPlan) -> None:
@@ -60,15 +59,25 @@ class Display:
             self.bars = bars_of("{task.fields[rate]}")
             for name, count in self.counts.items():
                 count.line = self.bars.add_task(name, total=count.total, start=False, rate="")
-            self.bars.start()
-        for name in list(self.counts)[:1]:
-            self._start_group(name)
+
+    def reading(self, column: str) -> None:
+        count = self.counts.get(column)
+        if count is None:
+            return
+        now = time.monotonic()
+        if count.start is None:
+            count.start = count.last = now
+            if self.bars is not None and count.line is not None:
+                self.bars.start()
+                self.bars.start_task(count.line)
+        elif self.bars is None and now - count.last >= PLAIN_EVERY_S:
+            count.last = now
+            self._print_line(column, count, now)
 
     def stored(self, cell: Cell, sample: Sample) -> None:
         count = self.counts.get(cell.column)
         if count is None:
             return
-        self._start_group(cell.column)
         count.done += 1
         count.kept += sample.kept / max(1, sample.n)
         now = time.monotonic()
@@ -82,28 +91,17 @@ class Display:
         count = self.counts.get(cell.column)
         if self.bars is None and count is not None and count.said < count.done:
             self._print_line(cell.column, count, time.monotonic(), ended=True)
-        # the next group starts where this one ends: reading its first prompt is part of its time
-        unstarted = [name for name, count in self.counts.items() if count.start is None]
-        if unstarted and cell.column == self.current:
-            self.current = None
-            self._start_group(unstarted[0])
 
     def close(self) -> None:
         if self.bars is not None:
             self.bars.stop()
 
-    def _start_group(self, name: str) -> None:
-        """Make a group the current one. The first time, start its clock and its bar."""
-        count = self.counts[name]
-        self.current = name
-        if count.start is None:
-            count.start = count.last = time.monotonic()
-            if self.bars is not None and count.line is not None:
-                self.bars.start_task(count.line)
-
     def _print_line(self, name: str, count: Count, now: float, ended: bool = False) -> None:
         """Print a plain line on a group's progress, with the time left unless the group has ended."""
+        if not count.done:
+            say(f"{name}: 0 of {count.total} answers, reading prompts since {now - (count.start or now):.0f} s")
+            return
         seconds_left = (now - (count.start or now)) / count.done * (count.total - count.done)
         count.said = count.done
-        remaining = "" if ended else f", about {seconds_left:.0f} s left"
+        remaining = "" if ended or not seconds_left else f", about {seconds_left:.0f} s left"
         say(f"{name}: {count.done} of {count.total} answers, {count.text(now)}{remaining}")

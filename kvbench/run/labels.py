@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.methods import registry
-from kvbench.methods.resolve import ALWAYS_NAMED, by_size
+from kvbench.methods.registry import ALWAYS_NAMED, by_size
 
 Identity = Mapping[str, Any]
 
@@ -55,7 +55,9 @@ def differences(identities: Sequence[Identity]) -> list[str]:
     flat = [dict(_settings_by_path(i)) for i in identities]
     keys = list(dict.fromkeys(k for f in flat for k in f))
     differing = [k for k in keys if len({json.dumps(f.get(k), sort_keys=True, default=str) for f in flat}) > 1]
-    return [" ".join(f"{k.rpartition('.')[2]}={_one_word(k, f.get(k))}" for k in differing) for f in flat]
+    # the metric's name is the metric
+    names = {k: k.removesuffix(".name").rpartition(".")[2] for k in differing}
+    return [" ".join(f"{names[k]}={_one_word(k, f.get(k))}" for k in differing) for f in flat]
 
 
 def _settings_by_path(identity: Identity, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -93,7 +95,8 @@ def _through_json(value: Any) -> Any:
 def _default_knobs(method: str) -> dict[str, Any]:
     """Return the default knobs of a method, in their order. A method that exists no more has {}."""
     try:
-        stage = registry.make_stage(method, by_size(registry.defaults(method)))
+        # the entry, not the stage: a list of what is stored must not wait for torch
+        entry = by_size(registry.defaults(method))
     except UsageError:
         return {}
-    return {k: _through_json(stage.knobs()[k]) for k in registry.knob_names(method)}
+    return {k: _through_json(entry[k]) for k in registry.knob_names(method)}

@@ -17,6 +17,9 @@ class Listener(Protocol):
     def begin(self, prepared: RunPlan) -> None:
         """Handle the start: everything was checked. Called before the first prompt is read, even if no work is left."""
 
+    def reading(self, column: str) -> None:
+        """Handle that a prompt of the task ``column`` is about to be read: the model is loaded and calibrated."""
+
     def stored(self, cell: Cell, sample: Sample) -> None:
         """Handle a new ``sample`` of ``cell``, which is on disk now."""
 
@@ -38,6 +41,9 @@ class Listeners:
 
     def begin(self, prepared: RunPlan) -> None:
         self._tell("begin", prepared)
+
+    def reading(self, column: str) -> None:
+        self._tell("reading", column)
 
     def stored(self, cell: Cell, sample: Sample) -> None:
         self._tell("stored", cell, sample)

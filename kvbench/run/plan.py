@@ -163,7 +163,12 @@ def build_groups(
 
 
 def _check_answers(task: Task, context: int | None) -> None:
-    """Raise UsageError if an answer leaves no room for its prompt, or not for its whole needle prompt."""
+    """Raise UsageError if answers cannot be scored, or leave no room for their prompts or whole needle prompts."""
+    if metric(task.metric).shown is not None and not task.examples[0].tokens:
+        raise UsageError(
+            f"{task.id}: metric={task.metric} is not possible for answers: it is of texts that are read, as those of "
+            "dataset=wikitext2"
+        )
     for example in task.examples:
         length = example.meta.get("length", 0) if task.category == "needle" else 0
         if context is not None and length and length + example.max_new_tokens > context:

@@ -101,7 +101,10 @@ class ReportColumn:
 
 @dataclass(frozen=True)
 class Report:
-    """The content of a run's table: cells by method and task, notes for the reader, the results folder."""
+    """The content of a run's table: cells by method and task, notes for the reader, the results folder.
+
+    apart: the rows that were measured by another run or part than the first.
+    """
 
     model: str
     settings: str
@@ -110,6 +113,7 @@ class Report:
     notes: tuple[str, ...]
     results: str
     matched: tuple[Matched, ...] = ()
+    apart: tuple[str, ...] = ()
 
     @property
     def cells(self) -> list[CellResult]:

@@ -38,7 +38,6 @@ from kvbench.run.store import ResultStore
 from kvbench.run.store_writer import Writer
 
 REASON_LENGTH = 300
-
 Result = TypeVar("Result")
 
 
@@ -90,6 +89,7 @@ class GroupRun:
 
     def read(self, example: Example, cells: Sequence[Cell]) -> None:
         """Prefill one prompt for its cells and audit their caches. Queue them to be decoded, or score a text now."""
+        self.listeners.reading(cells[0].column)
         try:
             encoded = self.host.encode(example, cells[0].task)
             ids = torch.tensor(encoded.ids)

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvbench.errors import KvbenchError, UsageError, unknown
 from kvbench.files import (
@@ -46,9 +46,11 @@ from kvbench.files import (
     write_json,
 )
 from kvbench.run import labels
-from kvbench.run.plan import Cell
 from kvbench.run.results import CellRecord, Sample, Status
 from kvbench.run.store_writer import Writer
+
+if TYPE_CHECKING:
+    from kvbench.run.plan import Cell
 
 SYNC_S = 10.0
 SHARD_WAIT_S = 0.3

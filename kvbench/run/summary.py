@@ -95,7 +95,34 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
         for i, g in enumerate(groups)
     )
     notes = about_floors([c.task for c in columns if c.floor], len(columns)) if len(rows) > 1 else []
-    return Report("", "", columns, tuple(rows), (*notes, *_about_batches(rows)), str(store.root))
+    notes += [*_about_unscored(rows), *_about_batches(rows)]
+    return Report("", "", columns, tuple(rows), tuple(notes), str(store.root), apart=_apart(groups, store))
+
+
+def _about_unscored(rows: Sequence[ReportRow]) -> list[str]:
+    """Return a note for each task with references that its metric cannot score."""
+    most: dict[str, CellSummary] = {}
+    for cell in (c for r in rows for c in r.cells):
+        if cell.summary is not None and cell.summary.unscored > (most[cell.task].unscored if cell.task in most else 0):
+            most[cell.task] = cell.summary
+    return [
+        f"{task}: {s.unscored} of {s.n} answers have no score: {s.metric} ({metric(s.metric).description}) cannot read "
+        "their references. Means are of the others."
+        for task, s in most.items()
+    ]
+
+
+def _apart(groups: Sequence[Group], store: ResultStore) -> tuple[str, ...]:
+    """Return the labels of cells that did not share the prefill of the first cell with the same key."""
+    labels: dict[str, None] = {}
+    for group in groups:
+        first: dict[str, dict[str, float]] = {}
+        for cell in group.cells:
+            times = {i: sample.timing.prefill_s for i, sample in store.samples(cell.id).items()}
+            shared = first.setdefault(cell.chain.prefill_key, times)
+            if any(shared.get(i, seconds) != seconds for i, seconds in times.items()):
+                labels[cell.label] = None
+    return tuple(labels)
 
 
 def _about_batches(rows: Sequence[ReportRow]) -> list[str]:

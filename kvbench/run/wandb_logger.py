@@ -19,7 +19,7 @@ from typing import Any
 
 from kvbench.errors import say
 from kvbench.extras import require
-from kvbench.methods.resolve import ALWAYS_NAMED
+from kvbench.methods.registry import ALWAYS_NAMED
 from kvbench.metrics import metric
 from kvbench.run.config import LoggerConfig
 from kvbench.run.listener import Listener
@@ -67,6 +67,9 @@ class WandbLogger:
         self._events.put(lambda sender: sender.begin(prepared))
         self._thread.start()
 
+    def reading(self, column: str) -> None:
+        """Do nothing: a W&B run has no place for prompts that have no answer yet."""
+
     def stored(self, cell: Cell, sample: Sample) -> None:
         self._events.put(lambda sender: sender.stored(cell, sample))
 
@@ -79,6 +82,9 @@ class WandbLogger:
         self._thread.join(CLOSE_S[self._cfg.mode])
         if self._thread.is_alive():
             self._warn(f"takes more than {CLOSE_S[self._cfg.mode]} s and is not waited for")
+        elif self._cfg.mode == "offline" and not self._warned:
+            folder = self._folder / "wandb"
+            say(f"the W&B runs are kept in {folder}; `wandb sync {folder}/offline-run-*` sends them")
 
     def _work(self) -> None:
         try:

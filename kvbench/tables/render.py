@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvbench.metrics import metric
 from kvbench.metrics.stats import FEWEST
 from kvbench.tables import writers
 from kvbench.tables.table import Table
 
 if TYPE_CHECKING:
-    from kvbench.run.report import CellResult, Report, RowMeans
+    from kvbench.run.report import CellResult, Report, ReportColumn, RowMeans
 
 FORMATS = ("text", "md", "csv", "latex")
 BROKEN = ("refused", "failed")
@@ -37,7 +38,9 @@ def sheets(report: Report) -> list[Table]:
     columns, rows = report.columns, report.rows
     tasks = [c.task for c in columns]
     prefix = tasks[0].partition("/")[0] + "/"
-    short = [t.removeprefix(prefix) for t in tasks] if all(t.startswith(prefix) for t in tasks) else tasks
+    # "token" alone would not name a text
+    shared = all(t.startswith(prefix) for t in tasks) and not any(map(_falls, columns))
+    short = [t.removeprefix(prefix) for t in tasks] if shared else tasks
     names = ("method", *(_wrap(r.method) for r in rows))
     table = [
         (f"{name}\n{c.metric}", *(_score_text(r.cells[i]) for r in rows))
@@ -53,6 +56,11 @@ def sheets(report: Report) -> list[Table]:
         storage = [c for c in storage if c[0] != ATTENDED]
     names = ("method", *(_wrap(r.method) for r, _ in measured))
     return [*out, *Table(*_transposed(names, storage)).folded()]
+
+
+def _falls(column: ReportColumn) -> bool:
+    """Return True for a perplexity, of which less is better."""
+    return metric(column.metric).shown is not None
 
 
 def _transposed(names: tuple[str, ...], columns: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -151,11 +159,17 @@ def legend(report: Report) -> list[str]:
     lines = [report.settings] if report.settings else []
     if counts:
         n = "; ".join(f"{n_cell} of {of_cell}" if n_cell < of_cell else f"all {of_cell}" for n_cell, of_cell in counts)
-        lines.append(
-            f"n = {n} examples per cell. [a, b]: 95 % bootstrap interval. Δ: paired difference to full; "
-            f"* its 95 % interval excludes 0{_by_chance(cells)}."
-            + (f" Below {FEWEST} examples no interval is shown." if min(counts)[0] < FEWEST else "")
-        )
+        facts = [f"n = {n} examples per cell"]
+        if any(s.ci for s in summaries):
+            facts.append("[a, b]: 95 % bootstrap interval")
+        deltas = [c.delta for c in cells if c.delta is not None]
+        if any(d.ci for d in deltas):
+            facts.append(f"Δ: paired difference to full; * its 95 % interval excludes 0{_by_chance(cells)}")
+        elif deltas:
+            facts.append("Δ: paired difference to full")
+        if min(counts)[0] < FEWEST:
+            facts.append(f"Below {FEWEST} examples no interval is shown")
+        lines.append(". ".join(facts) + ".")
         lines.append(
             "Bytes are held after prefill, mean per prompt. % of full: payload and overhead over the full cache's keys "
             "and values, both at 16 bits by formula, whatever the run held; full has positions beside them, hence "
@@ -166,13 +180,19 @@ def legend(report: Report) -> list[str]:
         lines.append(
             "q, kv: payload of as many tokens under per=query_head or kv_head, by formula; % of full is of those held."
         )
+    falling = dict.fromkeys(c.metric for c in report.columns if _falls(c))
+    if falling:
+        lines.append(f"{' and '.join(falling)}: lower is better.")
     if any(r.evicts for r in report.rows):
         lines.append(f"{EVICTS}: {EVICTING}")
     if _masks(report):
         lines.append("attended %: what a decode step attends where a method masks, new tokens too, against the prompt.")
     for count, text in (
         (max((s.cut for s in summaries), default=0), "cut in the middle to the length allowed"),
-        (max((s.shrunk for s in summaries), default=0), "too short for the window of a method and shrank it"),
+        (
+            max((s.shrunk for s in summaries), default=0),
+            "given a budget below a method's window, which was cut to fit",
+        ),
     ):
         if count:
             lines.append(f"Up to {count} prompts of a task were {text}.")

@@ -74,7 +74,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class FileSource:
-    """The ``hub`` entry of one dataset: where its files come from, and under which licence."""
+    """The ``hub`` entry of one dataset: where its files come from, and under which licence.
+
+    instead: a file that is read in their place where it is there.
+    """
 
     dataset: str
     repo: str | None
@@ -83,6 +86,7 @@ class FileSource:
     verified: bool
     licence: str
     files: tuple[Wanted, ...]
+    instead: str = ""
 
 
 def sources() -> dict[str, FileSource | None]:
@@ -205,6 +209,7 @@ def _source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
         verified=bool(entry.get("verified", False)),
         licence=str(entry.get("licence", "unknown")),
         files=tuple(files),
+        instead=str(entry.get("instead", "")),
     )
 
 

@@ -8,7 +8,7 @@ from kvbench import metrics
 from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.tasks.base import Task, Tokenizer
-from kvbench.tasks.rows import is_count, read_lines
+from kvbench.tasks.rows import FileRow, is_count, read_lines
 
 
 def load(
@@ -18,6 +18,8 @@ def load(
     metric: str,
     max_new_tokens: int,
     prompt_key: str,
+    context_key: str,
+    question_key: str,
     answers_key: str,
     id_key: str,
     classes_key: str,
@@ -25,8 +27,9 @@ def load(
 ) -> list[Task]:
     """Return one task, ``file/<name of the file>``, with an example for each line that is not blank.
 
-    A line holds the prompt, a reference or a list of them, and maybe an id, a label list and its own limit of new
-    tokens, under the given keys. Raises UsageError naming file, line and reason for anything else.
+    A line holds the prompt, or a context and a question, a reference or a list of them, and maybe an id, a label list
+    and its own limit of new tokens, under the given keys. Raises UsageError naming file, line and reason for anything
+    else.
     """
     if not path:
         raise UsageError(f"dataset {dataset} reads prompts from a file: give path=FILE.jsonl")
@@ -36,7 +39,7 @@ def load(
     file = Path(path).expanduser()
     examples: dict[str, Example] = {}
     places: dict[str, str] = {}
-    for row in read_lines(file, " (set prompt_key=, answers_key=)"):
+    for row in read_lines(file, " (set prompt_key=, or context_key= and question_key=, and answers_key=)"):
         name = row.name(id_key, row.place.replace(" ", "-"))
         if name in examples:
             raise row.wrong(f"its id {name!r} is that of {places[name]}")
@@ -44,9 +47,11 @@ def load(
         if scorer.needs_classes and not classes:
             raise row.wrong(f"metric {metric} needs a list of labels under the key {classes_key!r}")
         places[name] = row.place
+        prompt, question = _prompt(row, prompt_key, context_key, question_key)
         examples[name] = Example(
             id=name,
-            prompt=row.text(prompt_key),
+            prompt=prompt,
+            question=question,
             answers=row.texts(answers_key),
             max_new_tokens=row.count(max_new_tokens_key, max_new_tokens),
             classes=classes,
@@ -54,3 +59,12 @@ def load(
     if not examples:
         raise UsageError(f"{file} is empty: it must hold a JSON object a line")
     return [Task(f"{dataset}/{file.stem}", tuple(examples.values()), metric, source=file.name)]
+
+
+def _prompt(row: FileRow, prompt_key: str, context_key: str, question_key: str) -> tuple[str, str]:
+    """Return (prompt of a line, question at its end, '' if the line names none)."""
+    if prompt_key not in row and context_key in row:
+        question = row.text(question_key)
+        return row.text(context_key) + question, question
+    prompt, end = row.text(prompt_key), row.values.get(question_key)
+    return prompt, end if isinstance(end, str) and prompt.endswith(end) else ""

@@ -153,8 +153,9 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     """Raise UsageError, before anything is read, for a policy that this task or tokenizer cannot follow."""
     if policy.templated(task):
         policy.render(tokenizer, SENTINEL)
-    if not task.examples[0].tokens:
-        _question(task.examples[0], task, policy)
+    for example in task.examples:
+        if not example.tokens:
+            _question(example, task, policy)
 
 
 def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
@@ -163,7 +164,8 @@ def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
         return ""
     if not example.question or not example.prompt.endswith(example.question):
         raise UsageError(
-            f"query_aware=false: {task.id} does not say where its question begins; run it with query_aware=true"
+            f"query_aware=false: {task.id} does not say where the question of example {example.id} begins; run it with "
+            "query_aware=true (lines of dataset=file have context and question in place of prompt)"
         )
     return example.question
 

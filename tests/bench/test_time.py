@@ -26,7 +26,7 @@ SMALL += ["peers=dynamic,deepspeed"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("bench")
+    return tmp_path_factory.mktemp("results") / "bench"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_finished_row_is_not_measured_again(rows, folder, capsys, monkeypatch)
 
     before = (folder / "first.jsonl").read_text()
     monkeypatch.setattr(architecture, "build", never)
-    assert main([*SMALL, f"folder={folder}", "name=first"]) == 0
+    assert main([*SMALL, f"results={folder.parent}", "name=first"]) == 0
     assert (folder / "first.jsonl").read_text() == before
     out = capsys.readouterr().out
     assert "TTFT" in out and "reached" in out and all(len(line) <= 100 for line in out.splitlines())

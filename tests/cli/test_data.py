@@ -15,7 +15,7 @@ from kvbench.tasks import fetch, hub
 def world(tmp_path, monkeypatch):
     """One dataset of our own in conf, a hub that has it, and no data folder in the environment."""
     (tmp_path / "conf" / "dataset").mkdir(parents=True)
-    entry = {"hub": {"repo": "owner/demo", "licence": "CC0-1.0", "files": [SUITE]}}
+    entry = {"hub": {"repo": "owner/demo", "licence": "CC0-1.0", "files": [SUITE], "instead": "ready.jsonl"}}
     (tmp_path / "conf" / "dataset" / "demo.yaml").write_text(yaml.safe_dump({"demo": entry}))
     (tmp_path / "conf" / "dataset" / "own.yaml").write_text("own:\n  _target_: x\n")
     store = FakeHub({"data.zip": archive(tmp_path, a='"one"\n', b='"two"\n')})
@@ -43,9 +43,37 @@ def test_the_verb_from_nothing_to_a_changed_file(world, capsys):
     (root / "demo" / "b.jsonl").write_text('"TWO"\n')
     assert main(["data", "status", f"data.root={root}"]) == 1
     captured = capsys.readouterr()
-    assert "demo           1 changed, 1 fetched" in captured.out
+    assert "demo           1 changed, 1 fetched, of 2 files" in captured.out
     assert "demo/b.jsonl has changed since it was fetched" in captured.err
     assert main(["data", "fetch", "demo", f"data.root={root}"]) == 2
+
+
+def test_a_file_that_is_read_in_the_place_of_missing_ones_is_named(world, capsys):
+    (world / "ready.jsonl").touch()
+    assert main(["data", "status", "demo", f"data.root={world}"]) == 0
+    assert "demo           missing; ready.jsonl is read in their place" in capsys.readouterr().out
+
+
+def test_show_prints_what_the_model_reads(tmp_path, capsys):
+    row = {"context": "one two\x1b[2J three four.", "question": " How many?", "answers": ["four"], "max_new_tokens": 3}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
+    arguments = ["data", "show", "file", f"path={tmp_path / 'p.jsonl'}"]
+    assert main([*arguments, "query_aware=false"]) == 0
+    out = capsys.readouterr().out
+    assert "<s>one two" in out and "\x1b" not in out
+    assert out.count("file/p, example line-") == 1  # limit=1
+    assert "--- once that is compressed:\nHow many?\n" in out
+    assert out.endswith("--- at most 3 new tokens; references: 'four'\n\n")
+    assert main([*arguments, "limit=2", "max_length=8", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["tokens"] == 8 and first["cut"] > 0 and (first["after"], second["id"]) == ("", "line-2")
+    for bad, reason in (
+        ([], "needs a dataset"),
+        (["tiny/nedle"], "Did you mean needle"),
+        (["tiny", "x=1"], "unknown knob"),
+    ):
+        assert main(["data", "show", *bad]) == 2
+        assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,25 @@
 """Bad command lines: one helpful message on stderr, status 2, and no weights loaded."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from kvbench.cli.main import main
+from kvbench.conf import entries, top_level
+from kvbench.files import write_json
 from kvbench.models import load
 
 BAD = {
     "run method=snapkw": "Did you mean snapkv",
     "run method=snapkv kv_sizes=64": "Did you mean kv_size",
+    # words of kvpress
+    "run compression_ratio=0.5,0.9": "'compression_ratio': it is the fraction removed; kv_ratio=0.5,0.1 is",
+    "run method=snapkv window_size=16": "kvpress's window_size is window= here",
+    "run method=ObservedAttentionPress": "unknown method 'ObservedAttentionPress': it is method=h2o here",
+    "run method=snapkv,streaming_llm": "it is method=streamingllm here",
+    "run method=KVzipPress": "kvbench has no KVzipPress, a press of kvpress. Available: adakv",
     "run ratio=1.2": "method.think.ratio=1.2 is not possible: a fraction",
     # the reason comes before any word on knobs that two of the stages own
     "run method=h2o+quant+kivi bits=4": "owns its quantiser, which packs every token that it keeps; kivi has nothing",
@@ -27,6 +36,7 @@ BAD = {
     "run model={tmp}": "is not a model folder: it has no config.json",
     "run model=./nowhere": "no such folder",
     "run model=owner/absent": "download=true",
+    "run model=llama2-7b --plan": "python -m kvbench bench memory model=llama2-7b n=8192",
     "run model=pythia-70m": "python -m kvbench model fetch pythia-70m",
     "run method=snapkv+h2o": "at most one selector",
     "run method=snapkv+think+think": "twice",
@@ -55,6 +65,10 @@ BAD = {
     "run preset=vatp method=h2o variant=all": "preset=vatp sets it",
     "show preset=thonk": "unknown preset",
     "show abcdef --results {tmp}": "no cell's id",
+    "show --samples 3 method=snapkv": "--samples shows answers of one cell",
+    "show abc limit=3": "give one cell id, or key=value overrides, not both",
+    "claims think method=h2o": "method=h2o is not possible here: the claim says it",
+    "table think/fig6": "no table that is measured",
     "list runs status=done": "unknown status 'done'",
     "list runs state=done": "unknown argument 'state=done'",
     "list methods status=failed": "list runs",
@@ -88,16 +102,27 @@ def test_argparse_mistakes_have_status_2(arguments):
     assert stop.value.code == 2
 
 
-def test_help_and_version_do_not_import_torch():
+def test_help_and_lists_do_not_import_torch(tmp_path):
+    identity = {"chain": {"stages": [{"id": "snapkv", "knobs": {"kv_size": 64, "window": 8}}], "per": "kv_head"}}
+    record = {"id": "0" * 16, "label": "", "column": "tiny/needle", "of": 4, "identity": identity, "provenance": []}
+    write_json(tmp_path / "cells" / record["id"] / "cell.json", record)
+    lines = [
+        ["list", "runs", f"results={tmp_path}"],
+        ["clean", f"results={tmp_path}"],
+        ["list"],
+        ["plot", "list"],
+        ["--help"],
+    ]
     code = (
         "import sys; from kvbench.cli.main import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
+        f"for line in {lines}:\n"
+        "    try: main(line)\n"
+        "    except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "run" in done.stdout
+    assert "window=8" in done.stdout and "measure methods" in done.stdout
 
 
 @pytest.mark.parametrize("verb", ["run", "show", "list", "clean"])
@@ -106,6 +131,30 @@ def test_every_verb_has_help_with_examples(verb, capsys):
         main([verb, "--help"])
     assert stop.value.code == 0
     assert f"python -m kvbench {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("topic", "keys"),
+    [
+        ("keys", {*top_level(), "root", *entries("prompt")["plain"], "dtype", "chat_template", "mode"}),
+        ("vatp", {"norm", "sinks", "truncation"}),  # a method and a prompt policy
+        ("needle", {"lengths", "max_new_tokens"}),
+    ],
+)
+def test_help_has_every_key_with_its_comment(topic, keys, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--help", topic])
+    assert stop.value.code == 0
+    named = dict(re.findall(r"^ *(\w+):(.*)$", capsys.readouterr().out, re.MULTILINE))
+    assert keys <= named.keys()
+    assert not {"defaults", "chains", "tasks", "_target_", "hub"} & named.keys()
+
+
+def test_help_on_a_topic_that_is_not_there_names_those_that_are(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--help", "snapvk"])
+    assert stop.value.code == 2
+    assert "unknown topic of help 'snapvk'. Did you mean snapkv" in capsys.readouterr().err
 
 
 def test_an_internal_error_is_one_line_and_status_1(monkeypatch, capsys):

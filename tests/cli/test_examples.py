@@ -27,6 +27,7 @@ INSTEAD = {
 """What is put behind examples that would measure for long: the plan in place of the run, or fewer, shorter prompts."""
 
 ELSEWHERE = {
+    r"^run --help": "ends with SystemExit; tests/cli/test_errors.py",
     r"^data fetch": "reads from the network; tests/cli/test_data.py has a server of its own",
     r"^model fetch": "downloads a model; tests/model/test_fetch.py has a wheel of its own",
     r"^claims": "measures for minutes; tests/papers/test_claims.py",
@@ -96,5 +97,5 @@ def test_an_example_runs(line, folder, monkeypatch, capsys):
     assert main(shlex.split(line)) == 0, line
     out = capsys.readouterr().out
     assert out.strip()
-    if not re.search(r"--(json|format|config)", line):
+    if not re.search(r"--(json|format|config)|^data show", line):
         assert max(map(len, out.splitlines())) <= 100, line

@@ -302,3 +302,15 @@ def test_a_record_of_another_shape_costs_its_cell_alone(store, capsys, record):
     assert main(["show", cell_id("partial"), f"results={store.root}"]) == 2
     cleaned(capsys, store, "--yes")
     assert len(store.lines(cell_id("partial"))) == 4
+
+
+def test_an_answer_of_any_length_is_shown_by_its_beginning(store, capsys):
+    cell = Cell("long", size=1)
+    writer = store.open(cell, FACTS, 0, mix=False)
+    writer.append(sample(0, prediction="word " * 40_000, answers=["a" * 2000, "b" * 2001]))
+    writer.close()
+    for results in (["--results", str(store.root)], [f"results={store.root}"]):
+        assert main(["show", cell.id, *results]) == 0
+        out = capsys.readouterr().out
+        assert len(out) < 10_000 and "(200,000 characters; --json has all)" in out
+        assert "(2,000 characters" not in out and "(2,001 characters" in out.replace("\n    ", " ")

@@ -217,7 +217,7 @@ def test_options_of_a_figures_dataset(tmp_path, capsys):
     (tmp_path / "essay.txt").write_text("The wind was cold by the river. It was a calm night in the village. " * 80)
     options = ["lengths=128", "depths=0,100", "repeats=1", "limit=2", f"haystack={tmp_path / 'essay.txt'}"]
     assert main(["plot", "needle/heatmap", *options, f"results={tmp_path}"]) == 0
-    assert "1 prompts in each of 2 fields" in " ".join(capsys.readouterr().out.split())
+    assert "1 prompts at each of 2 pairs of length and depth" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_dataset_given_keeps_the_figures_own_options(tmp_path):

@@ -51,6 +51,20 @@ def test_other_keys_and_windows_files(tmp_path):
     assert (example.id, example.prompt, example.answers, example.max_new_tokens) == ("x", "a", ("b",), 5)
 
 
+def test_a_line_says_where_its_question_begins(write):
+    path = write(
+        {"context": "It is red.", "question": " What is?", "answers": "It"},
+        {"prompt": "It is red. What is?", "question": "What is?", "answers": "It"},
+        {"prompt": "It is red. What is?", "question": "What?", "answers": "It"},
+        {"prompt": "It is red. What is?", "question": ["What is?"], "answers": "It"},
+    )
+    examples = load(path).examples
+    assert {e.prompt for e in examples} == {"It is red. What is?"}
+    assert [e.question for e in examples] == [" What is?", "What is?", "", ""]
+    (example,) = load(write({"text": "a", "q": "b", "answers": "c"}), context_key="text", question_key="q").examples
+    assert (example.prompt, example.question) == ("ab", "b")
+
+
 GOOD = {"prompt": "a", "answers": "b"}
 
 
@@ -62,6 +76,7 @@ GOOD = {"prompt": "a", "answers": "b"}
         ("[1, 2]", r"must be a JSON object, got \[1, 2\]"),
         ({"answers": "b"}, "there is no key 'prompt'; its keys: 'answers'"),
         ({"prompt": "a", "output": "b"}, "there is no key 'answers'; its keys: 'prompt', 'output'"),
+        ({"context": "a", "answers": "b"}, "there is no key 'question'"),
         ({"prompt": 3, "answers": "b"}, "'prompt' must be text that is not empty, got 3"),
         ({"prompt": "", "answers": "b"}, "'prompt' must be text that is not empty"),
         ('{"prompt": "\\ud800", "answers": "b"}', "'prompt' holds half a surrogate pair"),

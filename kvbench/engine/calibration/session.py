@@ -6,7 +6,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -116,6 +115,7 @@ class Session:
                 file=sys.stderr,
             )
         label = f"calibrate {stage.id}"
-        with nullcontext(lambda label, n: None) if quiet else progress({label: recipe.samples}, unit="samples") as tick:
+        steps = recipe.samples + stage.calibration_steps(model)
+        with progress({label: steps}, quiet, unit="steps of calibration") as tick:
             run = CalibrationRun(model, windows, recipe, lambda: tick(label, 1), observer(model))
             return stage.calibrate(run)

@@ -6,26 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from kvbench.conf import read_yaml
 from kvbench.errors import unknown
-from kvbench.papers import DATA
-from kvbench.papers.figures import qhitter, scores, think, uncomp, vatp
+from kvbench.papers.figures import declared, qhitter, scores, think, uncomp, vatp
 from kvbench.papers.figures.figure import Code, Figure
 from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure, Point, Sweep
 from kvbench.papers.figures.panels import Panel, Picture
 
 CODE = {name: code for module in (qhitter, scores, think, uncomp, vatp) for name, code in module.CODE.items()}
-
-
-def _load() -> Iterator[Figure]:
-    """Yield every figure that the papers' figures.yaml and ours.yaml declare."""
-    for path in (*DATA.glob("*/figures.yaml"), Path(__file__).with_name("ours.yaml")):
-        for name, entry in read_yaml(path).items():
-            # entries share lists by YAML's anchors
-            yield _figure(name, deepcopy(entry))
 
 
 def _figure(name: str, entry: dict[str, Any]) -> Figure:
@@ -78,7 +67,8 @@ def _points(
             yield Point(series or name, position, name, point_knobs)
 
 
-FIGURES: dict[str, Figure] = {f.id: f for f in sorted(_load(), key=lambda f: f.id)}
+# entries share lists by YAML's anchors
+FIGURES: dict[str, Figure] = {name: _figure(name, deepcopy(entry)) for name, entry in declared().items()}
 
 
 def of(names: Sequence[str]) -> list[Figure]:

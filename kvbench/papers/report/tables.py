@@ -14,6 +14,7 @@ from kvbench.papers.measured.cell_view import View, view
 from kvbench.papers.measured.grid import grid, notes, title
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import TableSpec
+from kvbench.progress import progress
 from kvbench.run import archive
 from kvbench.run.store import ResultStore
 from kvbench.tables import writers
@@ -46,7 +47,12 @@ class MeasuredTable:
 
 def parts(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[ReportPart]:
     """Build every declared table: from the samples committed in ``samples``, else from the store."""
-    return [_part(t, model, results, samples, arguments) for t in table_spec.find("all")]
+    tables, built = table_spec.find("all"), []
+    with progress({"tables": len(tables)}, unit="tables") as tick:
+        for table in tables:
+            built.append(_part(table, model, results, samples, arguments))
+            tick("tables", 1)
+    return built
 
 
 def _part(table: TableSpec, model: str, results: str, samples: Path, arguments: Sequence[str]) -> ReportPart:

@@ -180,7 +180,9 @@ def _place(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
 def load(paper: str, table: str) -> TableSpec:
     """Read one table's declaration; raise UsageError for a missing one, KvbenchError for a damaged file."""
     if (paper, table) not in ids():
-        raise unknown("table", f"{paper}/{table}", [f"{p}/{t}" for p, t in ids()])
+        listed = any(e.id == table for e in catalogue.paper(paper).entries)
+        hint = "It is no table that is measured: python -m kvbench plot list has the figures." if listed else ""
+        raise unknown("table", f"{paper}/{table}", [f"{p}/{t}" for p, t in ids()], hint)
     raw: dict[str, Any] = {}
     for path in files(f"{paper}/tables.yaml") + files(f"{paper}/table{table}.yaml"):
         try:
