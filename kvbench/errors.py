@@ -6,6 +6,8 @@ import difflib
 import sys
 from collections.abc import Iterable
 
+from kvbench.visible import visible
+
 
 class KvbenchError(Exception):
     """A failure with a message for the user. ``status`` is the exit status of the command line."""
@@ -25,7 +27,7 @@ class Refused(KvbenchError):
 
 def say(text: str) -> None:
     """Print a line to stderr with kvbench's name."""
-    print(f"kvbench: {text}", file=sys.stderr, flush=True)
+    print(f"kvbench: {visible(text)}", file=sys.stderr, flush=True)
 
 
 def ending(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
@@ -14,6 +15,7 @@ from textwrap import fill
 import kvbench
 from kvbench.conf import read_yaml
 from kvbench.errors import KvbenchError, say
+from kvbench.visible import VisibleStream
 
 HELP: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("help.yaml"))
 """The verbs, each with a line about it and the text of its help."""
@@ -65,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed.overrides = [*parsed.overrides, *extra]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        return int(parsed.verb_module.main(parsed))
+        with redirect_stdout(VisibleStream(sys.stdout, parsed.json)):
+            return int(parsed.verb_module.main(parsed))
     except KvbenchError as error:
         say(str(error))
         return error.status

@@ -11,6 +11,7 @@ from typing import Any
 from kvbench.cli.run import output_arguments, print_reports
 from kvbench.errors import UsageError
 from kvbench.run import words
+from kvbench.visible import one_line
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +78,7 @@ def _show_cell(cell_id: str, args: argparse.Namespace) -> int:
         print(_wrapped(f"{'imported from' if imported else 'measured with'} {told}"))
     for s in shown["samples"]:
         held = "" if imported else f", {s['kept']:g} of {s['n']} tokens, {size(s['payload'])} payload"
-        print(f"\n{s['id']}: score {s['score']}{held}")
+        print(f"\n{one_line(s['id'])}: score {s['score']}{held}")
         print(_wrapped(f"  answer    {s['prediction']!r}"))
         print(_wrapped(f"  reference {', '.join(map(repr, s['answers']))}"))
     return 0
