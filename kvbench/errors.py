@@ -37,6 +37,11 @@ def ending(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def headline(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "") -> UsageError:
     """Return the error for a name that is not one of ``allowed``. It names the nearest ones, then all."""
     names = sorted(set(allowed))

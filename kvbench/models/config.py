@@ -45,7 +45,12 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise unknown(f"value of model.{key}", value, allowed)
+        texts = isinstance(self.stop, (list, tuple)) and all(isinstance(s, str) for s in self.stop)
+        check("model.stop", self.stop, texts, "a list of texts")
         object.__setattr__(self, "stop", tuple(self.stop))
+        for key, text in (("revision", self.revision), ("chat_template", self.chat_template)):
+            is_text = text is None or (isinstance(text, str) and bool(text))
+            check(f"model.{key}", text, is_text, "a text, in quotes if it is a number, or null")
         scaling = self.rope_scaling
         is_scaling = scaling is None or (isinstance(scaling, Mapping) and "rope_type" in scaling)
         check(

@@ -51,8 +51,25 @@ class ModelTraits:
         )
 
 
+def check_is_model(model: Any) -> None:
+    """Raise UsageError unless ``model`` is a causal language model of transformers."""
+    can_generate = getattr(model, "can_generate", None)
+    if not (hasattr(model, "config") and callable(can_generate) and can_generate()):
+        raise UsageError(
+            f"model is {type(model).__name__}: give a causal language model of transformers, as kvbench.load_model "
+            "returns beside its tokenizer"
+        )
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise UsageError unless ``tokenizer`` encodes and decodes."""
+    if not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
+        raise UsageError(f"tokenizer is {type(tokenizer).__name__}: give the model's, as kvbench.load_model returns it")
+
+
 def of_model(model: PreTrainedModel) -> ModelTraits:
     """Return the traits of a model. Raises UsageError with the reason if kvbench cannot run it."""
+    check_is_model(model)
     check_served(model)
     family = str(model.config.model_type)
     learned = learned_positions(model)
