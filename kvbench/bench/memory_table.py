@@ -107,8 +107,10 @@ def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: boo
     elif build:
         try:
             measured = measure(c.chain, shape, n, dtype)
-        except KvbenchError as error:
-            why = str(error)
+        except Exception as error:
+            if not (c.chain.foreign or isinstance(error, KvbenchError)):
+                raise
+            why = str(error) if isinstance(error, KvbenchError) else f"failed: {type(error).__name__}: {error}"
     if formula is None and measured is None:
         why = f"only a prompt decides what is kept; {why}".rstrip("; ")
     declared16 = bytes_declared(c.chain, shape, n, HALF)
