@@ -172,11 +172,11 @@ def calibrate(
     ``data`` (or the one that KVBENCH_DATA names), and for the tiny model its own corpus. Raises UsageError if a stored
     file is damaged or of another model.
     """
-    traits.check_tokenizer(tokenizer)
     check("folder", folder, isinstance(folder, (str, Path)), "a path")
     model_traits = traits.of_model(model)
     (chain,) = _chains(model, [method], preset, {} if isinstance(method, Chain) else knobs)
     chain.check_model(model_traits)
+    traits.check_tokenizer(tokenizer)
     path = Path(str(getattr(model.config, "_name_or_path", "")))
     session = Session(
         Path(folder).expanduser(),

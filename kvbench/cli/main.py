@@ -78,6 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if os.environ.get("KVBENCH_DEBUG"):
+            raise
+        say(f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})")
+        return 1
     except Exception as error:
         if os.environ.get("KVBENCH_DEBUG"):
             raise

@@ -86,12 +86,16 @@ def chain_config(
 
 
 def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any]]:
-    """Return the knobs of each stage by its id: plain defaults, overlaid by ``layers`` of knobs by key, in order."""
+    """Return the knobs of each stage by its id: plain defaults, overlaid by ``layers`` of knobs by key, in order.
+
+    In one layer a key with a stage (``snapkv.window``) wins over one without.
+    """
     entries = {}
     for stage in stages:
         entry, names = registry.defaults(stage), registry.knob_names(stage)
         for layer in layers:
             split_keys = [(registry.stage_of(key), registry.knob_of(key), value) for key, value in layer.items()]
+            split_keys.sort(key=lambda parts: bool(parts[0]))
             entry = overlay(entry, {k: v for owner, k, v in split_keys if owner in ("", stage) and k in names})
         entries[stage] = entry
     return entries

@@ -218,6 +218,8 @@ def fingerprint(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name in IDENTITY_FILES):
+        if not path.is_file():
+            raise UsageError(f"model={folder}: {path.name} is no file")
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as f:
@@ -260,9 +262,6 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
             f"model={cfg.path} holds an adapter (adapter_config.json), which kvbench does not apply: merge it into its "
             "base model's weights and save those"
         )
-    no_file = next((p for p in folder.glob("*.safetensors") if not p.is_file()), None)
-    if no_file is not None:
-        raise UsageError(f"model={cfg.path}: {no_file.name} is no file")
     if cfg.weights == "trained" and not any(folder.glob("*.safetensors")):
         pickles = " (*.bin files are pickles, which kvbench does not load)" if any(folder.glob("*.bin")) else ""
         raise UsageError(

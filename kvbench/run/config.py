@@ -121,9 +121,15 @@ class RunConfig:
             check(name, value, value is None or (is_whole(value) and value >= 1), "a whole number, 1 or more")
         enough = self.threads is None or self.threads <= MAX_THREADS
         check("threads", self.threads, enough, f"auto, or 1 to {MAX_THREADS}")
-        number = isinstance(self.memory, (int, float)) and not isinstance(self.memory, bool) and self.memory > 0
+        number = isinstance(self.memory, (int, float)) and not isinstance(self.memory, bool)
+        number = number and 0 < (self.memory or 0) < float("inf")
         check("memory", self.memory, self.memory is None or number, "auto, or GiB that caches may take, above 0")
-        check("shards", self.shards, is_whole(self.shards) and self.shards >= 1, "a whole number, 1 or more")
+        check(
+            "shards",
+            self.shards,
+            is_whole(self.shards) and 1 <= self.shards <= words.MAX_SHARDS,
+            f"1 to {words.MAX_SHARDS}",
+        )
         in_range = is_whole(self.shard) and 0 <= self.shard < self.shards
         check("shard", self.shard, in_range, f"0 to {self.shards - 1}, since shards={self.shards}")
         check("results", self.results, bool(self.results), "a folder")

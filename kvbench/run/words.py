@@ -22,6 +22,7 @@ from kvbench.run import keys, presets
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
 """The config groups that a command line chooses from, each with an example."""
 MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape", "architecture", "fetch")
+MAX_SHARDS = 4096  # each is a job of its own
 WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
 REAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 NAMED = {"null": None, "true": True, "false": False, "inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
@@ -179,6 +180,8 @@ def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, Any]) -> dict[
 def _shard_overrides(texts: Mapping[str, str]) -> list[str]:
     """Return the Hydra overrides that sweep all shards: shard=0,1,2,3 and shards=4. Users type one of them or both."""
     count = keys.whole("shards", 1).value(texts)
+    if count is not None and count > MAX_SHARDS:
+        raise UsageError(f"shards={count} is not possible: 1 to {MAX_SHARDS}")
     value = texts.get("shard", ",".join(map(str, range(count or 0))))
     parts = split_list(value)
     consecutive = all(p.isdigit() for p in parts) and sorted(map(int, parts)) == list(range(len(parts)))

@@ -151,8 +151,8 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
 
 def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     """Raise UsageError, before anything is read, for a policy that this task or tokenizer cannot follow."""
-    if policy.templated(task):
-        policy.render(tokenizer, SENTINEL)
+    if policy.templated(task) and SENTINEL not in policy.render(tokenizer, SENTINEL):
+        raise UsageError("the chat template drops the prompt: it does not print the message's content")
     if not task.examples[0].tokens:
         _question(task.examples[0], task, policy)
 

@@ -106,3 +106,9 @@ def test_stages_that_cannot_stand_together_are_refused_before_their_knobs_are_lo
         chains_of([entry], {"bits": 4})
     with pytest.raises(UsageError, match="kivi has nothing left to store"):
         chain_of(entry, {"bits": 4})
+
+
+def test_a_knob_of_one_method_wins_over_that_of_all_in_any_order():
+    for order in ({"window": 6, "snapkv.window": 5}, {"snapkv.window": 5, "window": 6}):
+        snapkv, pyramidkv = chains_of(["snapkv", "pyramidkv"], order)
+        assert (snapkv.stages[0].window, pyramidkv.stages[0].window) == (5, 6)
