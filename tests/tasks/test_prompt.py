@@ -257,7 +257,7 @@ def test_stop_texts_of_a_model_join_its_end_tokens(monkeypatch):
     tok.eos_token_id = 99
     monkeypatch.setattr(experiment.load, "end_tokens", lambda cfg, source: {7, 8})
     cfg = SimpleNamespace(model=SimpleNamespace(stop=("a b",)))
-    prepared = SimpleNamespace(tokenizer=tok, source=None, cfg=cfg)
+    prepared = SimpleNamespace(tokenizer=tok, source=None, cfg=cfg, model=None)
     assert experiment.stop_tokens(prepared) == {99, 7, 8, 2}
 
 
