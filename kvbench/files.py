@@ -184,7 +184,7 @@ def read_json(path: Path) -> Line | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise unreadable(path, error) from None
     if not isinstance(content, dict):
         raise unreadable(path, f"it holds {json.dumps(content)[:20]}, not a record")

@@ -76,9 +76,9 @@ class PromptLayer(KvbenchLayer):
         q, observed = query[0], self.observed
         observed["scale"] = scale
         if self.needs.last_q:
-            observed["last_q"] = q[:, -self.needs.last_q :].clone()
+            observed["last_q"] = q[:, -min(self.needs.last_q, q.shape[1]) :].clone()
         if self.needs.first_q:
-            observed["first_q"] = q[:, : self.needs.first_q].clone()
+            observed["first_q"] = q[:, : min(self.needs.first_q, q.shape[1])].clone()
         keys, values = self.keys[0], self.values[0]
         if self.read is not None:
             keys, values = self.read(keys, values)

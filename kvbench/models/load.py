@@ -43,7 +43,6 @@ IDENTITY_FILES = (
     "merges.txt",
 )
 EMBEDDED = Path(__file__).parent / "embedded"
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 SLICE = 4096
 WHOLE_HASH_LIMIT = 256 * 2**20
 
@@ -165,8 +164,6 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
 def _check_device_map(cfg: ModelConfig) -> None:
     if not cfg.device_map:
         return
-    if isinstance(cfg.device_map, str) and cfg.device_map not in DEVICE_MAPS:
-        raise unknown("value of model.device_map", cfg.device_map, DEVICE_MAPS, "Or a mapping of layers to devices.")
     if cfg.weights == "random":
         raise UsageError(
             f"device_map={cfg.device_map} spreads weights as they are read, and weights=random reads none: leave out "
@@ -255,7 +252,7 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
         raise UsageError(f"model={cfg.path} is not a model folder: it has no config.json")
     try:
         json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"model={cfg.path}: its config.json is not valid JSON") from None
     if (folder / "adapter_config.json").exists():
         raise UsageError(
@@ -284,7 +281,7 @@ def _check_shards(cfg: ModelConfig, folder: Path) -> None:
         return
     try:
         wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise UsageError(f"model={cfg.path}: its model.safetensors.index.json is damaged") from None
     missing = sorted(w for w in wanted if not (folder / w).is_file())
     if missing:
