@@ -51,7 +51,8 @@ class Sampling:
     sample_seed: int = identity(default=0)
 
     def __post_init__(self) -> None:
-        check("temperature", self.temperature, _is_number(self.temperature), "0 (greedy) or more, and finite")
+        few = _is_number(self.temperature) and self.temperature <= 1000
+        check("temperature", self.temperature, few, "0 (greedy) to 1000")
         fits = _is_number(self.top_p) and 0 < self.top_p <= 1
         check("top_p", self.top_p, fits, "above 0, at most 1")
         check("sample_seed", self.sample_seed, is_whole(self.sample_seed), "a whole number")

@@ -45,7 +45,7 @@ BAD = {
     "run dataset=file path=/dev/zero": "/dev/zero cannot be read: it is a device or a pipe",
     "run dataset=needle haystack=/dev/zero": "/dev/zero cannot be read: it is a device or a pipe",
     "run prompt=chat chat_template=constant": "the chat template drops the prompt",
-    "run temperature=inf": "temperature=inf is not possible: 0 (greedy) or more, and finite",
+    "run temperature=inf": "temperature=inf is not possible: 0 (greedy) to 1000",
     "run top_p=true": "top_p=True is not possible",
     "run reference=5": "reference=5 is not possible: one of method=, or null",
     "run device=0": "device=0 is not possible: auto, cpu, cuda",
