@@ -56,8 +56,6 @@ class PromptPolicy:
                 raise UsageError(f"{key}={value!r} is not possible: a whole number, {low} or more")
         if not isinstance(self.system, (str, type(None))):
             raise UsageError(f"prompt.system={self.system!r} is not possible: a text, in quotes if it is a number")
-        if self.system and self.template == "off":
-            raise UsageError(f"prompt.system={self.system!r} needs a chat template: add prompt=chat")
         for key in ("query_aware", "bos"):
             if not isinstance(getattr(self, key), bool):
                 raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: true or false")

@@ -52,7 +52,6 @@ BAD = {
     "run stop=": "model.stop=[''] is not possible: a list of texts that are not empty",
     "run device_map=abc": "unknown value of model.device_map 'abc'",
     "run device_map=5": "model.device_map=5 is not possible: auto, balanced",
-    "run system=be-brief": "needs a chat template: add prompt=chat",
     "run system=5": "prompt.system=5 is not possible: a text",
     "run data.root=5": "data.root=5 is not possible: a path, or null",
     "run dataset=tiny/": "dataset=tiny/ names no task: write tiny",
