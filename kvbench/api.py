@@ -8,21 +8,24 @@ answers = kvbench.generate(model, [full, small], max_new_tokens=8)
 
 from __future__ import annotations
 
+import functools
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.conf import entries
+from kvbench.conf import check, entries, is_whole
 from kvbench.engine import decode
 from kvbench.engine.calibration.session import Session
-from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.memory import is_out_of_memory
+from kvbench.engine.prefill import as_prompt, prefill_chains
 from kvbench.engine.weights_digest import weights_of
-from kvbench.errors import UsageError
+from kvbench.errors import KvbenchError, UsageError, headline
 from kvbench.methods.chain import Chain
 from kvbench.methods.prompt_cache import Cache
 from kvbench.methods.resolve import chains_of
@@ -31,8 +34,30 @@ from kvbench.models.load import EMBEDDED
 from kvbench.run import presets
 
 Entry = str | Mapping[str, Any] | Chain
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+_TURN = threading.RLock()
+
+
+def _in_turn(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function so that calls from several threads run one after another: each sets the model's attention."""
+
+    @functools.wraps(function)
+    def in_turn(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            with _TURN:
+                return function(*args, **kwargs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise KvbenchError(f"{function.__name__} ran out of memory: {headline(error)}") from error
+            raise
+
+    return in_turn
+
+
+@_in_turn
 def prefill(
     model: PreTrainedModel,
     input_ids: Tensor | Sequence[int],
@@ -49,20 +74,22 @@ def prefill(
     defaults (the prompt is yours); what it sets for one model alone is found by the model's hub id. Returns one cache
     per entry, in order. The model's own attention setting is restored.
     """
-    if isinstance(methods, (str, Mapping, Chain)):
-        raise UsageError("methods is a list of entries, e.g. methods=['full', 'snapkv+think']")
-    if not methods:
-        return []
+    if isinstance(methods, str) or not isinstance(methods, Sequence):
+        raise UsageError(f"methods={methods!r} is not possible: a list of entries, as ['full', 'snapkv+think']")
     note = traits.of_model(model).note
     if note:
-        warnings.warn(note, stacklevel=2)
-    return prefill_chains(model, input_ids, _chains(model, methods, preset, knobs))  # type: ignore[arg-type]
+        warnings.warn(note, stacklevel=3)
+    chains = _chains(model, methods, preset, knobs)
+    ids = as_prompt(model, input_ids)
+    _warn_beyond_context(model, len(ids))
+    return prefill_chains(model, ids, chains)
 
 
 def _chains(
     model: PreTrainedModel, methods: Sequence[Entry], preset: str | None, knobs: Mapping[str, Any]
 ) -> list[Chain]:
     """Return the chain of each entry. An entry that is a chain is returned as it is."""
+    check("preset", preset, preset is None or isinstance(preset, str), "the name of an entry of conf/preset")
     values = presets.values(preset, _model_entry(model)) if preset is not None else {}
     try:
         resolved = iter(chains_of([m for m in methods if not isinstance(m, Chain)], knobs, values))
@@ -77,6 +104,7 @@ def _model_entry(model: PreTrainedModel) -> str:
     return next((name for name, entry in entries("model").items() if entry["path"] == path), "")
 
 
+@_in_turn
 def generate(
     model: PreTrainedModel,
     caches: Sequence[Cache],
@@ -89,24 +117,44 @@ def generate(
     as ``model.generate`` does. Caches of chains that leave the model unchanged run as rows of one batch. The caches
     are not changed and can be used again.
     """
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    new = max_new_tokens.tolist() if hasattr(max_new_tokens, "tolist") else max_new_tokens
+    if not is_whole(new) or new < 1:
         raise UsageError(f"max_new_tokens={max_new_tokens!r} is not possible: a whole number, 1 or more")
-    if not caches:
-        return []
-    ends = () if eos_token_id is None else torch.as_tensor(eos_token_id).flatten().tolist()
-    stop = frozenset(int(e) for e in ends)
+    if not isinstance(caches, Sequence) or not all(isinstance(c, Cache) for c in caches):
+        raise UsageError(f"caches={caches!r} is not possible: a list of what prefill returned, as [full, small]")
+    stop = _end_tokens(eos_token_id)
     outputs: list[list[int]] = [[] for _ in caches]
     for key in dict.fromkeys(c.chain.prefill_key for c in caches):
         rows = [i for i, c in enumerate(caches) if c.chain.prefill_key == key]
         for i in rows:
-            decode.check_continuation(model, caches[i], max_new_tokens)
-        endings = [decode.Ending(max_new_tokens, stop)] * len(rows)
+            decode.check_continuation(model, caches[i], new)
+            _warn_beyond_context(model, caches[i].seen + new)
+        endings = [decode.Ending(new, stop)] * len(rows)
         answers = decode.generate_rows(model, [caches[i] for i in rows], endings)
         for i, answer in zip(rows, answers, strict=True):
             outputs[i] = answer.tokens
     return outputs
 
 
+def _end_tokens(eos_token_id: Any) -> frozenset[int]:
+    """Return the ids that end an answer. Raises UsageError for what is neither an id nor a list of ids."""
+    try:
+        ids = torch.as_tensor([] if eos_token_id is None else eos_token_id).flatten().tolist()
+    except (TypeError, ValueError, RuntimeError):
+        ids = [None]
+    if not all(map(is_whole, ids)):
+        raise UsageError(f"eos_token_id={eos_token_id!r} is not possible: a token's id, or a list of ids")
+    return frozenset(ids)
+
+
+def _warn_beyond_context(model: PreTrainedModel, tokens: int) -> None:
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and tokens > context:
+        text = f"prompt and new tokens are {tokens}, more than the {context} that the model was made for"
+        warnings.warn(text, stacklevel=4)
+
+
+@_in_turn
 def calibrate(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -124,8 +172,11 @@ def calibrate(
     ``data`` (or the one that KVBENCH_DATA names), and for the tiny model its own corpus. Raises UsageError if a stored
     file is damaged or of another model.
     """
+    check("folder", folder, isinstance(folder, (str, Path)), "a path")
+    model_traits = traits.of_model(model)
     (chain,) = _chains(model, [method], preset, {} if isinstance(method, Chain) else knobs)
-    chain.check_model(traits.of_model(model))
+    chain.check_model(model_traits)
+    traits.check_tokenizer(tokenizer)
     path = Path(str(getattr(model.config, "_name_or_path", "")))
     session = Session(
         Path(folder).expanduser(),
@@ -139,10 +190,13 @@ def calibrate(
     return session.bind(chain, model, quiet=True)
 
 
+@_in_turn
 def extend(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[int]) -> Cache:
     """Return a new cache that has also read ``input_ids``, for example a later question.
 
     The appended tokens are kept exact, unless the chain packs or evicts while decoding: then they are stored as those
     of an answer.
     """
+    if not isinstance(cache, Cache):
+        raise UsageError(f"cache={cache!r} is not possible: one of those that prefill returned")
     return decode.extend_cache(model, cache, input_ids)

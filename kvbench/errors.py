@@ -6,6 +6,8 @@ import difflib
 import sys
 from collections.abc import Iterable
 
+from kvbench.visible import visible
+
 
 class KvbenchError(Exception):
     """A failure with a message for the user. ``status`` is the exit status of the command line."""
@@ -25,7 +27,7 @@ class Refused(KvbenchError):
 
 def say(text: str) -> None:
     """Print a line to stderr with kvbench's name."""
-    print(f"kvbench: {text}", file=sys.stderr, flush=True)
+    print(f"kvbench: {visible(text)}", file=sys.stderr, flush=True)
 
 
 def ending(error: BaseException) -> str:
@@ -33,6 +35,11 @@ def ending(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return "its process was told to end"
     return str(error) or type(error).__name__
+
+
+def headline(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "") -> UsageError:

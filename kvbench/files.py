@@ -44,6 +44,12 @@ class Lines:
         return (*self.damaged, *((self.torn,) if self.torn else ()))
 
 
+def check_ends(path: Path) -> None:
+    """Raise OSError for a device, a pipe or a socket: reading one may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is a device or a pipe; give a file", str(path))
+
+
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content as hexadecimal digits."""
     with path.open("rb") as content:
@@ -178,7 +184,7 @@ def read_json(path: Path) -> Line | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise unreadable(path, error) from None
     if not isinstance(content, dict):
         raise unreadable(path, f"it holds {json.dumps(content)[:20]}, not a record")

@@ -1,8 +1,14 @@
 """The Python interface on five families: identity with generate, batches, reuse, extension, errors."""
 
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, build, hooks, prompt
+from transformers import PreTrainedTokenizerBase
 
 import kvbench
 from kvbench.errors import UsageError
@@ -210,3 +216,96 @@ def test_chains_that_begin_alike_choose_their_tokens_once_and_store_them_as_each
 
 def _knows(method, knob):
     return {"recent": "think", "group": "kivi", "residual": "kivi"}.get(knob, "snapkv") in method
+
+
+LLAMA = build("llama")
+(CACHE,) = kvbench.prefill(LLAMA, prompt(20), ["full"])
+NOT_POSSIBLE = {
+    "give tokenizer(text).input_ids": lambda: kvbench.prefill(LLAMA, {"input_ids": [1]}, ["full"]),
+    "without a token": lambda: kvbench.extend(LLAMA, CACHE, []),
+    "give a causal language model": lambda: kvbench.prefill(None, prompt(20), ["full"]),
+    "model is LlamaModel": lambda: kvbench.prefill(LLAMA.model, prompt(20), ["full"]),
+    "methods=None": lambda: kvbench.prefill(LLAMA, prompt(20), None),
+    "the entry 5 names no method": lambda: kvbench.prefill(LLAMA, prompt(20), [5]),
+    "unknown knob '5'": lambda: kvbench.prefill(LLAMA, prompt(20), [{"method": "snapkv", 5: 6}]),
+    "preset=5 is not possible": lambda: kvbench.prefill(LLAMA, prompt(20), ["snapkv"], preset=5),
+    "caches=<Cache full: 20 of 20 tokens": lambda: kvbench.generate(LLAMA, CACHE, 4),
+    "caches=[None] is not possible": lambda: kvbench.generate(LLAMA, [None], 4),
+    "eos_token_id='</s>' is not possible": lambda: kvbench.generate(LLAMA, [CACHE], 4, eos_token_id="</s>"),
+    "eos_token_id=2.5 is not possible": lambda: kvbench.generate(LLAMA, [CACHE], 4, eos_token_id=2.5),
+    "max_new_tokens=True": lambda: kvbench.generate(LLAMA, [CACHE], True),
+    "cache=[<Cache": lambda: kvbench.extend(LLAMA, [CACHE], [5]),
+    "unknown knob of the model 'foo'": lambda: kvbench.load_model("tiny", foo=1),
+    "model=None is not possible": lambda: kvbench.load_model(None),
+    "there is no such folder": lambda: kvbench.load_model("a" * 5000),
+    "unknown device 'None'": lambda: kvbench.load_model("tiny", device=None),
+    "model.stop='abc' is not possible": lambda: kvbench.load_model("tiny", stop="abc"),
+    "model.revision=5 is not possible: a text": lambda: kvbench.load_model("tiny", revision=5),
+    "tokenizer is str": lambda: kvbench.calibrate(LLAMA, "tiny", "uncomp-group"),
+    "folder=None": lambda: kvbench.calibrate(LLAMA, PreTrainedTokenizerBase, "uncomp-group", folder=None),
+}
+
+
+@pytest.mark.parametrize("message", NOT_POSSIBLE)
+def test_every_wrong_call_is_a_sentence(message):
+    with pytest.raises(UsageError) as raised:
+        NOT_POSSIBLE[message]()
+    assert message in str(raised.value)
+
+
+def test_numbers_of_numpy_and_devices_and_dtypes_of_torch_are_what_they_say():
+    ids = prompt(60)
+    methods = [{"method": "snapkv", "kv_size": np.int64(40)}]
+    (plain,) = kvbench.prefill(LLAMA, ids, ["snapkv"], kv_size=40)
+    (numpy,) = kvbench.prefill(LLAMA, ids.numpy(), methods, **{"snapkv.frozen_layers": np.array([], dtype=int)})
+    assert numpy.chain == plain.chain and repr(plain).startswith("<Cache snapkv kv_size=40: 40 of 60 tokens, 0.0")
+    assert kvbench.generate(LLAMA, [numpy], np.int32(3)) == kvbench.generate(LLAMA, [plain], 3)
+    model, _ = kvbench.load_model("tiny", device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+
+
+def test_threads_take_turns():
+    def answer(seed):
+        return kvbench.generate(LLAMA, kvbench.prefill(LLAMA, prompt(30, seed), ["full"]), 6)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(answer, range(8))) == [answer(seed) for seed in range(8)]
+
+
+def test_a_cache_can_be_copied_but_not_pickled():
+    assert kvbench.generate(LLAMA, [copy.deepcopy(CACHE)], 3) == kvbench.generate(LLAMA, [copy.copy(CACHE)], 3)
+    with pytest.raises(TypeError, match="Keep the prompt's ids and the method"):
+        pickle.dumps(CACHE)
+
+
+def test_texts_beyond_the_context_are_answered_with_a_warning():
+    with pytest.warns(UserWarning, match="prompt and new tokens are 2049, more than the 2048"):
+        kvbench.prefill(LLAMA, prompt(2049), ["full"])
+
+
+ROWS = [{"prompt": "a b", "answers": ["c"]}]
+NOT_COMPARED = {
+    "methods=None is not possible": ((None, ROWS, None), {}),
+    "the entry {'method': 'h2o'} of methods": ((None, ROWS, [{"method": "h2o"}]), {}),
+    "device='cuda' is not possible: the model is loaded": ((None, ROWS), {"device": "cuda"}),
+    "results=None is not possible": ((None, ROWS), {"results": None}),
+    "data is dict": ((None, ROWS[0]), {}),
+    "data is int": ((None, 5), {}),
+    "max_new_tokens='x'": ((None, ["a"]), {"max_new_tokens": "x"}),
+    "a row of data is not possible": ((None, [{**ROWS[0], "more": object()}]), {}),
+    "tokenizer is str": (("tiny", ROWS), {}),
+}
+
+
+@pytest.mark.parametrize("message", NOT_COMPARED)
+def test_a_comparison_that_is_not_possible_is_a_sentence(message, tmp_path):
+    (tokenizer, data, *methods), settings = NOT_COMPARED[message]
+    with pytest.raises(UsageError) as raised:
+        kvbench.compare(
+            LLAMA,
+            tokenizer or PreTrainedTokenizerBase,
+            data,
+            *methods,
+            **{"results": tmp_path, "progress": False} | settings,
+        )
+    assert message in str(raised.value)

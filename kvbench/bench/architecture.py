@@ -48,7 +48,9 @@ def build(cfg: ModelConfig, device: torch.device, layers: int | None = None) -> 
         return load.load_weights(cfg, load.locate(cfg), device)
     config = model_config(cfg)
     if layers is not None:
-        config.num_hidden_layers = min(layers, int(config.num_hidden_layers))
+        if layers > config.num_hidden_layers:
+            raise UsageError(f"layers={layers} is not possible: {cfg.name} has {config.num_hidden_layers}")
+        config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: config.num_hidden_layers]
     dtype = load.resolve_dtype(cfg, device, config)

@@ -107,8 +107,10 @@ def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: boo
     elif build:
         try:
             measured = measure(c.chain, shape, n, dtype)
-        except KvbenchError as error:
-            why = str(error)
+        except Exception as error:
+            if not (c.chain.foreign or isinstance(error, KvbenchError)):
+                raise
+            why = str(error) if isinstance(error, KvbenchError) else f"failed: {type(error).__name__}: {error}"
     if formula is None and measured is None:
         why = f"only a prompt decides what is kept; {why}".rstrip("; ")
     declared16 = bytes_declared(c.chain, shape, n, HALF)
@@ -135,7 +137,8 @@ def room() -> float:
 
 def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
     """Return the table of rows with the same n as text, without columns that are all empty, with notes below it."""
-    unit, size = next((u, s) for u, s in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)) if rows[0].full < 1e4 * s)
+    units = (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30))
+    unit, size = next(((u, s) for u, s in units if rows[0].full < 1e4 * s), ("TiB", 2**40))
     lines = [_row(r, size) for r in rows]
     used = [name for name in HEAD if name not in OPTIONAL or any(line[name].strip("—0") for line in lines)]
     sheet = Table(tuple(used), tuple(tuple(line[name] for name in used) for line in lines))

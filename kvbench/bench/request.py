@@ -17,7 +17,7 @@ from kvbench.bench.timing import Entrant, Settings, row_key, settled, why_not
 from kvbench.bench.workload import Workload, parse
 from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.conf import top_level
-from kvbench.errors import say, unknown
+from kvbench.errors import UsageError, say, unknown
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
 from kvbench.models import load
@@ -85,6 +85,10 @@ def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tu
     if not {"weights", "model.weights"} & set(arguments):
         run_words.append("weights=random")
     path = settings["folder"] / f"{settings['name']}.jsonl"
+    try:
+        settings["folder"].mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"folder={settings['folder']} cannot be made: {error.strerror}") from None
     return [
         row for request in read(run_words).runs for row in _measure_model(request, settings, path, plan, beside)
     ], path

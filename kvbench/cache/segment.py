@@ -127,6 +127,9 @@ class LayerCache:
     prompt: int = 0
     copy_from: Tensor | None = None  # [Hq] int16: the head whose attention output each head has; None: all their own
 
+    def __repr__(self) -> str:
+        return f"<LayerCache: {self.tokens} of {self.seen} tokens, {self.heads} heads, {self.nbytes() / 2**10:.1f} KiB>"
+
     @property
     def prompt_tokens(self) -> int:
         """The number of tokens of the prompt, to which budgets refer, whatever was read since."""

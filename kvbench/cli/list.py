@@ -113,7 +113,7 @@ def _methods() -> list[dict[str, Any]]:
     items = _yaml("method")
     for method in sorted(set(registry.available()) - {item["id"] for item in items}):
         try:
-            first = registry.path_of(method).read_text(encoding="utf-8").splitlines()[0]
+            first = registry.path_of(method).read_text("utf-8", "replace").splitlines()[0]
             items.append({"id": method, "about": first.strip('"'), "knobs": _knobs(registry.defaults(method))})
         except UsageError as error:
             items.append({"id": method, "about": f"cannot be used: {error}", "knobs": {}})

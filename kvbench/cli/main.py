@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
@@ -15,6 +16,7 @@ import kvbench
 from kvbench.conf import read_yaml
 from kvbench.errors import KvbenchError, UsageError, say
 from kvbench.extras import EXTRAS, missing
+from kvbench.visible import VisibleStream
 
 HELP: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("help.yaml"))
 """The verbs, each with a line about it and the text of its help."""
@@ -70,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed.overrides = [*parsed.overrides, *extra]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        return int(parsed.verb_module.main(parsed))
+        with redirect_stdout(VisibleStream(sys.stdout, parsed.json)):
+            return int(parsed.verb_module.main(parsed))
     except KvbenchError as error:
         say(str(error))
         return error.status
@@ -79,6 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if os.environ.get("KVBENCH_DEBUG"):
+            raise
+        say(f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})")
         return 1
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in EXTRAS:

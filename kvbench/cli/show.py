@@ -11,6 +11,7 @@ from typing import Any
 from kvbench.cli.run import output_arguments, print_reports
 from kvbench.errors import UsageError
 from kvbench.run import keys, words
+from kvbench.visible import one_line
 
 LONGEST = 2000
 """The most characters of an answer that are printed."""
@@ -81,7 +82,7 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
         print(_wrapped(f"{'imported from' if imported else 'measured with'} {told}"))
     for s in shown["samples"]:
         held = "" if imported else f", {s['kept']:g} of {s['n']} tokens, {size(s['payload'])} payload"
-        print(f"\n{s['id']}: score {s['score']}{held}")
+        print(f"\n{one_line(s['id'])}: score {s['score']}{held}")
         if s.get("answers") is None:  # a text that was read, not answered
             continue
         print(_wrapped(f"  answer    {_cut(s['prediction'])}"))

@@ -30,7 +30,7 @@ from kvbench.engine.handed import Handed
 from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.engine.patches import adapted
 from kvbench.engine.weights_digest import check_calibrated
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, headline
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.foreign import contained
@@ -76,9 +76,9 @@ class PromptLayer(KvbenchLayer):
         q, observed = query[0], self.observed
         observed["scale"] = scale
         if self.needs.last_q:
-            observed["last_q"] = q[:, -self.needs.last_q :].clone()
+            observed["last_q"] = q[:, -min(self.needs.last_q, q.shape[1]) :].clone()
         if self.needs.first_q:
-            observed["first_q"] = q[:, : self.needs.first_q].clone()
+            observed["first_q"] = q[:, : min(self.needs.first_q, q.shape[1])].clone()
         keys, values = self.keys[0], self.values[0]
         if self.read is not None:
             keys, values = self.read(keys, values)
@@ -305,12 +305,21 @@ def observer(model: PreTrainedModel) -> Observe:
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
     """Return one unpadded prompt as int64 [n] on the model's device; [1, n] is accepted, several prompts are not."""
-    ids = torch.as_tensor(input_ids)
+    traits.check_is_model(model)
+    kind = type(input_ids).__name__
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"input_ids is {kind}, which holds no ids ({headline(error)}): give tokenizer(text).input_ids"
+        ) from None
+    if ids.layout != torch.strided or ids.is_meta or not ids.numel():
+        raise UsageError(f"input_ids is {kind} without a token: give tokenizer(text).input_ids")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UsageError(f"input_ids is {ids.dtype}: give whole numbers, the tokenizer's ids")
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
-    if ids.dim() != 1 or ids.shape[0] == 0:
+    if ids.dim() != 1:
         raise UsageError(
             f"input_ids has shape {tuple(ids.shape)}: kvbench reads one unpadded prompt at a time, [n] or [1, n]"
         )

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
+from kvbench.files import check_ends
 from kvbench.imports.base import ImportedAnswer, classes, length, text, texts
 from kvbench.tasks.rows import FileRow, kind, parse, parse_csv, read_lines
 
@@ -95,6 +96,7 @@ def unrelated(path: Path) -> bool:
     if path.suffix != ".csv" or path.stem.startswith("predictions"):
         return False
     try:
+        check_ends(path)
         with path.open("rb") as lines:
             return PREDICTION.encode() not in lines.readline()
     except OSError:
@@ -106,6 +108,7 @@ def _answer(row: FileRow, prediction: str, references: tuple[str, ...], place: s
 
 
 def _text(path: Path) -> str:
+    check_ends(path)
     data = path.read_bytes()
     try:
         return data.decode("utf-8-sig")

@@ -13,6 +13,7 @@ from kvbench.papers.spec import catalogue
 from kvbench.tables import writers
 from kvbench.tables.table import Table
 from kvbench.tasks.longbench import BUCKETS, TASKS, names
+from kvbench.visible import one_line
 
 CSV_FIELDS = (
     *("kind", "dataset", "split", "bucket", "metric", "score", "ci_low", "ci_high", "n", "unscored"),
@@ -143,9 +144,9 @@ def _ends(ci: Sequence[float] | None) -> dict[str, float]:
 
 def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the dataset of each record, with its file where two records have the same dataset."""
-    plain = [f"{r['dataset']}{' (E)' if r['split'] == 'e' else ''}" for r in records]
+    plain = [f"{one_line(r['dataset'])}{' (E)' if r['split'] == 'e' else ''}" for r in records]
     return [
-        name if plain.count(name) == 1 else f"{name}\n{'/'.join(r['file'].rsplit('/', 2)[-2:])}"
+        name if plain.count(name) == 1 else f"{name}\n{one_line('/'.join(r['file'].rsplit('/', 2)[-2:]))}"
         for name, r in zip(plain, records, strict=True)
     ]
 

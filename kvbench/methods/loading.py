@@ -32,6 +32,8 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
     try:
         with contained(name, name not in sys.modules):
             module = importlib.import_module(name)
+        if module.__file__ != str(path):
+            raise UsageError(f"{module.__file__} has the same name: rename the file")
         (stage,) = (c for c in vars(module).values() if getattr(c, "id", None) == method and c.__module__ == name)
         plain = {f.name: getattr(stage(), f.name) for f in fields(stage) if is_knob(f)}
     except Exception as error:
@@ -78,10 +80,10 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
 
 def _located(error: BaseException, place: str) -> str:
     """Return an error's description with the line of the author's file that it comes from, or with ``place``."""
-    if isinstance(error, KvbenchError) and error.__cause__ is not None:
-        return _located(error.__cause__, place)
+    if isinstance(error, KvbenchError):
+        return str(error) if error.__cause__ is None else _located(error.__cause__, place)
     if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+        return f"{error.filename or place}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
     frames = list(traceback.extract_tb(error.__traceback__))
     frames = [f for f in frames if f.filename != __file__ and not any(m in f.filename for m in MACHINERY)]
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else place

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -11,12 +12,15 @@ from torch import Tensor
 from kvbench.cache.segment import LayerCache, storage_bytes
 from kvbench.methods.chain import Chain
 
+SHOWN = ("kv_size", "kv_ratio", "ratio", "bits")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Cache:
     """The compressed layers of one prompt and the next token's logits [V], ready to generate from.
 
-    No function changes a cache, so that it can be used again.
+    No function changes a cache, so that it can be used again. It cannot be pickled, since its chain is code and it
+    belongs to a model object: keep the prompt's ids and the method, and prefill again.
 
     prefill_s: the seconds of the prompt's forward pass without compression, which all chains of that pass share.
     compress_s: the seconds of this chain alone, with the statistics that it needs.
@@ -32,6 +36,24 @@ class Cache:
     compress_s: float = 0.0
     model: weakref.ref[Any] | None = field(default=None, compare=False, repr=False)
     mismatch: str = ""
+
+    def __repr__(self) -> str:
+        knobs = [(k, v) for stage in self.chain.stages for k, v in stage.knobs().items()]
+        name = " ".join([self.chain.name, *(f"{k}={v}" for k, v in knobs if k in SHOWN and v is not None)])
+        kept, mib = max(layer.tokens for layer in self.layers), self.nbytes() / 2**20
+        return f"<Cache {name}: {kept} of {self.seen} tokens, {mib:.2f} MiB>"
+
+    def __copy__(self) -> Cache:
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        return replace(self, layers=deepcopy(self.layers, memo), logits=self.logits.clone())
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a kvbench Cache cannot be pickled: its chain is code and it belongs to a model object. Keep the prompt's "
+            "ids and the method, and call kvbench.prefill again"
+        )
 
     @property
     def seen(self) -> int:

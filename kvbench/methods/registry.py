@@ -45,7 +45,9 @@ def defaults(method: str) -> dict[str, Any]:
     """Return the entry of one method, ``_target_`` and its knobs with their plain defaults, or {} for ``full``."""
     if method not in available():
         raise unknown_method(method)
-    path = path_of(method)
+    path, modules = path_of(method), _modules().get(method, ())
+    if len(modules) > 1:
+        raise UsageError(f"{modules[1]}: its id {method!r} is also that of {modules[0]}: choose another id")
     return entry_of(path) if path.suffix == ".yaml" else entry_of_class(path, method)
 
 
@@ -81,18 +83,19 @@ def unknown_knob(knob: str, value: Any, names: Iterable[str], hint: str) -> Usag
 def path_of(method: str) -> Path:
     """Return the file in which a method's knobs are written: its YAML file, or its module if there is none."""
     path = conf_dir() / "method" / f"{method}.yaml"
-    return path if path.exists() else _modules().get(method, path)
+    return path if path.exists() else _modules().get(method, (path,))[0]
 
 
 @cache
-def _modules() -> dict[str, Path]:
-    """Return {method id: file of kvbench/methods or KVBENCH_METHODS that defines it}, without importing the files."""
+def _modules() -> dict[str, tuple[Path, ...]]:
+    """Return {method id: files of kvbench/methods or KVBENCH_METHODS that define it}, without importing them."""
     folders = list(map(Path, kvbench.methods.__path__))
     missing = next((folder for folder in folders if not folder.is_dir()), None)
     if missing is not None:
         raise UsageError(f"KVBENCH_METHODS={missing}: there is no such folder; name one that holds files of methods")
-    files = [path for folder in folders for path in folder.glob("*.py")]
-    return {method: path for path in files for method in ID.findall(path.read_text("utf-8"))}
+    files = [path for folder in folders for path in sorted(folder.glob("*.py")) if path.is_file()]
+    found = [(method, path) for path in files for method in ID.findall(path.read_text("utf-8", "replace"))]
+    return {method: tuple(path for m, path in found if m == method) for method, _ in found}
 
 
 def knob_names(method: str) -> tuple[str, ...]:

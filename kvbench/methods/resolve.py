@@ -83,12 +83,16 @@ def chain_config(
 
 
 def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any]]:
-    """Return the knobs of each stage by its id: plain defaults, overlaid by ``layers`` of knobs by key, in order."""
+    """Return the knobs of each stage by its id: plain defaults, overlaid by ``layers`` of knobs by key, in order.
+
+    In one layer a key with a stage (``snapkv.window``) wins over one without.
+    """
     entries = {}
     for stage in stages:
         entry, names = registry.defaults(stage), registry.knob_names(stage)
         for layer in layers:
             split_keys = [(registry.stage_of(key), registry.knob_of(key), value) for key, value in layer.items()]
+            split_keys.sort(key=lambda parts: bool(parts[0]))
             entry = overlay(entry, {k: v for owner, k, v in split_keys if owner in ("", stage) and k in names})
         entries[stage] = entry
     return entries
@@ -117,9 +121,13 @@ def _settled(
     """Yield (method, ``per``, knobs by stage) for each method, with all layers of knobs applied."""
     requests = [({"method": m} if isinstance(m, str) else m) for m in methods]
     for request in requests:
-        if "method" not in request:
-            raise UsageError(f"the entry {request!r} names no method: write {{'method': 'snapkv', 'kv_size': 512}}")
-    names = [str(r["method"]) for r in requests]
+        if not isinstance(request, Mapping) or not isinstance(request.get("method"), str):
+            raise UsageError(
+                f"the entry {request!r} names no method: write 'snapkv+think' or {{'method': 'snapkv', 'kv_size': 512}}"
+            )
+    requests = [{str(k): _plain(v) for k, v in r.items()} for r in requests]
+    knobs = {k: _plain(v) for k, v in knobs.items()}
+    names = [r["method"] for r in requests]
     check_sets(names)
     _check_owned(names, knobs)
     for name, request in zip(names, requests, strict=True):
@@ -127,6 +135,13 @@ def _settled(
         _check_owned([name], method_knobs)
         per = method_knobs.get(PER, knobs.get(PER, preset.get(PER, "kv_head")))
         yield name, per, entries_of(registry.split(name), preset, knobs, method_knobs, registry.settled(name))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in which numbers and arrays of NumPy and PyTorch are Python's own."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _check_owned(methods: Sequence[str], knobs: Knobs) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from kvbench.conf import check, identity, is_whole, runtime
 from kvbench.errors import unknown
 
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -45,7 +47,19 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise unknown(f"value of model.{key}", value, allowed)
+        texts = isinstance(self.stop, (list, tuple)) and all(isinstance(s, str) and s for s in self.stop)
+        check("model.stop", self.stop, texts, "a list of texts that are not empty")
         object.__setattr__(self, "stop", tuple(self.stop))
+        if isinstance(self.device_map, str) and self.device_map not in DEVICE_MAPS:
+            hint = "Or a mapping of layers to devices."
+            raise unknown("value of model.device_map", self.device_map, DEVICE_MAPS, hint)
+        mapped = self.device_map is None or isinstance(self.device_map, (str, Mapping))
+        check(
+            "model.device_map", self.device_map, mapped, f"{', '.join(DEVICE_MAPS)}, or a mapping of layers to devices"
+        )
+        for key, text in (("revision", self.revision), ("chat_template", self.chat_template)):
+            is_text = text is None or (isinstance(text, str) and bool(text))
+            check(f"model.{key}", text, is_text, "a text, in quotes if it is a number, or null")
         scaling = self.rope_scaling
         is_scaling = scaling is None or (isinstance(scaling, Mapping) and "rope_type" in scaling)
         check(

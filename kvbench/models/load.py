@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +23,8 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from kvbench.errors import KvbenchError, UsageError, unknown
+from kvbench.conf import check
+from kvbench.errors import KvbenchError, UsageError, headline, unknown
 from kvbench.extras import require
 from kvbench.models import fetch, traits, weights
 from kvbench.models.config import ModelConfig
@@ -42,7 +43,6 @@ IDENTITY_FILES = (
     "merges.txt",
 )
 EMBEDDED = Path(__file__).parent / "embedded"
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 SLICE = 4096
 WHOLE_HASH_LIMIT = 256 * 2**20
 
@@ -72,7 +72,11 @@ def locate(cfg: ModelConfig) -> ModelSource:
     if cfg.path.startswith(fetch.SCHEME):
         return _check_folder(cfg, fetch.located(cfg.path.removeprefix(fetch.SCHEME)))
     folder = Path(cfg.path).expanduser()
-    if folder.exists():
+    try:
+        exists = folder.exists()
+    except OSError:  # of a name that no file can have
+        exists = False
+    if exists:
         return _check_folder(cfg, folder)
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") != 1:
         raise UsageError(
@@ -92,7 +96,7 @@ def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizer
             tokenizer.chat_template = cfg.chat_template
         return tokenizer
     except Exception as error:
-        raise UsageError(f"model={cfg.path}: its tokenizer cannot be loaded: {_first_line(error)}") from None
+        raise UsageError(f"model={cfg.path}: its tokenizer cannot be loaded: {headline(error)}") from None
 
 
 def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
@@ -148,20 +152,18 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
         raise
     except SafetensorError as error:
         raise UsageError(
-            f"model={cfg.path}: its safetensors are damaged: {_first_line(error)}. Is the download complete? "
+            f"model={cfg.path}: its safetensors are damaged: {headline(error)}. Is the download complete? "
             "weights=random runs the same architecture without them"
         ) from None
     except Exception as error:
         raise UsageError(
-            f"model={cfg.path} cannot be loaded on {cfg.device_map or device}: {_first_line(error)}"
+            f"model={cfg.path} cannot be loaded on {cfg.device_map or device}: {headline(error)}"
         ) from None
 
 
 def _check_device_map(cfg: ModelConfig) -> None:
     if not cfg.device_map:
         return
-    if isinstance(cfg.device_map, str) and cfg.device_map not in DEVICE_MAPS:
-        raise unknown("value of model.device_map", cfg.device_map, DEVICE_MAPS, "Or a mapping of layers to devices.")
     if cfg.weights == "random":
         raise UsageError(
             f"device_map={cfg.device_map} spreads weights as they are read, and weights=random reads none: leave out "
@@ -171,20 +173,21 @@ def _check_device_map(cfg: ModelConfig) -> None:
 
 
 def load_model(
-    name: str, device: str = "auto", dtype: str | torch.dtype = "auto", **knobs: Any
+    name: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto", **knobs: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return (model, tokenizer) by name: ``tiny``, a model that `model fetch` converted, a folder, or a hub id.
 
     ``knobs`` are fields of ModelConfig; ``download=True`` fetches a hub id that is not in the local cache.
     """
-    path = name
-    if name == "tiny":
-        path = "embedded:tiny"
-    elif name in fetch.packages():
-        path = f"{fetch.SCHEME}{name}"
-    cfg = ModelConfig(name=name, path=path, dtype=str(dtype).removeprefix("torch."), **knobs)
+    check("model", name, isinstance(name, (str, Path)) and bool(str(name)), "a name, a folder or a hub id")
+    allowed = [f.name for f in fields(ModelConfig) if f.name not in ("name", "path")]
+    for knob in set(knobs) - set(allowed):
+        raise unknown("knob of the model", knob, allowed)
+    scheme = "embedded:" if name == "tiny" else fetch.SCHEME if name in fetch.packages() else ""
+    path = f"{scheme}{name}"
+    cfg = ModelConfig(name=str(name), path=path, dtype=str(dtype).removeprefix("torch."), **knobs)
     source = locate(cfg)
-    return load_weights(cfg, source, resolve_device(device)), load_tokenizer(cfg, source)
+    return load_weights(cfg, source, resolve_device(str(device))), load_tokenizer(cfg, source)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -208,6 +211,8 @@ def fingerprint(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name in IDENTITY_FILES):
+        if not path.is_file():
+            raise UsageError(f"model={folder}: {path.name} is no file")
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as f:
@@ -243,16 +248,13 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
         raise UsageError(f"model={cfg.path} is not a model folder: it has no config.json")
     try:
         json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"model={cfg.path}: its config.json is not valid JSON") from None
     if (folder / "adapter_config.json").exists():
         raise UsageError(
             f"model={cfg.path} holds an adapter (adapter_config.json), which kvbench does not apply: merge it into its "
             "base model's weights and save those"
         )
-    no_file = next((p for p in folder.glob("*.safetensors") if not p.is_file()), None)
-    if no_file is not None:
-        raise UsageError(f"model={cfg.path}: {no_file.name} is no file")
     if cfg.weights == "trained" and not any(folder.glob("*.safetensors")):
         pickles = " (*.bin files are pickles, which kvbench does not load)" if any(folder.glob("*.bin")) else ""
         raise UsageError(
@@ -265,7 +267,7 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"model={cfg.path}: its config.json cannot be used: {_first_line(error)}") from None
+        raise UsageError(f"model={cfg.path}: its config.json cannot be used: {headline(error)}") from None
     return ModelSource(str(folder), None, config, fingerprint(folder))
 
 
@@ -275,7 +277,7 @@ def _check_shards(cfg: ModelConfig, folder: Path) -> None:
         return
     try:
         wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise UsageError(f"model={cfg.path}: its model.safetensors.index.json is damaged") from None
     missing = sorted(w for w in wanted if not (folder / w).is_file())
     if missing:
@@ -291,7 +293,7 @@ def _find_on_hub(cfg: ModelConfig) -> ModelSource:
     except Exception as error:
         online = "add" if cfg.name == "hf" else f"python -m kvbench model fetch {cfg.name}, or add"
         remedy = (
-            f"the hub said: {_first_line(error)}"
+            f"the hub said: {headline(error)}"
             if cfg.download
             else f"it is no folder and not in the local hub cache; {online} download=true to fetch it, or give a folder"
         )
@@ -334,10 +336,6 @@ def resolve_dtype(cfg: ModelConfig, device: torch.device, config: Any) -> torch.
 
 def _options(source: ModelSource) -> dict[str, Any]:
     return {"revision": source.revision} if source.revision else {}
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _quiet() -> None:

@@ -22,6 +22,7 @@ from kvbench.models import probe
 from kvbench.models.interface import attention_modules
 
 TESTED = ("gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
+MOST_LAYERS = 4096  # building a million would take hours
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "query_key_value", "rotary_emb", "q_norm")
 """Children of an attention module through which its keys and values do not pass on the way to the cache."""
@@ -51,8 +52,25 @@ class ModelTraits:
         )
 
 
+def check_is_model(model: Any) -> None:
+    """Raise UsageError unless ``model`` is a causal language model of transformers."""
+    can_generate = getattr(model, "can_generate", None)
+    if not (hasattr(model, "config") and callable(can_generate) and can_generate()):
+        raise UsageError(
+            f"model is {type(model).__name__}: give a causal language model of transformers, as kvbench.load_model "
+            "returns beside its tokenizer"
+        )
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise UsageError unless ``tokenizer`` encodes and decodes."""
+    if not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
+        raise UsageError(f"tokenizer is {type(tokenizer).__name__}: give the model's, as kvbench.load_model returns it")
+
+
 def of_model(model: PreTrainedModel) -> ModelTraits:
     """Return the traits of a model. Raises UsageError with the reason if kvbench cannot run it."""
+    check_is_model(model)
     check_served(model)
     family = str(model.config.model_type)
     learned = learned_positions(model)
@@ -69,6 +87,9 @@ _KNOWN: dict[str, ModelTraits] = {}
 
 def of_config(config: Any) -> ModelTraits:
     """Return a model's traits from its configuration alone, by modules that have no memory for weights."""
+    layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise _refused(config, f"its config.json says num_hidden_layers={layers}; {MOST_LAYERS} are the most")
     key = f"{type(config).__name__} {config.to_json_string()}"
     if key not in _KNOWN:
         try:

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvbench.conf import check, is_whole
 from kvbench.engine import decode
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.weights_digest import weights_of
 from kvbench.errors import UsageError
+from kvbench.files import disk_error
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
 from kvbench.models.load import ModelSource
+from kvbench.models.traits import check_is_model, check_tokenizer
 from kvbench.run import config, experiment
 from kvbench.run.config import RunConfig
 from kvbench.run.report import Report
@@ -28,6 +31,8 @@ from kvbench.run.run_plan import RunPlan, plan_of
 from kvbench.run.store import ResultStore
 
 Row = str | Mapping[str, Any]
+LOADED = ("dtype", "weights", "attention", "rope_scaling", "device_map", "download", "revision")
+"""Settings of a model that are in force once it is loaded."""
 
 
 def compare(
@@ -50,8 +55,20 @@ def compare(
     Answers are stored below ``results`` as those of `run` are: the same call again measures what is missing. Raises
     UsageError naming the key and the value of a setting that is not possible.
     """
-    if isinstance(methods, str):
-        raise UsageError(f"methods is a list, e.g. methods=[{methods!r}]")
+    if isinstance(methods, str) or not isinstance(methods, Sequence):
+        raise UsageError(f"methods={methods!r} is not possible: a list, as ['snapkv', 'h2o']")
+    for method in methods:
+        if not isinstance(method, (str, Chain)):
+            raise UsageError(
+                f"the entry {method!r} of methods is not possible: a name, as 'snapkv+think', or a Chain; knobs are "
+                "settings, as kv_size=64"
+            )
+    fixed = next((key for key in settings if key in ("device", *LOADED)), None)
+    if fixed is not None:
+        raise UsageError(f"{fixed}={settings[fixed]!r} is not possible: the model is loaded already")
+    check("results", results, isinstance(results, (str, Path)), "a folder")
+    check_is_model(model)
+    check_tokenizer(tokenizer)
     folder = Path(results).expanduser()
     dataset = data if isinstance(data, str) else ""
     if not dataset:
@@ -71,9 +88,16 @@ def _rows(
     data: Iterable[Row], model: PreTrainedModel, tokenizer: Any, settings: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield each row as the dataset ``file`` reads it. Raises UsageError for one without a prompt."""
+    new = settings["max_new_tokens"]
+    check("max_new_tokens", new, is_whole(new) and new >= 1, "a whole number, 1 or more")
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        raise UsageError(f"data is {type(data).__name__}: give the name of a dataset, or a list of rows")
     for number, row in enumerate(data):
         if isinstance(row, str):
-            reference = _full_answer(model, tokenizer, row, int(settings["max_new_tokens"]))
+            try:
+                reference = _full_answer(model, tokenizer, row, new)
+            except TypeError:
+                raise UsageError(f"row {number} of data cannot be encoded: {row[:40]!r}") from None
             yield {"id": str(number), "prompt": row, "answers": [reference]}
         elif isinstance(row, Mapping) and {"prompt", "answers"} <= row.keys():
             yield {"id": str(number), **row}
@@ -93,10 +117,16 @@ def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) ->
 
 def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     """Write the rows as JSON lines to a file named by their digest, which `run dataset=file` reads, too."""
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    try:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    except TypeError as error:
+        raise UsageError(f"a row of data is not possible: {error}") from None
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise disk_error(error, path) from None
     return path
 
 

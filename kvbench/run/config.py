@@ -27,6 +27,10 @@ MAX_THREADS = 1024
 """The largest ``threads``. A million would take the machine down before PyTorch refused it."""
 
 
+def _is_number(value: Any) -> bool:
+    return (is_whole(value) or isinstance(value, float)) and 0 <= value < float("inf")
+
+
 @dataclass(frozen=True)
 class DatasetConfig:
     """One entry of conf/dataset with its final knobs, and the names of the tasks to run; all if ``tasks`` is empty."""
@@ -47,9 +51,10 @@ class Sampling:
     sample_seed: int = identity(default=0)
 
     def __post_init__(self) -> None:
-        number = isinstance(self.temperature, (int, float)) and self.temperature >= 0
-        check("temperature", self.temperature, number, "0 (greedy) or more")
-        check("top_p", self.top_p, isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1, "above 0, at most 1")
+        few = _is_number(self.temperature) and self.temperature <= 1000
+        check("temperature", self.temperature, few, "0 (greedy) to 1000")
+        fits = _is_number(self.top_p) and 0 < self.top_p <= 1
+        check("top_p", self.top_p, fits, "above 0, at most 1")
         check("sample_seed", self.sample_seed, is_whole(self.sample_seed), "a whole number")
 
     def identity(self) -> dict[str, Any]:
@@ -121,16 +126,29 @@ class RunConfig:
             check(name, value, value is None or (is_whole(value) and value >= 1), "a whole number, 1 or more")
         enough = self.threads is None or self.threads <= MAX_THREADS
         check("threads", self.threads, enough, f"auto, or 1 to {MAX_THREADS}")
-        number = isinstance(self.memory, (int, float)) and not isinstance(self.memory, bool) and self.memory > 0
-        check("memory", self.memory, self.memory is None or number, "auto, or GiB that caches may take, above 0")
-        check("shards", self.shards, is_whole(self.shards) and self.shards >= 1, "a whole number, 1 or more")
+        size = self.memory is None or (_is_number(self.memory) and self.memory > 0)
+        check("memory", self.memory, size, "auto, or GiB that caches may take, above 0")
+        check(
+            "shards",
+            self.shards,
+            is_whole(self.shards) and 1 <= self.shards <= words.MAX_SHARDS,
+            f"1 to {words.MAX_SHARDS}",
+        )
         in_range = is_whole(self.shard) and 0 <= self.shard < self.shards
         check("shard", self.shard, in_range, f"0 to {self.shards - 1}, since shards={self.shards}")
-        check("results", self.results, bool(self.results), "a folder")
+        named = self.reference is None or isinstance(self.reference, str)
+        check("reference", self.reference, named, "one of method=, or null")
+        check("device", self.device, isinstance(self.device, str), "auto, cpu, cuda, cuda:0, ...")
+        check("results", self.results, bool(self.results) and isinstance(self.results, str), "a folder")
         check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
-        for name in ("calibration", "calibration_text"):
+        for name in ("calibration", "calibration_text", "data_root"):
             value = getattr(self, name)
-            check(name, value, value is None or (isinstance(value, str) and bool(value)), "a path, or null")
+            check(
+                name.replace("_root", ".root"),
+                value,
+                value is None or (isinstance(value, str) and bool(value)),
+                "a path, or null",
+            )
 
 
 def read(arguments: Sequence[str]) -> RunConfig:

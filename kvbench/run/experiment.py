@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.conf import entries
+from kvbench.conf import check, entries
 from kvbench.engine import memory, precision
 from kvbench.errors import KvbenchError, UsageError, ending, say
 from kvbench.models import load
@@ -259,7 +259,10 @@ def stop_tokens(prepared: RunPlan) -> frozenset[int]:
     """Return the token ids that end an answer: end-of-sequence ids and the last token of each stop text."""
     cfg, tokenizer = prepared.cfg.model, prepared.tokenizer
     end = getattr(tokenizer, "eos_token_id", None)
-    last = {tokenizer.encode(text, add_special_tokens=False)[-1] for text in cfg.stop}
+    ends = {text: tokenizer.encode(text, add_special_tokens=False)[-1:] for text in cfg.stop}
+    for text, end_ids in ends.items():
+        check("model.stop", text, bool(end_ids), "texts that the tokenizer has a token for")
+    last = {end_ids[0] for end_ids in ends.values()}
     of_model = load.end_tokens(cfg, prepared.source)
     if prepared.model is not None:
         ids = getattr(prepared.model.generation_config, "eos_token_id", None)

@@ -90,6 +90,8 @@ def pairs(arguments: Iterable[str], example: str = "method=snapkv+think or kv_si
         key, sign, text = argument.partition("=")
         if not sign or not key:
             raise UsageError(f"{argument!r} is not key=value, as in {example}")
+        if "\0" in argument:
+            raise UsageError(f"{argument!r} is not possible: it holds a NUL character")
         texts.append((key.strip(), text.strip()))
     keys = [key for key, _ in texts]
     for key in keys:

@@ -22,6 +22,8 @@ from kvbench.run import keys, presets
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
 """The config groups that a command line chooses from, each with an example."""
 MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape", "architecture", "fetch")
+MAX_SHARDS = 4096  # each is a job of its own
+MOST_DIGITS = 400  # longer ones are texts: Python's floats end before
 WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
 REAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 NAMED = {"null": None, "true": True, "false": False, "inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
@@ -136,7 +138,7 @@ def value_of(text: str) -> Any:
     """Return the value that a text stands for: None, a bool, a number, a list, a mapping, or else the text itself."""
     if text.lower() in NAMED:
         return NAMED[text.lower()]
-    if WHOLE.fullmatch(text):
+    if WHOLE.fullmatch(text) and len(text) < MOST_DIGITS:
         return int(text)
     if REAL.fullmatch(text):
         return float(text)
@@ -152,6 +154,9 @@ def value_of(text: str) -> Any:
 
 def _dataset_names(tasks: Sequence[str]) -> list[str]:
     """Return the dataset of each task (``tiny`` of ``tiny/needle``), once. Raises UsageError for an unknown one."""
+    cut_off = next((t for t in tasks if t.endswith("/")), None)
+    if cut_off is not None:
+        raise UsageError(f"dataset={cut_off} names no task: write {cut_off.rstrip('/')}, or one as tiny/needle")
     names = list(dict.fromkeys(t.partition("/")[0] for t in tasks))
     for name in names:
         if name not in entries("dataset"):
@@ -179,6 +184,8 @@ def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, Any]) -> dict[
 def _shard_overrides(texts: Mapping[str, str]) -> list[str]:
     """Return the Hydra overrides that sweep all shards: shard=0,1,2,3 and shards=4. Users type one of them or both."""
     count = keys.whole("shards", 1).value(texts)
+    if count is not None and count > MAX_SHARDS:
+        raise UsageError(f"shards={count} is not possible: 1 to {MAX_SHARDS}")
     value = texts.get("shard", ",".join(map(str, range(count or 0))))
     parts = split_list(value)
     consecutive = all(p.isdigit() for p in parts) and sorted(map(int, parts)) == list(range(len(parts)))

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from kvbench.visible import visible
+
 WIDTH = 100
 """The number of characters in a line of text."""
 
@@ -80,4 +82,4 @@ class Table:
 
 def lines(text: str) -> list[str]:
     """Return the lines of a cell, at least one."""
-    return text.split("\n")
+    return visible(text).split("\n")

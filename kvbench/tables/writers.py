@@ -17,23 +17,35 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvbench.tables.table import WIDTH, Bold, Table, lines
+from kvbench.visible import visible
 
-LATEX = {
-    "\\": r"\textbackslash ",
-    "&": r"\&",
-    "%": r"\%",
-    "_": r"\_",
-    "#": r"\#",
-    "~": r"\textasciitilde ",
-    "Δ": r"$\Delta$",
-    "−": "$-$",
-    "✗": r"$\times$",
-    "×": r"$\times$",
-    "—": "---",
-    "✓": r"$\checkmark$",
-    "±": r"$\pm$",
-    "∫": r"$\int$",
-}
+FORMULA = re.compile(r"[=+@\t]|-(?!\d)")
+MARKUP = re.compile("<(?=[a-zA-Z/!?])(?!cell>)")
+"""The beginning of a tag; results/cells/<cell>/ is what our own notes say."""
+LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "{": r"\{",
+        "}": r"\}",
+        "$": r"\$",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "&": r"\&",
+        "%": r"\%",
+        "_": r"\_",
+        "#": r"\#",
+        "~": r"\textasciitilde{}",
+        "Δ": r"$\Delta$",
+        "−": "$-$",
+        "✗": r"$\times$",
+        "×": r"$\times$",
+        "—": "---",
+        "✓": r"$\checkmark$",
+        "±": r"$\pm$",
+        "∫": r"$\int$",
+    }
+)
 """What LaTeX has for signs that mean something to it, or that its fonts lack."""
 
 
@@ -44,9 +56,11 @@ def compose(tables: Sequence[Table], notes: Sequence[str], style: str) -> str:
 
 def note(text: str, style: str) -> str:
     """Return a note for below a table; ``style`` is text, md or latex."""
+    text = visible(text)
     if style == "text":
         return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
-    return f"{'%' if style == 'latex' else '-'} {text}"
+    text = text.replace("\n", " ")
+    return f"% {text}" if style == "latex" else f"- {MARKUP.sub('&lt;', text)}"
 
 
 def text(table: Table, terminal: bool = False) -> str:
@@ -55,10 +69,10 @@ def text(table: Table, terminal: bool = False) -> str:
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="none"
     )
     for i, head in enumerate(table.heads):
-        rich_table.add_column(head, justify="left" if i < table.left else "right")
+        rich_table.add_column(Text(visible(head)), justify="left" if i < table.left else "right")
     for heading, rows in table.blocks:
         if heading:
-            rich_table.add_row("· " + heading.replace(", ", "\n  "))
+            rich_table.add_row(Text(visible("· " + heading.replace(", ", "\n  "))))
         for i, row in enumerate(rows):
             rich_table.add_row(*map(_styled, row), end_section=table.ruled or i == len(rows) - 1)
     out = io.StringIO()
@@ -103,23 +117,26 @@ def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
 
 
 def markdown(table: Table) -> str:
-    """Return a table as Markdown; a pipe in a cell is escaped."""
+    """Return a table as Markdown; pipes and tags in it are escaped."""
 
     def row(cells: Iterable[str]) -> str:
         return f"| {' | '.join(cells)} |"
 
+    def inert(text: str) -> str:
+        return MARKUP.sub("&lt;", text.replace("|", r"\|"))
+
     def cell(text: str) -> str:
-        first, *rest = lines(text.replace("|", r"\|"))
+        first, *rest = lines(inert(text))
         first = f"**{first}**" if isinstance(text, Bold) else first
         return ("<br>" if table.breaks else " ").join([first, *rest])
 
     count = len(table.headers)
     out = [row(map(cell, table.headers)), f"|{'|'.join(['---'] * table.left + ['---:'] * (count - table.left))}|"]
     # Markdown has one line of heads, and no cell over several columns
-    firsts = [[f"*{group}*" if group else ""] + [""] * (count - 1) for group, count in table.spans()]
+    firsts = [[f"*{inert(group)}*" if group else ""] + [""] * (count - 1) for group, count in table.spans()]
     out += [row(chain.from_iterable(firsts))] if firsts else []
     for heading, rows in table.blocks:
-        out += [f"| *{heading}* |{' |' * (count - 1)}"] if heading else []
+        out += [f"| *{inert(heading)}* |{' |' * (count - 1)}"] if heading else []
         out += [row(map(cell, cells)) for cells in rows]
     return "\n".join(out) + "\n"
 
@@ -154,9 +171,9 @@ def latex(table: Table) -> str:
 
 
 def _escaped(text: str) -> str:
-    for sign, replacement in LATEX.items():
-        text = text.replace(sign, replacement)
-    return text
+    """Return a text that LaTeX prints as it is."""
+    # a bracket right after a line break would be read as its length
+    return re.sub(r"^\[", "{[}", visible(text).translate(LATEX))
 
 
 def html(
@@ -200,11 +217,20 @@ def html_lines(cell: str, small: bool = False) -> str:
 
 
 def csv(fields: Sequence[str], records: Iterable[Mapping[str, Any]]) -> str:
-    """Return records as CSV under a line of ``fields``, without keys that are no field; numbers are not rounded."""
+    """Return records as CSV under a line of ``fields``, without keys that are no field; numbers are not rounded.
+
+    A text that a spreadsheet would take for a formula gets an apostrophe in front.
+    """
     out = io.StringIO()
     writer = csv_module.DictWriter(out, fields, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+
+    def inert(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return f"'{visible(value)}" if FORMULA.match(value) else visible(value)
+
+    writer.writerows({field: inert(value) for field, value in record.items()} for record in records)
     return out.getvalue()
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, get_type_hints
 
 from kvbench.errors import UsageError, unknown
 from kvbench.example import Example
+from kvbench.files import check_ends
 from kvbench.metrics.text import first_line
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files, data_root
@@ -159,6 +160,7 @@ def load_tasks(
 def read_text(path: Path, what: str) -> str:
     """Return the text of a UTF-8 file. Raises UsageError beginning with ``what``, its use, if it cannot be read."""
     try:
+        check_ends(path)
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UsageError(f"{what}: there is no file {path}") from None

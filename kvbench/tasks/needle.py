@@ -117,7 +117,7 @@ def load(dataset: str, tokenizer: Tokenizer | None, files: Files, knobs: NeedleK
             metric=phrasing.metric,
             source=source,
             category="needle",
-            note=f"{dataset}: {LEAD_NOTE}" if phrasing.lead else "",
+            note="; ".join(filter(None, [f"{dataset}: {LEAD_NOTE}" if phrasing.lead else "", _repeated(text, length)])),
             stop=stop,
             min_new_tokens=len(stop),  # an answer that may stop at a newline must not begin with it
             grid=("depth",),
@@ -125,6 +125,11 @@ def load(dataset: str, tokenizer: Tokenizer | None, files: Files, knobs: NeedleK
         )
         for length in lengths
     ]
+
+
+def _repeated(text: str, length: int) -> str:
+    """Return the note on a haystack that is repeated to fill ``length`` tokens, '' if it clearly is not."""
+    return f"the haystack of {len(text)} characters is repeated to fill {length} tokens" if len(text) < length else ""
 
 
 def _examples(

@@ -54,6 +54,8 @@ class PromptPolicy:
             value = getattr(self, key)
             if value is not None and (not is_whole(value) or value < low):
                 raise UsageError(f"{key}={value!r} is not possible: a whole number, {low} or more")
+        if not isinstance(self.system, (str, type(None))):
+            raise UsageError(f"prompt.system={self.system!r} is not possible: a text, in quotes if it is a number")
         for key in ("query_aware", "bos"):
             if not isinstance(getattr(self, key), bool):
                 raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: true or false")
@@ -151,8 +153,8 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
 
 def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     """Raise UsageError, before anything is read, for a policy that this task or tokenizer cannot follow."""
-    if policy.templated(task):
-        policy.render(tokenizer, SENTINEL)
+    if policy.templated(task) and SENTINEL not in policy.render(tokenizer, SENTINEL):
+        raise UsageError("the chat template drops the prompt: it does not print the message's content")
     for example in task.examples:
         if not example.tokens:
             _question(example, task, policy)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kvbench.errors import UsageError
+from kvbench.files import check_ends
 
 
 class FileRow:
@@ -97,6 +98,7 @@ def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
     Only line feeds end a line, since JSON may hold the other characters that Python would break lines at.
     """
     try:
+        check_ends(file)
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
                 text = _decode(file, f", line {number}", raw, number == 1)
@@ -163,6 +165,7 @@ def kind(value: object) -> str:
 
 def _text(file: Path) -> str:
     try:
+        check_ends(file)
         return _decode(file, "", file.read_bytes(), True)
     except OSError as error:
         raise _unreadable(file, error) from None

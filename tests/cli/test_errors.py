@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,28 @@ BAD = {
     "run limit=0": "limit=0 is not possible",
     "run limit=3 limit=4": "2 times",
     "run shard=0,1": "add -m",
+    "run memory=inf": "memory=inf is not possible: auto, or GiB",
+    "run shards=1000000": "1 to 4096",
+    "run -m shards=1000000": "1 to 4096",
+    "run calibration_text=/dev/zero method=uncomp-group": "/dev/zero cannot be read: it is a device or a pipe",
+    "run dataset=file path=/dev/zero": "/dev/zero cannot be read: it is a device or a pipe",
+    "run dataset=needle haystack=/dev/zero": "/dev/zero cannot be read: it is a device or a pipe",
+    "run prompt=chat chat_template=constant": "the chat template drops the prompt",
+    "run temperature=inf": "temperature=inf is not possible: 0 (greedy) to 1000",
+    "run top_p=true": "top_p=True is not possible",
+    "run reference=5": "reference=5 is not possible: one of method=, or null",
+    "run device=0": "device=0 is not possible: auto, cpu, cuda",
+    "run stop=": "model.stop=[''] is not possible: a list of texts that are not empty",
+    "run device_map=abc": "unknown value of model.device_map 'abc'",
+    "run device_map=5": "model.device_map=5 is not possible: auto, balanced",
+    "run system=5": "prompt.system=5 is not possible: a text",
+    "run data.root=5": "data.root=5 is not possible: a path, or null",
+    "run dataset=tiny/": "dataset=tiny/ names no task: write tiny",
+    f"run limit={'9' * 5000}": "is not possible: a whole number, 1 or more",
+    "run results=a\0b": "it holds a NUL character",
+    "run revision=12": "model.revision=12 is not possible: a text, in quotes if it is a number",
+    "bench time folder={file}/x": "cannot be made: Not a directory",
+    "bench time layers=99 folder={tmp}": "layers=99 is not possible: tiny has 6",
     "run shard=3": "shard=3 is not possible: 0 to 0, since shards=1",
     "run paper=think": "`python -m kvbench table think/2` measures",
     "run -m": "give shard=0,1",
@@ -91,7 +114,7 @@ def test_bad_command_line(line, tmp_path, capsys, monkeypatch):
     assert status == 2
     assert captured.out == ""
     assert captured.err.startswith("kvbench: ")
-    assert captured.err.count("\n") == 1
+    assert captured.err.removeprefix("kvbench: building tiny\n").count("\n") == 1
     assert BAD[line] in captured.err
 
 
@@ -155,6 +178,14 @@ def test_help_on_a_topic_that_is_not_there_names_those_that_are(capsys):
         main(["run", "--help", "snapvk"])
     assert stop.value.code == 2
     assert "unknown topic of help 'snapvk'. Did you mean snapkv" in capsys.readouterr().err
+
+
+def test_a_file_that_fails_in_an_unforeseen_place_is_named(monkeypatch, capsys):
+    from kvbench.run import experiment
+
+    monkeypatch.setattr(experiment, "prepare", lambda cfg: Path("/dev/null/x").read_bytes())
+    assert main(["run", "limit=1"]) == 1
+    assert capsys.readouterr().err == "kvbench: /dev/null/x cannot be read or written (Not a directory)\n"
 
 
 def test_an_internal_error_is_one_line_and_status_1(monkeypatch, capsys):

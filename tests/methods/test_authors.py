@@ -164,3 +164,31 @@ def test_slips_in_the_file_of_such_a_method_are_told_with_its_line(file_alone, c
     err = capsys.readouterr().err
     assert "mine.py:20: ZeroDivisionError" in err and "Traceback" not in err
     assert main(["run", "method=snapkv", "--plan"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("mine.py", b"\xff\xfe" + ALONE.encode(), "mine.py:1: SyntaxError"),
+        ("mine.py", ALONE.encode() + b"\0", "mine.py:1: SyntaxError: source code string cannot contain null bytes"),
+        ("snapkv.py", ALONE.encode(), "kvbench/methods/snapkv.py has the same name: rename the file"),
+        ("mine.py", ALONE.replace('"mine"', '"h2o"').encode(), "its id 'h2o' is also that of"),
+    ],
+)
+def test_a_file_that_cannot_be_read_costs_no_other_method(name, content, why, file_alone, tmp_path, capsys):
+    file_alone(ALONE)
+    (tmp_path / "mine.py").unlink()
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "gone.py").symlink_to("nowhere")
+    assert main(["run", f"method={'h2o' if 'h2o' in why else 'mine'}", "--plan"]) == 2
+    assert why in capsys.readouterr().err
+    assert main(["list", "methods"]) == 0 and main(["run", "method=keynorm", "--plan"]) == 0
+
+
+def test_a_method_that_fails_over_a_prompt_does_not_end_the_account_of_all(file_alone, capsys):
+    file_alone(ALONE.replace("torch.arange", "torch.orange"))
+    assert main(["bench", "memory", "method=full,mine", "n=64"]) == 0
+    captured = capsys.readouterr()
+    assert "failed: AttributeError: module 'torch' has no attribute 'orange'" in captured.out
+    assert "internal error" not in captured.err

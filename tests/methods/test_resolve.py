@@ -113,3 +113,9 @@ def test_what_words_of_kvpress_are_called_here_is_there():
     assert all(registry.split(method) for method in words["methods"].values())
     assert not {*words["methods"], *words["missing"]} & set(registry.available())
     assert set(words["knobs"].values()) <= {knob for m in registry.available() for knob in registry.knob_names(m)}
+
+
+def test_a_knob_of_one_method_wins_over_that_of_all_in_any_order():
+    for order in ({"window": 6, "snapkv.window": 5}, {"snapkv.window": 5, "window": 6}):
+        snapkv, pyramidkv = chains_of(["snapkv", "pyramidkv"], order)
+        assert (snapkv.stages[0].window, pyramidkv.stages[0].window) == (5, 6)

@@ -293,3 +293,9 @@ def test_a_sentence_to_complete_is_scored_whole_as_papers_do(haystack):
     (plain, *_) = load(bpe(), haystack=haystack, phrasing="sanfrancisco", **knobs)
     # nothing of it stands in the identity of tasks without a beginning
     assert "lead" not in plain.answering() and tasks[0].answering()["lead"]
+
+
+def test_a_haystack_that_is_repeated_is_noted(tokenizer, haystack, tmp_path):
+    (tmp_path / "short.txt").write_text("Not many.", encoding="utf-8")
+    short, enough = (load(tokenizer, haystack=h, lengths=[256], depths=[50])[0].note for h in (tmp_path, haystack))
+    assert "the haystack of 9 characters is repeated to fill 256 tokens" in short and "repeated" not in enough
