@@ -212,7 +212,7 @@ def _picture(method: str) -> str:
     method = f"{stage.decorates[0]}+{method}" if isinstance(stage, Modifier) else method
     entry: Any = {"method": method, **knobs}
     if stage.unbound:
-        entry = kvbench.calibrate(model, tokenizer, entry, folder=ROOT / "site" / "calibration", samples=4)
+        entry = kvbench.calibrate(model, tokenizer, entry, folder=ROOT / "build" / "calibration", samples=4)
     full, small = kvbench.prefill(model, ids, ["full", entry])
     share = f"{small.nbytes() / 1024:.1f} of {full.nbytes() / 1024:.1f} KiB"
     written = " ".join([f"method={method}", *(f"{k}={v}" for k, v in knobs.items())])
