@@ -62,12 +62,8 @@ class Left(ProgressColumn):
 
 def bars_of(more: str) -> Progress:
     """Return bars for a terminal, with an added column of the text ``more``."""
-    bar = [
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn(more),
-    ]
+    what = TextColumn("{task.description}", markup=False)
+    bar = [what, BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn(more)]
     times = [TimeElapsedColumn(), TextColumn("ETA"), Left()]
     return Progress(*bar, *times, console=Console(stderr=True), transient=True)
 

@@ -242,6 +242,13 @@ def test_references_that_a_metric_cannot_read_are_counted(tmp_path, capsys):
     assert "metric=perplexity is not possible for answers" in capsys.readouterr().err
 
 
+def test_settings_are_written_as_they_are_typed(tmp_path):
+    (tmp_path / "text.txt").write_text("The harbour was quiet. " * 200)
+    words = ["lengths=256", "depths=0,50", "repeats=1"]
+    run = prepare("dataset=needle", f"haystack={tmp_path / 'text.txt'}", *words, f"results={tmp_path}")
+    assert " ".join(words) in experiment.settings(run)
+
+
 def test_show_of_nothing_says_so_and_writes_nothing(tmp_path, capsys):
     assert main(["show", *SMALL, f"results={tmp_path / 'absent'}"]) == 0
     assert "nothing of this is measured yet" in capsys.readouterr().out

@@ -40,7 +40,7 @@ class Count:
         elapsed = max(now - (self.start or now), 1e-9)  # not 0, which the rate is divided by
         rate = self.done / elapsed
         pace = f"{rate:.1f} answers/s" if rate >= 0.05 or not self.done else f"{1 / rate:.0f} s per answer"
-        return f"{pace}, kept {100 * self.kept / max(1, self.done):.0f} % (mean of all methods)"
+        return f"{pace}, mean kept {100 * self.kept / max(1, self.done):.0f} %"
 
 
 class Display:

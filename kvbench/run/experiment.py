@@ -241,7 +241,7 @@ def settings(prepared: RunPlan) -> str:
         changed = {
             k: v for k, v in d.knobs.items() if k in defaults[d.name] and v != defaults[d.name][k] and k[0] != "_"
         }
-        knobs = " ".join(f"{k}={v}" for k, v in changed.items())
+        knobs = " ".join(f"{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in changed.items())
         parts.append(f"dataset {d.name} {knobs}".strip())
     limit = cfg.prompt.max_length
     prompt = [f"prompt {cfg.prompt.name}", f"at most {limit} tokens" if limit else "cut to the context only"]

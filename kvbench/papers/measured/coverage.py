@@ -7,11 +7,14 @@ import io
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvbench.errors import KvbenchError
-from kvbench.papers.measured.cell_view import View
 from kvbench.papers.spec.table_spec import MEANS
 from kvbench.tables import writers
+
+if TYPE_CHECKING:
+    from kvbench.papers.measured.cell_view import View
 
 FILE = "counts.csv"
 STATES = ("measured", "refused", "missing")
