@@ -86,7 +86,8 @@ def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tu
         run_words.append("weights=random")
     path = settings["folder"] / f"{settings['name']}.jsonl"
     try:
-        settings["folder"].mkdir(parents=True, exist_ok=True)
+        if not plan:
+            settings["folder"].mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"folder={settings['folder']} cannot be made: {error.strerror}") from None
     return [

@@ -6,6 +6,7 @@ import argparse
 import json
 
 from kvbench.cli import bench_memory
+from kvbench.errors import UsageError
 from kvbench.run.keys import pairs
 
 
@@ -19,6 +20,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the benchmark asked for. Return exit status 1 if bytes differ from their formula or a timed row failed."""
+    other = {"memory": ("time", "--plan", args.plan), "time": ("memory", "--formula", args.formula)}
+    verb, option, given = other[args.what]
+    if given:
+        raise UsageError(f"{option} belongs to bench {verb}: leave it out")
     if args.what == "memory":
         return bench_memory.main(args)
     from kvbench.bench import request, time_table

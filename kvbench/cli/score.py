@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Score and print. Return exit status 1 if a file could not be scored, 2 if there is nothing to score."""
+    """Score and print. Return exit status 1 if a file could not be scored, 2 if none could."""
     start = time.perf_counter()
     options = _parse_options(args)
     from kvbench import imports, metrics
@@ -83,10 +83,11 @@ def main(args: argparse.Namespace) -> int:
         if cells:
             notes.append(f"Imported as {len(cells)} cells of {options['results']}/cells (python -m kvbench list runs).")
         print(writers.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
-    _report_time(records, timing, time.perf_counter() - start)
+    if scored:
+        _report_time(records, timing, time.perf_counter() - start)
     for error in errors:
         say(error["error"])
-    return 1 if errors else 0
+    return 0 if not errors else 1 if scored else 2
 
 
 def _parse_options(args: argparse.Namespace) -> dict[str, Any]:

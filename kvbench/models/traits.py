@@ -63,8 +63,8 @@ def check_is_model(model: Any) -> None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise UsageError unless ``tokenizer`` encodes and decodes."""
-    if not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
+    """Raise UsageError unless ``tokenizer`` encodes texts."""
+    if isinstance(tokenizer, str) or not callable(getattr(tokenizer, "encode", None)):
         raise UsageError(f"tokenizer is {type(tokenizer).__name__}: give the model's, as kvbench.load_model returns it")
 
 

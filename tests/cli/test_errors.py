@@ -69,6 +69,8 @@ BAD = {
     "run results=a\0b": "it holds a NUL character",
     "run revision=12": "model.revision=12 is not possible: a text, in quotes if it is a number",
     "bench time folder={file}/x": "cannot be made: Not a directory",
+    "bench time --formula": "--formula belongs to bench memory",
+    "bench memory --plan": "--plan belongs to bench time",
     "bench time layers=99 folder={tmp}": "layers=99 is not possible: tiny has 6",
     "run shard=3": "shard=3 is not possible: 0 to 0, since shards=1",
     "run paper=think": "`python -m kvbench table think/2` measures",

@@ -67,7 +67,7 @@ def test_damaged_files_are_named_with_line_and_reason_and_the_others_scored(caps
 def test_damaged_files_of_other_tools(capsys, tmp_path, name, content, reason):
     write(tmp_path, name, content)
     status, result, _ = run(capsys, tmp_path)
-    assert status == 1 and result["tasks"] == []
+    assert status == 2 and result["tasks"] == []
     assert name in result["errors"][0]["error"] and reason in result["errors"][0]["error"]
 
 
@@ -82,7 +82,7 @@ def test_other_tables_beside_predictions_are_skipped_with_a_note(capsys, tmp_pat
     assert main(["score", str(tmp_path / "tables")]) == 2
     assert "holds no predictions" in capsys.readouterr().err
     status, result, _ = run(capsys, tmp_path / "timings.csv")  # asked for by name
-    assert status == 1 and "there is no key 'predicted_answer'" in result["errors"][0]["error"]
+    assert status == 2 and "there is no key 'predicted_answer'" in result["errors"][0]["error"]
 
 
 def test_rows_that_match_as_well_are_counted_and_the_setting_shown(capsys):
@@ -128,7 +128,7 @@ def test_answers_to_other_datasets_need_a_metric(capsys, tmp_path):
     sample = {"doc": {"question": "?"}, "target": "4 7", "filtered_resps": ["4  7"], "filter": "strict"}
     other = {**sample, "filtered_resps": ["no"], "filter": "flexible"}
     write(tmp_path, "samples_gsm8k_2025-01-02T03-04-05.678901.jsonl", sample, other)
-    assert run(capsys, tmp_path)[0] == 1
+    assert run(capsys, tmp_path)[0] == 2
     status, result, _ = run(capsys, tmp_path, "metric=exact_match")
     assert status == 0
     assert [(t["dataset"], t["score"], t["n"], t["split"]) for t in result["tasks"]] == [("gsm8k", 100.0, 1, None)]
