@@ -85,8 +85,8 @@ def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored
         if key in OF_METHODS and not own and any(f.own for f in registry.FIGURES.values()):
             own_takers = ", ".join(f.id for f in registry.FIGURES.values() if f.own)
             raise UsageError(
-                f"{key}= is not possible here: figures say themselves what is run. {own_takers} take methods of your own, "
-                "as in method=snapkv,h2o kv_ratio=0.5,0.25"
+                f"{key}= is not possible here: figures say themselves what is run. {own_takers} take methods of your "
+                "own, as in method=snapkv,h2o kv_ratio=0.5,0.25"
             )
         if (key in OTHERS and key not in OF_METHODS) or (key in top_level() and key not in (*TAKES, *OF_METHODS)):
             raise UsageError(f"{key}= is not possible: a figure says itself what is read and run, it takes no {key}=")
