@@ -224,9 +224,7 @@ def test_own_runs_alone_with_scores_bytes_and_figures(tmp_path, capsys):
     capsys.readouterr()
     assert main([*line, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert {"tables": shown["tables"], "audit": shown["audit"], "claims": shown["claims"]} == dict.fromkeys(
-        ("tables", "audit", "claims"), []
-    )
+    assert not any(shown[key] for key in ("tables", "audit", "claims"))
     full, streaming = sorted(shown["runs"], key=lambda run: run["method"])
     assert streaming["bytes"] < full["bytes"] and streaming["percent_of_full"] < 25 < full["score"]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", text)

@@ -26,7 +26,7 @@ from kvbench.tables.table import Table
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-SHORT = 24
+SHORT = 16
 """Characters of a cell that is not broken into lines."""
 RUN_HEADS = {"ci": "95 % interval", "percent_of_full": "% of full, 16 bits"}
 OWN_PLOT = "python -m kvbench plot results/pareto method=snapkv,h2o kv_ratio=0.5,0.25"
