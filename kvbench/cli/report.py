@@ -29,6 +29,8 @@ def main(args: argparse.Namespace) -> int:
     if args.json and "output" in options:
         raise UsageError(f"output={options['output']} is not possible with --json, which prints and writes no page")
     output = Path(options.pop("output", "report.html"))
+    if output.is_dir():
+        raise UsageError(f"output={output} is a folder: name a file in it, as in output={output / 'report.html'}")
     count = SAMPLES.value(options)
     papers = PAPERS.value(options) == "true"
     for key in ("samples", "papers"):

@@ -229,3 +229,9 @@ def test_own_runs_alone_with_scores_bytes_and_figures(tmp_path, capsys):
     assert streaming["bytes"] < full["bytes"] and streaming["percent_of_full"] < 25 < full["score"]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", text)
     assert f"{streaming['bytes']:,.0f}" in cells and f"{full['score']:.1f}" in cells
+
+
+def test_a_folder_for_the_page_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvbench.cli.report._collect_page", lambda *a: pytest.fail("it was measured"))
+    assert main(["report", f"output={tmp_path}"]) == 2
+    assert f"is a folder: name a file in it, as in output={tmp_path}/report.html" in capsys.readouterr().err
