@@ -43,6 +43,8 @@ OWN = {
 """The keys that are not a run's."""
 TAKES = ("limit", "results", "max_length", "threads", "device")
 OTHERS = ("method", "preset", "match", "reference", "per")
+OF_METHODS = ("method", "preset", "per", "kv_size", "kv_ratio")
+"""The keys that name one's own methods, for the figures that take them."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,14 +77,21 @@ def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored
     figure_keys = {key: OWN[key].value(options) for key in options if key in OWN}
     if figure_keys.get("text") == "":
         raise UsageError("text= is empty: give a text file")
-    for key in options:
-        if key in OTHERS or (key in top_level() and key not in TAKES):
-            raise UsageError(f"{key}= is not possible: a figure says itself what is read and run, it takes no {key}=")
-    if "text" in figure_keys and "dataset" in options:
-        raise UsageError("text= and dataset= are two ways to say what is read: give one of them")
     from kvbench.papers.figures import registry
 
     figures = registry.of(names)
+    own = "method" in options and all(f.own for f in figures)
+    for key in options:
+        if key in OF_METHODS and not own and any(f.own for f in registry.FIGURES.values()):
+            own_takers = ", ".join(f.id for f in registry.FIGURES.values() if f.own)
+            raise UsageError(
+                f"{key}= is not possible here: figures say themselves what is run. {own_takers} take methods of your "
+                "own, as in method=snapkv,h2o kv_ratio=0.5,0.25"
+            )
+        if (key in OTHERS and key not in OF_METHODS) or (key in top_level() and key not in (*TAKES, *OF_METHODS)):
+            raise UsageError(f"{key}= is not possible: a figure says itself what is read and run, it takes no {key}=")
+    if "text" in figure_keys and "dataset" in options:
+        raise UsageError("text= and dataset= are two ways to say what is read: give one of them")
     of_results = [f for f in figures if f.sweeps is not None]
     of_activations = [f for f in figures if f.sweeps is None]
     for key in figure_keys:
@@ -118,7 +127,7 @@ def _draw_results(
 ) -> list[dict[str, Any]]:
     """Draw figures of measured cells. Missing cells are measured first, unless ``stored``."""
     from kvbench.papers.figures import measured
-    from kvbench.papers.figures.figure import folder
+    from kvbench.papers.figures.figure import folder, own_folder
     from kvbench.papers.spec import stand_ins
 
     results = options.get("results", str(top_level()["results"]))
@@ -131,8 +140,9 @@ def _draw_results(
         if data.empty:
             raise UsageError(f"{figure.id}: nothing of it is in {results}; leave out --stored to measure it")
         model = options.get("model", stand_ins.MODEL) if figure.sweeps else ""
-        paths, finding = figure.write(data, source.facts(), folder(results, model))
-        records.append(_record(figure, paths, finding))
+        place, facts = own_folder if "method" in options else folder, source.facts()
+        paths, finding = figure.write(data, facts, place(results, model))
+        records.append(_record(figure.captioned(facts), paths, finding))
     return records
 
 
@@ -176,14 +186,14 @@ def _redraw(path: Path, names: list[str], options: dict[str, str]) -> dict[str, 
     if wrong:
         raise UsageError(f"--from-csv draws what the file says, and takes only results=FOLDER, not {wrong[0]}")
     from kvbench.papers.figures import registry
-    from kvbench.papers.figures.figure import read_csv
+    from kvbench.papers.figures.figure import facts_of, read_csv
 
     name, text = read_csv(path)
     (figure,) = registry.of([name])
     folder = options.get("results")
     stem = Path(folder) / "figures" / figure.id if folder else path.with_suffix("")
     paths, finding = figure.redraw(text, stem)
-    return _record(figure, paths, finding)
+    return _record(figure.captioned(facts_of(text)), paths, finding)
 
 
 def listing() -> list[dict[str, Any]]:
@@ -218,4 +228,5 @@ def _describe(record: dict[str, Any]) -> str:
     return "\n".join(
         fill(text, 100, initial_indent=f"{name}: ", subsequent_indent="  ", break_long_words=False)
         for name, text in (*parts, ("open", record["unsaid"]))
+        if text
     )

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.run.keys import pairs, whole
+from kvbench.run.keys import choice, pairs, whole
 
 if TYPE_CHECKING:
     from kvbench.papers.report.page import ReportPage
 
 SAMPLES = whole("samples", 0, "1", "a whole number, 0 for none")
+PAPERS = choice("papers", ("true", "false"))
 METHODS = ("method=full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio=0.125")
 
 
@@ -28,9 +29,13 @@ def main(args: argparse.Namespace) -> int:
     if args.json and "output" in options:
         raise UsageError(f"output={options['output']} is not possible with --json, which prints and writes no page")
     output = Path(options.pop("output", "report.html"))
+    if output.is_dir():
+        raise UsageError(f"output={output} is a folder: name a file in it, as in output={output / 'report.html'}")
     count = SAMPLES.value(options)
-    options.pop("samples", None)
-    report = _collect_page(options, count)
+    papers = PAPERS.value(options) == "true"
+    for key in ("samples", "papers"):
+        options.pop(key, None)
+    report = _collect_page(options, count, papers)
     if args.json:
         print(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
         return 0
@@ -44,9 +49,9 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _collect_page(options: dict[str, str], count: int) -> ReportPage:
+def _collect_page(options: dict[str, str], count: int, papers: bool) -> ReportPage:
     from kvbench.papers.claims import claim_runner
-    from kvbench.papers.figures.figure import folder
+    from kvbench.papers.figures.figure import folder, own_folder
     from kvbench.papers.forensics import audit
     from kvbench.papers.report import page, samples, tables
     from kvbench.papers.spec import stand_ins
@@ -54,8 +59,9 @@ def _collect_page(options: dict[str, str], count: int) -> ReportPage:
 
     results, model = Path(options.get("results", "results")), options.get("model", "tiny")
     arguments = [f"{k}={v}" for k, v in options.items() if k not in ("results", "longbench")]
+    limit = () if "limit" in options else (f"limit={max(1, count)}",)
     methods = () if "method" in options else METHODS
-    run = words.read([*methods, *arguments, f"results={results}", f"limit={max(1, count)}"]).runs[0]
+    run = words.read([*methods, *arguments, f"results={results}", *limit]).runs[0]
     answers: list[dict[str, Any]] = []
     if count:
         answers = samples.collect(experiment.prepare(config.parse(run)), count)
@@ -63,30 +69,37 @@ def _collect_page(options: dict[str, str], count: int) -> ReportPage:
     committed = results / ("tiny" if model == stand_ins.MODEL else "tables")
     return page.ReportPage(
         model,
-        tables.parts(model, str(results), committed, table_arguments),
-        page.figures_of(folder(results, model)),
-        claim_runner.read(results),
-        audit(),
+        tables.parts(model, str(results), committed, table_arguments) if papers else [],
+        page.figures_of(folder(results, model)) if papers else [],
+        claim_runner.read(results) if papers else [],
+        audit() if papers else [],
         answers,
         _stored_runs(results),
+        page.figures_of(own_folder(results, model)),
+        papers,
     )
 
 
 def _stored_runs(results: Path) -> list[dict[str, Any]]:
-    """Return every cell of the store as plain data, with the last facts of its provenance."""
+    """Return every cell of the store as plain data: its score, its bytes and the last facts of its provenance."""
     from kvbench.run import listing
     from kvbench.run.labels import fields
     from kvbench.run.store import ResultStore
 
-    rows = []
-    for cell in listing.rows(ResultStore(results), {}):
+    rows, store = [], ResultStore(results)
+    for cell in listing.rows(store, {}):
+        means = store.metrics(cell.id) if cell.summary is not None else {}
         facts = cell.record.provenance[-1] if cell.record.provenance else {}
         row = {
+            "model": cell.record.model,
             "method": f"{cell.label} {cell.differs}".strip(),
             "dataset": cell.record.column,
-            "model": cell.record.model,
-            "dtype": fields(cell.record.identity)["dtype"],
+            **{key: means.get(key) for key in ("metric", "score", "ci")},
             "n": cell.status.n,
+            "bytes": means["payload"] + means["overhead"] if "payload" in means else None,
+            "percent_of_full": means.get("percent_of_full"),
+            "status": cell.status.status,
+            "dtype": fields(cell.record.identity)["dtype"],
             **{key: facts.get(key) for key in ("device", "torch", "transformers", "commit")},
             "cell": cell.id,
         }

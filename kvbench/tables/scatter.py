@@ -50,14 +50,18 @@ def draw(report: Report) -> Shown:
     return figure
 
 
+def line_of(label: str) -> str:
+    """Return the name of the line on which a method stands: its label without its budgets."""
+    return " ".join(word for word in label.split() if not word.startswith(BUDGETS))
+
+
 def _panel(panel: Any, report: Report, task: int) -> None:
     """Draw the methods' points on one task, those of one method by budget as a line; the full cache is dashed."""
     lines: dict[str, list[CellSummary]] = {}
     for row in report.rows:
         summary = row.cells[task].summary
         if summary is not None and summary.score is not None:
-            name = " ".join(word for word in row.method.split() if not word.startswith(BUDGETS))
-            lines.setdefault(name, []).append(summary)
+            lines.setdefault(line_of(row.method), []).append(summary)
     for full in lines.pop("full", []):
         panel.axhline(full.score, color=GREY, linestyle="--", label="full")
     for number, (name, summaries) in enumerate(lines.items()):

@@ -192,7 +192,7 @@ BAD = {
     "plot results/paretto": "Did you mean results/pareto",
     "plot vatp/fig3 layers=0": "layers= is not possible with vatp/fig3",
     "plot vatp/fig3 text=x": "text= is not possible with vatp/fig3",
-    "plot vatp/fig3 method=snapkv": "it takes no method=",
+    "plot vatp/fig3 method=snapkv": "take methods of your own",
     "plot vatp/fig3 limit=0": "limit=0 is not possible",
     "plot vatp/fig3 --stored results={tmp}": "nothing of it is in",
     "plot uncomp/fig1 --stored": "--stored is not possible with uncomp/fig1",
@@ -217,7 +217,7 @@ def test_options_of_a_figures_dataset(tmp_path, capsys):
     (tmp_path / "essay.txt").write_text("The wind was cold by the river. It was a calm night in the village. " * 80)
     options = ["lengths=128", "depths=0,100", "repeats=1", "limit=2", f"haystack={tmp_path / 'essay.txt'}"]
     assert main(["plot", "needle/heatmap", *options, f"results={tmp_path}"]) == 0
-    assert "1 prompts at each of 2 pairs of length and depth" in " ".join(capsys.readouterr().out.split())
+    assert "1 prompt at each of 2 pairs of length and depth" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_dataset_given_keeps_the_figures_own_options(tmp_path):
@@ -250,3 +250,30 @@ def test_end_to_end_and_again_without_measuring(tmp_path, capsys, monkeypatch):
     text = next(p for p in first["files"] if p.endswith(".csv"))
     message = Path(text).read_text()
     assert "# examples: 1 of each task" in message and "preset vatp" in message
+
+
+def test_own_methods_in_place_of_the_figures(tmp_path, capsys):
+    line = ["plot", "results/budget", "method=snapkv,think", "kv_size=40,64", "dataset=tiny/needle", *TINY]
+    assert main([*line, f"results={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "; think ratio=0.4 100.0 at 100." in printed and "\npaper:" not in printed and "\nopen:" not in printed
+    stem = tmp_path / "own" / "tiny" / "figures" / "results" / "budget"
+    text = stem.with_suffix(".csv").read_text()
+    assert "# methods: snapkv kv_size=40, snapkv kv_size=64, think ratio=0.4\n" in text
+    data = RESULTS["results/budget"].parse(text)
+    own = data[data["series"] != "full"]
+    assert list(own["series"]) == ["snapkv", "snapkv", "think ratio=0.4"]
+    np.testing.assert_allclose(own["x"], own["kept"], rtol=0.05)
+    assert own["x"].iloc[0] < own["x"].iloc[1] < own["x"].iloc[2] == 100
+    assert not (tmp_path / "tiny").exists()
+    assert main(["plot", "--from-csv", f"{stem}.csv", f"results={tmp_path / 'again'}"]) == 0
+    assert "\npaper:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("several", "names"),
+    [(False, ["snapkv kv_size=40", "snapkv kv_size=64", "h2o"]), (True, ["snapkv", "snapkv", "h2o"])],
+)
+def test_a_map_has_one_budget_and_a_line_has_all(several, names):
+    labels = ["snapkv kv_size=40", "snapkv kv_size=64", "h2o kv_size=40"]
+    assert [p.series for p in measured._own_points(labels, several)] == names

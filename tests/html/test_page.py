@@ -212,3 +212,29 @@ def test_bad_requests(capsys):
     assert "samples=few" in capsys.readouterr().err
     assert main(["report", "page.html"]) == 2
     assert "key=value" in capsys.readouterr().err
+
+
+def test_own_runs_alone_with_scores_bytes_and_figures(tmp_path, capsys):
+    words = ["method=streamingllm", "kv_size=24", "dataset=tiny/needle", "length=128", f"results={tmp_path}", "limit=3"]
+    assert main(["plot", "results/pareto", *words]) == 0
+    line = ["report", "papers=false", "samples=0", *words]
+    assert main([*line, f"output={tmp_path}/page.html"]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert re.findall(r'<h2 id="(\w+)">', text) == ["runs", "samples"]
+    assert "five papers" not in text and "data-view=" not in text.partition("<script")[0]
+    assert text.count("<figure>") == 1 and "<b>Shows</b> Every point is a method at one budget" in text
+    assert "<b>The paper</b>" not in text and "<b>Ran</b> Model tiny" in text
+    capsys.readouterr()
+    assert main([*line, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert not any(shown[key] for key in ("tables", "audit", "claims"))
+    full, streaming = sorted(shown["runs"], key=lambda run: run["method"])
+    assert streaming["bytes"] < full["bytes"] and streaming["percent_of_full"] < 25 < full["score"]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", text)
+    assert f"{streaming['bytes']:,.0f}" in cells and f"{full['score']:.1f}" in cells
+
+
+def test_a_folder_for_the_page_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvbench.cli.report._collect_page", lambda *a: pytest.fail("it was measured"))
+    assert main(["report", f"output={tmp_path}"]) == 2
+    assert f"is a folder: name a file in it, as in output={tmp_path}/report.html" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvbench.papers.figures.measured import Sweep
 
 DIGITS = "%.5g"
+OWN_METHODS = "methods"
+"""The fact that says which methods the user named in place of the figure's."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Figure:
     title: its content in a line. shows: its caption, with the exact computation. claim: the paper's reading of its own
     figure. unsaid: points that the paper leaves open, and the choices made here. columns: those of the data. knobs: its
     options with their defaults; None stands for the default in ``shows``. each, most: prompts read by default per task
-    and in all. compute, facts, prepare: as in ``Code``. sweeps: the runs behind measured scores, empty where formulas
+    and in all. own: its caption with methods that the user names, '' if it takes none. compute, facts, prepare: as in
+    ``Code``. sweeps: the runs behind measured scores, empty where formulas
     alone compute a figure; None for one of a model's activations.
     """
 
@@ -101,6 +104,11 @@ class Figure:
     each: int = 1
     most: int | None = None
     sweeps: tuple[Sweep, ...] | None = None
+    own: str = ""
+
+    def captioned(self, csv_facts: Mapping[str, Any]) -> Figure:
+        """Return the figure with the caption that fits data of these facts: methods of the user's own test no claim."""
+        return replace(self, shows=self.own, claim="", unsaid="") if OWN_METHODS in csv_facts else self
 
     @property
     def paper(self) -> str:
@@ -163,6 +171,11 @@ class Figure:
             problem = f"it has no column {', '.join(missing)}" if missing else "it has no rows"
             raise UsageError(f"{self.id}: the CSV does not hold this figure's data: {problem}")
         return data
+
+
+def own_folder(results: Path | str, model: str) -> Path:
+    """Return the folder of figures of the user's own methods on a model."""
+    return Path(results) / "own" / Path(model).name / "figures"
 
 
 def folder(results: Path | str, model: str) -> Path:

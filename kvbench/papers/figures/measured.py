@@ -6,6 +6,7 @@ model the windows of a paper's preset are scaled to its prompts, as in the paper
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from kvbench.methods import registry
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig, chain_of
 from kvbench.metrics import metric, stats
-from kvbench.papers.figures.figure import Figure
+from kvbench.papers.figures.figure import OWN_METHODS, Figure
 from kvbench.papers.measured.our_table import scores
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.run import config, experiment, presets, summary, words
@@ -28,6 +29,7 @@ from kvbench.run.experiment import RunPlan
 from kvbench.run.plan import Cell, Group
 from kvbench.run.results import CellSummary, share
 from kvbench.run.words import split_list
+from kvbench.tables.scatter import line_of
 
 MEAN = "mean"
 FULL = "full"
@@ -37,7 +39,10 @@ COLUMNS = ("series", "x", "task", "metric", *VALUES)
 
 @dataclass(frozen=True)
 class Point:
-    """One place of a figure: a method with its knobs, under the name of its series, at ``x``."""
+    """One place of a figure: a method with its knobs, under the name of its series, at ``x``.
+
+    An ``x`` that is nan stands for the per cent of tokens that were kept.
+    """
 
     series: str
     x: float
@@ -101,7 +106,10 @@ class Ran:
         for point, cells in self.points():
             results = [(g, summary.measured(g, c, self.run.store), self._pairs(g, c)) for g, c in cells]
             measured = [(g, c.summary, pairs) for g, c, pairs in results if c.summary is not None]
-            place = {"series": point.series, "x": point.x}
+            if not measured:
+                continue
+            kept = _held([means for _, means, _ in measured])["kept"]
+            place = {"series": point.series, "x": float(f"{kept:.2g}") if math.isnan(point.x) else point.x}
             for group, means, pairs in measured:
                 name = group.task.id.partition("/")[2] if len(results) > 1 else group.task.id
                 low, high = means.ci or (None, None)
@@ -121,12 +129,12 @@ class Ran:
     def left_out(self) -> list[str]:
         """Return the cells that cannot be shown, with the reason."""
         store, reasons = self.run.store, []
-        for point, group, cell in self.cells():
+        for _, group, cell in self.cells():
             reason = store.refusal(cell.id)
             if reason is None and not store.samples(cell.id).keys() & {e.id for e in group.examples}:
                 reason = store.status(cell.id).reason or "not measured"
             if reason is not None:
-                reasons.append(f"{point.series} at {point.x:g} on {group.column}: {reason}")
+                reasons.append(f"{cell.label} on {group.column}: {reason}")
         return reasons
 
 
@@ -151,9 +159,11 @@ class MeasuredFigure:
             return {}
         omissions = [reason for r in self.ran for reason in r.left_out()]
         settings = [experiment.settings(r.run).removesuffix(".") for r in self.ran]
+        own = [p.method for r in self.ran for p in r.sweep.points if math.isnan(p.x)]
         counts = sorted({len(g.examples) for r in self.ran for g in r.run.groups})
         return {
             "runs": " | ".join(dict.fromkeys(settings)),
+            **({OWN_METHODS: ", ".join(own)} if own else {}),
             "weights": self.ran[0].run.source.fingerprint,
             "examples": f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} of each task",
             **({"left out": "; ".join(omissions)} if omissions else {}),
@@ -164,8 +174,8 @@ def prepare(figure: Figure, arguments: Sequence[str]) -> MeasuredFigure:
     """Plan the runs of a figure, checked before any model is loaded.
 
     ``arguments`` are ``run``'s: model=, dataset= in place of the figure's own (of those that it has where each has a
-    budget), limit=, results=, data.root=, ... Raises UsageError for a model, a dataset or an argument that is not
-    possible.
+    budget), method= with its knobs likewise, limit=, results=, data.root=, ... Raises UsageError for a model, a dataset
+    or an argument that is not possible.
     """
     options, sweeps = dict(a.partition("=")[::2] for a in arguments), figure.sweeps or ()
     model = options.get("model", stand_ins.MODEL)
@@ -183,7 +193,7 @@ def prepare(figure: Figure, arguments: Sequence[str]) -> MeasuredFigure:
     for sweep in sweeps:
         names = [n for n in wanted if len(datasets) == 1 or _within(n, sweep.reads(model == stand_ins.MODEL))]
         if names:
-            ran.append(_ran(sweep, model, {**options, "dataset": ",".join(names)}, figure.each))
+            ran.append(_ran(figure, sweep, model, {**options, "dataset": ",".join(names)}))
     return MeasuredFigure(tuple(ran))
 
 
@@ -192,14 +202,14 @@ def _within(name: str, dataset: str) -> bool:
     return name == dataset or name.startswith(f"{dataset}/")
 
 
-def _ran(sweep: Sweep, model: str, given: Mapping[str, str], each: int) -> Ran:
+def _ran(figure: Figure, sweep: Sweep, model: str, given: Mapping[str, str]) -> Ran:
     """Plan the run of one sweep on a model."""
     tiny = model == stand_ins.MODEL
     sweep_options = dict(a.partition("=")[::2] for a in (*sweep.arguments, *(() if tiny else sweep.pretrained)))
     dataset_options = [entries("dataset").get(n.partition("/")[0], {}) for n in split_list(given["dataset"])]
     defaults = {
         "model": model,
-        "limit": str(each),
+        "limit": str(figure.each),
         **{key: value for key, value in sweep_options.items() if all(key in options for options in dataset_options)},
         **({"preset": sweep.preset} if sweep.preset else {}),
         "method": "full",
@@ -208,12 +218,23 @@ def _ran(sweep: Sweep, model: str, given: Mapping[str, str], each: int) -> Ran:
     merged = {**defaults, **given}
     (run,) = words.read([f"{k}={v}" for k, v in merged.items()]).runs
     cfg = config.parse(run)
+    if "method" in given:
+        own = [c for c in cfg.chains if c.chain.stages]
+        points = _own_points([c.label for c in own], several="x" in figure.columns)
+        return Ran(replace(sweep, points=points), experiment.prepare(cfg), tuple(c.chain for c in own))
     values = presets.values(sweep.preset, model if model in entries("model") else "") if sweep.preset else {}
     small = replace(stand_ins.TINY, of=sweep.length) if tiny else None
     chains = tuple(_chain(p, values, small) for p in sweep.points)
     labels = {c: f"{p.series} {p.x:g}" for p, c in zip(sweep.points, chains, strict=True)}
     cfg = replace(cfg, chains=tuple(ChainConfig(c, label) for c, label in labels.items()))
     return Ran(sweep, experiment.prepare(cfg), chains)
+
+
+def _own_points(labels: Sequence[str], several: bool) -> tuple[Point, ...]:
+    """Return a point per label of a method; labels that differ in budgets alone share a series if ``several`` may."""
+    lines = [line_of(label) for label in labels]
+    names = [line if several or lines.count(line) == 1 else label for label, line in zip(labels, lines, strict=True)]
+    return tuple(Point(name, math.nan, label) for name, label in zip(names, labels, strict=True))
 
 
 def _chain(point: Point, values: Mapping[str, Any], small: row_knobs.StandIn | None) -> Chain:

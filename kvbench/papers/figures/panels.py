@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -19,6 +20,7 @@ from kvbench.tables import style
 
 WIDE = 10  # highest over lowest value, from where on an ``auto`` scale is logarithmic
 PREFIX = len("(a) ")  # what a letter adds to a title
+FAR = 1.4  # times the room of a title, from where on it reaches into the next panel even in small letters
 BEHIND = 1.9  # zorder of quiet lines, just below the 2 that matplotlib gives to lines; the legend knows them by it
 
 
@@ -180,10 +182,14 @@ class Picture:
     ) -> None:
         """Write each panel's title, lettered (a), (b), ... from ``first_letter`` on if the figure has several panels.
 
-        All titles are small if one is longer than ``max_characters``. ``gap`` goes before those below the first row.
+        All titles are small if one is longer than ``max_characters``, and broken into lines if one is far longer.
+        ``gap`` goes before those below the first row.
         """
         lettered = first_letter or len(titles) > 1 or self.beside
-        size: dict[str, Any] = {"fontsize": 6.5} if any(len(t) + PREFIX > max_characters for _, t in titles) else {}
+        longest = max((len(t) + PREFIX for _, t in titles), default=0)
+        size: dict[str, Any] = {"fontsize": 6.5} if longest > max_characters else {}
+        if longest > FAR * max_characters:
+            titles = [(ax, textwrap.fill(t, int(max_characters), break_long_words=False)) for ax, t in titles]
         for i, (ax, title) in enumerate(titles):
             prefix = "" if ax.get_subplotspec().is_first_row() else gap  # type: ignore[union-attr]
             ax.set_title(f"{prefix}({chr(97 + first_letter + i)}) {title}" if lettered else title, loc="left", **size)
@@ -283,7 +289,7 @@ def _axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
     if panel.ticks == "even":
         ax.xaxis.set_major_locator(FixedLocator([xs[i] for i in style.integer_ticks(xs, 9)[0]]))
     elif panel.ticks:
-        ticks = panel.ticks if panel.ticks != "data" else xs
+        ticks = panel.ticks if panel.ticks != "data" else _apart(xs) if panel.xscale == "log" else xs
         if panel.ticks == "powers":
             ticks = [2.0**k for k in range(math.floor(math.log2(xs[0])), math.ceil(math.log2(xs[-1])) + 1)]
         ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
@@ -307,6 +313,15 @@ def _axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
         ax.axvline(panel.at_x, color=style.GREY, lw=0.6, ls=":")
     if panel.at_y is not None:
         ax.axhline(panel.at_y, color=style.GREY, lw=0.6, ls=":")
+
+
+def _apart(values: Sequence[float]) -> list[float]:
+    """Return the values that leave room for their labels on a logarithmic axis, the smallest first."""
+    kept = values[:1]
+    for value in values[1:]:
+        if value > 1.2 * kept[-1]:
+            kept = [*kept, value]
+    return list(kept)
 
 
 def _legend(fig: Any, where: str, columns: int) -> None:

@@ -154,7 +154,8 @@ def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
     if (by_depth < LOST).any():
         yield Fact(f"Depths with a mean below {LOST}", by_depth[by_depth < LOST], at="{:g} %")
     fields = data.groupby(["length", "depth"]).ngroups
-    yield Fact("Examples", f"{int(data['n'].min())} prompts at each of {fields} pairs of length and depth")
+    least = int(data["n"].min())
+    yield Fact("Examples", f"{least} prompt{'s' * (least > 1)} at each of {fields} pairs of length and depth")
 
 
 def _prompt_means(data: pd.DataFrame, by: str | list[str]) -> pd.Series[float]:

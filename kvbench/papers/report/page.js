@@ -1,8 +1,16 @@
 "use strict";
-for (const button of document.querySelectorAll("nav button")) {
+const unfold = document.getElementById("unfold");
+unfold.addEventListener("click", () => {
+  const all = [...document.querySelectorAll("details")];
+  const open = all.some((d) => !d.open);
+  for (const d of all) d.open = open;
+  unfold.textContent = open ? "fold all" : "open all";
+});
+
+for (const button of document.querySelectorAll("nav button[data-view]")) {
   button.addEventListener("click", () => {
     document.body.className = "view-" + button.dataset.view;
-    for (const other of document.querySelectorAll("nav button"))
+    for (const other of document.querySelectorAll("nav button[data-view]"))
       other.setAttribute("aria-pressed", String(other === button));
   });
 }
@@ -78,13 +86,14 @@ function paint(sample, method) {
   sample.tokens.forEach((token, i) => {
     const span = make("span", token, prompt);
     const share = Number(method.kept[i] || 0) / 9;
-    if (share) span.style.background = `rgba(var(--keep), ${0.12 + 0.5 * share})`;
+    if (share) span.style.background = `rgba(var(--keep), ${0.15 + 0.5 * share})`;
     if (found.has(i)) span.className = "found";
     span.title = `token ${i}: kept by ${Math.round(100 * share)} % of layers and heads`;
   });
   const first = prompt.querySelector(".found");
   prompt.scrollTop = first ? Math.max(0, first.offsetTop - prompt.offsetTop - prompt.clientHeight / 2) : 0;
-  for (const row of answers.rows) row.classList.toggle("chosen", row.dataset.label === method.label);
+  for (const row of answers.rows)
+    row.querySelector("button").setAttribute("aria-pressed", String(row.dataset.label === method.label));
 }
 
 function choose() {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.papers.claims import claim_runner
+from kvbench.papers.figures.figure import facts_of
 from kvbench.papers.figures.registry import FIGURES
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.report.tables import ReportPart
@@ -25,14 +26,19 @@ from kvbench.tables.table import Table
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-SHORT = 24
+SHORT = 16
 """Characters of a cell that is not broken into lines."""
+RUN_HEADS = {"ci": "95 % interval", "percent_of_full": "% of full, 16 bits"}
+OWN_PLOT = "python -m kvbench plot results/pareto method=snapkv,h2o kv_ratio=0.5,0.25"
 VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta", "difference"))
 
 
 @dataclass(frozen=True)
 class ReportPage:
-    """The report on one model: its tables, figures, ledgers of claims, findings in the papers, samples and runs."""
+    """The report on one model: its tables, figures, ledgers of claims, findings in the papers, samples and runs.
+
+    own_figures: those of methods that the user named. papers: False where the user's runs alone are shown.
+    """
 
     model: str
     tables: Sequence[ReportPart]
@@ -41,13 +47,15 @@ class ReportPage:
     audit: Sequence[Finding]
     samples: Sequence[Mapping[str, Any]]
     runs: Sequence[Mapping[str, Any]]
+    own_figures: Sequence[Mapping[str, str]] = ()
+    papers: bool = True
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain data."""
         return {
             "model": self.model,
             "tables": [{**t.plain, "measured": t.measured and asdict(t.measured)} for t in self.tables],
-            "figures": [{key.lower(): text for key, text in figure.items()} for figure in self.figures],
+            "figures": [{key.lower(): text for key, text in f.items()} for f in (*self.own_figures, *self.figures)],
             "claims": self.claims,
             "audit": [asdict(finding) for finding in self.audit],
             "samples": self.samples,
@@ -56,39 +64,60 @@ class ReportPage:
 
     def page(self) -> str:
         """Return the report as one HTML page."""
+        sections = [
+            ("runs", "Your runs", self._runs()),
+            ("samples", "Examples", browser(len(self.samples))),
+            *(self._of_papers() if self.papers else ()),
+        ]
+        title = "your runs and five papers" if self.papers else "your runs"
+        return build(f"kvbench: {title}, KV-cache compression on {self.model}", sections, self.samples, self._lead())
+
+    def _lead(self) -> str:
+        """Return the first text of the page: what is in it."""
+        runs = f"{len(self.runs)} of your cells, {len(self.samples)} single example{'s' * (len(self.samples) != 1)}"
+        if not self.papers:
+            return f"{runs}. Click a column's head to sort."
         ours = sum("as printed" not in t.title for t in self.tables)
         stand_in = any("stand-in" in t.title for t in self.tables)
         stands = ", a stand-in: compare orders with the papers', not values" if stand_in else ""
-        lead = (
-            f"{len(self.tables)} tables, {ours} of them with our numbers on {self.model}{stands}. In a cell ours comes "
-            f"first, the paper's below it. {len(self.audit)} findings about the papers' own numbers. Click a column's "
-            "head to sort."
+        return (
+            f"{runs}; of five papers {len(self.tables)} tables, {ours} of them with our numbers on {self.model}"
+            f"{stands}. In a cell ours comes first, the paper's below it. {len(self.audit)} findings about the papers' "
+            "own numbers. Click a column's head to sort."
         )
+
+    def _of_papers(self) -> list[tuple[str, str, str]]:
+        """Return the sections on the papers: (id, heading, HTML) each."""
         facts = ("table", "row", "cell", "printed", "recomputed", "weight", "why")
         findings = []
         for f in self.audit:
             printed = "" if f.printed == f.row else f.printed
             findings.append((f"{f.paper}/{f.table}", f.row, f.cell, printed, f.recomputed, f.weight, f.why))
-        sections = [
+        return [
             ("tables", "Tables", tables((t.paper, t.title, t.content) for t in self.tables)),
             ("figures", "Figures", figures(self.figures)),
             ("claims", "Claims", "".join(map(ledger, self.claims)) or "<p>None yet: python -m kvbench claims.</p>"),
             ("audit", "Audit", rows(facts, findings)),
-            ("samples", "Examples", browser(len(self.samples))),
-            ("runs", "Runs", self._runs()),
+            ("provenance", "Samples behind the tables", self._provenance()),
         ]
-        return build("kvbench: five papers on KV-cache compression", sections, self.samples, lead)
 
     def _runs(self) -> str:
-        """Return the provenance of the samples behind the tables, and of the cells of the store."""
+        """Return the figures of the user's methods, and a table of the store's cells with scores and bytes."""
+        drawn = figures(self.own_figures) if self.own_figures else f"<p>No figures yet: {html.escape(OWN_PLOT)}.</p>"
+        cells = [tuple({**run, **_in_words(run)}.values()) for run in self.runs]
+        return drawn + (rows([RUN_HEADS.get(h, h) for h in self.runs[0]], cells) if cells else "<p>None.</p>")
+
+    def _provenance(self) -> str:
+        """Return what the samples behind the tables were measured with."""
         measured = [t.measured for t in self.tables if t.measured]
-        parts = [f"<h3>Cells of the store: {len(self.runs)}</h3>"]
-        if measured:
-            body = ((m.table, m.cells, m.answers, *m.facts.values()) for m in measured)
-            table = rows(("table", "cells", "answers", *measured[0].facts), body)
-            parts.insert(0, f"<h3>Samples behind the tables</h3>{table}")
-        cells = [tuple(r.values()) for r in self.runs]
-        return "".join(parts) + (rows(tuple(self.runs[0]), cells) if cells else "<p>None.</p>")
+        body = [(m.table, m.cells, m.answers, *m.facts.values()) for m in measured]
+        return rows(("table", "cells", "answers", *measured[0].facts), body) if body else "<p>None.</p>"
+
+
+def _in_words(run: Mapping[str, Any]) -> dict[str, str]:
+    """Return the numbers of a run as they are printed."""
+    forms = {"score": "{:.1f}", "ci": "[{0[0]:.0f}, {0[1]:.0f}]", "bytes": "{:,.0f}", "percent_of_full": "{:.1f}"}
+    return {key: form.format(run[key]) for key, form in forms.items() if run.get(key) is not None}
 
 
 def ledger(content: Mapping[str, Any]) -> str:
@@ -115,6 +144,7 @@ def build(
         f'<button data-view="{view}" aria-pressed="{"true" if view == "both" else "false"}">{label}</button>'
         for view, label in VIEWS
     )
+    shown = f" <span>cells show {views}</span>" if any(i == "tables" for i, _, _ in sections) else ""
     body = "\n".join(f'<section><h2 id="{i}">{html.escape(h)}</h2>\n{content}</section>' for i, h, content in sections)
     # a tag inside the data must not end the element that holds it
     samples = json.dumps(list(data), ensure_ascii=False).replace("<", "\\u003c")
@@ -123,7 +153,7 @@ def build(
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{style}</style></head>\n'
         f'<body class="view-both">\n<h1>{html.escape(title)}</h1>\n<p>{html.escape(lead)}</p>\n'
-        f"<nav>{links} <span>cells show {views}</span></nav>\n"
+        f'<nav>{links}{shown} <button id="unfold">open all</button></nav>\n'
         f'{body}\n<script type="application/json" id="samples-data">{samples}</script>\n'
         f"<script>{script}</script>\n</body></html>\n"
     )
@@ -148,9 +178,10 @@ def figures_of(folder: Path) -> list[dict[str, str]]:
         name, csv = str(path.relative_to(folder).with_suffix("")), path.with_suffix(".csv")
         texts = {"name": name, "picture": str(path)}
         if (figure := FIGURES.get(name)) is not None:
-            finding = figure.finding(figure.parse(csv.read_text(encoding="utf-8"))) if csv.exists() else ""
+            text = csv.read_text(encoding="utf-8") if csv.exists() else ""
+            figure, finding = figure.captioned(facts_of(text)), figure.finding(figure.parse(text)) if text else ""
             texts |= {"title": figure.title, "Shows": figure.shows, "Here": finding}
-            texts |= {"The paper": figure.claim, "Open": figure.unsaid}
+            texts |= {"The paper": figure.claim, "Open": figure.unsaid, "Ran": facts_of(text).get("runs", "")}
         figures.append(texts)
     return figures
 
@@ -164,7 +195,7 @@ def figures(found: Sequence[Mapping[str, str]]) -> str:
     """Return the figures as HTML."""
     parts = []
     for figure in found:
-        texts = ((key, figure.get(key)) for key in ("Shows", "Here", "The paper", "Open"))
+        texts = ((key, figure.get(key)) for key in ("Shows", "Here", "The paper", "Open", "Ran"))
         lines = "".join(f"<p><b>{what}</b> {html.escape(text)}</p>" for what, text in texts if text)
         title = html.escape(": ".join(figure[key] for key in ("name", "title") if key in figure))
         data = base64.b64encode(Path(figure["picture"]).read_bytes()).decode()
