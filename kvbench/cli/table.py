@@ -96,6 +96,8 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
         for reason in grid.absent(ours):
             print(fill(reason, 100, initial_indent="  ", subsequent_indent="    "))
         return code
+    if args.trace:
+        trace.find(ours, *args.trace)  # a name that is not there costs no measuring
     if ours.run is not None and not args.stored:
         words = ["table", args.table, *args.overrides]
         logger = ours.run.cfg.logger

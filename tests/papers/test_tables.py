@@ -311,7 +311,7 @@ def test_nothing_stored_shows_dashes(tmp_path, capsys):
         (["think/4", "--show", "all"], "--show"),
         (["think/4", "--format", "pdf"], "--format"),
         (["think", "--trace", "a", "b"], "--trace needs one table"),
-        (["think/4", "--stored", "--trace", "nothing", "lcc"], "unknown row"),
+        (["think/4", "--trace", "nothing", "lcc"], "unknown row"),  # before anything is measured
         (["think/4", "--stored", "--trace", "kivi bits=2", "nothing"], "unknown column"),
         (["uncomp/5", "--trace", "qasper", "length"], "no numbers of ours"),
         (["think/4", "model=nowhere/absent"], "download=true"),

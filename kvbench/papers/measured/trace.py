@@ -15,11 +15,21 @@ from kvbench.run.report import CellResult
 
 def trace(ours: OurTable, row: str, column: str) -> str:
     """Return the cell behind a number with each example's score, or the cells behind an average; else UsageError."""
+    line, wanted = find(ours, row, column)
+    seen = view(ours)
+    origin = list(_lines(ours, line, wanted)) if wanted.dataset not in MEANS else []
+    for behind in ours.declared.scores if wanted.dataset in MEANS else ():
+        origin += [f"  {text}" for text in _place(ours, line, behind)]
+    entry = next(entries for table_line, entries in seen.rows if table_line is line)[seen.columns.index(wanted)]
+    return "\n".join([f"{ours.declared.id}, {row}, {column}:", *origin, *_shown(entry, ours.stand_in)])
+
+
+def find(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]:
+    """Return the row and the column of these names. Raises UsageError for one that is not there or not run here."""
     lines = [line for line in ours.lines if line.row.name == row]
     if not lines:
         raise unknown("row", row, [line.row.name for line in ours.lines])
-    seen = view(ours)
-    columns = [c for c in seen.columns if c in ours.declared.scores or c.dataset in MEANS]
+    columns = [c for c in view(ours).columns if c in ours.declared.scores or c.dataset in MEANS]
     if not columns:
         raise UsageError(f"{ours.declared.id} has no numbers of ours to trace: it shows what is printed")
     wanted = next((c for c in columns if c.name == column), None)
@@ -29,11 +39,7 @@ def trace(ours: OurTable, row: str, column: str) -> str:
     line = next((x for x in lines if x.chain is not None), lines[0])
     if line.chain is None:
         raise UsageError(f"{row} on {column} is not run here: {line.refused or line.skipped}")
-    origin = list(_lines(ours, line, wanted)) if wanted.dataset not in MEANS else []
-    for behind in ours.declared.scores if wanted.dataset in MEANS else ():
-        origin += [f"  {text}" for text in _place(ours, line, behind)]
-    entry = next(entries for table_line, entries in seen.rows if table_line is line)[seen.columns.index(wanted)]
-    return "\n".join([f"{ours.declared.id}, {row}, {column}:", *origin, *_shown(entry, ours.stand_in)])
+    return line, wanted
 
 
 def _lines(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:

@@ -77,7 +77,7 @@ class ReportPage:
         runs = f"{len(self.runs)} of your cells, {len(self.samples)} single example{'s' * (len(self.samples) != 1)}"
         if not self.papers:
             return f"{runs}. Click a column's head to sort."
-        ours = sum("as printed" not in t.title for t in self.tables)
+        ours = sum(any("ours" in c and c["method"] != "full" for c in t.plain["cells"]) for t in self.tables)
         stand_in = any("stand-in" in t.title for t in self.tables)
         stands = ", a stand-in: compare orders with the papers', not values" if stand_in else ""
         return (
