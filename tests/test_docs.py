@@ -52,7 +52,8 @@ def test_adding_the_readmes_method_takes_one_file_in_any_folder(tmp_path):
     assert len(code.strip().splitlines()) <= 25
     (tmp_path / "strided.py").write_text(code)
     small = ["kv_ratio=0.5", "dataset=tiny/needle", "length=256", "limit=2", f"results={tmp_path / 'results'}"]
-    done = own_method(tmp_path, "run", "method=strided+think", *small, "--json")
+    folder = os.path.relpath(tmp_path, ROOT)  # as the README has it
+    done = own_method(folder, "run", "method=strided+think", *small, "--json")
     assert done.returncode == 0, done.stderr
     assert '"method": "strided+think kv_ratio=0.5 ratio=0.4"' in done.stdout
     assert '"status": "refused"' not in done.stdout

@@ -2,4 +2,4 @@
 
 import os
 
-__path__ += [folder for folder in os.environ.get("KVBENCH_METHODS", "").split(os.pathsep) if folder]
+__path__ += [os.path.abspath(folder) for folder in os.environ.get("KVBENCH_METHODS", "").split(os.pathsep) if folder]

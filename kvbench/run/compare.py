@@ -31,6 +31,8 @@ from kvbench.run.run_plan import RunPlan, plan_of
 from kvbench.run.store import ResultStore
 
 Row = str | Mapping[str, Any]
+PROMPTS = (("prompt",), ("context", "question"))
+"""The keys of a row that together are its prompt."""
 LOADED = ("dtype", "weights", "attention", "rope_scaling", "device_map", "download", "revision")
 """Settings of a model that are in force once it is loaded."""
 
@@ -47,10 +49,11 @@ def compare(
     """Measure ``methods`` and the full cache on the same prompts and return the report that `run` prints.
 
     ``data`` is a dataset as `run` names it (``"tiny/needle"``, ``"longbench/qasper"``), or rows: mappings with
-    ``prompt`` and ``answers`` (a text or a list), a datasets.Dataset of such, or plain texts. A plain text has no
-    reference: the full cache's own answer stands in for one. ``settings`` are the keys of `run`: ``kv_ratio=0.25``,
-    ``kv_size=[64, 128]``, ``limit=20``, ``metric="rouge_l"`` (of rows), ``max_new_tokens=64``, ``prompt="chat"``.
-    An entry of ``methods`` is a name as `run` takes it (``"snapkv+think"``), or a Chain of stages of your own.
+    ``answers`` (a text or a list) and ``prompt``, or ``context`` and ``question`` in its place, a datasets.Dataset of
+    such, or plain texts. A plain text has no reference: the full cache's own answer stands in for one. ``settings`` are
+    the keys of `run`: ``kv_ratio=0.25``, ``kv_size=[64, 128]``, ``limit=20``, ``metric="rouge_l"`` (of rows),
+    ``max_new_tokens=64``, ``prompt="chat"``. An entry of ``methods`` is a name as `run` takes it
+    (``"snapkv+think"``), or a Chain of stages of your own.
 
     Answers are stored below ``results`` as those of `run` are: the same call again measures what is missing. Raises
     UsageError naming the key and the value of a setting that is not possible.
@@ -99,11 +102,14 @@ def _rows(
             except TypeError:
                 raise UsageError(f"row {number} of data cannot be encoded: {row[:40]!r}") from None
             yield {"id": str(number), "prompt": row, "answers": [reference]}
-        elif isinstance(row, Mapping) and {"prompt", "answers"} <= row.keys():
+        elif isinstance(row, Mapping) and any({*keys, "answers"} <= row.keys() for keys in PROMPTS):
             yield {"id": str(number), **row}
         else:
             has = ", ".join(map(str, row)) if isinstance(row, Mapping) else repr(row)
-            raise UsageError(f"row {number} of data has {has}: a row is a text, or a mapping with prompt and answers")
+            raise UsageError(
+                f"row {number} of data has {has}: a row is a text, or a mapping with answers and a prompt, or with "
+                "answers, a context and a question"
+            )
 
 
 def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) -> str:
@@ -116,14 +122,14 @@ def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) ->
 
 
 def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Write the rows as JSON lines to a file named by their digest, which `run dataset=file` reads, too."""
+    """Write the rows as JSON lines to rows.jsonl, which `run dataset=file` reads, too, in a folder of their digest."""
     try:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     except TypeError as error:
         raise UsageError(f"a row of data is not possible: {error}") from None
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    path = folder / hashlib.sha256(text.encode()).hexdigest()[:16] / "rows.jsonl"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise disk_error(error, path) from None

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 BUDGETS = ("kv_size=", "kv_ratio=")
 COLUMNS = 3
-WIDTH, HEIGHT = 3.2, 2.6
+WIDTH, HEIGHT = 3.6, 2.8
 """Inches of a panel."""
+LETTERS = 34
+"""Letters of the legend below a panel: what does not fit stands in a line of its own."""
 
 
 class Shown(Canvas):
@@ -36,7 +38,7 @@ def draw(report: Report) -> Shown:
     columns = min(COLUMNS, len(tasks))
     rows = math.ceil(len(tasks) / columns)
     with styled():
-        figure = Shown(figsize=(WIDTH * columns, HEIGHT * rows + 0.5), layout="constrained")
+        figure = Shown(figsize=(WIDTH * columns, HEIGHT * rows + 0.5), dpi=200, layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False).flat
         for i, (panel, task) in enumerate(zip(panels, tasks, strict=False)):
             _panel(panel, report, i)
@@ -46,7 +48,8 @@ def draw(report: Report) -> Shown:
         for panel in list(panels)[len(tasks) :]:
             panel.set_visible(False)
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, max(1, len(labels))))
+        fitting = columns * LETTERS // (8 + max(map(len, labels), default=0))
+        figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(fitting, len(labels))))
     return figure
 
 

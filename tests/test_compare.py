@@ -1,0 +1,29 @@
+"""Methods compared on a loaded model: rows in, a table, a picture and a DataFrame out."""
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+import kvbench
+
+pytestmark = pytest.mark.e2e("whole answers")
+CONTEXT = "notes: the cold river shines slowly. the magic number of paris is 471. it was a calm night. "
+QUESTION = "question: what is the magic number of paris? answer: paris is"
+METHODS = ["snapkv+think", "streamingllm", "h2o", "expectedattention", "random"]
+
+
+def test_rows_with_context_and_question_are_compared_and_drawn(tmp_path):
+    model, tokenizer = kvbench.load_model("tiny")
+    rows = [{"context": CONTEXT, "question": QUESTION, "answers": ["471"]}]
+    settings = {"kv_ratio": [0.5, 0.25], "max_new_tokens": 4, "progress": False, "results": tmp_path}
+    report = kvbench.compare(model, tokenizer, rows, METHODS, **settings)
+    assert [c.task for c in report.columns] == ["file/rows"]
+    whole = [{"prompt": CONTEXT + QUESTION, "answers": ["471"]}]
+    again = kvbench.compare(model, tokenizer, whole, METHODS, **settings)
+    assert report.to_pandas()["score"].tolist() == again.to_pandas()["score"].tolist()
+    figure = report.plot()
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    (legend,) = figure.legends
+    box = legend.get_window_extent(renderer)
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width, "the legend is cut"
+    assert figure.bbox.width >= 640
