@@ -130,6 +130,7 @@ def test_padding_and_foreign_calls_are_refused():
         model(prompt(5)[None], attention_mask=torch.tensor([[0, 1, 1, 1, 1]]))
 
 
+@pytest.mark.filterwarnings("ignore:prompt and new tokens are 600")
 def test_caches_of_another_model_and_texts_past_learned_positions_are_refused():
     llama, opt = build("llama"), build("opt")
     (cache,) = kvbench.prefill(llama, prompt(20), ["full"])
