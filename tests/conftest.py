@@ -1,5 +1,6 @@
 """Test-wide settings: one place for threads, since two OpenMP threads on tiny tensors wait for each other."""
 
+import gc
 import os
 import sys
 from itertools import chain
@@ -10,9 +11,16 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "scripts")]
 torch.set_num_threads(1)
+gc.set_threshold(50_000, 50, 100)
 
 SMOL = "smollm2-135m-q4_1"
 LONG_S = 2.0
+
+
+def pytest_collection_finish():
+    """Leave what collection made to itself: the collector would go through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):
