@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-from contextlib import suppress
 
 import pytest
 
@@ -18,16 +17,19 @@ def grid(names, values, ids=None):
     def fold(test):
         @functools.wraps(test)
         def all_cases(**fixtures):
-            failed = []
+            failed, skipped = [], []
             for case in cases:
                 try:
-                    with suppress(pytest.skip.Exception):  # that case alone
-                        test(**case, **fixtures)
+                    test(**case, **fixtures)
+                except pytest.skip.Exception as reason:
+                    skipped.append(reason)
                 except (Exception, pytest.fail.Exception) as error:
                     failed.append((case, error))
             if failed:
                 lines = (f"{case}: {error}" for case, error in failed[:10])
                 raise AssertionError("\n".join([f"{len(failed)} of {len(cases)} cases", *lines])) from failed[0][1]
+            if len(skipped) == len(cases):
+                raise skipped[0]
 
         kept = [p for p in inspect.signature(test).parameters.values() if p.name not in keys]
         all_cases.__signature__ = inspect.Signature(kept)

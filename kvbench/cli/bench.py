@@ -21,8 +21,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the benchmark asked for. Return exit status 1 if bytes differ from their formula or a timed row failed."""
     other = {"memory": ("time", "--plan", args.plan), "time": ("memory", "--formula", args.formula)}
-    verb, option, given = other[args.what]
-    if given:
+    verb, option, is_set = other[args.what]
+    if is_set:
         raise UsageError(f"{option} belongs to bench {verb}: leave it out")
     if args.what == "memory":
         return bench_memory.main(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvbench.errors import UsageError
@@ -11,6 +12,13 @@ from kvbench.run.keys import pairs
 
 FIXED = ("method", "dataset", "preset", "match", "reference")
 """Keys of `run` that a claim or a table of a paper decides itself."""
+
+
+def refuse_fixed(options: Mapping[str, str], owner: str) -> None:
+    """Raise UsageError if an option is a key that its ``owner`` decides, as "the claim"."""
+    for key in options:
+        if key in FIXED:
+            raise UsageError(f"{key}={options[key]} is not possible here: {owner} says it. Use `run` instead")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,9 +33,7 @@ def main(args: argparse.Namespace) -> int:
     if "=" in args.paper:
         args.paper, args.overrides = "all", [args.paper, *args.overrides]
     options = {"limit": "20", **pairs(args.overrides)}
-    fixed = next((k for k in options if k in FIXED), None)
-    if fixed:
-        raise UsageError(f"{fixed}={options[fixed]} is not possible here: the claim says it. Use `run` instead")
+    refuse_fixed(options, "the claim")
     model, results = options.pop("model", "tiny"), Path(options.get("results", "results"))
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")

@@ -50,15 +50,15 @@ def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> in
     asked = {"dataset": ",".join(ids), "method": "full", "limit": "1", **options}
     requests = words.read([f"{key}={value}" for key, value in asked.items()]).runs
     prepared = [experiment.prepare(config.parse(r), reading=True) for r in requests]
-    shown = [_prompt_record(p, g.task, e) for p in prepared for g in p.groups for e in g.examples]
+    records = [_prompt_record(p, g.task, e) for p in prepared for g in p.groups for e in g.examples]
     if as_json:
-        print(json.dumps(shown, indent=1, ensure_ascii=False))
+        print(json.dumps(records, indent=1, ensure_ascii=False))
         return 0
-    for record in shown:
+    for record in records:
         cut = f", {record['cut']} cut from the middle" if record["cut"] else ""
-        print(f"{record['task']}, example {record['id']}: {record['tokens']} tokens{cut}\n{_visible(record['prompt'])}")
+        print(f"{record['task']}, example {record['id']}: {record['tokens']} tokens{cut}\n{record['prompt']}")
         if record["after"]:
-            print(f"--- once that is compressed:\n{_visible(record['after'])}")
+            print(f"--- once that is compressed:\n{record['after']}")
         references = ", ".join(map(repr, record["answers"]))
         print(f"--- at most {record['max_new_tokens']} new tokens; references: {references}\n" if references else "")
     return 0
@@ -84,11 +84,6 @@ def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> dict[str,
         "answers": list(example.answers),
         "max_new_tokens": 0 if example.tokens else example.max_new_tokens,
     }
-
-
-def _visible(text: str) -> str:
-    """Return a text with control characters but line feeds and tabs written as escapes: no text steers a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def _fetch_datasets(ids: list[str], folder: str | None, as_json: bool) -> int:

@@ -89,8 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})")
         return 1
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in EXTRAS:
-            say(str(missing(str(error.name).partition(".")[0], parsed.verb)))
+        package = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if package in EXTRAS:
+            say(str(missing(package, parsed.verb)))
             return UsageError.status
         if os.environ.get("KVBENCH_DEBUG"):
             raise

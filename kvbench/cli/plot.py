@@ -42,7 +42,7 @@ OWN = {
 }
 """The keys that are not a run's."""
 TAKES = ("limit", "results", "max_length", "threads", "device")
-OTHERS = ("method", "preset", "match", "reference", "per")
+NOT_OF_FIGURES = ("match", "reference")
 OF_METHODS = ("method", "preset", "per", "kv_size", "kv_ratio")
 """The keys that name one's own methods, for the figures that take them."""
 
@@ -82,13 +82,13 @@ def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored
     figures = registry.of(names)
     own = "method" in options and all(f.own for f in figures)
     for key in options:
-        if key in OF_METHODS and not own and any(f.own for f in registry.FIGURES.values()):
+        if key in OF_METHODS and not own:
             own_takers = ", ".join(f.id for f in registry.FIGURES.values() if f.own)
             raise UsageError(
                 f"{key}= is not possible here: figures say themselves what is run. {own_takers} take methods of your "
                 "own, as in method=snapkv,h2o kv_ratio=0.5,0.25"
             )
-        if (key in OTHERS and key not in OF_METHODS) or (key in top_level() and key not in (*TAKES, *OF_METHODS)):
+        if key in {*NOT_OF_FIGURES, *top_level()} - {*TAKES, *OF_METHODS}:
             raise UsageError(f"{key}= is not possible: a figure says itself what is read and run, it takes no {key}=")
     if "text" in figure_keys and "dataset" in options:
         raise UsageError("text= and dataset= are two ways to say what is read: give one of them")

@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from kvbench.cli.claims import FIXED
+from kvbench.cli.claims import refuse_fixed
 from kvbench.errors import UsageError, say
 from kvbench.run.keys import one_of, pairs
 
@@ -38,9 +38,7 @@ def main(args: argparse.Namespace) -> int:
     for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
         one_of(f"value of {name}", allowed, value)
     options = pairs(args.overrides)
-    fixed = next((k for k in options if k in FIXED), None)
-    if fixed:
-        raise UsageError(f"{fixed}={options[fixed]} is not possible here: the paper's table says it. Use `run` instead")
+    refuse_fixed(options, "the paper's table")
     model = options.pop("model", "")
     tables = table_spec.find(args.table)
     if args.trace and len(tables) > 1:

@@ -75,8 +75,8 @@ def unknown_knob(knob: str, value: Any, names: Iterable[str], hint: str) -> Usag
     if knob == "compression_ratio":
         values = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
         with suppress(ValueError, TypeError):
-            kept = ",".join(f"{1 - float(v):g}" for v in values)
-            return UsageError(f"unknown knob {knob!r}: it is the fraction removed; kv_ratio={kept} is what is kept")
+            ratios = ",".join(f"{1 - float(v):g}" for v in values)
+            return UsageError(f"unknown knob {knob!r}: it is the fraction removed; kv_ratio={ratios} is what is kept")
     return unknown("knob", knob, names, hint)
 
 
@@ -94,8 +94,8 @@ def _modules() -> dict[str, tuple[Path, ...]]:
     if missing is not None:
         raise UsageError(f"KVBENCH_METHODS={missing}: there is no such folder; name one that holds files of methods")
     files = [path for folder in folders for path in sorted(folder.glob("*.py")) if path.is_file()]
-    found = [(method, path) for path in files for method in ID.findall(path.read_text("utf-8", "replace"))]
-    return {method: tuple(path for m, path in found if m == method) for method, _ in found}
+    definitions = [(method, path) for path in files for method in ID.findall(path.read_text("utf-8", "replace"))]
+    return {method: tuple(path for m, path in definitions if m == method) for method, _ in definitions}
 
 
 def knob_names(method: str) -> tuple[str, ...]:

@@ -110,24 +110,14 @@ METRICS = _named(
     Metric("accuracy", "first line equals the label but for case and punctuation", "kvbench", _pair(choice.accuracy)),
     Metric("exact_match", "equal but for whitespace", "kvbench", _pair(text.exact_match)),
     Metric("contains", "reference occurs literally in the answer", "kvbench", _pair(text.contains)),
-    Metric(
-        "code_sim",
-        "edit similarity of the first code line (Levenshtein)",
-        LONGBENCH,
-        _pair(code.code_sim),
-    ),
+    Metric("code_sim", "edit similarity of the first code line (Levenshtein)", LONGBENCH, _pair(code.code_sim)),
     Metric(
         "code_sim_difflib",
         "edit similarity of the first code line (difflib, what LongBench does without python-Levenshtein)",
         LONGBENCH,
         lambda prediction, reference, _: code.code_sim(prediction, reference, backend="difflib"),
     ),
-    Metric(
-        "edit_sim",
-        "Levenshtein ratio of the stripped answers",
-        "kvbench",
-        _pair(code.edit_sim),
-    ),
+    Metric("edit_sim", "Levenshtein ratio of the stripped answers", "kvbench", _pair(code.edit_sim)),
     Metric(
         "classification",
         "right label among the class names found in the answer, over their number",

@@ -71,6 +71,11 @@ class Wanted:
     def source(self) -> str:
         return str(self.url or self.name)
 
+    @property
+    def converted(self) -> bool:
+        """True where the source is parquet and becomes JSON Lines or text."""
+        return self.source.endswith(".parquet") and not self.to.endswith(".parquet")
+
 
 @dataclass(frozen=True)
 class FileSource:
@@ -167,7 +172,7 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as temporary:
         commits: dict[str, str] = {}
         missing = [w for w, status in states.items() if status == "missing"]
-        if any(w.source.endswith(".parquet") and not w.to.endswith(".parquet") for w in missing):
+        if any(w.converted for w in missing):
             require("datasets", "reading parquet")
         for name in dict.fromkeys(w.source for w in missing):
             group = [w for w in missing if w.source == name]  # all members of one archive together
@@ -274,7 +279,7 @@ def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
         elif wanted.source.endswith(".gz") and not wanted.to.endswith(".gz"):
             with gzip.open(path) as content, ready.open("wb") as out:
                 shutil.copyfileobj(content, out)
-        elif wanted.source.endswith(".parquet") and not wanted.to.endswith(".parquet"):
+        elif wanted.converted:
             _convert_parquet(wanted, path, ready)
         else:
             shutil.copyfile(path, ready)

@@ -317,11 +317,11 @@ def _axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
 
 def _apart(values: Sequence[float]) -> list[float]:
     """Return the values that leave room for their labels on a logarithmic axis, the smallest first."""
-    kept = values[:1]
+    ticks = values[:1]
     for value in values[1:]:
-        if value > 1.2 * kept[-1]:
-            kept = [*kept, value]
-    return list(kept)
+        if value > 1.2 * ticks[-1]:
+            ticks = [*ticks, value]
+    return list(ticks)
 
 
 def _legend(fig: Any, where: str, columns: int) -> None:

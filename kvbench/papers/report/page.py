@@ -144,7 +144,7 @@ def build(
         f'<button data-view="{view}" aria-pressed="{"true" if view == "both" else "false"}">{label}</button>'
         for view, label in VIEWS
     )
-    shown = f" <span>cells show {views}</span>" if any(i == "tables" for i, _, _ in sections) else ""
+    views_note = f" <span>cells show {views}</span>" if any(i == "tables" for i, _, _ in sections) else ""
     body = "\n".join(f'<section><h2 id="{i}">{html.escape(h)}</h2>\n{content}</section>' for i, h, content in sections)
     # a tag inside the data must not end the element that holds it
     samples = json.dumps(list(data), ensure_ascii=False).replace("<", "\\u003c")
@@ -153,7 +153,7 @@ def build(
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{style}</style></head>\n'
         f'<body class="view-both">\n<h1>{html.escape(title)}</h1>\n<p>{html.escape(lead)}</p>\n'
-        f'<nav>{links}{shown} <button id="unfold">open all</button></nav>\n'
+        f'<nav>{links}{views_note} <button id="unfold">open all</button></nav>\n'
         f'{body}\n<script type="application/json" id="samples-data">{samples}</script>\n'
         f"<script>{script}</script>\n</body></html>\n"
     )
