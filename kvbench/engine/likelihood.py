@@ -1,15 +1,17 @@
-"""Teacher forcing: the likelihood of a text after its compressed beginning."""
+"""Teacher forcing: a text's likelihood after its compressed beginning, and how far that is from the full cache's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
+from kvbench.engine.divergence import Divergence, compare, exact_head, nudged
 from kvbench.engine.patches import adapted, by_batch
 from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, step
@@ -17,6 +19,8 @@ from kvbench.errors import UsageError
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import attached
+
+CHUNK_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Forced:
     losses: Tensor  # [T] fp32, on the CPU: negative log likelihood of each token
     held: list[int]  # the most tokens that a head of each layer held
     stored: Stored  # of each layer, after the last token
+    # from a reference, at all T tokens but the first, which the prompt's own logits predict
+    divergence: Divergence | None = None
 
 
 def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor, chunk: int) -> list[Forced]:
@@ -34,33 +40,101 @@ def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tenso
     Caches are not changed. Those whose chains change the model alike are rows of one batch. Raises UsageError unless
     all have read equally many tokens, as caches of one prompt have.
     """
-    if len({c.seen for c in caches}) > 1:
-        raise UsageError("teacher forcing continues caches that have read equally many tokens")
-    ids = as_prompt(model, tokens)
+    ids = _continuation(model, caches, tokens)
     results: dict[int, Forced] = {}
     for rows in by_batch(caches):
-        chain = caches[rows[0]].chain
-        with contained(chain.name, chain.foreign), adapted(model, chain):
-            results.update(zip(rows, _force(model, [caches[r] for r in rows], ids, chunk), strict=True))
+        forcing = _Forcing(model, [caches[r] for r in rows], ids, chunk)
+        for start in range(0, len(ids) - 1, chunk):
+            forcing.feed(start, chunk)
+        results.update(zip(rows, forcing.results(), strict=True))
     return [results[i] for i in range(len(caches))]
 
 
-def _force(model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, chunk: int) -> list[Forced]:
-    """Return the losses of ``ids`` [T] after each cache of one batch, in a model that is adapted to them."""
-    prompt_tokens, rows = caches[0].seen, len(caches)
-    # the first token is predicted by the prompt's own logits
-    losses = [_loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])]
-    batch = build(model, caches, len(ids), chunk)
-    with torch.no_grad(), attached(model):
+def diverge(
+    model: PreTrainedModel, full: Cache, caches: Sequence[Cache], tokens: Tensor
+) -> tuple[list[Forced], Divergence]:
+    """Return the losses and the divergence from ``full`` of ``tokens`` [T] after each cache, and the floor's.
+
+    ``full`` and its ``nudged`` copy are rows of the batch whose model is as it is; where chains change the model, that
+    batch goes beside theirs, so that logits exist of one chunk alone. Rows that pack or evict while decoding are fed
+    token by token, as answers are, all others in chunks. The output head is computed in fp32.
+    """
+    ids = _continuation(model, [full, *caches], tokens)
+    results: dict[int, Forced] = {}
+    for one_by_one in (True, False):
+        rows = [i for i, c in enumerate(caches) if (c.chain.evicts or c.chain.coder is not None) == one_by_one]
+        if rows or not one_by_one:
+            *forced, floor = _diverge(model, full, [caches[r] for r in rows], ids, one_by_one)
+            results.update(zip(rows, forced, strict=True))
+    assert floor.divergence is not None
+    return [results[i] for i in range(len(caches))], floor.divergence
+
+
+def _diverge(
+    model: PreTrainedModel, full: Cache, caches: Sequence[Cache], ids: Tensor, one_by_one: bool
+) -> list[Forced]:
+    """Return the result of each cache, and at the end that of the nudged full cache."""
+    rows = [full, *caches, nudged(full)]
+    groups = by_batch(rows)  # the full cache is in the first
+    # logits of one chunk take at most CHUNK_BYTES
+    chunk = 1 if one_by_one else max(1, CHUNK_BYTES // (len(rows) * model.config.vocab_size * 4))
+    batches = [_Forcing(model, [rows[r] for r in group], ids, chunk) for group in groups]
+    divergences: dict[int, list[Divergence]] = {r: [] for r in range(len(rows))}
+    with exact_head(model):
         for start in range(0, len(ids) - 1, chunk):
-            chunk_ids = ids[start : min(start + chunk, len(ids) - 1)]
-            positions = torch.arange(prompt_tokens + start, prompt_tokens + start + len(chunk_ids), device=ids.device)
-            logits = step(model, batch, chunk_ids.expand(rows, -1), positions.expand(rows, -1), whole=True)
-            losses.append(_loss(logits, ids[start + 1 : start + 1 + len(chunk_ids)]))
-    most_tokens = torch.stack([layer.held() for layer in batch]).T.tolist()
-    payload = zip(*(layer.payload() for layer in batch), strict=True)
-    columns = zip(torch.cat(losses, dim=1).cpu(), most_tokens, payload, strict=True)
-    return [Forced(loss, held, Stored(batch[0].used, row)) for loss, held, row in columns]
+            reference = None
+            for group, batch in zip(groups, batches, strict=True):
+                logits = batch.feed(start, chunk)
+                reference = logits[0] if reference is None else reference
+                targets = ids[start + 1 : start + 1 + len(reference)]
+                for row, divergence in zip(group, compare(reference, logits, targets), strict=True):
+                    divergences[row].append(divergence)
+    forced = {
+        r: f for group, batch in zip(groups, batches, strict=True) for r, f in zip(group, batch.results(), strict=True)
+    }
+    return [replace(forced[r], divergence=Divergence.joined(divergences[r])) for r in range(1, len(rows))]
+
+
+def _continuation(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor) -> Tensor:
+    if len({c.seen for c in caches}) > 1:
+        raise UsageError("teacher forcing continues caches that have read equally many tokens")
+    return as_prompt(model, tokens)
+
+
+class _Forcing:
+    """A batch of caches that change the model alike, while a text of T tokens is fed to it chunk by chunk."""
+
+    def __init__(self, model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, chunk: int) -> None:
+        self.model, self.ids, self.rows = model, ids, len(caches)
+        self.chain, self.prompt_tokens = caches[0].chain, caches[0].seen
+        # the first token is predicted by the prompt's own logits
+        self.losses = [_loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])]
+        with self._adapted():
+            self.batch = build(model, caches, len(ids), chunk)
+
+    @contextmanager
+    def _adapted(self) -> Iterator[None]:
+        with contained(self.chain.name, self.chain.foreign), torch.no_grad(), adapted(self.model, self.chain):
+            yield
+
+    def feed(self, start: int, chunk: int) -> Tensor:
+        """Feed ``chunk`` tokens from ``start`` on, but not the text's last; return the logits [B, t, V] after them."""
+        ids = self.ids[start : min(start + chunk, len(self.ids) - 1)]
+        first = self.prompt_tokens + start
+        positions = torch.arange(first, first + len(ids), device=ids.device)
+        with self._adapted(), attached(self.model):
+            logits = step(
+                self.model, self.batch, ids.expand(self.rows, -1), positions.expand(self.rows, -1), whole=True
+            )
+        self.losses.append(_loss(logits, self.ids[start + 1 : start + 1 + len(ids)]))
+        return logits
+
+    def results(self) -> list[Forced]:
+        """Return the losses of each row and what its cache has stored."""
+        most_tokens = torch.stack([layer.held() for layer in self.batch]).T.tolist()
+        payload = zip(*(layer.payload() for layer in self.batch), strict=True)
+        columns = zip(torch.cat(self.losses, dim=1).cpu(), most_tokens, payload, strict=True)
+        return [Forced(loss, held, Stored(self.batch[0].used, row)) for loss, held, row in columns]
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ class RunConfig:
     prompt: PromptPolicy = identity(default_factory=PromptPolicy)
     sampling: Sampling = identity(default_factory=Sampling)
     max_length: int | None = identity(default=None)
+    fidelity: bool = identity(default=False)
     baseline: bool = runtime(default=True)
     limit: int | None = runtime(default=None)
     results: str = runtime(default="results")
@@ -119,7 +120,7 @@ class RunConfig:
         return self.model.name if self.model.name != "hf" else self.model.path
 
     def __post_init__(self) -> None:
-        for name in ("baseline", "mix"):
+        for name in ("baseline", "mix", "fidelity"):
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         for name in ("max_length", "limit", "batch_rows", "threads"):
             value = getattr(self, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvbench.cache.model_shape import from_config
 from kvbench.engine.memory import GIB
+from kvbench.engine.stopping import Ending
 from kvbench.example import Example
 from kvbench.run.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
@@ -65,6 +68,23 @@ class Host:
         if example.tokens:
             return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
         return encode_prompt(self.tokenizer, example, task, self.policy, self.context)
+
+    def ending(self, task: Task, example: Example) -> Ending:
+        """Return how the tokens of an answer are drawn and when it ends. The seed depends on the example alone."""
+        sampling = self.sampling
+        return Ending(
+            example.max_new_tokens,
+            self.stop | self._last_tokens(task.stop),
+            max(task.min_new_tokens, self.policy.min_new_tokens or 0),
+            self._last_tokens(task.forbid_first),
+            sampling.temperature,
+            sampling.top_p,
+            zlib.crc32(f"{sampling.sample_seed}/{example.id}".encode()),
+        )
+
+    def _last_tokens(self, texts: Sequence[str]) -> frozenset[int]:
+        """Return the id of the last token of each text: LongBench stops samsum at that of a newline."""
+        return frozenset(self.tokenizer.encode(t, add_special_tokens=False)[-1] for t in texts)
 
     def batching(self) -> dict[str, object]:
         """Return the most rows of a batch and their order, for the provenance: both affect half precision."""

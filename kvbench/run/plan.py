@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.resolve import ChainConfig
 from kvbench.metrics import check_installed, metric
 from kvbench.run.config import RunConfig
+from kvbench.run.fidelity import IDENTITY
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
 from kvbench.tasks.prompt import check
 
@@ -34,6 +35,12 @@ class Cell:
     label: str
     task: Task
     column: str
+    hidden: bool = False  # read for others to be compared with, and not stored
+
+    @property
+    def fidelity(self) -> bool:
+        """True if the cell's distributions are compared with the full cache's."""
+        return "fidelity" in self.identity
 
     @cached_property
     def id(self) -> str:
@@ -150,6 +157,7 @@ def build_groups(
                 "prompt": prompt_identity if likelihood else {**prompt_identity, "context": context},
                 "decoding": {} if likelihood else decoding,
                 "metric": {"name": task.metric, "revision": metric(task.metric).revision},
+                **({"fidelity": dict(IDENTITY)} if cfg.fidelity or task.fidelity else {}),
             }
             cells = tuple(Cell({**base, "chain": identify(c.chain)}, c.chain, c.label, task, column) for c in chains)
             check(tokenizer, task, policy)
@@ -206,6 +214,13 @@ def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainCo
     if not full and baseline:
         full = [ChainConfig(Chain(), "full")]
     return [*full, *compressing]
+
+
+def with_full(cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells of one prompt, with a hidden full cache if they are compared with one that is not there."""
+    if not cells or not cells[0].fidelity or any(not c.chain.stages for c in cells):
+        return [*cells]
+    return [*cells, replace(cells[0], chain=Chain(), label="full", hidden=True)]
 
 
 def pending(group: Group, done: Mapping[str, Sequence[str]]) -> dict[str, list[Cell]]:

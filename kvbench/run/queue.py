@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from kvbench.engine.stopping import Ending
 from kvbench.errors import say
 from kvbench.example import Example
 from kvbench.methods.prompt_cache import Cache
+from kvbench.run.fidelity import TextFidelity
 from kvbench.run.plan import Cell
 
 ENTER_SHARE = 0.5
@@ -26,7 +27,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class QueuedRow:
-    """One prompt's cache under one method, ready to be decoded. ``cut`` counts the tokens cut out of the prompt."""
+    """One prompt's cache under one method, ready to be decoded.
+
+    cut: the tokens cut out of the prompt.
+    fidelity: the cache beside the full one by kind of text, once they were compared.
+    """
 
     cell: Cell
     example: Example
@@ -34,6 +39,7 @@ class QueuedRow:
     measured: MeasuredBytes
     cut: int
     ending: Ending
+    fidelity: Mapping[str, TextFidelity] | None = None
 
     @property
     def cost(self) -> int:

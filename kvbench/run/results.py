@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from kvbench.errors import UsageError
+from kvbench.run.fidelity import FidelitySummary, TextFidelity
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -46,6 +47,7 @@ class Sample:
     answers: the references.
     attended: the mean number of tokens that a masking method reads.
     provenance: an index into the provenance of the cell's record.
+    fidelity: the cache beside the full one by kind of text, where that was asked for.
     """
 
     id: str
@@ -71,6 +73,7 @@ class Sample:
     attended: float | None = None
     decode_peak: int | None = None
     provenance: int | None = None
+    fidelity: Mapping[str, TextFidelity] | None = None
     more: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
@@ -85,12 +88,16 @@ class Sample:
         known |= {name: line[name] for name in _field_names(cls) if name in line}
         if "answers" in line:
             known["answers"] = tuple(line["answers"])
+        if "fidelity" in line:
+            known["fidelity"] = {kind: TextFidelity.read(record) for kind, record in line["fidelity"].items()}
         timing = {key: line["timing"][key] for key in _field_names(Timing) if key in line["timing"]}
         return cls(**known | {"timing": Timing(**timing), "more": _unknown_fields(cls, line)})
 
     def record(self) -> dict[str, object]:
         """Return the sample as the JSON to store."""
         known = {name: getattr(self, name) for name in _field_names(Sample)}
+        if self.fidelity is not None:
+            known["fidelity"] = {kind: asdict(text) for kind, text in self.fidelity.items()}
         known["timing"] = {k: v for k, v in asdict(self.timing).items() if v is not None}
         always = ("nominal", "score")
         return {k: v for k, v in known.items() if k in always or v is not None} | dict(self.more)
@@ -186,7 +193,7 @@ class ScoreSummary:
 
     def record(self) -> dict[str, object]:
         """Return the summary as the JSON of metrics.json, without the status."""
-        return {k: v for k, v in asdict(self).items() if k != "buckets" or v}
+        return {k: v for k, v in asdict(self).items() if k not in ("buckets", "fidelity") or v}
 
 
 @dataclass(frozen=True)
@@ -229,6 +236,7 @@ class CellSummary(ScoreSummary):
     attended: float | None
     buckets: Mapping[str, BucketScore]
     timing: MeanTiming
+    fidelity: Mapping[str, FidelitySummary] = field(default_factory=dict)
 
 
 def share(payload16: float, overhead16: float, full16: float) -> float:

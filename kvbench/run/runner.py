@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import traceback
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from math import isfinite
 from typing import TypeVar
 
 import torch
@@ -17,9 +14,8 @@ import torch
 from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine.batch import Answer
-from kvbench.engine.decode import Ending, extend_cache
+from kvbench.engine.decode import extend_cache
 from kvbench.engine.finite import no_answer
-from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
 from kvbench.engine.prefill import check_capacity, check_window, prefill_chains
@@ -28,10 +24,11 @@ from kvbench.example import Example
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
 from kvbench.metrics import score
-from kvbench.models.interface import attached, synchronise
+from kvbench.models.interface import attached
+from kvbench.run import forced
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
-from kvbench.run.plan import Cell, Group, pending
+from kvbench.run.plan import Cell, Group, pending, with_full
 from kvbench.run.queue import DecodeQueue, QueuedRow, in_parts
 from kvbench.run.results import Facts, Sample, Timing
 from kvbench.run.store import ResultStore
@@ -99,6 +96,7 @@ class GroupRun:
                 self.fail(cell, error, example)
             return
         cells = self._fitting(cells, len(example.tokens) or len(encoded) + example.max_new_tokens, example)
+        cells = with_full(cells)
         rows = []
         for cell, cache in self._prefill(ids, cells):
             try:
@@ -109,14 +107,20 @@ class GroupRun:
                     measured = audit(cache, *self.host.shape())
                 if encoded.question:
                     cache = self._with_room(partial(extend_cache, self.host.model, cache, encoded.question))
-                rows.append(QueuedRow(cell, example, cache, measured, encoded.cut, self._ending(cell, example)))
+                rows.append(
+                    QueuedRow(cell, example, cache, measured, encoded.cut, self.host.ending(cell.task, example))
+                )
             except Refused as reason:
                 self.refuse(cell, str(reason), example)
             except Exception as error:
                 self.fail(cell, error, example)
         self.check_model(cells, example)
+        full = next((r.cache for r in rows if not r.cell.chain.stages), None) if cells[0].fidelity else None
+        rows = [r for r in rows if not r.cell.hidden]
+        if full is not None and rows:
+            rows = self.compare(example, rows, full)
         if example.tokens:
-            self.force(example, rows)
+            self.force(example, rows, full)
         else:
             # rows decoded to make room for one cache may have failed the cell of another
             active = self.active([r.cell for r in rows])
@@ -152,29 +156,34 @@ class GroupRun:
         parts = [cells[i : i + most_cells] for i in range(0, len(cells), most_cells)]
         return [outcome for part in parts for outcome in in_parts(part, prefill_together)]
 
-    def force(self, example: Example, rows: Sequence[QueuedRow]) -> None:
+    def compare(self, example: Example, rows: Sequence[QueuedRow], full: Cache) -> list[QueuedRow]:
+        """Return the rows with their divergences from the full cache on texts that the prompt is continued with."""
+        try:
+            texts = forced.texts_of(self.host, example, full)
+        except Exception as error:
+            for row in rows:
+                self.fail(row.cell, error, example)
+            return []
+        compared = []
+        outcomes = forced.compare(self.host, rows, full, texts)
+        self.check_model([r.cell for r in rows], example)
+        for row, outcome in outcomes:
+            if isinstance(outcome, Exception):
+                self.fail(row.cell, outcome, example)
+            else:
+                compared.append(outcome)
+        return compared
+
+    def force(self, example: Example, rows: Sequence[QueuedRow], full: Cache | None) -> None:
         """Score the rest of a text under the cache of each row, and store one sample for each."""
-        rest = torch.tensor(example.tokens[int(example.meta["prefix"]) :])
-
-        def score_together(part_rows: Sequence[QueuedRow]) -> list[tuple[float, Answer]]:
-            synchronise(self.host.model.device)
-            start = time.perf_counter()
-            forced = teacher_force(self.host.model, [r.cache for r in part_rows], rest, int(example.meta["chunk"]))
-            synchronise(self.host.model.device)
-            seconds = (time.perf_counter() - start) / len(part_rows)
-            return [
-                (loss, Answer(rest.tolist(), result.held, None, seconds, len(part_rows), result.stored, isfinite(loss)))
-                for result, loss in ((result, float(result.losses.sum())) for result in forced)
-            ]
-
-        outcomes = in_parts(rows, score_together) if rows else []
+        outcomes = forced.score_text(self.host, example, rows, full)
         self.check_model([r.cell for r in rows], example)
         for row, outcome in outcomes:
             if isinstance(outcome, Exception):
                 self.fail(row.cell, outcome, example)
                 continue
-            value = outcome[0] / float(example.meta["divisor"])
-            self.add(row, outcome[1], "", value)
+            value, answer, scored_row = outcome
+            self.add(scored_row, answer, "", value)
 
     def finish(self) -> None:
         """Decode until some rows have ended, and score and store those."""
@@ -236,6 +245,7 @@ class GroupRun:
             # methods that mask attend fewer tokens than they hold
             attended=None if example.tokens else answer.attended,
             decode_peak=decode_peak,
+            fidelity=row.fidelity,
         )
         self.writers[cell.id].append(sample.record())
         self.listeners.stored(cell, sample)
@@ -295,23 +305,6 @@ class GroupRun:
             except UsageError as error:
                 self.refuse(cell, str(error), example)
         return fitting
-
-    def _ending(self, cell: Cell, example: Example) -> Ending:
-        """Return how the tokens of an answer are drawn and when it ends. The seed depends on the example alone."""
-        task, sampling = cell.task, self.host.sampling
-        return Ending(
-            example.max_new_tokens,
-            self.host.stop | self._last_tokens(task.stop),
-            max(task.min_new_tokens, self.host.policy.min_new_tokens or 0),
-            self._last_tokens(task.forbid_first),
-            sampling.temperature,
-            sampling.top_p,
-            zlib.crc32(f"{sampling.sample_seed}/{example.id}".encode()),
-        )
-
-    def _last_tokens(self, texts: Sequence[str]) -> frozenset[int]:
-        """Return the id of the last token of each text: LongBench stops samsum at that of a newline."""
-        return frozenset(self.host.tokenizer.encode(t, add_special_tokens=False)[-1] for t in texts)
 
 
 def run_group(

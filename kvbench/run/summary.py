@@ -11,6 +11,7 @@ import numpy as np
 from kvbench.metrics import metric, stats
 from kvbench.metrics.stats import FEWEST
 from kvbench.run.advice import about_floors, at_floor
+from kvbench.run.fidelity import KINDS, FidelitySummary, summarise_texts
 from kvbench.run.labels import fields
 from kvbench.run.plan import Cell, Group
 from kvbench.run.report import CellResult, Delta, Report, ReportColumn, ReportRow, RowMeans
@@ -70,7 +71,15 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
             decode_s_per_token=sum(s.timing.decode_s for s in samples) / max(1, sum(s.new_tokens for s in samples)),
             batch_factor=fmean(factors) if factors else None,
         ),
+        fidelity=_fidelity(samples),
     )
+
+
+def _fidelity(samples: Sequence[Sample]) -> dict[str, FidelitySummary]:
+    """Return the fidelity of a cell by kind of text, without the kinds that no sample has."""
+    texts = {kind: [s.fidelity[kind] for s in samples if s.fidelity and kind in s.fidelity] for kind in KINDS}
+    summaries = {kind: summarise_texts(some) for kind, some in texts.items()}
+    return {kind: summary for kind, summary in summaries.items() if summary is not None}
 
 
 def _mean_if_complete(values: Sequence[float | None]) -> float | None:

@@ -51,6 +51,7 @@ class Task:
     strip: whitespace at the ends of an answer is not scored; False for code, which is indented.
     grid: the keys of ``meta`` over which a limit spreads (a needle's depth); without any it takes the first examples.
     lead: the beginning of a sentence that the prompt asks to complete; it is scored in front of the answer.
+    fidelity: every method is compared with the full cache, token by token, whether the run asks for that or not.
     """
 
     id: str
@@ -68,6 +69,7 @@ class Task:
     strip: bool = True
     grid: tuple[str, ...] = ()
     lead: str = ""
+    fidelity: bool = False
 
     def __post_init__(self) -> None:
         if not self.examples:

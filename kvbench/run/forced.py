@@ -1,0 +1,105 @@
+"""Texts forced on the caches of one prompt: their likelihood, and their divergence from the full cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+
+import torch
+
+from kvbench.engine.batch import Answer
+from kvbench.engine.decode import Ending, generate_rows
+from kvbench.engine.divergence import Divergence
+from kvbench.engine.likelihood import Forced, diverge, teacher_force
+from kvbench.example import Example
+from kvbench.methods.prompt_cache import Cache
+from kvbench.models.interface import synchronise
+from kvbench.run.fidelity import TOKENS, TextFidelity
+from kvbench.run.host import Host
+from kvbench.run.queue import QueuedRow, in_parts
+
+Scored = tuple[float, Answer, QueuedRow]
+"""The score of a text under one cache, the text as an answer that was forced, and the row with its fidelity."""
+
+
+def score_text(
+    host: Host, example: Example, rows: Sequence[QueuedRow], full: Cache | None
+) -> list[tuple[QueuedRow, Scored | Exception]]:
+    """Score the rest of a text under the cache of each row, and compare it with ``full`` if that is given."""
+    rest = torch.tensor(example.tokens[int(example.meta["prefix"]) :])
+
+    def score_together(part: Sequence[QueuedRow]) -> list[Scored]:
+        synchronise(host.model.device)
+        start = time.perf_counter()
+        caches = [r.cache for r in part]
+        if full is None:
+            forced, compared = teacher_force(host.model, caches, rest, int(example.meta["chunk"])), [*part]
+        else:
+            forced, floor = diverge(host.model, full, caches, rest)
+            records = [
+                {**(r.fidelity or {}), "reference": _record(f, floor, _first(example))}
+                for r, f in zip(part, forced, strict=True)
+            ]
+            compared = [replace(row, fidelity=record) for row, record in zip(part, records, strict=True)]
+        synchronise(host.model.device)
+        seconds = (time.perf_counter() - start) / len(part)
+        scored = []
+        for result, row in zip(forced, compared, strict=True):
+            loss = float(result.losses[_first(example) + 1 if _first(example) else 0 :].sum())
+            answer = Answer(rest.tolist(), result.held, None, seconds, len(part), result.stored, isfinite(loss))
+            scored.append((loss / float(example.meta["divisor"]), answer, row))
+        return scored
+
+    return in_parts(rows, score_together) if rows else []
+
+
+def compare(
+    host: Host, rows: Sequence[QueuedRow], full: Cache, texts: Mapping[str, Sequence[int]]
+) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
+    """Return each row with its divergences from ``full`` on the texts, or the exception that it raised."""
+
+    def compare_together(part: Sequence[QueuedRow]) -> list[QueuedRow]:
+        caches = [r.cache for r in part]
+        records: list[dict[str, TextFidelity]] = [{} for _ in part]
+        for kind, tokens in texts.items():
+            forced, floor = diverge(host.model, full, caches, torch.tensor(tokens))
+            for record, result in zip(records, forced, strict=True):
+                record[kind] = _record(result, floor, 0)
+        return [replace(row, fidelity=record) for row, record in zip(part, records, strict=True)]
+
+    return in_parts(rows, compare_together) if rows else []
+
+
+def texts_of(host: Host, example: Example, full: Cache) -> dict[str, list[int]]:
+    """Return the texts to compare on by kind, without those of one token, whose prediction the prompt has made.
+
+    ``reference`` is the first reference of an example with answers, ``greedy`` the full cache's own likeliest answer.
+    Texts have at most TOKENS tokens.
+    """
+    texts = {}
+    if example.answers and not example.tokens:
+        texts["reference"] = host.tokenizer.encode(f" {example.answers[0]}", add_special_tokens=False)[:TOKENS]
+    if "scored_from" not in example.meta:
+        ending = Ending(min(TOKENS, example.max_new_tokens), host.stop)
+        texts["greedy"] = generate_rows(host.model, [full], [ending])[0].tokens
+    return {kind: tokens for kind, tokens in texts.items() if len(tokens) > 1}
+
+
+def _first(example: Example) -> int:
+    """Return the first position that counts: all that follow the prefix, or those from the window's middle on."""
+    return max(0, int(example.meta.get("scored_from", 0)) - int(example.meta["prefix"]))
+
+
+def _record(forced: Forced, floor: Divergence, first: int) -> TextFidelity:
+    divergence = forced.divergence
+    assert divergence is not None
+    return TextFidelity(
+        kl=tuple(float(f"{x:.4g}") for x in divergence.kl[first:].tolist()),
+        same="".join("01"[s] for s in divergence.same[first:].tolist()),
+        log_ratio=float(divergence.log_ratio[first:].sum()),
+        shift=float(divergence.shift[first:].square().sum()),
+        loss=float(forced.losses[first + 1 :].double().sum()),
+        floor=float(floor.kl[first:].mean()),
+    )
