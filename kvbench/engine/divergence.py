@@ -68,15 +68,14 @@ def _compare_block(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergen
 
 
 def nudged(cache: Cache) -> Cache:
-    """Return a full cache of which one element of one key is moved by one unit in the last place.
+    """Return a full cache of which one element of each key of the first layer is moved by one unit in the last place.
 
     Its divergence is what rounding alone does to this model: the floor below which divergences say nothing.
     """
     first, *others = cache.layers
     segment = first.segments[0]
     k = segment.k.clone()
-    element = (0, k.shape[1] // 2, 0)
-    k[element] = torch.nextafter(k[element], torch.full_like(k[element], torch.inf))
+    k[..., 0] = torch.nextafter(k[..., 0], torch.full_like(k[..., 0], torch.inf))
     moved = replace(first, segments=(replace(segment, k=k), *first.segments[1:]))
     return replace(cache, layers=(moved, *others))
 

@@ -32,7 +32,7 @@ class TextFidelity:
     log_ratio: the sum of ``ln p(y) - ln q(y)`` of the true tokens y.
     shift: the sum of ``(q(y) - p(y))^2``.
     loss: the sum of ``-ln q(y)``.
-    floor: the mean divergence that one unit in the last place of one key makes.
+    floor: the mean divergence that one unit in the last place of one element of each first key makes.
     """
 
     kl: tuple[float, ...]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.metrics import metric
 from kvbench.metrics.stats import FEWEST
-from kvbench.tables import writers
+from kvbench.tables import fidelity, writers
 from kvbench.tables.table import Table
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ CSV_FIELDS = (
     *("n", "of", "unscored", "prompt_tokens", "kept", "nominal", "payload", "overhead", "full_bytes"),
     *("percent_of_full", "payload_kv_head", "payload_query_head", "attended", "decode_peak", "evicts"),
     *("cell", "reason"),
+    *(f"{kind}_{name}" for kind in fidelity.TEXTS for name in fidelity.CSV_FIELDS),
 )
 ATTENDED = "attended\n%"
 EVICTS = "evicts"
@@ -34,7 +35,7 @@ STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", SHARE, "prefill\nms", "co
 
 
 def sheets(report: Report) -> list[Table]:
-    """Return the tables of scores and of storage, each folded to fit 100 columns."""
+    """Return the tables of scores, of divergences from the full cache and of storage, folded to fit 100 columns."""
     columns, rows = report.columns, report.rows
     tasks = [c.task for c in columns]
     prefix = tasks[0].partition("/")[0] + "/"
@@ -55,7 +56,7 @@ def sheets(report: Report) -> list[Table]:
     if not _masks(report):
         storage = [c for c in storage if c[0] != ATTENDED]
     names = ("method", *(_wrap(r.method) for r, _ in measured))
-    return [*out, *Table(*_transposed(names, storage)).folded()]
+    return [*out, *fidelity.sheets(report), *Table(*_transposed(names, storage)).folded()]
 
 
 def _falls(column: ReportColumn) -> bool:
@@ -176,6 +177,7 @@ def legend(report: Report) -> list[str]:
             "above 100. compress ms: what methods share is counted with the first of them. ms/token is a share of the "
             "decode batch that all methods ran in; speed claims come from `make bench-overhead`."
         )
+    lines += fidelity.legend(report)
     if any("\n" in _payload(m.payload, m.payload_kv_head, m.payload_query_head) for m in means):
         lines.append(
             "q, kv: payload of as many tokens under per=query_head or kv_head, by formula; % of full is of those held."
@@ -215,4 +217,4 @@ def records(report: Report) -> Iterator[dict[str, Any]]:
         for cell in row.cells:
             intervals = {"ci": cell.summary and cell.summary.ci, "delta_ci": cell.delta and cell.delta.ci}
             ends = {f"{k}_{end}": ci[i] for k, ci in intervals.items() if ci for i, end in ENDS}
-            yield {"method": row.method, **cell.record(), **ends}
+            yield {"method": row.method, **cell.record(), **ends, **fidelity.record(cell)}

@@ -1,0 +1,230 @@
+"""Divergence from the full cache: by hand, against dense fp64, its floor, its laws, and end to end."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+
+import kvbench
+from kvbench.cli.main import main
+from kvbench.engine import divergence
+from kvbench.engine.likelihood import diverge, teacher_force
+from kvbench.errors import UsageError
+from kvbench.run.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
+from kvbench.tasks import fidelity as texts
+from kvbench.tasks.source import Files
+
+METHODS = {
+    "snapkv": {"kv_size": 24, "window": 8},
+    "h2o": {"kv_size": 24, "window": 8},
+    "kivi": {"residual": 32},
+    "think": {"ratio": 0.4, "recent": 4},
+    "snapkv+think": {"kv_size": 24, "window": 8, "recent": 4},
+    "streamingllm": {"kv_size": 24},
+}
+
+
+def slow_kl(full, row):
+    """KL(full || row) of logits [T, V] by its definition, token by token, in numpy."""
+    p, q = (
+        np.exp(z - np.logaddexp.reduce(z, -1, keepdims=True)) for z in (full.double().numpy(), row.double().numpy())
+    )
+    return [sum(a * math.log(a / b) for a, b in zip(pt, qt, strict=True) if a > 0) for pt, qt in zip(p, q, strict=True)]
+
+
+def test_the_hand_example():
+    p, q = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.4, 0.4, 0.2]]).log()
+    (d,) = divergence.compare(p, q[None], torch.tensor([1]))
+    assert d.kl.item() == pytest.approx(0.0252672, abs=1e-7)
+    assert d.kl.item() / math.log(2) == pytest.approx(0.0364527, abs=1e-7)
+    assert d.shift.item() == pytest.approx(0.1) and d.log_ratio.item() == pytest.approx(-0.287682, abs=1e-6)
+    assert d.same.tolist() == [True]  # a tie goes to the lower id
+
+
+def test_shifted_logits_are_the_same_distribution_and_close_ones_give_half_the_variance():
+    z = torch.randn(70, 500, generator=torch.Generator().manual_seed(0))
+    noise = 1e-4 * torch.randn(70, 500, generator=torch.Generator().manual_seed(1)).double()
+    y = torch.arange(70)
+    equal, close = divergence.compare(z, torch.stack([z.double() + 3, z.double() + noise]), y)
+    assert equal.kl.abs().max() < 1e-15 and equal.same.all() and equal.log_ratio.abs().max() < 1e-14
+    p = z.double().softmax(-1)
+    variance = (p * noise**2).sum(-1) - (p * noise).sum(-1) ** 2
+    torch.testing.assert_close(close.kl, variance / 2, rtol=1e-3, atol=0)
+    assert (close.shift.abs() <= (close.kl / 2).sqrt()).all()  # total variation
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_divergences_equal_a_dense_calculation_in_fp64(method):
+    model, ids = build("llama"), prompt(90, 3)
+    full, cache = kvbench.prefill(model, ids[:60], ["full", method], **METHODS[method])
+    (forced,), floor = diverge(model, full, [cache], ids[60:])
+    # each token alone, from an extended cache
+    logits = {}
+    for name, start in (("full", full), ("row", cache)):
+        steps = []
+        for token in ids[60:-1]:
+            start = kvbench.extend(model, start, token[None])
+            steps.append(start.logits)
+        logits[name] = torch.stack(steps)
+    found = forced.divergence
+    np.testing.assert_allclose(found.kl, slow_kl(logits["full"], logits["row"]), rtol=1e-3, atol=1e-9)
+    assert found.same.tolist() == (logits["full"].argmax(-1) == logits["row"].argmax(-1)).tolist()
+    losses = teacher_force(model, [full], ids[60:], 1)[0].losses[1:]
+    torch.testing.assert_close(found.log_ratio, (forced.losses[1:] - losses).double(), atol=1e-4, rtol=1e-4)
+    assert len(found.kl) == 29 and 0 <= floor.kl.max() < 1e-9
+
+
+def test_the_full_cache_beside_itself_and_a_method_that_keeps_everything_are_at_the_floor():
+    model, ids = build("llama"), prompt(80, 5)
+    full, all_kept, heads = kvbench.prefill(
+        model, ids[:50], ["full", {"method": "snapkv", "kv_ratio": 1.0}, {"method": "adakv", "kv_ratio": 1.0}]
+    )
+    forced, floor = diverge(model, full, [full, all_kept, heads], ids[50:])
+    assert forced[0].divergence.kl.abs().max() == 0
+    for other in forced[1:]:
+        assert other.divergence.kl.max() < 1e-9 and other.divergence.same.all()
+    assert floor.kl.max() < 1e-9
+
+
+def test_rows_that_change_the_model_go_beside_the_full_cache_of_the_model_as_it_is():
+    model, ids = build("llama"), prompt(80, 3)
+    chai, snapkv = ({"method": "chai"}, {"method": "snapkv", "kv_size": 24, "window": 8})
+    full, *rows = kvbench.prefill(model, ids[:50], ["full", chai, snapkv])
+    together, _ = diverge(model, full, rows, ids[50:])
+    for row, forced in zip(rows, together, strict=True):
+        alone, _ = diverge(model, full, [row], ids[50:])
+        np.testing.assert_allclose(alone[0].divergence.kl, forced.divergence.kl, rtol=1e-4, atol=1e-10)
+        assert forced.divergence.kl.mean() > 1e-6
+
+
+def test_logits_exist_of_one_chunk_alone(monkeypatch):
+    model, ids = build("llama"), prompt(100, 3)
+    full, row = kvbench.prefill(model, ids[:40], ["full", "snapkv"], kv_size=24, window=8)
+    at_once, _ = diverge(model, full, [row], ids[40:])
+    largest = []
+    compare = divergence.compare
+    monkeypatch.setattr("kvbench.engine.likelihood.CHUNK_BYTES", 3 * 7 * model.config.vocab_size * 4)
+    monkeypatch.setattr(
+        "kvbench.engine.likelihood.compare", lambda f, r, y: (largest.append(r.shape), compare(f, r, y))[1]
+    )
+    in_chunks, _ = diverge(model, full, [row], ids[40:])
+    assert max(shape[1] for shape in largest) == 7
+    np.testing.assert_allclose(in_chunks[0].divergence.kl, at_once[0].divergence.kl, rtol=1e-4, atol=1e-10)
+
+
+def test_logits_of_half_precision_are_computed_in_fp32_and_the_head_is_left_as_it_was():
+    model = build("llama").to(torch.bfloat16)
+    head = model.get_output_embeddings()
+    before = head.forward
+    with divergence.exact_head(model):
+        assert model(prompt(9, 1)[None]).logits.dtype == torch.float32
+    assert head.forward == before and model(prompt(9, 1)[None]).logits.dtype == torch.bfloat16
+    full, row = kvbench.prefill(model, prompt(60, 3)[:40], ["full", "snapkv"], kv_size=24, window=8)
+    (forced,), floor = diverge(model, full, [row], prompt(60, 3)[40:])
+    assert 0 < floor.kl.mean() < forced.divergence.kl.mean()
+
+
+def text(kl, same="1", log_ratio=0.0):
+    return TextFidelity(tuple(kl), (same * len(kl))[: len(kl)], log_ratio, 0.01 * len(kl), 2.0 * len(kl), 1e-9)
+
+
+def test_summaries_pool_tokens_and_resample_prompts():
+    some = [text([0.1 * i, 0.3], "10", 0.02) for i in range(10)]
+    s = summarise_texts(some)
+    assert (s.n, s.n_tokens) == (10, 20) and s.kl_mean == pytest.approx((4.5 + 3) / 20) and s.top1 == 50
+    assert s.ppl_ratio == pytest.approx(math.exp(0.01)) and s.perplexity == pytest.approx(math.exp(2))
+    assert s.shift_rms == pytest.approx(10) and s.kl_p90 is None and s.kl_max == pytest.approx(0.9)
+    means = np.random.default_rng(0).choice([(0.1 * i + 0.3) / 2 for i in range(10)], (20000, 10)).mean(1)
+    assert s.ci == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.01)
+    assert s.top1_ci is None  # equal in every resample
+    assert not s.at_floor and summarise_texts([text([2e-9])]).at_floor and summarise_texts([]) is None
+    # an interval is of prompts: longer texts of the same kind do not narrow it
+    longer = summarise_texts([text([0.1 * i, 0.3] * 100, "10") for i in range(10)])
+    assert longer.ci == pytest.approx(s.ci) and longer.kl_p99 is not None and longer.kl_p999 is None
+
+
+def test_methods_are_compared_by_the_log_ratio_of_their_means_over_paired_prompts():
+    theirs = [text([x, x]) for x in np.linspace(0.1, 2, 12)]
+    ours = [text([2 * t.kl[0], 2 * t.kl[1]]) for t in theirs]
+    ratio, interval = log_ratio_of_means(ours, theirs)
+    assert ratio == pytest.approx(math.log(2)) and interval is None  # twice in every resample
+    ours[0] = text([1.0, 1.0])
+    ratio, interval = log_ratio_of_means(ours, theirs)
+    assert interval[0] < ratio < interval[1] and interval[0] > 0
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return kvbench.load_model("tiny")[1]
+
+
+def test_windows_are_the_beginnings_of_documents_or_llama_cpps(tmp_path, tokenizer):
+    words = [tokenizer.decode([i]) for i in range(30, 60)]
+    folder = tmp_path / "paul_graham"
+    folder.mkdir()
+    for name, size in (("a", 500), ("b", 20), ("c", 600)):
+        (folder / f"{name}.txt").write_text(" ".join(words[i % 30] for i in range(size)))
+    files = Files("fidelity", tmp_path)
+    (task,) = texts.load(
+        "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="prefix", length=100, tokens=50)
+    )
+    assert [e.id for e in task.examples] == ["fidelity-essays-100-a", "fidelity-essays-100-c"] and task.fidelity
+    assert {len(e.tokens) for e in task.examples} == {150} and task.examples[0].tokens[0] == tokenizer.bos_token_id
+    llama = texts.FidelityKnobs(windows="llamacpp", length=None, tokens=50)
+    (task,) = texts.load("fidelity", tokenizer, files, ["essays"], llama)
+    assert {len(e.tokens) for e in task.examples} == {512} and task.examples[0].meta["divisor"] == 255
+    with pytest.raises(UsageError, match="less than two windows of 4096"):
+        texts.load(
+            "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="llamacpp", length=4096, tokens=50)
+        )
+    with pytest.raises(UsageError, match="no text of 9050 tokens: lower length="):
+        texts.load(
+            "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="prefix", length=9000, tokens=50)
+        )
+    # without a selection, those whose files are there
+    some = texts.load("fidelity", tokenizer, files, [], texts.FidelityKnobs(windows="prefix", length=100, tokens=50))
+    assert [t.id for t in some] == ["fidelity/tiny", "fidelity/essays"]
+    with pytest.raises(UsageError, match=r"wikitext2/test\.txt"):
+        texts.load(
+            "fidelity", tokenizer, files, ["wikitext2"], texts.FidelityKnobs(windows="prefix", length=100, tokens=50)
+        )
+
+
+def test_a_run_compares_answers_and_texts_stores_them_and_prints_the_same_again(tmp_path, capsys):
+    words = ["run", "method=snapkv,think", "kv_size=48", "ratio=0.4", "dataset=tiny/listing,fidelity/tiny", "limit=8"]
+    words += ["fidelity=true", "length=160", "tokens=24", f"results={tmp_path}"]
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    for row in report["rows"]:
+        for cell in row["cells"]:
+            for summary in cell["fidelity"].values():
+                assert summary["n"] in (7, 8) and summary["at_floor"] == (row["method"] == "full")
+    line = json.loads(next((tmp_path / "cells").glob("*/samples-*.jsonl")).read_text().splitlines()[0])
+    assert set(line["fidelity"]) <= {"reference", "greedy"}
+    stored = {p: p.read_bytes() for p in tmp_path.rglob("samples-*.jsonl")}
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert {p: p.read_bytes() for p in tmp_path.rglob("samples-*.jsonl")} == stored
+    assert "fidelity/tiny on the reference text" in " ".join(out.split()) and "KL: divergence" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_without_the_full_cache_among_the_rows_it_is_read_and_not_stored(tmp_path, capsys):
+    words = [
+        "run",
+        "method=snapkv",
+        "kv_size=48",
+        "dataset=tiny/needle",
+        "limit=2",
+        "fidelity=true",
+        f"results={tmp_path}",
+    ]
+    assert main([*words, "--json"]) == 0
+    with_full = json.loads(capsys.readouterr().out)["rows"][1]["cells"][0]["fidelity"]
+    assert main([*words[:-1], f"results={tmp_path / 'alone'}", "baseline=false", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["cells"][0]["fidelity"]["greedy"] == with_full["greedy"]
+    assert len([*(tmp_path / "alone" / "cells").iterdir()]) == 1
