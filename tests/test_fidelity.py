@@ -228,3 +228,17 @@ def test_without_the_full_cache_among_the_rows_it_is_read_and_not_stored(tmp_pat
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["cells"][0]["fidelity"]["greedy"] == with_full["greedy"]
     assert len([*(tmp_path / "alone" / "cells").iterdir()]) == 1
+
+
+def test_through_the_cache_every_token_is_read_as_stored_and_selection_is_refused(tmp_path, capsys):
+    words = ["run", "dataset=fidelity/tiny", "fidelity=through_cache", "length=64", f"results={tmp_path}", "limit=2"]
+    assert main([*words, "method=kivi", "bits=4", "residual=32", "--json"]) == 0
+    full, kivi = (row["cells"][0]["fidelity"] for row in json.loads(capsys.readouterr().out)["rows"])
+    assert set(kivi) == {"reference"} and kivi["reference"]["n_tokens"] == 2 * 31  # 64 - 1 - 32
+    assert full["reference"]["kl_max"] == 0 < kivi["reference"]["kl_mean"]
+    assert (
+        main([*words, "method=snapkv"]) == 2 and "has no prompt that snapkv could compress" in capsys.readouterr().err
+    )
+    assert main(["run", "fidelity=through_cache", "dataset=tiny"]) == 2
+    assert "take dataset=fidelity/wikitext2" in capsys.readouterr().err
+    assert main(["run", "fidelity=maybe"]) == 2 and "true, false, or through_cache" in capsys.readouterr().err

@@ -23,6 +23,8 @@ from kvbench.run import presets, words
 from kvbench.run.words import RunRequest
 from kvbench.tasks.prompt import TEMPLATES, PromptPolicy
 
+THROUGH_CACHE = "through_cache"
+"""The value of ``fidelity`` under which every token is read from the cache as it is stored, prompts too."""
 MAX_THREADS = 1024
 """The largest ``threads``. A million would take the machine down before PyTorch refused it."""
 
@@ -95,7 +97,7 @@ class RunConfig:
     prompt: PromptPolicy = identity(default_factory=PromptPolicy)
     sampling: Sampling = identity(default_factory=Sampling)
     max_length: int | None = identity(default=None)
-    fidelity: bool = identity(default=False)
+    fidelity: bool | str = identity(default=False)
     baseline: bool = runtime(default=True)
     limit: int | None = runtime(default=None)
     results: str = runtime(default="results")
@@ -120,7 +122,9 @@ class RunConfig:
         return self.model.name if self.model.name != "hf" else self.model.path
 
     def __post_init__(self) -> None:
-        for name in ("baseline", "mix", "fidelity"):
+        modes = self.fidelity is True or self.fidelity is False or self.fidelity == THROUGH_CACHE
+        check("fidelity", self.fidelity, modes, f"true, false, or {THROUGH_CACHE}")
+        for name in ("baseline", "mix"):
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         for name in ("max_length", "limit", "batch_rows", "threads"):
             value = getattr(self, name)

@@ -15,7 +15,7 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.resolve import ChainConfig
 from kvbench.metrics import check_installed, metric
-from kvbench.run.config import RunConfig
+from kvbench.run.config import THROUGH_CACHE, RunConfig
 from kvbench.run.fidelity import IDENTITY
 from kvbench.tasks.base import Task, Tokenizer, load_tasks
 from kvbench.tasks.prompt import check
@@ -140,7 +140,11 @@ def build_groups(
     groups = []
     for dataset in cfg.datasets:
         chat = policy.template != "off"
-        tasks = load_tasks(dataset.name, dataset.knobs, dataset.tasks, tokenizer, cfg.data_root, chat)
+        knobs = dict(dataset.knobs)
+        if cfg.fidelity == THROUGH_CACHE:
+            _check_through_cache(dataset.name, knobs, chains)
+            knobs["windows"] = "llamacpp"
+        tasks = load_tasks(dataset.name, knobs, dataset.tasks, tokenizer, cfg.data_root, chat)
         for task in tasks:
             check_installed(task.metric)
             column = f"{task.id} {dataset.label}".strip()
@@ -168,6 +172,20 @@ def build_groups(
     if not any(g.examples for g in groups) and cfg.shards == 1:
         raise UsageError("nothing to measure: the datasets have no examples")
     return groups
+
+
+def _check_through_cache(dataset: str, knobs: Mapping[str, Any], chains: Sequence[ChainConfig]) -> None:
+    """Raise UsageError unless the dataset has windows without a prompt, and methods only change how tokens are kept."""
+    if "windows" not in knobs:
+        raise UsageError(
+            f"fidelity={THROUGH_CACHE} reads windows of a text, not dataset={dataset}: take dataset=fidelity/wikitext2"
+        )
+    for config in chains:
+        if any(stage.role != "quantise" for stage in config.chain.stages):
+            raise UsageError(
+                f"fidelity={THROUGH_CACHE} has no prompt that {config.chain.name} could compress: it compares storage "
+                "formats, which code each token as it comes. Take fidelity=true"
+            )
 
 
 def _check_answers(task: Task, context: int | None) -> None:
