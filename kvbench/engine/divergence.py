@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from kvbench.cache.segment import Segment
+from kvbench.errors import UsageError
 from kvbench.methods.prompt_cache import Cache
 
 BLOCK = 64
@@ -78,6 +80,36 @@ def nudged(cache: Cache) -> Cache:
     k[..., 0] = torch.nextafter(k[..., 0], torch.full_like(k[..., 0], torch.inf))
     moved = replace(first, segments=(replace(segment, k=k), *first.segments[1:]))
     return replace(cache, layers=(moved, *others))
+
+
+def with_one_layer(full: Cache, cache: Cache, layer: int) -> Cache:
+    """Return the full cache with one layer as another cache of the same prompt holds it; new tokens stay exact.
+
+    Raises UsageError for a method that does more than change what the layers of a prompt hold.
+    """
+    chain = cache.chain
+    if chain.adaptation or chain.masks or chain.lowrank or chain.sharer or chain.hidden:
+        raise UsageError(
+            f"method {chain.name} changes more than what each layer holds: its layers cannot be told apart"
+        )
+    segments = tuple(_exact(s, chain.name) for s in cache.layers[layer].segments)
+    layers = [*full.layers]
+    layers[layer] = replace(cache.layers[layer], segments=segments)
+    return replace(full, layers=tuple(layers))
+
+
+def _exact(segment: Segment, name: str) -> Segment:
+    """Return a segment with its packed tokens as they are read."""
+    codes = segment.codes
+    if codes is None:
+        return segment
+    if segment.lengths is not None or segment.key_channels is not None or segment.value_channels is not None:
+        raise UsageError(f"method {name} packs tokens of ragged heads or thin keys: its layers cannot be told apart")
+    k, v = (
+        exact if packed is None else torch.cat([packed.dequantise(exact.dtype), exact], dim=1)
+        for packed, exact in ((codes.k, segment.k), (codes.v, segment.v))
+    )
+    return replace(segment, k=k, v=v, codes=None)
 
 
 @contextmanager

@@ -9,12 +9,12 @@ from itertools import product
 from typing import Any
 
 from kvbench.errors import unknown
-from kvbench.papers.figures import declared, qhitter, scores, think, uncomp, vatp
+from kvbench.papers.figures import declared, fidelity, qhitter, scores, think, uncomp, vatp
 from kvbench.papers.figures.figure import Code, Figure
 from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure, Point, Sweep
 from kvbench.papers.figures.panels import Panel, Picture
 
-CODE = {name: code for module in (qhitter, scores, think, uncomp, vatp) for name, code in module.CODE.items()}
+CODE = {name: code for module in (fidelity, qhitter, scores, think, uncomp, vatp) for name, code in module.CODE.items()}
 
 
 def _figure(name: str, entry: dict[str, Any]) -> Figure:

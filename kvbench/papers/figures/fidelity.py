@@ -1,0 +1,150 @@
+"""Divergences from the full cache by budget, by position of the continuation, and by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+
+from kvbench.engine.divergence import with_one_layer
+from kvbench.engine.likelihood import diverge
+from kvbench.engine.prefill import prefill_chains
+from kvbench.methods.chain import Chain
+from kvbench.papers.figures.figure import Code, Fact
+from kvbench.papers.figures.measured import FULL, MeasuredFigure, Point
+from kvbench.run import experiment
+from kvbench.run.fidelity import FidelitySummary, TextFidelity, summarise_texts
+from kvbench.run.forced import texts_of
+from kvbench.run.plan import Group
+from kvbench.run.results import Sample, share
+
+TEXTS = {"reference": "reference text", "greedy": "full cache's answer"}
+ALL = "all layers"
+SMOOTH = 8
+"""Positions of which the mean is drawn."""
+ROWS = 16
+"""Caches with one layer compressed that are compared at once."""
+
+
+def _cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, list[Sample]]]:
+    """Yield each measured cell but the full cache's, with the samples of this run."""
+    for ran in measured.ran:
+        for point, group, cell in ran.cells():
+            ids = {e.id for e in group.examples}
+            samples = [s for i, s in ran.run.store.samples(cell.id).items() if i in ids]
+            if point.series != FULL and samples and ran.run.store.refusal(cell.id) is None:
+                yield point, group, samples
+
+
+def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
+    """Return the mean divergence of each method and task with its interval, beside tokens kept and bytes held."""
+    rows = []
+    for point, group, samples in _cells(measured):
+        kept = 100 * sum(s.kept for s in samples) / sum(s.n for s in samples)
+        held = (sum(values) for values in zip(*((s.payload16, s.overhead16, s.full16) for s in samples), strict=True))
+        place = {"series": point.series, "task": group.task.id, "kept": kept, "bytes": share(*held)}
+        for kind, text in TEXTS.items():
+            summary = summarise_texts([s.fidelity[kind] for s in samples if s.fidelity and kind in s.fidelity])
+            if summary is not None:
+                rows.append({**place, "text": text, **_numbers(summary)})
+    return pd.DataFrame(rows)
+
+
+def _numbers(summary: FidelitySummary) -> dict[str, float]:
+    low, high = summary.ci or (float("nan"), float("nan"))
+    return {"kl": summary.kl_mean, "low": low, "high": high, "floor": summary.floor, "n": summary.n}
+
+
+def by_position(measured: MeasuredFigure) -> pd.DataFrame:
+    """Return the mean divergence over prompts at each run of SMOOTH positions after the prompt."""
+    rows = []
+    for point, group, samples in _cells(measured):
+        for kind, text in TEXTS.items():
+            texts = [s.fidelity[kind] for s in samples if s.fidelity and kind in s.fidelity]
+            place = {"series": point.series, "task": group.task.id, "text": text, "n": len(texts)}
+            rows += [{**place, "position": at, "kl": mean} for at, mean in _runs(texts)]
+    return pd.DataFrame(rows)
+
+
+def _runs(texts: Sequence[TextFidelity]) -> Iterator[tuple[float, float]]:
+    """Yield the middle and the mean divergence of each run of positions that some text reaches."""
+    for start in range(0, max((len(t.kl) for t in texts), default=0), SMOOTH):
+        values = [x for t in texts for x in t.kl[start : start + SMOOTH]]
+        yield start + (SMOOTH + 1) / 2, sum(values) / len(values)
+
+
+def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
+    """Return the mean divergence of each method with one layer compressed and all others exact, and with all."""
+    rows: list[dict[str, Any]] = []
+    for ran in measured.ran:
+        model = ran.run.load_model()
+        host = experiment.make_host(ran.run, model)
+        for group in ran.run.groups:
+            for example in group.examples:
+                encoded = host.encode(example, group.task)
+                ids = torch.tensor([*encoded.ids, *encoded.question])
+                full, *caches = prefill_chains(model, ids, [Chain(), *ran.chains], host.plain)
+                texts = texts_of(host, example, full)
+                if example.tokens:
+                    texts["reference"] = [*example.tokens[len(ids) :]]
+                for kind, tokens in texts.items():
+                    for point, cache in zip(ran.sweep.points, caches, strict=True):
+                        single = [with_one_layer(full, cache, i) for i in range(len(full.layers))]
+                        means = [
+                            float(forced.divergence.kl.mean())
+                            for i in range(0, len(single), ROWS)
+                            for forced in diverge(model, full, single[i : i + ROWS], torch.tensor(tokens))[0]
+                            if forced.divergence is not None
+                        ]
+                        (whole,) = diverge(model, full, [cache], torch.tensor(tokens))[0]
+                        assert whole.divergence is not None
+                        place = {
+                            "series": point.series,
+                            "task": group.task.id,
+                            "text": TEXTS[kind],
+                            "prompt": example.id,
+                        }
+                        rows += [{**place, "layer": layer, "kl": mean} for layer, mean in enumerate(means)]
+                        rows.append({**place, "layer": -1, "kl": float(whole.divergence.kl.mean())})
+    data = pd.DataFrame(rows)
+    by = ["series", "task", "text", "layer"]
+    return data.groupby(by, sort=False)["kl"].agg(kl="mean", n="count").reset_index()
+
+
+def single_layers(data: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of single layers, with the title of their panel."""
+    return data[data["layer"] >= 0]
+
+
+def layer_facts(data: pd.DataFrame) -> Iterator[Fact]:
+    """Yield for each text the layer whose compression alone diverges most, and the divergence of all together."""
+    single, whole = single_layers(data), data[data["layer"] < 0]
+    worst = single.loc[single.groupby(["text", "series"], sort=False)["kl"].idxmax()]
+    yield Fact("Layer that alone diverges most", worst.set_index(["text", "series"])["layer"].astype(float), "{:.0f}")
+    yield Fact("Its divergence in nats", worst.set_index(["text", "series", "layer"])["kl"], "{:.3g}", "layer {:g}")
+    yield Fact("All layers together", whole.set_index(["text", "series", "n"])["kl"], "{:.3g}", "n = {:g}")
+
+
+def budget_facts(data: pd.DataFrame) -> Iterator[Fact]:
+    """Yield the divergences by text, method and bytes held."""
+    yield Fact(
+        "Nats at the per cent of bytes held", data.set_index(["text", "series", "bytes"])["kl"], "{:.3g}", "{:.1f}"
+    )
+    yield Fact("Floor, at most", f"{data['floor'].max():.1g} nats")
+    yield Fact("Examples", f"n = {int(data['n'].min())} to {int(data['n'].max())}")
+
+
+def position_facts(data: pd.DataFrame) -> Iterator[Fact]:
+    """Yield the divergence over the first and the last positions."""
+    for label, at in (("first", data["position"].min()), ("last", data["position"].max())):
+        rows = data[data["position"] == at]
+        yield Fact(f"Nats over the {label} {SMOOTH} positions", rows.set_index(["text", "series"])["kl"], "{:.3g}")
+
+
+CODE = {
+    "fidelity/budget": Code(by_budget, budget_facts),
+    "fidelity/positions": Code(by_position, position_facts),
+    "fidelity/layers": Code(by_layer, layer_facts, single_layers),
+}
