@@ -81,7 +81,7 @@ def _first_windows(
     """Yield the first window of each document that is long enough."""
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     size = length + tokens - len(bos)
-    meta = {"window": length + tokens, "prefix": length, "chunk": tokens, "divisor": float(tokens), "unit": "token"}
+    meta = {"window": length + tokens, "prefix": length, "chunk": 1, "divisor": float(tokens), "unit": "token"}
     for name, text in documents:
         # a token is seldom longer than eight characters
         ids = tokenizer.encode(text[: 8 * size], add_special_tokens=False)
@@ -99,7 +99,7 @@ def _llamacpp_windows(
         raise UsageError(f"{prefix}: {len(ids)} tokens, less than two windows of {length}: lower length=")
     middle = length // 2
     meta = {
-        **{"window": length, "prefix": 1, "chunk": length, "unit": "token"},
+        **{"window": length, "prefix": 1, "chunk": 1, "unit": "token"},
         **{"divisor": float(length - 1 - middle), "scored_from": middle},
     }
     for i in range(len(ids) // length):
