@@ -47,6 +47,7 @@ BAD = {
     "run revision=abc": "model.revision=abc is not possible: it is a commit of a hub id, and model=embedded:tiny",
     "run dataset=tiny/needle data.root={tmp}/absent": "is not a folder",
     "run method=snapkv kernel=12345678901234567891": "an odd whole number, 1 to 9999",
+    "run method=expectedattention future=12345678901234567890": "1 to 100000 positions",
     "run foo": "not key=value",
     "run limit=0": "limit=0 is not possible",
     "run limit=3 limit=4": "2 times",
