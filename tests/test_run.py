@@ -170,8 +170,9 @@ def test_plan_and_config_and_lists(tmp_path, capsys):
     (plan,) = json.loads(capsys.readouterr().out)
     assert [g["prefills"] for g in plan["groups"]] == [6, 6]
     assert [g["prefills_saved"] for g in plan["groups"]] == [12, 12]
-    assert main(["run", *arguments, "--plan"]) == 0
+    assert main(["run", *arguments, "--plan", "calibration_text=absent"]) == 0
     plan_text = capsys.readouterr().out
+    assert "calibration_text= is not read" in plan_text
     assert "12 saved by sharing" in " ".join(plan_text.split())
     assert max(map(len, plan_text.splitlines())) <= 100
     assert main(["run", *arguments, "--config"]) == 0

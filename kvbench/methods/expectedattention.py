@@ -29,7 +29,7 @@ class ExpectedAttention(Selector):
     rotates: ClassVar[bool] = True
 
     sinks: int = knob(4, at_least(0, "tokens"))
-    future: int = knob(512, at_least(1, "positions"))
+    future: int = knob(512, Rule("1 to 100000 positions", lambda count: 1 <= count <= 100_000))
     covariance: bool = True
     vnorm: bool = True
     epsilon: float = knob(0.0, Rule("a number, 0 or more", lambda x: x >= 0))

@@ -40,7 +40,7 @@ def one_of(*names: str) -> Rule:
     return Rule(" or ".join(names), lambda value: value in names)
 
 
-ODD = Rule("an odd whole number, 1 or more (1: no pooling)", lambda width: width >= 1 and width % 2 == 1)
+ODD = Rule("an odd whole number, 1 to 9999 (1: no pooling)", lambda width: 1 <= width < 10_000 and width % 2 == 1)
 """The rule of a width of pooling."""
 CODE_BITS = Rule("2, 3, 4 or 8", lambda bits: bits in (2, 3, 4, 8))
 

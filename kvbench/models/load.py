@@ -241,6 +241,9 @@ def _slices(f: BinaryIO) -> Iterator[bytes]:
 
 def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
     """Return the checkpoint in a folder. Raises UsageError with the reason if it cannot be used."""
+    if cfg.revision not in (None, "main"):
+        hint = f"it is a commit of a hub id, and model={cfg.path} is a folder; leave it out"
+        raise UsageError(f"model.revision={cfg.revision} is not possible: {hint}")
     if not folder.is_dir():
         raise UsageError(f"model={cfg.path} is a file; give the folder that holds config.json and *.safetensors")
     config_file = folder / "config.json"

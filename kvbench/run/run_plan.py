@@ -24,6 +24,7 @@ from kvbench.run.plan import Cell, Group, GroupPlan, GroupTodo, Plan, build_grou
 from kvbench.run.results import CellRecord
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
+from kvbench.tasks.source import data_root
 
 SMALL_MODEL = 256
 
@@ -51,7 +52,10 @@ class RunPlan:
         """Return notes on settings known to be untested, pointless or harmful, before any prompt is read."""
         untested = traits.of_config(self.source.config).note
         prompts = about_prompts(self.cfg.prompt, [g.task for g in self.groups], self.tokenizer)
-        return [*([untested] if untested else []), *prompts]
+        notes = [untested] if untested else []
+        if self.cfg.calibration_text and not any(self.session.requests(e.chain) for e in self.cfg.chains):
+            notes.append("calibration_text= is not read: no method of this run is calibrated.")
+        return [*notes, *prompts]
 
     def plan(self) -> Plan:
         """Return what is left to measure, with the memory and time of each group and the memory limit.
@@ -188,6 +192,8 @@ def plan_of(
     model: PreTrainedModel | None = None,
 ) -> RunPlan:
     """Return the plan of a run on a checkpoint, or on a ``model`` that is loaded already."""
+    if cfg.data_root:
+        data_root(cfg.data_root)  # a folder that is not there is refused even where no dataset reads it
     cfg, matched = equal_memory.settle(cfg, from_config(source.config))
     check_model(cfg, source)
     loaded_tokenizer = tokenizer()
