@@ -44,7 +44,13 @@ def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
     for point, group, samples in _cells(measured):
         kept = 100 * sum(s.kept for s in samples) / sum(s.n for s in samples)
         held = (sum(values) for values in zip(*((s.payload16, s.overhead16, s.full16) for s in samples), strict=True))
-        place = {"series": point.series, "task": group.task.id, "kept": kept, "bytes": share(*held)}
+        place = {
+            "series": point.series,
+            "x": point.x if point.x == point.x else float(f"{kept:.2g}"),
+            "task": group.task.id,
+            "kept": kept,
+            "bytes": share(*held),
+        }
         for kind, text in TEXTS.items():
             summary = summarise_texts([s.fidelity[kind] for s in samples if s.fidelity and kind in s.fidelity])
             if summary is not None:
