@@ -23,6 +23,7 @@ NOT_TYPED = re.compile(
 """The blocks of conf/'s files that hold nothing to type."""
 
 
+@cache
 def conf_dir() -> Path:
     """Return the folder of configurations: beside the package in a clone, inside it in an installed wheel."""
     package = Path(__file__).resolve().parent

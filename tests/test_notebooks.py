@@ -11,14 +11,21 @@ pytestmark = pytest.mark.e2e("executes notebooks")
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_cell_of_a_notebook_runs(path, tmp_path):
-    notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    shown = [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
-    assert any("text/markdown" in o.get("data", {}) for o in shown), "a table is shown"
-    if path.stem == "first":
-        assert any("image/png" in o.get("data", {}) for o in shown), "a picture is shown"
-    if path.stem == "method":
-        tables = [o["data"]["text/markdown"] for o in shown if "text/markdown" in o.get("data", {})]
-        assert "refused" in tables[0] and "refused" not in tables[1]
+def test_every_cell_of_a_notebook_runs(tmp_path):
+    """One after the other in one kernel, which forgets all names in between."""
+    notebooks = {path.stem: nbformat.read(path, as_version=4) for path in NOTEBOOKS}
+    forget = nbformat.v4.new_code_cell("%reset -f")
+    cells = [cell for notebook in notebooks.values() for cell in (*notebook.cells, forget)]
+    joined = nbformat.v4.new_notebook(cells=cells, metadata=next(iter(notebooks.values())).metadata)
+    NotebookClient(joined, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = {
+        stem: [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
+        for stem, notebook in notebooks.items()
+    }
+    tables = {
+        stem: [o["data"]["text/markdown"] for o in shown if "text/markdown" in o.get("data", {})]
+        for stem, shown in outputs.items()
+    }
+    assert all(tables.values()), "a table is shown"
+    assert any("image/png" in o.get("data", {}) for o in outputs["first"]), "a picture is shown"
+    assert "refused" in tables["method"][0] and "refused" not in tables["method"][1]

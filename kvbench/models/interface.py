@@ -231,7 +231,7 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     modules = [
         m
         for m in model.modules()
-        if isinstance(getattr(m, "layer_idx", None), int) and type(m).__name__.endswith("Attention")
+        if type(m).__name__.endswith("Attention") and isinstance(getattr(m, "layer_idx", None), int)
     ]
     return sorted(modules, key=lambda m: int(m.layer_idx))  # type: ignore[arg-type]
 

@@ -6,12 +6,14 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.conf import check, conf_dir, entries, identity, is_whole, runtime, whole_config
@@ -208,12 +210,18 @@ def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> d
     return raw
 
 
+@lru_cache(maxsize=256)
+def _composed(folder: Path, overrides: tuple[str, ...]) -> DictConfig:
+    """Return the configurations in ``folder`` as Hydra composes them: 50 ms, for tables once a row."""
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        return hydra_compose(config_name="config", overrides=list(overrides))
+
+
 def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, Any]:
     """Return conf/ as Hydra composes it under ``overrides``. Raises UsageError in place of Hydra's errors."""
     try:
-        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            cfg = hydra_compose(config_name="config", overrides=list(overrides))
-        return OmegaConf.to_container(cfg, resolve=True)  # type: ignore[return-value]
+        composed = _composed(conf_dir(), tuple(overrides))
+        return OmegaConf.to_container(composed, resolve=True)  # type: ignore[return-value]
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(plain(error)) from None
 
