@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kvbench.cli.main import main
 from kvbench.engine import divergence
 from kvbench.engine.likelihood import diverge, teacher_force
 from kvbench.errors import UsageError
+from kvbench.papers.claims import claim_runner, claims
 from kvbench.run.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.tasks import fidelity as texts
 from kvbench.tasks.source import Files
@@ -242,3 +244,22 @@ def test_through_the_cache_every_token_is_read_as_stored_and_selection_is_refuse
     assert main(["run", "fidelity=through_cache", "dataset=tiny"]) == 2
     assert "take dataset=fidelity/wikitext2" in capsys.readouterr().err
     assert main(["run", "fidelity=maybe"]) == 2 and "true, false, or through_cache" in capsys.readouterr().err
+
+
+def test_claims_are_told_in_nats_beside_points():
+    def sample(**texts):
+        return SimpleNamespace(fidelity={kind: text(kl) for kind, kl in texts.items()} or None)
+
+    stored = {
+        "near": {"a": sample(greedy=[0.1, 0.3], reference=[5.0]), "b": sample(reference=[0.5]), "c": sample()},
+        "far": {"a": sample(greedy=[3.0]), "b": sample(reference=[0.4]), "c": sample()},
+    }
+    store = SimpleNamespace(samples=stored.get)
+    near, far = SimpleNamespace(id="near"), SimpleNamespace(id="far")
+    group = SimpleNamespace(examples=[SimpleNamespace(id=i) for i in "abc"])
+    asked = claims.Asked(group, ((near, far),))
+    differences = claims._paired(store, [asked], in_nats=True)  # nearer is better; a prompt counts for one nat at most
+    assert differences.tolist() == [[pytest.approx(0.8)], [pytest.approx(-0.1)]]
+    verdict = {"verdict": "undecided", "side": "", "mean": 35.0, "ci": [-20.0, 90.0], "p_for": 0.4, "p_against": 1.0}
+    assert claim_runner._in_nats({"fidelity": verdict}) == "\nin nats: undecided\n+0.350 [−0.200, 0.900], p 0.4"
+    assert claim_runner._in_nats({}) == ""

@@ -276,11 +276,11 @@ def summary(means: CellSummary) -> dict[str, object]:
 
 
 def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """Return nested values under flat names joined by /, without None. An interval becomes ci_low and ci_high."""
+    """Return nested values under flat names joined by /, without None. An interval ci becomes ci_low and ci_high."""
     flat: dict[str, object] = {}
     for key, value in values.items():
-        if key == "ci" and value is not None:
-            flat |= {f"{prefix}ci_low": value[0], f"{prefix}ci_high": value[1]}
+        if key.endswith("ci") and value is not None:
+            flat |= {f"{prefix}{key}_low": value[0], f"{prefix}{key}_high": value[1]}
         elif isinstance(value, Mapping):
             flat |= flat_names(value, f"{prefix}{key}/")
         elif value is not None:

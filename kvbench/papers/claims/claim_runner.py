@@ -24,7 +24,16 @@ FOLDER = "claims"
 """The folder below a results folder with a ledger for each model."""
 SAYS = 46
 """Characters of a line of a statement."""
+FIDELITY = ("verdict", "side", "mean", "ci", "p_for", "p_against", "n", "tasks", "settings")
+"""The parts of a verdict that are told again in nats."""
 MARKS = {"supported": "✓", "contradicted": "✗", "mixed": "±", "fragile": "~", UNDECIDED: "?"}
+
+
+IN_NATS = (
+    "In nats: the same claim by the mean divergence from the full cache, on the full cache's own greedy answers; above 0 "
+    "the claim's method is nearer to it. A prompt counts for at most 1 nat, a margin of one point is 0.01 nats, and the "
+    "correction is over these tests alone. The two verdicts answer different questions."
+)
 
 
 def tables(papers: Sequence[str], model: str) -> list[table_spec.Given]:
@@ -43,14 +52,17 @@ def measure(prepared: Mapping[str, Sequence[OurTable]]) -> None:
         experiment.fill(run)
 
 
-def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> list[Verdict]:
-    """Return the verdicts on all claims of the prepared papers, in order, corrected together."""
+def settle(prepared: Mapping[str, Sequence[OurTable]], model: str, in_nats: bool = False) -> list[Verdict]:
+    """Return the verdicts on all claims of the prepared papers, in order, corrected together.
+
+    ``in_nats``: by divergences from the full cache in place of scores, under a correction of their own.
+    """
     ledger = [c for paper in prepared for c in claims.load(paper)]
     tested = [c for c in ledger if c.test != "elsewhere"]
-    evidence_by_id = {c.id: claims.evidence(c, prepared[c.paper]) for c in tested}
+    evidence_by_id = {c.id: claims.evidence(c, prepared[c.paper], in_nats=in_nats) for c in tested}
     others: dict[str, Evidence] = {}
     if model == stand_ins.MODEL:
-        others = {c.id: claims.evidence(c, prepared[c.paper], windows_as_printed=True) for c in tested}
+        others = {c.id: claims.evidence(c, prepared[c.paper], True, in_nats) for c in tested}
     return claims.decide(ledger, evidence_by_id, others, family=len(tested))
 
 
@@ -62,6 +74,10 @@ def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, verdicts: Sequ
     # data read in place of others, notes of tasks, and local changes
     tasks = [f"{g.task.note}." for r in runs for g in r.groups if g.task.note and not g.task.id.startswith("tiny/")]
     changed = local_changes({c.id: c for r in runs for c in r.records()}.values())
+    records = [_record(v) for v in verdicts]
+    if any(c.fidelity for r in runs for g in r.groups for c in g.cells):
+        by_id = {v.claim.id: _record(v) for v in settle(prepared, model, in_nats=True)}
+        records = [{**r, "fidelity": {key: by_id[r["id"]][key] for key in FIDELITY}} for r in records]
     all_notes = [*(note for ours in our_tables for note in ours.notes), *tasks, changed]
     return {
         "model": model,
@@ -70,7 +86,7 @@ def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, verdicts: Sequ
         "level": claims.LEVEL,
         "tested": sum(v.claim.test != "elsewhere" for v in verdicts),
         "notes": [note for note in dict.fromkeys(all_notes) if note],
-        "verdicts": [_record(v) for v in verdicts],
+        "verdicts": records,
     }
 
 
@@ -129,7 +145,7 @@ def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Table:
             cells[0] += "\n" + fill(text, SAYS, break_on_hyphens=False)
         for v in (verdicts.get(first["id"]) for verdicts in by_id):
             side = f" ({v['side']} in the mean)" if v is not None and v["side"] else ""
-            cells.append("—" if v is None else f"{v['verdict']}{side}\n{evidence(v)}")
+            cells.append("—" if v is None else f"{v['verdict']}{side}\n{evidence(v)}{_in_nats(v)}")
         rows.append(tuple(cells))
     heads = (f"{content['model']}{', a stand-in' if content['stand_in'] else ''}: points" for content in ledgers)
     headers = ("what the paper says, and what is tested", *heads)
@@ -158,6 +174,19 @@ def evidence(v: Mapping[str, Any]) -> str:
     return "\n".join(lines).replace("-", "−")
 
 
+def _in_nats(v: Mapping[str, Any]) -> str:
+    """Return the verdict by divergences, below that by scores; '' where they were not measured."""
+    nats = v.get("fidelity")
+    if nats is None:
+        return ""
+    side = f" ({nats['side']} in the mean)" if nats["side"] else ""
+    if nats["mean"] is None:
+        return f"\nin nats: {nats['verdict']}"
+    low, high = (x / 100 for x in nats["ci"])
+    numbers = f"{nats['mean'] / 100:+.3f} [{low:.3f}, {high:.3f}], p {min(nats['p_for'], nats['p_against']):.2g}"
+    return f"\nin nats: {nats['verdict']}{side}\n{numbers}".replace("-", "−")
+
+
 def notes(content: Mapping[str, Any]) -> list[str]:
     """Return the notes that readers of a ledger need."""
     model, tested = content["model"], content["tested"]
@@ -181,6 +210,7 @@ def notes(content: Mapping[str, Any]) -> list[str]:
         "gained everything, there would be too few to support it. Log losses: a nat counts as 100 points, and no pair "
         "as more. Tasks at the floor are left out by the full cache's own scores of these examples, which speaks "
         "against methods that are compared with it.",
+        *([IN_NATS] if any("fidelity" in v for v in content["verdicts"]) else []),
         *content["notes"],
     ]
 

@@ -192,8 +192,13 @@ def as_printed(side: str) -> str:
     return f"{side};{AS_PRINTED}"
 
 
-def evidence(claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool = False) -> Evidence:
-    """Collect the paired differences of all examples that all sides of a claim have in ``tables``."""
+def evidence(
+    claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool = False, in_nats: bool = False
+) -> Evidence:
+    """Collect the paired differences of all examples that all sides of a claim have in ``tables``.
+
+    ``in_nats``: of divergences from the full cache in place of scores; there no full cache is at a floor.
+    """
     ours = next(t for t in tables if {c.dataset for c in t.declared.scores} == set(claim.columns))
     lines = {line.row.name: line for line in ours.lines}
     pairs = [tuple(lines[as_printed(s) if windows_as_printed else s] for s in pair) for pair in claim.pairs]
@@ -221,9 +226,9 @@ def evidence(claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool 
     cells = [cell for pair in compared for cell in pair]
     if refused := next(filter(None, (store.refusal(c.id) for c in cells)), None):
         return Evidence(reason=refused)
-    floors = [name for name, ways in by_task.values() if all(a.floored(store) for a in ways)]
+    floors = [name for name, ways in by_task.values() if not in_nats and all(a.floored(store) for a in ways)]
     decidable = {name: ways for name, ways in by_task.values() if name not in floors}
-    differences = {name: _paired(store, ways) for name, ways in decidable.items()}
+    differences = {name: _paired(store, ways, in_nats) for name, ways in decidable.items()}
     waiting = [name for name, d in differences.items() if not len(d)]
     reasons = [f"{name}: the full cache is at the floor" for name in floors]
     reasons += [f"{name}: not measured yet" for name in waiting]
@@ -251,15 +256,23 @@ class Asked:
         return at_floor(self.group.task, list(scores(store, self.group, full).values()))
 
 
-def _paired(store: ResultStore, asked: Sequence[Asked]) -> Differences:
+def divergences(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
+    """Return by example the mean divergence in nats, at most 1, on the full cache's greedy answer if there is one."""
+    samples = {i: s.fidelity for i, s in store.samples(cell.id).items() if s.fidelity}
+    texts = {i: texts.get("greedy") or texts["reference"] for i, texts in samples.items()}
+    return {e.id: min(1.0, float(np.mean(texts[e.id].kl))) for e in group.examples if e.id in texts}
+
+
+def _paired(store: ResultStore, asked: Sequence[Asked], in_nats: bool = False) -> Differences:
     """Return differences [examples, pairs] over the examples that all cells of a way have, the mean over ways.
 
-    Less is better of log losses. No difference counts for more than 1, a nat of a log loss.
+    Less is better of log losses and divergences. No difference counts for more than 1, a nat.
     """
     ways: dict[str, list[list[float]]] = {}
+    read = divergences if in_nats else scores
     for a in asked:
-        sign = -1.0 if metric(a.group.task.metric).shown is not None else 1.0
-        by_pair = [[scores(store, a.group, cell) for cell in pair] for pair in a.pairs]
+        sign = -1.0 if in_nats or metric(a.group.task.metric).shown is not None else 1.0
+        by_pair = [[read(store, a.group, cell) for cell in pair] for pair in a.pairs]
         for e in a.group.examples:
             if all(e.id in s for pair in by_pair for s in pair):
                 differences = [min(1.0, max(-1.0, sign * (x[e.id] - y[e.id]))) for x, y in by_pair]
