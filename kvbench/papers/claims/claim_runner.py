@@ -30,9 +30,9 @@ MARKS = {"supported": "✓", "contradicted": "✗", "mixed": "±", "fragile": "~
 
 
 IN_NATS = (
-    "In nats: the same claim by the mean divergence from the full cache, on the full cache's own greedy answers; above 0 "
-    "the claim's method is nearer to it. A prompt counts for at most 1 nat, a margin of one point is 0.01 nats, and the "
-    "correction is over these tests alone. The two verdicts answer different questions."
+    "In nats: the same claim by the mean divergence from the full cache, on the full cache's own greedy answers; above "
+    "0 the claim's method is nearer to it. A prompt counts for at most 1 nat, a margin of one point is 0.01 nats, and "
+    "the correction is over these tests alone. The two verdicts answer different questions."
 )
 
 
