@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md run: a selector, a family that nobody tested, a metric.
+"""The worked examples of CONTRIBUTING.md run: a selector, a family that nobody tested, a metric, figures.
 
 Those of a storage format, a dataset and a paper run in tests/storage/test_registry.py, tests/tasks/test_rowset.py and
 tests/papers/test_new_paper.py.
@@ -11,12 +11,15 @@ import sys
 import pytest
 import torch
 import worked
+import yaml
 
 import kvbench.methods
 from kvbench import metrics
 from kvbench.cli.main import main
 from kvbench.methods import registry
 from kvbench.methods.resolve import chain_of
+from kvbench.papers.figures import measured
+from kvbench.papers.figures import registry as registry_of_figures
 
 CACHES = registry.available, registry.defaults, registry._modules
 
@@ -72,3 +75,16 @@ def test_a_metric_is_a_function_and_a_line(monkeypatch):
     assert metrics.metric("first_word").name == "first_word"
     assert example["first_word"]("Paris, of course", "Paris, France") == 1
     assert example["first_word"]("", "Paris") == 0
+
+
+@pytest.mark.e2e("measures and draws figures")
+def test_a_figure_is_a_few_lines_or_an_entry(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(worked.block("figure.py"), {})
+    assert "<svg" in (tmp_path / "mine.svg").read_text()
+    ((name, entry),) = yaml.safe_load(worked.block("kvbench/papers/figures/ours.yaml")).items()
+    figure = registry_of_figures._figure(name, entry)
+    source = measured.prepare(figure, ["dataset=tiny/needle", "limit=2", f"results={tmp_path}"])
+    source.measure(quiet=True)
+    paths, finding = figure.write(figure.compute(source), source.facts(), tmp_path)
+    assert all(path.stat().st_size for path in paths) and "n = 2" in finding

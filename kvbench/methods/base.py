@@ -25,6 +25,7 @@ from kvbench.methods.contract import protect as protect
 from kvbench.methods.foreign import code_of
 from kvbench.methods.knobs import Knobs
 from kvbench.methods.recipe import Calibration, CalibrationRun, Recipe
+from kvbench.methods.statistics import check_shape
 from kvbench.methods.statistics import top_indices as top_indices
 from kvbench.storage.roles import Masker, Slots
 
@@ -279,6 +280,7 @@ class Selector(TokenSelector):
         capacity = protect(self.capacity(n), sinks_of(modifiers), n)
         # authors may build scores on the CPU; the device of the keys is the cache's matter
         scores = self.scores(cache, obs, capacity).to(cache.segments[0].k.device, torch.float32, copy=True)
+        check_shape(self.id, scores, cache, obs)
         for modifier in modifiers:
             scores = modifier.modify(scores, cache, obs)
         if bool(scores.isnan().any()):

@@ -11,6 +11,7 @@ from kvbench.cache import ops
 from kvbench.cache.exact_attention import causal_softmax
 from kvbench.cache.observation import Observation
 from kvbench.cache.segment import LayerCache, per_head
+from kvbench.errors import Refused
 from kvbench.storage.roles import Slots
 
 
@@ -58,6 +59,15 @@ def group_rows(probs: torch.Tensor, heads: int) -> torch.Tensor:
 def at_heads(scores: torch.Tensor, heads: int) -> torch.Tensor:
     """Return scores [Hk, ...] as [heads, ...]: repeated where more heads are stored, averaged where fewer are."""
     return per_head(scores, heads) if scores.shape[0] <= heads else group_mean(scores, heads)
+
+
+def check_shape(method: str, scores: torch.Tensor, cache: LayerCache, obs: Observation) -> None:
+    """Raise Refused unless the scores are [H, n], or [1, n] for all heads alike."""
+    if scores.ndim != 2 or scores.shape[0] not in (1, cache.heads) or scores.shape[1] != obs.n:
+        raise Refused(
+            f"scores() of {method} returns {[*scores.shape]} in layer {obs.layer}, not [{cache.heads}, {obs.n}]: "
+            "a score for each stored head and token"
+        )
 
 
 def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -212,7 +212,7 @@ def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> d
 
 @lru_cache(maxsize=256)
 def _composed(folder: Path, overrides: tuple[str, ...]) -> DictConfig:
-    """Return the configurations in ``folder`` as Hydra composes them: 50 ms, for tables once a row."""
+    """Return the configurations in ``folder`` as Hydra composes them, which takes 50 ms."""
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         return hydra_compose(config_name="config", overrides=list(overrides))
 

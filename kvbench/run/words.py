@@ -279,7 +279,9 @@ def _parse_plain_knob(knob: str, value: str, methods: Sequence[str], datasets: S
             )
         names = {k for known in holders.values() for k in known if not k.startswith("_")}
         chains = ", ".join("+".join(registry.split(m)) for m in methods)
-        raise registry.unknown_knob(knob, value, {"preset", *names, *top_level()}, f"No method of {chains} owns it.")
+        raise registry.unknown_knob(
+            knob, value, {"preset", *GROUPS, *names, *top_level()}, f"No method of {chains} owns it."
+        )
     # resolve decides which stages take a knob of methods
     prefixes = ["method.*"] if owners[0].startswith("method.") else owners
     return {f"{o}.{knob}": _read_grid(value, holders[owners[0]][knob]) for o in prefixes}

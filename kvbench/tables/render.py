@@ -157,7 +157,8 @@ def legend(report: Report) -> list[str]:
     summaries = [c.summary for c in cells if c.summary is not None]
     means = [r.means for r in report.rows if r.means is not None]
     counts = list(dict.fromkeys((s.n, s.of) for s in summaries))
-    lines = [report.settings] if report.settings else []
+    lines = [f"✗ {c.task}: {c.reason}" for c in cells if c.status in BROKEN]
+    lines += [report.settings] if report.settings else []
     if counts:
         n = "; ".join(f"{n_cell} of {of_cell}" if n_cell < of_cell else f"all {of_cell}" for n_cell, of_cell in counts)
         facts = [f"n = {n} examples per cell"]
@@ -198,7 +199,6 @@ def legend(report: Report) -> list[str]:
     ):
         if count:
             lines.append(f"Up to {count} prompts of a task were {text}.")
-    lines += [f"✗ {c.task}: {c.reason}" for c in cells if c.status in BROKEN]
     lines += report.notes
     lines.append(f"Samples and metrics: {report.results}/cells/<cell>/ ({len(cells)} cells; ids with --json).")
     return lines

@@ -84,6 +84,8 @@ def load(
     whole(dataset, "max_new_tokens", max_new_tokens)
     whole(dataset, "seed", seed, least=0)
     allowed = _listed(form.metric)
+    for name in allowed:
+        metrics.metric(name)  # raises UsageError for an unknown one
     scorer = metrics.metric(allowed[0] if metric is None else one_of(dataset, "metric", metric, allowed))
     if scorer.needs_classes and not form.classes:
         raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: metric {scorer.name} needs classes: a list of labels")

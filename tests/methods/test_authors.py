@@ -192,3 +192,9 @@ def test_a_method_that_fails_over_a_prompt_does_not_end_the_account_of_all(file_
     captured = capsys.readouterr()
     assert "failed: AttributeError: module 'torch' has no attribute 'orange'" in captured.out
     assert "internal error" not in captured.err
+
+
+def test_scores_of_another_shape_are_refused_by_what_is_wrong(file_alone, tmp_path, capsys):
+    file_alone(ALONE.replace("torch.arange(obs.n,", "torch.arange(obs.n - 3,"))
+    assert main(["run", "method=mine", "dataset=tiny/needle", "limit=1", f"results={tmp_path / 'r'}"]) == 1
+    assert "scores() of mine returns [4, 1021] in layer 1, not [4, 1024]" in " ".join(capsys.readouterr().out.split())

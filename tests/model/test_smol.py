@@ -162,7 +162,7 @@ def test_full_answers_real_questions_as_transformers_does(loaded):
     articles = json.loads(data_path("xquad.en.json").read_text(encoding="utf-8"))["data"]
     paragraphs = [a["paragraphs"][0] for a in articles[: int(os.environ.get("KVBENCH_QUESTIONS", "4"))]]
     prompts = [chat(loaded, f"{p['context']}\n\n{p['qas'][0]['question']}") for p in paragraphs]
-    ours, peers_value = answers(loaded, prompts, 32)
+    ours, peers_value = answers(loaded, prompts, 64)
     assert ours == peers_value
 
 

@@ -65,6 +65,7 @@ def test_rows_are_left_out_parted_and_drawn_as_the_format_says(tmp_path):
         ({"rows": {"prompt": "{contxt}"}}, r"squad_dev\.jsonl, line 1: there is no key 'contxt'"),
         ({"rows": {"answers": ["answer"]}}, "line 1: there is no key 'answer'"),
         ({"rows": {"metric": "f2"}}, "unknown metric 'f2'"),
+        ({"rows": {"metric": ["squad_f1", "frist_word"]}}, "unknown metric 'frist_word'"),
         ({"metric": "f1"}, "Available: squad_f1, exact_match|Available: exact_match, squad_f1"),
         ({"rows": {"after": "####"}}, r"'texts' must end in '#### N', where squad_f1 can score N"),
         ({"file": "nowhere.jsonl"}, r"nowhere\.jsonl, which does not exist"),
