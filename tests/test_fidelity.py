@@ -2,6 +2,7 @@
 
 import json
 import math
+from copy import deepcopy
 from types import SimpleNamespace
 
 import numpy as np
@@ -118,7 +119,7 @@ def test_logits_exist_of_one_chunk_alone(monkeypatch):
 
 
 def test_logits_of_half_precision_are_computed_in_fp32_and_the_head_is_left_as_it_was():
-    model = build("llama").to(torch.bfloat16)
+    model = deepcopy(build("llama")).to(torch.bfloat16)
     head = model.get_output_embeddings()
     before = head.forward
     with divergence.exact_head(model):
@@ -171,33 +172,33 @@ def test_windows_are_the_beginnings_of_documents_or_llama_cpps(tmp_path, tokeniz
         (folder / f"{name}.txt").write_text(" ".join(words[i % 30] for i in range(size)))
     files = Files("fidelity", tmp_path)
     (task,) = texts.load(
-        "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="prefix", length=100, tokens=50)
+        "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="prefix", length=100, forced=50)
     )
     assert [e.id for e in task.examples] == ["fidelity-essays-100-a", "fidelity-essays-100-c"] and task.fidelity
     assert {len(e.tokens) for e in task.examples} == {150} and task.examples[0].tokens[0] == tokenizer.bos_token_id
-    llama = texts.FidelityKnobs(windows="llamacpp", length=None, tokens=50)
+    llama = texts.FidelityKnobs(windows="llamacpp", length=None, forced=50)
     (task,) = texts.load("fidelity", tokenizer, files, ["essays"], llama)
     assert {len(e.tokens) for e in task.examples} == {512} and task.examples[0].meta["divisor"] == 255
     with pytest.raises(UsageError, match="less than two windows of 4096"):
         texts.load(
-            "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="llamacpp", length=4096, tokens=50)
+            "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="llamacpp", length=4096, forced=50)
         )
     with pytest.raises(UsageError, match="no text of 9050 tokens: lower length="):
         texts.load(
-            "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="prefix", length=9000, tokens=50)
+            "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="prefix", length=9000, forced=50)
         )
     # without a selection, those whose files are there
-    some = texts.load("fidelity", tokenizer, files, [], texts.FidelityKnobs(windows="prefix", length=100, tokens=50))
+    some = texts.load("fidelity", tokenizer, files, [], texts.FidelityKnobs(windows="prefix", length=100, forced=50))
     assert [t.id for t in some] == ["fidelity/tiny", "fidelity/essays"]
     with pytest.raises(UsageError, match=r"wikitext2/test\.txt"):
         texts.load(
-            "fidelity", tokenizer, files, ["wikitext2"], texts.FidelityKnobs(windows="prefix", length=100, tokens=50)
+            "fidelity", tokenizer, files, ["wikitext2"], texts.FidelityKnobs(windows="prefix", length=100, forced=50)
         )
 
 
 def test_a_run_compares_answers_and_texts_stores_them_and_prints_the_same_again(tmp_path, capsys):
     words = ["run", "method=snapkv,think", "kv_size=48", "ratio=0.4", "dataset=tiny/listing,fidelity/tiny", "limit=8"]
-    words += ["fidelity=true", "length=160", "tokens=24", f"results={tmp_path}"]
+    words += ["fidelity=true", "length=160", "forced=24", f"results={tmp_path}"]
     assert main([*words, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     for row in report["rows"]:

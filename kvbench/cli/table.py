@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("table", help="paper/number, a paper, or all")
+    parser.add_argument("table", help="paper/number, a paper, all, formats or bytes")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
@@ -34,10 +34,13 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.measured import grid, page
     from kvbench.papers.spec import table_spec
     from kvbench.papers.timed import timings
+    from kvbench.run import byte_table
 
     for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
         one_of(f"value of {name}", allowed, value)
     options = pairs(args.overrides)
+    if args.table in byte_table.ROWS:
+        return _byte_table(args.table, options, args)
     refuse_fixed(options, "the paper's table")
     model = options.pop("model", "")
     tables = table_spec.find(args.table)
@@ -72,6 +75,33 @@ def main(args: argparse.Namespace) -> int:
     if wrong:
         say("some cells were refused or failed; the reasons stand below the table")
     return 1 if wrong else 0
+
+
+def _byte_table(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
+    """Measure a table of what bytes keep, and print it. Return the exit status."""
+    from kvbench.cli.run import print_plans, stopping
+    from kvbench.run import byte_table, experiment
+    from kvbench.tables import writers
+
+    if args.trace:
+        raise UsageError(f"--trace is of papers' tables, not of {name}: kvbench show CELL prints stored answers")
+    run = byte_table.prepare(name, options.pop("model", "") or "tiny", options)
+    if args.plan:
+        return print_plans([run], as_json=args.json)
+    if not args.stored:
+        with stopping([run], ["table", name, *args.overrides]) as stop:
+            experiment.fill(run, quiet=args.json)
+        if stop.status is not None:
+            return stop.status
+    report = experiment.report(run)
+    rows = byte_table.lines(name, run, report)
+    told = byte_table.pairs(rows)
+    if args.json:
+        print(json.dumps({"rows": [r.record() for r in rows], "pairs": [vars(p) for p in told]}, indent=1))
+    else:
+        below = [report.settings, *byte_table.notes(rows, told), *report.notes]
+        print(writers.compose([byte_table.sheet(rows)], below, args.format), end="")
+    return 1 if any(c.status in ("refused", "failed") for c in report.cells) else 0
 
 
 def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int | View:

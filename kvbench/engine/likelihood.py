@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,10 +42,7 @@ def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tenso
     ids = _continuation(model, caches, tokens)
     results: dict[int, Forced] = {}
     for rows in by_batch(caches):
-        forcing = _Forcing(model, [caches[r] for r in rows], ids, chunk)
-        for start in range(0, len(ids) - 1, chunk):
-            forcing.feed(start, chunk)
-        results.update(zip(rows, forcing.results(), strict=True))
+        results.update(zip(rows, _force(model, [caches[r] for r in rows], ids, chunk), strict=True))
     return [results[i] for i in range(len(caches))]
 
 
@@ -55,9 +51,10 @@ def diverge(
 ) -> tuple[list[Forced], Divergence]:
     """Return the losses and the divergence from ``full`` of ``tokens`` [T] after each cache, and the floor's.
 
-    ``full`` and its ``nudged`` copy are rows of the batch whose model is as it is; where chains change the model, that
-    batch goes beside theirs, so that logits exist of one chunk alone. Rows that pack or evict while decoding are fed
-    token by token, as answers are, all others in chunks. The output head is computed in fp32.
+    ``full`` and its ``nudged`` copy are rows of each batch in which the model is as it is, so that both sides round
+    alike. Rows that pack or evict while decoding are fed token by token, as answers are, all others in chunks. The
+    output head is computed in fp32. Logits exist of one chunk alone, but for those of ``full`` where chains change the
+    model: these rows are compared with [T, V] logits of one row.
     """
     ids = _continuation(model, [full, *caches], tokens)
     results: dict[int, Forced] = {}
@@ -78,21 +75,24 @@ def _diverge(
     groups = by_batch(rows)  # the full cache is in the first
     # logits of one chunk take at most CHUNK_BYTES
     chunk = 1 if one_by_one else max(1, CHUNK_BYTES // (len(rows) * model.config.vocab_size * 4))
-    batches = [_Forcing(model, [rows[r] for r in group], ids, chunk) for group in groups]
-    divergences: dict[int, list[Divergence]] = {r: [] for r in range(len(rows))}
-    with exact_head(model):
-        for start in range(0, len(ids) - 1, chunk):
-            reference = None
-            for group, batch in zip(groups, batches, strict=True):
-                logits = batch.feed(start, chunk)
-                reference = logits[0] if reference is None else reference
-                targets = ids[start + 1 : start + 1 + len(reference)]
-                for row, divergence in zip(group, compare(reference, logits, targets), strict=True):
-                    divergences[row].append(divergence)
-    forced = {
-        r: f for group, batch in zip(groups, batches, strict=True) for r, f in zip(group, batch.results(), strict=True)
-    }
-    return [replace(forced[r], divergence=Divergence.joined(divergences[r])) for r in range(1, len(rows))]
+    references: dict[int, Tensor] = {}
+    results: dict[int, Forced] = {}
+    for group in groups:
+        divergences: list[list[Divergence]] = [[] for _ in group]
+
+        def compare_chunk(start: int, logits: Tensor, divergences: list[list[Divergence]] = divergences) -> None:
+            reference = references.get(start, logits[0])
+            if len(groups) > 1:
+                references[start] = reference
+            targets = ids[start + 1 : start + 1 + len(reference)]
+            for parts, divergence in zip(divergences, compare(reference, logits, targets), strict=True):
+                parts.append(divergence)
+
+        with exact_head(model):
+            forced = _force(model, [rows[r] for r in group], ids, chunk, compare_chunk)
+        joined = (replace(f, divergence=Divergence.joined(d)) for f, d in zip(forced, divergences, strict=True))
+        results.update(zip(group, joined, strict=True))
+    return [results[r] for r in range(1, len(rows))]
 
 
 def _continuation(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor) -> Tensor:
@@ -101,40 +101,33 @@ def _continuation(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tenso
     return as_prompt(model, tokens)
 
 
-class _Forcing:
-    """A batch of caches that change the model alike, while a text of T tokens is fed to it chunk by chunk."""
+def _force(
+    model: PreTrainedModel,
+    caches: Sequence[Cache],
+    ids: Tensor,
+    chunk: int,
+    on_logits: Callable[[int, Tensor], None] = lambda start, logits: None,
+) -> list[Forced]:
+    """Return the losses of ``ids`` [T] after each cache of one batch, whose chains change the model alike.
 
-    def __init__(self, model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, chunk: int) -> None:
-        self.model, self.ids, self.rows = model, ids, len(caches)
-        self.chain, self.prompt_tokens = caches[0].chain, caches[0].seen
-        # the first token is predicted by the prompt's own logits
-        self.losses = [_loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])]
-        with self._adapted():
-            self.batch = build(model, caches, len(ids), chunk)
-
-    @contextmanager
-    def _adapted(self) -> Iterator[None]:
-        with contained(self.chain.name, self.chain.foreign), torch.no_grad(), adapted(self.model, self.chain):
-            yield
-
-    def feed(self, start: int, chunk: int) -> Tensor:
-        """Feed ``chunk`` tokens from ``start`` on, but not the text's last; return the logits [B, t, V] after them."""
-        ids = self.ids[start : min(start + chunk, len(self.ids) - 1)]
-        first = self.prompt_tokens + start
-        positions = torch.arange(first, first + len(ids), device=ids.device)
-        with self._adapted(), attached(self.model):
-            logits = step(
-                self.model, self.batch, ids.expand(self.rows, -1), positions.expand(self.rows, -1), whole=True
-            )
-        self.losses.append(_loss(logits, self.ids[start + 1 : start + 1 + len(ids)]))
-        return logits
-
-    def results(self) -> list[Forced]:
-        """Return the losses of each row and what its cache has stored."""
-        most_tokens = torch.stack([layer.held() for layer in self.batch]).T.tolist()
-        payload = zip(*(layer.payload() for layer in self.batch), strict=True)
-        columns = zip(torch.cat(self.losses, dim=1).cpu(), most_tokens, payload, strict=True)
-        return [Forced(loss, held, Stored(self.batch[0].used, row)) for loss, held, row in columns]
+    ``on_logits`` gets each chunk's first index and the logits [B, t, V] after its tokens.
+    """
+    chain, prompt_tokens = caches[0].chain, caches[0].seen
+    # the first token is predicted by the prompt's own logits
+    losses = [_loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])]
+    with contained(chain.name, chain.foreign), adapted(model, chain), torch.no_grad(), attached(model):
+        batch = build(model, caches, len(ids), chunk)
+        for start in range(0, len(ids) - 1, chunk):
+            chunk_ids = ids[start : min(start + chunk, len(ids) - 1)]
+            positions = torch.arange(prompt_tokens + start, prompt_tokens + start + len(chunk_ids), device=ids.device)
+            rows = len(caches)
+            logits = step(model, batch, chunk_ids.expand(rows, -1), positions.expand(rows, -1), whole=True)
+            losses.append(_loss(logits, ids[start + 1 : start + 1 + len(chunk_ids)]))
+            on_logits(start, logits)
+    most_tokens = torch.stack([layer.held() for layer in batch]).T.tolist()
+    payload = zip(*(layer.payload() for layer in batch), strict=True)
+    columns = zip(torch.cat(losses, dim=1).cpu(), most_tokens, payload, strict=True)
+    return [Forced(loss, held, Stored(batch[0].used, row)) for loss, held, row in columns]
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

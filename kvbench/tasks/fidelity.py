@@ -1,7 +1,7 @@
 """Long texts on which methods are compared with the full cache, token by token: one window of each document.
 
-The first ``length`` tokens of a document are read and compressed, the next ``tokens`` are forced and compared. Windows
-of llama.cpp's perplexity tool instead cut a whole text, with BOS over the first token of each, and count the
+The first ``length`` tokens of a document are read and compressed, the next ``forced`` are fed to all and compared.
+Windows of llama.cpp's perplexity tool instead cut a whole text, with BOS over the first token of each, and count the
 predictions from the middle of a window on (github.com/ggml-org/llama.cpp, tools/perplexity).
 """
 
@@ -40,7 +40,7 @@ class FidelityKnobs:
 
     windows: str
     length: int | None
-    tokens: int
+    forced: int
 
 
 def load(dataset: str, tokenizer: Any, files: Files, selection: Sequence[str], knobs: FidelityKnobs) -> list[Task]:
@@ -50,7 +50,7 @@ def load(dataset: str, tokenizer: Any, files: Files, selection: Sequence[str], k
     """
     if knobs.windows not in LENGTHS:
         raise unknown(f"value of dataset.{dataset}.windows", knobs.windows, LENGTHS)
-    whole(dataset, "tokens", knobs.tokens, 2, 1_000_000)
+    whole(dataset, "forced", knobs.forced, 2, 1_000_000)
     if knobs.length is not None:
         whole(dataset, "length", knobs.length, 4 if knobs.windows == "llamacpp" else 1, 10_000_000)
     if tokenizer is None:
@@ -67,9 +67,9 @@ def load(dataset: str, tokenizer: Any, files: Files, selection: Sequence[str], k
                 raise
             continue
         length = knobs.length or (TINY_LENGTH if name == "tiny" else LENGTHS[knobs.windows])
-        examples = tuple(cut(f"{dataset}-{name}", tokenizer, documents, length, knobs.tokens))
+        examples = tuple(cut(f"{dataset}-{name}", tokenizer, documents, length, knobs.forced))
         if not examples:
-            raise UsageError(f"dataset={dataset}/{name}: no text of {length + knobs.tokens} tokens: lower length=")
+            raise UsageError(f"dataset={dataset}/{name}: no text of {length + knobs.forced} tokens: lower length=")
         source = f"{name}: {len(examples)} windows, {length} tokens read"
         tasks.append(Task(f"{dataset}/{name}", examples, "perplexity", source, "language modelling", fidelity=True))
     return tasks

@@ -18,7 +18,7 @@ from kvbench.run import summary
 
 pytestmark = pytest.mark.e2e("draws every measured figure twice")
 
-RESULTS = {i: f for i, f in registry.FIGURES.items() if f.sweeps is not None}
+RESULTS = {i: f for i, f in registry.FIGURES.items() if f.sweeps is not None and f.paper != "fidelity"}
 TINY = ["length=128", "limit=3"]
 SMALL = replace(
     RESULTS["results/budget"],

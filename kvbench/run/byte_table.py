@@ -1,0 +1,198 @@
+"""Tables of methods by what their bytes keep: divergence from the full cache beside scores, and which rows differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kvbench.conf import read_yaml
+from kvbench.errors import UsageError
+from kvbench.methods.chain import Chain
+from kvbench.methods.resolve import ChainConfig, resolve
+from kvbench.metrics.stats import Interval
+from kvbench.run import config, experiment, words
+from kvbench.run.fidelity import KINDS, FidelitySummary, TextFidelity, log_ratio_of_means, summarise_texts
+from kvbench.run.plan import Cell, Group
+from kvbench.run.report import CellResult, Report
+from kvbench.run.results import share
+from kvbench.run.run_plan import RunPlan
+from kvbench.tables.table import Table
+
+ROWS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("byte_tables.yaml"))
+"""The tables by name, each with its title and its rows in blocks."""
+DATASETS = {"tiny": "fidelity/tiny,tiny", "": "fidelity/essays,needle,longbench_mini"}
+"""What is read by model, unless dataset= says otherwise."""
+TAKES = ("dataset", "limit", "results", "threads", "device", "batch_rows", "memory", "max_length", "prompt")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of a table.
+
+    bytes: those after the prompt, in per cent of the full cache's at 16 bits.
+    fidelity, scores: divergences by kind of text, mean scores by dataset.
+    texts: by kind, the divergences of each prompt by task and example.
+    """
+
+    label: str
+    block: str
+    bytes: float | None
+    fidelity: Mapping[str, FidelitySummary]
+    texts: Mapping[str, Mapping[str, TextFidelity]]
+    scores: Mapping[str, float]
+
+    def record(self) -> dict[str, object]:
+        """Return the row as ``--json`` prints it."""
+        divergences = {kind: vars(summary) for kind, summary in self.fidelity.items()}
+        return {
+            **{"label": self.label, "block": self.block, "bytes_percent": self.bytes},
+            **{"fidelity": divergences, "scores": dict(self.scores)},
+        }
+
+
+def prepare(name: str, model: str, options: Mapping[str, str]) -> RunPlan:
+    """Plan the run behind a table. Raises UsageError for a key that it does not take."""
+    for key in options:
+        if key not in TAKES and "." not in key:
+            raise UsageError(
+                f"{key}= is not possible with table {name}, which takes {', '.join(f'{k}=' for k in TAKES)}"
+            )
+    given = {"model": model, "dataset": DATASETS.get(model, DATASETS[""]), "limit": "8", **options}
+    (request,) = words.read([f"{key}={value}" for key, value in given.items()] + ["method=full", "fidelity=true"]).runs
+    chains = {c.chain: c for _, c in chains_of(name)}
+    return experiment.prepare(replace(config.parse(request), chains=tuple(chains.values())))
+
+
+def chains_of(name: str) -> list[tuple[str, ChainConfig]]:
+    """Return (block, chain) of each row of a table."""
+    rows = [(block, dict(row)) for block, entries in ROWS[name]["blocks"].items() for row in entries]
+    resolved = [(block, resolve([row.pop("method")], row)[0]) for block, row in rows]
+    return [(block, ChainConfig(c.chain, c.label)) for block, c in resolved]
+
+
+def lines(name: str, run: RunPlan, report: Report) -> list[Line]:
+    """Return the rows of a table from what is stored, the full cache first; rows of which nothing is are left out."""
+    by_chain = {c.chain: i for i, c in enumerate(run.groups[0].cells)}
+    rows = [("", ChainConfig(Chain(), "full")), *chains_of(name)]
+    found = (_line(config.label, block, run, report, by_chain[config.chain]) for block, config in rows)
+    return [line for line in found if line is not None]
+
+
+def _line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Line | None:
+    cells = [(g, g.cells[row], report.rows[row].cells[i]) for i, g in enumerate(run.groups)]
+    measured = [(g, cell, result) for g, cell, result in cells if result.summary is not None]
+    if not measured:
+        return None
+    texts = {kind: _texts(run, measured, kind) for kind in KINDS}
+    summaries = {kind: summarise_texts([*some.values()]) for kind, some in texts.items()}
+    held = [r.summary for _, _, r in measured if r.summary is not None]
+    totals = [sum(s.n * getattr(s, field) for s in held) for field in ("payload16", "overhead16", "full16")]
+    by_dataset: dict[str, list[float]] = {}
+    for group, _, result in measured:
+        if not group.task.fidelity and result.summary is not None and result.summary.score is not None:
+            by_dataset.setdefault(group.task.id.partition("/")[0], []).append(result.summary.score)
+    return Line(
+        label,
+        block,
+        share(*totals),
+        {kind: summary for kind, summary in summaries.items() if summary is not None},
+        texts,
+        {dataset: fmean(scores) for dataset, scores in by_dataset.items()},
+    )
+
+
+def _texts(run: RunPlan, measured: Sequence[tuple[Group, Cell, CellResult]], kind: str) -> dict[str, TextFidelity]:
+    """Return the divergences on the tasks of long texts by task and example where these are read, else on all."""
+    only_long = any(g.task.fidelity for g, _, _ in measured)
+    texts: dict[str, TextFidelity] = {}
+    for group, cell, _ in measured:
+        if group.task.fidelity or not only_long:
+            ids = {e.id for e in group.examples}
+            samples = {i: s.fidelity for i, s in run.store.samples(cell.id).items() if i in ids and s.fidelity}
+            texts |= {f"{group.task.id} {i}": some[kind] for i, some in samples.items() if kind in some}
+    return texts
+
+
+def sheet(rows: Sequence[Line]) -> Table:
+    """Return the table of the rows, a block for each heading."""
+    datasets = list(dict.fromkeys(d for line in rows for d in line.scores))
+    heads = ("method", "bytes\n%", "KL,\nreference", "KL,\nanswer", "same\nchoice %", "perplexity\nratio", *datasets)
+    headings: dict[int, str] = {}
+    for i, line in enumerate(rows):
+        if not i or line.block != rows[i - 1].block:
+            headings[i] = line.block
+    return Table(heads, tuple(_texts_of(line, datasets) for line in rows), headings=headings)
+
+
+def _texts_of(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
+    reference, greedy = (line.fidelity.get(kind) for kind in KINDS)
+    any_kind = reference or greedy
+    return (
+        line.label.replace(" ", "\n", 1),
+        "—" if line.bytes is None else f"{line.bytes:.1f}",
+        *(_nats(summary) for summary in (reference, greedy)),
+        "—" if any_kind is None else f"{any_kind.top1:.1f}",
+        "—" if any_kind is None else f"{any_kind.ppl_ratio:.4f}",
+        *("—" if d not in line.scores else f"{line.scores[d]:.1f}" for d in datasets),
+    )
+
+
+def _nats(summary: FidelitySummary | None) -> str:
+    if summary is None:
+        return "—"
+    if summary.at_floor:
+        return "0" if not summary.kl_max else "≤ floor"
+    return f"{summary.kl_mean:.3g}" + ("" if summary.ci is None else f"\n[{summary.ci[0]:.2g}, {summary.ci[1]:.2g}]")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two rows of a block, the nearer first: the log ratio of their mean divergences, and the difference of scores."""
+
+    nearer: str
+    farther: str
+    log_ratio: float
+    ci: Interval | None
+    points: float | None
+
+
+def pairs(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
+    """Return neighbours by divergence within each block, over the prompts that both have."""
+    told = []
+    for block in dict.fromkeys(line.block for line in rows):
+        mine = [x for x in rows if x.block == block and kind in x.fidelity and not x.fidelity[kind].at_floor]
+        mine.sort(key=lambda x: x.fidelity[kind].kl_mean)
+        for a, b in pairwise(mine):
+            common = a.texts[kind].keys() & b.texts[kind].keys()
+            ratio, ci = log_ratio_of_means(*([line.texts[kind][i] for i in sorted(common)] for line in (a, b)))
+            both = a.scores.keys() & b.scores.keys()
+            points = fmean(a.scores[d] - b.scores[d] for d in both) if both else None
+            told.append(Pair(a.label, b.label, ratio, ci, points))
+    return told
+
+
+def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:
+    """Return what stands below a table: what is shown, and which neighbours are told apart."""
+    apart = [p for p in told if p.ci is not None and p.ci[1] < 0]
+    agree = sum(p.points is not None and p.points > 0 for p in apart)
+    against = sum(p.points is not None and p.points < 0 for p in apart)
+    counts = [f"n = {f.n} texts, {f.n_tokens} tokens ({kind})" for kind, f in rows[-1].fidelity.items()] if rows else []
+    lines_below = [
+        "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
+        "distribution from the full cache's in nats, on the text's own continuation (reference) and on the full "
+        "cache's own greedy answer, [95 % interval over prompts]; same choice and perplexity ratio on the reference. "
+        f"Scores are means over a dataset's tasks. {'; '.join(counts)}.",
+        f"Of {len(told)} neighbours by KL within their blocks {len(apart)} are told apart (95 % interval of the paired "
+        f"log ratio of means); of these the scores have the same sign in {agree}, the other in {against}.",
+    ]
+    lines_below += [
+        f"{p.nearer} is nearer to the full cache than {p.farther}: ln ratio {p.log_ratio:.2f} [{p.ci[0]:.2f}, "
+        f"{p.ci[1]:.2f}]" + ("" if p.points is None else f", scores {p.points:+.1f}") + "."
+        for p in apart
+        if p.ci is not None
+    ]
+    return lines_below
