@@ -264,3 +264,20 @@ def test_claims_are_told_in_nats_beside_points():
     verdict = {"verdict": "undecided", "side": "", "mean": 35.0, "ci": [-20.0, 90.0], "p_for": 0.4, "p_against": 1.0}
     assert claim_runner._in_nats({"fidelity": verdict}) == "\nin nats: undecided\n+0.350 [−0.200, 0.900], p 0.4"
     assert claim_runner._in_nats({}) == ""
+
+
+@pytest.mark.e2e("measures a table")
+def test_the_table_of_formats_orders_them_by_what_their_bytes_keep(tmp_path, capsys):
+    words = ["table", "formats", "dataset=fidelity/tiny,tiny/needle", "limit=8", f"results={tmp_path}"]
+    words += ["length=128", "forced=24"]
+    assert main([*words, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    rows = {row["label"]: row for row in content["rows"]}
+    kl = {name: row["fidelity"]["reference"]["kl_mean"] for name, row in rows.items()}
+    assert kl["full"] == 0 < kl["KIVI, 8 bits"] < kl["KIVI, 4 bits"] < kl["KIVI, 2 bits"]
+    assert rows["KIVI, 2 bits"]["bytes_percent"] < rows["KIVI, 8 bits"]["bytes_percent"] < 100
+    assert set(rows["full"]["scores"]) == {"tiny"} and all(p["log_ratio"] <= 0 for p in content["pairs"])
+    assert main([*words, "--stored", "--format", "md"]) == 0
+    out = capsys.readouterr().out
+    assert "told apart" in out and "KIVI, 2 bits" in out
+    assert main(["table", "bytes", "method=h2o"]) == 2 and "table bytes says it" in capsys.readouterr().err

@@ -26,7 +26,8 @@ ROWS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("byte_tables.yaml")
 """The tables by name, each with its title and its rows in blocks."""
 DATASETS = {"tiny": "fidelity/tiny,tiny", "": "fidelity/essays,needle,longbench_mini"}
 """What is read by model, unless dataset= says otherwise."""
-TAKES = ("dataset", "limit", "results", "threads", "device", "batch_rows", "memory", "max_length", "prompt")
+FIXED = ("method", "preset", "match", "reference", "fidelity", "baseline")
+"""Keys of `run` that a table decides itself."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,8 @@ class Line:
 def prepare(name: str, model: str, options: Mapping[str, str]) -> RunPlan:
     """Plan the run behind a table. Raises UsageError for a key that it does not take."""
     for key in options:
-        if key not in TAKES and "." not in key:
-            raise UsageError(
-                f"{key}= is not possible with table {name}, which takes {', '.join(f'{k}=' for k in TAKES)}"
-            )
+        if key in FIXED:
+            raise UsageError(f"{key}={options[key]} is not possible here: table {name} says it. Use `run` instead")
     given = {"model": model, "dataset": DATASETS.get(model, DATASETS[""]), "limit": "8", **options}
     (request,) = words.read([f"{key}={value}" for key, value in given.items()] + ["method=full", "fidelity=true"]).runs
     chains = {c.chain: c for _, c in chains_of(name)}
@@ -69,9 +68,13 @@ def prepare(name: str, model: str, options: Mapping[str, str]) -> RunPlan:
 
 def chains_of(name: str) -> list[tuple[str, ChainConfig]]:
     """Return (block, chain) of each row of a table."""
-    rows = [(block, dict(row)) for block, entries in ROWS[name]["blocks"].items() for row in entries]
-    resolved = [(block, resolve([row.pop("method")], row)[0]) for block, row in rows]
-    return [(block, ChainConfig(c.chain, c.label)) for block, c in resolved]
+    chains = []
+    for block, rows in ROWS[name]["blocks"].items():
+        for row in rows:
+            knobs = {key: value for key, value in row.items() if key not in ("method", "label")}
+            (chain,) = resolve([row["method"]], knobs)
+            chains.append((block, ChainConfig(chain.chain, row.get("label", chain.label))))
+    return chains
 
 
 def lines(name: str, run: RunPlan, report: Report) -> list[Line]:
