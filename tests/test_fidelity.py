@@ -16,6 +16,7 @@ from kvbench.engine import divergence
 from kvbench.engine.likelihood import diverge, teacher_force
 from kvbench.errors import UsageError
 from kvbench.papers.claims import claim_runner, claims
+from kvbench.run import byte_table
 from kvbench.run.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.tasks import fidelity as texts
 from kvbench.tasks.source import Files
@@ -196,6 +197,7 @@ def test_windows_are_the_beginnings_of_documents_or_llama_cpps(tmp_path, tokeniz
         )
 
 
+@pytest.mark.e2e("measures runs")
 def test_a_run_compares_answers_and_texts_stores_them_and_prints_the_same_again(tmp_path, capsys):
     words = ["run", "method=snapkv,think", "kv_size=48", "ratio=0.4", "dataset=tiny/listing,fidelity/tiny", "limit=8"]
     words += ["fidelity=true", "length=160", "forced=24", f"results={tmp_path}"]
@@ -215,6 +217,7 @@ def test_a_run_compares_answers_and_texts_stores_them_and_prints_the_same_again(
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.e2e("measures runs")
 def test_without_the_full_cache_among_the_rows_it_is_read_and_not_stored(tmp_path, capsys):
     words = [
         "run",
@@ -233,6 +236,7 @@ def test_without_the_full_cache_among_the_rows_it_is_read_and_not_stored(tmp_pat
     assert len([*(tmp_path / "alone" / "cells").iterdir()]) == 1
 
 
+@pytest.mark.e2e("measures runs")
 def test_through_the_cache_every_token_is_read_as_stored_and_selection_is_refused(tmp_path, capsys):
     words = ["run", "dataset=fidelity/tiny", "fidelity=through_cache", "length=64", f"results={tmp_path}", "limit=2"]
     assert main([*words, "method=kivi", "bits=4", "residual=32", "--json"]) == 0
@@ -267,9 +271,11 @@ def test_claims_are_told_in_nats_beside_points():
 
 
 @pytest.mark.e2e("measures a table")
-def test_the_table_of_formats_orders_them_by_what_their_bytes_keep(tmp_path, capsys):
-    words = ["table", "formats", "dataset=fidelity/tiny,tiny/needle", "limit=8", f"results={tmp_path}"]
-    words += ["length=128", "forced=24"]
+def test_the_table_of_formats_orders_them_by_what_their_bytes_keep(tmp_path, capsys, monkeypatch):
+    rows = [{"label": f"KIVI, {bits} bits", "method": "kivi", "bits": bits, "residual": 32} for bits in (8, 4, 2)]
+    monkeypatch.setitem(byte_table.ROWS, "formats", {"blocks": {"KIVI": rows}})
+    words = ["table", "formats", "dataset=fidelity/tiny,tiny/needle", "limit=2", f"results={tmp_path}"]
+    words += ["length=128", "forced=12"]
     assert main([*words, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     rows = {row["label"]: row for row in content["rows"]}
