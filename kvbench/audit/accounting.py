@@ -29,7 +29,7 @@ class HeldBytes:
     scales: the scales and minima of the codes.
     positions: the positions of tokens, and the lengths of ragged heads.
     ids: the ids of kept channels and of leading heads.
-    state: the running state from which decoding continues.
+    state: the running state from which decoding continues, and scales that the prompt settled for tokens to come.
     """
 
     exact: int = 0
@@ -67,10 +67,10 @@ def bytes_held(layer: LayerCache) -> HeldBytes:
     total = HeldBytes()
     for s in layer.segments:
         packed = () if s.codes is None else (s.codes.k, s.codes.v)
-        codes = storage_bytes(p.codes for p in packed)
-        scales = storage_bytes(t for p in packed for t in (p.scale, p.low))
+        codes = storage_bytes(t for p in packed for t in p.codes_only())
+        scales = storage_bytes(t for p in packed for t in p.payload()) - codes
         ids = storage_bytes(t for t in (s.key_channels, s.value_channels, s.leads) if t is not None)
-        state = storage_bytes(s.state.values())
+        state = storage_bytes((*s.state.values(), *(() if s.codes is None else s.codes.frozen())))
         # what remains of the payload is exact, what remains of the overhead are positions and counts
         total += HeldBytes(
             exact=storage_bytes(s.payload()) - codes - scales,
@@ -238,7 +238,9 @@ def bytes_after_decoding(
 
     evictor, dense = chain.evictor, 2 * head_dim * itemsize
     if evictor is None:
-        if chain.coder:
+        if chain.coder and not chain.coder.grows:
+            total = sum(storage_bytes(s.payload()) for s in layer.segments) + new * len(counts) * dense
+        elif chain.coder:
             total = formula(c + new for c in counts)
         else:
             new_token = sum(chain.lowrank.widths(index)) * itemsize if chain.lowrank else kv_heads * dense

@@ -196,6 +196,8 @@ class Chain:
         """Raise UsageError if a stage cannot run on a model, or names layers that it does not have."""
         for stage in self.stages:
             stage.check_layers(model.shape.layers)
+        if self.quantiser is not None:
+            self.quantiser.check_width(model.shape.head_dim)
         evictor = self.evictor
         if evictor is not None and evictor.rolled and model.unrolled is not None:
             raise UsageError(f"method {self.name}: positions=rolled needs rotary positions, {model.unrolled}")

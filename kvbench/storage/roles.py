@@ -55,11 +55,13 @@ class Coder:
     """A packer of a chain's older tokens.
 
     keys, values: the rules of how many of the newest tokens stay exact as keys and as values.
+    grows: False if only the prompt is packed, and all tokens after it stay exact.
     """
 
     packer: Packer
     keys: Residual
     values: Residual
+    grows: bool = True
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,16 @@ PER = ("kv_head", "query_head")
 
 SMALL = {"kv_size": 24, "window": 8, "recent": 6, "observed": 8, "ratio": 0.4, "T": 0.6, "group": 4, "residual": 8}
 SMALL = {**SMALL, "multiple": 4, "probes": 1, "share": 0.5}
-NEUTRAL = {"kv_size": 10_000, "ratio": 0.0, "value_ratio": 0.0, "T": 0.0, "p": 1.0, "least": 1.0, "share": 1.0}
+NEUTRAL = {
+    "kv_size": 10_000,
+    "ratio": 0.0,
+    "value_ratio": 0.0,
+    "T": 0.0,
+    "p": 1.0,
+    "least": 1.0,
+    "share": 1.0,
+    "group": 4,
+}
 PROMPTS = ((70, 1), (47, 2))
 
 
