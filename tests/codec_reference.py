@@ -1,5 +1,6 @@
 """Slow references of storage formats: loops over numbers in numpy's fp32, written from the formulas alone."""
 
+import itertools
 import math
 
 import numpy as np
@@ -166,7 +167,7 @@ def lloyd_max(codec, values):
     table = [-c for c in CENTROIDS[bits][::-1]] + CENTROIDS[bits]
     norm = f32(math.sqrt(sum(float(v) ** 2 for v in values)))
     y = [float(v) / (float(norm) + 1e-8) for v in values]
-    borders = [(a + b) / 2 for a, b in zip(table, table[1:], strict=False)]
+    borders = [(a + b) / 2 for a, b in itertools.pairwise(table)]
     centroids = [table[sum(v >= b / math.sqrt(d) for b in borders)] / math.sqrt(d) for v in y]
     read = list(centroids)
     if codec.normed:
