@@ -141,6 +141,15 @@ class Chain:
         """The coder that packs tokens while decoding; None for a chain that stores them exactly."""
         return self.quantiser.coder(self.packed_pruner) if self.quantiser else None
 
+    def coder_at(self, layer: int) -> Coder | None:
+        """Return the coder of one layer, under which all tokens stay exact where the layer is not packed."""
+        return self.quantiser.coder(self.packed_pruner, layer) if self.quantiser else None
+
+    def first_alike(self, layer: int) -> int:
+        """Return the first layer that packs tokens if and only if ``layer`` does."""
+        packs = self.quantiser.packs_in if self.quantiser else lambda layer: True
+        return next(i for i in range(layer + 1) if packs(i) == packs(layer))
+
     @property
     def evictor(self) -> Evictor | None:
         """The evictor that decides over slots while decoding; None for a chain whose cache grows."""
@@ -229,7 +238,7 @@ class Chain:
             if stage is self.packed_pruner:
                 continue
             if isinstance(stage, Quantiser):
-                blocks = stage.packed_layout(blocks, head_dim, itemsize, self.packed_pruner)
+                blocks = stage.packed_layout(blocks, head_dim, itemsize, self.packed_pruner, layer)
             else:
                 blocks = stage.layout(blocks, head_dim, itemsize)
             if isinstance(stage, Modifier) and self.evicts:

@@ -29,6 +29,7 @@ class StorageFormat(Quantiser):
     decode: ``coded`` stores new tokens before their own step reads them, as engines do; ``exact`` keeps them exact.
     residual: R tokens are gathered exact and stored together once there are R; 0 stores each at once.
     values: the format of values by its name (``q4_0`` beside keys in q8_0, say); null takes that of the keys.
+    exact_layers: the numbers of layers whose tokens all stay exact.
     code_prefill: the prompt's own attention reads stored keys and values, too, as where a prompt is read in pieces.
 
     Behind a pruner its newest ``recent`` tokens stay exact. Blocks and rotations then pad the channels that are left,
@@ -41,6 +42,18 @@ class StorageFormat(Quantiser):
     residual: int = knob(0, at_least(0, "tokens"))
     values: str | None = knob(None, one_of(*NAMED))
     code_prefill: bool = False
+    exact_layers: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        super().check()
+        self.require_layers("exact_layers")
+        self.require("code_prefill", not (self.code_prefill and self.exact_layers), "false beside exact_layers")
+
+    def check_layers(self, n_layers: int) -> None:
+        self.require_layers("exact_layers", n_layers)
+
+    def packs_in(self, layer: int) -> bool:
+        return layer not in self.exact_layers
 
     def codecs(self) -> tuple[Codec, Codec]:
         """Return (codec of keys, codec of values), as far as ``values`` does not say otherwise."""
@@ -53,7 +66,7 @@ class StorageFormat(Quantiser):
     @property
     def partly_exact(self) -> bool:
         """True if some tokens stay exact beside stored ones."""
-        return self.decode == "exact" or self.residual > 0
+        return self.decode == "exact" or self.residual > 0 or bool(self.exact_layers)
 
     @property
     def by_token(self) -> bool:  # type: ignore[override]

@@ -81,8 +81,8 @@ _HALF_PRUNED = (
     "the two"
 )
 _PARTLY_EXACT = (
-    ", and {b} as set here keeps some tokens exact beside packed ones: leave out method.{b}.decode=exact and "
-    "method.{b}.residual, or "
+    ", and {b} as set here keeps some tokens exact beside packed ones: leave out method.{b}.decode=exact, residual and "
+    "exact_layers, or "
 )
 _GROUPED = ", and {b} packs tokens together, of which some leave before the others; "
 

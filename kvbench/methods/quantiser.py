@@ -63,8 +63,12 @@ class Quantiser(Stage, Packer):
     def check_width(self, head_dim: int) -> None:
         """Raise UsageError if heads of ``head_dim`` channels cannot be packed."""
 
-    def coder(self, pruner: ChannelPruner | None) -> Coder:
-        """Return the coder that packs for this stage.
+    def packs_in(self, layer: int) -> bool:
+        """Tell whether this layer's tokens are packed at all."""
+        return True
+
+    def coder(self, pruner: ChannelPruner | None, layer: int | None = None) -> Coder:
+        """Return the coder that packs for this stage, in ``layer`` or in any that is packed.
 
         With a ``pruner``, at least ``pruner.recent`` tokens stay exact; with ``only``, the other half of the cache
         stays exact entirely.
@@ -76,14 +80,16 @@ class Quantiser(Stage, Packer):
             value_residual = Residual.everything()
         elif self.only == "values":
             key_residual = Residual.everything()
+        if layer is not None and not self.packs_in(layer):
+            key_residual = value_residual = Residual.everything()
         return Coder(self, key_residual, value_residual, self.grows)
 
     def packed_layout(
-        self, blocks: list[Block], head_dim: int, itemsize: int, pruner: ChannelPruner | None
+        self, blocks: list[Block], head_dim: int, itemsize: int, pruner: ChannelPruner | None, layer: int
     ) -> list[Block]:
         """Return the only block of ``blocks`` with the bytes that it has once its older tokens are packed."""
         (block,) = blocks
-        coder = self.coder(pruner)
+        coder = self.coder(pruner, layer)
         packed_keys, packed_values = coder.keys.packed(block.slots), coder.values.packed(block.slots)
         key_channels = pruner.kept_keys(head_dim) if pruner else head_dim
         value_channels = pruner.kept_values(head_dim) if pruner else head_dim
@@ -105,7 +111,7 @@ class Quantiser(Stage, Packer):
         cache = ops.expand(cache)
         s = ops.only_segment(cache)
         self.check_width(s.k.shape[2])
-        coder = self.coder(pruner)
+        coder = self.coder(pruner, obs.layer)
         key_channels = value_channels = None
         if pruner is not None:
             # a prompt too short to pack anything still settles the channels of what decoding will pack

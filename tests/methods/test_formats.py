@@ -9,9 +9,12 @@ import torch
 from families import build, heads_of, prompt
 
 import kvbench
-from kvbench.audit.accounting import bytes_after_decoding
+from kvbench.audit.accounting import bytes_after_decoding, bytes_declared
 from kvbench.audit.prompt_audit import audit
+from kvbench.bench.layers import measure
 from kvbench.cache.codecs import NAMED
+from kvbench.cache.model_shape import from_config
+from kvbench.cache.segment import storage_bytes
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
 from kvbench.methods.resolve import chain_of
@@ -168,6 +171,28 @@ def test_turns_go_on_where_the_last_ended(decode, extra):
     assert whole.nbytes() == parts.nbytes()
 
 
+def test_layers_that_stay_exact_are_exact_and_counted():
+    model, ids = build("llama"), prompt(30)
+    entry = {"method": "turboquant", "exact_layers": [0, 2]}
+    cache, everywhere, full = kvbench.prefill(model, ids, [entry, "turboquant", "full"])
+    audit(cache, *heads_of(model), model.dtype)
+    payloads = [
+        [storage_bytes(t for s in layer.segments for t in s.payload()) for layer in c.layers] for c in (cache, full)
+    ]
+    assert [a == b for a, b in zip(*payloads, strict=True)] == [True, False, True]
+    chain, shape = cache.chain, from_config(model.config)
+    assert bytes_declared(chain, shape, 30, 4).payload == sum(payloads[0])
+    assert measure(chain, shape, 30, torch.float32).agrees
+    exact, *others = (kvbench.extend(model, c, prompt(1, 4)).logits for c in (full, cache, everywhere))
+    errors = [(x - exact).abs().max().item() for x in others]
+    assert 0 < errors[0] < errors[1]
+    for i in range(3):  # every step, too
+        layer = kvbench.extend(model, cache, prompt(3, 4)).layers[i]
+        assert (layer.segments[0].k.shape[1] == 33) == (i != 1)
+    with pytest.raises(UsageError, match="is not possible: the model has layers 0 to 2"):
+        kvbench.prefill(model, ids, [{**entry, "exact_layers": [3]}])
+
+
 def test_a_prompt_read_through_the_cache_sees_codes():
     model = build("llama")
     exact, through, full = kvbench.prefill(
@@ -193,6 +218,7 @@ def test_llama_cpps_names_say_the_rotation():
         ({"method": "tova+fp8", "decode": "exact"}, "keeps some tokens exact beside packed ones"),
         ({"method": "tova+int4", "residual": 8}, "keeps some tokens exact beside packed ones"),
         ({"method": "fp8+kivi"}, "a chain has at most one quantiser"),
+        ({"method": "fp8", "exact_layers": [1], "code_prefill": True}, "false beside exact_layers"),
         ({"method": "palu+fp8"}, "fp8 packs keys and values as attention reads them"),
     ],
 )
