@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -25,14 +26,18 @@ def raw(self, x, frozen=None):
     return Raw(codes, none, none, 8, x.shape[-1], "token", x.shape[-1], dtype=x.dtype)
 
 
+@cache
+def packing():
+    """The classes of all registered stages that pack tokens."""
+    stages = [type(registry.make_stage(m, registry.defaults(m))) for m in registry.available() if m != "full"]
+    return [s for s in stages if issubclass(s, Quantiser) or getattr(s, "packs", False)]
+
+
 @contextmanager
 def quantisers_pass_through():
     """All registered quantisers keep what they are given, and so do selectors that pack."""
     with pytest.MonkeyPatch.context() as patch:
-        for method in registry.available():
-            if method != "full":
-                stage = type(registry.make_stage(method, registry.defaults(method)))
-                if issubclass(stage, Quantiser) or getattr(stage, "packs", False):
-                    patch.setattr(stage, "pack_keys", raw)
-                    patch.setattr(stage, "pack_values", raw)
+        for stage in packing():
+            patch.setattr(stage, "pack_keys", raw)
+            patch.setattr(stage, "pack_values", raw)
         yield

@@ -100,7 +100,7 @@ class Head:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_every_step_attends_what_is_stored_and_holds_the_bytes_of_the_formula(name):
-    chains, lengths, steps = {}, (19, 41), 11
+    chains, lengths, steps = {}, (19, 41), 6
     for per in ("kv_head", "query_head"):
         chains[per] = chain_of({"method": name.split()[0], **CHAINS[name], "per": per})
     g = torch.Generator().manual_seed(len(name))

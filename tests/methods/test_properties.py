@@ -26,6 +26,7 @@ from kvbench.conf import conf_dir
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
+from kvbench.methods.formats import StorageFormat
 from kvbench.methods.knobs import is_knob
 from kvbench.methods.resolve import chain_of
 
@@ -44,7 +45,9 @@ PARTNERS = {
 
 def chained(method):
     """Tell whether the method is also tested beside another: not if it packs all tokens or stands alone."""
-    return not getattr(STAGES[method], "packs", False) and STAGES[method].role != "share"
+    # formats of single tokens share all code but their codecs: one stands for them
+    same_code = isinstance(STAGES[method], StorageFormat) and method != "turboquant"
+    return not getattr(STAGES[method], "packs", False) and STAGES[method].role != "share" and not same_code
 
 
 CHAINS = tuple(
