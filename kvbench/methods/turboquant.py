@@ -22,13 +22,13 @@ class TurboQuant(StorageFormat):
 
     preset: ``4bit_nc``, ``k3v4_nc`` and ``3bit_nc`` name the bits of keys and values; ``k8v4`` keeps keys as fp8 e4m3
     with scale one. ``nc`` is norm correction: the centroids of a key are brought to length 1.
-    variant: ``engine`` as vLLM: R a plain Hadamard matrix, values not rotated, by their minimum and maximum. ``mse`` as
-    the paper: R a random rotation, values coded as keys are, no norm correction. ``prod`` as the paper for inner
-    products: the same values, and one bit of a key's for the signs of a Gaussian sketch of its error, which makes
-    q * k unbiased.
+    variant: in ``engine`` (vLLM) R is a plain Hadamard matrix, and values are coded by their minimum and maximum, not
+    rotated. In ``mse`` (the paper) R is a random rotation, values are coded as keys are, and no norm is corrected.
+    ``prod`` (the paper, for inner products) spends one bit of a key on signs of a Gaussian sketch of its error, which
+    makes q * k unbiased; values are those of ``mse``.
     rotate: another R than the variant's; null keeps that.
 
-    vLLM leaves the first and last two layers exact, too: ``exact_layers=[0,1,28,29]`` of 30.
+    vLLM leaves the first and last two layers exact, too (``exact_layers=[0,1,28,29]`` of 30).
     """
 
     id: ClassVar[str] = "turboquant"
