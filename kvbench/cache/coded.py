@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -34,6 +34,10 @@ class Codec(ABC):
 
     rotate: str = "none"
     block: int = 2**30
+
+    def __str__(self) -> str:
+        set_fields = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in set_fields.items())})"
 
     @abstractmethod
     def token_bytes(self, channels: int) -> int:

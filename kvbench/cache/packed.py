@@ -82,15 +82,15 @@ def unpack(packed: Tensor, bits: int, m: int, dim: int = -1) -> Tensor:
 
 
 class Packed(ABC):
-    """Keys or values [..., L, C] held as codes, in tensors whose third axis from the end, or last but one, is tokens.
+    """Keys or values [..., L, C] held as codes.
 
-    ``frozen`` [..., H, 1, 1] are scales of a head that were settled once, where codes need them: overhead, not payload.
-    ``rotation`` [C, C'] is the orthogonal basis of the values that are coded, which attention enters with its query;
-    None: they are coded as they are.
+    frozen: scales [..., H, 1, 1] of heads that were settled once, for all tokens, and are overhead, not payload.
+    step: how many tokens are coded together.
+    rotation: the basis [C, C'] in which values are coded, which attention enters with its query; None: their own.
     """
 
     frozen: Tensor | None = None
-    step: int = 1  # tokens that are coded together
+    step: int = 1
     rotation: Tensor | None = None
 
     @property

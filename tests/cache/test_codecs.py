@@ -201,7 +201,7 @@ def test_rotation_spreads_outliers(normal):
         (MinMaxInteger(), lambda d: d // 2 + 4),
         (MinMaxInteger(bits=3), lambda d: -(-3 * d // 8) + 4),
     ],
-    ids=repr,
+    ids=str,
 )
 def test_bytes_are_those_of_the_formula(codec, formula):
     for d in (64, 80, 96, 128, 77, 10, 1):
@@ -213,7 +213,7 @@ def test_bytes_are_those_of_the_formula(codec, formula):
     assert bool(codec.refusal(80)) == (isinstance(codec, (Blocks, MicroscaledFp4)) and codec.group == 32)
 
 
-@pytest.mark.parametrize("codec", ref.CASES, ids=repr)
+@pytest.mark.parametrize("codec", ref.CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_equals_a_slow_reference(codec, dtype):
     g = torch.Generator().manual_seed(3)
