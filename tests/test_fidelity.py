@@ -18,6 +18,7 @@ from kvbench.errors import UsageError
 from kvbench.papers.claims import claim_runner, claims
 from kvbench.run import byte_table
 from kvbench.run.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
+from kvbench.storage.roles import Coder
 from kvbench.tasks import fidelity as texts
 from kvbench.tasks.source import Files
 
@@ -79,6 +80,19 @@ def test_divergences_equal_a_dense_calculation_in_fp64(method):
     losses = teacher_force(model, [full], ids[60:], 1)[0].losses[1:]
     torch.testing.assert_close(found.log_ratio, (forced.losses[1:] - losses).double(), atol=1e-4, rtol=1e-4)
     assert len(found.kl) == 29 and 0 <= floor.kl.max() < 1e-9
+
+
+@pytest.mark.parametrize("method", ["fp8", "q4_0", "turboquant", "int8", "nvfp4", "snapkv+fp8"])
+def test_formats_that_store_each_token_at_once_are_fed_in_chunks(method, monkeypatch):
+    model, ids = build("llama"), prompt(90, 3)
+    knobs = METHODS["snapkv"] if "snapkv" in method else {"group": 16} if method == "q4_0" else {}
+    full, cache = kvbench.prefill(model, ids[:60], ["full", method], **knobs)
+    assert not cache.chain.one_by_one
+    (chunks,), _ = diverge(model, full, [cache], ids[60:])
+    monkeypatch.setattr(Coder, "takes_chunks", False)
+    (steps,), _ = diverge(model, full, [cache], ids[60:])
+    np.testing.assert_allclose(chunks.divergence.kl, steps.divergence.kl, rtol=1e-3, atol=1e-9)
+    assert chunks.stored == steps.stored and chunks.held == steps.held
 
 
 def test_the_full_cache_beside_itself_and_a_method_that_keeps_everything_are_at_the_floor():

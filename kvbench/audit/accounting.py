@@ -29,7 +29,7 @@ class HeldBytes:
     scales: the scales and minima of the codes.
     positions: the positions of tokens, and the lengths of ragged heads.
     ids: the ids of kept channels and of leading heads.
-    state: the running state from which decoding continues.
+    state: the running state from which decoding continues, and scales that the prompt settled for tokens to come.
     """
 
     exact: int = 0
@@ -67,10 +67,10 @@ def bytes_held(layer: LayerCache) -> HeldBytes:
     total = HeldBytes()
     for s in layer.segments:
         packed = () if s.codes is None else (s.codes.k, s.codes.v)
-        codes = storage_bytes(p.codes for p in packed)
-        scales = storage_bytes(t for p in packed for t in (p.scale, p.low))
+        codes = storage_bytes(t for p in packed for t in p.codes_only())
+        scales = storage_bytes(t for p in packed for t in p.payload()) - codes
         ids = storage_bytes(t for t in (s.key_channels, s.value_channels, s.leads) if t is not None)
-        state = storage_bytes(s.state.values())
+        state = storage_bytes((*s.state.values(), *(() if s.codes is None else s.codes.frozen())))
         # what remains of the payload is exact, what remains of the overhead are positions and counts
         total += HeldBytes(
             exact=storage_bytes(s.payload()) - codes - scales,
@@ -111,8 +111,8 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
         return None
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     payload = overhead = tokens = 0
-    for (expected, sizes, rows), layers in counts.items():
-        blocks = [chain.layout(size, shape.head_dim, itemsize) for size in sizes]
+    for (expected, sizes, rows, alike), layers in counts.items():
+        blocks = [chain.layout(size, shape.head_dim, itemsize, alike) for size in sizes]
         keeps_all = min(sizes) >= rows
         # heads are ragged where they are said to differ, or only a sum over them is fixed
         open_sizes = expected.low != expected.high and expected.total is not None
@@ -129,12 +129,12 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
             return None
         payload -= sum(keyless) * n * shape.head_dim * itemsize
         overhead += sum(HEAD_ID_BYTES * shape.query_heads for count in keyless if count)
-    even = any(expected.low != expected.high for expected, _, _ in counts)
+    even = any(expected.low != expected.high for expected, *_ in counts)
     return DeclaredBytes(tokens / (heads * shape.layers), payload, overhead, even)
 
 
-def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, tuple[int, ...], int]] | None:
-    """Return how many layers have the same (promise, tokens that each head keeps, tokens that the layer reads).
+def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, tuple[int, ...], int, int]] | None:
+    """Return how many layers have the same (promise, tokens of each head, tokens read, first layer packed alike).
 
     Returns None if the prompt's text decides how many tokens stay.
     """
@@ -147,12 +147,12 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, 
         return None
     remaining_tokens = (total or 0) - sum(sum(p.low) for p in promises if p.low == p.high)
     shares = iter(spread_evenly(remaining_tokens, len(open_layers)))
-    counts: Counter[tuple[Expected, tuple[int, ...], int]] = Counter()
+    counts: Counter[tuple[Expected, tuple[int, ...], int, int]] = Counter()
     for i, p in enumerate(promises):
         sizes = p.low
         if p.low != p.high:
             sizes = tuple(spread_evenly(p.total if p.total is not None else next(shares), heads))
-        counts[p, sizes, chain.tokens_read(n, i, shape.layers)] += 1
+        counts[p, sizes, chain.tokens_read(n, i, shape.layers), chain.first_alike(i)] += 1
     return counts
 
 
@@ -204,17 +204,17 @@ def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float 
     counts = layer_counts(chain, shape, n)
     if counts is None:
         return None
-    by_size = {k: _nominal_head(chain, k, shape.head_dim, itemsize) for _, sizes, _ in counts for k in sizes}
-    return sum(layers * sum(by_size[k] for k in sizes) for (_, sizes, _), layers in counts.items())
+    heads = {(k, i): _nominal_head(chain, k, shape.head_dim, itemsize, i) for _, sizes, _, i in counts for k in sizes}
+    return sum(layers * sum(heads[k, i] for k in sizes) for (_, sizes, _, i), layers in counts.items())
 
 
-def _nominal_head(chain: Chain, slots: int, head_dim: int, itemsize: int) -> float:
+def _nominal_head(chain: Chain, slots: int, head_dim: int, itemsize: int, layer: int) -> float:
     """Return the bytes of one stored head of ``slots`` tokens in ``nominal_payload``."""
     pruner = next((s for s in chain.stages if isinstance(s, ChannelPruner)), None)
     if pruner is None:
-        return payload_bytes([chain.layout(slots, head_dim, itemsize)])
+        return payload_bytes([chain.layout(slots, head_dim, itemsize, layer)])
     dense, ratios = head_dim * itemsize, (pruner.ratio, float(getattr(pruner, "value_ratio", 0.0)))
-    quantiser, coder = chain.quantiser, chain.coder
+    quantiser, coder = chain.quantiser, chain.coder_at(layer)
     if quantiser is None or coder is None:
         older_tokens = max(0, slots - pruner.recent)
         return 2 * slots * dense - sum(ratios) * older_tokens * dense
@@ -238,7 +238,9 @@ def bytes_after_decoding(
 
     evictor, dense = chain.evictor, 2 * head_dim * itemsize
     if evictor is None:
-        if chain.coder:
+        if chain.coder and not chain.coder.grows:
+            total = sum(storage_bytes(s.payload()) for s in layer.segments) + new * len(counts) * dense
+        elif chain.coder:
             total = formula(c + new for c in counts)
         else:
             new_token = sum(chain.lowrank.widths(index)) * itemsize if chain.lowrank else kv_heads * dense

@@ -99,25 +99,25 @@ def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[L
     return layers.caches
 
 
-def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[LayerCache, int]]:
-    """Return one compressed layer of each kind, with the number of the model's layers of that kind.
+def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[int, LayerCache, int]]:
+    """Return (number, cache) of one layer of each kind, with how many of the model's layers are of that kind.
 
     Layers are of one kind if they must keep the same tokens, read as many and have the same leading heads. If the
     chain divides one budget over all layers, every layer is built.
     """
     if chain.rebalancer is not None:
-        return [(layer, 1) for layer in all_layers(chain, shape, n, dtype)]
+        return [(i, layer, 1) for i, layer in enumerate(all_layers(chain, shape, n, dtype))]
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     layers_of_kind: dict[object, list[int]] = {}
     for i in range(shape.layers):
         leading = chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads)
         rows = chain.tokens_read(n, i, shape.layers)
-        kind = chain.expected(n, i, shape.layers, heads), rows, leading
+        kind = chain.expected(n, i, shape.layers, heads), rows, leading, chain.first_alike(i)
         layers_of_kind.setdefault(kind, []).append(i)
     built = []
     for members in layers_of_kind.values():
         obs, dense = random_layer(chain, shape, n, dtype, members[0])
-        built.append((chain.compress(dense, obs), len(members)))
+        built.append((members[0], chain.compress(dense, obs), len(members)))
         del dense  # its memory is free before the next layer is drawn
     return built
 
@@ -129,14 +129,14 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
     total = HeldBytes()
     payload, overhead, tokens, total16 = 0, 0, 0, 0
     storages: set[int] = set()
-    for i, (layer, count) in enumerate(layers):
+    for i, layer, count in layers:
         counts = check_positions(chain.name, layer, i, n, heads)
         check_storages(chain.name, layer, i, storages)
-        blocks = [chain.layout(k, shape.head_dim, dtype.itemsize) for k in counts]
+        blocks = [chain.layout(k, shape.head_dim, dtype.itemsize, i) for k in counts]
         total += bytes_held(layer).times(count)
         payload += count * payload_formula(layer, blocks)
         overhead += count * overhead_formula(layer, blocks)
-        blocks = [chain.layout(k, shape.head_dim, HALF) for k in counts]
+        blocks = [chain.layout(k, shape.head_dim, HALF, i) for k in counts]
         total16 += count * (payload_formula(layer, blocks) + overhead_formula(layer, blocks))
         tokens += count * sum(counts)
     return MeasuredLayers(

@@ -11,9 +11,10 @@ as their lower 2 bits in that layout, then their upper bit in that layout: ceil(
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -80,8 +81,100 @@ def unpack(packed: Tensor, bits: int, m: int, dim: int = -1) -> Tensor:
     return codes
 
 
+class Packed(ABC):
+    """Keys or values [..., L, C] held as codes.
+
+    frozen: scales [..., H, 1, 1] of heads that were settled once, for all tokens, and are overhead, not payload.
+    step: how many tokens are coded together.
+    rotation: the basis [C, C'] in which values are coded, which attention enters with its query; None: their own.
+    """
+
+    frozen: Tensor | None = None
+    step: int = 1
+    rotation: Tensor | None = None
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """The shape [..., L, C] of the values that the codes stand for."""
+
+    @property
+    @abstractmethod
+    def format(self) -> tuple[object, ...]:
+        """All that must be equal for two packed tensors to be stored in one buffer."""
+
+    @abstractmethod
+    def payload(self) -> Iterator[Tensor]:
+        """Yield the tensors that hold the codes and their scales."""
+
+    @abstractmethod
+    def codes_only(self) -> Iterator[Tensor]:
+        """Yield those of ``payload`` that hold codes."""
+
+    @abstractmethod
+    def holding(self, tensors: Sequence[Tensor], frozen: Tensor | None) -> Self:
+        """Return the same format with these tensors in the places of ``payload``, and these ``frozen`` scales."""
+
+    @abstractmethod
+    def tokens(self, start: int | None = None, stop: int | None = None) -> Self:
+        """Return tokens ``start`` to ``stop`` as views; where tokens are coded together both must be borders."""
+
+    @abstractmethod
+    def flat(self) -> Self:
+        """Return [..., L, C] as [H, L, C], where H joins all leading axes, of which there is at least one."""
+
+    @abstractmethod
+    def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
+        """Return the values [..., L, C] in ``dtype``, computed in fp32 and rounded once.
+
+        ``scratch`` is fp32 memory of at least as many elements, which the result may use: callers that go block by
+        block would otherwise spend most of the time on fresh memory.
+        """
+
+    def rotated(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
+        """Return the values [..., L, C'] as ``dequantise`` does, in the basis of ``rotation``."""
+        return self.dequantise(dtype, scratch)
+
+    def more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
+        """Return new tokens x packed to stand beside these, of all rows or of ``rows``."""
+        return pack(x)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.payload()).device
+
+    def __getitem__(self, index: slice | Tensor | int) -> Self:
+        """Return the packed tokens of the entries ``index`` of the first leading axis; a slice gives views."""
+        frozen = None if self.frozen is None else self.frozen[index]
+        return self.holding([t[index] for t in self.payload()], frozen)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """Return the packed tokens with ``fn`` applied to every tensor; it must leave the axes of a group alone."""
+        return self.holding([fn(t) for t in self.payload()], self.frozen)
+
+    def of_head(self, h: int) -> Self:
+        """Return the tokens of head h, which these are alone, with the scales of that head."""
+        return self if self.frozen is None else self.holding(list(self.payload()), self.frozen[h : h + 1])
+
+    def blocks(self, elements: int = BLOCK) -> Iterator[tuple[slice, slice, Self]]:
+        """Yield (slice of H, slice of tokens, their packed part), each part of up to ``elements`` values.
+
+        [..., L, C] is read as [H, L, C]. A part is never less than one ``step`` of tokens. Dense values that are
+        dequantised and used part by part stay in the processor's cache, which is several times faster than all at once.
+        """
+        flat = self.flat()
+        heads, tokens, channels = flat.shape
+        span = max(min(tokens, elements // max(channels, 1)) // self.step * self.step, self.step)
+        count = max(elements // max(span * channels, 1), 1)
+        for h in range(0, heads, count):
+            rows = slice(h, min(h + count, heads))
+            for t in range(0, tokens, span):
+                columns = slice(t, min(t + span, tokens))
+                yield rows, columns, flat[rows].tokens(columns.start, columns.stop)
+
+
 @dataclass(frozen=True)
-class Packed:
+class MinMax(Packed):
     """Quantised keys or values [..., L, C] as they are stored: value = scale * code + minimum, per group.
 
     ``axis="token"``: a group is ``group`` consecutive channels of one token (the last one shorter where ``group`` does
@@ -102,32 +195,28 @@ class Packed:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape [..., L, C] of the values that the codes stand for."""
         lead_sizes, last_size = self.codes.shape[:-1], self.codes.shape[-1]
         if self.axis == "token":
             return torch.Size((*lead_sizes, self.size))
         return torch.Size((*lead_sizes[:-2], lead_sizes[-2] * self.size, last_size))
 
     @property
-    def device(self) -> torch.device:
-        return self.codes.device
+    def step(self) -> int:  # type: ignore[override]
+        return self.group if self.axis == "channel" else 1
 
     @property
     def format(self) -> tuple[object, ...]:
-        """All that must be equal for two packed tensors to be stored in one buffer."""
         return (self.bits, self.group, self.axis, self.size, self.zero_point, self.shape[-1])
 
     def payload(self) -> Iterator[Tensor]:
-        """Yield the tensors that hold the codes."""
         yield from (self.codes, self.scale, self.low)
 
-    def __getitem__(self, index: slice | Tensor) -> Packed:
-        """Return the packed tokens of the entries ``index`` of the first leading axis; a slice gives views."""
-        return replace(self, codes=self.codes[index], scale=self.scale[index], low=self.low[index])
+    def codes_only(self) -> Iterator[Tensor]:
+        yield self.codes
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Packed:
-        """Return the packed tokens with ``fn`` applied to every tensor; it must leave the axes of a group alone."""
-        return replace(self, codes=fn(self.codes), scale=fn(self.scale), low=fn(self.low))
+    def holding(self, tensors: Sequence[Tensor], frozen: Tensor | None) -> Self:
+        codes, scale, low = tensors
+        return replace(self, codes=codes, scale=scale, low=low)
 
     def minimum(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the value of code 0, in the shape of ``low``, rounded to ``dtype`` once."""
@@ -135,8 +224,7 @@ class Packed:
         low = -self.scale.float() * self.low.float() if self.zero_point else self.low
         return low.to(dtype)
 
-    def tokens(self, start: int | None = None, stop: int | None = None) -> Packed:
-        """Return tokens ``start`` to ``stop`` as views; with ``axis="channel"`` both must lie on group borders."""
+    def tokens(self, start: int | None = None, stop: int | None = None) -> Self:
         first, last, _ = slice(start, stop).indices(self.shape[-2])
         last = max(first, last)
         dim = -2
@@ -148,32 +236,11 @@ class Packed:
         scale, low = (t.narrow(-2, first, last - first) for t in (self.scale, self.low))
         return replace(self, codes=codes, scale=scale, low=low)
 
-    def blocks(self, elements: int = BLOCK) -> Iterator[tuple[slice, slice, Packed]]:
-        """Yield (slice of H, slice of tokens, their packed part), each part of up to ``elements`` values.
-
-        [..., L, C] is read as [H, L, C], where H joins all leading axes, of which there is at least one. A part is
-        never less than one token or, with ``axis="channel"``, one group. Dense values that are dequantised and used
-        part by part stay in the processor's cache, which is several times faster than all at once.
-        """
+    def flat(self) -> Self:
         end = -3 if self.axis == "token" else -4
-        codes, scale, low = self.codes.flatten(0, end), self.scale.flatten(0, -3), self.low.flatten(0, -3)
-        flat = replace(self, codes=codes, scale=scale, low=low)
-        heads, tokens, channels = flat.shape
-        unit = self.group if self.axis == "channel" else 1
-        span = max(min(tokens, elements // max(channels, 1)) // unit * unit, unit)
-        count = max(elements // max(span * channels, 1), 1)
-        for h in range(0, heads, count):
-            rows = slice(h, min(h + count, heads))
-            for t in range(0, tokens, span):
-                columns = slice(t, min(t + span, tokens))
-                yield rows, columns, flat[rows].tokens(columns.start, columns.stop)
+        return self.holding([self.codes.flatten(0, end), self.scale.flatten(0, -3), self.low.flatten(0, -3)], None)
 
     def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
-        """Return the values [..., L, C] in ``dtype``, computed in fp32 and rounded once.
-
-        ``scratch`` is fp32 memory of at least as many elements, which the result may use: callers that go block by
-        block would otherwise spend most of the time on fresh memory.
-        """
         scale, low = self.scale.float(), self.minimum()
 
         def to_fp32(codes: Tensor) -> Tensor:
@@ -194,7 +261,7 @@ class Packed:
         return x.to(dtype)
 
 
-def quantise_tokens(x: Tensor, bits: int, group: int, constant_scale: float = 0.0) -> Packed:
+def quantise_tokens(x: Tensor, bits: int, group: int, constant_scale: float = 0.0) -> MinMax:
     """Quantise x [..., L, C] in groups of ``group`` channels of a token by min and max; the last group may be shorter.
 
     scale = (max - min) / (2^bits - 1) and code = round((x - min) / scale), both against the fp16 numbers that are
@@ -208,10 +275,10 @@ def quantise_tokens(x: Tensor, bits: int, group: int, constant_scale: float = 0.
     if m < groups * group:  # repeating the last element changes no minimum or maximum
         x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], groups * group - m)], dim=-1)
     codes, scale, low = _min_max(x.float().unflatten(-1, (groups, group)), bits, -1, constant_scale)
-    return Packed(pack(codes.flatten(-2)[..., :m], bits), scale, low, bits, group, "token", m)
+    return MinMax(pack(codes.flatten(-2)[..., :m], bits), scale, low, bits, group, "token", m)
 
 
-def quantise_channels(x: Tensor, bits: int, group: int) -> Packed:
+def quantise_channels(x: Tensor, bits: int, group: int) -> MinMax:
     """Quantise x [..., L, C] in groups of ``group`` consecutive tokens of a channel (keys of KIVI, arXiv 2402.02750).
 
     Arithmetic, error bound and refusals are those of ``quantise_tokens``; L must be a multiple of ``group``, C is free.
@@ -219,10 +286,10 @@ def quantise_channels(x: Tensor, bits: int, group: int) -> Packed:
     if x.shape[-2] % group:
         raise ValueError(f"{x.shape[-2]} tokens are not whole groups of {group}")
     codes, scale, low = _min_max(x.float().unflatten(-2, (x.shape[-2] // group, group)), bits, -2, 0.0)
-    return Packed(pack(codes, bits, dim=-2), scale, low, bits, group, "channel", group)
+    return MinMax(pack(codes, bits, dim=-2), scale, low, bits, group, "channel", group)
 
 
-def quantise_zero_point(x: Tensor, bits: int) -> Packed:
+def quantise_zero_point(x: Tensor, bits: int) -> MinMax:
     """Quantise x [..., L, C], each token one group with an integer zero point (the quantiser of Q-Hitter's code).
 
     scale = max(1e-5, (max - min) / (2^bits - 1)); zero = round(-min / scale) and code = round(x / scale) + zero, both
@@ -236,7 +303,7 @@ def quantise_zero_point(x: Tensor, bits: int) -> Packed:
     zero = (-low / scale.float()).round().clamp(0, top)
     _check_finite(x, bits, scale, zero)
     codes = ((x32 / scale.float()).round() + zero).clamp(0, top).to(torch.uint8)
-    return Packed(pack(codes, bits), scale, zero.half(), bits, x.shape[-1], "token", x.shape[-1], zero_point=True)
+    return MinMax(pack(codes, bits), scale, zero.half(), bits, x.shape[-1], "token", x.shape[-1], zero_point=True)
 
 
 def _min_max(x: Tensor, bits: int, dim: int, constant_scale: float) -> tuple[Tensor, Tensor, Tensor]:

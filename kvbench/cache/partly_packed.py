@@ -66,6 +66,10 @@ class Codes:
         yield from self.k.payload()
         yield from self.v.payload()
 
+    def frozen(self) -> Iterator[Tensor]:
+        """Yield the scales of heads that were settled once."""
+        yield from (x.frozen for x in (self.k, self.v) if x.frozen is not None)
+
     def head(self, h: int, k: Tensor, v: Tensor, start: int, end: int) -> tuple[Codes, Tensor, Tensor]:
         """Return (codes, exact keys, exact values) of head h, as views; k and v are the exact tokens of all heads.
 
@@ -73,13 +77,14 @@ class Codes:
         """
         if self.k_counts is None or self.v_counts is None:
             own = slice(h, h + 1)
-            return Codes(self.k.map(lambda t: t[own]), self.v.map(lambda t: t[own])), k[own], v[own]
+            return Codes(self.k[own], self.v[own]), k[own], v[own]
         parts = []
         for packed, counts, exact in ((self.k, self.k_counts, k), (self.v, self.v_counts, v)):
             packed_end = int(counts[: h + 1].sum())
             packed_start = packed_end - int(counts[h])
             # the heads before this one have ``first`` packed tokens, the others up to ``start`` are exact
-            parts.append((packed.tokens(packed_start, packed_end), exact[:, start - packed_start : end - packed_end]))
+            codes = packed.tokens(packed_start, packed_end).of_head(h)
+            parts.append((codes, exact[:, start - packed_start : end - packed_end]))
         (k_codes, exact_k), (v_codes, exact_v) = parts
         return Codes(k_codes, v_codes), exact_k, exact_v
 
@@ -99,9 +104,16 @@ def encode(
 
 def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
     """Return (codes, counts): packed tokens of single heads [1, L_h, .] one after the other, and their numbers [H]."""
-    codes, scale, low = (torch.cat(column, dim=1) for column in zip(*(tuple(h.payload()) for h in heads), strict=True))
-    counts = torch.tensor([h.shape[1] for h in heads], dtype=torch.int32, device=codes.device)
-    return replace(heads[0], codes=codes, scale=scale, low=low), counts
+    tensors = [torch.cat(column, dim=1) for column in zip(*(tuple(h.payload()) for h in heads), strict=True)]
+    counts = torch.tensor([h.shape[1] for h in heads], dtype=torch.int32, device=tensors[0].device)
+    frozen = [h.frozen for h in heads if h.frozen is not None]
+    return heads[0].holding(tensors, torch.cat(frozen) if frozen else None), counts
+
+
+def batched(rows: Sequence[Packed], room: Callable[[Tensor], Tensor]) -> Packed:
+    """Return buffers for the packed tokens of ``rows``, [B, H, ...]: ``room`` makes each from a tensor of one row."""
+    frozen = [x.frozen for x in rows if x.frozen is not None]
+    return rows[0].holding([room(t) for t in rows[0].payload()], torch.stack(frozen) if frozen else None)
 
 
 def each(x: Values, fn: Callable[[Tensor], Tensor]) -> Values:

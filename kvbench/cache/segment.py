@@ -101,7 +101,8 @@ class Segment:
         """Yield the tensors that only say what the payload means: positions, lengths, channel ids, state."""
         yield self.positions
         counts = () if self.codes is None else (self.codes.k_counts, self.codes.v_counts)
-        optional = (self.lengths, *counts, self.key_channels, self.value_channels, self.leads)
+        frozen = () if self.codes is None else self.codes.frozen()
+        optional = (self.lengths, *counts, self.key_channels, self.value_channels, self.leads, *frozen)
         yield from (t for t in optional if t is not None)
         yield from self.state.values()
 

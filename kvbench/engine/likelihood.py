@@ -52,14 +52,14 @@ def diverge(
     """Return the losses and the divergence from ``full`` of ``tokens`` [T] after each cache, and the floor's.
 
     ``full`` and its ``nudged`` copy are rows of each batch in which the model is as it is, so that both sides round
-    alike. Rows that pack or evict while decoding are fed token by token, as answers are, all others in chunks. The
-    output head is computed in fp32. Logits exist of one chunk alone, but for those of ``full`` where chains change the
-    model: these rows are compared with [T, V] logits of one row.
+    alike. Rows that evict, or pack tokens once they were read, are fed token by token, as answers are, all others in
+    chunks. The output head is computed in fp32. Logits exist of one chunk alone, but for those of ``full`` where chains
+    change the model: these rows are compared with [T, V] logits of one row.
     """
     ids = _continuation(model, [full, *caches], tokens)
     results: dict[int, Forced] = {}
     for one_by_one in (True, False):
-        rows = [i for i, c in enumerate(caches) if (c.chain.evicts or c.chain.coder is not None) == one_by_one]
+        rows = [i for i, c in enumerate(caches) if c.chain.one_by_one == one_by_one]
         if rows or not one_by_one:
             *forced, floor = _diverge(model, full, [caches[r] for r in rows], ids, one_by_one)
             results.update(zip(rows, forced, strict=True))

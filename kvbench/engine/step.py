@@ -29,9 +29,9 @@ def build(model: PreTrainedModel, caches: Iterable[Cache], capacity: int, at_onc
     window = sliding_window(model.config)
     windowed = window is not None and max(c.seen for c in rows) + capacity > window
     room = Room(tokens=capacity, at_once=at_once, windowed=windowed)
-    chains = [(c.chain, c.chain.coder, c.chain.evictor) for c in rows]
+    chains = [(c.chain, c.chain.evictor) for c in rows]
     lifted = lifts(model)
-    rotary = rotation(model) if any(e is not None and e.rolled for _, _, e in chains) else None
+    rotary = rotation(model) if any(e is not None and e.rolled for _, e in chains) else None
     columns = deque([c.layers[i] for c in rows] for i in range(len(rows[0].layers)))
     del rows
     layers: list[RowLayer] = []
@@ -42,12 +42,12 @@ def build(model: PreTrainedModel, caches: Iterable[Cache], capacity: int, at_onc
                 cache=cache,
                 layer=i,
                 masker=chain.masker(i),
-                coder=coder,
+                coder=chain.coder_at(i),
                 evictor=evictor,
                 lift=lifted[i] if lifted else None,
                 rotary=rotary,
             )
-            for cache, (chain, coder, evictor) in zip(columns.popleft(), chains, strict=True)
+            for cache, (chain, evictor) in zip(columns.popleft(), chains, strict=True)
         ]
         layers.append(RowLayer(stored, room))
         del stored

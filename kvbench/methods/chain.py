@@ -141,6 +141,20 @@ class Chain:
         """The coder that packs tokens while decoding; None for a chain that stores them exactly."""
         return self.quantiser.coder(self.packed_pruner) if self.quantiser else None
 
+    def coder_at(self, layer: int) -> Coder | None:
+        """Return the coder of one layer, under which all tokens stay exact where the layer is not packed."""
+        return self.quantiser.coder(self.packed_pruner, layer) if self.quantiser else None
+
+    def first_alike(self, layer: int) -> int:
+        """Return the first layer that packs tokens if and only if ``layer`` does."""
+        packs = self.quantiser.packs_in if self.quantiser else lambda layer: True
+        return next(i for i in range(layer + 1) if packs(i) == packs(layer))
+
+    @property
+    def one_by_one(self) -> bool:
+        """True if a new token must be stored before the next one comes: in chunks, tokens would read other ones."""
+        return self.evicts or (self.coder is not None and not self.coder.takes_chunks)
+
     @property
     def evictor(self) -> Evictor | None:
         """The evictor that decides over slots while decoding; None for a chain whose cache grows."""
@@ -196,6 +210,8 @@ class Chain:
         """Raise UsageError if a stage cannot run on a model, or names layers that it does not have."""
         for stage in self.stages:
             stage.check_layers(model.shape.layers)
+        if self.quantiser is not None:
+            self.quantiser.check_width(model.shape.head_dim)
         evictor = self.evictor
         if evictor is not None and evictor.rolled and model.unrolled is not None:
             raise UsageError(f"method {self.name}: positions=rolled needs rotary positions, {model.unrolled}")
@@ -227,7 +243,7 @@ class Chain:
             if stage is self.packed_pruner:
                 continue
             if isinstance(stage, Quantiser):
-                blocks = stage.packed_layout(blocks, head_dim, itemsize, self.packed_pruner)
+                blocks = stage.packed_layout(blocks, head_dim, itemsize, self.packed_pruner, layer)
             else:
                 blocks = stage.layout(blocks, head_dim, itemsize)
             if isinstance(stage, Modifier) and self.evicts:

@@ -80,6 +80,10 @@ _HALF_PRUNED = (
     "{a} drops channels of what {b} packs, and method.{b}.only={only} leaves half of the cache exact: leave out one of "
     "the two"
 )
+_PARTLY_EXACT = (
+    ", and {b} as set here keeps some tokens exact beside packed ones: leave out method.{b}.decode=exact, residual and "
+    "exact_layers, or "
+)
 _GROUPED = ", and {b} packs tokens together, of which some leave before the others; "
 
 ALWAYS = (
@@ -93,6 +97,7 @@ AS_SET = (
     Conflict(kind("lowrank"), kind("quantise"), _LATENT_CODES),
     Conflict(EVICTS, kind("lowrank"), _EVICTING + _LATENT_SLOTS + _ONLY_AFTER),
     Conflict(ROLLS, kind("prune"), _ROLLED + "without some of the channels that turn together: leave out {rolled}"),
+    Conflict(EVICTS, kind("quantise", partly_exact=True), _EVICTING + _PARTLY_EXACT + _ONLY_AFTER),
     Conflict(EVICTS, PACKS_TOGETHER, _EVICTING + _GROUPED + _ONLY_AFTER),
     Conflict(ROLLS, kind("quantise"), _ROLLED + "packed: leave out {rolled}"),
     Conflict(EVICTS, kind("mask"), _EVICTING + ", and {b} masks caches that only grow; " + _ONLY_AFTER),

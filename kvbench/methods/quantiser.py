@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, Literal
 
 import torch
 
@@ -31,6 +32,7 @@ class Quantiser(Stage, Packer):
 
     role: ClassVar[Role] = "quantise"
     by_token: ClassVar[bool] = False  # True: each token is packed alone and at once, so that any can be evicted
+    grows: ClassVar[bool] = True  # False: tokens after the prompt stay exact
 
     only: str | None = knob(None, one_of("keys", "values"))
 
@@ -46,8 +48,27 @@ class Quantiser(Stage, Packer):
         """Return the bytes that ``tokens`` packed values of one head take, each with ``channels`` channels."""
         raise TypeError(f"{type(self).__name__} does not say what packed values cost")
 
-    def coder(self, pruner: ChannelPruner | None) -> Coder:
-        """Return the coder that packs for this stage.
+    @property
+    def frozen_bytes(self) -> int:
+        """The bytes of one head's scales that the prompt settles for all tokens, of keys and of values."""
+        return 0
+
+    def frozen(self, half: Literal["k", "v"], t: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the scales [H, 1, 1] that the prompt's keys or values t [H, n, D] settle, or None.
+
+        ``lengths`` [H] are the tokens of ragged heads, which lie one after the other in t [1, N, D].
+        """
+        return None
+
+    def check_width(self, head_dim: int) -> None:
+        """Raise UsageError if heads of ``head_dim`` channels cannot be packed."""
+
+    def packs_in(self, layer: int) -> bool:
+        """Tell whether this layer's tokens are packed at all."""
+        return True
+
+    def coder(self, pruner: ChannelPruner | None, layer: int | None = None) -> Coder:
+        """Return the coder that packs for this stage, in ``layer`` or in any that is packed.
 
         With a ``pruner``, at least ``pruner.recent`` tokens stay exact; with ``only``, the other half of the cache
         stays exact entirely.
@@ -59,14 +80,16 @@ class Quantiser(Stage, Packer):
             value_residual = Residual.everything()
         elif self.only == "values":
             key_residual = Residual.everything()
-        return Coder(self, key_residual, value_residual)
+        if layer is not None and not self.packs_in(layer):
+            key_residual = value_residual = Residual.everything()
+        return Coder(self, key_residual, value_residual, self.grows)
 
     def packed_layout(
-        self, blocks: list[Block], head_dim: int, itemsize: int, pruner: ChannelPruner | None
+        self, blocks: list[Block], head_dim: int, itemsize: int, pruner: ChannelPruner | None, layer: int
     ) -> list[Block]:
         """Return the only block of ``blocks`` with the bytes that it has once its older tokens are packed."""
         (block,) = blocks
-        coder = self.coder(pruner)
+        coder = self.coder(pruner, layer)
         packed_keys, packed_values = coder.keys.packed(block.slots), coder.values.packed(block.slots)
         key_channels = pruner.kept_keys(head_dim) if pruner else head_dim
         value_channels = pruner.kept_values(head_dim) if pruner else head_dim
@@ -76,7 +99,7 @@ class Quantiser(Stage, Packer):
                 block,
                 key_bytes=self.key_bytes(packed_keys, key_channels) + (block.slots - packed_keys) * dense,
                 value_bytes=self.value_bytes(packed_values, value_channels) + (block.slots - packed_values) * dense,
-                fixed_overhead=block.fixed_overhead + (pruner.id_bytes(head_dim) if pruner else 0),
+                fixed_overhead=block.fixed_overhead + self.frozen_bytes + (pruner.id_bytes(head_dim) if pruner else 0),
             )
         ]
 
@@ -87,14 +110,15 @@ class Quantiser(Stage, Packer):
         """Return the cache with its older tokens packed. Of these, only the channels that ``pruner`` keeps remain."""
         cache = ops.expand(cache)
         s = ops.only_segment(cache)
-        coder = self.coder(pruner)
+        self.check_width(s.k.shape[2])
+        coder = self.coder(pruner, obs.layer)
         key_channels = value_channels = None
         if pruner is not None:
             # a prompt too short to pack anything still settles the channels of what decoding will pack
             scored = [[r.packed(m) or m for m in s.counts] for r in (coder.keys, coder.values)]
             key_channels, value_channels = pruner.channels(cache, obs, (scored[0], scored[1]))
-        k_codes, k_counts, k = self._pack(s, s.k, self.pack_keys, coder.keys, key_channels)
-        v_codes, v_counts, v = self._pack(s, s.v, self.pack_values, coder.values, value_channels)
+        k_codes, k_counts, k = self._pack(s, "k", coder.keys, key_channels)
+        v_codes, v_counts, v = self._pack(s, "v", coder.values, value_channels)
         packed_segment = replace(
             s,
             k=k,
@@ -108,21 +132,31 @@ class Quantiser(Stage, Packer):
     def _pack(
         self,
         s: Segment,
-        t: torch.Tensor,
-        pack: Callable[[torch.Tensor], Packed],
+        half: Literal["k", "v"],
         residual: Residual,
         channels: torch.Tensor | None,
     ) -> tuple[Packed, torch.Tensor | None, torch.Tensor]:
-        """Return (codes, counts, exact tokens) of keys or values t.
+        """Return (codes, counts, exact tokens) of keys or values.
 
         ``counts`` are the packed tokens of each head where heads are ragged, None otherwise.
         """
+        t, pack = (s.k, self.pack_keys) if half == "k" else (s.v, self.pack_values)
+        frozen = self.frozen(half, t, s.lengths)
+
+        def packing(heads: slice) -> Callable[[torch.Tensor], Packed]:
+            return pack if frozen is None else partial(pack, frozen=frozen[heads])  # type: ignore[call-arg]
+
         if s.lengths is None:
-            codes, exact = encode(t, pack, residual.packed(s.tokens), channels)
+            codes, exact = encode(t, packing(slice(None)), residual.packed(s.tokens), channels)
             return codes, None, exact
         # ragged heads are packed one by one, and stored one after the other
         parts = [
-            encode(x, pack, residual.packed(x.shape[1]), None if channels is None else channels[h : h + 1])
+            encode(
+                x,
+                packing(slice(h, h + 1)),
+                residual.packed(x.shape[1]),
+                None if channels is None else channels[h : h + 1],
+            )
             for h, x in enumerate(t.split(s.lengths.tolist(), dim=1))
         ]
         codes, counts = side_by_side([packed for packed, _ in parts])

@@ -29,7 +29,11 @@ ALWAYS_NAMED = (*BUDGET_KNOBS, "ratio", "value_ratio")
 PER = "per"
 """The one setting of a whole chain: the heads under which it stores."""
 # from stages written together to the one method that they mean, and the knob values that they imply
-ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"h2o+quant": ("qhitter", {"lam": 1})}
+ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "h2o+quant": ("qhitter", {"lam": 1}),
+    "q4_0_h": ("q4_0", {"rotate": "hadamard"}),
+    "q8_0_h": ("q8_0", {"rotate": "hadamard"}),
+}
 # the line of a class that names its method
 ID = re.compile(r'^    id(?:: ClassVar\[str\])? = "([\w-]+)"', re.MULTILINE)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.cache.ops import only_segment, select
 from kvbench.cache.packed import Packed
-from kvbench.cache.partly_packed import each, parts, write
+from kvbench.cache.partly_packed import Values, batched, each, parts, write
 from kvbench.cache.segment import LayerCache, Segment, per_head
 from kvbench.storage.attend import Estimate, as_they_are, logits, spread, weigh
 from kvbench.storage.packed_rows import packed_logits, packed_weigh
@@ -34,9 +34,13 @@ class OneFormat:
         def room(t: Tensor) -> Tensor:
             return t.new_zeros(len(segments), first.heads, size, *t.shape[2:])
 
-        k, v = first.stored()
-        self.k, self.v = each(k, room), each(v, room)
-        self.none = first.k.new_zeros(first.heads, 0, k.shape[2])
+        def rooms(rows: Sequence[Values]) -> Values:
+            packed = [x for x in rows if isinstance(x, Packed)]
+            return batched(packed, room) if packed else each(rows[0], room)
+
+        keys, values = zip(*(s.stored() for s in segments), strict=True)
+        self.k, self.v = rooms(keys), rooms(values)
+        self.none = first.k.new_zeros(first.heads, 0, keys[0].shape[2])
         self.fresh: tuple[Tensor, Tensor, Tensor] | None = None  # the newest slots [B, H, T], exact k and v
 
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
@@ -48,8 +52,8 @@ class OneFormat:
     def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
         """Write new tokens k, v [B, H, T, D] into ``slots`` [B, H, T]; ``held`` [B, H, S] marks the others in use."""
         packer = self.packer
-        write(self.k, slots, k if packer is None else packer.pack_keys(k))
-        write(self.v, slots, v if packer is None else packer.pack_values(v))
+        for buffer, new, pack in ((self.k, k, packer and packer.pack_keys), (self.v, v, packer and packer.pack_values)):
+            write(buffer, slots, buffer.more(new, pack) if pack and isinstance(buffer, Packed) else new)
         self.fresh = (slots, k, v) if packer is not None and packer.packs_after_step else None
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
@@ -76,7 +80,7 @@ class OneFormat:
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but those at the indices ``rows``."""
-        self.k, self.v = each(self.k, lambda t: t[rows]), each(self.v, lambda t: t[rows])
+        self.k, self.v = self.k[rows], self.v[rows]
 
     def payload(self, held: Tensor) -> list[int]:
         """Return how many bytes each row's tokens take; ``held`` [B, H, S] marks their slots."""
@@ -88,8 +92,7 @@ class OneFormat:
 
         ``slots`` has positions and state [H, S, ...] of the slots; ``held`` [H, S] marks those in use.
         """
-        k, v = each(self.k, lambda t: t[row]), each(self.v, lambda t: t[row])
-        return (ascending(replace(slots, k=self.none, v=self.none).holding(k, v), held),)
+        return (ascending(replace(slots, k=self.none, v=self.none).holding(self.k[row], self.v[row]), held),)
 
 
 class Thin:

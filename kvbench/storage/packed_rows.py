@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.cache.packed import Packed
-from kvbench.cache.partly_packed import Codes, Residual
+from kvbench.cache.partly_packed import Codes, Residual, batched
 from kvbench.cache.segment import LayerCache, Segment
 from kvbench.storage import kernels
-from kvbench.storage.attend import Estimate, logits, masked_softmax, spread, summed, weigh
+from kvbench.storage.attend import Estimate, as_they_are, logits, masked_softmax, spread, summed, weigh
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.row_segments import beside, per_place
 
@@ -33,19 +33,20 @@ class PackedHalf:
         residual: Residual,
         pack: Callable[[Tensor], Packed],
         room: Room,
+        grows: bool = True,
     ) -> None:
         # of each row: its packed tokens, its exact ones, and the channels kept if it is thin
         packed, rest, channels = zip(*rows, strict=True)
         first, device = packed[0], rest[0].device
-        self.residual, self.pack = residual, pack
-        self.step = first.group if first.axis == "channel" else 1
+        self.residual, self.pack, self.grows, self.step = residual, pack, grows, first.step
         self.packed = [p.shape[1] for p in packed]
         self.total = [p.shape[1] + r.shape[1] for p, r in zip(packed, rest, strict=True)]
-        most = max(residual.packed(t + room.tokens) for t in self.total) // self.step
-        self.codes = first.map(lambda t: t.new_zeros(len(packed), t.shape[0], max(most, 1), *t.shape[2:]))
+        most_exact_now = max(r.shape[1] for r in rest)
+        most = max([residual.packed(t + room.tokens) for t in self.total] if grows else self.packed) // self.step
+        self.codes = batched(packed, lambda t: t.new_zeros(len(packed), t.shape[0], max(most, 1), *t.shape[2:]))
         # a residual of everything would be endless: no ring needs more slots than tokens can come
-        most_exact = min(residual.most, max(self.total) + room.tokens)
-        slots = max(most_exact, *(r.shape[1] for r in rest)) + room.at_once
+        most_exact = min(residual.most, max(self.total) + room.tokens) if grows else most_exact_now + room.tokens
+        slots = max(most_exact, most_exact_now) + room.at_once
         self.ring = rest[0].new_zeros(len(packed), rest[0].shape[0], slots, rest[0].shape[2])
         self.channels = beside(channels)  # [U, H, C]
         for u, (p, r) in enumerate(zip(packed, rest, strict=True)):
@@ -101,7 +102,8 @@ class PackedHalf:
                 channels = None if channels is None else channels[rows[:, 0]]
             if channels is not None:
                 x = x.gather(3, channels[:, :, None].expand(-1, -1, block, -1))
-            for codes, new in zip(self.codes.payload(), self.pack(x).payload(), strict=True):
+            coded = self.codes.more(x, self.pack, due if len(due) < len(self.total) else None)
+            for codes, new in zip(self.codes.payload(), coded.payload(), strict=True):
                 if span is not None:
                     codes[:, :, first : first + new.shape[2]] = new
                 else:
@@ -111,6 +113,8 @@ class PackedHalf:
 
     def _due(self) -> Sequence[int]:
         """Return the rows from which at least a unit of tokens has left the residual."""
+        if not self.grows:
+            return ()
         if len(set(self.total)) == len(set(self.packed)) == 1:
             # rows of a batch are often alike: one comparison, not one for each of hundreds of rows in every layer
             return range(len(self.total)) if self.residual.packed(self.total[0]) > self.packed[0] else ()
@@ -120,11 +124,13 @@ class PackedHalf:
         """Count ``tokens`` more in each row and fill their storage with random numbers instead of packing any."""
         first = min(self.packed)
         self.total = [n + tokens for n in self.total]
-        self.packed = [max(p, self.residual.packed(n)) for p, n in zip(self.packed, self.total, strict=True)]
-        codes, scale, low = self.codes.tokens(first, max(self.packed)).payload()
-        codes.random_(0, 256)
-        for numbers in (scale, low):
-            numbers.uniform_(0.01, 0.1)
+        if self.grows:
+            self.packed = [max(p, self.residual.packed(n)) for p, n in zip(self.packed, self.total, strict=True)]
+        for t in self.codes.tokens(first, max(self.packed)).payload():
+            if t.is_floating_point():
+                t.uniform_(0.01, 0.1)
+            else:
+                t.random_(0, 120)  # of 8 bits, read as floats these are finite
         self.ring.normal_()
 
     def _span(self, first: Sequence[int], count: int) -> slice | None:
@@ -137,7 +143,7 @@ class PackedHalf:
 
     def keep(self, at: Tensor) -> None:
         """Drop all rows but those at the indices ``at``."""
-        self.codes, self.ring = self.codes.map(lambda t: t[at]), self.ring[at]
+        self.codes, self.ring = self.codes[at], self.ring[at]
         self.channels = None if self.channels is None else self.channels[at]
         chosen = at.tolist()
         self.packed, self.total = [self.packed[u] for u in chosen], [self.total[u] for u in chosen]
@@ -153,7 +159,9 @@ class PackedHalf:
         """Return copies of row u's (packed tokens [H, Lq, .], exact tokens [H, L - Lq, D])."""
         most = self.packed[u] // self.step
         slot = torch.arange(self.packed[u], self.total[u], device=self.ring.device) % self.slots
-        return self.codes.map(lambda t: t[u, :, :most].clone()), self.ring[u][:, slot]
+        codes = self.codes[u]
+        frozen = None if codes.frozen is None else codes.frozen.clone()
+        return codes.holding([t[:, :most].clone() for t in codes.payload()], frozen), self.ring[u][:, slot]
 
     def numbers(self, numbers: Sequence[int]) -> Tensor:
         """Return one number for each row [U] as a tensor on the device."""
@@ -171,8 +179,9 @@ class PackedRows(Format):
         loaded = [(s, s.codes) for row in rows for s in row.cache.segments if s.codes is not None]
         keys = [(codes.k, s.k, s.key_channels) for s, codes in loaded]
         values = [(codes.v, s.v, s.value_channels) for s, codes in loaded]
-        self.k = PackedHalf(keys, coder.keys, coder.packer.pack_keys, room)
-        self.v = PackedHalf(values, coder.values, coder.packer.pack_values, room)
+        self.k = PackedHalf(keys, coder.keys, coder.packer.pack_keys, room, coder.grows)
+        self.v = PackedHalf(values, coder.values, coder.packer.pack_values, room, coder.grows)
+        self.settles_first = not coder.packer.packs_after_step
 
     @classmethod
     def takes(cls, row: StoredRow) -> bool:
@@ -185,6 +194,12 @@ class PackedRows(Format):
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         self.k.add(k)
         self.v.add(v)
+        if self.settles_first:
+            self._settle()
+
+    def _settle(self) -> None:
+        self.k.settle()
+        self.v.settle()
 
     def skip(self, tokens: int) -> None:
         """Add ``tokens`` random ones at once, for benchmarks, which measure a step's cost and not its result."""
@@ -192,7 +207,10 @@ class PackedRows(Format):
         self.v.skip(tokens)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return attention as ``Format.attend`` does, then pack the tokens that are no longer among the newest."""
+        """Return attention as ``Format.attend`` does, then pack the tokens that are no longer among the newest.
+
+        If the packer does not pack ``after_step``, ``add`` has packed them already.
+        """
         out = None
         if self.masker is None:
             # where kernels serve, one call replaces dozens of small operations
@@ -200,8 +218,7 @@ class PackedRows(Format):
         if out is None:
             logits_of = partial(self._logits, query, scale)
             out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker)
-        self.k.settle()
-        self.v.settle()
+        self._settle()
         return out
 
     def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
@@ -249,13 +266,16 @@ class PackedRows(Format):
         return (replace(old, k=k, v=v, positions=positions, codes=Codes(k_codes, v_codes)),)
 
 
-def unpacked(packed: Packed, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield (heads, tokens, numbers) of the blocks of ``packed``; each block overwrites the one before it."""
+def unpacked(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield (heads, tokens, numbers) of the blocks of ``packed``; each block overwrites the one before it.
+
+    The numbers are in the basis of ``packed.rotation`` if ``rotated``, else as they were before packing.
+    """
     scratch: Tensor | None = None
     for heads, tokens, part in packed.blocks():
         if scratch is None or scratch.numel() < part.shape.numel():
             scratch = torch.empty(part.shape.numel(), device=packed.device)
-        yield heads, tokens, part.dequantise(dtype, scratch=scratch)
+        yield heads, tokens, part.rotated(dtype, scratch) if rotated else part.dequantise(dtype, scratch)
 
 
 def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Estimate) -> Tensor:
@@ -269,8 +289,12 @@ def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | 
     q = (query * scale if is_fp32 else query).reshape(u, h, hq // h * t, -1)
     if channels is not None:
         q = q.gather(3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
+    # the query enters the basis of the keys once; stand-ins are made of keys as they were
+    rotation = keys.rotation if estimate is as_they_are else None
+    if rotation is not None:
+        q = (q.float() @ rotation).to(q.dtype)
     flat, scores = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
-    for heads, tokens, part in unpacked(keys, query.dtype):
+    for heads, tokens, part in unpacked(keys, query.dtype, rotation is not None):
         scores[heads, :, tokens] = summed(flat[heads], estimate(part).transpose(1, 2))
     return (scores if is_fp32 else scores.mul_(scale)).view(u, hq, t, length)
 
@@ -278,9 +302,11 @@ def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | 
 def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
     """Return packed values [U, H, L, C] weighted by probs [U, Hq, T, L]: [U, Hq, T, C] fp32, block by block."""
     u, hq, t, length = probs.shape
-    h, c = values.shape[1], values.shape[3]
+    rotation = values.rotation
+    h, c = values.shape[1], values.shape[3] if rotation is None else rotation.shape[1]
     flat = probs.reshape(u * h, hq // h * t, length)
     out = flat.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
-    for heads, tokens, part in unpacked(values, probs.dtype):
+    for heads, tokens, part in unpacked(values, probs.dtype, rotation is not None):
         out[heads] += weigh(flat[heads, None, :, tokens], part[:, None])[:, 0]
-    return out.view(u, hq, t, c)
+    # the output leaves the basis of the values
+    return (out if rotation is None else out @ rotation.T).view(u, hq, t, -1)

@@ -55,11 +55,20 @@ class Coder:
     """A packer of a chain's older tokens.
 
     keys, values: the rules of how many of the newest tokens stay exact as keys and as values.
+    grows: False if only the prompt is packed, and all tokens after it stay exact.
     """
 
     packer: Packer
     keys: Residual
     values: Residual
+    grows: bool = True
+
+    @property
+    def takes_chunks(self) -> bool:
+        """True if tokens that come together are stored and read as if each came alone: in their own step, or never."""
+        at_once = (Residual(0, 1, 1), Residual.everything())
+        each = not self.packer.packs_after_step and self.keys in at_once and self.values in at_once
+        return each or not self.grows
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,8 @@ def test_a_tail_that_is_read_whole_hides_what_is_not_written(both):
 class Coder:
     """The format ``name`` with a residual: keys by groups of 8, values one by one."""
 
-    keys, values = Residual(0, 16, 8), Residual(5, 1, 1)
+    keys, values, grows = Residual(0, 16, 8), Residual(5, 1, 1), True
+    packs_after_step = True
 
     def __init__(self, name, bits):
         self.bits, (self.k, self.v), self.packer = bits, FORMATS[name], self

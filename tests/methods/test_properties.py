@@ -26,6 +26,7 @@ from kvbench.conf import conf_dir
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
+from kvbench.methods.formats import StorageFormat
 from kvbench.methods.knobs import is_knob
 from kvbench.methods.resolve import chain_of
 
@@ -44,7 +45,9 @@ PARTNERS = {
 
 def chained(method):
     """Tell whether the method is also tested beside another: not if it packs all tokens or stands alone."""
-    return not getattr(STAGES[method], "packs", False) and STAGES[method].role != "share"
+    # formats of single tokens share all code but their codecs: one stands for them
+    same_code = isinstance(STAGES[method], StorageFormat) and method != "turboquant"
+    return not getattr(STAGES[method], "packs", False) and STAGES[method].role != "share" and not same_code
 
 
 CHAINS = tuple(
@@ -77,7 +80,16 @@ PER = ("kv_head", "query_head")
 
 SMALL = {"kv_size": 24, "window": 8, "recent": 6, "observed": 8, "ratio": 0.4, "T": 0.6, "group": 4, "residual": 8}
 SMALL = {**SMALL, "multiple": 4, "probes": 1, "share": 0.5}
-NEUTRAL = {"kv_size": 10_000, "ratio": 0.0, "value_ratio": 0.0, "T": 0.0, "p": 1.0, "least": 1.0, "share": 1.0}
+NEUTRAL = {
+    "kv_size": 10_000,
+    "ratio": 0.0,
+    "value_ratio": 0.0,
+    "T": 0.0,
+    "p": 1.0,
+    "least": 1.0,
+    "share": 1.0,
+    "group": 4,
+}
 PROMPTS = ((70, 1), (47, 2))
 
 

@@ -288,14 +288,14 @@ def test_slots_hold_codes_and_never_the_whole_cache_dequantised(monkeypatch):
     batch = build_batch(model, [cache], 5)
     stores = [layer.formats[0][1].store for layer in batch]
     assert all(isinstance(x, packed.Packed) for store in stores for x in (store.k, store.v))
-    real, blocks = packed.Packed.dequantise, packed.Packed.blocks
-    monkeypatch.setattr(packed.Packed, "blocks", lambda self: blocks(self, 8 * 16))
+    real, blocks = packed.MinMax.dequantise, packed.MinMax.blocks
+    monkeypatch.setattr(packed.MinMax, "blocks", lambda self: blocks(self, 8 * 16))
 
     def watched(self, *rest, **more):
         largest.append(self.shape.numel())
         return real(self, *rest, **more)
 
-    monkeypatch.setattr(packed.Packed, "dequantise", watched)
+    monkeypatch.setattr(packed.MinMax, "dequantise", watched)
     with torch.no_grad(), attached(model):
         step(model, batch, torch.tensor([[5]]), torch.tensor([[50]]))
     assert len(largest) > 3 * 2 * 2 * 4 and max(largest) == 8 * 16

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.cache.packed import Packed
+from kvbench.cache.packed import MinMax, Packed
 from kvbench.storage.kernels.softmax import Parts, Splits, begun, finished, places, power, product_type, softmax_step
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def readable(x: Packed) -> bool:
-    """Return True if the kernel can read ``x`` [U, H, L, C]: each head of each row is contiguous."""
-    return all(t[0, 0].is_contiguous() for t in x.payload())
+    """Return True if the kernel can read ``x`` [U, H, L, C]: min-max codes, each head of each row contiguous."""
+    return isinstance(x, MinMax) and all(t[0, 0].is_contiguous() for t in x.payload())
 
 
 def attend(
@@ -42,6 +42,7 @@ def attend(
     u, hq, t, d = query.shape
     h = keys.ring.shape[1]
     k, v, rows = keys.old(), values.old(), hq // h * t
+    assert isinstance(k, MinMax) and isinstance(v, MinMax)
     rings = [half.ring.contiguous() for half in (keys, values)]
     thin = [None if half.channels is None else half.channels.contiguous() for half in (keys, values)]
     c, cv = k.shape[3], v.shape[3]
@@ -82,12 +83,12 @@ def attend(
     )
 
 
-def _strides(x: Packed) -> tuple[int, int, int, int]:
+def _strides(x: MinMax) -> tuple[int, int, int, int]:
     """Return strides in elements: codes by row and by head, then scales by row and by head (minima have the same)."""
     return (x.codes.stride(0), x.codes.stride(1), x.scale.stride(0), x.scale.stride(1))
 
 
-def _form(x: Packed) -> tuple[int, ...]:
+def _form(x: MinMax) -> tuple[int, ...]:
     """Return the constants that the kernel is compiled for: see FORM in ``_numbers``."""
     run_bytes, groups = x.codes.shape[-2 if x.axis == "channel" else -1], x.scale.shape[-1]
     return (x.bits, x.group, x.size, run_bytes, groups, int(x.axis == "channel"), int(x.zero_point))

@@ -1,0 +1,33 @@
+"""FP8 caches of vLLM and SGLang (https://docs.vllm.ai, quantized KV cache; OCP 8-bit floating point, revision 1.0)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from kvbench.cache.codecs.floating import SCALES, TYPES, Fp8Codec
+from kvbench.cache.coded import Codec
+from kvbench.methods.formats import StorageFormat
+from kvbench.methods.knobs import knob, one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8(StorageFormat):
+    """Codes c = cast(clip(x / s, -max, max)) to the nearest float of 8 bits, ties to even, read as c * s.
+
+    type: ``e4m3`` (max 448, 3 bits of mantissa) or ``e5m2`` (max 57344, 2 bits).
+    scale: ``one``, s = 1, the engines' default without a calibration file; ``tensor`` and ``head``, absmax / max of the
+    prompt's keys or values of a layer or a head, frozen afterwards, so that larger values to come saturate;
+    ``token_head``, absmax / max of each token and head, 4 bytes more.
+    headroom: ``vllm`` takes absmax / 200 for keys and absmax / 100 for values, as its scales on the fly; ``none`` max.
+    """
+
+    id: ClassVar[str] = "fp8"
+
+    type: str = knob("e4m3", one_of(*TYPES))
+    scale: str = knob("one", one_of(*SCALES))
+    headroom: str = knob("none", one_of("none", "vllm"))
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        codec = Fp8Codec(kind=self.type, scale=self.scale)
+        return (replace(codec, reach=200.0), replace(codec, reach=100.0)) if self.headroom == "vllm" else (codec, codec)

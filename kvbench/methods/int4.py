@@ -1,0 +1,32 @@
+"""INT4 caches with a scale for each token and head: vLLM's int4_per_token_head (https://github.com/vllm-project/vllm)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbench.cache.codecs.integer import SymmetricInteger, ZeroPointInt4
+from kvbench.cache.coded import Codec
+from kvbench.methods.formats import ROTATE, StorageFormat
+from kvbench.methods.knobs import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4(StorageFormat):
+    """Codes c = clip(round(y / s + z), 0, 15), read as (c - z) * s, with s = max((max - min) / 15, 1e-6) in fp32.
+
+    z = clip(round(-min / s), 0, 15) lies in the lowest 4 bits of the scale; both round ties away from zero. y is x
+    under random signs and a Hadamard matrix, which attention enters with its query and leaves with its output.
+
+    symmetric: true takes c = clip(round(x / s), -8, 7) with s = absmax / 7 in fp16.
+    """
+
+    id: ClassVar[str] = "int4"
+
+    symmetric: bool = False
+    rotate: str = knob("signed", ROTATE)
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        if self.symmetric:
+            return (SymmetricInteger(bits=4, half=True, rotate=self.rotate),) * 2
+        return (ZeroPointInt4(rotate=self.rotate),) * 2

@@ -1,0 +1,36 @@
+"""MXFP4: FP4 numbers in blocks of 32 with a power of 2 each.
+
+OCP Microscaling Formats 1.0,
+https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbench.cache.codecs.microscaled import MicroscaledFp4
+from kvbench.cache.coded import Codec
+from kvbench.methods.formats import ROTATE, StorageFormat
+from kvbench.methods.knobs import knob, one_of
+from kvbench.methods.q8_0 import EVEN
+
+
+@dataclass(frozen=True, kw_only=True)
+class MxFp4(StorageFormat):
+    """Codes e2m1(x / 2^e) of a block, one of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign, read as c * 2^e.
+
+    variant: ``ocp``, e = floor(log2 absmax) - 2 in blocks of 32: what lies above 6 clips. ``sglang``, the fp4 of
+    https://github.com/sgl-project/sglang, e = ceil(log2 max(absmax / 6, 1e-10)) in blocks of 16: nothing clips.
+    group: the channels of a block; null takes the variant's. Heads hold whole blocks.
+    """
+
+    id: ClassVar[str] = "mxfp4"
+
+    variant: str = knob("ocp", one_of("ocp", "sglang"))
+    group: int | None = knob(None, EVEN)
+    rotate: str = knob("none", ROTATE)
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        group = self.group or (32 if self.variant == "ocp" else 16)
+        return (MicroscaledFp4(kind=self.variant, group=group, rotate=self.rotate),) * 2

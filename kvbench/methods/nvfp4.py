@@ -1,0 +1,36 @@
+"""NVFP4: FP4 numbers in blocks of 16 with an FP8 scale each.
+
+https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbench.cache.codecs.microscaled import MicroscaledFp4
+from kvbench.cache.coded import Codec
+from kvbench.methods.formats import ROTATE, StorageFormat
+from kvbench.methods.knobs import knob
+from kvbench.methods.q8_0 import EVEN
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvFp4(StorageFormat):
+    """Codes e2m1(x / (b * g)) of a block, one of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign, read as c * b * g.
+
+    b = e4m3(absmax of the block / (6 g)), and g = absmax / (6 * 448) of the prompt's keys or values of a layer, in
+    fp32, frozen afterwards. Heads hold whole blocks.
+
+    group: the channels of a block.
+    four_over_six: the absmax of a block becomes 4 instead of 6 where that has the smaller squared error.
+    """
+
+    id: ClassVar[str] = "nvfp4"
+
+    group: int = knob(16, EVEN)
+    four_over_six: bool = False
+    rotate: str = knob("none", ROTATE)
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        return (MicroscaledFp4(group=self.group, four_over_six=self.four_over_six, rotate=self.rotate),) * 2

@@ -1,0 +1,22 @@
+"""q4_0 of llama.cpp: blocks of 32 channels, 4 bits and an fp16 scale (https://github.com/ggml-org/llama.cpp)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbench.methods.q8_0 import Q8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Q4(Q8):
+    """Codes c = min(15, trunc(x / d + 8.5)) of a block, read as (c - 8) * fp16(d). Heads hold whole blocks.
+
+    d = m / -8 for the signed value m of the largest magnitude, which is exact up to fp16; its opposite clips to 7/8.
+
+    rotate: ``hadamard`` is what llama.cpp does since its pull request 21038 (2026-04); ``method=q4_0_h`` says it.
+    group: the channels of a block.
+    """
+
+    id: ClassVar[str] = "q4_0"
+    bits: ClassVar[int] = 4

@@ -1,0 +1,33 @@
+"""q8_0 of llama.cpp: blocks of 32 channels, 8 bits and an fp16 scale (https://github.com/ggml-org/llama.cpp)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from kvbench.cache.codecs.blocks import Blocks
+from kvbench.cache.coded import Codec
+from kvbench.methods.formats import ROTATE, StorageFormat
+from kvbench.methods.knobs import Rule, knob
+
+EVEN = Rule("an even whole number of channels, 2 or more", lambda group: group >= 2 and group % 2 == 0)
+VALUE_BLOCK = 64  # channels of values that llama.cpp rotates together; of keys, as many as a power of 2 allows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Q8(StorageFormat):
+    """Codes c = round(x / d) of a block with d = absmax / 127, read as c * fp16(d). Heads hold whole blocks.
+
+    rotate: ``hadamard`` is what llama.cpp does since its pull request 21038 (2026-04); ``method=q8_0_h`` says it.
+    group: the channels of a block.
+    """
+
+    id: ClassVar[str] = "q8_0"
+    bits: ClassVar[int] = 8
+
+    group: int = knob(32, EVEN)
+    rotate: str = knob("none", ROTATE)
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        codec = Blocks(bits=self.bits, group=self.group, rotate=self.rotate)
+        return codec, replace(codec, block=VALUE_BLOCK)

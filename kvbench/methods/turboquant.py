@@ -1,0 +1,53 @@
+"""TurboQuant (arXiv 2504.19874) as vLLM ships it (https://github.com/vllm-project/vllm), and as the paper has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvbench.cache.codecs.floating import Fp8Codec
+from kvbench.cache.codecs.integer import MinMaxInteger
+from kvbench.cache.codecs.lloyd_max import LloydMax
+from kvbench.cache.coded import Codec
+from kvbench.methods.formats import ROTATE, StorageFormat
+from kvbench.methods.knobs import knob, one_of
+
+PRESETS = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
+"""Bits of keys and of values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurboQuant(StorageFormat):
+    """Keys k are stored as |k| and the codes of R k / |k|, each coordinate by the best quantiser for a Gaussian.
+
+    preset: ``4bit_nc``, ``k3v4_nc`` and ``3bit_nc`` name the bits of keys and values; ``k8v4`` keeps keys as fp8 e4m3
+    with scale one. ``nc`` is norm correction: the centroids of a key are brought to length 1.
+    variant: in ``engine`` (vLLM) R is a plain Hadamard matrix, and values are coded by their minimum and maximum, not
+    rotated. In ``mse`` (the paper) R is a random rotation, values are coded as keys are, and no norm is corrected.
+    ``prod`` (the paper, for inner products) spends one bit of a key on signs of a Gaussian sketch of its error, which
+    makes q * k unbiased; values are those of ``mse``.
+    rotate: another R than the variant's; null keeps that.
+
+    vLLM leaves the first and last two layers exact, too (``exact_layers=[0,1,28,29]`` of 30).
+    """
+
+    id: ClassVar[str] = "turboquant"
+
+    preset: str = knob("4bit_nc", one_of(*PRESETS))
+    variant: str = knob("engine", one_of("engine", "mse", "prod"))
+    rotate: str | None = knob(None, ROTATE)
+
+    def check(self) -> None:
+        super().check()
+        self.require("variant", self.variant == "engine" or self.preset != "k8v4", "engine where preset=k8v4")
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        key_bits, value_bits = PRESETS[self.preset]
+        if self.preset == "k8v4":
+            return Fp8Codec(), MinMaxInteger(bits=value_bits)
+        if self.variant == "engine":
+            keys = LloydMax(bits=key_bits, normed=True, rotate=self.rotate or "hadamard")
+            return keys, MinMaxInteger(bits=value_bits)
+        rotate = self.rotate or "haar"
+        keys = LloydMax(bits=key_bits, inner=self.variant == "prod", rotate=rotate)
+        return keys, LloydMax(bits=value_bits, rotate=rotate)
