@@ -201,7 +201,7 @@ def test_rotation_spreads_outliers(normal):
         (MinMaxInteger(), lambda d: d // 2 + 4),
         (MinMaxInteger(bits=3), lambda d: -(-3 * d // 8) + 4),
     ],
-    ids=str,
+    ids=lambda value: None if callable(value) else str(value),
 )
 def test_bytes_are_those_of_the_formula(codec, formula):
     for d in (64, 80, 96, 128, 77, 10, 1):
