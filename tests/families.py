@@ -30,6 +30,8 @@ COMMON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "bos_tok
 FAMILIES = ("llama", "mistral", "qwen2", "gpt_neox", "opt", "qwen3")
 LINEAR = tuple(f for f in FAMILIES if f != "qwen3")
 """Families whose keys are a projection, rotated: low-rank methods refuse the others."""
+SMALL_BLOCKS = {method: {"group": 16} for method in ("q8_0", "q4_0", "mxfp4")}
+"""Knobs of formats whose usual block is wider than a head of these models."""
 
 
 @cache

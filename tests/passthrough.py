@@ -7,20 +7,20 @@ from functools import cache
 import pytest
 import torch
 
-from kvbench.cache.packed import Packed
+from kvbench.cache.packed import MinMax
 from kvbench.methods import registry
 from kvbench.methods.quantiser import Quantiser
 
 
 @dataclass(frozen=True)
-class Raw(Packed):
+class Raw(MinMax):
     dtype: torch.dtype = torch.float32
 
     def dequantise(self, dtype, scratch=None):
         return self.codes.contiguous().view(self.dtype).to(dtype)
 
 
-def raw(self, x):
+def raw(self, x, frozen=None):
     codes = x.contiguous().view(torch.uint8)
     none = codes.new_zeros(*x.shape[:-1], 0).half()
     return Raw(codes, none, none, 8, x.shape[-1], "token", x.shape[-1], dtype=x.dtype)

@@ -83,6 +83,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool) -> ReportPa
 def _stored_runs(results: Path) -> list[dict[str, Any]]:
     """Return every cell of the store as plain data: its score, its bytes and the last facts of its provenance."""
     from kvbench.run import listing
+    from kvbench.run.fidelity import KINDS
     from kvbench.run.labels import fields
     from kvbench.run.store import ResultStore
 
@@ -98,6 +99,7 @@ def _stored_runs(results: Path) -> list[dict[str, Any]]:
             "n": cell.status.n,
             "bytes": means["payload"] + means["overhead"] if "payload" in means else None,
             "percent_of_full": means.get("percent_of_full"),
+            **{f"kl_{kind}": means.get("fidelity", {}).get(kind, {}).get("kl_mean") for kind in KINDS},
             "status": cell.status.status,
             "dtype": fields(cell.record.identity)["dtype"],
             **{key: facts.get(key) for key in ("device", "torch", "transformers", "commit")},

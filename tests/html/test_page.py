@@ -216,6 +216,7 @@ def test_bad_requests(capsys):
 
 def test_own_runs_alone_with_scores_bytes_and_figures(tmp_path, capsys):
     words = ["method=streamingllm", "kv_size=24", "dataset=tiny/needle", "length=128", f"results={tmp_path}", "limit=3"]
+    assert main(["run", *words, "fidelity=true"]) == 0
     assert main(["plot", "results/pareto", *words]) == 0
     line = ["report", "papers=false", "samples=0", *words]
     assert main([*line, f"output={tmp_path}/page.html"]) == 0
@@ -228,10 +229,13 @@ def test_own_runs_alone_with_scores_bytes_and_figures(tmp_path, capsys):
     assert main([*line, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert not any(shown[key] for key in ("tables", "audit", "claims"))
-    full, streaming = sorted(shown["runs"], key=lambda run: run["method"])
+    far, plain = ([r for r in shown["runs"] if (r["kl_greedy"] is None) == alone] for alone in (False, True))
+    full, streaming = sorted(plain, key=lambda run: run["method"])
     assert streaming["bytes"] < full["bytes"] and streaming["percent_of_full"] < 25 < full["score"]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", text)
     assert f"{streaming['bytes']:,.0f}" in cells and f"{full['score']:.1f}" in cells
+    full, streaming = sorted(far, key=lambda run: run["method"])
+    assert f"{streaming['kl_reference']:.3g}" in cells and full["kl_greedy"] == 0 < streaming["kl_greedy"]
 
 
 def test_a_folder_for_the_page_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from elsewhere import DEVICE, Elsewhere, moved, pretended
+from families import SMALL_BLOCKS
 from families import build as family
 
 from kvbench.audit.accounting import bytes_held
@@ -37,7 +38,8 @@ def every_method():
 def parsed(written):
     method, *knobs = written.split()
     sized = any("kv_size" in registry.knob_names(m) for m in method.split("+"))
-    return chain_of({"method": method, **({"kv_size": 40} if sized else {}), **dict(k.split("=") for k in knobs)})
+    size = {"kv_size": 40} if sized else {}
+    return chain_of({"method": method, **SMALL_BLOCKS.get(method, {}), **size, **dict(k.split("=") for k in knobs)})
 
 
 def answered(model, chains):

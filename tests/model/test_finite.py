@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from families import build, prompt
+from families import SMALL_BLOCKS, build, prompt
 from runs import run_json
 
 import kvbench
@@ -36,7 +36,7 @@ def damaged(where, value, dtype=torch.float32):
 def test_a_model_that_computes_no_numbers_is_named_whatever_the_method(method, where):
     whose = f"{method}: the" if method in ("uncomp-stage", "chai") else "the model's"
     with pytest.raises(Refused, match=rf"^{whose} .* of this prompt are not finite \(dtype=float32\): "):
-        kvbench.prefill(damaged(where, torch.nan), prompt(60), [method])
+        kvbench.prefill(damaged(where, torch.nan), prompt(60), [{"method": method, **SMALL_BLOCKS.get(method, {})}])
 
 
 def test_half_precision_that_overflows_is_told_what_to_take():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,9 +22,15 @@ LARGEST = 6.0
 E4M3_MAX = 448.0
 
 
+@cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the values of the 16 codes, and the midpoints between magnitudes."""
+    return torch.tensor([*LEVELS, *(-x for x in LEVELS)]).to(device), torch.tensor(MIDPOINTS).to(device)
+
+
 def e2m1(x: Tensor, ties_up: bool = False) -> Tensor:
     """Return the codes of x, bit 3 the sign. Ties go to the even code, or to the larger magnitude."""
-    borders, magnitude = x.new_tensor(MIDPOINTS), x.abs()
+    borders, magnitude = _tables(x.device)[1], x.abs()
     upper = torch.bucketize(magnitude, borders, right=True)
     if not ties_up:
         lower = torch.bucketize(magnitude, borders)
@@ -105,5 +112,4 @@ def _codes(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
 
 
 def _levels(codes: Tensor) -> Tensor:
-    values = torch.tensor([*LEVELS, *(-x for x in LEVELS)], device=codes.device)
-    return values[codes.long()]
+    return _tables(codes.device)[0][codes.long()]

@@ -23,7 +23,7 @@ function shown(cell) {
 }
 
 function compare(a, b) {
-  const number = (text) => /^[+\-−]?\d/.test(text) ? Number(text.replace("−", "-").replace(/,/g, "").match(/[+-]?\d+(\.\d+)?/)[0]) : NaN;
+  const number = (text) => /^[+\-−]?\d/.test(text) ? Number(text.replace("−", "-").replace(/,/g, "").match(/[+-]?\d+(\.\d+)?(e-?\d+)?/)[0]) : NaN;
   const [x, y] = [number(a), number(b)];
   return Number.isNaN(x) || Number.isNaN(y) ? a.localeCompare(b, undefined, { numeric: true }) : x - y;
 }

@@ -28,7 +28,12 @@ HERE = Path(__file__).parent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 SHORT = 16
 """Characters of a cell that is not broken into lines."""
-RUN_HEADS = {"ci": "95 % interval", "percent_of_full": "% of full, 16 bits"}
+RUN_HEADS = {
+    "ci": "95 % interval",
+    "percent_of_full": "% of full, 16 bits",
+    "kl_reference": "KL from full, nats, on the reference",
+    "kl_greedy": "on the full cache's answer",
+}
 OWN_PLOT = "python -m kvbench plot results/pareto method=snapkv,h2o kv_ratio=0.5,0.25"
 VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta", "difference"))
 
@@ -117,6 +122,7 @@ class ReportPage:
 def _in_words(run: Mapping[str, Any]) -> dict[str, str]:
     """Return the numbers of a run as they are printed."""
     forms = {"score": "{:.1f}", "ci": "[{0[0]:.0f}, {0[1]:.0f}]", "bytes": "{:,.0f}", "percent_of_full": "{:.1f}"}
+    forms |= {"kl_reference": "{:.3g}", "kl_greedy": "{:.3g}"}
     return {key: form.format(run[key]) for key, form in forms.items() if run.get(key) is not None}
 
 
@@ -216,7 +222,7 @@ def rows(headers: Sequence[str], body: Iterable[Sequence[Any]], classes: Iterabl
 
 def _kind(column: Sequence[str]) -> str:
     """Return number, short (one line) or text (wrapped), by what the column holds."""
-    if all(re.fullmatch(r"[+\-−]?[\d,.]*", c) for c in column):
+    if all(re.fullmatch(r"[+\-−]?[\d,.]*(e-?\d+)?", c) for c in column):
         return "number"
     return "short" if max(map(len, column)) <= SHORT else "text"
 
