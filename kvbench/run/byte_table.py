@@ -61,7 +61,9 @@ def prepare(name: str, model: str, options: Mapping[str, str]) -> RunPlan:
         if key in FIXED:
             raise UsageError(f"{key}={options[key]} is not possible here: table {name} says it. Use `run` instead")
     given = {"model": model, "dataset": DATASETS.get(model, DATASETS[""]), "limit": "8", **options}
-    (request,) = words.read([f"{key}={value}" for key, value in given.items()] + ["method=full", "fidelity=true"]).runs
+    # long texts are compared with the full cache anyway; answers are only where there are none
+    compared = [] if "fidelity" in given["dataset"] else ["fidelity=true"]
+    (request,) = words.read([f"{key}={value}" for key, value in given.items()] + ["method=full", *compared]).runs
     chains = {c.chain: c for _, c in chains_of(name)}
     return experiment.prepare(replace(config.parse(request), chains=tuple(chains.values())))
 
