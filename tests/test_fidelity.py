@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from data import data_path
 from families import build, prompt
+from transformers import DynamicCache
 
 import kvbench
 from kvbench.cli.main import main
@@ -61,6 +63,14 @@ def test_shifted_logits_are_the_same_distribution_and_close_ones_give_half_the_v
     assert (close.shift.abs() <= (close.kl / 2).sqrt()).all()  # total variation
 
 
+def test_on_text_drawn_from_the_full_cache_the_mean_log_ratio_is_the_mean_divergence():
+    z, noise = (torch.randn(4000, 50, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    y = torch.multinomial(z.softmax(-1), 1, generator=torch.Generator().manual_seed(2))[:, 0]
+    (d,) = divergence.compare(z, (z + noise / 2)[None], y)
+    difference = d.log_ratio - d.kl
+    assert difference.mean().abs() < 3 * difference.std() / 4000**0.5 < d.kl.mean() / 2
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_divergences_equal_a_dense_calculation_in_fp64(method):
     model, ids = build("llama"), prompt(90, 3)
@@ -80,6 +90,37 @@ def test_divergences_equal_a_dense_calculation_in_fp64(method):
     losses = teacher_force(model, [full], ids[60:], 1)[0].losses[1:]
     torch.testing.assert_close(found.log_ratio, (forced.losses[1:] - losses).double(), atol=1e-4, rtol=1e-4)
     assert len(found.kl) == 29 and 0 <= floor.kl.max() < 1e-9
+
+
+def dense_kl(model, ids, n, cache):
+    """KL at each token but the first after ``n``: a model in fp64, transformers' own cache and attention."""
+    held = DynamicCache(config=model.config)
+    for i, layer in enumerate(cache.layers):
+        (segment,) = layer.segments
+        held.update(segment.k[None].double(), segment.v[None].double(), i)
+    logits = [model(ids[None]).logits[0, n:-1]]
+    rest = ids[n:-1][None]
+    mask = torch.ones(1, cache.layers[0].tokens + rest.shape[1])
+    where = torch.arange(n, len(ids) - 1)[None]
+    logits.append(model(rest, past_key_values=held, position_ids=where, attention_mask=mask).logits[0])
+    return slow_kl(*logits)
+
+
+@pytest.mark.e2e("computes in fp64")
+@pytest.mark.parametrize(("name", "texts", "n"), [("tiny", 10, 120), ("smol", 3, 200)])
+def test_divergences_on_real_text_equal_those_of_a_model_in_fp64(name, texts, n, request):
+    model, tokenizer = kvbench.load_model(str(request.getfixturevalue("smol")) if name == "smol" else name)
+    exact = deepcopy(model).double()
+    essays = sorted(data_path("paul_graham").glob("*.txt"))[:3]
+    ids = torch.tensor(tokenizer.encode("".join(p.read_text(encoding="utf-8") for p in essays)))
+    with torch.no_grad():
+        for i in range(texts):
+            some = ids[i * n : i * n + n + 25]
+            full, *caches = kvbench.prefill(model, some[:n], ["full", "snapkv", "streamingllm"], kv_ratio=0.5, window=8)
+            for cache, forced in zip(caches, diverge(model, full, caches, some[n:])[0], strict=True):
+                wanted = dense_kl(exact, some, n, cache)
+                assert len(wanted) == 24 and max(wanted) > 1e-4
+                np.testing.assert_allclose(forced.divergence.kl, wanted, rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize("method", ["fp8", "q4_0", "turboquant", "int8", "nvfp4", "snapkv+fp8"])
