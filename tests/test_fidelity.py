@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 from data import data_path
 from families import build, prompt
 from transformers import DynamicCache
@@ -20,7 +21,6 @@ from kvbench.errors import UsageError
 from kvbench.papers.claims import claim_runner, claims
 from kvbench.run import byte_table
 from kvbench.run.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
-from kvbench.storage.roles import Coder
 from kvbench.tasks import fidelity as texts
 from kvbench.tasks.source import Files
 
@@ -123,17 +123,27 @@ def test_divergences_on_real_text_equal_those_of_a_model_in_fp64(name, texts, n,
                 np.testing.assert_allclose(forced.divergence.kl, wanted, rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("method", ["fp8", "q4_0", "turboquant", "int8", "nvfp4", "snapkv+fp8"])
-def test_formats_that_store_each_token_at_once_are_fed_in_chunks(method, monkeypatch):
+PACKED = ["fp8", "q4_0 group=16", "q4_0 group=16 residual=9", "turboquant", "int8", "nvfp4", "snapkv+fp8", "flexgen"]
+PACKED += ["kivi group=4 residual=8", "kivi group=4 residual=8 only=values", "think+kivi group=4 residual=8"]
+PACKED += ["adakv+kivi group=4 residual=8", "snapkv+kivi group=8 residual=16", "twilight+flexgen p=0.7"]
+
+
+@pytest.mark.e2e("feeds thirteen rows token by token")
+def test_formats_are_fed_in_chunks_as_if_each_token_came_alone(monkeypatch):
     model, ids = build("llama"), prompt(90, 3)
-    knobs = METHODS["snapkv"] if "snapkv" in method else {"group": 16} if method == "q4_0" else {}
-    full, cache = kvbench.prefill(model, ids[:60], ["full", method], **knobs)
-    assert not cache.chain.one_by_one
-    (chunks,), _ = diverge(model, full, [cache], ids[60:])
-    monkeypatch.setattr(Coder, "takes_chunks", False)
-    (steps,), _ = diverge(model, full, [cache], ids[60:])
-    np.testing.assert_allclose(chunks.divergence.kl, steps.divergence.kl, rtol=1e-3, atol=1e-9)
-    assert chunks.stored == steps.stored and chunks.held == steps.held
+    sized = {"kv_size": 24, "window": 8}
+    knobs = [yaml.safe_load(f"{{{', '.join(w.split()[1:])}}}".replace("=", ": ")) for w in PACKED]
+    chains = [{"method": w.split()[0], **k} for w, k in zip(PACKED, knobs, strict=True)]
+    chains = [c | (sized if c["method"].startswith(("snap", "ada")) else {}) for c in chains]
+    full, *caches = kvbench.prefill(model, ids[:60], ["full", *chains])
+    assert not any(c.chain.evicts for c in caches)
+    chunks, _ = diverge(model, full, caches, ids[60:])
+    monkeypatch.setattr("kvbench.engine.likelihood.CHUNK_BYTES", 1)
+    steps, _ = diverge(model, full, caches, ids[60:])
+    for written, a, b in zip(PACKED, chunks, steps, strict=True):
+        np.testing.assert_allclose(a.divergence.kl, b.divergence.kl, rtol=1e-3, atol=1e-9, err_msg=written)
+        assert a.stored == b.stored and a.held == b.held, written
+        assert a.divergence.kl.mean() > 1e-7, written
 
 
 def test_the_full_cache_beside_itself_and_a_method_that_keeps_everything_are_at_the_floor():

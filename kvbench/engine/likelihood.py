@@ -52,14 +52,14 @@ def diverge(
     """Return the losses and the divergence from ``full`` of ``tokens`` [T] after each cache, and the floor's.
 
     ``full`` and its ``nudged`` copy are rows of each batch in which the model is as it is, so that both sides round
-    alike. Rows that evict, or pack tokens once they were read, are fed token by token, as answers are, all others in
-    chunks. The output head is computed in fp32. Logits exist of one chunk alone, but for those of ``full`` where chains
-    change the model: these rows are compared with [T, V] logits of one row.
+    alike. Rows that evict are fed token by token, as answers are, all others in chunks, with the same result. The
+    output head is computed in fp32. Logits exist of one chunk alone, but for those of ``full`` where chains change the
+    model: these rows are compared with [T, V] logits of one row.
     """
     ids = _continuation(model, [full, *caches], tokens)
     results: dict[int, Forced] = {}
     for one_by_one in (True, False):
-        rows = [i for i, c in enumerate(caches) if c.chain.one_by_one == one_by_one]
+        rows = [i for i, c in enumerate(caches) if c.chain.evicts == one_by_one]
         if rows or not one_by_one:
             *forced, floor = _diverge(model, full, [caches[r] for r in rows], ids, one_by_one)
             results.update(zip(rows, forced, strict=True))
@@ -89,7 +89,7 @@ def _diverge(
                 parts.append(divergence)
 
         with exact_head(model):
-            forced = _force(model, [rows[r] for r in group], ids, chunk, compare_chunk)
+            forced = _force(model, [rows[r] for r in group], ids, chunk, compare_chunk, alone=True)
         joined = (replace(f, divergence=Divergence.joined(d)) for f, d in zip(forced, divergences, strict=True))
         results.update(zip(group, joined, strict=True))
     return [results[r] for r in range(1, len(rows))]
@@ -107,16 +107,18 @@ def _force(
     ids: Tensor,
     chunk: int,
     on_logits: Callable[[int, Tensor], None] = lambda start, logits: None,
+    alone: bool = False,
 ) -> list[Forced]:
     """Return the losses of ``ids`` [T] after each cache of one batch, whose chains change the model alike.
 
-    ``on_logits`` gets each chunk's first index and the logits [B, t, V] after its tokens.
+    Under ``alone`` the tokens of a chunk are read and packed as if each came alone. ``on_logits`` gets each chunk's
+    first index and the logits [B, t, V] after its tokens.
     """
     chain, prompt_tokens = caches[0].chain, caches[0].seen
     # the first token is predicted by the prompt's own logits
     losses = [_loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])]
     with contained(chain.name, chain.foreign), adapted(model, chain), torch.no_grad(), attached(model):
-        batch = build(model, caches, len(ids), chunk)
+        batch = build(model, caches, len(ids), chunk, alone)
         for start in range(0, len(ids) - 1, chunk):
             chunk_ids = ids[start : min(start + chunk, len(ids) - 1)]
             positions = torch.arange(prompt_tokens + start, prompt_tokens + start + len(chunk_ids), device=ids.device)

@@ -18,17 +18,20 @@ from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.roles import Rotary
 
 
-def build(model: PreTrainedModel, caches: Iterable[Cache], capacity: int, at_once: int = 1) -> list[RowLayer]:
+def build(
+    model: PreTrainedModel, caches: Iterable[Cache], capacity: int, at_once: int = 1, alone: bool = False
+) -> list[RowLayer]:
     """Build the decode batch of ``caches``: one RowLayer per model layer, with room for ``capacity`` new tokens.
 
-    At most ``at_once`` of them come in one step. The model must stay as the chains adapt it while the batch is used.
+    At most ``at_once`` of them come in one step, under ``alone`` as if each came in a step of its own. The model must
+    stay as the chains adapt it while the batch is used.
     Layers with no other reference, as where ``caches`` is ``given_up``, are freed one by one once the batch holds them,
     so that memory never holds all of them twice.
     """
     rows = list(caches)
     window = sliding_window(model.config)
     windowed = window is not None and max(c.seen for c in rows) + capacity > window
-    room = Room(tokens=capacity, at_once=at_once, windowed=windowed)
+    room = Room(tokens=capacity, at_once=at_once, alone=alone, windowed=windowed)
     chains = [(c.chain, c.chain.evictor) for c in rows]
     lifted = lifts(model)
     rotary = rotation(model) if any(e is not None and e.rolled for _, e in chains) else None

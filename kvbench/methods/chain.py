@@ -151,11 +151,6 @@ class Chain:
         return next(i for i in range(layer + 1) if packs(i) == packs(layer))
 
     @property
-    def one_by_one(self) -> bool:
-        """True if a new token must be stored before the next one comes: in chunks, tokens would read other ones."""
-        return self.evicts or (self.coder is not None and not self.coder.takes_chunks)
-
-    @property
     def evictor(self) -> Evictor | None:
         """The evictor that decides over slots while decoding; None for a chain whose cache grows."""
         selector = self.selector

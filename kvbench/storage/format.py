@@ -36,10 +36,14 @@ class StoredRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The room to reserve in each row: for ``tokens`` still to come, of which one step brings at most ``at_once``."""
+    """The room to reserve in each row: for ``tokens`` still to come, of which one step brings at most ``at_once``.
+
+    alone: whether tokens of one step are read and packed as if each came in a step of its own.
+    """
 
     tokens: int
     at_once: int = 1
+    alone: bool = False
     windowed: bool = False  # whether the text may outgrow the model's sliding window
 
 

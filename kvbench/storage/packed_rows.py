@@ -49,6 +49,8 @@ class PackedHalf:
         slots = max(most_exact, most_exact_now) + room.at_once
         self.ring = rest[0].new_zeros(len(packed), rest[0].shape[0], slots, rest[0].shape[2])
         self.channels = beside(channels)  # [U, H, C]
+        self.seen: Tensor | None = None  # [U, 1, T, 1]: how many tokens are packed for each query, where that differs
+        self.before = self.packed  # how many were before the newest step, where ``seen`` is
         for u, (p, r) in enumerate(zip(packed, rest, strict=True)):
             for codes, loaded in zip(self.codes.payload(), p.payload(), strict=True):
                 codes[u, :, : loaded.shape[1]] = loaded
@@ -70,9 +72,21 @@ class PackedHalf:
             self.ring[torch.arange(u, device=x.device)[:, None], :, slot] = wide.transpose(1, 2)
         self.total = [n + t for n in self.total]
 
+    def see(self, tokens: int, settles_first: bool) -> None:
+        """Let each of the newest ``tokens`` see what was packed when it came, as if they had come one by one."""
+        self.before = list(self.packed)
+        # token i of them comes to n - tokens + i others, and is one itself where packing comes before attention
+        come = range(settles_first - tokens, int(settles_first))
+        seen = [
+            [max(p, self.residual.packed(n + i)) if self.grows else p for i in come]
+            for n, p in zip(self.total, self.packed, strict=True)
+        ]
+        self.seen = torch.tensor(seen, device=self.ring.device)[:, None, :, None]
+
     def columns(self) -> Tensor:
-        """Return the token of each ring slot [U, S]; the largest total where a slot holds none."""
-        total, packed = self.numbers(self.total)[:, None], self.numbers(self.packed)[:, None]
+        """Return the token of each ring slot [U, S] that some query reads exactly; the largest total for others."""
+        first = self.packed if self.seen is None else self.before
+        total, packed = self.numbers(self.total)[:, None], self.numbers(first)[:, None]
         slot = torch.arange(self.slots, device=self.ring.device)
         # the newest token t with t mod S = slot
         token = total - 1 - (total - 1 - slot) % self.slots
@@ -85,10 +99,10 @@ class PackedHalf:
     def settle(self) -> None:
         """Pack the tokens that are no longer among the newest, which stay exact.
 
-        Each pass packs one ``residual.unit`` of every row that has so many.
+        Each pass packs equally many of every row that has any.
         """
-        block = self.residual.unit
         while due := self._due():
+            block = min(self.residual.packed(self.total[u]) - self.packed[u] for u in due)
             span = self._span(self.packed, block) if len(due) == len(self.total) else None
             first = self.packed[0] // self.step
             channels = self.channels
@@ -182,6 +196,7 @@ class PackedRows(Format):
         self.k = PackedHalf(keys, coder.keys, coder.packer.pack_keys, room, coder.grows)
         self.v = PackedHalf(values, coder.values, coder.packer.pack_values, room, coder.grows)
         self.settles_first = not coder.packer.packs_after_step
+        self.alone = room.alone
 
     @classmethod
     def takes(cls, row: StoredRow) -> bool:
@@ -192,9 +207,13 @@ class PackedRows(Format):
         return (row.coder, super().key(row))
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        self.k.add(k)
-        self.v.add(v)
-        if self.settles_first:
+        several = self.alone and k.shape[2] > 1
+        for half, x in ((self.k, k), (self.v, v)):
+            half.add(x)
+            half.seen = None
+            if several:
+                half.see(k.shape[2], self.settles_first)
+        if self.settles_first or several:
             self._settle()
 
     def _settle(self) -> None:
@@ -212,7 +231,7 @@ class PackedRows(Format):
         If the packer does not pack ``after_step``, ``add`` has packed them already.
         """
         out = None
-        if self.masker is None:
+        if self.masker is None and self.k.seen is None:
             # where kernels serve, one call replaces dozens of small operations
             out = kernels.attend_packed(query, scale, self.k, self.v)
         if out is None:
@@ -231,7 +250,10 @@ class PackedRows(Format):
         if most:
             scores[..., :most] = packed_logits(query, store.old(), scale, store.channels, estimate)
         where = store.columns()[:, None, None].expand(*query.shape[:3], -1)
-        scores.scatter_(3, where, logits(query, estimate(store.ring), scale).float())
+        exact = scores if store.seen is None else torch.full_like(scores, -torch.inf)
+        exact.scatter_(3, where, logits(query, estimate(store.ring), scale).float())
+        if store.seen is not None:
+            scores = torch.where(torch.arange(longest + 1, device=query.device) < store.seen, scores, exact)
         last = store.numbers(store.total)[:, None] - t + torch.arange(t, device=query.device)
         hidden = torch.arange(longest, device=query.device) > last[:, None, :, None]
         return scores[..., :longest].masked_fill(hidden, -torch.inf)
@@ -240,11 +262,13 @@ class PackedRows(Format):
         """Return values [U, Hq, T, D] weighted by probs [U, Hq, T, L]."""
         store = self.v
         where = store.columns()[:, None, None].expand(*probs.shape[:3], -1)
-        out = weigh(F.pad(probs, (0, 1)).gather(3, where), store.ring)
-        packed = store.numbers(store.packed)[:, None, None, None]
+        packed = store.numbers(store.packed)[:, None, None, None] if store.seen is None else store.seen
+        coded = torch.arange(probs.shape[3], device=probs.device) < packed
+        exact = probs if store.seen is None else probs.masked_fill(coded, 0)
+        out = weigh(F.pad(exact, (0, 1)).gather(3, where), store.ring)
         most = max(store.packed)
         if most:
-            old = probs[..., :most].masked_fill(torch.arange(most, device=probs.device) >= packed, 0)
+            old = probs[..., :most].masked_fill(~coded[..., :most], 0)
             part = packed_weigh(old, store.old())
             out = out + (part if store.channels is None else spread(part, store.channels, out.shape[3]))
         return out

@@ -63,13 +63,6 @@ class Coder:
     values: Residual
     grows: bool = True
 
-    @property
-    def takes_chunks(self) -> bool:
-        """True if tokens that come together are stored and read as if each came alone: in their own step, or never."""
-        at_once = (Residual(0, 1, 1), Residual.everything())
-        each = not self.packer.packs_after_step and self.keys in at_once and self.values in at_once
-        return each or not self.grows
-
 
 @dataclass(frozen=True)
 class Slots:
