@@ -5,9 +5,11 @@ budget: one row). (a) The tiny suite. (b) A Llama with random weights: 8 layers,
 prompt of 4k tokens, 32 new ones. Every ratio is of times measured in this run, in turns; kvpress runs in the Python
 given by --peers, on the same checkpoint, tokens and threads. Part overhead, on two tasks of the tiny suite: the full
 cache through kvbench (audit, scoring, storing included) over a bare ``model.generate`` loop, and full and snapkv+think
-together over full alone.
+together over full alone. Part fidelity, on a pretrained model: comparing 20 rows with the full cache on long texts, over
+reading the prompts by the bare model and one pass over each forced text by each row alone.
 
     python -m kvbench.bench.tables [--part a b peers memory overhead] [--repeats 2] [--threads 2] [--peers PYTHON]
+    python -m kvbench.bench.tables --part fidelity --examples 20 [--model MODEL]
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.bench.ratio import in_process, in_turns, median_ratio, options, seconds, verdict
+from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.memory import process_memory
+from kvbench.engine.prefill import prefill_chains
 from kvbench.models import load
 from kvbench.run import config, experiment
 from kvbench.run.experiment import RunPlan
+from kvbench.run.forced import texts_of
 from kvbench.run.host import Host
 from kvbench.run.provenance import provenance
 from kvbench.run.runner import run_group
@@ -42,7 +48,13 @@ from kvbench.run.store import ResultStore
 METHODS = "full,streamingllm,snapkv,keynorm,h2o,snapkv+think"
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 N, NEW = 4096, 32
-AT_ONCE, OVER_PEERS, FULL_ALONE, MEMORY, BARE, TOGETHER = 8.0, 10.0, 1.05, 2.0, 1.10, 1.60
+AT_ONCE, OVER_PEERS, FULL_ALONE, MEMORY, BARE, TOGETHER, FIDELITY = 8.0, 10.0, 1.05, 2.0, 1.10, 1.60, 2.5
+COMPARED = (
+    "method=snapkv,streamingllm,keynorm,expectedattention,snapkv+think,tova kv_ratio=0.5,0.25 ratio=0.4",
+    "method=kivi bits=2,4,8 group=32 residual=32",
+    "method=fp8,int8,q8_0,q4_0,turboquant",
+)
+"""The 20 rows whose divergence from the full cache is timed: six selectors at two budgets, and eight formats."""
 
 
 def planned(*arguments: str) -> RunPlan:
@@ -201,6 +213,35 @@ def overhead(examples: int, repeats: int) -> bool:
     return compare(what, times["together"], times["full"], TOGETHER, least=False) and over_bare
 
 
+def fidelity(model: str, examples: int) -> bool:
+    """Compare a run of divergences with prompts and forced texts read once. Return True if it keeps to its limit."""
+    dataset = f"dataset=fidelity/{'tiny' if model == 'tiny' else 'essays'}"
+    runs = [planned(f"model={model}", dataset, f"limit={examples}", *words.split()) for words in COMPARED]
+    # one run of all rows: the full cache is the first of each
+    (group,) = (replace(g, cells=g.cells + runs[1].groups[0].cells[1:]) for g in runs[0].groups)
+    group = replace(group, cells=group.cells + runs[2].groups[0].cells[1:])
+    host, run = loaded(runs[0]), replace(runs[0], groups=(group,))
+    times: dict[str, float] = dict.fromkeys(("prompts", "texts"), 0.0)
+    start = time.perf_counter()
+    through_kvbench(host, run)
+    ours = time.perf_counter() - start
+    for example in group.examples:
+        prefix = int(example.meta["prefix"])
+        ids = torch.tensor(example.tokens)
+        with torch.no_grad():
+            times["prompts"] += seconds(partial(host.model, ids[None, :prefix], logits_to_keep=1))
+        full, *caches = prefill_chains(host.model, ids[:prefix], [c.chain for c in group.cells])
+        texts = {"reference": example.tokens[prefix:], **texts_of(host, example, full)}
+        for text, cache in product(texts.values(), caches):
+            rest = torch.tensor(text)
+            chunk = 1 if cache.chain.evicts else len(rest)
+            times["texts"] += seconds(partial(teacher_force, host.model, [cache], rest, chunk))
+    print(
+        f"  {len(group.examples)} prompts, {len(group.cells) - 1} rows: {times['prompts']:.1f} s, {times['texts']:.1f} s"
+    )
+    return compare("divergences / prompts and texts once", [ours], [sum(times.values())], FIDELITY, least=False)
+
+
 def memory(threads: int) -> bool:
     """Compare the peak memory of all rows with that of the full row alone. Return True if it keeps to its limit.
 
@@ -216,9 +257,10 @@ def main() -> int:
     """Print the ratios. Return exit status 1 if one misses its limit, else 0."""
     parser = options(__doc__, repeats=2, threads=2)
     parts = ("a", "b", "peers", "memory")
-    help_text = "peers: of (b), over kvpress alone (default: all but overhead)"
-    parser.add_argument("--part", nargs="+", choices=(*parts, "overhead"), default=parts, help=help_text)
-    parser.add_argument("--examples", type=int, default=4, help="prompts per task of the tiny suite")
+    help_text = "peers: of (b), over kvpress alone (default: all but overhead and fidelity)"
+    parser.add_argument("--part", nargs="+", choices=(*parts, "overhead", "fidelity"), default=parts, help=help_text)
+    parser.add_argument("--examples", type=int, default=4, help="prompts per task")
+    parser.add_argument("--model", default="smollm2-135m-q4_1", help="of fidelity")
     parser.add_argument("--peers", help="a Python in which kvpress is installed (make .venv-peers/.ready)")
     parser.add_argument("--resident", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -248,6 +290,9 @@ def main() -> int:
         if "overhead" in args.part:
             print("overhead")
             ok &= overhead(args.examples, args.repeats)
+        if "fidelity" in args.part:
+            print(f"fidelity of {args.model}")
+            ok &= fidelity(args.model, args.examples)
     return 0 if ok else 1
 
 
