@@ -5,8 +5,8 @@ budget: one row). (a) The tiny suite. (b) A Llama with random weights: 8 layers,
 prompt of 4k tokens, 32 new ones. Every ratio is of times measured in this run, in turns; kvpress runs in the Python
 given by --peers, on the same checkpoint, tokens and threads. Part overhead, on two tasks of the tiny suite: the full
 cache through kvbench (audit, scoring, storing included) over a bare ``model.generate`` loop, and full and snapkv+think
-together over full alone. Part fidelity, on a pretrained model: comparing 20 rows with the full cache on long texts, over
-reading the prompts by the bare model and one pass over each forced text by each row alone.
+together over full alone. Part fidelity, on a pretrained model: comparing 20 rows with the full cache on long texts,
+over reading the prompts by the bare model and one pass over each forced text by each row alone.
 
     python -m kvbench.bench.tables [--part a b peers memory overhead] [--repeats 2] [--threads 2] [--peers PYTHON]
     python -m kvbench.bench.tables --part fidelity --examples 20 [--model MODEL]
@@ -236,9 +236,8 @@ def fidelity(model: str, examples: int) -> bool:
             rest = torch.tensor(text)
             chunk = 1 if cache.chain.evicts else len(rest)
             times["texts"] += seconds(partial(teacher_force, host.model, [cache], rest, chunk))
-    print(
-        f"  {len(group.examples)} prompts, {len(group.cells) - 1} rows: {times['prompts']:.1f} s, {times['texts']:.1f} s"
-    )
+    spent = f"{times['prompts']:.1f} s reading, {times['texts']:.1f} s forcing"
+    print(f"  {len(group.examples)} prompts, {len(group.cells) - 1} rows: {spent}")
     return compare("divergences / prompts and texts once", [ours], [sum(times.values())], FIDELITY, least=False)
 
 
