@@ -8,7 +8,7 @@ KILLS ?= 100
 DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
 
-.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-tiny verify-tables verify-docs docs card tables tables-real tables-quick claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-tiny verify-tables verify-docs docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -84,6 +84,9 @@ tables-real: $(VENV)/.ready  ## the papers' tables on a pretrained model and the
 tables-quick: $(VENV)/.ready  ## one paper's table on the tiny model, in a minute or two
 	$(PY) -m kvbench table uncomp/2 limit=8
 
+tables-bytes: $(VENV)/.ready  ## what each cache format and each byte keeps, on both models (DATA=folder); two hours
+	KVBENCH_DATA=$(DATA) $(PY) scripts/byte_tables.py
+
 claims: $(VENV)/.ready  ## what the papers claim, tested on the tiny model (results/claims)
 	$(PY) scripts/paper_claims.py
 
@@ -99,6 +102,7 @@ audit: $(VENV)/.ready  ## where the papers' printed numbers contradict themselve
 
 verify-tables: $(VENV)/.ready  ## re-render the committed tables from their samples alone
 	$(PY) scripts/tiny_table.py --verify
+	$(PY) scripts/byte_tables.py --verify
 	$(PY) scripts/paper_tables.py --verify
 	$(PY) scripts/paper_claims.py --verify
 

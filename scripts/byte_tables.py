@@ -1,0 +1,100 @@
+"""Write the tables of formats and of what a byte buys with their samples, or re-render them from the samples alone.
+
+python scripts/byte_tables.py                measure what is missing, write results/tiny/formats.md and the others
+python scripts/byte_tables.py --stored       write what is measured so far
+python scripts/byte_tables.py --verify       fail if a committed table differs from what its samples give
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from kvbench.errors import KvbenchError, UsageError
+from kvbench.run import archive, byte_table, experiment
+from kvbench.run.run_plan import RunPlan
+from kvbench.run.store import ResultStore
+from kvbench.tables import writers
+
+ROWS = Path(__file__).resolve().parent.parent / "results"
+PRETRAINED = "smollm2-135m-q4_1"
+MINI = ",".join(f"longbench_mini/{task}" for task in ("2wikimqa", "triviaqa", "samsum", "lcc"))
+TABLES = {
+    "tiny/formats": "dataset=fidelity/tiny,tiny/needle limit=8",
+    "tiny/bytes": "dataset=fidelity/tiny,tiny limit=8",
+    "tables/formats": "dataset=fidelity/essays,needle limit=10",
+    "tables/bytes": f"dataset=fidelity/essays,{MINI} prompt=longbench max_length=2000 limit=13",
+}
+"""What each table is measured on, by its name below results."""
+
+
+def prepare(table: str, results: str) -> RunPlan:
+    """Return the run behind a table, with its results in ``results``."""
+    folder, _, name = table.partition("/")
+    options = dict(word.split("=", 1) for word in TABLES[table].split())
+    return byte_table.prepare(name, "tiny" if folder == "tiny" else PRETRAINED, {**options, "results": results})
+
+
+def rendered(run: RunPlan, table: str) -> str:
+    """Return the table as Markdown, with the command that makes it."""
+    folder, _, name = table.partition("/")
+    report = experiment.report(run)
+    rows = byte_table.lines(name, run, report)
+    below = [report.settings, *byte_table.notes(rows, byte_table.pairs(rows))]
+    model = "" if folder == "tiny" else f" model={PRETRAINED}"
+    heading = f"# {byte_table.ROWS[name]['title']}\n\n`python -m kvbench table {name}{model} {TABLES[table]}`\n\n"
+    return heading + writers.compose([byte_table.sheet(rows)], below, "md")
+
+
+def write(table: str, results: str, measure: bool) -> None:
+    """Write the table and its samples from what is measured, which ``measure`` completes first."""
+    run = prepare(table, results)
+    if measure:
+        experiment.fill(run)
+    path = ROWS / f"{table}.samples.jsonl.gz"
+    archive.pack(run.store, {c.id for g in run.groups for c in g.cells if run.store.samples(c.id)}, path)
+    (ROWS / f"{table}.md").write_text(rendered(run, table), encoding="utf-8")
+    print(ROWS / f"{table}.md")
+
+
+def verify(table: str) -> bool:
+    """Tell whether the committed table is what its samples give; a model that is not here is no error."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive.unpack(ROWS / f"{table}.samples.jsonl.gz", ResultStore(Path(folder)))
+        try:
+            return rendered(prepare(table, folder), table) == (ROWS / f"{table}.md").read_text(encoding="utf-8")
+        except UsageError as error:
+            if table.startswith("tiny/") or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
+                raise
+            print(f"kvbench: {table} is not verified: {error}", file=sys.stderr)
+            return True
+
+
+def main() -> int:
+    """Write or verify the tables that are named, or all; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="which (default: all)")
+    parser.add_argument("--verify", action="store_true", help="re-render from samples and compare")
+    parser.add_argument("--stored", action="store_true", help="measure nothing")
+    parser.add_argument("--results", default="results", help="folder of measured cells")
+    args = parser.parse_args()
+    wrong = []
+    try:
+        for table in args.tables or TABLES:
+            if not args.verify:
+                write(table, args.results, measure=not args.stored)
+            elif not verify(table):
+                wrong.append(table)
+    except KvbenchError as error:
+        print(f"kvbench: {error}", file=sys.stderr)
+        return error.status
+    if wrong:
+        print(f"kvbench: {', '.join(wrong)} differ from their samples; scripts/byte_tables.py", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
