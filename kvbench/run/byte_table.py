@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from kvbench.conf import read_yaml
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig, resolve
-from kvbench.metrics.stats import Interval
+from kvbench.metrics.stats import Interval, stratified_ci
 from kvbench.run import config, experiment, words
 from kvbench.run.fidelity import KINDS, FidelitySummary, TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.run.plan import Cell, Group
@@ -37,6 +39,7 @@ class Line:
     bytes: those after the prompt, in per cent of the full cache's at 16 bits.
     fidelity, scores: divergences by kind of text, mean scores by dataset.
     texts: by kind, the divergences of each prompt by task and example.
+    answers: by task, the scores of its examples.
     """
 
     label: str
@@ -45,6 +48,7 @@ class Line:
     fidelity: Mapping[str, FidelitySummary]
     texts: Mapping[str, Mapping[str, TextFidelity]]
     scores: Mapping[str, float]
+    answers: Mapping[str, Mapping[str, float]]
 
     def record(self) -> dict[str, object]:
         """Return the row as ``--json`` prints it."""
@@ -97,9 +101,12 @@ def _line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Lin
     held = [r.summary for _, _, r in measured if r.summary is not None]
     totals = [sum(s.n * getattr(s, field) for s in held) for field in ("payload16", "overhead16", "full16")]
     by_dataset: dict[str, list[float]] = {}
-    for group, _, result in measured:
+    answers: dict[str, dict[str, float]] = {}
+    for group, cell, result in measured:
         if not group.task.fidelity and result.summary is not None and result.summary.score is not None:
             by_dataset.setdefault(group.task.id.partition("/")[0], []).append(result.summary.score)
+            samples, ids = run.store.samples(cell.id), {e.id for e in group.examples}
+            answers[group.task.id] = {i: s.score for i, s in samples.items() if i in ids and s.score is not None}
     return Line(
         label,
         block,
@@ -107,6 +114,7 @@ def _line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Lin
         {kind: summary for kind, summary in summaries.items() if summary is not None},
         texts,
         {dataset: fmean(scores) for dataset, scores in by_dataset.items()},
+        answers,
     )
 
 
@@ -156,48 +164,84 @@ def _nats(summary: FidelitySummary | None) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two rows of a block, the nearer first: the log ratio of their mean divergences, and the difference of scores."""
+    """Two rows of a block, the nearer to the full cache first.
+
+    log_ratio, ci: of their mean divergences over the prompts that both have.
+    points, points_ci: the difference of their scores, a mean over tasks, over the examples that both have.
+    neighbours: whether no row of the block lies between them.
+    """
 
     nearer: str
     farther: str
     log_ratio: float
     ci: Interval | None
     points: float | None
+    points_ci: Interval | None
+    neighbours: bool
+
+    @property
+    def apart(self) -> bool:
+        """Whether the interval of divergences tells them apart."""
+        return self.ci is not None and self.ci[1] < 0
+
+    @property
+    def scored_apart(self) -> bool:
+        """Whether the interval of scores tells them apart."""
+        return self.points_ci is not None and (self.points_ci[0] > 0 or self.points_ci[1] < 0)
 
 
 def pairs(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
-    """Return neighbours by divergence within each block, over the prompts that both have."""
+    """Return all pairs within each block, by divergence."""
     told = []
     for block in dict.fromkeys(line.block for line in rows):
         mine = [x for x in rows if x.block == block and kind in x.fidelity and not x.fidelity[kind].at_floor]
         mine.sort(key=lambda x: x.fidelity[kind].kl_mean)
-        for a, b in pairwise(mine):
-            common = a.texts[kind].keys() & b.texts[kind].keys()
-            ratio, ci = log_ratio_of_means(*([line.texts[kind][i] for i in sorted(common)] for line in (a, b)))
-            both = a.scores.keys() & b.scores.keys()
-            points = fmean(a.scores[d] - b.scores[d] for d in both) if both else None
-            told.append(Pair(a.label, b.label, ratio, ci, points))
+        for (i, a), (j, b) in combinations(enumerate(mine), 2):
+            common = sorted(a.texts[kind].keys() & b.texts[kind].keys())
+            ratio, ci = log_ratio_of_means(*([line.texts[kind][t] for t in common] for line in (a, b)))
+            told.append(Pair(a.label, b.label, ratio, ci, *_points(a, b), neighbours=j == i + 1))
     return told
 
 
+def _points(a: Line, b: Line) -> tuple[float | None, Interval | None]:
+    """Return the difference of two rows' scores in points, a mean over tasks, and its interval over paired examples."""
+    both = {task: sorted(a.answers[task].keys() & b.answers[task].keys()) for task in a.answers.keys() & b.answers}
+    tasks = [np.array([a.answers[t][i] - b.answers[t][i] for i in ids]) for t, ids in sorted(both.items()) if ids]
+    if not tasks:
+        return None, None
+    interval = stratified_ci(tasks, lambda means: 100 * np.mean(means, axis=0), None)
+    return 100 * fmean(float(x.mean()) for x in tasks), interval
+
+
 def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:
-    """Return what stands below a table: what is shown, and which neighbours are told apart."""
-    apart = [p for p in told if p.ci is not None and p.ci[1] < 0]
-    agree = sum(p.points is not None and p.points > 0 for p in apart)
-    against = sum(p.points is not None and p.points < 0 for p in apart)
+    """Return what stands below a table: what is shown, and which rows are told apart by divergence and by scores."""
     counts = [f"n = {f.n} texts, {f.n_tokens} tokens ({kind})" for kind, f in rows[-1].fidelity.items()] if rows else []
+    asked = sum(map(len, rows[-1].answers.values())) if rows else 0
+    scored = [p for p in told if p.apart and p.points is not None]
     lines_below = [
         "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
         "distribution from the full cache's in nats, on the text's own continuation (reference) and on the full "
         "cache's own greedy answer, [95 % interval over prompts]; same choice and perplexity ratio on the reference. "
-        f"Scores are means over a dataset's tasks. {'; '.join(counts)}.",
-        f"Of {len(told)} neighbours by KL within their blocks {len(apart)} are told apart (95 % interval of the paired "
-        f"log ratio of means); of these the scores have the same sign in {agree}, the other in {against}.",
+        f"Scores are means over a dataset's tasks, n = {asked} examples in all. {'; '.join(counts)}.",
+        f"Of {len(told)} pairs within blocks {sum(p.apart for p in told)} are told apart by KL (95 % interval of the "
+        f"paired log ratio of means), {sum(p.scored_apart for p in told)} by the scores (of their paired difference), "
+        f"{sum(p.apart and not p.scored_apart for p in told)} by KL alone. Where KL tells them apart the nearer one "
+        f"has the higher score in {sum((p.points or 0) > 0 for p in scored)}, the lower in "
+        f"{sum((p.points or 0) < 0 for p in scored)} (told apart by the scores, too: "
+        f"{sum(p.scored_apart and (p.points or 0) > 0 for p in scored)} and "
+        f"{sum(p.scored_apart and (p.points or 0) < 0 for p in scored)}).",
     ]
     lines_below += [
         f"{p.nearer} is nearer to the full cache than {p.farther}: ln ratio {p.log_ratio:.2f} [{p.ci[0]:.2f}, "
-        f"{p.ci[1]:.2f}]" + ("" if p.points is None else f", scores {p.points:+.1f}") + "."
-        for p in apart
-        if p.ci is not None
+        f"{p.ci[1]:.2f}]" + _score(p) + "."
+        for p in told
+        if p.apart and p.neighbours and p.ci is not None
     ]
     return lines_below
+
+
+def _score(pair: Pair) -> str:
+    if pair.points is None:
+        return ""
+    ci = "" if pair.points_ci is None else f" [{pair.points_ci[0]:+.1f}, {pair.points_ci[1]:+.1f}]"
+    return f", scores {pair.points:+.1f}{ci}"
