@@ -21,11 +21,12 @@ from kvbench.tables import writers
 
 ROWS = Path(__file__).resolve().parent.parent / "results"
 PRETRAINED = "smollm2-135m-q4_1"
-MINI = ",".join(f"longbench_mini/{task}" for task in ("2wikimqa", "triviaqa", "samsum", "lcc"))
+QA = "longbench_mini/2wikimqa,longbench_mini/triviaqa"
+MINI = f"{QA},longbench_mini/samsum,longbench_mini/lcc"
 TABLES = {
     "tiny/formats": "dataset=fidelity/tiny,tiny/needle limit=8",
     "tiny/bytes": "dataset=fidelity/tiny,tiny limit=8",
-    "tables/formats": "dataset=fidelity/essays,needle limit=10",
+    "tables/formats": f"dataset=fidelity/essays,needle,{QA} prompt=longbench max_length=2000 limit=10",
     "tables/bytes": f"dataset=fidelity/essays,{MINI} prompt=longbench max_length=2000 limit=13",
 }
 """What each table is measured on, by its name below results."""
