@@ -21,12 +21,13 @@ from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners
 from kvbench.run.plan import Group
 from kvbench.run.provenance import local_changes, provenance
+from kvbench.run.refusals import ModelChanged
 from kvbench.run.report import Report
 from kvbench.run.results import CellRecord, Facts
 from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
 from kvbench.run.run_plan import prepare as prepare
-from kvbench.run.runner import ModelChanged, run_group
+from kvbench.run.runner import run_group
 from kvbench.run.summary import collect, summarise
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.spread import left_out

@@ -161,9 +161,12 @@ def build_groups(
                 "prompt": prompt_identity if likelihood else {**prompt_identity, "context": context},
                 "decoding": {} if likelihood else decoding,
                 "metric": {"name": task.metric, "revision": metric(task.metric).revision},
+                **({"turns": task.turns} if task.turns else {}),
                 **({"fidelity": dict(IDENTITY)} if cfg.fidelity or task.fidelity else {}),
             }
             cells = tuple(Cell({**base, "chain": identify(c.chain)}, c.chain, c.label, task, column) for c in chains)
+            if task.turns and "fidelity" in base:
+                raise UsageError(f"{task.id}: fidelity=true is not possible where a context has several questions")
             check(tokenizer, task, policy)
             _check_answers(task, context)
             _check_chunks(task, [c.chain for c in chains])

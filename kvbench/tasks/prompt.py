@@ -72,8 +72,11 @@ class PromptPolicy:
                 "tokenizer has no chat template: use prompt=plain or template=off, or give one with "
                 "model.chat_template="
             )
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        messages.append({"role": "user", "content": content})
+        return self.rendered(tokenizer, [{"role": "user", "content": content}])
+
+    def rendered(self, tokenizer: Any, talk: list[dict[str, str]]) -> str:
+        """Return the text of a talk inside the chat template, ready for the answer to its last message."""
+        messages = [*([{"role": "system", "content": self.system}] if self.system else []), *talk]
         options = {} if self.frame is None else {"chat_template": self.frame}
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
@@ -85,13 +88,13 @@ class PromptPolicy:
         if task.examples[0].tokens:
             return {"text": "as tokens"}
         frame = self.render(tokenizer, SENTINEL) if self.templated(task) else ""
-        bare = not (self.bos or frame) and list(tokenizer.encode(SENTINEL)) != _plain(tokenizer, SENTINEL)
+        bare = not (self.bos or frame) and list(tokenizer.encode(SENTINEL)) != plain_ids(tokenizer, SENTINEL)
         return {
             "template": hashlib.sha256(frame.encode()).hexdigest()[:16] if frame else False,
             "system": self.system if frame else None,
-            "truncation": self.truncation,
+            "truncation": "tokens" if task.turns else self.truncation,
             "max_length": self.max_length,
-            "query_aware": self.query_aware,
+            "query_aware": self.query_aware and not task.turns,  # one cache cannot be made for each of many questions
             **({"bos": False} if bare else {}),
         }
 
@@ -121,19 +124,19 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     """
     templated = policy.templated(task)
     question = _question(example, task, policy)
-    all_ids = list(tokenizer.encode(example.prompt)) if policy.bos else _plain(tokenizer, example.prompt)
+    all_ids = list(tokenizer.encode(example.prompt)) if policy.bos else plain_ids(tokenizer, example.prompt)
     limit = _limit(tokenizer, example, task, policy, room, all_ids)
     if limit is None or len(all_ids) <= limit:
         if not templated:
             return _divide(tokenizer, all_ids, example.prompt, question, 0)
         text = policy.render(tokenizer, example.prompt)
-        return _divide(tokenizer, _plain(tokenizer, text), text, question, 0)
+        return _divide(tokenizer, plain_ids(tokenizer, text), text, question, 0)
     if policy.truncation == "tokens" and not templated:
         front = (limit + 1) // 2
         shortened = [*all_ids[:front], *all_ids[len(all_ids) - (limit - front) :]] if limit > front else all_ids[:front]
         held_back = _count(tokenizer, example.prompt, question)
         if held_back > limit - front:
-            raise _no_room(task)
+            raise no_room(task)
         divide = limit - held_back
         return Encoded(tuple(shortened[:divide]), tuple(shortened[divide:]), len(all_ids) - limit)
     half = limit // 2
@@ -142,9 +145,9 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
         for h in (all_ids[:half], all_ids[len(all_ids) - half :] if half else [])
     )
     if question and not content.endswith(question):
-        raise _no_room(task)
+        raise no_room(task)
     text = policy.render(tokenizer, content) if templated else content
-    ids = _plain(tokenizer, text) if templated or not policy.bos else list(tokenizer.encode(text))
+    ids = plain_ids(tokenizer, text) if templated or not policy.bos else list(tokenizer.encode(text))
     if room is not None and len(ids) > room:
         # tokenising again can give a few more tokens than were kept
         ids = [*ids[: room // 2], *ids[len(ids) - (room - room // 2) :]]
@@ -156,7 +159,7 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     if policy.templated(task) and SENTINEL not in policy.render(tokenizer, SENTINEL):
         raise UsageError("the chat template drops the prompt: it does not print the message's content")
     for example in task.examples:
-        if not example.tokens:
+        if not (example.tokens or example.turns):
             _question(example, task, policy)
 
 
@@ -178,11 +181,11 @@ def _limit(
     """Return how many tokens of the prompt without template may stay, None if there is no limit."""
     available = room
     if room is not None and policy.templated(task):
-        framed = _plain(tokenizer, policy.render(tokenizer, example.prompt))
+        framed = plain_ids(tokenizer, policy.render(tokenizer, example.prompt))
         available = room - max(0, len(framed) - len(all_ids))
     limits = [x for x in (policy.max_length, available) if x is not None]
     if limits and min(limits) < 1:
-        raise _no_room(task)
+        raise no_room(task)
     return min(limits) if limits else None
 
 
@@ -201,14 +204,16 @@ def _count(tokenizer: Any, text: str, question: str) -> int:
     if getattr(tokenizer, "is_fast", False):
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return sum(end > start for _, end in offsets)
-    return len(_plain(tokenizer, text[start:]))
+    return len(plain_ids(tokenizer, text[start:]))
 
 
-def _plain(tokenizer: Tokenizer, text: str) -> list[int]:
+def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text without special tokens."""
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
-def _no_room(task: Task) -> UsageError:
+def no_room(task: Task) -> UsageError:
+    """Return the error for a limit that question, answer and template use up."""
     return UsageError(
         f"{task.id}: the limit leaves no room for a prompt (answer, question and template take it all); "
         "raise max_length or lower max_new_tokens"
