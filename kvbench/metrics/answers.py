@@ -69,3 +69,9 @@ def chosen_letter(text: str) -> str | None:
         if match := pattern.search(text):
             return next(group for group in match.groups() if group).upper()
     return None
+
+
+def last_integer(prediction: str, reference: str) -> float:
+    """Return 1 if the last run of digits in the prediction is the reference's number, else 0, as LongEval scores."""
+    found = re.findall(r"[0-9]+", prediction)
+    return float(bool(found) and int(found[-1]) == int(reference))

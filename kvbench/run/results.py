@@ -200,7 +200,7 @@ class ScoreSummary:
 
     def record(self) -> dict[str, object]:
         """Return the summary as the JSON of metrics.json, without the status."""
-        return {k: v for k, v in asdict(self).items() if k not in ("buckets", "fidelity", "turns") or v}
+        return {k: v for k, v in asdict(self).items() if k not in ("buckets", "fidelity", "questions") or v}
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,10 @@ class BucketScore:
 
 @dataclass(frozen=True)
 class CellSummary(ScoreSummary):
-    """The means over a cell's samples; ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum."""
+    """The means over a cell's samples; ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum.
+
+    questions: the scores by question, where contexts have several.
+    """
 
     prompt_tokens: float
     kept: float
@@ -244,7 +247,7 @@ class CellSummary(ScoreSummary):
     buckets: Mapping[str, BucketScore]
     timing: MeanTiming
     fidelity: Mapping[str, FidelitySummary] = field(default_factory=dict)
-    turns: TurnsSummary | None = None
+    questions: TurnsSummary | None = None
 
 
 def share(payload16: float, overhead16: float, full16: float) -> float:

@@ -73,7 +73,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
             batch_factor=fmean(factors) if factors else None,
         ),
         fidelity=_fidelity(samples),
-        turns=summarise_turns(_contexts(samples), name, [s.payload + s.overhead for s in samples]),
+        questions=summarise_turns(_contexts(samples), name, [s.payload + s.overhead for s in samples]),
     )
 
 

@@ -27,8 +27,8 @@ def sheets(report: Report) -> list[Table]:
     rows: list[tuple[str, ...]] = []
     headings: dict[int, str] = {}
     for i, column in enumerate(report.columns):
-        cells = [(row.method, row.cells[i]) for row in report.rows]
-        asked = [(method, c, c.summary.turns) for method, c in cells if c.summary is not None and c.summary.turns]
+        cells = [(row.method, row.cells[i], row.cells[i].summary) for row in report.rows]
+        asked = [(method, c, s.questions) for method, c, s in cells if s is not None and s.questions is not None]
         if asked:
             headings[len(rows)] = _heading(column.task, asked[0][1])
         for method, cell, turns in asked:
@@ -47,8 +47,8 @@ def sheets(report: Report) -> list[Table]:
 
 def _heading(task: str, cell: CellResult) -> str:
     """Return the heading of a task's block: how many contexts and questions, and what stays between questions."""
-    assert cell.summary is not None and cell.summary.turns is not None
-    turns = cell.summary.turns
+    assert cell.summary is not None and cell.summary.questions is not None
+    turns = cell.summary.questions
     alone = f", {turns.contexts - turns.pairs} of them with one" if turns.pairs < turns.contexts else ""
     count = f"{turns.questions} questions on {turns.contexts} contexts{alone}"
     return f"{task}: {count}; {MODES[str(cell.settings['turns'])]}"
@@ -64,7 +64,7 @@ def _with_interval(value: float | None, ci: tuple[float, float] | None) -> str:
 
 def record(cell: CellResult) -> dict[str, object]:
     """Return one cell's scores by question under the names of CSV_FIELDS."""
-    turns = cell.summary.turns if cell.summary is not None else None
+    turns = cell.summary.questions if cell.summary is not None else None
     if turns is None:
         return {}
     values: dict[str, object] = {name: value for name, value in vars(turns).items() if name in CSV_FIELDS}
@@ -80,7 +80,7 @@ def record(cell: CellResult) -> dict[str, object]:
 
 def legend(report: Report) -> list[str]:
     """Return the lines below the table: what a fall is, and the scores by other metrics."""
-    summaries = [(r.method, c.task, c.summary.turns) for r in report.rows for c in r.cells if c.summary is not None]
+    summaries = [(r.method, c.task, c.summary.questions) for r in report.rows for c in r.cells if c.summary is not None]
     asked = [(method, task, turns) for method, task, turns in summaries if turns is not None]
     if not asked:
         return []

@@ -139,7 +139,8 @@ def load_tasks(
     environment names); one that builds only what was asked for takes ``selection``; one that counts tokens takes
     ``tokenizer``; one whose answers are longer behind a chat template takes ``chat``; one with many knobs takes them as
     ``knobs``, a dataclass. Where a loader leaves the length of answers to the data, the entry's ``max_new_tokens``
-    replaces it. ``turns`` is set where examples are contexts with several questions.
+    replaces it. ``turns`` is set where examples are contexts with several questions, of which ``questions`` takes the
+    first.
 
     ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``); empty means all.
     """
@@ -155,6 +156,7 @@ def load_tasks(
     knob_names = [f.name for f in fields(form)] if form else parameters
     max_new_tokens = None if "max_new_tokens" in knob_names else knobs.pop("max_new_tokens", None)
     turns = one_of(dataset, "turns", knobs.pop("turns"), TURNS) if "turns" in knobs else ""
+    most = knobs.pop("questions", None) if "questions" not in knob_names else None
     options = {k: v for k, v in offered.items() if k in parameters}
     tasks: list[Task] = loader(dataset=dataset, **options, **({"knobs": form(**knobs)} if form else knobs))
     if max_new_tokens is not None:
@@ -162,6 +164,9 @@ def load_tasks(
         tasks = [
             replace(t, examples=tuple(replace(e, max_new_tokens=max_new_tokens) for e in t.examples)) for t in tasks
         ]
+    if most is not None:
+        whole(dataset, "questions", most)
+        tasks = [replace(t, examples=tuple(replace(e, turns=e.turns[:most]) for e in t.examples)) for t in tasks]
     tasks = [replace(t, turns=turns) if t.examples[0].turns else t for t in tasks]
     by_name = {t.id.partition("/")[2]: t for t in tasks}
     for wanted in selection:

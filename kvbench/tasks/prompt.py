@@ -83,11 +83,18 @@ class PromptPolicy:
         except Exception as error:
             raise UsageError(f"the model's chat template cannot be applied: {error}") from None
 
+    def between(self, tokenizer: Any) -> str:
+        """Return what a chat template puts between an answer and the user's next message."""
+        talk = [{"role": role, "content": f"{SENTINEL}{i}."} for i, role in enumerate(("user", "assistant", "user"))]
+        return self.rendered(tokenizer, talk).partition(f"{SENTINEL}1.")[2].partition(f"{SENTINEL}2.")[0]
+
     def identity(self, task: Task, tokenizer: Any) -> dict[str, Any]:
         """Return the policy's settings for one task, with the template's text and without the preset's name."""
         if task.examples[0].tokens:
             return {"text": "as tokens"}
         frame = self.render(tokenizer, SENTINEL) if self.templated(task) else ""
+        if frame and task.turns in ("gold", "own"):
+            frame += self.between(tokenizer)
         bare = not (self.bos or frame) and list(tokenizer.encode(SENTINEL)) != plain_ids(tokenizer, SENTINEL)
         return {
             "template": hashlib.sha256(frame.encode()).hexdigest()[:16] if frame else False,

@@ -44,12 +44,13 @@ def encode_turns(
     context with its longest question.
     """
     templated = policy.templated(task)
-    start, end, between = _frame(tokenizer, policy, example.prompt) if templated else (example.prompt, "", "")
+    start, end = _frame(tokenizer, policy, example.prompt) if templated else (example.prompt, "")
+    between = policy.between(tokenizer) if templated and task.turns != "isolated" else ""
     ids = list(tokenizer.encode(start)) if policy.bos and not templated else plain_ids(tokenizer, start)
     isolated = task.turns == "isolated"
     questions, references = [], []
     for i, turn in enumerate(example.turns):
-        follows = between if i and not isolated else ""
+        follows = between if i else ""
         text = follows + (turn.question.lstrip() if follows else turn.question) + end
         questions.append(tuple(plain_ids(tokenizer, text)))
         space = "" if text[-1:].isspace() or templated else " "
@@ -72,17 +73,14 @@ def encode_turns(
         cut=cut,
         questions=tuple(questions),
         references=tuple(references),
-        between=bool(between) and not isolated,
+        between=bool(between),
         most=most,
     )
 
 
-def _frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str, str]:
-    """Return what a chat template puts (up to the context's end, behind a question, between answer and question)."""
+def _frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:
+    """Return what a chat template puts (up to the context's end, behind a question)."""
     start, mark, end = policy.render(tokenizer, prompt + SENTINEL).partition(SENTINEL)
     if not mark:
         raise UsageError("the chat template drops the prompt: it does not print the message's content")
-    talk = [{"role": role, "content": f"{SENTINEL}{i}."} for i, role in enumerate(("user", "assistant", "user"))]
-    text = policy.rendered(tokenizer, talk)
-    between = text.partition(f"{SENTINEL}1.")[2].partition(f"{SENTINEL}2.")[0]
-    return start, end, between
+    return start, end
