@@ -250,10 +250,15 @@ def settings(prepared: RunPlan) -> str:
         prompt.append(f"template {cfg.prompt.template}")
     if not cfg.prompt.bos:
         prompt.append("no special tokens")
-    parts.append(", ".join(prompt + ([] if cfg.prompt.query_aware else ["question withheld"])))
+    # by dataset, and by its knobs where these are a grid
+    columns = {" ".join([g.task.id.partition("/")[0], *g.column.split()[1:]]): g.task for g in prepared.groups}
+    withheld = [name for name, task in columns.items() if not cfg.prompt.aware(task)]
+    if withheld:
+        prompt.append("question withheld" + ("" if len(withheld) == len(columns) else f" in {' and '.join(withheld)}"))
+    parts.append(", ".join(prompt))
     if cfg.sampling.temperature:
         parts.append(f"temperature {cfg.sampling.temperature:g}, top_p {cfg.sampling.top_p:g}")
-    return "; ".join(parts) + "."
+    return "; ".join(dict.fromkeys(parts)) + "."
 
 
 def stop_tokens(prepared: RunPlan) -> frozenset[int]:

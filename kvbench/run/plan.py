@@ -145,6 +145,8 @@ def build_groups(
             _check_through_cache(dataset.name, knobs, chains)
             knobs["windows"] = "llamacpp"
         tasks = load_tasks(dataset.name, knobs, dataset.tasks, tokenizer, cfg.data_root, chat)
+        if dataset.query_aware is not None:
+            tasks = [replace(t, query_aware=dataset.query_aware) for t in tasks]
         for task in tasks:
             check_installed(task.metric)
             column = f"{task.id} {dataset.label}".strip()

@@ -55,6 +55,7 @@ class Task:
     grid: the keys of ``meta`` over which a limit spreads (a needle's depth); without any it takes the first examples.
     lead: the beginning of a sentence that the prompt asks to complete; it is scored in front of the answer.
     fidelity: every method is compared with the full cache, token by token, whether the run asks for that or not.
+    query_aware: whether the question is read before the context is compressed, where the run does not say.
     turns: what a context's cache holds when its next question comes, one of TURNS; '' unless examples have ``turns``.
     beside: metrics whose means are recorded beside the score of examples with ``turns``.
     """
@@ -75,6 +76,7 @@ class Task:
     grid: tuple[str, ...] = ()
     lead: str = ""
     fidelity: bool = False
+    query_aware: bool = True
     turns: str = ""
     beside: tuple[str, ...] = ()
 

@@ -31,7 +31,8 @@ class PromptPolicy:
     max_length: the most tokens of a prompt without template, special tokens counted; None for context minus answer.
     min_new_tokens: the least tokens of an answer for every task; None to take each task's own.
     system: the text of a system message, used with the template.
-    query_aware: False compresses the context before the question is known, which is then appended whole.
+    query_aware: False compresses the context before the question is known, which is then appended whole; None for what
+    each task has.
     frame: the text of a chat template in place of the tokenizer's own, where a paper's script had one.
     bos: False leaves out the special tokens that the tokenizer puts around a text; a template has its own.
     """
@@ -42,7 +43,7 @@ class PromptPolicy:
     max_length: int | None = None
     min_new_tokens: int | None = None
     system: str | None = None
-    query_aware: bool = True
+    query_aware: bool | None = None
     frame: str | None = None
     bos: bool = True
 
@@ -56,13 +57,21 @@ class PromptPolicy:
                 raise UsageError(f"{key}={value!r} is not possible: a whole number, {low} or more")
         if not isinstance(self.system, (str, type(None))):
             raise UsageError(f"prompt.system={self.system!r} is not possible: a text, in quotes if it is a number")
-        for key in ("query_aware", "bos"):
-            if not isinstance(getattr(self, key), bool):
-                raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: true or false")
+        if not isinstance(self.query_aware, bool | None):
+            raise UsageError(f"prompt.query_aware={self.query_aware!r} is not possible: true, false, or null for both")
+        if not isinstance(self.bos, bool):
+            raise UsageError(f"prompt.bos={self.bos!r} is not possible: true or false")
 
     def templated(self, task: Task) -> bool:
         """Tell if this task's prompts go through the chat template."""
         return self.template == "on" or (self.template == "skip" and task.chat)
+
+    def aware(self, task: Task) -> bool:
+        """Tell if the question of this task's prompts is read before the context is compressed.
+
+        It never is where a context has several, since one cache cannot be made for each of them.
+        """
+        return not task.turns and (task.query_aware if self.query_aware is None else self.query_aware)
 
     def render(self, tokenizer: Any, content: str) -> str:
         """Return the text of one user message inside the chat template, ready for the answer."""
@@ -101,7 +110,7 @@ class PromptPolicy:
             "system": self.system if frame else None,
             "truncation": "tokens" if task.turns else self.truncation,
             "max_length": self.max_length,
-            "query_aware": self.query_aware and not task.turns,  # one cache cannot be made for each of many questions
+            "query_aware": self.aware(task),
             **({"bos": False} if bare else {}),
         }
 
@@ -172,7 +181,7 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
 
 def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
     """Return the question at the prompt's end, which ``query_aware=false`` withholds, or '' if the policy does not."""
-    if policy.query_aware:
+    if policy.aware(task):
         return ""
     if not example.question or not example.prompt.endswith(example.question):
         raise UsageError(
