@@ -144,9 +144,9 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     limit = _limit(tokenizer, example, task, policy, room, all_ids)
     if limit is None or len(all_ids) <= limit:
         if not templated:
-            return _divide(tokenizer, all_ids, example.prompt, question, 0)
+            return part(tokenizer, all_ids, example.prompt, question, 0)
         text = policy.render(tokenizer, example.prompt)
-        return _divide(tokenizer, plain_ids(tokenizer, text), text, question, 0)
+        return part(tokenizer, plain_ids(tokenizer, text), text, question, 0)
     if policy.truncation == "tokens" and not templated:
         front = (limit + 1) // 2
         shortened = [*all_ids[:front], *all_ids[len(all_ids) - (limit - front) :]] if limit > front else all_ids[:front]
@@ -167,7 +167,7 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     if room is not None and len(ids) > room:
         # tokenising again can give a few more tokens than were kept
         ids = [*ids[: room // 2], *ids[len(ids) - (room - room // 2) :]]
-    return _divide(tokenizer, ids, text, question, len(all_ids) - 2 * half)
+    return part(tokenizer, ids, text, question, len(all_ids) - 2 * half)
 
 
 def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
@@ -205,7 +205,7 @@ def _limit(
     return min(limits) if limits else None
 
 
-def _divide(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut: int) -> Encoded:
+def part(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut: int) -> Encoded:
     """Return the ids of ``text`` divided into context and question; together they are the ids of the whole text."""
     question_length = _count(tokenizer, text, question)
     return Encoded(tuple(ids[: len(ids) - question_length]), tuple(ids[len(ids) - question_length :]), cut)

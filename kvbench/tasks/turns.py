@@ -1,18 +1,19 @@
 """From a context with several questions to token ids: the context alone, and what is read behind it for each question.
 
-Context and questions are tokenised apart, as kvpress does, so that all questions follow the same ids. With a chat
-template the context is the beginning of the first user message, and each later question a message of its own.
+With a chat template the context is the beginning of the first user message. Where questions follow one another, each
+later one is a message of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.tasks.base import Task
-from kvbench.tasks.prompt import SENTINEL, Encoded, PromptPolicy, no_room, plain_ids
+from kvbench.tasks.prompt import SENTINEL, Encoded, PromptPolicy, no_room, part, plain_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +45,15 @@ def encode_turns(
     context with its longest question.
     """
     templated = policy.templated(task)
-    start, end = _frame(tokenizer, policy, example.prompt) if templated else (example.prompt, "")
-    between = policy.between(tokenizer) if templated and task.turns != "isolated" else ""
-    ids = list(tokenizer.encode(start)) if policy.bos and not templated else plain_ids(tokenizer, start)
-    isolated = task.turns == "isolated"
-    questions, references = [], []
+    ids, questions = _ids(tokenizer, example, policy, templated)
+    isolated, references = task.turns == "isolated", []
+    between = policy.between(tokenizer) if templated and not isolated else ""
+    end = _frame(tokenizer, policy, "")[1] if templated else ""
     for i, turn in enumerate(example.turns):
-        follows = between if i else ""
-        text = follows + (turn.question.lstrip() if follows else turn.question) + end
-        questions.append(tuple(plain_ids(tokenizer, text)))
-        space = "" if text[-1:].isspace() or templated else " "
+        if i and not isolated:
+            text = between + (turn.question.lstrip() if between else turn.question) + end
+            questions[i] = tuple(plain_ids(tokenizer, text))
+        space = "" if templated or turn.question[-1:].isspace() else " "
         references.append(tuple(plain_ids(tokenizer, space + turn.answers[0])))
     longest = max(map(len, questions))
     most = longest
@@ -76,6 +76,26 @@ def encode_turns(
         between=bool(between),
         most=most,
     )
+
+
+def _ids(
+    tokenizer: Any, example: Example, policy: PromptPolicy, templated: bool
+) -> tuple[Sequence[int], list[tuple[int, ...]]]:
+    """Return (the context's ids, those of each question): as each question alone has them, if all agree on the context.
+
+    Else, where a question's beginning is one token with the context's end, context and questions are tokenised apart.
+    """
+    alone = []
+    for i, turn in enumerate(example.turns):
+        prompt = example.asked(i).prompt
+        text = policy.render(tokenizer, prompt) if templated else prompt
+        ids = list(tokenizer.encode(text)) if policy.bos and not templated else plain_ids(tokenizer, text)
+        alone.append(part(tokenizer, ids, text, turn.question, 0))
+    if len({encoded.ids for encoded in alone}) == 1:
+        return alone[0].ids, [encoded.question for encoded in alone]
+    start, end = _frame(tokenizer, policy, example.prompt) if templated else (example.prompt, "")
+    ids = list(tokenizer.encode(start)) if policy.bos and not templated else plain_ids(tokenizer, start)
+    return ids, [tuple(plain_ids(tokenizer, turn.question + end)) for turn in example.turns]
 
 
 def _frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Datasets whose examples are contexts with several questions: their prompts, sizes, metrics and token ids."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from data import data_path
@@ -127,6 +128,30 @@ def test_a_chat_template_is_cut_behind_the_context(turns):
     assert [text(r) for r in encoded.references] == ["yes", "no"] and encoded.between == (turns != "isolated")
     plain = encode_prompt(Letters(), example, task, PromptPolicy(), 1000)
     assert plain.ids == (1, ord("C"), ord("\n")) and text(plain.questions[1]) == " R? " and not plain.between
+
+
+def test_isolated_questions_have_the_tokens_that_each_has_alone():
+    from transformers import AutoTokenizer
+
+    from kvbench.models import embedded
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded.path())
+    task = load("kv_retrieval", "/", contexts=1, questions=5, turns="isolated")
+    (example,) = task.examples
+    together = encode_prompt(tokenizer, example, task, PromptPolicy(), None)
+    for i, asked in enumerate(together.questions):
+        single = example.asked(i)
+        one = Task("t", (single,), "f1", "")
+        alone = encode_prompt(tokenizer, single, one, PromptPolicy(query_aware=False), None)
+        assert (alone.ids, alone.question) == (together.ids, asked)
+        assert text_of(tokenizer, asked).startswith("Key:")
+    own = encode_prompt(tokenizer, example, replace(task, turns="own"), PromptPolicy(), None)
+    assert own.ids == together.ids and own.questions[0] == together.questions[0]
+    assert text_of(tokenizer, own.questions[1]) == "\n\n" + text_of(tokenizer, together.questions[1])
+
+
+def text_of(tokenizer, ids):
+    return tokenizer.decode(list(ids))
 
 
 @pytest.mark.parametrize(("turns", "kept"), [("isolated", 11), ("gold", 6), ("own", 3)])
