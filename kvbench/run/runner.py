@@ -146,12 +146,13 @@ class GroupRun:
             self.fail(cell, error, example)
 
     def _with_room(self, work: Callable[[], Result]) -> Result:
-        """Return the result of ``work``. If memory runs out while rows are queued, decode them and call it again."""
+        """Return the result of ``work``. If memory runs out, decode the rows that are queued and call it again."""
         try:
             return work()
         except Exception as error:
-            if not (is_out_of_memory(error) and len(self.queue)):
+            if not (is_out_of_memory(error) and (len(self.queue) or self.context[1])):
                 raise
+        self.context = (), {}
         release()
         while len(self.queue):
             self.finish()
