@@ -99,7 +99,7 @@ def test_two_equal_contexts_of_a_file_are_compressed_once(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(("turns", "new", "other"), [("gold", 6, "kivi"), ("own", 6, "h2o"), ("own", 2, "snapkv")])
 def test_turns_equal_a_loop_that_feeds_one_cache_token_by_token(turns, new, other, tmp_path):
-    run, samples = measured(tmp_path / "a", ROWS[:1], f"turns={turns}", f"max_new_tokens={new}")
+    run, samples = measured(tmp_path / "a", ROWS[:1], f"turns={turns}", f"max_new_tokens={new}", "batch_rows=2")
     model, tokenizer = kvbench.load_model("tiny")
     stop = experiment.stop_tokens(run)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from kvbench.errors import unknown
@@ -100,6 +101,8 @@ METRICS = _named(
     ),
     Metric("f1", "token F1 after SQuAD normalisation (LongBench qa_f1)", LONGBENCH, _pair(text.qa_f1)),
     Metric("rouge_l", "ROUGE-L F of the package rouge, as LongBench calls it", LONGBENCH, _pair(rouge.rouge_l)),
+    Metric("rouge_1", "ROUGE-1 F of the package rouge", LONGBENCH, _pair(partial(rouge.rouge_n, n=1))),
+    Metric("rouge_2", "ROUGE-2 F of the package rouge", LONGBENCH, _pair(partial(rouge.rouge_n, n=2))),
     Metric(
         "rouge1",
         "ROUGE-1 F of the package rouge-score, stemmed",

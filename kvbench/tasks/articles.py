@@ -83,7 +83,8 @@ def meetings(dataset: str, files: Files, file: str, max_new_tokens: int) -> list
             raise row.wrong("the meeting has no query")
         examples.append(Example(f"meeting-{i + 1}", prefix + "\n".join(spoken), (), max_new_tokens, turns=turns))
     source = f"QMSum, {path.name}, {len(examples)} meetings; prompt of LongBench's {PROMPTS}"
-    return [Task(dataset, tuple(examples), "rouge_l", source, "summarisation")]
+    beside = ("rouge_1", "rouge_2")
+    return [Task(dataset, tuple(examples), "rouge_l", source, "summarisation", beside=beside)]
 
 
 def _said(row: FileRow) -> str:
