@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One of several questions that are asked of one context, with its references."""
+
+    question: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Example:
-    """One prompt with its references.
+    """One prompt with its references, or one context with several questions.
 
     prompt: the text before tokenisation.
     answers: the acceptable references.
@@ -17,6 +25,7 @@ class Example:
     question: the end of the prompt that ``query_aware=false`` withholds until the rest is compressed; '' if unknown.
     tokens: the exact ids of a text that is not answered but scored by its likelihood, from ``meta["prefix"]`` on.
     meta: facts about the example (length, depth, ...) that reports use.
+    turns: the questions asked of the context ``prompt`` one after another; then ``question`` and ``answers`` are empty.
     """
 
     id: str
@@ -27,3 +36,10 @@ class Example:
     question: str = ""
     tokens: tuple[int, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
+    turns: tuple[Turn, ...] = ()
+
+    def asked(self, turn: int) -> Example:
+        """Return one of the context's questions as a prompt of its own."""
+        question, answers = self.turns[turn].question, self.turns[turn].answers
+        name, prompt = f"{self.id}#{turn + 1}", self.prompt + question
+        return replace(self, id=name, prompt=prompt, question=question, answers=answers, turns=())

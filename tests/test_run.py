@@ -284,6 +284,24 @@ def test_withheld_question_is_read_after_compression(dataset, tmp_path, capsys):
     assert full["score"] == aware["rows"][0]["cells"][0]["score"]
 
 
+def test_both_protocols_stand_in_one_table_with_the_ids_that_each_has_alone(tmp_path, capsys, monkeypatch):
+    read = []
+    prefill = runner.prefill_chains
+    monkeypatch.setattr(runner, "prefill_chains", lambda *a: read.append(len(a[1])) or prefill(*a))
+    small = ["dataset=tiny/needle", "length=256", "examples=2", "method=snapkv", f"results={tmp_path}"]
+    status, both = run_json(capsys, *small, "query_aware=true,false")
+    assert status == 0
+    assert [c["task"] for c in both["columns"]] == [f"tiny/needle query_aware={x}" for x in ("true", "false")]
+    assert "question withheld in tiny query_aware=false." in both["settings"]
+    # whole prompts, then contexts: what methods observe of the two differs, so neither pass stands in for the other
+    assert read[:2] == [256, 256] and len(read) == 4 and max(read[2:]) < 256
+    for i, value in enumerate(("true", "false")):
+        alone = run_json(capsys, *small, f"query_aware={value}")[1]
+        assert [r["cells"][0]["cell"] for r in alone["rows"]] == [r["cells"][i]["cell"] for r in both["rows"]]
+    assert len(read) == 4
+    assert main(["run", *small, "query_aware=true,maybe"]) == 2 and "query_aware" in capsys.readouterr().err
+
+
 @dataclass(frozen=True, kw_only=True)
 class LiesOnce(Selector):
     """Keeps everything of one prompt only, until ``honest``."""

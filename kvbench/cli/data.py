@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,9 @@ def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> in
     for record in records:
         cut = f", {record['cut']} cut from the middle" if record["cut"] else ""
         print(f"{record['task']}, example {record['id']}: {record['tokens']} tokens{cut}\n{record['prompt']}")
+        for turn in record.get("turns", ()):
+            print(f"--- a question of the compressed context:\n{turn['question']}")
+            print(f"--- references: {', '.join(map(repr, turn['answers']))}")
         if record["after"]:
             print(f"--- once that is compressed:\n{record['after']}")
         references = ", ".join(map(repr, record["answers"]))
@@ -67,12 +71,15 @@ def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> in
 def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> dict[str, Any]:
     """Return what the model reads of an example as text, and what it reads once the cache is compressed."""
     from kvbench.run.host import encode_prompt
+    from kvbench.tasks.turns import EncodedTurns
 
+    questions: Sequence[Sequence[int]] = ()
     if example.tokens:
         prefix = int(example.meta["prefix"])
         ids, after, cut = example.tokens[:prefix], example.tokens[prefix:], 0
     else:
         encoded = encode_prompt(prepared.tokenizer, example, task, prepared.cfg.prompt, prepared.context)
+        questions = encoded.questions if isinstance(encoded, EncodedTurns) else ()
         ids, after, cut = encoded.ids, encoded.question, encoded.cut
     return {
         "task": task.id,
@@ -83,7 +90,16 @@ def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> dict[str,
         "after": prepared.tokenizer.decode(after),
         "answers": list(example.answers),
         "max_new_tokens": 0 if example.tokens else example.max_new_tokens,
+        **({"turns": _turn_records(prepared, example, questions)} if example.turns else {}),
     }
+
+
+def _turn_records(prepared: RunPlan, example: Example, questions: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Return what the model reads of each question of a context, with its references."""
+    return [
+        {"question": prepared.tokenizer.decode(ids), "answers": list(turn.answers)}
+        for ids, turn in zip(questions, example.turns, strict=True)
+    ]
 
 
 def _fetch_datasets(ids: list[str], folder: str | None, as_json: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from kvbench.errors import unknown
@@ -100,6 +101,8 @@ METRICS = _named(
     ),
     Metric("f1", "token F1 after SQuAD normalisation (LongBench qa_f1)", LONGBENCH, _pair(text.qa_f1)),
     Metric("rouge_l", "ROUGE-L F of the package rouge, as LongBench calls it", LONGBENCH, _pair(rouge.rouge_l)),
+    Metric("rouge_1", "ROUGE-1 F of the package rouge", LONGBENCH, _pair(partial(rouge.rouge_n, n=1))),
+    Metric("rouge_2", "ROUGE-2 F of the package rouge", LONGBENCH, _pair(partial(rouge.rouge_n, n=2))),
     Metric(
         "rouge1",
         "ROUGE-1 F of the package rouge-score, stemmed",
@@ -110,6 +113,12 @@ METRICS = _named(
     Metric("accuracy", "first line equals the label but for case and punctuation", "kvbench", _pair(choice.accuracy)),
     Metric("exact_match", "equal but for whitespace", "kvbench", _pair(text.exact_match)),
     Metric("contains", "reference occurs literally in the answer", "kvbench", _pair(text.contains)),
+    Metric(
+        "contains_any_case",
+        "reference occurs in the answer, whatever its case",
+        "github.com/nelson-liu/lost-in-the-middle",
+        _pair(text.contains_any_case),
+    ),
     Metric("code_sim", "edit similarity of the first code line (Levenshtein)", LONGBENCH, _pair(code.code_sim)),
     Metric(
         "code_sim_difflib",
@@ -126,6 +135,12 @@ METRICS = _named(
         needs_classes=True,
     ),
     Metric("gsm8k", "last number after the last colon equals the reference", "kvbench", _pair(answers.gsm8k)),
+    Metric(
+        "last_integer",
+        "last integer of the answer equals the reference",
+        "github.com/DachengLi1/LongChat",
+        _pair(answers.last_integer),
+    ),
     Metric("letter", "the option that the answer chooses is the right one", "kvbench", _pair(answers.letter)),
     Metric(
         "theorem",
@@ -135,6 +150,7 @@ METRICS = _named(
     ),
     Metric("bleu", "sentence BLEU-4, exponential smoothing, tokenize=intl", SACREBLEU, _pair(bleu.bleu)),
     Metric("squad_f1", "token F1 after SQuAD normalisation, 1 for two empty answers", COQA, _pair(squad.squad_f1)),
+    Metric("squad_em", "equal after SQuAD normalisation", "SQuAD evaluate-v1.1.py", _pair(squad.squad_em)),
     Metric(
         "coqa_f1",
         "squad_f1, the best over all references but one, averaged over which one is left out",

@@ -69,3 +69,14 @@ def chosen_letter(text: str) -> str | None:
         if match := pattern.search(text):
             return next(group for group in match.groups() if group).upper()
     return None
+
+
+def last_integer(prediction: str, reference: str) -> float | None:
+    """Return 1 if the last run of digits in the prediction is the reference's number, else 0, as LongEval scores.
+
+    Returns None for a reference that is no whole number.
+    """
+    wanted, found = reference.strip(), re.findall(r"[0-9]+", prediction)
+    if not re.fullmatch(r"[0-9]+", wanted):
+        return None
+    return float(bool(found) and found[-1].lstrip("0") == wanted.lstrip("0"))

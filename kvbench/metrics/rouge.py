@@ -41,6 +41,24 @@ def rouge_l(prediction: str, reference: str) -> float:
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
 
 
+def rouge_n(prediction: str, reference: str, n: int) -> float:
+    """Return ROUGE-n F in [0, 1] of the package ``rouge``: of sets of n-grams, which go on from sentence to sentence.
+
+    Source: github.com/pltrdy/rouge 1.0.1, rouge_score.rouge_n with exclusive=True.
+    """
+
+    def grams(text: str) -> set[tuple[str, ...]]:
+        words = [word for sentence in _sentences(text) for word in sentence]
+        return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
+
+    found, wanted = grams(prediction), grams(reference)
+    if not found or not wanted:
+        return 0.0
+    shared = len(found & wanted)
+    precision, recall = shared / len(found), shared / len(wanted)
+    return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
+
+
 def rouge1_stem(prediction: str, reference: str) -> float:
     """Return ROUGE-1 F in [0, 1] of ``rouge-score`` with stemming; text without ASCII letters or digits scores 0.
 

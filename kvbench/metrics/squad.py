@@ -17,6 +17,11 @@ def squad_f1(prediction: str, reference: str) -> float:
     return token_f1(words, reference_words) if words and reference_words else float(words == reference_words)
 
 
+def squad_em(prediction: str, reference: str) -> float:
+    """Return 1 if both answers are equal once normalised, else 0. Source: SQuAD's evaluate-v1.1.py."""
+    return float(normalise_answer(prediction) == normalise_answer(reference))
+
+
 def coqa_f1(prediction: str, references: Sequence[str]) -> float | None:
     """Return CoQA's score of a turn: the best ``squad_f1`` over all references but one, averaged over the one left out.
 

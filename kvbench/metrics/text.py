@@ -46,6 +46,11 @@ def exact_match(prediction: str, reference: str) -> float:
     return float(prediction.split() == reference.split())
 
 
+def contains_any_case(prediction: str, reference: str) -> float | None:
+    """Return 1 if the reference occurs in the prediction whatever its case, else 0; None if the reference is blank."""
+    return contains(prediction.lower(), reference.lower())
+
+
 def contains(prediction: str, reference: str) -> float | None:
     """Return 1 if the reference occurs literally in the prediction, else 0; None if the reference is blank."""
     return float(reference in prediction) if reference.strip() else None

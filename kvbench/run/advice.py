@@ -44,7 +44,7 @@ def chance(task: Task) -> float:
     first = task.examples[0]
     if first.tokens:
         return 0.0
-    empty_score = score(task.metric, task.answer(""), first) or 0.0
+    empty_score = score(task.metric, task.answer(""), first.asked(0) if first.turns else first) or 0.0
     return max(empty_score, 1 / len(first.classes) if first.classes else 0.0)
 
 

@@ -31,8 +31,8 @@ from kvbench.run.run_plan import RunPlan, plan_of
 from kvbench.run.store import ResultStore
 
 Row = str | Mapping[str, Any]
-PROMPTS = (("prompt",), ("context", "question"))
-"""The keys of a row that together are its prompt."""
+ROWS = (("prompt", "answers"), ("context", "question", "answers"), ("context", "questions"))
+"""The keys of a row: a prompt with its references, or a context with several questions, which have theirs."""
 LOADED = ("dtype", "weights", "attention", "rope_scaling", "device_map", "download", "revision")
 """Settings of a model that are in force once it is loaded."""
 
@@ -49,11 +49,12 @@ def compare(
     """Measure ``methods`` and the full cache on the same prompts and return the report that `run` prints.
 
     ``data`` is a dataset as `run` names it (``"tiny/needle"``, ``"longbench/qasper"``), or rows: mappings with
-    ``answers`` (a text or a list) and ``prompt``, or ``context`` and ``question`` in its place, a datasets.Dataset of
-    such, or plain texts. A plain text has no reference: the full cache's own answer stands in for one. ``settings`` are
-    the keys of `run`: ``kv_ratio=0.25``, ``kv_size=[64, 128]``, ``limit=20``, ``metric="rouge_l"`` (of rows),
-    ``max_new_tokens=64``, ``prompt="chat"``. An entry of ``methods`` is a name as `run` takes it
-    (``"snapkv+think"``), or a Chain of stages of your own.
+    ``answers`` (a text or a list) and ``prompt``, or ``context`` and ``question`` in its place, or with ``context`` and
+    ``questions``, a list of mappings with ``question`` and ``answers``; a datasets.Dataset of such, or plain texts. A
+    plain text has no reference: the full cache's own answer stands in for one. ``settings`` are the keys of `run`:
+    ``kv_ratio=0.25``, ``kv_size=[64, 128]``, ``limit=20``, ``metric="rouge_l"`` (of rows), ``max_new_tokens=64``,
+    ``prompt="chat"``. An entry of ``methods`` is a name as `run` takes it (``"snapkv+think"``), or a Chain of stages of
+    your own.
 
     Answers are stored below ``results`` as those of `run` are: the same call again measures what is missing. Raises
     UsageError naming the key and the value of a setting that is not possible.
@@ -102,13 +103,13 @@ def _rows(
             except TypeError:
                 raise UsageError(f"row {number} of data cannot be encoded: {row[:40]!r}") from None
             yield {"id": str(number), "prompt": row, "answers": [reference]}
-        elif isinstance(row, Mapping) and any({*keys, "answers"} <= row.keys() for keys in PROMPTS):
+        elif isinstance(row, Mapping) and any(row.keys() >= {*keys} for keys in ROWS):
             yield {"id": str(number), **row}
         else:
             has = ", ".join(map(str, row)) if isinstance(row, Mapping) else repr(row)
             raise UsageError(
-                f"row {number} of data has {has}: a row is a text, or a mapping with answers and a prompt, or with "
-                "answers, a context and a question"
+                f"row {number} of data has {has}: a row is a text, or a mapping with answers and a prompt, with "
+                "answers, a context and a question, or with a context and questions"
             )
 
 

@@ -44,6 +44,7 @@ class DatasetConfig:
     tasks: tuple[str, ...] = identity(default=())
     label: str = runtime(default="")
     default_limit: int | None = runtime(default=None)
+    query_aware: bool | None = identity(default=None)  # of a grid
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,8 @@ def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
     If the model's entry states a template for this policy (off, on, skip or a Jinja text), that is used.
     """
     policy = dict(raw["prompt"])
+    if isinstance(policy["query_aware"], list):
+        policy["query_aware"] = None  # each dataset has its own
     template = model.prompt_templates.get(policy["name"])
     if template in TEMPLATES:
         policy["template"] = template
@@ -274,12 +277,19 @@ def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
         tasks_by_dataset = [str(t).partition("/") for t in raw["tasks"]]
         task_names = [task for owner, _, task in tasks_by_dataset if owner == name]
         tasks = () if "" in task_names else tuple(dict.fromkeys(task_names))
-        axes = list(grids(entry, entries("dataset").get(name, {})))
+        asked = raw["prompt"]["query_aware"]
+        if isinstance(asked, list):
+            for value in asked:
+                check("query_aware", value, isinstance(value, bool), "true, false, or both")
+        axes = [("query_aware", asked)] if isinstance(asked, list) else []
+        axes += list(grids(entry, entries("dataset").get(name, {})))
         for values in itertools.product(*(v for _, v in axes)):
             knobs = {**entry, **{k: v for (k, _), v in zip(axes, values, strict=True)}}
+            aware = knobs.pop("query_aware", None)
             limit = knobs.pop("default_limit", None)
-            label = ",".join(f"{k}={v}" for (k, _), v in zip(axes, values, strict=True))
-            yield DatasetConfig(name, knobs, tasks, label, limit)
+            shown = {k: str(v).lower() if k == "query_aware" else v for (k, _), v in zip(axes, values, strict=True)}
+            label = ",".join(f"{k}={v}" for k, v in shown.items())
+            yield DatasetConfig(name, knobs, tasks, label, limit, aware)
 
 
 def plain(error: Exception) -> str:

@@ -21,12 +21,13 @@ from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners
 from kvbench.run.plan import Group
 from kvbench.run.provenance import local_changes, provenance
+from kvbench.run.refusals import ModelChanged
 from kvbench.run.report import Report
 from kvbench.run.results import CellRecord, Facts
 from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
 from kvbench.run.run_plan import prepare as prepare
-from kvbench.run.runner import ModelChanged, run_group
+from kvbench.run.runner import run_group
 from kvbench.run.summary import collect, summarise
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.spread import left_out
@@ -249,10 +250,15 @@ def settings(prepared: RunPlan) -> str:
         prompt.append(f"template {cfg.prompt.template}")
     if not cfg.prompt.bos:
         prompt.append("no special tokens")
-    parts.append(", ".join(prompt + ([] if cfg.prompt.query_aware else ["question withheld"])))
+    # by dataset, and by its knobs where these are a grid
+    columns = {" ".join([g.task.id.partition("/")[0], *g.column.split()[1:]]): g.task for g in prepared.groups}
+    withheld = [name for name, task in columns.items() if not cfg.prompt.aware(task)]
+    if withheld:
+        prompt.append("question withheld" + ("" if len(withheld) == len(columns) else f" in {' and '.join(withheld)}"))
+    parts.append(", ".join(prompt))
     if cfg.sampling.temperature:
         parts.append(f"temperature {cfg.sampling.temperature:g}, top_p {cfg.sampling.top_p:g}")
-    return "; ".join(parts) + "."
+    return "; ".join(dict.fromkeys(parts)) + "."
 
 
 def stop_tokens(prepared: RunPlan) -> frozenset[int]:

@@ -16,6 +16,7 @@ from kvbench.example import Example
 from kvbench.run.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
+from kvbench.tasks.turns import encode_turns
 
 
 def default_rows(device: torch.device) -> int:
@@ -27,6 +28,8 @@ def encode_prompt(
     tokenizer: Tokenizer, example: Example, task: Task, policy: PromptPolicy, context: int | None
 ) -> Encoded:
     """Return the example's prompt as token ids, cut so that its longest answer still fits into ``context`` tokens."""
+    if example.turns:
+        return encode_turns(tokenizer, example, task, policy, context)
     longest = None if context is None else context - example.max_new_tokens
     return encode(tokenizer, example, task, policy, longest)
 

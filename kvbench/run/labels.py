@@ -47,6 +47,7 @@ def fields(identity: Identity) -> dict[str, object]:
         "prompt": {k: v for k, v in policy.items() if k != "query_aware"} if policy else prompt,
         "query_aware": policy.get("query_aware"),
         "dtype": model.get("dtype") if isinstance(model, Mapping) else None,
+        **({"turns": identity["turns"]} if "turns" in identity else {}),
     }
 
 

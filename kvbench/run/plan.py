@@ -145,6 +145,8 @@ def build_groups(
             _check_through_cache(dataset.name, knobs, chains)
             knobs["windows"] = "llamacpp"
         tasks = load_tasks(dataset.name, knobs, dataset.tasks, tokenizer, cfg.data_root, chat)
+        if dataset.query_aware is not None:
+            tasks = [replace(t, query_aware=dataset.query_aware) for t in tasks]
         for task in tasks:
             check_installed(task.metric)
             column = f"{task.id} {dataset.label}".strip()
@@ -161,9 +163,12 @@ def build_groups(
                 "prompt": prompt_identity if likelihood else {**prompt_identity, "context": context},
                 "decoding": {} if likelihood else decoding,
                 "metric": {"name": task.metric, "revision": metric(task.metric).revision},
+                **({"turns": task.turns} if task.turns else {}),
                 **({"fidelity": dict(IDENTITY)} if cfg.fidelity or task.fidelity else {}),
             }
             cells = tuple(Cell({**base, "chain": identify(c.chain)}, c.chain, c.label, task, column) for c in chains)
+            if task.turns and "fidelity" in base:
+                raise UsageError(f"{task.id}: fidelity=true is not possible where a context has several questions")
             check(tokenizer, task, policy)
             _check_answers(task, context)
             _check_chunks(task, [c.chain for c in chains])

@@ -31,6 +31,7 @@ class QueuedRow:
 
     cut: the tokens cut out of the prompt.
     fidelity: the cache beside the full one by kind of text, once they were compared.
+    turn: which of a context's questions it answers; None for a prompt with one.
     """
 
     cell: Cell
@@ -40,6 +41,12 @@ class QueuedRow:
     cut: int
     ending: Ending
     fidelity: Mapping[str, TextFidelity] | None = None
+    turn: int | None = None
+
+    @property
+    def asked(self) -> Example:
+        """Return the example that the answer is scored by."""
+        return self.example if self.turn is None else self.example.asked(self.turn)
 
     @property
     def cost(self) -> int:

@@ -31,6 +31,7 @@ class CellResult:
     status: measured, missing, refused or failed.
     settings: the settings that ``labels.fields`` returns.
     floor: whether a full cache's scores say nothing; None for other cells.
+    fall_beside_full: the fall from a context's first question to its last minus the full cache's.
     """
 
     task: str
@@ -42,6 +43,7 @@ class CellResult:
     floor: bool | None = None
     summary: CellSummary | None = None
     delta: Delta | None = None
+    fall_beside_full: Delta | None = None
 
     def record(self) -> dict[str, object]:
         """Return the cell as ``--json`` prints it."""
@@ -52,6 +54,7 @@ class CellResult:
             **({"reason": self.reason} if self.status in ("refused", "failed") else {}),
             **({} if self.summary is None else self.summary.record()),
             **({} if self.delta is None else {"delta": self.delta.mean, "delta_ci": self.delta.ci}),
+            **({} if self.fall_beside_full is None else {"fall_beside_full": asdict(self.fall_beside_full)}),
         }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvbench.errors import UsageError
 from kvbench.run.fidelity import FidelitySummary, TextFidelity
+from kvbench.run.turns import TurnAnswer, TurnsSummary
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -48,6 +49,7 @@ class Sample:
     attended: the mean number of tokens that a masking method reads.
     provenance: an index into the provenance of the cell's record.
     fidelity: the cache beside the full one by kind of text, where that was asked for.
+    turns: the answers to the questions of a context that has several; ``score`` is their mean.
     """
 
     id: str
@@ -74,6 +76,7 @@ class Sample:
     decode_peak: int | None = None
     provenance: int | None = None
     fidelity: Mapping[str, TextFidelity] | None = None
+    turns: tuple[TurnAnswer, ...] | None = None
     more: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
@@ -90,6 +93,8 @@ class Sample:
             known["answers"] = tuple(line["answers"])
         if "fidelity" in line:
             known["fidelity"] = {kind: TextFidelity.read(record) for kind, record in line["fidelity"].items()}
+        if "turns" in line:
+            known["turns"] = tuple(TurnAnswer(**turn | {"answers": tuple(turn["answers"])}) for turn in line["turns"])
         timing = {key: line["timing"][key] for key in _field_names(Timing) if key in line["timing"]}
         return cls(**known | {"timing": Timing(**timing), "more": _unknown_fields(cls, line)})
 
@@ -98,6 +103,8 @@ class Sample:
         known = {name: getattr(self, name) for name in _field_names(Sample)}
         if self.fidelity is not None:
             known["fidelity"] = {kind: asdict(text) for kind, text in self.fidelity.items()}
+        if self.turns is not None:
+            known["turns"] = [asdict(turn) for turn in self.turns]
         known["timing"] = {k: v for k, v in asdict(self.timing).items() if v is not None}
         always = ("nominal", "score")
         return {k: v for k, v in known.items() if k in always or v is not None} | dict(self.more)
@@ -193,7 +200,7 @@ class ScoreSummary:
 
     def record(self) -> dict[str, object]:
         """Return the summary as the JSON of metrics.json, without the status."""
-        return {k: v for k, v in asdict(self).items() if k not in ("buckets", "fidelity") or v}
+        return {k: v for k, v in asdict(self).items() if k not in ("buckets", "fidelity", "questions") or v}
 
 
 @dataclass(frozen=True)
@@ -216,7 +223,10 @@ class BucketScore:
 
 @dataclass(frozen=True)
 class CellSummary(ScoreSummary):
-    """The means over a cell's samples; ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum."""
+    """The means over a cell's samples; ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum.
+
+    questions: the scores by question, where contexts have several.
+    """
 
     prompt_tokens: float
     kept: float
@@ -237,6 +247,7 @@ class CellSummary(ScoreSummary):
     buckets: Mapping[str, BucketScore]
     timing: MeanTiming
     fidelity: Mapping[str, FidelitySummary] = field(default_factory=dict)
+    questions: TurnsSummary | None = None
 
 
 def share(payload16: float, overhead16: float, full16: float) -> float:

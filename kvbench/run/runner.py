@@ -5,9 +5,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,36 +18,28 @@ from kvbench.engine.decode import extend_cache
 from kvbench.engine.finite import no_answer
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
-from kvbench.engine.prefill import check_capacity, check_window, prefill_chains
-from kvbench.errors import KvbenchError, Refused, UsageError, ending, say
+from kvbench.engine.prefill import check_capacity, prefill_chains
+from kvbench.errors import KvbenchError, Refused, ending, say
 from kvbench.example import Example
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
 from kvbench.metrics import score
 from kvbench.models.interface import attached
 from kvbench.run import forced
+from kvbench.run.asking import Asking, sample_of
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
 from kvbench.run.plan import Cell, Group, pending, with_full
 from kvbench.run.queue import DecodeQueue, QueuedRow, in_parts
-from kvbench.run.results import Facts, Sample, Timing
+from kvbench.run.refusals import ModelChanged, unfit
+from kvbench.run.results import Facts, Sample
 from kvbench.run.store import ResultStore
 from kvbench.run.store_writer import Writer
+from kvbench.tasks.prompt import Encoded
+from kvbench.tasks.turns import EncodedTurns
 
 REASON_LENGTH = 300
 Result = TypeVar("Result")
-
-
-class ModelChanged(KvbenchError):
-    """The error for a method that changed the model itself, which makes all later measurements meaningless.
-
-    ``cells`` are the ids of the cells to refuse.
-    """
-
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        names = " or ".join(dict.fromkeys(c.chain.name for c in cells))
-        super().__init__(f"{names} changes the model (its weights or configuration) and leaves it changed")
-        self.cells = {c.id for c in cells}
 
 
 @dataclass
@@ -67,6 +59,8 @@ class GroupRun:
     def __post_init__(self) -> None:
         self.model_before = state_of(self.host.model) if self.foreign else None
         self.queue = DecodeQueue(self.host.model, self.host.most_rows, self.host.memory)
+        self.asking: dict[tuple[str, str], Asking] = {}  # by the ids of cell and example
+        self.context: tuple[Sequence[int], dict[Any, Cache]] = ((), {})  # the last one's ids and caches
 
     def run(self, examples: Sequence[Example], todo: Mapping[str, Sequence[Cell]]) -> None:
         """Answer every example for its cells. An error of one cell takes only that cell out of the run."""
@@ -89,8 +83,7 @@ class GroupRun:
         self.listeners.reading(cells[0].column)
         try:
             encoded = self.host.encode(example, cells[0].task)
-            ids = torch.tensor(encoded.ids)
-            check_capacity(self.host.model, len(ids))
+            check_capacity(self.host.model, len(encoded.ids))
         except Exception as error:
             for cell in cells:
                 self.fail(cell, error, example)
@@ -98,7 +91,7 @@ class GroupRun:
         cells = self._fitting(cells, len(example.tokens) or len(encoded) + example.max_new_tokens, example)
         cells = with_full(cells)
         rows = []
-        for cell, cache in self._prefill(ids, cells):
+        for cell, cache in self._caches(encoded, cells):
             try:
                 if isinstance(cache, Exception):
                     raise cache
@@ -121,6 +114,8 @@ class GroupRun:
             rows = self.compare(example, rows, full)
         if example.tokens:
             self.force(example, rows, full)
+        elif isinstance(encoded, EncodedTurns):
+            self.ask([Asking(self.host, row, encoded, row.cache) for row in rows])
         else:
             # rows decoded to make room for one cache may have failed the cell of another
             active = self.active([r.cell for r in rows])
@@ -128,20 +123,58 @@ class GroupRun:
                 if row.cell in active:
                     self.queue.add(row)
 
+    def ask(self, askings: Sequence[Asking]) -> None:
+        """Queue the first question of each compressed context, or all of them where they are isolated."""
+        for asking in askings:
+            self.asking[asking.row.cell.id, asking.row.example.id] = asking
+        count = max((len(a.encoded.questions) if a.isolated else 1 for a in askings), default=0)
+        for turn in range(count):
+            for asking in askings:
+                while not self.queue.takes(1):
+                    self.finish()
+                self.ask_one(asking, turn)
+
+    def ask_one(self, asking: Asking, turn: int) -> None:
+        """Queue one question of a compressed context."""
+        cell, example = asking.row.cell, asking.row.example
+        try:
+            if self.active([cell]):
+                self.queue.add(self._with_room(partial(asking.ask, turn)))
+        except Refused as reason:
+            self.refuse(cell, str(reason), example)
+        except Exception as error:
+            self.fail(cell, error, example)
+
     def _with_room(self, work: Callable[[], Result]) -> Result:
-        """Return the result of ``work``. If memory runs out while rows are queued, decode them and call it again."""
+        """Return the result of ``work``. If memory runs out, decode the rows that are queued and call it again."""
         try:
             return work()
         except Exception as error:
-            if not (is_out_of_memory(error) and len(self.queue)):
+            if not (is_out_of_memory(error) and (len(self.queue) or self.context[1])):
                 raise
+        self.context = (), {}
         release()
         while len(self.queue):
             self.finish()
         return work()
 
-    def _prefill(self, ids: torch.Tensor, cells: Sequence[Cell]) -> list[tuple[Cell, Cache | Exception]]:
-        """Return (cell, cache) for each cell, or (cell, exception) if its prefill failed."""
+    def _caches(self, encoded: Encoded, cells: Sequence[Cell]) -> list[tuple[Cell, Cache | Exception]]:
+        """Return (cell, cache) for each cell, or (cell, exception) if its prefill failed.
+
+        Where questions are withheld, examples that follow each other with equal contexts share their caches.
+        """
+        ids, known = self.context
+        self.context = (), {}  # freed before others come
+        caches: dict[Any, Cache | Exception] = {**known} if encoded.question and ids == encoded.ids else {}
+        del known
+        missing = [c for c in cells if (c.id, c.hidden) not in caches]
+        caches.update(((c.id, c.hidden), cache) for c, cache in self._prefill(encoded.ids, missing))
+        if encoded.question:
+            self.context = encoded.ids, {key: x for key, x in caches.items() if isinstance(x, Cache)}
+        return [(c, caches[c.id, c.hidden]) for c in cells]
+
+    def _prefill(self, prompt: Sequence[int], cells: Sequence[Cell]) -> list[tuple[Cell, Cache | Exception]]:
+        ids = torch.tensor(prompt)
 
         def prefill_together(part_cells: Sequence[Cell]) -> list[Cache]:
             chains = [c.chain for c in part_cells]
@@ -197,7 +230,7 @@ class GroupRun:
             ids = outcome.tokens[:-1] if outcome.tokens and outcome.tokens[-1] in row.ending.stop else outcome.tokens
             try:
                 text = self.host.tokenizer.decode(ids, skip_special_tokens=True)
-                value = score(row.cell.task.metric, row.cell.task.answer(text), row.example)
+                value = score(row.cell.task.metric, row.cell.task.answer(text), row.asked)
             except Exception as error:
                 self.fail(row.cell, error, row.example)
             else:
@@ -217,36 +250,23 @@ class GroupRun:
                 decode_peak = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
                 if answer.stored is not None:
                     check_bytes(row.cache, answer.stored, *self.host.shape())
-            capacity = cell.chain.capacity(row.measured.n)
+            if row.turn is None:
+                sample: Sample | None = sample_of(row, answer, text, value, decode_peak)
+            else:
+                asking = self.asking[cell.id, example.id]
+                sample = self._with_room(partial(asking.record, row, answer, text, value, decode_peak))
         except Refused as reason:
             self.refuse(cell, str(reason), example)
             return
         except Exception as error:
             self.fail(cell, error, example)
             return
+        if sample is None:
+            if not asking.isolated:
+                self.ask_one(asking, len(asking.answered))
+            return
+        self.asking.pop((cell.id, example.id), None)
         self.store.clear_refusal(cell.id, example.id)
-        sample = Sample(
-            id=example.id,
-            **asdict(row.measured),
-            cut=row.cut,
-            shrunk=bool(capacity and capacity.shrunk),
-            new_tokens=len(answer.tokens),
-            meta=dict(example.meta),
-            timing=Timing(
-                prefill_s=round(row.cache.prefill_s, 6),
-                compress_s=round(row.cache.compress_s, 6),
-                decode_s=round(answer.seconds, 6),
-                batch_rows=answer.rows,
-                batch_factor=None if answer.factor is None else round(answer.factor, 3),
-            ),
-            prediction=text,
-            score=value,
-            answers=None if example.tokens else tuple(example.answers),
-            # methods that mask attend fewer tokens than they hold
-            attended=None if example.tokens else answer.attended,
-            decode_peak=decode_peak,
-            fidelity=row.fidelity,
-        )
         self.writers[cell.id].append(sample.record())
         self.listeners.stored(cell, sample)
 
@@ -265,7 +285,12 @@ class GroupRun:
         recorded = f"{reason} (example {example.id})"
         self.refused[cell.id] = recorded
         self.store.refuse(cell, recorded, example.id)
+        self.drop(cell)
+
+    def drop(self, cell: Cell) -> None:
+        """Forget the waiting rows and the unfinished contexts of a cell."""
         self.queue.drop(cell.id)
+        self.asking = {key: asking for key, asking in self.asking.items() if key[0] != cell.id}
 
     def fail(self, cell: Cell, error: Exception, example: Example) -> None:
         """Take the cell out of this run and record why. Its samples stay, and the next run tries the others again."""
@@ -279,32 +304,14 @@ class GroupRun:
         with suppress(OSError):
             trace.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         say(f"{cell.label} on {cell.column} failed: {self.failed[cell.id]}; see {trace}")
-        self.queue.drop(cell.id)
+        self.drop(cell)
 
     def _fitting(self, cells: Sequence[Cell], tokens: int, example: Example) -> list[Cell]:
-        """Return the cells that can run a text of ``tokens``, and refuse the others.
-
-        Beyond a sliding window only the full cache can run. Beyond the model's context, texts to be scored
-        (``example.tokens``) need rolled positions; prompts to be answered were cut to the context already.
-        """
-        fitting = []
-        context = self.host.context
-        exceeds_context = bool(example.tokens) and context is not None and tokens > context
+        """Return the cells that can run a text of ``tokens``, and refuse the others."""
         for cell in cells:
-            selector = cell.chain.selector
-            if exceeds_context and not (selector and selector.rolled):
-                reason = (
-                    f"a text of {tokens} tokens exceeds the model's context of {context}: lower length=, or stream it "
-                    "with positions that roll (method=streamingllm mode=rolled)"
-                )
+            if reason := unfit(self.host, cell, tokens, example):
                 self.refuse(cell, reason, example)
-                continue
-            try:
-                check_window(self.host.model, tokens, [cell.chain])
-                fitting.append(cell)
-            except UsageError as error:
-                self.refuse(cell, str(error), example)
-        return fitting
+        return [c for c in cells if c.id not in self.refused]
 
 
 def run_group(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -17,6 +17,7 @@ from kvbench.run.plan import Cell, Group
 from kvbench.run.report import CellResult, Delta, Report, ReportColumn, ReportRow, RowMeans
 from kvbench.run.results import BucketScore, CellSummary, MeanTiming, Sample, share
 from kvbench.run.store import ResultStore
+from kvbench.run.turns import Contexts, fall_beside, summarise_turns
 from kvbench.tasks.longbench import BUCKETS
 
 
@@ -72,7 +73,13 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
             batch_factor=fmean(factors) if factors else None,
         ),
         fidelity=_fidelity(samples),
+        questions=summarise_turns(_contexts(samples), name, [s.payload + s.overhead for s in samples]),
     )
+
+
+def _contexts(samples: Iterable[Sample]) -> Contexts:
+    """Return the answers to each context's questions, {} if the samples are of prompts with one."""
+    return {s.id: s.turns for s in samples if s.turns}
 
 
 def _fidelity(samples: Sequence[Sample]) -> dict[str, FidelitySummary]:
@@ -164,7 +171,18 @@ def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
         floor = at_floor(group.task, [s.score for s in samples.values() if s.score is not None])
     summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
     delta = _delta(group, cell, samples, store)
-    return replace(result, status="measured", floor=floor, summary=summary, delta=delta)
+    beside = _fall_beside_full(group, cell, samples, store)
+    return replace(result, status="measured", floor=floor, summary=summary, delta=delta, fall_beside_full=beside)
+
+
+def _fall_beside_full(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultStore) -> Delta | None:
+    """Return a method's fall from a context's first question to its last minus the full cache's, if there are both."""
+    full = next((c for c in group.cells if not c.chain.stages), None)
+    if full is None or not cell.chain.stages or store.refusal(full.id) is not None:
+        return None
+    contexts = _contexts(samples.values())
+    difference = fall_beside(contexts, _contexts(store.samples(full.id).values()), group.task.metric)
+    return None if difference is None else Delta(*difference)
 
 
 def _delta(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultStore) -> Delta | None:

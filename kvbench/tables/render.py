@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.metrics import metric
 from kvbench.metrics.stats import FEWEST
-from kvbench.tables import fidelity, writers
+from kvbench.tables import fidelity, turns, writers
 from kvbench.tables.table import Table
+from kvbench.tables.table import size as size
 
 if TYPE_CHECKING:
     from kvbench.run.report import CellResult, Report, ReportColumn, RowMeans
@@ -23,6 +24,7 @@ CSV_FIELDS = (
     *("percent_of_full", "payload_kv_head", "payload_query_head", "attended", "decode_peak", "evicts"),
     *("cell", "reason"),
     *(f"{kind}_{name}" for kind in fidelity.TEXTS for name in fidelity.CSV_FIELDS),
+    *(f"turns_{name}" for name in turns.CSV_FIELDS),
 )
 ATTENDED = "attended\n%"
 EVICTS = "evicts"
@@ -56,7 +58,7 @@ def sheets(report: Report) -> list[Table]:
     if not _masks(report):
         storage = [c for c in storage if c[0] != ATTENDED]
     names = ("method", *(_wrap(r.method) for r, _ in measured))
-    return [*out, *fidelity.sheets(report), *Table(*_transposed(names, storage)).folded()]
+    return [*out, *turns.sheets(report), *fidelity.sheets(report), *Table(*_transposed(names, storage)).folded()]
 
 
 def _falls(column: ReportColumn) -> bool:
@@ -137,14 +139,6 @@ def _number(value: float | None, sign: bool = False) -> str:
     return text.replace("-", "−")
 
 
-def size(n: float) -> str:
-    """Return a number of bytes as text in the largest unit that it reaches: ``1.5 MiB``."""
-    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= unit_bytes:
-            return f"{n / unit_bytes:.1f} {unit}"
-    return f"{n:.0f} B"
-
-
 def _by_chance(cells: Sequence[CellResult]) -> str:
     """Return a note on how many stars to expect if no difference were real; '' for fewer than ten intervals."""
     shown = sum(c.delta is not None and c.delta.ci is not None for c in cells)
@@ -178,7 +172,7 @@ def legend(report: Report) -> list[str]:
             "above 100. compress ms: what methods share is counted with the first of them. ms/token is a share of the "
             "decode batch that all methods ran in; speed claims come from `make bench-overhead`."
         )
-    lines += fidelity.legend(report)
+    lines += [*turns.legend(report), *fidelity.legend(report)]
     if any("\n" in _payload(m.payload, m.payload_kv_head, m.payload_query_head) for m in means):
         lines.append(
             "q, kv: payload of as many tokens under per=query_head or kv_head, by formula; % of full is of those held."
@@ -217,4 +211,4 @@ def records(report: Report) -> Iterator[dict[str, Any]]:
         for cell in row.cells:
             intervals = {"ci": cell.summary and cell.summary.ci, "delta_ci": cell.delta and cell.delta.ci}
             ends = {f"{k}_{end}": ci[i] for k, ci in intervals.items() if ci for i, end in ENDS}
-            yield {"method": row.method, **cell.record(), **ends, **fidelity.record(cell)}
+            yield {"method": row.method, **cell.record(), **ends, **fidelity.record(cell), **turns.record(cell)}

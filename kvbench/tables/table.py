@@ -83,3 +83,11 @@ class Table:
 def lines(text: str) -> list[str]:
     """Return the lines of a cell, at least one."""
     return visible(text).split("\n")
+
+
+def size(n: float) -> str:
+    """Return a number of bytes as text in the largest unit that it reaches: ``1.5 MiB``."""
+    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= unit_bytes:
+            return f"{n / unit_bytes:.1f} {unit}"
+    return f"{n:.0f} B"

@@ -15,11 +15,14 @@ from kvbench.errors import UsageError, unknown
 from kvbench.example import Example
 from kvbench.files import check_ends
 from kvbench.metrics.text import first_line
-from kvbench.tasks.knobs import whole
+from kvbench.tasks.knobs import one_of, whole
 from kvbench.tasks.source import Files, data_root
 from kvbench.tasks.spread import spread
 
 ROWS = "kvbench.tasks.rowset.load"
+TURNS = ("isolated", "gold", "own")
+"""What a context's cache holds when its next question comes: nothing of the questions before, those with their
+references, or those with the model's own answers."""
 
 
 class Tokenizer(Protocol):
@@ -52,6 +55,9 @@ class Task:
     grid: the keys of ``meta`` over which a limit spreads (a needle's depth); without any it takes the first examples.
     lead: the beginning of a sentence that the prompt asks to complete; it is scored in front of the answer.
     fidelity: every method is compared with the full cache, token by token, whether the run asks for that or not.
+    query_aware: whether the question is read before the context is compressed, where the run does not say.
+    turns: what a context's cache holds when its next question comes, one of TURNS; '' unless examples have ``turns``.
+    beside: metrics whose means are recorded beside the score of examples with ``turns``.
     """
 
     id: str
@@ -70,6 +76,9 @@ class Task:
     grid: tuple[str, ...] = ()
     lead: str = ""
     fidelity: bool = False
+    query_aware: bool = True
+    turns: str = ""
+    beside: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.examples:
@@ -112,7 +121,9 @@ class Task:
         """Return the SHA-256 of all examples, which identifies the data of a cell."""
         digest = hashlib.sha256()
         for example in self.examples:
-            digest.update(json.dumps(asdict(example), sort_keys=True, default=str).encode())
+            # without fields that only some datasets have, so that the others keep their ids
+            content = {k: v for k, v in asdict(example).items() if k != "turns" or v}
+            digest.update(json.dumps(content, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
 
@@ -130,7 +141,8 @@ def load_tasks(
     environment names); one that builds only what was asked for takes ``selection``; one that counts tokens takes
     ``tokenizer``; one whose answers are longer behind a chat template takes ``chat``; one with many knobs takes them as
     ``knobs``, a dataclass. Where a loader leaves the length of answers to the data, the entry's ``max_new_tokens``
-    replaces it.
+    replaces it. ``turns`` is set where examples are contexts with several questions, of which ``questions`` takes the
+    first.
 
     ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``); empty means all.
     """
@@ -145,6 +157,8 @@ def load_tasks(
     form = get_type_hints(loader)["knobs"] if "knobs" in parameters else None
     knob_names = [f.name for f in fields(form)] if form else parameters
     max_new_tokens = None if "max_new_tokens" in knob_names else knobs.pop("max_new_tokens", None)
+    turns = one_of(dataset, "turns", knobs.pop("turns"), TURNS) if "turns" in knobs else ""
+    most = knobs.pop("questions", None) if "questions" not in knob_names else None
     options = {k: v for k, v in offered.items() if k in parameters}
     tasks: list[Task] = loader(dataset=dataset, **options, **({"knobs": form(**knobs)} if form else knobs))
     if max_new_tokens is not None:
@@ -152,6 +166,10 @@ def load_tasks(
         tasks = [
             replace(t, examples=tuple(replace(e, max_new_tokens=max_new_tokens) for e in t.examples)) for t in tasks
         ]
+    if most is not None:
+        whole(dataset, "questions", most)
+        tasks = [replace(t, examples=tuple(replace(e, turns=e.turns[:most]) for e in t.examples)) for t in tasks]
+    tasks = [replace(t, turns=turns) if t.examples[0].turns else t for t in tasks]
     by_name = {t.id.partition("/")[2]: t for t in tasks}
     for wanted in selection:
         if wanted not in by_name:

@@ -118,7 +118,7 @@ def load(
             raise unknown(f"task of dataset {dataset}", name, names(split))
     wanted = tuple(selection) or names(split)
     paths = _paths(files, {name: places(name, split, folder) for name in wanted})
-    prompts, lengths = _official(files, PROMPTS), _official(files, LENGTHS)
+    prompts, lengths = official(files, PROMPTS), official(files, LENGTHS)
     tasks = []
     for name, path in paths.items():
         spec, template, limit = TASKS[name], prompts.get(name), lengths.get(name)
@@ -166,7 +166,8 @@ def _paths(files: Files, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Pat
     return paths
 
 
-def _official(files: Files, name: str) -> Mapping[str, object]:
+def official(files: Files, name: str) -> Mapping[str, object]:
+    """Return one of LongBench's two official files: prompts or lengths of answers by task."""
     path = files.path(f"{FOLDER}/{name}")
     content = parse(path, "", read_text(path, f"dataset={files.dataset}"))
     if not isinstance(content, dict):

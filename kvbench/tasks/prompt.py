@@ -31,7 +31,8 @@ class PromptPolicy:
     max_length: the most tokens of a prompt without template, special tokens counted; None for context minus answer.
     min_new_tokens: the least tokens of an answer for every task; None to take each task's own.
     system: the text of a system message, used with the template.
-    query_aware: False compresses the context before the question is known, which is then appended whole.
+    query_aware: False compresses the context before the question is known, which is then appended whole; None for what
+    each task has.
     frame: the text of a chat template in place of the tokenizer's own, where a paper's script had one.
     bos: False leaves out the special tokens that the tokenizer puts around a text; a template has its own.
     """
@@ -42,7 +43,7 @@ class PromptPolicy:
     max_length: int | None = None
     min_new_tokens: int | None = None
     system: str | None = None
-    query_aware: bool = True
+    query_aware: bool | None = None
     frame: str | None = None
     bos: bool = True
 
@@ -56,13 +57,21 @@ class PromptPolicy:
                 raise UsageError(f"{key}={value!r} is not possible: a whole number, {low} or more")
         if not isinstance(self.system, (str, type(None))):
             raise UsageError(f"prompt.system={self.system!r} is not possible: a text, in quotes if it is a number")
-        for key in ("query_aware", "bos"):
-            if not isinstance(getattr(self, key), bool):
-                raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: true or false")
+        if not isinstance(self.query_aware, bool | None):
+            raise UsageError(f"prompt.query_aware={self.query_aware!r} is not possible: true, false, or null for both")
+        if not isinstance(self.bos, bool):
+            raise UsageError(f"prompt.bos={self.bos!r} is not possible: true or false")
 
     def templated(self, task: Task) -> bool:
         """Tell if this task's prompts go through the chat template."""
         return self.template == "on" or (self.template == "skip" and task.chat)
+
+    def aware(self, task: Task) -> bool:
+        """Tell if the question of this task's prompts is read before the context is compressed.
+
+        It never is where a context has several, since one cache cannot be made for each of them.
+        """
+        return not task.turns and (task.query_aware if self.query_aware is None else self.query_aware)
 
     def render(self, tokenizer: Any, content: str) -> str:
         """Return the text of one user message inside the chat template, ready for the answer."""
@@ -72,26 +81,36 @@ class PromptPolicy:
                 "tokenizer has no chat template: use prompt=plain or template=off, or give one with "
                 "model.chat_template="
             )
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        messages.append({"role": "user", "content": content})
+        return self.rendered(tokenizer, [{"role": "user", "content": content}])
+
+    def rendered(self, tokenizer: Any, talk: list[dict[str, str]]) -> str:
+        """Return the text of a talk inside the chat template, ready for the answer to its last message."""
+        messages = [*([{"role": "system", "content": self.system}] if self.system else []), *talk]
         options = {} if self.frame is None else {"chat_template": self.frame}
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
         except Exception as error:
             raise UsageError(f"the model's chat template cannot be applied: {error}") from None
 
+    def between(self, tokenizer: Any) -> str:
+        """Return what a chat template puts between an answer and the user's next message."""
+        talk = [{"role": role, "content": f"{SENTINEL}{i}."} for i, role in enumerate(("user", "assistant", "user"))]
+        return self.rendered(tokenizer, talk).partition(f"{SENTINEL}1.")[2].partition(f"{SENTINEL}2.")[0]
+
     def identity(self, task: Task, tokenizer: Any) -> dict[str, Any]:
         """Return the policy's settings for one task, with the template's text and without the preset's name."""
         if task.examples[0].tokens:
             return {"text": "as tokens"}
         frame = self.render(tokenizer, SENTINEL) if self.templated(task) else ""
-        bare = not (self.bos or frame) and list(tokenizer.encode(SENTINEL)) != _plain(tokenizer, SENTINEL)
+        if frame and task.turns in ("gold", "own"):
+            frame += self.between(tokenizer)
+        bare = not (self.bos or frame) and list(tokenizer.encode(SENTINEL)) != plain_ids(tokenizer, SENTINEL)
         return {
             "template": hashlib.sha256(frame.encode()).hexdigest()[:16] if frame else False,
             "system": self.system if frame else None,
-            "truncation": self.truncation,
+            "truncation": "tokens" if task.turns else self.truncation,
             "max_length": self.max_length,
-            "query_aware": self.query_aware,
+            "query_aware": self.aware(task),
             **({"bos": False} if bare else {}),
         }
 
@@ -121,19 +140,19 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     """
     templated = policy.templated(task)
     question = _question(example, task, policy)
-    all_ids = list(tokenizer.encode(example.prompt)) if policy.bos else _plain(tokenizer, example.prompt)
+    all_ids = list(tokenizer.encode(example.prompt)) if policy.bos else plain_ids(tokenizer, example.prompt)
     limit = _limit(tokenizer, example, task, policy, room, all_ids)
     if limit is None or len(all_ids) <= limit:
         if not templated:
-            return _divide(tokenizer, all_ids, example.prompt, question, 0)
+            return part(tokenizer, all_ids, example.prompt, question, 0)
         text = policy.render(tokenizer, example.prompt)
-        return _divide(tokenizer, _plain(tokenizer, text), text, question, 0)
+        return part(tokenizer, plain_ids(tokenizer, text), text, question, 0)
     if policy.truncation == "tokens" and not templated:
         front = (limit + 1) // 2
         shortened = [*all_ids[:front], *all_ids[len(all_ids) - (limit - front) :]] if limit > front else all_ids[:front]
         held_back = _count(tokenizer, example.prompt, question)
         if held_back > limit - front:
-            raise _no_room(task)
+            raise no_room(task)
         divide = limit - held_back
         return Encoded(tuple(shortened[:divide]), tuple(shortened[divide:]), len(all_ids) - limit)
     half = limit // 2
@@ -142,13 +161,13 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
         for h in (all_ids[:half], all_ids[len(all_ids) - half :] if half else [])
     )
     if question and not content.endswith(question):
-        raise _no_room(task)
+        raise no_room(task)
     text = policy.render(tokenizer, content) if templated else content
-    ids = _plain(tokenizer, text) if templated or not policy.bos else list(tokenizer.encode(text))
+    ids = plain_ids(tokenizer, text) if templated or not policy.bos else list(tokenizer.encode(text))
     if room is not None and len(ids) > room:
         # tokenising again can give a few more tokens than were kept
         ids = [*ids[: room // 2], *ids[len(ids) - (room - room // 2) :]]
-    return _divide(tokenizer, ids, text, question, len(all_ids) - 2 * half)
+    return part(tokenizer, ids, text, question, len(all_ids) - 2 * half)
 
 
 def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
@@ -156,13 +175,13 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     if policy.templated(task) and SENTINEL not in policy.render(tokenizer, SENTINEL):
         raise UsageError("the chat template drops the prompt: it does not print the message's content")
     for example in task.examples:
-        if not example.tokens:
+        if not (example.tokens or example.turns):
             _question(example, task, policy)
 
 
 def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
     """Return the question at the prompt's end, which ``query_aware=false`` withholds, or '' if the policy does not."""
-    if policy.query_aware:
+    if policy.aware(task):
         return ""
     if not example.question or not example.prompt.endswith(example.question):
         raise UsageError(
@@ -178,15 +197,15 @@ def _limit(
     """Return how many tokens of the prompt without template may stay, None if there is no limit."""
     available = room
     if room is not None and policy.templated(task):
-        framed = _plain(tokenizer, policy.render(tokenizer, example.prompt))
+        framed = plain_ids(tokenizer, policy.render(tokenizer, example.prompt))
         available = room - max(0, len(framed) - len(all_ids))
     limits = [x for x in (policy.max_length, available) if x is not None]
     if limits and min(limits) < 1:
-        raise _no_room(task)
+        raise no_room(task)
     return min(limits) if limits else None
 
 
-def _divide(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut: int) -> Encoded:
+def part(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut: int) -> Encoded:
     """Return the ids of ``text`` divided into context and question; together they are the ids of the whole text."""
     question_length = _count(tokenizer, text, question)
     return Encoded(tuple(ids[: len(ids) - question_length]), tuple(ids[len(ids) - question_length :]), cut)
@@ -201,14 +220,16 @@ def _count(tokenizer: Any, text: str, question: str) -> int:
     if getattr(tokenizer, "is_fast", False):
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return sum(end > start for _, end in offsets)
-    return len(_plain(tokenizer, text[start:]))
+    return len(plain_ids(tokenizer, text[start:]))
 
 
-def _plain(tokenizer: Tokenizer, text: str) -> list[int]:
+def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text without special tokens."""
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
-def _no_room(task: Task) -> UsageError:
+def no_room(task: Task) -> UsageError:
+    """Return the error for a limit that question, answer and template use up."""
     return UsageError(
         f"{task.id}: the limit leaves no room for a prompt (answer, question and template take it all); "
         "raise max_length or lower max_new_tokens"

@@ -20,7 +20,7 @@ def example(*answers: str, classes: tuple[str, ...] = ()) -> Example:
 
 ANSWERED = [name for name, m in METRICS.items() if m.shown is None]
 """Metrics of answers; likelihoods are measured while a text is read."""
-REFERENCES = {"letter": "B", "theorem": "True", "retrieval_zh": "段落3"}
+REFERENCES = {"letter": "B", "theorem": "True", "retrieval_zh": "段落3", "last_integer": "3"}
 """What the metrics of one kind of answer can score; all others score paragraph names too."""
 
 

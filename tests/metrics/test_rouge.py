@@ -8,7 +8,7 @@ from metrics import slow
 from rouge import Rouge
 from rouge_score.rouge_scorer import RougeScorer
 
-from kvbench.metrics.rouge import OFFICIAL_DEPTH, rouge1_stem, rouge_l
+from kvbench.metrics.rouge import OFFICIAL_DEPTH, rouge1_stem, rouge_l, rouge_n
 
 
 def package_rouge_l(prediction: str, reference: str) -> float:
@@ -99,3 +99,19 @@ def test_rouge1_equals_the_package():
     scorer = RougeScorer(["rouge1"], use_stemmer=True)
     for prediction, reference in slow.pairs(60, 80, seed=3):
         assert rouge1_stem(prediction, reference) == scorer.score(reference, prediction)["rouge1"].fmeasure
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_rouge_n_equals_the_package(n):
+    pairs = [
+        ("the cat sat", "the black cat sat"),
+        ("a b x. a b y", "a b"),
+        ("a b. c d", "b c d a b"),
+        ("one", "one two"),
+        ("x y z", "p q r"),
+        ("a a a b", "a a b b."),
+    ]
+    for prediction, reference in pairs:
+        want = Rouge().get_scores([prediction], [reference], avg=True)[f"rouge-{n}"]["f"]
+        assert rouge_n(prediction, reference, n) == pytest.approx(want, abs=1e-12), (prediction, reference)
+    assert rouge_n("", "a b", n) == rouge_n("...", "a b", n) == 0

@@ -1,0 +1,117 @@
+"""The samples of a run: of one answer, or of a context's questions that are answered from one compressed cache."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
+
+from kvbench.engine.batch import Answer
+from kvbench.engine.decode import extend_cache
+from kvbench.methods.prompt_cache import Cache
+from kvbench.metrics import score
+from kvbench.run.host import Host
+from kvbench.run.queue import QueuedRow
+from kvbench.run.results import Sample, Timing
+from kvbench.run.turns import TurnAnswer
+from kvbench.tasks.turns import EncodedTurns
+
+
+@dataclass(eq=False)
+class Asking:
+    """The questions of one context under one method, and what was answered so far.
+
+    row: the compressed context, from whose cache isolated questions branch.
+    cache: what the next question follows.
+    answered: by index of the question, its record, its answer and the most tokens that a head held meanwhile.
+    """
+
+    host: Host
+    row: QueuedRow
+    encoded: EncodedTurns
+    cache: Cache
+    answered: dict[int, tuple[TurnAnswer, Answer, int]] = field(default_factory=dict)
+
+    @property
+    def isolated(self) -> bool:
+        """True if questions do not see each other."""
+        return self.row.cell.task.turns == "isolated"
+
+    def ask(self, turn: int) -> QueuedRow:
+        """Return the row that answers a question, behind the reference of the one before where these are given."""
+        ids = self.encoded.questions[turn]
+        if turn and self.row.cell.task.turns == "gold":
+            ids = self.encoded.references[turn - 1] + ids
+        cache = extend_cache(self.host.model, self.cache, ids)
+        ending = self.host.ending(self.row.cell.task, self.row.example.asked(turn))
+        return replace(self.row, cache=cache, ending=ending, turn=turn)
+
+    def record(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
+        """Record the answer to a row's question. Return the context's sample once all of them are answered."""
+        assert row.turn is not None
+        task, asked = row.cell.task, row.asked
+        if not self.isolated:
+            self.cache = row.cache
+        if task.turns == "own" and (tokens := self._kept(row, answer)):
+            self.cache = extend_cache(self.host.model, row.cache, tokens)
+        known = TurnAnswer(
+            prediction=text,
+            score=value,
+            answers=asked.answers,
+            new_tokens=len(answer.tokens),
+            decode_s=round(answer.seconds, 6),
+            bytes=self.cache.nbytes(),
+            beside={name: score(name, task.answer(text), asked) for name in task.beside},
+        )
+        self.answered[row.turn] = known, answer, peak
+        if len(self.answered) < len(self.encoded.questions):
+            return None
+        turns, answers, peaks = zip(*(self.answered[i] for i in range(len(self.answered))), strict=True)
+        scores = [t.score for t in turns if t.score is not None]
+        attended = [a.attended for a in answers if a.attended is not None]
+        whole = replace(
+            answer,
+            tokens=[token for a in answers for token in a.tokens],
+            seconds=sum(a.seconds for a in answers),
+            rows=max(a.rows for a in answers),
+            factor=max((a.factor for a in answers if a.factor is not None), default=None),
+            attended=fmean(attended) if attended else None,
+        )
+        text = "\n".join(t.prediction.strip() for t in turns)
+        sample = sample_of(self.row, whole, text, fmean(scores) if scores else None, max(peaks))
+        return replace(sample, answers=None, turns=turns)
+
+    def _kept(self, row: QueuedRow, answer: Answer) -> list[int]:
+        """Return the tokens of an answer that stays, with a token that ends it unless the next question begins so."""
+        ended = bool(answer.tokens) and answer.tokens[-1] in row.ending.stop
+        if self.encoded.between:
+            return answer.tokens[:-1] if ended else answer.tokens
+        end = getattr(self.host.tokenizer, "eos_token_id", None)
+        return answer.tokens if ended or end is None else [*answer.tokens, int(end)]
+
+
+def sample_of(row: QueuedRow, answer: Answer, text: str, value: float | None, decode_peak: int) -> Sample:
+    """Return the sample to store of a row's answer, which passed the audit."""
+    example = row.example
+    capacity = row.cell.chain.capacity(row.measured.n)
+    return Sample(
+        id=example.id,
+        **asdict(row.measured),
+        cut=row.cut,
+        shrunk=bool(capacity and capacity.shrunk),
+        new_tokens=len(answer.tokens),
+        meta=dict(example.meta),
+        timing=Timing(
+            prefill_s=round(row.cache.prefill_s, 6),
+            compress_s=round(row.cache.compress_s, 6),
+            decode_s=round(answer.seconds, 6),
+            batch_rows=answer.rows,
+            batch_factor=None if answer.factor is None else round(answer.factor, 3),
+        ),
+        prediction=text,
+        score=value,
+        answers=None if example.tokens else tuple(example.answers),
+        # methods that mask attend fewer tokens than they hold
+        attended=None if example.tokens else answer.attended,
+        decode_peak=decode_peak,
+        fidelity=row.fidelity,
+    )

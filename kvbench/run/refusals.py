@@ -1,0 +1,43 @@
+"""Why cells are refused: texts that a method cannot run on a model, and methods that change the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvbench.engine.prefill import check_window
+from kvbench.errors import KvbenchError, UsageError
+from kvbench.example import Example
+from kvbench.run.host import Host
+from kvbench.run.plan import Cell
+
+
+class ModelChanged(KvbenchError):
+    """The error for a method that changed the model itself, which makes all later measurements meaningless.
+
+    ``cells`` are the ids of the cells to refuse.
+    """
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        names = " or ".join(dict.fromkeys(c.chain.name for c in cells))
+        super().__init__(f"{names} changes the model (its weights or configuration) and leaves it changed")
+        self.cells = {c.id for c in cells}
+
+
+def unfit(host: Host, cell: Cell, tokens: int, example: Example) -> str | None:
+    """Return why a cell cannot run a text of ``tokens``, or None if it can.
+
+    Beyond a sliding window only the full cache can run. Beyond the model's context, texts to be scored
+    (``example.tokens``) need rolled positions; prompts to be answered were cut to the context already.
+    """
+    selector = cell.chain.selector
+    exceeds_context = bool(example.tokens) and host.context is not None and tokens > host.context
+    if exceeds_context and not (selector and selector.rolled):
+        return (
+            f"a text of {tokens} tokens exceeds the model's context of {host.context}: lower length=, or stream it "
+            "with positions that roll (method=streamingllm mode=rolled)"
+        )
+    try:
+        check_window(host.model, tokens, [cell.chain])
+    except UsageError as error:
+        return str(error)
+    return None
