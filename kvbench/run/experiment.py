@@ -249,7 +249,11 @@ def settings(prepared: RunPlan) -> str:
         prompt.append(f"template {cfg.prompt.template}")
     if not cfg.prompt.bos:
         prompt.append("no special tokens")
-    parts.append(", ".join(prompt + ([] if cfg.prompt.query_aware else ["question withheld"])))
+    aware = {g.task.id.partition("/")[0]: cfg.prompt.aware(g.task) for g in prepared.groups}
+    withheld = [dataset for dataset, known in aware.items() if not known]
+    if withheld:
+        prompt.append("question withheld" + ("" if len(withheld) == len(aware) else f" in {' and '.join(withheld)}"))
+    parts.append(", ".join(prompt))
     if cfg.sampling.temperature:
         parts.append(f"temperature {cfg.sampling.temperature:g}, top_p {cfg.sampling.top_p:g}")
     return "; ".join(parts) + "."

@@ -31,7 +31,8 @@ class PromptPolicy:
     max_length: the most tokens of a prompt without template, special tokens counted; None for context minus answer.
     min_new_tokens: the least tokens of an answer for every task; None to take each task's own.
     system: the text of a system message, used with the template.
-    query_aware: False compresses the context before the question is known, which is then appended whole.
+    query_aware: False compresses the context before the question is known, which is then appended whole; None for what
+    each task has.
     frame: the text of a chat template in place of the tokenizer's own, where a paper's script had one.
     bos: False leaves out the special tokens that the tokenizer puts around a text; a template has its own.
     """
@@ -42,7 +43,7 @@ class PromptPolicy:
     max_length: int | None = None
     min_new_tokens: int | None = None
     system: str | None = None
-    query_aware: bool = True
+    query_aware: bool | None = None
     frame: str | None = None
     bos: bool = True
 
@@ -56,13 +57,18 @@ class PromptPolicy:
                 raise UsageError(f"{key}={value!r} is not possible: a whole number, {low} or more")
         if not isinstance(self.system, (str, type(None))):
             raise UsageError(f"prompt.system={self.system!r} is not possible: a text, in quotes if it is a number")
-        for key in ("query_aware", "bos"):
-            if not isinstance(getattr(self, key), bool):
-                raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: true or false")
+        if not isinstance(self.query_aware, bool | None):
+            raise UsageError(f"prompt.query_aware={self.query_aware!r} is not possible: true, false, or null for both")
+        if not isinstance(self.bos, bool):
+            raise UsageError(f"prompt.bos={self.bos!r} is not possible: true or false")
 
     def templated(self, task: Task) -> bool:
         """Tell if this task's prompts go through the chat template."""
         return self.template == "on" or (self.template == "skip" and task.chat)
+
+    def aware(self, task: Task) -> bool:
+        """Tell if the question of this task's prompts is read before the context is compressed."""
+        return task.query_aware if self.query_aware is None else self.query_aware
 
     def render(self, tokenizer: Any, content: str) -> str:
         """Return the text of one user message inside the chat template, ready for the answer."""
@@ -91,7 +97,7 @@ class PromptPolicy:
             "system": self.system if frame else None,
             "truncation": self.truncation,
             "max_length": self.max_length,
-            "query_aware": self.query_aware,
+            "query_aware": self.aware(task),
             **({"bos": False} if bare else {}),
         }
 
@@ -120,18 +126,19 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     with the real content and tokenised once, so that the ids are those of the template's own text.
     """
     templated = policy.templated(task)
-    question = _question(example, task, policy)
-    all_ids = list(tokenizer.encode(example.prompt)) if policy.bos else _plain(tokenizer, example.prompt)
+    question, prefix = _question(example, task, policy), example.answer_prefix
+    whole = example.prompt if templated else example.prompt + prefix
+    all_ids = list(tokenizer.encode(whole)) if policy.bos else _plain(tokenizer, whole)
     limit = _limit(tokenizer, example, task, policy, room, all_ids)
     if limit is None or len(all_ids) <= limit:
         if not templated:
-            return _divide(tokenizer, all_ids, example.prompt, question, 0)
-        text = policy.render(tokenizer, example.prompt)
+            return _divide(tokenizer, all_ids, whole, question, 0)
+        text = policy.render(tokenizer, example.prompt) + prefix
         return _divide(tokenizer, _plain(tokenizer, text), text, question, 0)
     if policy.truncation == "tokens" and not templated:
         front = (limit + 1) // 2
         shortened = [*all_ids[:front], *all_ids[len(all_ids) - (limit - front) :]] if limit > front else all_ids[:front]
-        held_back = _count(tokenizer, example.prompt, question)
+        held_back = _count(tokenizer, whole, question)
         if held_back > limit - front:
             raise _no_room(task)
         divide = limit - held_back
@@ -141,9 +148,9 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
         tokenizer.decode(h, skip_special_tokens=True)
         for h in (all_ids[:half], all_ids[len(all_ids) - half :] if half else [])
     )
-    if question and not content.endswith(question):
+    if question and not content.endswith(question if templated else question + prefix):
         raise _no_room(task)
-    text = policy.render(tokenizer, content) if templated else content
+    text = policy.render(tokenizer, content) + prefix if templated else content
     ids = _plain(tokenizer, text) if templated or not policy.bos else list(tokenizer.encode(text))
     if room is not None and len(ids) > room:
         # tokenising again can give a few more tokens than were kept
@@ -162,7 +169,7 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
 
 def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
     """Return the question at the prompt's end, which ``query_aware=false`` withholds, or '' if the policy does not."""
-    if policy.query_aware:
+    if policy.aware(task):
         return ""
     if not example.question or not example.prompt.endswith(example.question):
         raise UsageError(
@@ -178,7 +185,7 @@ def _limit(
     """Return how many tokens of the prompt without template may stay, None if there is no limit."""
     available = room
     if room is not None and policy.templated(task):
-        framed = _plain(tokenizer, policy.render(tokenizer, example.prompt))
+        framed = _plain(tokenizer, policy.render(tokenizer, example.prompt) + example.answer_prefix)
         available = room - max(0, len(framed) - len(all_ids))
     limits = [x for x in (policy.max_length, available) if x is not None]
     if limits and min(limits) < 1:
