@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ from grids import grid
 
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
+from kvbench.tables import ruler as tables
 from kvbench.tasks.base import load_tasks
 from kvbench.tasks.ruler import words
 
@@ -67,8 +69,11 @@ def load(*selection, tokenizer=None, root=None, **knobs):
     return load_tasks("ruler", {**ENTRY, **knobs}, selection, tokenizer or Whitespace(), root)
 
 
-@grid("name,length,size,tokens,answers,digest", PUBLISHED)
-def test_first_samples_are_those_of_the_published_generator(name, length, size, tokens, answers, digest):
+@pytest.mark.parametrize("length", [4096, 1024])
+@grid("name,of,size,tokens,answers,digest", PUBLISHED)
+def test_first_samples_are_those_of_the_published_generator(name, of, size, tokens, answers, digest, length):
+    if of != length:
+        return
     (task,) = load(name, lengths=length, examples=1, root=data_path())
     (example,) = task.examples
     text = example.prompt + example.answer_prefix
@@ -239,6 +244,29 @@ def test_a_chat_template_is_counted():
     for e in task.examples:
         assert len((render(e.prompt) + e.answer_prefix).split()) == e.meta["tokens"] <= 512 - 128
         assert e.prompt.startswith("A special")
+
+
+@grid(
+    "tasks,lengths,heading",
+    [
+        (["vt", "cwe", "qa_1@xquad"], (1024, 2048), "mean of vt, cwe, by length"),
+        ([f"t{i}" for i in range(11)], (4096,), "ruler-11: mean of all tasks but qa_1 and qa_2, by length"),
+        (["qa_1", "qa_2", *(f"t{i}" for i in range(11))], (4096,), "ruler-13: mean of all tasks, by length"),
+        (["vt", "cwe"], (1024,), None),
+        (["vt", "qa_1@xquad"], (1024, 2048), None),
+    ],
+)
+def test_a_mean_is_called_rulers_only_with_all_tasks(tasks, lengths, heading):
+    names = [f"ruler/{task}/{length}" for task in tasks for length in lengths]
+    columns = [SimpleNamespace(task=name, category="RULER") for name in names]
+    cells = [SimpleNamespace(summary=SimpleNamespace(score=50.0 + 10 * (i % 2))) for i in range(len(names))]
+    lacking = [*cells[1:], SimpleNamespace(summary=None)][::-1]
+    rows = [SimpleNamespace(method="full", cells=cells), SimpleNamespace(method="refused", cells=lacking)]
+    report = SimpleNamespace(columns=columns, rows=rows)
+    assert [table.headings[0] for table in tables.sheets(report)] == ([heading] if heading else [])
+    if tasks[0] == "vt" and heading:
+        (table,) = tables.sheets(report)
+        assert table.rows == (("full", "50.0", "60.0", "55.0", "56.7", "53.3"),)
 
 
 @pytest.mark.e2e("a run on the tiny model")

@@ -5,6 +5,7 @@ from grids import grid
 
 from kvbench.example import Example
 from kvbench.metrics import metric, score
+from kvbench.metrics.ruler import over_lengths
 
 
 def scored(name, prediction, *references):
@@ -26,6 +27,11 @@ def scored(name, prediction, *references):
 )
 def test_scores_are_rulers(name, prediction, references, expected):
     assert scored(name, prediction, *references) == expected
+
+
+def test_means_over_lengths_are_rulers():
+    means = over_lengths([95.5, 93.8, 91.6, 87.4, 84.7, 77.0])
+    assert [round(x, 1) for x in means] == [88.3, 85.4, 91.3]
 
 
 def test_a_tasks_score_is_the_mean_over_its_samples():

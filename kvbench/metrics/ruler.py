@@ -1,4 +1,4 @@
-"""RULER's two scores: which references an answer contains, whatever their case."""
+"""RULER's two scores, of which references an answer contains, whatever their case, and its means over lengths."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ def share_contained(prediction: str, references: Sequence[str]) -> float | None:
     if not references:
         return None
     return sum(contained(prediction, reference) for reference in references) / len(references)
+
+
+def over_lengths(scores: Sequence[float]) -> tuple[float, float, float]:
+    """Return the means of scores at rising lengths: plain, and with weights 1, 2, 3, ... that rise and that fall."""
+    weights = range(1, len(scores) + 1)
+    rising, falling = (sum(w * x for w, x in zip(weights, by, strict=True)) for by in (scores, scores[::-1]))
+    return sum(scores) / len(scores), rising / sum(weights), falling / sum(weights)
