@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -58,6 +58,7 @@ class RulerKnobs:
     seed: int
     revision: str | int
     haystack: str | None
+    max_new_tokens: int | None
 
 
 def load(
@@ -80,6 +81,8 @@ def load(
         raise UsageError(f"dataset.{dataset}.lengths={lengths} must be a list of different values, at least one")
     whole(dataset, "examples", knobs.examples, 1, 1_000_000)
     whole(dataset, "seed", knobs.seed, 0)
+    if knobs.max_new_tokens is not None:
+        whole(dataset, "max_new_tokens", knobs.max_new_tokens)
     revision = one_of(dataset, "revision", str(knobs.revision), REVISIONS)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
@@ -103,18 +106,18 @@ def load(
     budget = partial(
         LengthBudget, seed=knobs.seed, count=partial(_count, tokenizer), measure=partial(_measure, tokenizer, render)
     )
-    tasks = [
-        Task(
+    tasks = []
+    for name, length in product(names, lengths):
+        fitted = budget(name, length, knobs.max_new_tokens or NEW_TOKENS[name])
+        task = Task(
             id=f"{dataset}/{name}/{length}",
-            examples=tuple(_examples(sources, name, budget(name, length, NEW_TOKENS[name]), knobs.examples)),
+            examples=tuple(_examples(sources, name, fitted, knobs.examples)),
             metric=PART if name in READERS else ALL,
             source=f"RULER {revision}, seed {knobs.seed}" + sources.used(name),
             category="RULER",
             query_aware=False,
         )
-        for name in names
-        for length in lengths
-    ]
+        tasks.append(task)
     facts = [missing, *substitutes, _unfilled(tasks, revision)]
     note = f"{dataset}: {'; '.join(filter(None, facts))}" if any(facts) else ""
     return [replace(task, note=note) for task in tasks]
