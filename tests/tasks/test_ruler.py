@@ -10,9 +10,11 @@ import pytest
 import yaml
 from data import data_path
 from grids import grid
+from transformers import AutoTokenizer
 
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
+from kvbench.models import embedded
 from kvbench.tables import ruler as tables
 from kvbench.tasks.base import load_tasks
 from kvbench.tasks.ruler import words
@@ -155,13 +157,34 @@ def test_prompts_have_the_form_that_the_task_promises(name):
             assert example.prompt.count("Find all variables that are assigned") == 2  # one in the solved example
 
 
+@pytest.mark.e2e("counts some two hundred prompts with a real tokenizer")
+def test_no_prompt_and_answer_exceed_the_length_in_the_models_own_tokens(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(embedded.path())
+    tasks = load(tokenizer=tokenizer, lengths=2048, examples=20, root=tmp_path)
+    assert [task.id.split("/")[1] for task in tasks] == [
+        "niah_single_1",
+        "niah_multikey_2",
+        "niah_multikey_3",
+        "cwe",
+        "fwe",
+    ]
+    assert "vt at 2048 (ruler/vt: its solved example has at most 500 tokens" in tasks[0].note
+    for task in tasks:
+        lengths = []
+        for example, text in zip(task.examples, prompts(task), strict=True):
+            tokens = len(tokenizer.encode(text, add_special_tokens=False))
+            assert tokens == example.meta["tokens"]
+            lengths.append(tokens + example.max_new_tokens)
+        assert 0.9 * 2048 < max(lengths) <= 2048, task.id
+
+
 def test_substitutes_are_named_and_what_lacks_data_says_so(tmp_path):
     (task,) = load("qa_1@xquad", lengths=4096, examples=2, root=data_path())
     assert "of other data and is part of no mean called RULER" in task.note
     assert (task.metric, [e.meta["gold"] for e in task.examples]) == ("string_match_part", [[28], [28]])
     tasks = load(lengths=[800], examples=1, root=data_path())
     assert [t.id.split("/")[1] for t in tasks][-3:] == ["vt", "cwe", "fwe"] and len(tasks) == 11
-    assert "11 of RULER's 13 tasks, without qa_1 (ruler/squad.json is not below the data folder" in tasks[0].note
+    assert "not all of RULER's 13 tasks: without qa_1 (ruler/squad.json is not below the data folder" in tasks[0].note
     assert [t.id.split("/")[1] for t in load(lengths=800, examples=1, root=tmp_path)] == [
         *("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
     ]

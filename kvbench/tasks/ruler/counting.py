@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 
 from kvbench.errors import UsageError
-from kvbench.tasks.ruler.fitting import LengthBudget, RulerPrompt
+from kvbench.tasks.ruler.fitting import LengthBudget, LengthTooShort, RulerPrompt
 
 COMMON_CONTEXT = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
@@ -80,7 +80,7 @@ def frequent(budget: LengthBudget) -> Iterator[RulerPrompt]:
     room = budget.length - budget.new_tokens
     step = room // 32
     if room // 50 < 4 or step < 1:
-        raise UsageError(f"ruler/{budget.task}: lengths={budget.length} is too short for four words: raise lengths=")
+        raise LengthTooShort(f"ruler/{budget.task}: lengths={budget.length} is too short for four words")
     words, vocabulary = room // 6, _vocabulary(rng, budget.seed, room // 50)
     while budget.measure(_frequent(budget.seed, vocabulary, words)) < room:
         words += step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import islice, product
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from kvbench.example import Example
 from kvbench.tasks.base import Task, Tokenizer, read_text
 from kvbench.tasks.knobs import one_of, whole
 from kvbench.tasks.ruler import counting, documents, niah, tracing
-from kvbench.tasks.ruler.fitting import LengthBudget, RulerPrompt
+from kvbench.tasks.ruler.fitting import LengthBudget, LengthTooShort, RulerPrompt
 from kvbench.tasks.ruler.niah import Needles
 from kvbench.tasks.ruler.words import VERSION, Essays, KeyWords, pool
 from kvbench.tasks.source import ENVIRONMENT, Files
@@ -69,10 +69,10 @@ def load(
     knobs: RulerKnobs,
     render: Callable[[str], str] | None,
 ) -> list[Task]:
-    """Return a task for each name and length: those selected, or else RULER's own whose data is there.
+    """Return a task for each name and length: those selected, or else those of RULER that can be generated.
 
     A length counts prompt, chat template, the answer's beginning and the answer, without special tokens. Raises
-    UsageError for a length that a task's smallest prompt exceeds, and for a selected task whose data is missing.
+    UsageError for a selected task whose data is missing, or whose smallest prompt exceeds a length.
     """
     lengths = [knobs.lengths] if isinstance(knobs.lengths, int) else list(knobs.lengths)
     for length in lengths:
@@ -99,25 +99,34 @@ def load(
     reasons = {n: sources.lack(n) for n in selected or NEW_TOKENS if n in selected or n not in SUBSTITUTES}
     names = [name for name, reason in reasons.items() if not reason]
     lacking = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
-    if lacking and (selected or not names):
+    if lacking and selected:
         raise UsageError(f"dataset {dataset}: these tasks cannot be generated: {'; '.join(lacking)}")
     substitutes = [f"{n} has questions of other data and is part of no mean called RULER" for n in names if "@" in n]
-    missing = f"{len(names)} of RULER's 13 tasks, without {' and '.join(lacking)}" if lacking else ""
-    budget = partial(
-        LengthBudget, seed=knobs.seed, count=partial(_count, tokenizer), measure=partial(_measure, tokenizer, render)
-    )
+    # a prompt that fits is counted once more, for what is recorded of it
+    count = lru_cache(maxsize=2)(partial(_count, tokenizer))
+    budget = partial(LengthBudget, seed=knobs.seed, count=count, measure=partial(_measure, count, render))
     tasks = []
     for name, length in product(names, lengths):
         fitted = budget(name, length, knobs.max_new_tokens or NEW_TOKENS[name])
+        try:
+            examples = tuple(_examples(sources, name, fitted, knobs.examples))
+        except LengthTooShort as error:
+            if selected:
+                raise
+            lacking.append(f"{name} at {length} ({error})")
+            continue
         task = Task(
             id=f"{dataset}/{name}/{length}",
-            examples=tuple(_examples(sources, name, fitted, knobs.examples)),
+            examples=examples,
             metric=PART if name in READERS else ALL,
             source=f"RULER {revision}, seed {knobs.seed}" + sources.used(name),
             category="RULER",
             query_aware=False,
         )
         tasks.append(task)
+    if not tasks:
+        raise UsageError(f"dataset {dataset}: no task can be generated: {'; '.join(lacking)}")
+    missing = f"not all of RULER's 13 tasks: without {'; '.join(lacking)}" if lacking else ""
     facts = [missing, *substitutes, _unfilled(tasks, revision)]
     note = f"{dataset}: {'; '.join(filter(None, facts))}" if any(facts) else ""
     return [replace(task, note=note) for task in tasks]
@@ -153,10 +162,10 @@ def _count(tokenizer: Tokenizer, text: str) -> int:
     return len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _measure(tokenizer: Tokenizer, render: Callable[[str], str] | None, prompt: RulerPrompt) -> int:
+def _measure(count: Callable[[str], int], render: Callable[[str], str] | None, prompt: RulerPrompt) -> int:
     """Return the tokens that a model reads of a prompt, without those that the tokenizer puts around a text."""
     content = prompt.context + prompt.question
-    return _count(tokenizer, (render(content) if render else content) + prompt.prefix)
+    return count((render(content) if render else content) + prompt.prefix)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,10 @@ from typing import Any
 from kvbench.errors import UsageError
 
 
+class LengthTooShort(UsageError):
+    """A length that the smallest prompt of a task exceeds."""
+
+
 @dataclass(frozen=True)
 class RulerPrompt:
     """One prompt in the order in which it is read, and its references.
@@ -111,10 +115,10 @@ class LengthBudget:
                 raise self.too_short(prompt, more)
             size -= step
 
-    def too_short(self, prompt: RulerPrompt, more: int = 0) -> UsageError:
+    def too_short(self, prompt: RulerPrompt, more: int = 0) -> LengthTooShort:
         """Return the error for a length that the smallest prompt exceeds."""
         tokens = self.measure(prompt) + more
-        return UsageError(
+        return LengthTooShort(
             f"ruler/{self.task}: lengths={self.length} is too short: a prompt of the smallest size that RULER "
             f"tries has {tokens} tokens here, and its answer {self.new_tokens}; raise lengths="
         )

@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 
-from kvbench.tasks.ruler.fitting import LengthBudget, RulerPrompt
+from kvbench.tasks.ruler.fitting import LengthBudget, LengthTooShort, RulerPrompt
 from kvbench.tasks.ruler.niah import NOISE
 
 CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
@@ -34,7 +34,13 @@ def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
 
     small = replace(budget, length=EXAMPLE_TOKENS, new_tokens=0)
     draw_example = partial(_draw, rng, 3, lambda: EXAMPLE_VALUE)
-    solved = small.sample(draw_example, small.bisect(draw_example, 5), 5)
+    try:
+        solved = small.sample(draw_example, small.bisect(draw_example, 5), 5, NAMES)
+    except LengthTooShort:
+        raise LengthTooShort(
+            f"ruler/vt: its solved example has at most {EXAMPLE_TOKENS} tokens, and with this tokenizer even the "
+            "shortest has more: leave out vt"
+        ) from None
     example = f"{solved.context}{solved.question}{solved.prefix} {' '.join(solved.answers)}\n"
 
     def with_example(prompt: RulerPrompt) -> RulerPrompt:
