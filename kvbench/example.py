@@ -25,6 +25,7 @@ class Example:
     question: the end of the prompt that ``query_aware=false`` withholds until the rest is compressed; '' if unknown.
     tokens: the exact ids of a text that is not answered but scored by its likelihood, from ``meta["prefix"]`` on.
     meta: facts about the example (length, depth, ...) that reports use.
+    answer_prefix: the beginning of the answer, which ends what the model reads, behind a chat template if one is used.
     turns: the questions asked of the context ``prompt`` one after another; then ``question`` and ``answers`` are empty.
     """
 
@@ -36,6 +37,7 @@ class Example:
     question: str = ""
     tokens: tuple[int, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
+    answer_prefix: str = ""
     turns: tuple[Turn, ...] = ()
 
     def asked(self, turn: int) -> Example:

@@ -16,9 +16,11 @@ EXTRAS = {
     "jieba": "zh",
     "matplotlib": "plots",
     "pandas": "plots",
+    "punkt": "data",
     "rouge_score": "data",
     "triton": "gpu",
     "wandb": "wandb",
+    "wonderwords": "data",
 }
 """The extra of each package, by the name that it is imported under."""
 

@@ -53,11 +53,11 @@ def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> in
     prepared = [experiment.prepare(config.parse(r), reading=True) for r in requests]
     records = [_prompt_record(p, g.task, e) for p in prepared for g in p.groups for e in g.examples]
     if as_json:
-        print(json.dumps(records, indent=1, ensure_ascii=False))
+        print(json.dumps({"examples": records}, indent=1, ensure_ascii=False))
         return 0
     for record in records:
         cut = f", {record['cut']} cut from the middle" if record["cut"] else ""
-        print(f"{record['task']}, example {record['id']}: {record['tokens']} tokens{cut}\n{record['prompt']}")
+        print(f"{record['task']}, example {record['id']}: {record['tokens']} tokens{cut}\n{record['context']}")
         for turn in record.get("turns", ()):
             print(f"--- a question of the compressed context:\n{turn['question']}")
             print(f"--- references: {', '.join(map(repr, turn['answers']))}")
@@ -69,7 +69,7 @@ def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> in
 
 
 def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> dict[str, Any]:
-    """Return what the model reads of an example as text, and what it reads once the cache is compressed."""
+    """Return what the model reads of an example as text, whole and divided where the cache is compressed."""
     from kvbench.run.host import encode_prompt
     from kvbench.tasks.turns import EncodedTurns
 
@@ -86,9 +86,13 @@ def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> dict[str,
         "id": example.id,
         "tokens": len(ids) + len(after),
         "cut": cut,
-        "prompt": prepared.tokenizer.decode(ids),
+        "prompt": prepared.tokenizer.decode([*ids, *after]),
+        "context": prepared.tokenizer.decode(ids),
         "after": prepared.tokenizer.decode(after),
+        "question": example.question,
+        "answer_prefix": example.answer_prefix,
         "answers": list(example.answers),
+        "meta": dict(example.meta),
         "max_new_tokens": 0 if example.tokens else example.max_new_tokens,
         **({"turns": _turn_records(prepared, example, questions)} if example.turns else {}),
     }

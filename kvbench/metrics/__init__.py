@@ -11,10 +11,11 @@ from types import MappingProxyType
 from kvbench.errors import unknown
 from kvbench.example import Example
 from kvbench.extras import require
-from kvbench.metrics import answers, bleu, chinese, choice, code, rouge, squad, text, theorem
+from kvbench.metrics import answers, bleu, chinese, choice, code, rouge, ruler, squad, text, theorem
 
 LONGBENCH = "github.com/THUDM/LongBench metrics.py"
 SACREBLEU = "github.com/mjpost/sacrebleu"
+RULER = "github.com/NVIDIA/RULER scripts/eval/synthetic/constants.py"
 COQA = "stanfordnlp.github.io/coqa"
 
 
@@ -163,6 +164,19 @@ METRICS = _named(
         "normalised reference occurs in the normalised answer",
         "github.com/nelson-liu/lost-in-the-middle",
         _pair(squad.best_subspan_em),
+    ),
+    Metric(
+        "string_match_all",
+        "share of the references that occur in the answer, whatever their case (RULER's all)",
+        RULER,
+        _pair(ruler.contained),
+        whole=lambda prediction, example: ruler.share_contained(prediction, example.answers),
+    ),
+    Metric(
+        "string_match_part",
+        "a reference occurs in the answer, whatever its case (RULER's part)",
+        RULER,
+        _pair(ruler.contained),
     ),
     Metric("count", "share of the answer's numbers that are right", LONGBENCH, _pair(choice.count)),
     Metric("retrieval", "share of the answer's numbers that name the paragraph", LONGBENCH, _pair(choice.retrieval)),

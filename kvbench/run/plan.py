@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from kvbench.errors import Refused, UsageError
@@ -17,7 +17,7 @@ from kvbench.methods.resolve import ChainConfig
 from kvbench.metrics import check_installed, metric
 from kvbench.run.config import THROUGH_CACHE, RunConfig
 from kvbench.run.fidelity import IDENTITY
-from kvbench.tasks.base import Task, Tokenizer, load_tasks
+from kvbench.tasks.base import UNCUT, Task, Tokenizer, load_tasks
 from kvbench.tasks.prompt import check
 
 SCHEMA = 1
@@ -140,11 +140,12 @@ def build_groups(
     groups = []
     for dataset in cfg.datasets:
         chat = policy.template != "off"
+        render = partial(policy.render, tokenizer) if chat else None
         knobs = dict(dataset.knobs)
         if cfg.fidelity == THROUGH_CACHE:
             _check_through_cache(dataset.name, knobs, chains)
             knobs["windows"] = "llamacpp"
-        tasks = load_tasks(dataset.name, knobs, dataset.tasks, tokenizer, cfg.data_root, chat)
+        tasks = load_tasks(dataset.name, knobs, dataset.tasks, tokenizer, cfg.data_root, chat, render)
         if dataset.query_aware is not None:
             tasks = [replace(t, query_aware=dataset.query_aware) for t in tasks]
         for task in tasks:
@@ -194,14 +195,14 @@ def _check_through_cache(dataset: str, knobs: Mapping[str, Any], chains: Sequenc
 
 
 def _check_answers(task: Task, context: int | None) -> None:
-    """Raise UsageError if answers cannot be scored, or leave no room for their prompts or whole needle prompts."""
+    """Raise UsageError if answers cannot be scored, or leave no room for their prompts, or for whole ones if UNCUT."""
     if metric(task.metric).shown is not None and not task.examples[0].tokens:
         raise UsageError(
             f"{task.id}: metric={task.metric} is not possible for answers: it is of texts that are read, as those of "
             "dataset=wikitext2"
         )
     for example in task.examples:
-        length = example.meta.get("length", 0) if task.category == "needle" else 0
+        length = example.meta.get("tokens", 0) if task.category in UNCUT else 0
         if context is not None and length and length + example.max_new_tokens > context:
             raise UsageError(
                 f"{task.id}: {length} tokens and an answer of {example.max_new_tokens} exceed the model's context of "

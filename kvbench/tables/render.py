@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.metrics import metric
 from kvbench.metrics.stats import FEWEST
-from kvbench.tables import fidelity, turns, writers
+from kvbench.tables import fidelity, ruler, turns, writers
 from kvbench.tables.table import Table
 from kvbench.tables.table import size as size
 
@@ -58,7 +58,13 @@ def sheets(report: Report) -> list[Table]:
     if not _masks(report):
         storage = [c for c in storage if c[0] != ATTENDED]
     names = ("method", *(_wrap(r.method) for r, _ in measured))
-    return [*out, *turns.sheets(report), *fidelity.sheets(report), *Table(*_transposed(names, storage)).folded()]
+    return [
+        *out,
+        *ruler.sheets(report),
+        *turns.sheets(report),
+        *fidelity.sheets(report),
+        *Table(*_transposed(names, storage)).folded(),
+    ]
 
 
 def _falls(column: ReportColumn) -> bool:

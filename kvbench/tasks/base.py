@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
@@ -23,6 +23,8 @@ ROWS = "kvbench.tasks.rowset.load"
 TURNS = ("isolated", "gold", "own")
 """What a context's cache holds when its next question comes: nothing of the questions before, those with their
 references, or those with the model's own answers."""
+UNCUT = ("needle", "RULER")
+"""The categories of tasks whose prompts are never cut: what is asked for could stand where they are."""
 
 
 class Tokenizer(Protocol):
@@ -122,7 +124,7 @@ class Task:
         digest = hashlib.sha256()
         for example in self.examples:
             # without fields that only some datasets have, so that the others keep their ids
-            content = {k: v for k, v in asdict(example).items() if k != "turns" or v}
+            content = {k: v for k, v in asdict(example).items() if k not in ("turns", "answer_prefix") or v}
             digest.update(json.dumps(content, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
@@ -134,23 +136,26 @@ def load_tasks(
     tokenizer: Tokenizer | None,
     data: str | None = None,
     chat: bool = False,
+    render: Callable[[str], str] | None = None,
 ) -> list[Task]:
     """Return the selected tasks of a conf/dataset entry. Its ``_target_``, else the loader of rows, gets its knobs.
 
     A loader that reads files takes ``files`` (tasks.source.Files, below the data folder that ``data`` or the
     environment names); one that builds only what was asked for takes ``selection``; one that counts tokens takes
-    ``tokenizer``; one whose answers are longer behind a chat template takes ``chat``; one with many knobs takes them as
+    ``tokenizer``; one whose answers are longer behind a chat template takes ``chat``; one that counts a template's
+    tokens takes ``render``, from a prompt to its text in the template, None without; one with many knobs takes them as
     ``knobs``, a dataclass. Where a loader leaves the length of answers to the data, the entry's ``max_new_tokens``
     replaces it. ``turns`` is set where examples are contexts with several questions, of which ``questions`` takes the
     first.
 
-    ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``); empty means all.
+    ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``), or several by the part before a slash
+    (``ruler/vt`` at all its lengths); empty means all.
     """
     module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
     loader = getattr(importlib.import_module(module), name)
     knobs = {k: v for k, v in entry.items() if k not in ("_target_", "default_limit", "hub")}
     parameters = inspect.signature(loader).parameters
-    offered: dict[str, Any] = {"tokenizer": tokenizer, "selection": tuple(selection), "chat": chat}
+    offered: dict[str, Any] = {"tokenizer": tokenizer, "selection": tuple(selection), "chat": chat, "render": render}
     if "files" in parameters:
         # only now: a dataset without files does not care whether the data folder exists
         offered["files"] = Files(dataset, data_root(data))
@@ -171,10 +176,13 @@ def load_tasks(
         tasks = [replace(t, examples=tuple(replace(e, turns=e.turns[:most]) for e in t.examples)) for t in tasks]
     tasks = [replace(t, turns=turns) if t.examples[0].turns else t for t in tasks]
     by_name = {t.id.partition("/")[2]: t for t in tasks}
+    chosen: dict[str, Task] = {}
     for wanted in selection:
-        if wanted not in by_name:
+        found = {name: t for name, t in by_name.items() if f"{name}/".startswith(f"{wanted}/")}
+        if not found:
             raise unknown(f"task of dataset {dataset}", wanted, (n for n in by_name if n))
-    return [by_name[w] for w in selection] if selection else tasks
+        chosen |= found
+    return list(chosen.values()) if selection else tasks
 
 
 def read_text(path: Path, what: str) -> str:

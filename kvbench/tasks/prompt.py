@@ -139,18 +139,19 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     with the real content and tokenised once, so that the ids are those of the template's own text.
     """
     templated = policy.templated(task)
-    question = _question(example, task, policy)
-    all_ids = list(tokenizer.encode(example.prompt)) if policy.bos else plain_ids(tokenizer, example.prompt)
+    question, prefix = _question(example, task, policy), example.answer_prefix
+    whole = example.prompt if templated else example.prompt + prefix
+    all_ids = list(tokenizer.encode(whole)) if policy.bos else plain_ids(tokenizer, whole)
     limit = _limit(tokenizer, example, task, policy, room, all_ids)
     if limit is None or len(all_ids) <= limit:
         if not templated:
-            return part(tokenizer, all_ids, example.prompt, question, 0)
-        text = policy.render(tokenizer, example.prompt)
+            return part(tokenizer, all_ids, whole, question, 0)
+        text = policy.render(tokenizer, example.prompt) + prefix
         return part(tokenizer, plain_ids(tokenizer, text), text, question, 0)
     if policy.truncation == "tokens" and not templated:
         front = (limit + 1) // 2
         shortened = [*all_ids[:front], *all_ids[len(all_ids) - (limit - front) :]] if limit > front else all_ids[:front]
-        held_back = _count(tokenizer, example.prompt, question)
+        held_back = _count(tokenizer, whole, question)
         if held_back > limit - front:
             raise no_room(task)
         divide = limit - held_back
@@ -160,9 +161,9 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
         tokenizer.decode(h, skip_special_tokens=True)
         for h in (all_ids[:half], all_ids[len(all_ids) - half :] if half else [])
     )
-    if question and not content.endswith(question):
+    if question and not content.endswith(question if templated else question + prefix):
         raise no_room(task)
-    text = policy.render(tokenizer, content) if templated else content
+    text = policy.render(tokenizer, content) + prefix if templated else content
     ids = plain_ids(tokenizer, text) if templated or not policy.bos else list(tokenizer.encode(text))
     if room is not None and len(ids) > room:
         # tokenising again can give a few more tokens than were kept
@@ -197,7 +198,7 @@ def _limit(
     """Return how many tokens of the prompt without template may stay, None if there is no limit."""
     available = room
     if room is not None and policy.templated(task):
-        framed = plain_ids(tokenizer, policy.render(tokenizer, example.prompt))
+        framed = plain_ids(tokenizer, policy.render(tokenizer, example.prompt) + example.answer_prefix)
         available = room - max(0, len(framed) - len(all_ids))
     limits = [x for x in (policy.max_length, available) if x is not None]
     if limits and min(limits) < 1:

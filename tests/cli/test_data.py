@@ -65,7 +65,8 @@ def test_show_prints_what_the_model_reads(tmp_path, capsys):
     assert "--- once that is compressed:\nHow many?\n" in out
     assert out.endswith("--- at most 3 new tokens; references: 'four'\n\n")
     assert main([*arguments, "limit=2", "max_length=8", "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)
+    first, second = json.loads(capsys.readouterr().out)["examples"]
+    assert first["prompt"] == first["context"] and (first["question"], first["meta"]) == (" How many?", {})
     assert first["tokens"] == 8 and first["cut"] > 0 and (first["after"], second["id"]) == ("", "line-2")
     for bad, reason in (
         ([], "needs a dataset"),

@@ -1,5 +1,6 @@
 """Prompt policies: truncation, templates, the question withheld, and the presets as Hydra composes them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -180,6 +181,37 @@ def test_withheld_question_has_the_tokens_it_has_when_known(limit):
                 lambda: check(Words(), t, PromptPolicy(query_aware=False))):  # fmt: skip
         with pytest.raises(UsageError, match=r"does not say where the question of example .* begins"):
             use()
+
+
+@pytest.mark.parametrize("aware", [True, False])
+def test_the_beginning_of_an_answer_ends_what_is_read_behind_the_template(aware):
+    t, e = task(question="what is it ?")
+    e = replace(e, answer_prefix=" it is")
+    asked = ["what", "is", "it", "?"]
+    for tok, policy, end in (
+        (Words(), {}, [*asked, "it", "is"]),
+        (Chat(), {"template": "on"}, [*asked, "<assistant>", "it", "is"]),
+    ):
+        for limit in (None, 17, 12):
+            got = encode(tok, e, t, PromptPolicy(**policy, max_length=limit, query_aware=aware), None)
+            read = words(tok, (*got.ids, *got.question))
+            assert read[-len(end) :] == end
+            assert words(tok, got.question) == ([] if aware else end)
+            assert (got.cut > 0) == (limit == 12)
+        assert len(encode(tok, e, t, PromptPolicy(**policy, query_aware=aware), 12)) <= 12
+    assert t.content_hash() != replace(t, examples=(e,)).content_hash()
+
+
+def test_a_dataset_says_whether_its_questions_are_withheld_unless_the_run_does():
+    t, e = task(question="what is it ?")
+    withheld = replace(t, query_aware=False)
+    for asked, of_task, known in ((None, t, True), (None, withheld, False), (True, withheld, True), (False, t, False)):
+        policy = PromptPolicy(query_aware=asked)
+        assert policy.identity(of_task, Words())["query_aware"] is known
+        assert bool(encode(Words(), e, of_task, policy, None).question) is not known
+    assert config.read(["dataset=tiny"]).prompt.query_aware is None
+    with pytest.raises(UsageError, match="query_aware='maybe' is not possible"):
+        PromptPolicy(query_aware="maybe")
 
 
 @pytest.mark.parametrize("knob", [{"template": "y"}, {"truncation": "left"}, {"max_length": 0}, {"min_new_tokens": -1}])

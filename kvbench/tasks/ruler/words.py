@@ -1,0 +1,90 @@
+"""The words and the essays of RULER's prompts, pinned by content: other lists would be another data set."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files as package_files
+from itertools import accumulate, pairwise
+from typing import Any
+
+from kvbench.errors import UsageError
+from kvbench.extras import require
+
+LISTS = ("noun", "adjective", "verb")
+VERSION = "2.2.0"
+DIGEST = "cf46787c2791534b14ff97f8f4a70add1f363fd246099957ba66b7b9c8db3df3"
+"""SHA-256 of the three lists of wonderwords 2.2.0, with which the published keys come out."""
+
+
+@cache
+def lists() -> tuple[tuple[str, ...], ...]:
+    """Return wonderwords' nouns, adjectives and verbs. Raises UsageError for any other lists than those of 2.2.0."""
+    require("wonderwords", "dataset ruler")
+    folder = package_files("wonderwords") / "assets"
+    texts = [(folder / f"{name}list.txt").read_text(encoding="utf-8") for name in LISTS]
+    if hashlib.sha256("\0".join(texts).encode()).hexdigest() != DIGEST:
+        raise UsageError(
+            f"dataset ruler: the installed wonderwords has other words than its version {VERSION}, so that keys would "
+            f"differ from RULER's: pip install wonderwords=={VERSION}"
+        )
+    return tuple(tuple(line.rstrip() for line in text.splitlines()) for text in texts)
+
+
+class KeyWords(Sequence[str]):
+    """All ``adjective-noun`` pairs in sorted order, six million, of which none is made before it is drawn."""
+
+    def __init__(self) -> None:
+        nouns, adjectives, _ = lists()
+        self.nouns = sorted(set(nouns))
+        begins = sorted({f"{adjective}-" for adjective in adjectives})
+        blocks = []
+        for begin in begins:
+            # ``blue-eyed-`` stands among the pairs of ``blue-``, which it divides
+            inner = [bisect_left(self.nouns, b[len(begin) :]) for b in begins if b.startswith(begin) and b != begin]
+            edges = [0, *sorted(inner), len(self.nouns)]
+            blocks += [(begin + self.nouns[low], begin, low, high) for low, high in pairwise(edges)]
+        self.blocks = sorted(blocks)
+        self.ends = list(accumulate(high - low for _, _, low, high in self.blocks))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        _, begin, _, high = self.blocks[block := bisect_right(self.ends, index)]
+        return begin + self.nouns[high - (self.ends[block] - index)]
+
+
+def pool() -> list[str]:
+    """Return all different nouns, adjectives and verbs, sorted."""
+    return sorted({word for words in lists() for word in words})
+
+
+class Essays:
+    """A text of which the first words can be had in sentences.
+
+    Sentences are Punkt's for English, as NLTK finds them. Punkt looks at neighbouring words alone, so that the text is
+    divided once and then cut.
+    """
+
+    def __init__(self, text: str) -> None:
+        require("punkt", "dataset ruler")
+        import punkt
+
+        words = text.split()
+        if not words:
+            raise UsageError("dataset ruler: the haystack holds no text: give haystack=FOLDER of .txt files")
+        self.text = " ".join(words)
+        self.ends = [end - 1 for end in accumulate(len(word) + 1 for word in words)]
+        self.spans = list(punkt.tokenizer_for("english").span_tokenize(self.text))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def sentences(self, words: int) -> list[str]:
+        """Return the sentences of the first ``words`` words, the last one cut."""
+        cut = self.ends[min(words, len(self)) - 1]
+        whole = bisect_left(self.spans, (cut, 0))
+        return [self.text[start : min(end, cut)] for start, end in self.spans[:whole]]
