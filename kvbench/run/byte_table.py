@@ -231,6 +231,13 @@ def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:
         f"{sum(p.scored_apart and (p.points or 0) > 0 for p in scored)} and "
         f"{sum(p.scored_apart and (p.points or 0) < 0 for p in scored)}).",
     ]
+    alone: dict[str, list[str]] = {}
+    for p in scored:
+        if not p.scored_apart:
+            alone.setdefault(p.nearer, []).append(p.farther)
+    if alone:
+        before = (f"{nearer} before {', '.join(farther)}" for nearer, farther in alone.items())
+        lines_below.append(f"By KL alone: {'; '.join(before)}.")
     lines_below += [
         f"{p.nearer} is nearer to the full cache than {p.farther}: ln ratio {p.log_ratio:.2f} [{p.ci[0]:.2f}, "
         f"{p.ci[1]:.2f}]" + _score(p) + "."
