@@ -78,8 +78,8 @@ def unknown_method(method: str) -> UsageError:
         return UsageError(f"unknown method {method!r}: it is method={here} here (docs/differences.md has what differs)")
     if name in _kvpress()["missing"]:
         return UsageError(
-            f"kvbench has no {method}, a press of kvpress; where that is installed, try method=kvpress:NAME "
-            f"(python -m kvbench list kvpress). Available: {', '.join(available())}."
+            f"kvbench has no {method}, a press of kvpress. Available: {', '.join(available())}; and, where kvpress is "
+            "installed, method=kvpress:NAME (python -m kvbench list kvpress)."
         )
     return unknown("method", method, available(), "Join methods with +, as in method=snapkv+think.")
 
