@@ -10,10 +10,11 @@ from types import MappingProxyType
 from kvbench.errors import unknown
 from kvbench.example import Example
 from kvbench.extras import require
-from kvbench.metrics import answers, bleu, chinese, choice, code, rouge, squad, text, theorem
+from kvbench.metrics import answers, bleu, chinese, choice, code, kvpress_match, rouge, squad, text, theorem
 
 LONGBENCH = "github.com/THUDM/LongBench metrics.py"
 SACREBLEU = "github.com/mjpost/sacrebleu"
+KVPRESS = "github.com/NVIDIA/kvpress evaluation/benchmarks/ruler"
 COQA = "stanfordnlp.github.io/coqa"
 
 
@@ -147,6 +148,19 @@ METRICS = _named(
         "normalised reference occurs in the normalised answer",
         "github.com/nelson-liu/lost-in-the-middle",
         _pair(squad.best_subspan_em),
+    ),
+    Metric(
+        "kvpress_all",
+        "share of the references that occur in the answer without its line breaks, as kvpress scores RULER",
+        KVPRESS,
+        lambda prediction, reference, example: kvpress_match.share_contained(prediction, [reference]),
+        whole=lambda prediction, example: kvpress_match.share_contained(prediction, example.answers),
+    ),
+    Metric(
+        "kvpress_part",
+        "a reference occurs in the answer without its line breaks, as kvpress scores RULER's questions",
+        KVPRESS,
+        lambda prediction, reference, example: kvpress_match.any_contained(prediction, [reference]),
     ),
     Metric("count", "share of the answer's numbers that are right", LONGBENCH, _pair(choice.count)),
     Metric("retrieval", "share of the answer's numbers that name the paragraph", LONGBENCH, _pair(choice.retrieval)),
