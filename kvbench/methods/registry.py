@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import kvbench.methods
 from kvbench.conf import conf_dir, entry_of, read_yaml
 from kvbench.errors import UsageError, unknown
+from kvbench.extras import require
 from kvbench.methods.loading import entry_of_class, load_stage
 
 # the command line reads the registry for --help, which must not wait for torch
@@ -48,6 +49,7 @@ def available() -> tuple[str, ...]:
 def defaults(method: str) -> dict[str, Any]:
     """Return the entry of one method, ``_target_`` and its knobs with their plain defaults, or {} for ``full``."""
     if of_kvpress(method):
+        require("kvpress", "method=kvpress:NAME")
         from kvbench.methods.kvpress import stage_class
 
         method = stage_class(method).id

@@ -34,6 +34,7 @@ class PromptPolicy:
     query_aware: False compresses the context before the question is known, which is then appended whole.
     frame: the text of a chat template in place of the tokenizer's own, where a paper's script had one.
     bos: False leaves out the special tokens that the tokenizer puts around a text; a template has its own.
+    thinking: False renders a chat template that has a switch for it without thinking.
     """
 
     name: str = "plain"
@@ -45,6 +46,7 @@ class PromptPolicy:
     query_aware: bool = True
     frame: str | None = None
     bos: bool = True
+    thinking: bool = True
 
     def __post_init__(self) -> None:
         for key, allowed in (("template", TEMPLATES), ("truncation", TRUNCATIONS)):
@@ -56,7 +58,7 @@ class PromptPolicy:
                 raise UsageError(f"{key}={value!r} is not possible: a whole number, {low} or more")
         if not isinstance(self.system, (str, type(None))):
             raise UsageError(f"prompt.system={self.system!r} is not possible: a text, in quotes if it is a number")
-        for key in ("query_aware", "bos"):
+        for key in ("query_aware", "bos", "thinking"):
             if not isinstance(getattr(self, key), bool):
                 raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: true or false")
 
@@ -74,7 +76,9 @@ class PromptPolicy:
             )
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": content})
-        options = {} if self.frame is None else {"chat_template": self.frame}
+        options: dict[str, Any] = {} if self.frame is None else {"chat_template": self.frame}
+        if not self.thinking:
+            options["enable_thinking"] = False
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
         except Exception as error:
