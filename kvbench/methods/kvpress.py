@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -215,7 +215,8 @@ class PressSelector(Selector):
             return ops.select_first(cache, order, (scores > 0).sum(dim=-1))
         if self.kind in REMOVES:
             budget = int((scores[0] > 0).sum())
-        return ops.select(cache, top_indices(scores, budget))
+        chosen = ops.select(cache, top_indices(scores, budget))
+        return replace(chosen, decided=(budget,) * cache.heads) if self.kind in REMOVES else chosen
 
 
 def rows_kept(keys: Tensor, values: Tensor, kept_keys: Tensor, kept_values: Tensor) -> Tensor:

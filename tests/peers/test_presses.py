@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import build
+from families import build, heads_of
 from kvpress_reference import N, prompt, theirs
 
 import kvbench
+from kvbench.audit.prompt_audit import audit
+from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.methods.kvpress_package import presses, refusal, wraps_another
 from kvbench.methods.resolve import chain_of
+from kvbench.run.store import ResultStore
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed here: make test-peers")
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
@@ -35,7 +38,7 @@ SCORERS = {
     "random": {"seed": 3},
 }
 INSIDE = {"snapkv": SCORERS["snapkv"], "expectedattention": {"use_vnorm": False}}
-SIZES = {"chunk": {"chunk_length": 32}, "chunkkv": {"chunk_length": 10}, "block": {"block_size": 32}}
+SIZES = {"chunk": {"chunk_length": 32}, "chunkkv": {"chunk_length": 13}, "block": {"block_size": 32}}
 REMOVED = (0.25, 0.5, 0.75, 0.875, 0.9)
 
 
@@ -68,6 +71,7 @@ def model(request):
 
 def ours(model, entry):
     (cache,) = kvbench.prefill(model, prompt(N), [entry])
+    audit(cache, *heads_of(model), torch.float32)
     return [[p.tolist() for p in layer.kept_positions()] for layer in cache.layers]
 
 
@@ -149,3 +153,52 @@ def test_the_page_of_presses_is_that_of_the_installed_kvpress(monkeypatch):
     import kvpress_page
 
     assert kvpress_page.page() == kvpress_page.PAGE.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("removed", "sizes"),
+    [(0.25, [936, 812, 688, 564]), (0.5, [936, 645, 355, 64]), (0.75, [250] * 4), (0.875, [125] * 4), (0.9, [100] * 4)],
+)
+def test_pyramidkv_has_its_own_sizes(removed, sizes):
+    """C7, at 1,000 tokens and four layers."""
+    (stage,) = chain_of({"method": "kvpress:pyramidkv", "compression_ratio": removed}).stages
+    assert [stage.budget(1000, layer, 4) for layer in range(4)] == sizes
+
+
+@pytest.mark.parametrize(
+    ("method", "removed", "tokens"),
+    [
+        *(("chunkkv", r, n) for r, n in ((0.25, 740), (0.5, 500), (0.75, 240), (0.875, 120), (0.8, 180), (0.9, 80))),
+        *(("chunk", r, n) for r, n in ((0.875, 123), (0.9, 96))),
+    ],
+)
+def test_blocks_of_tokens_have_their_own_sizes(method, removed, tokens):
+    """C7, at 1,000 tokens: ChunkKV with its 20 tokens, Chunk with 300."""
+    length = {"chunk_length": 300} if method == "chunk" else {}
+    (stage,) = chain_of({"method": f"kvpress:{method}:snapkv", "compression_ratio": removed, **length}).stages
+    expected = stage.expected(1000, 0, 4, 2)
+    assert expected.low == expected.high == (tokens, tokens)
+
+
+def test_adakv_keeps_half_of_all_pairs(model):
+    """C8: what kvpress masks in caches of full length is not stored here."""
+    (cache,) = kvbench.prefill(model, prompt(N), ["kvpress:adakv:knorm"], kv_ratio=0.5)
+    for layer in cache.layers:
+        assert sum(len(positions) for positions in layer.kept_positions()) == layer.heads * N // 2
+
+
+def test_a_run_of_kvpresss_snapkv_is_a_run_of_ours(tmp_path):
+    """The same answers, scores and bytes, example by example."""
+    settings = ["snapkv.window=16", "window_size=16", "kernel=5", "kernel_size=5", "pooling=avg", "kv_ratio=0.2,0.5"]
+    line = ["method=snapkv,kvpress:snapkv", *settings, "dataset=tiny/needle,tiny/hop", "length=256", "limit=4"]
+    assert main(["run", *line, f"results={tmp_path}", "baseline=false"]) == 0
+    store = ResultStore(tmp_path)
+    answers = {}
+    for name in store.cells():
+        record = store.cell(name)
+        (stage,) = record.identity["chain"]["stages"]
+        samples = [(s.id, s.prediction, s.score, s.payload, s.overhead) for s in store.samples(name).values()]
+        answers[stage["id"], stage["knobs"]["kv_ratio"], record.column] = samples
+    ours_alone = {key[1:]: samples for key, samples in answers.items() if key[0] == "snapkv"}
+    assert ours_alone == {key[1:]: samples for key, samples in answers.items() if key[0] == "kvpress:snapkv"}
+    assert len(ours_alone) == 4 and all(len(samples) == 4 for samples in ours_alone.values())
