@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache import ops
+from kvbench.cache.content import rows_kept
 from kvbench.cache.exact_attention import causal_softmax
 from kvbench.cache.observation import Needs, Observation
 from kvbench.cache.segment import LayerCache
@@ -55,6 +56,11 @@ class PressSelector(Selector):
 
     def protected(self) -> tuple[int, int]:
         return 0, 0  # the press's scores decide, and its fields may be called window_size and sink_size
+
+    def require(self, knob: str, ok: bool, allowed: str) -> None:
+        if not ok:
+            value = getattr(self, knob)
+            raise UsageError(f"{self.id}.{knob}={value!r} is not possible: {allowed} (see run --help {self.id})")
 
     @property
     def kind(self) -> str:
@@ -150,7 +156,9 @@ class PressSelector(Selector):
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> Tensor:
         segment = ops.only_segment(cache)
         keys, values = segment.k[None], segment.v[None]
-        if cache.heads not in (1, keys.shape[1]) or obs.call is None or obs.hidden is None:
+        if obs.call is None or obs.hidden is None:
+            raise Refused(f"{self.id} reads a model's attention module, and there is none here")
+        if cache.heads not in (1, keys.shape[1]):
             raise Refused(f"{self.id} scores kv heads: per=kv_head")
         budget = self.budget(obs.prompt_tokens, obs.layer, obs.n_layers)
         press = self.press(self._ratio(obs.prompt_tokens, obs.n, budget))
@@ -219,18 +227,6 @@ class PressSelector(Selector):
         return replace(chosen, decided=(budget,) * cache.heads) if self.kind in REMOVES else chosen
 
 
-def rows_kept(keys: Tensor, values: Tensor, kept_keys: Tensor, kept_values: Tensor) -> Tensor:
-    """Return [H, n], 1 for each token of keys and values [H, n, D] that is among the kept ones [H, C, D], else 0."""
-    marks = torch.zeros(keys.shape[:2], device=keys.device)
-    for head, mark in enumerate(marks):
-        rows = torch.cat(
-            [torch.cat([keys[head], kept_keys[head]]), torch.cat([values[head], kept_values[head]])], dim=1
-        )
-        _, ids = rows.unique(dim=0, return_inverse=True)
-        mark[torch.isin(ids[: len(mark)], ids[len(mark) :])] = 1
-    return marks
-
-
 @cache
 def stage_class(method: str) -> type[PressSelector]:
     """Return the class of ``kvpress:NAME``, whose knobs are the fields of its presses."""
@@ -248,12 +244,5 @@ def stage_class(method: str) -> type[PressSelector]:
     namespace = {"id": method, "types": types, "names": tuple(names), "__doc__": types[0].__doc__}
     cls = make_dataclass("Press", knobs, bases=(PressSelector,), namespace=namespace, frozen=True, kw_only=True)
     cls.__module__, cls.__name__, cls.__qualname__ = __name__, method, method
-    globals()[method] = cls  # where the registry, and other processes, look for it
+    globals()[method] = cls  # where the registry looks for it
     return cls
-
-
-def __getattr__(name: str) -> Any:
-    """Make the class of a press that another process wrote the name of."""
-    if name.startswith("kvpress:"):
-        return stage_class(name)
-    raise AttributeError(name)

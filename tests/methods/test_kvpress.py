@@ -11,6 +11,7 @@ from families import build, heads_of, prompt
 import kvbench
 from kvbench import extras
 from kvbench.audit.prompt_audit import audit
+from kvbench.cli.main import main
 from kvbench.errors import Refused, UsageError
 from kvbench.methods import kvpress as adapter
 from kvbench.methods import kvpress_package as package
@@ -164,6 +165,17 @@ def test_the_fields_of_a_press_are_its_knobs():
         chain_of("kvpress:first", {"every": 0})
     with pytest.raises(UsageError, match="a budget of its own"):
         chain_of("kvpress:first", {"compression_ratio": 0.5, "kv_size": 15})
+
+
+def test_help_has_the_knobs_and_the_presss_own_words(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--help", "kvpress:FirstPress"])
+    shown = capsys.readouterr().out
+    assert "kvpress:first" in shown and "  every: 2\n" in shown and "Prefers the even positions" in shown
+    assert main(["list", "kvpress"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "kvpress:adakv:NAME AdaKVPress; in kvpress masked; here stored for real" in shown
+    assert "kvpress:odd OddPress; in kvpress removed; here does not run: it does not score tokens" in shown
 
 
 def test_identity_is_the_presses_their_fields_and_kvpresss_version(stand_in):
