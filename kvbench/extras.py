@@ -14,6 +14,7 @@ EXTRAS = {
     "hydra_plugins.hydra_ray_launcher": "ray",
     "hydra_plugins.hydra_submitit_launcher": "slurm",
     "jieba": "zh",
+    "kvpress": "peers",
     "matplotlib": "plots",
     "pandas": "plots",
     "punkt": "data",

@@ -16,14 +16,19 @@ from kvbench.run.equal_memory import KINDS
 
 pytestmark = pytest.mark.e2e("composes every preset for every model")
 
-PAPERS = ("qhitter", "refreekv", "think", "uncomp", "vatp")
+PAPERS = ("kvpress", "qhitter", "refreekv", "think", "uncomp", "vatp")
 CHAINS = {
+    "kvpress": ("snapkv", "adakv", "streamingllm", "keynorm", "random", "expectedattention"),
     "qhitter": ("full", "h2o", "qhitter", "streamingllm"),
     "refreekv": ("refreekv", "h2o", "snapkv", "pyramidkv", "streamingllm", "cake", "twilight"),
     "think": ("h2o", "snapkv", "h2o+think", "snapkv+think", "think", "snapkv+thinkv", "h2o+l1", "snapkv+l2"),
     "uncomp": ("uncomp-group", "h2o", "snapkv", "pyramidkv", "uncomp-stage", "chai"),
     "vatp": ("h2o", "h2o+vatp", "scissorhands", "scissorhands+vatp", "streamingllm"),
 }
+
+
+LEADERBOARD = [0.75, 0.5, 0.25, 0.125]
+"""The budgets of kvpress's leaderboard, of which a preset runs all."""
 
 
 def parsed(line):
@@ -36,7 +41,7 @@ def knobs(line, stage):
     return [s.knobs() for c in parsed(line).chains for s in c.chain.stages if s.id == stage]
 
 
-def test_the_presets_are_those_of_the_five_papers():
+def test_the_presets_are_those_of_the_five_papers_and_of_kvpresss_leaderboard():
     assert presets.available() == PAPERS == tuple(CHAINS)
 
 
@@ -77,15 +82,18 @@ def test_no_key_is_written_twice_for_one_model(name):
 @pytest.mark.parametrize("name", PAPERS)
 def test_every_preset_composes_for_every_model_with_the_papers_methods(name, model):
     run = parsed(f"preset={name} model={model} method={','.join(CHAINS[name])}")
-    assert run.preset == name and len(run.chains) == len(CHAINS[name])
     wanted = presets.values(name, model)
+    ratios = len(LEADERBOARD) if name == "kvpress" else 1
+    assert run.preset == name and len(run.chains) == len(CHAINS[name]) * ratios
     assert run.prompt.name == wanted["prompt"]
     for chain in run.chains:
         assert chain.chain.per == wanted.get("per", "kv_head")
         for stage in chain.chain.stages:
             for knob, value in stage.knobs().items():
                 requested = wanted.get(f"method.{stage.id}.{knob}")
-                if requested is not None and not isinstance(requested, dict):
+                if knob == "kv_ratio" and requested == LEADERBOARD:
+                    assert value in LEADERBOARD
+                elif requested is not None and not isinstance(requested, dict):
                     assert value == (tuple(requested) if isinstance(requested, list) else requested), (stage.id, knob)
 
 
@@ -234,3 +242,12 @@ def test_the_help_of_run_has_an_example_with_a_preset_that_composes():
     (example,) = re.findall(r"python -m kvbench run (preset=.*)", HELP["run"]["help"])
     assert parsed(example).preset == "think"
     assert all(name in HELP["run"]["help"] for name in PAPERS)
+
+
+def test_kvpresss_budgets_are_what_its_rounding_keeps():
+    """C6: a share removed of .25, .5, .75, .875 keeps int(n * (1 - r)) of n tokens."""
+    chains = [c.chain for c in parsed("preset=kvpress method=snapkv").chains]
+    for removed, chain in zip((0.25, 0.5, 0.75, 0.875), chains, strict=True):
+        assert all(chain.nominal(n) == int(n * (1 - removed)) for n in (520, 1000, 3937, 4096))
+    (typed,) = parsed("preset=kvpress method=snapkv kv_size=64 window=32").chains
+    assert typed.chain.stages[0].kv_size == 64 and typed.chain.stages[0].pooling == "avg"

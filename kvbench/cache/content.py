@@ -69,3 +69,15 @@ def _shares_tensors(s: Segment, source: Segment) -> bool:
     """Tell whether a segment is the very tensors of ``source``."""
     pairs = (s.k, source.k), (s.v, source.v), (s.positions, source.positions)
     return all(a.shape == b.shape and a.data_ptr() == b.data_ptr() for a, b in pairs)
+
+
+def rows_kept(keys: Tensor, values: Tensor, kept_keys: Tensor, kept_values: Tensor) -> Tensor:
+    """Return [H, n], 1 for each token of keys and values [H, n, D] that is among the kept ones [H, C, D], else 0."""
+    marks = torch.zeros(keys.shape[:2], device=keys.device)
+    for head, mark in enumerate(marks):
+        rows = torch.cat(
+            [torch.cat([keys[head], kept_keys[head]]), torch.cat([values[head], kept_values[head]])], dim=1
+        )
+        _, ids = rows.unique(dim=0, return_inverse=True)
+        mark[torch.isin(ids[: len(mark)], ids[len(mark) :])] = 1
+    return marks

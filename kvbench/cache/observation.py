@@ -25,6 +25,7 @@ class Needs:
     colsums: the attention that each token received from all queries.
     hidden: the input of the attention module.
     colsums_bits: bit widths. Column sums are also taken over keys quantised per token to each of them.
+    call: the attention module and its call.
     """
 
     last_q: int = 0
@@ -32,6 +33,7 @@ class Needs:
     colsums: bool = False
     hidden: bool = False
     colsums_bits: frozenset[int] = frozenset()
+    call: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -40,12 +42,30 @@ class Needs:
             self.colsums or other.colsums,
             self.hidden or other.hidden,
             self.colsums_bits | other.colsums_bits,
+            self.call or other.call,
         )
 
     @classmethod
     def union(cls, needs: Iterable[Needs]) -> Needs:
         """Return the needs of several stages or chains together."""
         return reduce(or_, needs, cls())
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The call of a layer's attention module, for code of other packages that reads modules.
+
+    module: the attention module.
+    kwargs: the keyword arguments of its call.
+    rotary: the model's module of rotary embeddings; None where positions are learned.
+    """
+
+    module: Any
+    kwargs: Mapping[str, Any]
+    rotary: Any = None
+
+    def __deepcopy__(self, memo: Any) -> AttentionCall:
+        return self  # a model is not copied with what is handed to one method
 
 
 @dataclass(frozen=True)
@@ -73,6 +93,7 @@ class Observation:
     inv_freq: Tensor | None = None  # [r / 2], the model's rotary frequencies; None where positions are learned
     length: int = 0  # tokens of the prompt; 0: n
     positions: Tensor | None = None  # [n] int64, ascending; None: 0 .. n - 1
+    call: AttentionCall | None = None
     scratch: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)  # see ``once``
 
     def once(self, key: object, compute: Callable[[], Result]) -> Result:

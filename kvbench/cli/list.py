@@ -14,8 +14,8 @@ from kvbench.conf import conf_dir
 from kvbench.errors import UsageError, unknown
 from kvbench.run import presets
 
-KINDS = ("methods", "datasets", "models", "metrics", "presets", "figures", "tables", "runs")
-ASKED = ("tables", "runs")
+KINDS = ("methods", "datasets", "models", "metrics", "presets", "figures", "tables", "runs", "kvpress")
+ASKED = ("tables", "runs", "kvpress")
 """The kinds that are listed only if they are named."""
 
 
@@ -85,6 +85,10 @@ def _items(kind: str, results: Path) -> list[dict[str, Any]]:
     if kind == "presets":
         settings = {name: [asdict(s) for s in presets.settings(name)] for name in presets.available()}
         return [{"id": name, "about": presets.about(name), "settings": s} for name, s in settings.items()]
+    if kind == "kvpress":
+        from kvbench.methods.kvpress_package import listing as presses
+
+        return presses()
     if kind == "figures":
         from kvbench.cli.plot import listing
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import shlex
 import signal
@@ -19,6 +20,7 @@ import yaml
 from kvbench.cli import launchers
 from kvbench.conf import key_help
 from kvbench.errors import UsageError, say
+from kvbench.methods import registry
 from kvbench.run import words
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class Help(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: object = None) -> None:
         """Print the help. An argument of the form ``key=value`` behind --help is no topic."""
         try:
-            print(key_help(values) if values and "=" not in values else parser.format_help(), end="")
+            print(_help(values) if values and "=" not in values else parser.format_help(), end="")
         except UsageError as error:
             parser.error(str(error))
         parser.exit()
@@ -83,6 +85,17 @@ def main(args: argparse.Namespace) -> int:
     if stop.status is not None:
         return stop.status
     return print_reports(reports, args)
+
+
+def _help(topic: str) -> str:
+    """Return what ``run --help TOPIC`` prints. Raises UsageError for a topic that there is not."""
+    if not registry.of_kvpress(topic):
+        return key_help(topic)
+    from kvbench.methods.kvpress import stage_class
+
+    press = stage_class(topic)
+    knobs = "\n".join(f"  {k}: {registry.defaults(press.id)[k]}" for k in registry.knob_names(press.id))
+    return f"{press.id}\n{knobs}\n\n{inspect.getdoc(press)}\n"
 
 
 def print_reports(reports: list[Report], args: argparse.Namespace) -> int:

@@ -65,5 +65,6 @@ class CompressedLayers:
             colsums=obs.colsums if needs.colsums else None,
             colsums_q={bits: t for bits, t in obs.colsums_q.items() if bits in needs.colsums_bits},
             hidden=obs.hidden if needs.hidden else None,
+            call=obs.call if needs.call else None,
             scratch={},
         )

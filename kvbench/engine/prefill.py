@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache as HFCache
 from kvbench.cache import ops
 from kvbench.cache.exact_attention import attend_rows, attend_with_lse, column_sums
 from kvbench.cache.model_shape import from_config
-from kvbench.cache.observation import Needs, Observation
+from kvbench.cache.observation import AttentionCall, Needs, Observation
 from kvbench.cache.packed import quantise_zero_point
 from kvbench.cache.segment import LayerCache, per_head
 from kvbench.engine.finite import check_finite
@@ -41,6 +41,7 @@ from kvbench.models.interface import (
     KvbenchLayer,
     Rows,
     attached,
+    call_hooks,
     layer_hooks,
     row_hooks,
     sliding_window,
@@ -152,6 +153,8 @@ def observe(
     lifted = lifts(model)
     inv_freq = next((m.get_buffer("inv_freq") for m in model.modules() if hasattr(m, "inv_freq")), None)
 
+    calls: dict[int, AttentionCall] = {}
+
     def finished(index: int, hidden: Tensor) -> None:
         layer = layers[index]
         k, v = layer.take()
@@ -172,6 +175,7 @@ def observe(
             inv_freq=inv_freq,
             length=n,
             positions=None if own_rows is None else own_rows.positions,
+            call=calls.pop(index, None),
             **layer.observed,
         )
         layer.observed = {}
@@ -183,7 +187,8 @@ def observe(
             raise
 
     dropping = row_hooks(model, rows.__getitem__) if chain.hidden else nullcontext()
-    with torch.no_grad(), attached(model), layer_hooks(model, finished), dropping:
+    noting = call_hooks(model, calls) if needs.call else nullcontext()
+    with torch.no_grad(), attached(model), layer_hooks(model, finished), dropping, noting:
         out = model(
             input_ids=input_ids[None],
             position_ids=torch.arange(n, device=input_ids.device)[None],

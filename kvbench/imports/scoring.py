@@ -11,6 +11,7 @@ from kvbench.example import Example
 from kvbench.imports.base import ImportedAnswer, Predictions
 from kvbench.metrics import METRICS, check_installed, metric, score, stats
 from kvbench.metrics.stats import FEWEST
+from kvbench.run.export_kvpress import RULER
 from kvbench.tasks import longbench
 
 Score = float | None
@@ -50,6 +51,8 @@ def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None)
     dataset = predictions.dataset
     if dataset in longbench.TASKS:
         fallback = longbench.metric_name(dataset, code_sim)
+    if fallback is None and predictions.layout == "kvpress" and dataset in RULER:
+        fallback = "kvpress_part" if dataset.startswith("qa_") else "kvpress_all"
     if fallback is None:
         raise UsageError(
             f"{predictions.path}: dataset {dataset!r} has no metric: it is none of LongBench's "

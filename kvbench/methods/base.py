@@ -153,8 +153,6 @@ class TokenSelector(Stage):
     """A stage that chooses which tokens stay, with or without a budget. All of them have this knob:
 
     frozen_layers: the numbers of layers that keep everything.
-
-    Selectors that also evict while decoding are in methods.evicting.
     """
 
     role: ClassVar[Role] = "selector"
@@ -214,10 +212,10 @@ class Selector(TokenSelector):
             )
         if self.kv_size is None and self.kv_ratio is None:
             object.__setattr__(self, "kv_ratio", DEFAULT_RATIO)
-        floor = self.sink_size() + self.window_size()
+        sinks, window = self.protected()
         if self.kv_size is not None:
-            parts = f"sinks {self.sink_size()} + window {self.window_size()}"
-            self.require("kv_size", self.kv_size > floor, f"a whole number of tokens above {floor} ({parts})")
+            least = f"{sinks + window} (sinks {sinks} + window {window})"
+            self.require("kv_size", self.kv_size > sinks + window, f"a whole number of tokens above {least}")
         if self.kv_ratio is not None:
             self.require("kv_ratio", 0 < self.kv_ratio <= 1, "a fraction of the prompt kept, above 0 and at most 1")
 
@@ -235,14 +233,17 @@ class Selector(TokenSelector):
         """Return how many last tokens are always kept."""
         return 0
 
+    def protected(self) -> tuple[int, int]:
+        """Return how many first and how many last tokens are always kept."""
+        return self.sink_size(), self.window_size()
+
     def capacity(self, n: int) -> Capacity:
         """Return the budget for a prompt of n tokens. A fraction too small for sinks and window shrinks them."""
-        sinks, window = self.sink_size(), self.window_size()
+        sinks, window = self.protected()
         if self.kv_size is not None:
             return Capacity(min(self.kv_size, n), sinks, window)
         exact = (self.kv_ratio or DEFAULT_RATIO) * n
-        # 1e-9: a product that should be whole must not be cut to the number below
-        tokens = max(2, round(exact) if self.kv_round else int(exact + 1e-9))
+        tokens = max(2, round(exact) if self.kv_round else int(exact + 1e-9))  # 1e-9: a product meant to be whole is
         if tokens >= n:
             return Capacity(n, sinks, window)
         if tokens > sinks + window:
@@ -288,7 +289,6 @@ class Selector(TokenSelector):
             raise Refused(
                 f"scores of {names} hold NaN in layer {obs.layer}: its formula divides by 0 or takes inf from inf"
             )
-        # sinks and window always stay
         scores[:, : capacity.sinks] = torch.inf
         scores[:, obs.n - capacity.window :] = torch.inf
         return self.pick(cache, scores, budget)

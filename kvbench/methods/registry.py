@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import kvbench.methods
 from kvbench.conf import conf_dir, entry_of, read_yaml
 from kvbench.errors import UsageError, unknown
+from kvbench.extras import require
 from kvbench.methods.loading import entry_of_class, load_stage
 
 # the command line reads the registry for --help, which must not wait for torch
@@ -47,12 +48,23 @@ def available() -> tuple[str, ...]:
 @cache
 def defaults(method: str) -> dict[str, Any]:
     """Return the entry of one method, ``_target_`` and its knobs with their plain defaults, or {} for ``full``."""
+    if of_kvpress(method):
+        require("kvpress", "method=kvpress:NAME")
+        from kvbench.methods.kvpress import stage_class
+
+        method = stage_class(method).id
+        return entry_of_class(path_of(method), method)
     if method not in available():
         raise unknown_method(method)
     path, modules = path_of(method), _modules().get(method, ())
     if len(modules) > 1:
         raise UsageError(f"{modules[1]}: its id {method!r} is also that of {modules[0]}: choose another id")
     return entry_of(path) if path.suffix == ".yaml" else entry_of_class(path, method)
+
+
+def of_kvpress(method: str) -> bool:
+    """Tell whether a method is a press of the package kvpress: ``kvpress:snapkv``."""
+    return method.startswith("kvpress:")
 
 
 @cache
@@ -67,7 +79,10 @@ def unknown_method(method: str) -> UsageError:
     if here is not None:
         return UsageError(f"unknown method {method!r}: it is method={here} here (docs/differences.md has what differs)")
     if name in _kvpress()["missing"]:
-        return UsageError(f"kvbench has no {method}, a press of kvpress. Available: {', '.join(available())}.")
+        return UsageError(
+            f"kvbench has no {method}, a press of kvpress. Available: {', '.join(available())}; and, where kvpress is "
+            "installed, method=kvpress:NAME (python -m kvbench list kvpress)."
+        )
     return unknown("method", method, available(), "Join methods with +, as in method=snapkv+think.")
 
 
@@ -86,6 +101,8 @@ def unknown_knob(knob: str, value: Any, names: Iterable[str], hint: str) -> Usag
 
 def path_of(method: str) -> Path:
     """Return the file in which a method's knobs are written: its YAML file, or its module if there is none."""
+    if of_kvpress(method):
+        return Path(__file__).with_name("kvpress.py")
     path = conf_dir() / "method" / f"{method}.yaml"
     return path if path.exists() else _modules().get(method, (path,))[0]
 
@@ -113,6 +130,7 @@ def split(method: str) -> tuple[str, ...]:
     Raises UsageError if a part is empty, is no method or is written twice, and if ``full`` stands beside others.
     """
     parts = tuple(p.strip() for p in method.split("+"))
+    parts = tuple(defaults(p)["_target_"].rpartition(".")[2] if of_kvpress(p) else p for p in parts)
     for alias, (method_id, _) in ALIASES.items():
         if set(alias.split("+")) <= set(parts):
             parts = tuple(dict.fromkeys(method_id if p in alias.split("+") else p for p in parts))

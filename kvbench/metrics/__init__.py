@@ -11,11 +11,12 @@ from types import MappingProxyType
 from kvbench.errors import unknown
 from kvbench.example import Example
 from kvbench.extras import require
-from kvbench.metrics import answers, bleu, chinese, choice, code, rouge, ruler, squad, text, theorem
+from kvbench.metrics import answers, bleu, chinese, choice, code, kvpress_match, rouge, ruler, squad, text, theorem
 
 LONGBENCH = "github.com/THUDM/LongBench metrics.py"
 SACREBLEU = "github.com/mjpost/sacrebleu"
 RULER = "github.com/NVIDIA/RULER scripts/eval/synthetic/constants.py"
+KVPRESS = "github.com/NVIDIA/kvpress evaluation/benchmarks/ruler"
 COQA = "stanfordnlp.github.io/coqa"
 
 
@@ -177,6 +178,19 @@ METRICS = _named(
         "a reference occurs in the answer, whatever its case (RULER's part)",
         RULER,
         _pair(ruler.contained),
+    ),
+    Metric(
+        "kvpress_all",
+        "share of the references that occur in the answer without its line breaks, as kvpress scores RULER",
+        KVPRESS,
+        lambda prediction, reference, example: kvpress_match.share_contained(prediction, [reference]),
+        whole=lambda prediction, example: kvpress_match.share_contained(prediction, example.answers),
+    ),
+    Metric(
+        "kvpress_part",
+        "a reference occurs in the answer without its line breaks, as kvpress scores RULER's questions",
+        KVPRESS,
+        lambda prediction, reference, example: kvpress_match.any_contained(prediction, [reference]),
     ),
     Metric("count", "share of the answer's numbers that are right", LONGBENCH, _pair(choice.count)),
     Metric("retrieval", "share of the answer's numbers that name the paragraph", LONGBENCH, _pair(choice.retrieval)),

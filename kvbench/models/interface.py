@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvbench.cache.observation import AttentionCall
 from kvbench.errors import UsageError
 
 NAME = "kvbench"
@@ -158,6 +159,22 @@ def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None])
         finished(int(module.layer_idx), kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])  # type: ignore[arg-type]
 
     handles = [m.register_forward_hook(announce, with_kwargs=True) for m in attention_modules(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Iterator[None]:
+    """Write the call of each attention module to ``calls`` by layer, before its forward; hooks go on exit."""
+    rotary = next((m for m in model.modules() if hasattr(m, "inv_freq")), None)
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[int(module.layer_idx)] = AttentionCall(module, kwargs, rotary)  # type: ignore[arg-type]
+
+    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(model)]
     try:
         yield
     finally:

@@ -181,7 +181,7 @@ def _smallest_size(template: ChainConfig, kind: str) -> int:
             f"match={kind}: {chain.name} has no kv_size to set. Leave it out, or chain it with a method that selects "
             f"tokens, as in snapkv+{chain.name}"
         )
-    size = selector.sink_size() + selector.window_size() + 1
+    size = sum(selector.protected()) + 1
     for more in range(FLOOR):
         try:
             with_size(template, size + more)

@@ -224,7 +224,7 @@ def _parse_argument(key: str, value: str, methods: Sequence[str], datasets: Sequ
     group, _, rest = plain_key.partition(".")
     if not rest:
         return _parse_plain_knob(plain_key, value, methods, datasets)
-    if group in registry.available():
+    if group in registry.available() or registry.of_kvpress(group):
         # snapkv.window is short for method.snapkv.window
         group, rest = "method", plain_key
     if group not in GROUPS:

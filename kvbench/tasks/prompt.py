@@ -35,6 +35,7 @@ class PromptPolicy:
     each task has.
     frame: the text of a chat template in place of the tokenizer's own, where a paper's script had one.
     bos: False leaves out the special tokens that the tokenizer puts around a text; a template has its own.
+    thinking: False renders a chat template that has a switch for it without thinking.
     """
 
     name: str = "plain"
@@ -46,6 +47,7 @@ class PromptPolicy:
     query_aware: bool | None = None
     frame: str | None = None
     bos: bool = True
+    thinking: bool = True
 
     def __post_init__(self) -> None:
         for key, allowed in (("template", TEMPLATES), ("truncation", TRUNCATIONS)):
@@ -59,8 +61,9 @@ class PromptPolicy:
             raise UsageError(f"prompt.system={self.system!r} is not possible: a text, in quotes if it is a number")
         if not isinstance(self.query_aware, bool | None):
             raise UsageError(f"prompt.query_aware={self.query_aware!r} is not possible: true, false, or null for both")
-        if not isinstance(self.bos, bool):
-            raise UsageError(f"prompt.bos={self.bos!r} is not possible: true or false")
+        for key in ("bos", "thinking"):
+            if not isinstance(getattr(self, key), bool):
+                raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: true or false")
 
     def templated(self, task: Task) -> bool:
         """Tell if this task's prompts go through the chat template."""
@@ -86,7 +89,9 @@ class PromptPolicy:
     def rendered(self, tokenizer: Any, talk: list[dict[str, str]]) -> str:
         """Return the text of a talk inside the chat template, ready for the answer to its last message."""
         messages = [*([{"role": "system", "content": self.system}] if self.system else []), *talk]
-        options = {} if self.frame is None else {"chat_template": self.frame}
+        options: dict[str, Any] = {} if self.frame is None else {"chat_template": self.frame}
+        if not self.thinking:
+            options["enable_thinking"] = False
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
         except Exception as error:

@@ -87,7 +87,7 @@ BAD = {
     "run length=10": "dataset.tiny.length=10",
     "run bogus.key=1": "unknown key",
     "run preset=thonk": "Did you mean think",
-    "run preset=": "Available: qhitter, refreekv, think, uncomp, vatp",
+    "run preset=": "Available: kvpress, qhitter, refreekv, think, uncomp, vatp",
     "run preset=think,vatp": "One preset a run",
     "run preset=think preset=vatp": "2 times",
     "run preset.name=think": "unknown key",

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from families import build
+from kvpress_reference import N, prompt, theirs
 
 import kvbench
 from kvbench.cache.observation import Needs
@@ -19,31 +20,7 @@ from kvbench.methods.chain import Chain
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed here: make test-peers")
 from transformers import DynamicCache  # noqa: E402
 
-N = 120
 FAMILIES = ("llama", "mistral", "qwen2")
-
-
-def prompt(n, seed=0):
-    """Distinct tokens: equal ones tie in layer 0 up to rounding, which either side may break."""
-    return torch.randperm(124, generator=torch.Generator().manual_seed(seed))[:n] + 3
-
-
-def theirs(model, ids, press):
-    """Positions that a press keeps, per layer and kv head, found by matching its keys with the dense ones."""
-    dense, small = DynamicCache(), DynamicCache()
-    with torch.no_grad():
-        model(ids[None], past_key_values=dense)
-        with press(model):
-            model(ids[None], past_key_values=small)
-    collected = []
-    for complete, kept_tokens in zip(dense.layers, small.layers, strict=True):
-        heads = []
-        for h in range(complete.keys.shape[1]):
-            same = (kept_tokens.keys[0, h][:, None] == complete.keys[0, h][None]).all(-1)
-            assert (same.sum(-1) == 1).all()
-            heads.append(sorted(same.int().argmax(-1).tolist()))
-        collected.append(heads)
-    return collected
 
 
 def ours(model, ids, entry):

@@ -9,6 +9,7 @@ from kvbench.conf import entries
 from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.run import config
+from kvbench.run import words as words_of
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy, check, encode
 
@@ -308,3 +309,23 @@ def test_vicunas_template_is_the_one_it_was_trained_with():
 def test_a_preset_whose_limit_nobody_states_is_refused():
     with pytest.raises(UsageError, match="name of a prompt limit"):
         config.read(["prompt=think", "limits=banana"])
+
+
+def test_kvpresss_protocol_compresses_the_template_up_to_the_question():
+    """C10: the context ends where the question begins, the template's end is read with the question."""
+
+    class Characters(Chat):
+        def encode(self, text, add_special_tokens=True):
+            return [ord(c) for c in text]
+
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt, **switches):
+            assert switches == {"enable_thinking": False}
+            return f"<u>{messages[-1]['content']}</u><a>"
+
+    run = config.parse(words_of.read(["preset=kvpress", "method=snapkv", "dataset=tiny"]).runs[0])
+    example = Example("a", "C\nQ? ", ("x",), 4, question="Q? ")
+    t = Task("t/t", (example,), "f1", "test", chat=False)
+    encoded = encode(Characters(), example, t, run.prompt, None)
+    assert ("".join(map(chr, encoded.ids)), "".join(map(chr, encoded.question))) == ("<u>C\n", "Q? </u><a>")
+    with pytest.raises(UsageError, match=r"prompt\.thinking=1 is not possible: true or false"):
+        PromptPolicy(thinking=1)

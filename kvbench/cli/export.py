@@ -1,0 +1,51 @@
+"""export: measured cells in the form of another tool's results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from kvbench.errors import UsageError, say
+from kvbench.run.keys import one_of
+
+FORMATS = ("kvpress",)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    parser.add_argument("form", metavar="FORMAT", help="kvpress: the folders that its leaderboard reads")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="which cells, and where to")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write a folder for each model, method and length; print their names."""
+    from kvbench.run import export_kvpress
+    from kvbench.run.listing import FILTERS, given, rows
+    from kvbench.run.store import ResultStore
+
+    one_of("format of export", FORMATS, args.form)
+    options = given(args.overrides, ("results", "output", "name", *FILTERS))
+    store = ResultStore(Path(options.pop("results", "results")).expanduser())
+    root = Path(options.pop("output", "kvpress-results")).expanduser()
+    name = options.pop("name", None)
+    runs = export_kvpress.runs(store, rows(store, options), name)
+    if not runs:
+        raise UsageError(f"{store.root} holds no measured answers that are chosen here (python -m kvbench list runs)")
+    export_kvpress.check_names(runs, root)
+    folders = [export_kvpress.write(run, root) for run in runs]
+    if args.json:
+        listed = [
+            {"folder": str(f), "tasks": [*run.tasks], "n": len(run.samples)}
+            for f, run in zip(folders, runs, strict=True)
+        ]
+        print(json.dumps({"folders": listed}, indent=1, ensure_ascii=False))
+    else:
+        print("\n".join(map(str, folders)))
+    partial = [run for run in runs if run.fraction < 1]
+    short = [run for run in runs if run.is_ruler and len(run.tasks) < len(export_kvpress.RULER)]
+    if partial:
+        say(f"{len(partial)} folders hold a part of their data set, which kvpress's leaderboard leaves out")
+    if short:
+        say(f"{len(short)} folders hold {len(short[0].tasks)} of RULER's 13 tasks: their mean is no RULER score")
+    return 0

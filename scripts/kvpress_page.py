@@ -1,0 +1,34 @@
+"""Write the table of kvpress's presses in docs/kvpress.md, from the kvpress that is installed (make test-peers)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvbench.methods.kvpress_package import installed_version, listing
+
+PAGE = Path(__file__).parent.parent / "docs" / "kvpress.md"
+START = "| method |"
+
+
+def table() -> str:
+    """Return the table of all presses as Markdown, with the version that has them."""
+    lines = ["| method | what it drops, in kvpress | here | knobs |", "|---|---|---|---|"]
+    for item in listing():
+        knobs = " ".join(f"`{knob}={_text(default)}`" for knob, default in item["knobs"].items())
+        lines.append(f"| `{item['id']}` | {item['there']} | {item['here']} | {knobs} |")
+    return "\n".join([*lines, "", f"kvpress {installed_version()}, {len(listing())} presses.", ""])
+
+
+def page() -> str:
+    """Return the whole page with the table as it is now."""
+    return PAGE.read_text("utf-8").partition(START)[0] + table()
+
+
+def _text(default: object) -> str:
+    if default in (None, ()):
+        return "null" if default is None else "SHARE,…"
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
