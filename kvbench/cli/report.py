@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ METHODS = ("method=full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio=0.125")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="output=, samples=, results=, and run's keys")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="output=, samples=, also=, and run's keys")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -33,9 +34,10 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"output={output} is a folder: name a file in it, as in output={output / 'report.html'}")
     count = SAMPLES.value(options)
     papers = PAPERS.value(options) == "true"
-    for key in ("samples", "papers"):
+    places = [Path(name) for name in options.get("also", "").split(",") if name]
+    for key in ("samples", "papers", "also"):
         options.pop(key, None)
-    report = _collect_page(options, count, papers)
+    report = _collect_page(options, count, papers, places)
     if args.json:
         print(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
         return 0
@@ -49,13 +51,14 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _collect_page(options: dict[str, str], count: int, papers: bool) -> ReportPage:
+def _collect_page(options: dict[str, str], count: int, papers: bool, places: Sequence[Path]) -> ReportPage:
     from kvbench.papers.claims import claim_runner
     from kvbench.papers.figures.figure import folder, own_folder
     from kvbench.papers.forensics import audit
     from kvbench.papers.report import page, samples, tables
     from kvbench.papers.spec import stand_ins
-    from kvbench.run import config, experiment, words
+    from kvbench.run import config, experiment, open_results, words
+    from kvbench.run.store import ResultStore
 
     results, model = Path(options.get("results", "results")), options.get("model", "tiny")
     arguments = [f"{k}={v}" for k, v in options.items() if k not in ("results", "longbench")]
@@ -66,6 +69,9 @@ def _collect_page(options: dict[str, str], count: int, papers: bool) -> ReportPa
     if count:
         answers = samples.collect(experiment.prepare(config.parse(run)), count)
     table_arguments = [f"{k}={options[k]}" for k in ("data.root", "longbench") if k in options]
+    runs = open_results.records(ResultStore(results))
+    for place in places:
+        runs += [{**line, "from": str(place)} for line in open_results.read(place)]
     committed = results / ("tiny" if model == stand_ins.MODEL else "tables")
     return page.ReportPage(
         model,
@@ -74,36 +80,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool) -> ReportPa
         claim_runner.read(results) if papers else [],
         audit() if papers else [],
         answers,
-        _stored_runs(results),
+        runs,
         page.figures_of(own_folder(results, model)),
         papers,
     )
-
-
-def _stored_runs(results: Path) -> list[dict[str, Any]]:
-    """Return every cell of the store as plain data: its score, its bytes and the last facts of its provenance."""
-    from kvbench.run import listing
-    from kvbench.run.fidelity import KINDS
-    from kvbench.run.labels import fields
-    from kvbench.run.store import ResultStore
-
-    rows, store = [], ResultStore(results)
-    for cell in listing.rows(store, {}):
-        means = store.metrics(cell.id) if cell.summary is not None else {}
-        facts = cell.record.provenance[-1] if cell.record.provenance else {}
-        row = {
-            "model": cell.record.model,
-            "method": f"{cell.label} {cell.differs}".strip(),
-            "dataset": cell.record.column,
-            **{key: means.get(key) for key in ("metric", "score", "ci")},
-            "n": cell.status.n,
-            "bytes": means["payload"] + means["overhead"] if "payload" in means else None,
-            "percent_of_full": means.get("percent_of_full"),
-            **{f"kl_{kind}": means.get("fidelity", {}).get(kind, {}).get("kl_mean") for kind in KINDS},
-            "status": cell.status.status,
-            "dtype": fields(cell.record.identity)["dtype"],
-            **{key: facts.get(key) for key in ("device", "torch", "transformers", "commit")},
-            "cell": cell.id,
-        }
-        rows.append(row)
-    return rows

@@ -229,13 +229,30 @@ def test_own_runs_alone_with_scores_bytes_and_figures(tmp_path, capsys):
     assert main([*line, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert not any(shown[key] for key in ("tables", "audit", "claims"))
-    far, plain = ([r for r in shown["runs"] if (r["kl_greedy"] is None) == alone] for alone in (False, True))
+    far, plain = ([r for r in shown["runs"] if bool(r["fidelity"]) == close] for close in (True, False))
     full, streaming = sorted(plain, key=lambda run: run["method"])
     assert streaming["bytes"] < full["bytes"] and streaming["percent_of_full"] < 25 < full["score"]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", text)
     assert f"{streaming['bytes']:,.0f}" in cells and f"{full['score']:.1f}" in cells
     full, streaming = sorted(far, key=lambda run: run["method"])
-    assert f"{streaming['kl_reference']:.3g}" in cells and full["kl_greedy"] == 0 < streaming["kl_greedy"]
+    full_kl, kl = (r["fidelity"]["greedy"]["kl_mean"] for r in (full, streaming))
+    assert f"{streaming['fidelity']['reference']['kl_mean']:.3g}" in cells and full_kl == 0 < kl
+    assert '<input type="search"' in text
+
+
+def test_results_of_other_programs_stand_beside_own_runs(tmp_path, capsys):
+    theirs = {"model": "theirs-8b", "method": "their<press>", "dataset": "ruler", "score": 87.25, "n": 13}
+    place = tmp_path / "theirs"
+    place.mkdir()
+    (place / "results.jsonl").write_text(json.dumps({**theirs, "protocol": {"query_aware": False}}) + "\n")
+    line = ["report", "papers=false", "samples=0", f"results={tmp_path}/mine", f"also={place}"]
+    assert main([*line, f"output={tmp_path}/page.html"]) == 0
+    cells = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", (tmp_path / "page.html").read_text())
+    assert {"theirs-8b", "their&lt;press&gt;", "87.2", "withheld", str(place)} <= set(cells)
+    (place / "results.jsonl").write_text(json.dumps({"model": "theirs-8b", "method": 3}))
+    capsys.readouterr()
+    assert main(line) == 2 and "line 1" in (message := capsys.readouterr().err) and "method, dataset" in message
+    assert main([*line[:-1], f"also={tmp_path}"]) == 2 and "holds no results" in capsys.readouterr().err
 
 
 def test_a_folder_for_the_page_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):

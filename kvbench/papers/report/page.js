@@ -52,6 +52,15 @@ for (const table of document.querySelectorAll("table.paper, table.sortable")) {
   });
 }
 
+for (const part of document.querySelectorAll(".filtered")) {
+  const rows = [...part.querySelectorAll("tbody tr")];
+  part.querySelector("input").addEventListener("input", (event) => {
+    const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const row of rows) row.hidden = !words.every((w) => row.textContent.toLowerCase().includes(w));
+    part.querySelector(".count").textContent = words.length ? `${rows.filter((r) => !r.hidden).length} of ${rows.length}` : "";
+  });
+}
+
 const store = document.getElementById("samples-data");
 const samples = store ? JSON.parse(store.textContent) : [];
 const chooser = document.getElementById("sample");

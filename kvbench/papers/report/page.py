@@ -29,11 +29,16 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-s
 SHORT = 16
 """Characters of a cell that is not broken into lines."""
 RUN_HEADS = {
-    "ci": "95 % interval",
+    "interval": "95 % interval",
     "percent_of_full": "% of full, 16 bits",
     "kl_reference": "KL from full, nats, on the reference",
     "kl_greedy": "on the full cache's answer",
 }
+RUN_COLUMNS = (
+    *("model", "method", "dataset", "question", "metric", "score", "interval", "n", "bytes", "percent_of_full"),
+    *("kl_reference", "kl_greedy", "status", "dtype", "device", "torch", "transformers", "commit", "cell", "from"),
+)
+"""The columns of the table of runs, of which those are left out that no run fills."""
 OWN_PLOT = "python -m kvbench plot results/pareto method=snapkv,h2o kv_ratio=0.5,0.25"
 VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta", "difference"))
 
@@ -42,6 +47,7 @@ VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta
 class ReportPage:
     """The report on one model: its tables, figures, ledgers of claims, findings in the papers, samples and runs.
 
+    runs: lines of the open format (run/open_results.py), also of other folders.
     own_figures: those of methods that the user named. papers: False where the user's runs alone are shown.
     """
 
@@ -109,8 +115,10 @@ class ReportPage:
     def _runs(self) -> str:
         """Return the figures of the user's methods, and a table of the store's cells with scores and bytes."""
         drawn = figures(self.own_figures) if self.own_figures else f"<p>No figures yet: {html.escape(OWN_PLOT)}.</p>"
-        cells = [tuple({**run, **_in_words(run)}.values()) for run in self.runs]
-        return drawn + (rows([RUN_HEADS.get(h, h) for h in self.runs[0]], cells) if cells else "<p>None.</p>")
+        flat = [_flat(run) for run in self.runs]
+        columns = [key for key in RUN_COLUMNS if any(run.get(key) not in (None, "") for run in flat)]
+        cells = [[run.get(key) for key in columns] for run in flat]
+        return drawn + (filtered(rows([RUN_HEADS.get(h, h) for h in columns], cells)) if cells else "<p>None.</p>")
 
     def _provenance(self) -> str:
         """Return what the samples behind the tables were measured with."""
@@ -119,11 +127,14 @@ class ReportPage:
         return rows(("table", "cells", "answers", *measured[0].facts), body) if body else "<p>None.</p>"
 
 
-def _in_words(run: Mapping[str, Any]) -> dict[str, str]:
-    """Return the numbers of a run as they are printed."""
-    forms = {"score": "{:.1f}", "ci": "[{0[0]:.0f}, {0[1]:.0f}]", "bytes": "{:,.0f}", "percent_of_full": "{:.1f}"}
+def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of the open format by RUN_COLUMNS, with its numbers as they are printed."""
+    seen = (run.get("protocol") or {}).get("query_aware")
+    far = {f"kl_{kind}": some.get("kl_mean") for kind, some in (run.get("fidelity") or {}).items()}
+    values = {**run, **far, "question": None if seen is None else "seen" if seen else "withheld"}
+    forms = {"score": "{:.1f}", "interval": "[{0[0]:.0f}, {0[1]:.0f}]", "bytes": "{:,.0f}", "percent_of_full": "{:.1f}"}
     forms |= {"kl_reference": "{:.3g}", "kl_greedy": "{:.3g}"}
-    return {key: form.format(run[key]) for key, form in forms.items() if run.get(key) is not None}
+    return values | {key: form.format(values[key]) for key, form in forms.items() if values.get(key) is not None}
 
 
 def ledger(content: Mapping[str, Any]) -> str:
@@ -218,6 +229,12 @@ def rows(headers: Sequence[str], body: Iterable[Sequence[Any]], classes: Iterabl
     kinds = [_kind(column) for column in zip(*texts, strict=True)] or ["text"] * len(headers)
     table = writers.html(Table(tuple(headers), texts), "sortable", columns=kinds, rows=list(classes))
     return f'<div class="scroll">{table}</div>'
+
+
+def filtered(table: str) -> str:
+    """Return a sortable table with a box above it, in which words leave the rows that have all of them."""
+    box = '<label>Rows with <input type="search" class="filter" placeholder="snapkv needle withheld"></label>'
+    return f'<div class="filtered"><p>{box} <span class="count" aria-live="polite"></span></p>{table}</div>'
 
 
 def _kind(column: Sequence[str]) -> str:
