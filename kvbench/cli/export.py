@@ -1,32 +1,51 @@
-"""export: measured cells in the form of another tool's results."""
+"""export: measured cells in the open format, or in the form of another tool's results."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvbench.errors import UsageError, say
 from kvbench.run.keys import one_of
 
-FORMATS = ("kvpress",)
+if TYPE_CHECKING:
+    from kvbench.run.store import ResultStore
+
+FORMATS = ("jsonl", "kvpress")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("form", metavar="FORMAT", help="kvpress: the folders that its leaderboard reads")
+    parser.add_argument("form", metavar="FORMAT", help="jsonl, or kvpress: the folders that its leaderboard reads")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="which cells, and where to")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write a folder for each model, method and length; print their names."""
-    from kvbench.run import export_kvpress
-    from kvbench.run.listing import FILTERS, given, rows
+    """Write what is chosen and print where."""
+    from kvbench.run.listing import FILTERS, given
     from kvbench.run.store import ResultStore
 
     one_of("format of export", FORMATS, args.form)
-    options = given(args.overrides, ("results", "output", "name", *FILTERS))
+    own = ("name",) if args.form == "kvpress" else ()
+    options = given(args.overrides, ("results", "output", *own, *FILTERS))
     store = ResultStore(Path(options.pop("results", "results")).expanduser())
+    if args.form == "kvpress":
+        return _folders(store, options, as_json=args.json)
+    from kvbench.run import open_results
+
+    path = Path(options.pop("output", open_results.NAME)).expanduser()
+    count = open_results.write(open_results.records(store, options), path)
+    print(json.dumps({"file": str(path), "results": count}) if args.json else f"{path} ({count} results)")
+    return 0
+
+
+def _folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
+    """Write a folder for each model, method and length; print their names."""
+    from kvbench.run import export_kvpress
+    from kvbench.run.listing import rows
+
     root = Path(options.pop("output", "kvpress-results")).expanduser()
     name = options.pop("name", None)
     runs = export_kvpress.runs(store, rows(store, options), name)
@@ -34,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"{store.root} holds no measured answers that are chosen here (python -m kvbench list runs)")
     export_kvpress.check_names(runs, root)
     folders = [export_kvpress.write(run, root) for run in runs]
-    if args.json:
+    if as_json:
         listed = [
             {"folder": str(f), "tasks": [*run.tasks], "n": len(run.samples)}
             for f, run in zip(folders, runs, strict=True)

@@ -1,7 +1,7 @@
 """Results in an open format: a JSON object a line, which any program can write and `report` reads from any folder.
 
-A line is the mean score of one method on one task. It has at least the keys of REQUIRED; those of OPTIONAL say more,
-and others are kept as they are.
+A line is the mean score of one method on one task. It has at least the keys of REQUIRED; docs/import.md names those
+that say more, and others are kept as they are.
 """
 
 from __future__ import annotations
@@ -26,29 +26,14 @@ REQUIRED: Mapping[str, type | tuple[type, ...]] = {
     "n": int,
 }
 """What each line has: model, method with its budget and knobs, task, mean score and its number of examples."""
-OPTIONAL: Mapping[str, str] = {
-    "metric": "what is scored",
-    "interval": "[low, high], of 95 %",
-    "knobs": "by stage of the method",
-    "protocol": "query_aware: whether the question was seen when the context was compressed; prompt, turns",
-    "bytes": "held after the prompt, mean over prompts",
-    "percent_of_full": "the same in per cent of the full cache's, both at 16 bits",
-    "fidelity": "kl_mean in nats, top1 in per cent and ppl_ratio beside the full cache, by kind of text",
-    "seconds": "mean a prompt: prefill, compress, and decode of each token",
-    "dtype": "of the weights",
-    "status": "measured, partial, refused or imported",
-    "commit": "of the program that measured",
-    "cell": "the program's own name of the result",
-}
-"""What a line may say besides."""
 
 DISTANCES = ("kl_mean", "top1", "ppl_ratio")
 
 
-def records(store: ResultStore) -> list[dict[str, Any]]:
-    """Return every cell of a store as a line of the open format; the score of one that has none is None."""
+def records(store: ResultStore, filters: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Return the cells of a store that pass ``filters`` as lines of the open format; a score may be missing (None)."""
     lines = []
-    for cell in listing.rows(store, {}):
+    for cell in listing.rows(store, filters or {}):
         means = store.metrics(cell.id) if cell.summary is not None else {}
         settings, identity = fields(cell.record.identity), cell.record.identity
         facts = cell.record.provenance[-1] if cell.record.provenance else {}

@@ -16,6 +16,7 @@ from kvbench.papers.claims import claim_runner
 from kvbench.papers.forensics import audit
 from kvbench.papers.report import page, samples
 from kvbench.papers.spec import table_spec
+from kvbench.run import open_results
 
 pytestmark = pytest.mark.e2e("builds the page and opens it in a browser")
 
@@ -238,6 +239,14 @@ def test_own_runs_alone_with_scores_bytes_and_figures(tmp_path, capsys):
     full_kl, kl = (r["fidelity"]["greedy"]["kl_mean"] for r in (full, streaming))
     assert f"{streaming['fidelity']['reference']['kl_mean']:.3g}" in cells and full_kl == 0 < kl
     assert '<input type="search"' in text
+    out = tmp_path / "shared" / "results.jsonl"
+    assert main(["export", "jsonl", f"results={tmp_path}", "method=streamingllm", f"output={out}"]) == 0
+    assert capsys.readouterr().out == f"{out} (2 results)\n"
+    shared = open_results.read(out.parent)
+    assert (
+        shared == [r for r in shown["runs"] if "streamingllm" in r["method"]] and shared[0]["protocol"]["query_aware"]
+    )
+    assert main(["export", "jsonl", f"results={tmp_path}", "name=x"]) == 2 and "name=x" in capsys.readouterr().err
 
 
 def test_results_of_other_programs_stand_beside_own_runs(tmp_path, capsys):
