@@ -122,7 +122,7 @@ class Task:
         digest = hashlib.sha256()
         for example in self.examples:
             # without fields that only some datasets have, so that the others keep their ids
-            content = {k: v for k, v in asdict(example).items() if k != "turns" or v}
+            content = {k: v for k, v in asdict(example).items() if k not in ("answer_prefix", "turns") or v}
             digest.update(json.dumps(content, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
