@@ -87,6 +87,16 @@ def test_isolated_questions_are_answered_as_each_alone_from_one_compression(tmp_
             assert sample.n == singles[0].n and sample.kept == singles[0].kept
 
 
+def test_25_questions_under_8_methods_cost_one_prefill_and_one_compression_each(tmp_path, monkeypatch, capsys):
+    prefills, compressions = counted(monkeypatch)
+    row = {**ROWS[0], "questions": (ROWS[0]["questions"] * 9)[:25]}
+    methods = "method=snapkv,streamingllm,tova,random,keynorm,think,fp8,kivi"
+    small = [write(tmp_path, [row]), methods, "kv_ratio=0.5", "max_new_tokens=1", f"results={tmp_path}"]
+    status, report = run_json(capsys, "dataset=file", *small)
+    assert status == 0 and (prefills, len(compressions)) == ([9], 1)
+    assert {c["questions"]["questions"] for r in report["rows"] for c in r["cells"]} == {25}
+
+
 def test_two_equal_contexts_of_a_file_are_compressed_once(tmp_path, monkeypatch):
     _, alone = measured(tmp_path / "a", flat(ROWS)[1:2], "query_aware=false", "max_new_tokens=6")
     prefills, compressions = counted(monkeypatch)
