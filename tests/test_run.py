@@ -299,6 +299,12 @@ def test_both_protocols_stand_in_one_table_with_the_ids_that_each_has_alone(tmp_
         alone = run_json(capsys, *small, f"query_aware={value}")[1]
         assert [r["cells"][0]["cell"] for r in alone["rows"]] == [r["cells"][i]["cell"] for r in both["rows"]]
     assert len(read) == 4
+    run = prepare(
+        "dataset=kv_retrieval,tiny/needle", "records=8", "contexts=1", "questions=2", "query_aware=true,false"
+    )
+    # several questions are withheld under either value
+    columns = ["kv_retrieval/8", "tiny/needle query_aware=true", "tiny/needle query_aware=false"]
+    assert [g.column for g in run.groups] == columns
     assert main(["run", *small, "query_aware=true,maybe"]) == 2 and "query_aware" in capsys.readouterr().err
 
 

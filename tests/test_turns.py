@@ -10,7 +10,7 @@ import kvbench
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.methods.snapkv import SnapKV
-from kvbench.run import experiment, runner
+from kvbench.run import asking, experiment, runner
 from kvbench.run.turns import TurnAnswer, fall_beside, summarise_turns
 from kvbench.tables import turns as turns_table
 
@@ -47,11 +47,11 @@ def flat(rows):
     ]
 
 
-def measured(folder, rows, *words):
+def measured(folder, rows, *words, methods=METHODS):
     """Return (the run, its samples by the first word of a label)."""
     folder.mkdir()
-    methods = [f"method={','.join(METHODS)}", "kv_ratio=0.5"]
-    run = prepare("dataset=file", write(folder, rows), *methods, f"results={folder}", "metric=contains", *words)
+    words = [f"method={','.join(methods)}", "kv_ratio=0.5", *words]
+    run = prepare("dataset=file", write(folder, rows), f"results={folder}", "metric=contains", *words)
     experiment.measure(run, quiet=True)
     return run, {c.label.split()[0]: run.store.samples(c.id) for c in run.groups[0].cells}
 
@@ -85,6 +85,16 @@ def test_isolated_questions_are_answered_as_each_alone_from_one_compression(tmp_
             assert sample.score == pytest.approx(sum(s.score for s in singles) / 3)
             assert {t.bytes for t in sample.turns} == {sample.payload + sample.overhead}
             assert sample.n == singles[0].n and sample.kept == singles[0].kept
+
+
+def test_25_questions_under_8_methods_cost_one_prefill_and_one_compression_each(tmp_path, monkeypatch, capsys):
+    prefills, compressions = counted(monkeypatch)
+    row = {**ROWS[0], "questions": (ROWS[0]["questions"] * 9)[:25]}
+    methods = "method=snapkv,streamingllm,random,keynorm,think,expectedattention,h2o,l1"
+    small = [write(tmp_path, [row]), methods, "kv_ratio=0.5", "max_new_tokens=1", f"results={tmp_path}"]
+    status, report = run_json(capsys, "dataset=file", *small)
+    assert status == 0 and (prefills, len(compressions)) == ([9], 1)
+    assert {c["questions"]["questions"] for r in report["rows"] for c in r["cells"]} == {25}
 
 
 def test_two_equal_contexts_of_a_file_are_compressed_once(tmp_path, monkeypatch):
@@ -136,6 +146,31 @@ def test_turns_equal_a_loop_that_feeds_one_cache_token_by_token(turns, new, othe
                     state, before = going, [] if ended else [tokenizer.eos_token_id]
                 held.append(turn.bytes)
             assert held == sorted(set(held)) and held[0] > samples[method][row["id"]].payload
+
+
+@pytest.mark.parametrize("turns", ["isolated", "own"])
+def test_memory_that_other_questions_hold_is_waited_for_and_a_failure_costs_one_cell(turns, tmp_path, monkeypatch):
+    _, want = measured(tmp_path / "a", ROWS, f"turns={turns}", "max_new_tokens=6", methods=["snapkv", "h2o"])
+    queues, queue, extend, short = [], runner.DecodeQueue, asking.extend_cache, []
+    monkeypatch.setattr(runner, "DecodeQueue", lambda *a: queues.append(queue(*a)) or queues[-1])
+
+    def extend_cache(model, cache, ids):
+        if cache.chain.name == "h2o":
+            raise ValueError("cannot be read")
+        if any(len(q.waiting) > 1 for q in queues):
+            short.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return extend(model, cache, ids)
+
+    monkeypatch.setattr(asking, "extend_cache", extend_cache)
+    run, samples = measured(tmp_path / "b", ROWS, f"turns={turns}", "max_new_tokens=6", methods=["snapkv", "h2o"])
+    assert short and not samples.pop("h2o") and want.pop("h2o")
+    for label, of_method in want.items():
+        for name, sample in of_method.items():
+            assert [(t.prediction, t.bytes) for t in samples[label][name].turns] == [
+                (t.prediction, t.bytes) for t in sample.turns
+            ]
+    assert {run.store.status(c.id).status for c in run.groups[0].cells} == {"complete", "failed"}
 
 
 def test_a_run_prints_falls_and_writes_scores_by_question(tmp_path, capsys):

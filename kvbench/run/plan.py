@@ -137,7 +137,7 @@ def build_groups(
     """
     policy = cfg.prompt
     chains = with_baseline(cfg.chains, cfg.baseline)
-    groups = []
+    groups: list[Group] = []
     for dataset in cfg.datasets:
         chat = policy.template != "off"
         render = partial(policy.render, tokenizer) if chat else None
@@ -150,7 +150,13 @@ def build_groups(
             tasks = [replace(t, query_aware=dataset.query_aware) for t in tasks]
         for task in tasks:
             check_installed(task.metric)
-            column = f"{task.id} {dataset.label}".strip()
+            label = dataset.label
+            if dataset.query_aware is not None and (task.turns or task.examples[0].tokens):
+                # both values are one protocol there: a column of its own for neither
+                label = ",".join(part for part in label.split(",") if not part.startswith("query_aware="))
+            column = f"{task.id} {label}".strip()
+            if any(g.column == column for g in groups):
+                continue
             answer_rules, prompt_identity = task.answering(), policy.identity(task, tokenizer)
             likelihood = bool(task.examples[0].tokens)
             if policy.min_new_tokens is not None:

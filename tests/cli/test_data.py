@@ -68,6 +68,13 @@ def test_show_prints_what_the_model_reads(tmp_path, capsys):
     first, second = json.loads(capsys.readouterr().out)["examples"]
     assert first["prompt"] == first["context"] and (first["question"], first["meta"]) == (" How many?", {})
     assert first["tokens"] == 8 and first["cut"] > 0 and (first["after"], second["id"]) == ("", "line-2")
+    arguments = ["data", "show", "kv_retrieval", "records=5", "contexts=1", "questions=2"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.count("--- a question of the compressed context:\nKey:") == 2 and "--- at most 100 new" not in out
+    assert main([*arguments, "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert [len(turn["answers"]) for turn in record["turns"]] == [1, 1]
     for bad, reason in (
         ([], "needs a dataset"),
         (["tiny/nedle"], "Did you mean needle"),
