@@ -201,7 +201,7 @@ def _check_answers(task: Task, context: int | None) -> None:
         if context is not None and length and length + example.max_new_tokens > context:
             raise UsageError(
                 f"{task.id}: {length} tokens and an answer of {example.max_new_tokens} exceed the model's context of "
-                f"{context}; cutting the middle could cut the needle: lower lengths="
+                f"{context}; cutting the middle could cut what is asked for: lower lengths="
             )
         if context is not None and not example.tokens and example.max_new_tokens >= context:
             raise UsageError(

@@ -302,3 +302,5 @@ def test_a_run_withholds_the_question(capsys, tmp_path):
     cells = [cell for row in report["rows"] for cell in row["cells"]]
     assert [c["status"] for c in cells] == ["measured"] * 2 and not any(c["query_aware"] for c in cells)
     assert all(c["task"] == "ruler/niah_single_1/1024" and c["n"] == 2 for c in cells)
+    assert main(["run", arguments[0], "lengths=6000", "examples=1", "--plan"]) == 2
+    assert "could cut what is asked for: lower lengths=" in capsys.readouterr().err
