@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from kvbench.errors import Refused, UsageError
@@ -139,13 +139,11 @@ def build_groups(
     chains = with_baseline(cfg.chains, cfg.baseline)
     groups = []
     for dataset in cfg.datasets:
-        chat = policy.template != "off"
-        render = partial(policy.render, tokenizer) if chat else None
         knobs = dict(dataset.knobs)
         if cfg.fidelity == THROUGH_CACHE:
             _check_through_cache(dataset.name, knobs, chains)
             knobs["windows"] = "llamacpp"
-        tasks = load_tasks(dataset.name, knobs, dataset.tasks, tokenizer, cfg.data_root, chat, render)
+        tasks = load_tasks(dataset.name, knobs, dataset.tasks, tokenizer, cfg.data_root, policy.renderer(tokenizer))
         for task in tasks:
             check_installed(task.metric)
             column = f"{task.id} {dataset.label}".strip()
