@@ -195,6 +195,11 @@ def test_substitutes_are_named_and_what_lacks_data_says_so(tmp_path):
     assert [t.id.split("/")[1] for t in load(lengths=800, examples=1, root=tmp_path)] == [
         *("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
     ]
+    (tmp_path / "own.txt").write_text("The river was cold. We walked home. " * 200)
+    own = str(tmp_path)
+    for name, haystack, other in (("single_2", own, True), ("single_1", own, False), ("single_2", None, False)):
+        (task,) = load(f"niah_{name}", lengths=800, examples=1, haystack=haystack, root=data_path())
+        assert ("its essays are not RULER's" in task.note) == other
     for name, reason in (("qa_1", "qa_1@xquad stands in its place"), ("niah_single_2", "no .txt files of essays in")):
         with pytest.raises(UsageError, match=f"{name} .*{reason}"):
             load(name, root=tmp_path)
