@@ -380,4 +380,4 @@ def test_a_needle_text_longer_than_the_context_is_refused(tmp_path, capsys):
     (tmp_path / "essay.txt").write_text("The river was cold. We walked home. " * 80)
     arguments = ["dataset=needle", f"haystack={tmp_path}", "lengths=4096", "repeats=1", f"results={tmp_path}"]
     assert main(["run", *arguments]) == 2
-    assert "could cut the needle" in capsys.readouterr().err
+    assert "could cut what is asked for" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from kvbench.errors import Refused, UsageError
@@ -139,13 +139,11 @@ def build_groups(
     chains = with_baseline(cfg.chains, cfg.baseline)
     groups: list[Group] = []
     for dataset in cfg.datasets:
-        chat = policy.template != "off"
-        render = partial(policy.render, tokenizer) if chat else None
         knobs = dict(dataset.knobs)
         if cfg.fidelity == THROUGH_CACHE:
             _check_through_cache(dataset.name, knobs, chains)
             knobs["windows"] = "llamacpp"
-        tasks = load_tasks(dataset.name, knobs, dataset.tasks, tokenizer, cfg.data_root, chat, render)
+        tasks = load_tasks(dataset.name, knobs, dataset.tasks, tokenizer, cfg.data_root, policy.renderer(tokenizer))
         if dataset.query_aware is not None:
             tasks = [replace(t, query_aware=dataset.query_aware) for t in tasks]
         for task in tasks:
@@ -212,7 +210,7 @@ def _check_answers(task: Task, context: int | None) -> None:
         if context is not None and length and length + example.max_new_tokens > context:
             raise UsageError(
                 f"{task.id}: {length} tokens and an answer of {example.max_new_tokens} exceed the model's context of "
-                f"{context}; cutting the middle could cut the needle: lower lengths="
+                f"{context}; cutting the middle could cut what is asked for: lower lengths="
             )
         if context is not None and not example.tokens and example.max_new_tokens >= context:
             raise UsageError(

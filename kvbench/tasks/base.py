@@ -24,7 +24,7 @@ TURNS = ("isolated", "gold", "own")
 """What a context's cache holds when its next question comes: nothing of the questions before, those with their
 references, or those with the model's own answers."""
 UNCUT = ("needle", "RULER")
-"""The categories of tasks whose prompts are never cut: what is asked for could stand where they are."""
+"""The categories of tasks whose prompts must fit into the model's context: a cut could take what is asked for."""
 
 
 class Tokenizer(Protocol):
@@ -135,7 +135,6 @@ def load_tasks(
     selection: Sequence[str],
     tokenizer: Tokenizer | None,
     data: str | None = None,
-    chat: bool = False,
     render: Callable[[str], str] | None = None,
 ) -> list[Task]:
     """Return the selected tasks of a conf/dataset entry. Its ``_target_``, else the loader of rows, gets its knobs.
@@ -143,10 +142,10 @@ def load_tasks(
     A loader that reads files takes ``files`` (tasks.source.Files, below the data folder that ``data`` or the
     environment names); one that builds only what was asked for takes ``selection``; one that counts tokens takes
     ``tokenizer``; one whose answers are longer behind a chat template takes ``chat``; one that counts a template's
-    tokens takes ``render``, from a prompt to its text in the template, None without; one with many knobs takes them as
-    ``knobs``, a dataclass. Where a loader leaves the length of answers to the data, the entry's ``max_new_tokens``
-    replaces it. ``turns`` is set where examples are contexts with several questions, of which ``questions`` takes the
-    first.
+    tokens takes ``render``, the function from a prompt to its text in it, None without one; one with many knobs takes
+    them as ``knobs``, a dataclass. Where a loader leaves the length of answers to the data, the entry's
+    ``max_new_tokens`` replaces it. ``turns`` is set where examples are contexts with several questions, of which
+    ``questions`` takes the first.
 
     ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``), or several by the part before a slash
     (``ruler/vt`` at all its lengths); empty means all.
@@ -155,7 +154,8 @@ def load_tasks(
     loader = getattr(importlib.import_module(module), name)
     knobs = {k: v for k, v in entry.items() if k not in ("_target_", "default_limit", "hub")}
     parameters = inspect.signature(loader).parameters
-    offered: dict[str, Any] = {"tokenizer": tokenizer, "selection": tuple(selection), "chat": chat, "render": render}
+    offered: dict[str, Any] = {"tokenizer": tokenizer, "selection": tuple(selection)}
+    offered |= {"chat": render is not None, "render": render}
     if "files" in parameters:
         # only now: a dataset without files does not care whether the data folder exists
         offered["files"] = Files(dataset, data_root(data))

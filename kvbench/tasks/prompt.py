@@ -6,8 +6,9 @@ Presets live in conf/prompt: what each paper's scripts did, with the source of e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvbench.conf import is_whole
@@ -60,7 +61,7 @@ class PromptPolicy:
         if not isinstance(self.system, (str, type(None))):
             raise UsageError(f"prompt.system={self.system!r} is not possible: a text, in quotes if it is a number")
         if not isinstance(self.query_aware, bool | None):
-            raise UsageError(f"prompt.query_aware={self.query_aware!r} is not possible: true, false, or null for both")
+            raise UsageError(f"prompt.query_aware={self.query_aware!r} is not possible: true, false, or null")
         for key in ("bos", "thinking"):
             if not isinstance(getattr(self, key), bool):
                 raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: true or false")
@@ -96,6 +97,10 @@ class PromptPolicy:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
         except Exception as error:
             raise UsageError(f"the model's chat template cannot be applied: {error}") from None
+
+    def renderer(self, tokenizer: Any) -> Callable[[str], str] | None:
+        """Return the function from a prompt to its text in the chat template, None if no task uses one."""
+        return None if self.template == "off" else partial(self.render, tokenizer)
 
     def between(self, tokenizer: Any) -> str:
         """Return what a chat template puts between an answer and the user's next message."""

@@ -48,7 +48,7 @@ def encode_turns(
     ids, questions = _ids(tokenizer, example, policy, templated)
     isolated, references = task.turns == "isolated", []
     between = policy.between(tokenizer) if templated and not isolated else ""
-    end = _frame(tokenizer, policy, "")[1] if templated else ""
+    end = (_frame(tokenizer, policy, "")[1] if templated else "") + example.answer_prefix
     for i, turn in enumerate(example.turns):
         if i and not isolated:
             text = between + (turn.question.lstrip() if between else turn.question) + end
@@ -88,14 +88,14 @@ def _ids(
     alone = []
     for i, turn in enumerate(example.turns):
         prompt = example.asked(i).prompt
-        text = policy.render(tokenizer, prompt) if templated else prompt
+        text = (policy.render(tokenizer, prompt) if templated else prompt) + example.answer_prefix
         ids = list(tokenizer.encode(text)) if policy.bos and not templated else plain_ids(tokenizer, text)
         alone.append(part(tokenizer, ids, text, turn.question, 0))
     if len({encoded.ids for encoded in alone}) == 1:
         return alone[0].ids, [encoded.question for encoded in alone]
     start, end = _frame(tokenizer, policy, example.prompt) if templated else (example.prompt, "")
     ids = list(tokenizer.encode(start)) if policy.bos and not templated else plain_ids(tokenizer, start)
-    return ids, [tuple(plain_ids(tokenizer, turn.question + end)) for turn in example.turns]
+    return ids, [tuple(plain_ids(tokenizer, turn.question + end + example.answer_prefix)) for turn in example.turns]
 
 
 def _frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:

@@ -267,8 +267,8 @@ def test_answers_are_longer_behind_a_chat_template(haystack):
         ({"max_new_tokens": 64}, 64, 64),
     ):
         entry = {**DEFAULTS, "haystack": str(haystack), "lengths": 300, "depths": 50, "repeats": 1, **inputs}
-        for behind, expected in ((False, plain), (True, chat)):
-            (task,) = load_tasks("needle", entry, [], bpe(), chat=behind)
+        for behind, expected in ((None, plain), (str, chat)):
+            (task,) = load_tasks("needle", entry, [], bpe(), render=behind)
             assert [e.max_new_tokens for e in task.examples] == [expected]
 
 

@@ -72,19 +72,21 @@ def load(*selection, tokenizer=None, root=None, **knobs):
 
 
 @pytest.mark.parametrize("length", [4096, 1024])
-@grid("name,of,size,tokens,answers,digest", PUBLISHED)
-def test_first_samples_are_those_of_the_published_generator(name, of, size, tokens, answers, digest, length):
-    if of != length:
-        return
-    (task,) = load(name, lengths=length, examples=1, root=data_path())
-    (example,) = task.examples
-    text = example.prompt + example.answer_prefix
-    assert task.id == f"ruler/{name}/{length}"
-    assert example.meta["size"] == size
-    assert example.meta["tokens"] + example.max_new_tokens == tokens
-    assert " ".join(example.answers).startswith(answers)
-    assert hashlib.sha256(text.encode()).hexdigest()[:12] == digest
-    assert example.prompt.endswith(example.question)
+def test_first_samples_are_those_of_the_published_generator(length):
+    published = {name: row for name, of, *row in PUBLISHED if of == length}
+    tasks = {task.id: task for task in load(*published, lengths=length, examples=1, root=data_path())}
+
+    @grid("name,size,tokens,answers,digest", [(name, *row) for name, row in published.items()])
+    def check(name, size, tokens, answers, digest):
+        task = tasks[f"ruler/{name}/{length}"]
+        (example,), (text,) = task.examples, prompts(task)
+        assert example.meta["size"] == size
+        assert example.meta["tokens"] + example.max_new_tokens == tokens
+        assert " ".join(example.answers).startswith(answers)
+        assert hashlib.sha256(text.encode()).hexdigest()[:12] == digest
+        assert example.prompt.endswith(example.question)
+
+    check()
 
 
 def prompts(task):
@@ -131,13 +133,16 @@ def test_essays_are_cut_as_their_first_words_alone_are_divided():
         assert essays.sentences(size) == punkt.sent_tokenize(" ".join(text.split()[:size]))
 
 
-@grid("name", ["niah_single_1", "niah_single_2", "niah_multikey_2", "niah_multikey_3", "niah_multiquery", "vt", "cwe"])
-def test_prompts_have_the_form_that_the_task_promises(name):
-    (task,) = load(name, lengths=2048, examples=4, root=data_path())
-    again, other = (load(name, lengths=2048, examples=2, seed=s, root=data_path())[0] for s in (42, 43))
-    assert prompts(again) == prompts(task)[:2] != prompts(other)
-    assert (task.metric, task.query_aware) == ("string_match_all", False)
-    for example in task.examples:
+def test_prompts_have_the_form_that_their_task_promises():
+    names = ["niah_single_1", "niah_single_2", "niah_multikey_2", "niah_multikey_3", "niah_multiquery", "vt", "cwe"]
+    tasks = load(*names, lengths=2048, examples=4, root=data_path())
+    again, other = (load(*names, lengths=2048, examples=2, seed=seed, root=data_path()) for seed in (42, 43))
+    assert [prompts(task)[:2] for task in tasks] == [prompts(task) for task in again]
+    assert not any(prompts(one) == prompts(two) for one, two in zip(again, other, strict=True))
+    assert {(task.metric, task.query_aware) for task in tasks} == {("string_match_all", False)}
+
+    @grid("name,example", [(name, e) for name, task in zip(names, tasks, strict=True) for e in task.examples])
+    def check(name, example):
         meta, context = example.meta, example.prompt.removesuffix(example.question)
         assert len((example.prompt + example.answer_prefix).split()) == meta["tokens"]
         assert meta["tokens"] + example.max_new_tokens <= meta["length"] == 2048
@@ -155,6 +160,8 @@ def test_prompts_have_the_form_that_the_task_promises(name):
         if name == "vt":
             assert len(example.answers) == 5
             assert example.prompt.count("Find all variables that are assigned") == 2  # one in the solved example
+
+    check()
 
 
 @pytest.mark.e2e("counts some two hundred prompts with a real tokenizer")
@@ -188,6 +195,11 @@ def test_substitutes_are_named_and_what_lacks_data_says_so(tmp_path):
     assert [t.id.split("/")[1] for t in load(lengths=800, examples=1, root=tmp_path)] == [
         *("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
     ]
+    (tmp_path / "own.txt").write_text("The river was cold. We walked home. " * 200)
+    own = str(tmp_path)
+    for name, haystack, other in (("single_2", own, True), ("single_1", own, False), ("single_2", None, False)):
+        (task,) = load(f"niah_{name}", lengths=800, examples=1, haystack=haystack, root=data_path())
+        assert ("its essays are not RULER's" in task.note) == other
     for name, reason in (("qa_1", "qa_1@xquad stands in its place"), ("niah_single_2", "no .txt files of essays in")):
         with pytest.raises(UsageError, match=f"{name} .*{reason}"):
             load(name, root=tmp_path)
@@ -302,3 +314,5 @@ def test_a_run_withholds_the_question(capsys, tmp_path):
     cells = [cell for row in report["rows"] for cell in row["cells"]]
     assert [c["status"] for c in cells] == ["measured"] * 2 and not any(c["query_aware"] for c in cells)
     assert all(c["task"] == "ruler/niah_single_1/1024" and c["n"] == 2 for c in cells)
+    assert main(["run", arguments[0], "lengths=6000", "examples=1", "--plan"]) == 2
+    assert "could cut what is asked for: lower lengths=" in capsys.readouterr().err

@@ -109,9 +109,8 @@ def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, t
 
 def _tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Task, str]]:
     """Yield the tasks of a run's datasets with the names that figures show."""
-    chat = cfg.prompt.template != "off"
     for d in cfg.datasets:
-        for task in load_tasks(d.name, d.knobs, d.tasks, tokenizer, cfg.data_root, chat):
+        for task in load_tasks(d.name, d.knobs, d.tasks, tokenizer, cfg.data_root, cfg.prompt.renderer(tokenizer)):
             dataset, _, part = task.id.partition("/")
             # what follows wikitext2/ is the unit of its perplexity
             name = dataset if task.category == "language modelling" else part

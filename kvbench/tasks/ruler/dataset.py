@@ -127,7 +127,9 @@ def load(
     if not tasks:
         raise UsageError(f"dataset {dataset}: no task can be generated: {'; '.join(lacking)}")
     missing = f"not all of RULER's 13 tasks: without {'; '.join(lacking)}" if lacking else ""
-    facts = [missing, *substitutes, _unfilled(tasks, revision)]
+    in_essays = any(sources.in_essays(name) for name in names)
+    other = "its essays are not RULER's" if in_essays and not sources.essays.are_rulers else ""
+    facts = [missing, *substitutes, other, _unfilled(tasks, revision)]
     note = f"{dataset}: {'; '.join(filter(None, facts))}" if any(facts) else ""
     return [replace(task, note=note) for task in tasks]
 
@@ -183,7 +185,7 @@ class Sources:
         if task in READERS and not self._path(READERS[task][0]):
             instead = f"; {task}@xquad stands in its place, if named" if f"{task}@xquad" in READERS else ""
             return f"{READERS[task][0]} is not below the data folder{instead}"
-        if self._in_essays(task) and not self._essay_files():
+        if self.in_essays(task) and not self._essay_files():
             where = self.haystack or f"{ESSAYS} below the data folder, data.root= or {ENVIRONMENT}"
             return f"there are no .txt files of essays in {where}"
         return ""
@@ -191,7 +193,7 @@ class Sources:
     def prompts(self, name: str, budget: LengthBudget) -> Iterator[RulerPrompt]:
         """Return the generator of a task's prompts."""
         if name in NEEDLES:
-            essays = self.essays if self._in_essays(name) else None
+            essays = self.essays if self.in_essays(name) else None
             return niah.prompts(budget, NEEDLES[name], self.keys, essays, self.revision)
         if name in READERS:
             file, read = READERS[name]
@@ -204,7 +206,7 @@ class Sources:
         """Return the data of a task in words, ready to follow other text."""
         if task in READERS:
             return f"; {READERS[task][0]}"
-        essays = f"; {len(self._essay_files())} files of essays, sentences by Punkt" if self._in_essays(task) else ""
+        essays = f"; {len(self._essay_files())} files of essays, sentences by Punkt" if self.in_essays(task) else ""
         return f"; words of wonderwords {VERSION}{essays}" if task in NEEDLES or task == "cwe" else ""
 
     @cached_property
@@ -216,7 +218,8 @@ class Sources:
         # without anything between them, as RULER joins them
         return Essays("".join(read_text(path, "dataset ruler: haystack") for path in self._essay_files()))
 
-    def _in_essays(self, task: str) -> bool:
+    def in_essays(self, task: str) -> bool:
+        """Tell if a task hides its needles in essays."""
         return task in NEEDLES and NEEDLES[task].haystack == "essay"
 
     def _essay_files(self) -> list[Path]:

@@ -17,6 +17,8 @@ LISTS = ("noun", "adjective", "verb")
 VERSION = "2.2.0"
 DIGEST = "cf46787c2791534b14ff97f8f4a70add1f363fd246099957ba66b7b9c8db3df3"
 """SHA-256 of the three lists of wonderwords 2.2.0, with which the published keys come out."""
+ESSAYS_DIGEST = "14ca63813ed994265c91e1d53f181afb6e3bca26193131c86f6ea78f5e52da86"
+"""SHA-256 of the words of 49 essays, with which RULER's own haystack begins."""
 
 
 @cache
@@ -82,6 +84,11 @@ class Essays:
 
     def __len__(self) -> int:
         return len(self.ends)
+
+    @property
+    def are_rulers(self) -> bool:
+        """True if the words are those that RULER's own haystack begins with."""
+        return hashlib.sha256(self.text.encode()).hexdigest() == ESSAYS_DIGEST
 
     def sentences(self, words: int) -> list[str]:
         """Return the sentences of the first ``words`` words, the last one cut."""
