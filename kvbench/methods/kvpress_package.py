@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +34,8 @@ def package() -> ModuleType:
         module = importlib.import_module("kvpress")
     except ImportError as error:
         raise UsageError(f"method=kvpress:NAME: the package kvpress cannot be imported: {headline(error)}") from None
+    # a press is made for each layer, and would repeat its advice each time (docs/kvpress.md has it)
+    logging.getLogger("kvpress").setLevel(logging.ERROR)
     for name, plain in before.items():
         if ALL_ATTENTION_FUNCTIONS[name] is not plain:
             del ALL_ATTENTION_FUNCTIONS[name]

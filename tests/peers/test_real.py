@@ -7,6 +7,7 @@ from data import data_path
 from peers.test_kvpress import kvpress, ours, theirs
 
 import kvbench
+from kvbench.methods.kvpress_package import presses
 
 N = 1024
 SNAPKV = {"window": 64, "kernel": 5, "pooling": "avg"}
@@ -51,3 +52,22 @@ def test_pyramidkv_at_each_layers_size(loaded):
     peer_tokens = theirs(model, ids, kvpress.PyramidKVPress(0.75, window_size=64, kernel_size=5))
     for i in (0, 10, 20, 29):
         assert ours(model, ids, {"method": "snapkv", "kv_size": len(peer_tokens[i][0]), **SNAPKV})[i] == peer_tokens[i]
+
+
+SCORERS = ("snapkv", "pyramidkv", "keydiff", "tova", "streamingllm", "cap", "expectedattention", "noncausalattn")
+"""Without Knorm and CUR, whose scores of equal tokens tie in layer 0."""
+
+
+@pytest.fixture(scope="module")
+def pressed(loaded):
+    """What each press keeps as a method, all from one prefill."""
+    model, ids = loaded
+    caches = kvbench.prefill(model, ids, [f"kvpress:{name}" for name in SCORERS], compression_ratio=0.75)
+    return dict(zip(SCORERS, caches, strict=True))
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_a_press_as_a_method_keeps_its_own_tokens(loaded, pressed, name):
+    model, ids = loaded
+    kept = [[p.tolist() for p in layer.kept_positions()] for layer in pressed[name].layers]
+    assert kept == theirs(model, ids, presses()[name](compression_ratio=0.75))
