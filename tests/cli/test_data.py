@@ -73,7 +73,7 @@ def test_show_prints_what_the_model_reads(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("--- a question of the compressed context:\nKey:") == 2 and "--- at most 100 new" not in out
     assert main([*arguments, "--json"]) == 0
-    (record,) = json.loads(capsys.readouterr().out)
+    (record,) = json.loads(capsys.readouterr().out)["examples"]
     assert [len(turn["answers"]) for turn in record["turns"]] == [1, 1]
     for bad, reason in (
         ([], "needs a dataset"),
