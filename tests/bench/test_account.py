@@ -100,6 +100,8 @@ def test_every_model_states_a_shape(name):
         "qwen2.5-32b": 256, "qwen2.5-72b": 320, "opt-6.7b": 512, "opt-30b": 1344, "pythia-70m": 12, "pythia-160m": 36,
         "pythia-410m": 96, "llama2-13b": 800, "llama3.2-1b": 32, "qwen2.5-0.5b": 12, "qwen2.5-1.5b": 28,
         "smollm2-135m": 22.5, "smollm2-360m": 40, "smollm2-1.7b": 192, "tinyllama-1.1b": 22,
+        "qwen3-0.6b": 112, "qwen3-4b": 144, "qwen3-8b": 144, "llama3.1-8b": 128, "llama3.2-3b": 112, "phi4": 200,
+        "mistral-nemo": 160, "smollm3-3b": 72, "mixtral-8x7b": 128, "qwen3-30b-a3b": 96,
     }  # fmt: skip
     want = per_token[max((k for k in per_token if name.startswith(k)), key=len)]
     assert shape.full_bytes(1, 2) == want * 1024

@@ -29,6 +29,12 @@ SIZES = {  # parameters as their makers publish them
     "mistral-7b-instruct-v0.2": 7241732096,
     "qwen2.5-7b-instruct": 7615616512,
     "opt-6.7b": 6658473984,
+    "qwen3-0.6b": 596049920,
+    "qwen3-4b": 4022468096,
+    "qwen3-8b": 8190735360,
+    "llama3.1-8b-instruct": 8030261248,
+    "llama3.2-3b-instruct": 3212749824,
+    "mistral-nemo-instruct": 12247782400,
 }
 
 

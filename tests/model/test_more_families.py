@@ -1,0 +1,117 @@
+"""Today's families on small random models: the full cache answers as transformers does, and methods pass the audit."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import kvbench
+from kvbench.audit.prompt_audit import audit
+from kvbench.errors import UsageError
+from kvbench.models.traits import TESTED, of_model
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+ORIGINAL = {"rope_theta": 10_000.0, "original_max_position_embeddings": 32}
+WINDOW = {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}
+FAMILIES = {
+    "llama 3.1, past its original context": (
+        "llama",
+        {"max_position_embeddings": 256, "rope_parameters": SCALED | ORIGINAL},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
+    "mistral nemo": ("mistral", {"head_dim": 32, "sliding_window": None}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi4-mini, a part of each head rotated": (
+        "phi3",
+        {
+            "sliding_window": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi3 128k, past its original context": (
+        "phi3",
+        {"sliding_window": None, "max_position_embeddings": 256, "rope_parameters": LONG | ORIGINAL},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+}
+METHODS = ["snapkv", "h2o", "streamingllm", "tova", "adakv", "pyramidkv", "think recent=8", "kivi group=4 residual=8"]
+METHODS += ["snapkv+think recent=8", "h2o variant=orig", "q8_0 group=16", "turboquant", "refreekv"]
+N, NEW = 60, 12
+
+
+def build(family, **more):
+    torch.manual_seed(0)
+    config = {
+        **SMALL,
+        **({"original_max_position_embeddings": 32} if "rope_parameters" in more and family == "phi3" else {}),
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config | more)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(3)  # attention far from uniform
+    return model
+
+
+def prompt():
+    return torch.randint(5, 120, (1, N), generator=torch.Generator().manual_seed(1))
+
+
+def answer_of(model, ids):
+    """What transformers answers with its own cache."""
+    return model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)[0, N:].tolist()
+
+
+def entry(written):
+    method, *knobs = written.split()
+    sized = method.split("+")[0] in ("snapkv", "h2o", "streamingllm", "tova", "adakv", "pyramidkv")
+    window = sized and method.split("+")[0] not in ("streamingllm", "tova")
+    numbers = {k: v if k == "variant" else int(v) for k, v in (knob.split("=") for knob in knobs)}
+    return {"method": method, **({"kv_size": 24} if sized else {}), **({"window": 8} if window else {}), **numbers}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_full_cache_answers_as_transformers_does_and_methods_keep_their_promises(name):
+    family, more = FAMILIES[name]
+    model, ids = build(family, **more), prompt()
+    wanted = answer_of(model, ids)
+    with nullcontext() if family in TESTED else pytest.warns(UserWarning, match="Untested family"):
+        full, *caches = kvbench.prefill(model, ids, ["full", *map(entry, METHODS)])
+    assert kvbench.generate(model, [full], NEW) == [wanted]
+    traits = of_model(model)
+    for cache in caches:
+        assert audit(cache, traits.shape.kv_heads, traits.shape.head_dim, model.dtype).payload > 0
+    answers = kvbench.generate(model, caches, NEW)
+    assert all(len(answer) == NEW for answer in answers)
+
+
+def test_local_layers_bound_what_runs_and_capped_logits_are_refused():
+    gemma3 = build("gemma3_text", **WINDOW, layer_types=["sliding_attention", "full_attention"] * 2)
+    ids = prompt()
+    wanted = gemma3.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)[
+        0, N:
+    ].tolist()
+    (full,) = kvbench.prefill(gemma3, ids, ["full"])
+    assert kvbench.generate(gemma3, [full], NEW) == [wanted]
+    with pytest.raises(UsageError, match="beyond the window only method=full runs"):
+        kvbench.prefill(gemma3, ids, ["snapkv"], kv_size=24, window=8)
+    with pytest.raises(UsageError, match=r"it caps attention logits \(softcapping\)"):
+        kvbench.prefill(build("gemma2", **WINDOW), ids, ["full"])
