@@ -12,7 +12,7 @@ from kvbench.cache.coded import Codec
 from kvbench.methods.formats import ROTATE, StorageFormat
 from kvbench.methods.knobs import knob, one_of
 
-PRESETS = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
+CODES = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
 """Bits of keys and of values."""
 
 
@@ -20,7 +20,7 @@ PRESETS = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 
 class TurboQuant(StorageFormat):
     """Keys k are stored as |k| and the codes of R k / |k|, each coordinate by the best quantiser for a Gaussian.
 
-    preset: ``4bit_nc``, ``k3v4_nc`` and ``3bit_nc`` name the bits of keys and values; ``k8v4`` keeps keys as fp8 e4m3
+    codes: ``4bit_nc``, ``k3v4_nc`` and ``3bit_nc`` name the bits of keys and values; ``k8v4`` keeps keys as fp8 e4m3
     with scale one. ``nc`` is norm correction: the centroids of a key are brought to length 1.
     variant: in ``engine`` (vLLM) R is a plain Hadamard matrix, and values are coded by their minimum and maximum, not
     rotated. In ``mse`` (the paper) R is a random rotation, values are coded as keys are, and no norm is corrected.
@@ -33,17 +33,17 @@ class TurboQuant(StorageFormat):
 
     id: ClassVar[str] = "turboquant"
 
-    preset: str = knob("4bit_nc", one_of(*PRESETS))
+    codes: str = knob("4bit_nc", one_of(*CODES))
     variant: str = knob("engine", one_of("engine", "mse", "prod"))
     rotate: str | None = knob(None, ROTATE)
 
     def check(self) -> None:
         super().check()
-        self.require("variant", self.variant == "engine" or self.preset != "k8v4", "engine where preset=k8v4")
+        self.require("variant", self.variant == "engine" or self.codes != "k8v4", "engine where codes=k8v4")
 
     def codecs(self) -> tuple[Codec, Codec]:
-        key_bits, value_bits = PRESETS[self.preset]
-        if self.preset == "k8v4":
+        key_bits, value_bits = CODES[self.codes]
+        if self.codes == "k8v4":
             return Fp8Codec(), MinMaxInteger(bits=value_bits)
         if self.variant == "engine":
             keys = LloydMax(bits=key_bits, normed=True, rotate=self.rotate or "hadamard")

@@ -391,6 +391,12 @@ def test_yaml_and_dataclass_have_the_same_knobs_and_defaults(method):
     assert set(registry.knob_names(method)) == {f.name for f in knobs}
 
 
+def test_no_knob_has_the_name_of_a_key_of_run():
+    keys = {*yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8")), "method", "model", "dataset"}
+    owned = {f"{m}.{knob}" for m in METHODS for knob in set(registry.knob_names(m)) & keys}
+    assert owned == set(), "method.NAME.KNOB alone would reach them"
+
+
 @pytest.mark.parametrize("method", EXPLAINED)
 def test_yaml_explains_every_knob_on_its_line(method):
     text = (conf_dir() / "method" / f"{method}.yaml").read_text(encoding="utf-8")
